@@ -1,0 +1,50 @@
+# Everything that a fresh machine with Python and make needs: `make demo` and `make test` set themselves up.
+
+PYTHON ?= python3
+# the CPU build of torch; set TORCH to install another one, as in: make demo TORCH="torch --index-url ..."
+TORCH ?= torch==2.13.0
+VENV := .venv
+BARE := .venv-bare
+
+.PHONY: demo test test-all lint bench images clean
+
+demo: $(VENV)/.ready
+	$(VENV)/bin/gradmon demo
+
+# once without any optional package, then what those packages make possible, then the linters
+test: $(VENV)/.ready $(BARE)/.ready
+	$(BARE)/bin/python -m pytest -q -m "not slow and not gpu and not extra"
+	$(VENV)/bin/python -m pytest -q -m "extra and not slow and not gpu"
+	$(MAKE) lint
+
+test-all: $(VENV)/.ready $(BARE)/.ready
+	$(BARE)/bin/python -m pytest -q -m "not gpu and not extra"
+	$(VENV)/bin/python -m pytest -q -m "not gpu"
+	$(MAKE) lint
+
+lint: $(VENV)/.ready
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+bench: $(VENV)/.ready
+	$(VENV)/bin/python benchmarks/import_time.py
+
+# the pictures of the README
+images: $(VENV)/.ready
+	$(VENV)/bin/gradmon demo --svg images/demo.svg
+
+$(VENV)/.ready: pyproject.toml
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -c "import torch" 2>/dev/null || $(VENV)/bin/pip install --quiet $(TORCH)
+	$(VENV)/bin/pip install --quiet --editable ".[dev]"
+	touch $@
+
+$(BARE)/.ready: pyproject.toml
+	test -x $(BARE)/bin/python || $(PYTHON) -m venv $(BARE)
+	$(BARE)/bin/python -c "import torch" 2>/dev/null || $(BARE)/bin/pip install --quiet $(TORCH)
+	$(BARE)/bin/pip install --quiet --editable ".[test]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(BARE) .mypy_cache .pytest_cache .ruff_cache .hypothesis

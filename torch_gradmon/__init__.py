@@ -1,0 +1,25 @@
+"""See what gradients, parameters, updates and activations do while a PyTorch model trains."""
+
+from .attention import monitor_scaled_dot_product_attention
+from .errors import GradmonWarning, SpikeError
+from .mixin import MonitorMixin
+from .monitor import ModuleMonitor
+from .run import Run, load_run
+from .sinks import JsonlSink
+from .spikes import SpikeDetector
+from .watch import watch
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "GradmonWarning",
+    "JsonlSink",
+    "ModuleMonitor",
+    "MonitorMixin",
+    "Run",
+    "SpikeDetector",
+    "SpikeError",
+    "load_run",
+    "monitor_scaled_dot_product_attention",
+    "watch",
+]

@@ -1,0 +1,189 @@
+"""The ``add_*`` methods: one line each over the registry."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from . import check
+from . import names as n
+from .errors import GradmonWarning, nearest
+from .metric import Metric
+from .planner import Planner
+from .presets import PRESETS
+from .registry import Registry
+from .session import Session
+from .spikes.detector import SpikeDetector
+
+MetricFunction = Callable[..., Any] | None
+Pattern = str | re.Pattern[str]
+AggregationFunction = str | Callable[..., Any] | None
+
+
+class MetricMethods:
+    """What can be asked for.
+
+    All methods share their first four arguments:
+
+    * ``metric_name``: last part of the key, without a slash.
+    * ``metric_fn``: a function of the tensor that returns a number, or a tensor whose elements are then reduced. None takes
+      the built-in of that name: ``norm``, ``rms``, ``mean``, ``std``, ``max``, ``min_value``, ``max_value``, ``l1``,
+      ``sparsity``, ``zeros``, ``nonfinite``, and what the method's own text adds.
+    * ``metric_regex``: searched (``re.search``) in the canonical name of the tensor.
+    * ``metric_aggregation_fn``: how the values of micro-batches and elements become one: ``"mean"`` (by elements), ``"sum"``,
+      ``"min"``, ``"max"``, or a function of all values as one flat tensor that returns a number or a dict of numbers.
+
+    and ``every``: computed only on steps that are divisible by it.
+
+    All raise ``TypeError`` or ``ValueError`` before anything is changed: a name that is empty, has a slash or names no
+    built-in, a pattern that does not compile, a function that cannot be called, the same name twice on one tensor.
+    """
+
+    _registry: Registry
+    _planner: Planner
+    _session: Session
+
+    def add_gradient_metric(
+        self,
+        metric_name: str,
+        metric_fn: MetricFunction = None,
+        metric_regex: Pattern = ".*",
+        metric_aggregation_fn: AggregationFunction = None,
+        *,
+        stages: Iterable[str] = ("before_clip", "after_clip"),
+        every: int = 1,
+    ) -> None:
+        """Of the gradient: ``gradient_before_clip/{param}/{metric}`` and, as the optimizer uses it, ``gradient/{param}/{metric}``.
+
+        The stage ``"local"`` is ``gradient_local/{param}/{metric}``: the gradients of this process's micro-batches, one by one,
+        before they are accumulated or reduced; it costs a hook per parameter.
+        """
+        if isinstance(stages, str):
+            stages = (stages,)
+        sources = []
+        for stage in stages:
+            if stage not in n.GRADIENT_STAGES:
+                raise ValueError(f"stages={stage!r} is no stage of a gradient{nearest(str(stage), n.GRADIENT_STAGES)}")
+            sources.append(n.GRADIENT_STAGES[stage])
+        if not sources:
+            raise ValueError("stages is empty; name at least one of local, before_clip, after_clip")
+        self._add(sources, metric_name, metric_fn, metric_regex, metric_aggregation_fn, every)
+
+    def add_parameter_metric(
+        self,
+        metric_name: str,
+        metric_fn: MetricFunction = None,
+        metric_regex: Pattern = ".*",
+        metric_aggregation_fn: AggregationFunction = None,
+        *,
+        every: int = 1,
+    ) -> None:
+        """Of the parameter before the optimizer's step: ``parameter/{param}/{metric}``."""
+        self._add([n.PARAMETER], metric_name, metric_fn, metric_regex, metric_aggregation_fn, every)
+
+    def add_update_metric(
+        self,
+        metric_name: str,
+        metric_fn: MetricFunction = None,
+        metric_regex: Pattern = ".*",
+        metric_aggregation_fn: AggregationFunction = None,
+        *,
+        every: int = 1,
+    ) -> None:
+        """Of what the optimizer changed, parameter after minus before: ``update/{param}/{metric}``.
+
+        Built-in besides: ``ratio``, the norm of the update over that of the parameter before it, absent for a zero parameter.
+        Costs a copy of the parameters of an optimizer while it steps, on the steps that measure it; ``every`` spaces those,
+        and ``update_sample`` of the monitor bounds the copy. Needs :meth:`attach`.
+        """
+        self._add([n.UPDATE], metric_name, metric_fn, metric_regex, metric_aggregation_fn, every)
+
+    def add_optimizer_metric(
+        self,
+        metric_name: str,
+        metric_fn: MetricFunction = None,
+        metric_regex: Pattern = ".*",
+        metric_aggregation_fn: AggregationFunction = None,
+        *,
+        every: int = 1,
+    ) -> None:
+        """Of the optimizer's state for a parameter, after its step: ``optimizer/{param}/{metric}``.
+
+        Built-in, instead of the usual ones: ``exp_avg_norm``, ``exp_avg_sq_norm``, ``grad_momentum_cosine``. A function gets a
+        dict: the state, and ``param`` and ``grad``; None from it gives no key. Needs :meth:`attach`.
+        """
+        self._add([n.OPTIMIZER], metric_name, metric_fn, metric_regex, metric_aggregation_fn, every)
+
+    def add_activation_metric(
+        self,
+        metric_name: str,
+        metric_fn: MetricFunction = None,
+        metric_regex: Pattern = ".*",
+        metric_aggregation_fn: AggregationFunction = None,
+        *,
+        every: int = 1,
+    ) -> None:
+        """Of a module's output in training: ``activation/{module}/{metric}``; outputs in containers are named by their path."""
+        self._add([n.ACTIVATION], metric_name, metric_fn, metric_regex, metric_aggregation_fn, every)
+
+    def add_parameter_difference_metric(
+        self,
+        metric_name: str,
+        metric_fn: MetricFunction = None,
+        metric_regex: Pattern = ".*",
+        metric_aggregation_fn: AggregationFunction = None,
+        *,
+        every: int = 1,
+    ) -> None:
+        """Of a parameter and that of the reference module: ``parameter_difference/{param}/{metric}``.
+
+        A function gets both; a built-in is that of their difference.
+        """
+        self._add([n.PARAMETER_DIFFERENCE], metric_name, metric_fn, metric_regex, metric_aggregation_fn, every)
+
+    def _add(
+        self,
+        sources: Sequence[str],
+        name: str,
+        function: MetricFunction,
+        regex: Pattern,
+        aggregation: AggregationFunction,
+        every: int,
+    ) -> None:
+        check.positive_int("every", every)
+        made = [self._registry.make(source, name, function, regex, aggregation, every=every) for source in sources]
+        self._registry.add(made, self._planner.matchable())
+        self._planner.changed()
+        self._warn_of_idle(made[:1])
+
+    def _warn_of_idle(self, metrics: Iterable[Metric]) -> None:
+        names = self._planner.matchable()
+        for metric in metrics if names is not None else ():
+            known = names[metric.source]  # type: ignore[index]
+            if not any(metric.matches(name) for name in known):
+                pattern = metric.pattern.pattern
+                warnings.warn(
+                    f"torch_gradmon: the pattern {pattern!r} of the {metric.source} metric {metric.name!r} matches nothing "
+                    f"in the model{nearest(pattern, known)}",
+                    GradmonWarning,
+                    stacklevel=4,
+                )
+
+    def add_preset(self, name: str) -> None:
+        """Whole-model values under ``gradmon/``: ``"cheap"`` (nine, of gradients only), ``"standard"`` (fourteen), or ``"full"``
+        (the same, and per-layer values for the run directory). A later preset replaces an earlier one's selection.
+
+        Raises:
+            ValueError: no such preset.
+        """
+        check.one_of("preset", name, tuple(PRESETS))
+        preset = PRESETS[name]
+        made = [self._registry.make(source, metric, shown=False) for source, metric in preset.layer_metrics]
+        known = {(metric.source, metric.name) for metric in self._registry.metrics}
+        self._registry.add([metric for metric in made if (metric.source, metric.name) not in known], self._planner.matchable())
+        self._session.summary.keys = preset.keys
+        if not any(detector.signal == "grad_norm" for detector in self._session.detectors):
+            self._session.detectors.insert(0, SpikeDetector())
+        self._planner.changed()

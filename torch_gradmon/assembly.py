@@ -1,0 +1,167 @@
+"""From the flushed values of a step to its record: arithmetic on the host, nothing of hooks or devices."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import names as n
+from .layers import Layers, top_shares
+from .metric import Metric
+from .names import Key
+from .record import Event, StepRecord, Table
+from .registry import SourcePlan
+from .spikes.detector import SpikeDetector
+from .statistics.moments import VIEWS, Column
+from .summary import Summary
+from .summary import key as summary_key
+
+
+@dataclass
+class Facts:
+    """What is known of a step besides its values."""
+
+    step: int
+    applied: bool
+    edited: bool | None
+    trainable: Set[str]
+    matrices: Set[str]
+    groups: Sequence[tuple[str, frozenset[str]]]
+    context: Mapping[str, Any] = field(default_factory=dict)
+
+
+def assemble(
+    facts: Facts,
+    tables: dict[str, Table],
+    custom: Mapping[Key, float],
+    plans: Mapping[str, SourcePlan],
+    activations: Mapping[Key, float],
+    summary: Summary,
+    layers: Layers,
+    detectors: Sequence[SpikeDetector],
+    absent: dict[tuple[str, str], str],
+) -> StepRecord:
+    """The record of one step. ``absent`` receives a reason for each whole-model key that is not there."""
+    base = tables.pop(n.UPDATE_BASE, None)
+    if not facts.applied:
+        tables.pop(n.UPDATE, None)
+        custom = {key: value for key, value in custom.items() if key.source != n.UPDATE}
+        absent[n.UPDATE, ""] = "the step was not applied"
+    reasons: dict[str, str] = {}
+    values: dict[Key, float] = summary.compute(
+        facts.step,
+        tables,
+        base,
+        applied=facts.applied,
+        edited=facts.edited,
+        trainable=facts.trainable,
+        matrices=facts.matrices,
+        absent=reasons,
+    )
+    events = _judge(facts, values, custom, tables, detectors, reasons, "spike_score" in summary.keys)
+    for source, plan in plans.items():
+        if source in tables:
+            values.update(plan.evaluate(tables[source], base))
+    values.update(activations)
+    values.update(layers.values(tables, base, facts.groups))
+    values.update(custom)
+    absent.update({(n.SUMMARY, name): reason for name, reason in reasons.items()})
+    return StepRecord(facts.step, time.time(), facts.applied, values, tables, facts.context, tuple(events))
+
+
+def _judge(
+    facts: Facts,
+    values: dict[Key, float],
+    custom: Mapping[Key, float],
+    tables: Mapping[str, Table],
+    detectors: Sequence[SpikeDetector],
+    reasons: dict[str, str],
+    wants_score: bool,
+) -> list[Event]:
+    events = []
+    for index, detector in enumerate(detectors):
+        value = values.get(summary_key(detector.signal), custom.get(Key("", detector.signal, "")))
+        if not facts.applied or value is None:
+            if index == 0:
+                reasons.setdefault(
+                    "spike_score", "the step was not applied" if not facts.applied else f"no value of {detector.signal}"
+                )
+            continue
+        verdict = detector.update(facts.step, value)
+        if verdict.score is not None and (index or wants_score):
+            values[summary_key("spike_score") if index == 0 else Key(n.SPIKE_SCORE, detector.signal, "")] = verdict.score
+        elif index == 0:
+            reasons["spike_score"] = "the detector has not seen enough steps yet"
+        if verdict.is_spike:
+            events.append(detector.event(facts.step, value, verdict))
+    return events
+
+
+def describe(event: Event, record: StepRecord) -> str:
+    """A spike in words: what, how far from normal, and which parameters hold most of the gradient."""
+    words = f"step {event.step}: {event.reason}"
+    table = record.tables.get(n.GRADIENT_BEFORE_CLIP)
+    if table is None:
+        return words
+    spoiled = [name for name, count in zip(table.names, table.rows[:, Column.NONFINITE].tolist(), strict=True) if count]
+    if spoiled:
+        shown = ", ".join(spoiled[:3]) + (f" and {len(spoiled) - 3} more" if len(spoiled) > 3 else "")
+        return f"{words}; NaN or Inf in the gradient of {shown}"
+    top = ", ".join(f"{name} {share:.0%}" for name, share in top_shares(table, 3))
+    return f"{words}; of the squared norm hold {top}" if top else words
+
+
+def missing(
+    record: StepRecord,
+    metrics: Sequence[Metric],
+    names: Mapping[str, Sequence[str]],
+    summary: Sequence[str],
+    absent: Mapping[tuple[str, str], str],
+) -> dict[Key, str]:
+    """Why each key that was asked for is not in ``record``."""
+    found = {summary_key(name): absent.get((n.SUMMARY, name), "not measured in this step") for name in summary}
+    for metric in metrics:
+        for name in names.get(metric.source, ()):
+            if metric.matches(name):
+                found[Key(metric.source, name, metric.name)] = _why_absent(metric, name, record, absent)
+    children = {(key.source, key.metric, _owner(key.name)) for key in record.values}
+    return {
+        key: reason
+        for key, reason in found.items()
+        if key not in record.values and (key.source != n.ACTIVATION or (key.source, key.metric, key.name) not in children)
+    }
+
+
+def _owner(path: str) -> str:
+    return path.partition("[")[0]
+
+
+def _why_absent(metric: Metric, name: str, record: StepRecord, absent: Mapping[tuple[str, str], str]) -> str:
+    if not metric.due(record.step):
+        return f"measured on every {metric.every}th step"
+    for place in (f"{name}/{metric.name}", name, ""):
+        if (metric.source, place) in absent:
+            return absent[metric.source, place]
+    table = record.tables.get(metric.source)
+    if table is not None and name in table.names:
+        if metric.name == "ratio":
+            return "the parameter was zero before the update"
+        return f"the tensor has no {VIEWS[metric.name].needs}" if metric.name in VIEWS else "its function returned nothing"
+    return _DEFAULT_REASONS.get(metric.source, "not measured in this step")
+
+
+_DEFAULT_REASONS = {
+    n.GRADIENT: "no gradient in this step, or nothing was measured when the optimizer stepped",
+    n.GRADIENT_BEFORE_CLIP: (
+        "no gradient before clipping was seen: no backward pass ran through the parameter's hook; clip with "
+        "monitor.clip_grad_norm_, or call monitor.monitor_gradients(before_clip=True) before you clip"
+    ),
+    n.GRADIENT_LOCAL: "no backward pass brought a gradient for it",
+    n.PARAMETER: "the parameters were not measured: attach the optimizer, or call monitor.monitor_parameters()",
+    n.PARAMETER_DIFFERENCE: "no reference module is set, or the parameters were not measured",
+    n.UPDATE: "no attached optimizer changes it",
+    n.OPTIMIZER: "the optimizer keeps no such state for it, or is not attached",
+    n.ACTIVATION: "the module was not called in a training forward",
+}

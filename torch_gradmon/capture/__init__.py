@@ -1,0 +1,1 @@
+"""Where values come from: hooks on parameters, optimizers and modules, and what is measured when they fire."""

@@ -1,0 +1,262 @@
+"""Follow a training loop that nobody edits: hooks on the parameters, the optimizers, the scaler and the model's forward.
+
+What the hooks see is told to a :class:`Loop`, which decides what to measure. Times are those of :mod:`torch.optim` and
+:mod:`torch.amp`: see each method.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.optim import Optimizer
+
+from .hooks import Handles, Hook, ModuleHook, WrappedMethod
+
+_UNSCALED = 1  # torch.amp.grad_scaler.OptState.UNSCALED; READY is 0, STEPPED is 2
+
+
+class Loop(Protocol):
+    """What an attachment tells."""
+
+    def forward_began(self) -> None:
+        """The root module is called in training."""
+
+    def backward_ended(self) -> None:
+        """One backward pass is over, and its gradients are accumulated and reduced."""
+
+    def step_began(self, optimizer: Optimizer, has_closure: bool) -> None:
+        """The optimizer is about to step, or to call its closure."""
+
+    def closure_ended(self, optimizer: Optimizer) -> None:
+        """The closure has computed the gradients that the optimizer will use."""
+
+    def step_ended(self, optimizer: Optimizer, found_inf: torch.Tensor | None) -> None:
+        """The optimizer has stepped, unless ``found_inf`` (of a fused optimizer under a GradScaler) is not zero."""
+
+    def step_refused(self, optimizer: Optimizer) -> None:
+        """The scaler did not let the optimizer step."""
+
+    def scaler_updated(self) -> None:
+        """The scaler has ended the attempt."""
+
+    def scaler_noticed(self, scaler: torch.amp.GradScaler) -> None:
+        """A scaler that nobody spoke of drives the optimizer."""
+
+
+class Attachment:
+    """All hooks that follow one loop; :meth:`remove` takes every one of them away.
+
+    Args:
+        loop: told what happens; the optimizers' hooks keep it alive, nothing else here does.
+        module: the watched model.
+        optimizers: in the order in which they step.
+        scaler: their GradScaler; its ``step`` and ``update`` are wrapped on the instance, because no optimizer hook fires when
+            a step is refused.
+    """
+
+    def __init__(
+        self, loop: Loop, module: nn.Module, optimizers: Iterable[Optimizer], scaler: torch.amp.GradScaler | None
+    ) -> None:
+        self._loop = weakref.ref(loop)
+        self.optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
+        self._handles = Handles()
+        self._parameters = Handles()
+        self._tasks: set[int] = set()
+        self._depth: dict[int, int] = {}
+        self._stepped: set[int] = set()
+        self._in_closure = False
+        self.in_scaler_step = False
+        self._wrapped: list[WrappedMethod] = []
+        self._handles.add(module.register_forward_pre_hook(ModuleHook(self._forward_began)))
+        for optimizer in optimizers:
+            # the one strong reference to the loop: a monitor that nobody kept lives as long as the optimizer that it watches
+            self._handles.add(optimizer.register_step_pre_hook(self._strongly(loop, self._step_began)))
+            self._handles.add(optimizer.register_step_post_hook(self._strongly(loop, self._step_ended)))
+        self.scaler: torch.amp.GradScaler | None = None
+        if scaler is not None:
+            self.adopt(scaler)
+
+    @staticmethod
+    def _strongly(loop: Loop, method: Callable[..., Any]) -> Callable[..., Any]:
+        def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return method(optimizer, args, kwargs)
+
+        hook.keeps_alive = loop  # type: ignore[attr-defined]
+        return hook
+
+    def adopt(self, scaler: torch.amp.GradScaler) -> None:
+        """Follow ``scaler`` from now on."""
+        self.scaler = scaler
+        self._wrapped.append(WrappedMethod(scaler, "step", self._scaler_step))
+        self._wrapped.append(WrappedMethod(scaler, "update", self._scaler_update))
+
+    def remove(self) -> None:
+        """Take all hooks away; calling it again does nothing."""
+        self.disarm()
+        self._handles.remove()
+        for wrapped in reversed(self._wrapped):
+            wrapped.remove()
+        self._wrapped = []
+
+    # --- parameters: armed on monitored steps only -------------------------------------------------------------------------
+
+    def arm(self, parameters: Iterable[nn.Parameter], local: Iterable[tuple[nn.Parameter, Hook, Hook]]) -> None:
+        """Watch for the ends of backward passes; ``local`` adds hooks on each gradient and behind its accumulation."""
+        self.disarm()
+        accumulated = Hook(self._accumulated)
+        for parameter, on_gradient, on_accumulate in local:
+            if parameter.requires_grad:
+                self._parameters.on_gradient(parameter, on_gradient)
+                self._parameters.on_accumulate(parameter, on_accumulate)
+        for parameter in parameters:
+            if parameter.requires_grad:
+                self._parameters.on_accumulate(parameter, accumulated)
+
+    def disarm(self) -> None:
+        """Take the hooks on parameters away."""
+        self._parameters.remove()
+        self._tasks.clear()
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        # one callback for each backward pass; told apart by the engine's id, so that one that raised cannot block the next
+        task = torch._C._current_graph_task_id()
+        if task not in self._tasks:
+            if len(self._tasks) > 10_000:
+                self._tasks.clear()
+            self._tasks.add(task)
+            engine = Variable._execution_engine
+            # DDP copies the reduced gradients back in a callback of its own; one queued from within a callback comes after it
+            engine.queue_callback(lambda: engine.queue_callback(self._backward_ended))
+
+    def _backward_ended(self) -> None:
+        loop = self._loop()
+        if loop is not None:
+            loop.backward_ended()
+
+    # --- forward -------------------------------------------------------------------------------------------------------------
+
+    def _forward_began(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        loop = self._loop()
+        if loop is None or not module.training or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            return
+        if not self._in_closure:
+            self._depth.clear()  # an optimizer that raised in its step left its depth behind
+        loop.forward_began()
+
+    # --- optimizers ----------------------------------------------------------------------------------------------------------
+
+    def _step_began(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        loop = self._loop()
+        depth = self._depth[id(optimizer)] = self._depth.get(id(optimizer), 0) + 1
+        if loop is None or depth > 1:  # a subclass whose step calls super().step fires the hooks twice
+            return None
+        self._stepped.add(id(optimizer))
+        if self.scaler is None and (scaler := _calling_scaler()) is not None:
+            self.adopt(scaler)
+            loop.scaler_noticed(scaler)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        loop.step_began(optimizer, closure is not None)
+        if closure is None:
+            return None
+        wrapped = self._followed(closure, optimizer)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": wrapped}
+        return (args[0], wrapped, *args[2:]), kwargs
+
+    def _followed(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+        def followed() -> Any:
+            self._in_closure = True
+            try:
+                loss = closure()
+            finally:
+                self._in_closure = False
+            loop = self._loop()
+            if loop is not None:
+                loop.closure_ended(optimizer)
+            return loss
+
+        return followed
+
+    def _step_ended(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        depth = self._depth[id(optimizer)] = max(0, self._depth.get(id(optimizer), 1) - 1)
+        loop = self._loop()
+        if loop is not None and depth == 0:
+            found_inf = getattr(optimizer, "found_inf", None)
+            loop.step_ended(optimizer, found_inf if isinstance(found_inf, torch.Tensor) else None)
+
+    # --- scaler --------------------------------------------------------------------------------------------------------------
+
+    def _scaler_step(self, original: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        inner = bare_optimizer(optimizer)
+        self._stepped.discard(id(inner))
+        self.in_scaler_step = True
+        try:
+            result = original(optimizer, *args, **kwargs)
+        finally:
+            self.in_scaler_step = False
+        loop = self._loop()
+        if loop is not None and id(inner) not in self._stepped and any(o() is inner for o in self.optimizers):
+            loop.step_refused(inner)
+        return result
+
+    def _scaler_update(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        loop = self._loop()
+        if loop is not None:
+            loop.scaler_updated()
+
+    def inverse_scale(self, optimizer: Optimizer | None) -> torch.Tensor | None:
+        """What the gradients of ``optimizer`` must be multiplied by, as a device tensor; None where they are unscaled."""
+        scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer has it while it steps and has to unscale by itself
+        if scale is None:
+            scale = scale_of(self.scaler)
+            stepping = optimizer is not None and self._depth.get(id(optimizer), 0) > 0
+            if scale is None or stepping or is_unscaled(self.scaler, optimizer):
+                return None
+        return scale.double().reciprocal().float()
+
+
+def scale_of(scaler: torch.amp.GradScaler | None) -> torch.Tensor | None:
+    """The scaler's scale on the device, or None where nothing was scaled. ``get_scale()`` would synchronise."""
+    return scaler._scale if scaler is not None and scaler.is_enabled() else None
+
+
+def is_unscaled(scaler: torch.amp.GradScaler | None, optimizer: Optimizer | None) -> bool:
+    """Whether the scaler has unscaled the gradients of ``optimizer``, or with None of any optimizer, in this attempt."""
+    states = getattr(scaler, "_per_optimizer_states", {})
+    if optimizer is not None:
+        found = states.get(id(optimizer))
+        return found is not None and found["stage"].value >= _UNSCALED
+    return any(state["stage"].value >= _UNSCALED for state in states.values())
+
+
+def bare_optimizer(optimizer: Any) -> Optimizer:
+    """The optimizer inside the wrapper of a trainer, such as Accelerate's, or itself.
+
+    Raises:
+        TypeError: there is none.
+    """
+    inner = optimizer
+    while isinstance(getattr(inner, "optimizer", None), Optimizer):
+        inner = inner.optimizer
+    if not isinstance(inner, Optimizer):
+        raise TypeError(f"expected a torch.optim.Optimizer, got {optimizer!r} of type {type(optimizer).__name__}")
+    return inner
+
+
+def _calling_scaler() -> torch.amp.GradScaler | None:
+    """The GradScaler whose ``step`` is calling, if one is. Without knowing it, scaled gradients would be taken for true ones."""
+    frame = sys._getframe(2)
+    for _ in range(12):
+        if frame.f_code.co_name == "step" and isinstance(owner := frame.f_locals.get("self"), torch.amp.GradScaler):
+            return owner
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None

@@ -1,0 +1,127 @@
+"""Gradients at their three stages: of one micro-batch, before clipping, and as the optimizer uses them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..names import GRADIENT, GRADIENT_BEFORE_CLIP, GRADIENT_LOCAL, Key
+from ..registry import SourcePlan
+from ..step import StepBuffer
+from .measuring import Measurer
+
+
+class GradientCapture:
+    """Measures the gradients of one step, and reuses what it measured before clipping where nothing has touched them since.
+
+    Whether a gradient was touched is told by its identity and its version counter, which unscaling leaves alone and clipping
+    moves. An edit through ``.data`` moves neither and goes unseen.
+    """
+
+    def __init__(self, measurer: Measurer) -> None:
+        self._measurer = measurer
+        self._buffer: StepBuffer | None = None
+        self._seen: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._uncommitted: dict[tuple[int, int], StepBuffer] = {}
+
+    def begin(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], parameters: Sequence[weakref.ref[nn.Parameter]]) -> None:
+        """Start a step; ``parameters`` are those that the plans' positions speak of."""
+        self._buffer, self._plans, self._parameters = buffer, plans, parameters
+        self._seen = {}
+        self._uncommitted = {}
+
+    def is_measured(self, position: int) -> bool:
+        """Whether the gradient before clipping was measured as it is now."""
+        return any(self._untouched(p, gradient) for p, gradient in self._gradients([position]).items())
+
+    def end(self) -> None:
+        """End the step, and let go of everything that it held."""
+        self._buffer, self._seen, self._uncommitted = None, {}, {}
+
+    def _gradients(self, positions: Iterable[int]) -> dict[int, Tensor]:
+        found = {}
+        for position in positions:
+            parameter = self._parameters[position]()
+            if parameter is not None and parameter.grad is not None:
+                found[position] = parameter.grad
+        return found
+
+    def before_clip(self, positions: Iterable[int], inverse_scale: Tensor | None) -> None:
+        """Measure the gradients as they are now: accumulated and not yet clipped. Replaces an earlier call's values."""
+        if self._buffer is None:
+            return
+        gradients = self._gradients(positions)
+        self._measurer.measure(self._buffer, self._plans[GRADIENT_BEFORE_CLIP], gradients, inverse_scale=inverse_scale)
+        for position, gradient in gradients.items():
+            self._seen[position] = weakref.ref(gradient), _version(gradient)
+
+    def forget_before_clip(self, reason: str) -> None:
+        """What was taken for the gradients before clipping was not: drop it, and say why."""
+        if self._buffer is not None:
+            self._buffer.discard(GRADIENT_BEFORE_CLIP)
+            self._buffer.absent[GRADIENT_BEFORE_CLIP, ""] = reason
+            self._seen = {}
+
+    def after_clip(self, positions: Iterable[int], inverse_scale: Tensor | None) -> None:
+        """Measure the gradients that the optimizer is about to use."""
+        if self._buffer is None:
+            return
+        plan, before = self._plans[GRADIENT], self._plans[GRADIENT_BEFORE_CLIP]
+        gradients = self._gradients(positions)
+        same = {p for p, gradient in gradients.items() if self._untouched(p, gradient)}
+        if gradients and all(p in self._seen for p in gradients):
+            self._buffer.flags["edited"] = len(same) < len(gradients) or self._buffer.flags.get("edited") is True
+        reused = same.intersection(before.measured) if plan.columns <= before.columns else set()
+        if reused:
+            self._buffer.reuse_rows(GRADIENT, [plan.names[p] for p in plan.measured if p in reused], GRADIENT_BEFORE_CLIP)
+        self._measurer.statistics(
+            self._buffer, plan, {p: g for p, g in gradients.items() if p not in reused}, inverse_scale=inverse_scale
+        )
+        twins = {p for p in same & plan.functions.keys() if self._reuse_values(p)}
+        self._measurer.run_functions(
+            self._buffer, plan, {p: g for p, g in gradients.items() if p not in twins}, inverse_scale=inverse_scale
+        )
+
+    def _reuse_values(self, position: int) -> bool:
+        """Take over the values of the metric functions where each has its twin before clipping."""
+        assert self._buffer is not None
+        plan, before = self._plans[GRADIENT], self._plans[GRADIENT_BEFORE_CLIP]
+        twins = {(m.name, m.function, m.aggregation) for m in before.functions.get(position, ())}
+        metrics = plan.functions[position]
+        if not all((m.name, m.function, m.aggregation) in twins for m in metrics):
+            return False
+        name = plan.names[position]
+        for metric in metrics:
+            self._buffer.reuse_value(Key(GRADIENT, name, metric.name), Key(GRADIENT_BEFORE_CLIP, name, metric.name))
+        return True
+
+    def _untouched(self, position: int, gradient: Tensor) -> bool:
+        # version counters tell nothing for subclasses (DTensor), and views (DDP's buckets) share one with their neighbours
+        if position not in self._seen or type(gradient) is not Tensor or gradient._is_view():
+            return False
+        reference, version = self._seen[position]
+        return reference() is gradient and version == _version(gradient)
+
+    def local(self, position: int, gradient: Tensor | None, inverse_scale: Tensor | None) -> None:
+        """Measure the gradient that one backward pass brings for one parameter; it counts once :meth:`commit_local` comes.
+
+        ``torch.autograd.grad``, as in gradient penalties, comes through here too, but accumulates nothing and never commits.
+        """
+        if self._buffer is None or gradient is None:
+            return
+        held = StepBuffer(self._buffer.step, self._measurer.complaints)
+        self._measurer.measure(held, self._plans[GRADIENT_LOCAL], {position: gradient}, inverse_scale=inverse_scale, merging=True)
+        self._uncommitted[torch._C._current_graph_task_id(), position] = held
+
+    def commit_local(self, position: int) -> None:
+        """The gradient of the running backward pass was accumulated into ``.grad``: it counts."""
+        held = self._uncommitted.pop((torch._C._current_graph_task_id(), position), None)
+        if held is not None and self._buffer is not None:
+            self._buffer.absorb(held)
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version

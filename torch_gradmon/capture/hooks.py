@@ -1,0 +1,136 @@
+"""Hooks that can be hung on a model without changing what it is.
+
+A hook never keeps its owner alive, so a model can be collected as before: a parameter's hook dict lives in C++, where the
+garbage collector cannot follow a cycle. Copied or pickled along with a module, a hook turns into one that does nothing, so
+that EMA copies do not feed the monitor, and a saved module loads where torch_gradmon is not installed.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def _inert(*_: object) -> None:
+    return None
+
+
+class Hook:
+    """Calls ``method`` of an object that it holds weakly, with ``extra`` arguments first."""
+
+    def __init__(self, method: Callable[..., Any], *extra: object) -> None:
+        self._method = weakref.WeakMethod(method)
+        self._extra = extra
+
+    def __call__(self, *args: object) -> Any:
+        """Call the method, if its object still lives."""
+        method = self._method()
+        return None if method is None else method(*self._extra, *args)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Callable[..., None]:
+        return _inert
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # sys.audit takes any arguments and returns None, and every Python has it
+        return functools.partial, (sys.audit, "torch_gradmon.inert_hook")
+
+
+class ModuleHook(Hook):
+    """A hook on a module's forward. It vanishes where ``torch.compile`` or ``torch.export`` traces it."""
+
+    def __call__(self, *args: object) -> Any:
+        """Call the method, unless this is being traced."""
+        if torch.compiler.is_compiling():
+            return None
+        return super().__call__(*args)
+
+
+class Handles:
+    """Removes hooks, and leaves the hook dicts of parameters as they were found."""
+
+    def __init__(self) -> None:
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._bare: list[tuple[weakref.ref[torch.Tensor], str]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._handles)
+
+    def add(self, handle: torch.utils.hooks.RemovableHandle) -> None:
+        """Take charge of ``handle``."""
+        self._handles.append(handle)
+
+    def on_accumulate(self, parameter: torch.Tensor, hook: Hook) -> None:
+        """Hang ``hook`` behind the accumulation of this parameter's gradient."""
+        self._on_tensor(parameter, "_post_accumulate_grad_hooks", parameter.register_post_accumulate_grad_hook, hook)
+
+    def on_gradient(self, parameter: torch.Tensor, hook: Hook) -> None:
+        """Hang ``hook`` on the gradient that each backward pass brings for this parameter."""
+        self._on_tensor(parameter, "_backward_hooks", parameter.register_hook, hook)
+
+    def _on_tensor(self, parameter: torch.Tensor, attribute: str, register: Callable[..., Any], hook: Hook) -> None:
+        if getattr(parameter, attribute) is None:
+            self._bare.append((weakref.ref(parameter), attribute))
+        self.add(register(hook))
+
+    def remove(self) -> None:
+        """Remove all hooks; calling it again does nothing."""
+        for handle in self._handles:
+            handle.remove()
+        for reference, attribute in self._bare:
+            parameter = reference()
+            if parameter is not None and not getattr(parameter, attribute):
+                setattr(parameter, attribute, None)
+        self._handles, self._bare = [], []
+
+
+class WrappedMethod:
+    """Stands in for a bound method on one instance; copying or pickling the instance leaves the stand-in behind.
+
+    Args:
+        owner: the instance, held weakly.
+        name: of the method.
+        around: called with the original method, then the arguments.
+    """
+
+    def __init__(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        self._owner = weakref.ref(owner)
+        self._name = name
+        self._around: Callable[..., Any] | None = around
+        self._previous = owner.__dict__.get(name)
+        setattr(owner, name, self)
+
+    def _original(self) -> Callable[..., Any]:
+        if self._previous is not None:
+            return self._previous  # type: ignore[no-any-return]
+        owner = self._owner()
+        if owner is None:
+            raise ReferenceError(f"the object whose {self._name}() was called is gone")
+        return getattr(type(owner), self._name).__get__(owner)  # type: ignore[no-any-return]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the original, or what was put around it."""
+        if self._around is None:
+            return self._original()(*args, **kwargs)
+        return self._around(self._original(), *args, **kwargs)
+
+    def remove(self) -> None:
+        """Put back what was there; where somebody wrapped over it since, stay and pass calls through."""
+        self._around = None
+        owner = self._owner()
+        if owner is not None and owner.__dict__.get(self._name) is self:
+            if self._previous is None:
+                del owner.__dict__[self._name]
+            else:
+                setattr(owner, self._name, self._previous)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copy = memo.get(id(self._owner()))
+        return getattr(type(copy), self._name).__get__(copy)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._owner(), self._name)

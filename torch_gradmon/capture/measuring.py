@@ -1,0 +1,161 @@
+"""Measure the tensors of one source as its plan says, and put the results into the step's buffer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import Complaints
+from ..metric import Metric
+from ..names import Key
+from ..registry import SourcePlan
+from ..statistics.eager import measure, refusal
+from ..statistics.moments import Column
+from ..step import StepBuffer
+
+
+class Measurer:
+    """Runs the statistics and the metric functions; a function that fails is switched off, and training goes on.
+
+    Args:
+        eps: an element with ``|x| <= eps`` counts as near zero.
+        complaints: where failures are reported.
+    """
+
+    def __init__(self, eps: float, complaints: Complaints) -> None:
+        self.eps = eps
+        self.complaints = complaints
+        self._proven: set[int] = set()
+        self._off: dict[Key, str] = {}
+
+    def measure(
+        self,
+        buffer: StepBuffer,
+        plan: SourcePlan,
+        tensors: Mapping[int, Tensor],
+        *,
+        inverse_scale: Tensor | None = None,
+        minus: Mapping[int, Tensor] | None = None,
+        merging: bool = False,
+    ) -> None:
+        """Measure ``tensors``, given by their position in the plan. ``minus`` holds what to subtract from each."""
+        self.statistics(buffer, plan, tensors, inverse_scale=inverse_scale, minus=minus, merging=merging)
+        self.run_functions(buffer, plan, tensors, inverse_scale=inverse_scale, second=minus, merging=merging)
+
+    def statistics(
+        self,
+        buffer: StepBuffer,
+        plan: SourcePlan,
+        tensors: Mapping[int, Tensor],
+        *,
+        inverse_scale: Tensor | None = None,
+        minus: Mapping[int, Tensor] | None = None,
+        merging: bool = False,
+    ) -> None:
+        """The statistics that the plan wants of ``tensors``."""
+        put = buffer.merge_rows if merging else buffer.put_rows
+        groups: dict[torch.device, list[int]] = {}
+        for position in plan.measured:
+            if position in tensors:
+                reason = refusal(tensors[position])
+                if reason is None:
+                    groups.setdefault(tensors[position].device, []).append(position)
+                else:
+                    buffer.absent[plan.source, plan.names[position]] = reason
+        for positions in groups.values():
+            others = None if minus is None else [minus[p] for p in positions]
+            rows = self.rows([tensors[p] for p in positions], plan.columns, inverse_scale, others)
+            put(plan.source, [plan.names[p] for p in positions], rows, plan.columns)
+
+    def run_functions(
+        self,
+        buffer: StepBuffer,
+        plan: SourcePlan,
+        tensors: Mapping[int, Any],
+        *,
+        inverse_scale: Tensor | None = None,
+        second: Mapping[int, Tensor] | None = None,
+        merging: bool = False,
+    ) -> None:
+        """The metric functions that the plan wants of ``tensors``, with ``second`` as their second argument."""
+        due = [position for position in plan.functions if position in tensors]
+        if not due:
+            return
+        with untouched_rng():
+            for position in due:
+                value = tensors[position]
+                if isinstance(value, Tensor) and (reason := refusal(value)) is not None:
+                    buffer.absent[plan.source, plan.names[position]] = reason
+                    continue
+                if inverse_scale is not None:
+                    value = value * inverse_scale.to(value.dtype)
+                inputs = [value] if second is None else [value, second[position]]
+                self.functions(buffer, plan.source, plan.names[position], plan.functions[position], inputs, merging)
+
+    def rows(
+        self,
+        tensors: Sequence[Tensor],
+        columns: frozenset[Column],
+        inverse_scale: Tensor | None = None,
+        minus: Sequence[Tensor] | None = None,
+    ) -> Tensor:
+        """Statistics of ``tensors``, see :func:`torch_gradmon.statistics.eager.measure`."""
+        return measure(tensors, columns, eps=self.eps, inverse_scale=inverse_scale, minus=minus)
+
+    def functions(
+        self,
+        buffer: StepBuffer,
+        source: str,
+        name: str,
+        metrics: Sequence[Metric],
+        inputs: Sequence[Any],
+        merging: bool = False,
+    ) -> None:
+        """Put the value of each metric function of ``inputs`` into the buffer."""
+        for metric in metrics:
+            key = Key(source, name, metric.name)
+            if key in self._off:
+                buffer.absent[key.source, f"{name}/{metric.name}"] = self._off[key]
+                continue
+            try:
+                value = self._call(metric, inputs)
+                if value is not None:
+                    (buffer.merge_value if merging else buffer.put_value)(key, value, metric.aggregation)
+            except Exception as error:
+                self._off[key] = f"its function raised {type(error).__name__}: {error}"
+                buffer.absent[key.source, f"{name}/{metric.name}"] = self._off[key]
+                message = f"the {metric.source} metric {metric.name!r} failed on {name} and is off for it; training goes on"
+                self.complaints.add(f"metric:{metric.source}:{metric.name}", message, error)
+
+    def _call(self, metric: Metric, inputs: Sequence[Any]) -> Any:
+        function = metric.function
+        assert function is not None
+        with torch.no_grad(), _no_autocast(inputs):
+            if id(metric) in self._proven:
+                return function(*(x.detach() if isinstance(x, Tensor) else x for x in inputs))
+            # a function that works in place would change the training: try each once on a copy
+            copies = [x.detach().clone() if isinstance(x, Tensor) else x for x in inputs]
+            versions = [x._version for x in copies if isinstance(x, Tensor)]
+            value = function(*copies)
+            if versions != [x._version for x in copies if isinstance(x, Tensor)]:
+                raise ValueError("it changes its input in place, which would change the training; use abs() instead of abs_()")
+            self._proven.add(id(metric))
+            return value
+
+
+def _no_autocast(inputs: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+    device = next((x.device.type for x in inputs if isinstance(x, Tensor)), "cpu")
+    return torch.autocast(device, enabled=False)
+
+
+@contextlib.contextmanager
+def untouched_rng() -> Iterator[None]:
+    """Whatever random numbers are drawn inside, training draws the same ones as without."""
+    # an untyped function of torch
+    on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_cuda else []):
+        yield

@@ -1,0 +1,145 @@
+"""Parameters, what the optimizer changed of them, and what it remembers."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..names import OPTIMIZER, PARAMETER, PARAMETER_DIFFERENCE, UPDATE, UPDATE_BASE
+from ..registry import BuiltIn, SourcePlan
+from ..statistics.eager import inner_product
+from ..statistics.moments import Column
+from ..step import StepBuffer
+from .measuring import Measurer
+
+_SQUARES = frozenset({Column.COUNT, Column.SQUARE_SUM})
+
+State = Mapping[str, Any]
+
+
+def _state_norm(*names: str) -> Any:
+    def norm(state: State) -> Tensor | None:
+        found = next((state[name] for name in names if isinstance(state.get(name), Tensor)), None)
+        return None if found is None else inner_product(found, found).sqrt()
+
+    return norm
+
+
+def _cosine(state: State) -> Tensor | None:
+    gradient = state["grad"]
+    momentum = next((state[name] for name in ("exp_avg", "momentum_buffer") if isinstance(state.get(name), Tensor)), None)
+    if gradient is None or momentum is None or momentum.shape != gradient.shape:
+        return None
+    lengths = (inner_product(gradient, gradient) * inner_product(momentum, momentum)).sqrt()
+    return inner_product(gradient, momentum) / lengths
+
+
+#: Of the optimizer's state after the step, which includes this step's gradient. The cosine is the one that MosaicML Composer
+#: logs as ``cosine/moment_grad``.
+OPTIMIZER_BUILT_INS = {
+    "exp_avg_norm": BuiltIn(frozenset(), "1", "norm of the first moment or momentum", _state_norm("exp_avg", "momentum_buffer")),
+    "exp_avg_sq_norm": BuiltIn(
+        frozenset(), "1", "norm of the second moment of Adam and its kin", _state_norm("exp_avg_sq", "square_avg")
+    ),
+    "grad_momentum_cosine": BuiltIn(frozenset(), "1", "cosine between the gradient and the momentum", _cosine),
+}
+
+
+class ParameterCapture:
+    """Measures parameters before the optimizer's step, and updates as parameters after it minus before it.
+
+    Args:
+        measurer: does the work.
+        update_sample: bounds the copies that updates need: ``None`` for all, an int for at most so many rows (slices of the
+            first dimension, evenly spread) of each parameter, or a pattern for the names of the parameters to take.
+
+    Memory: for one optimizer's step, a copy of the parameters (or of the sample) that this optimizer steps.
+    """
+
+    def __init__(self, measurer: Measurer, update_sample: int | re.Pattern[str] | None) -> None:
+        self._measurer = measurer
+        self._sample = update_sample
+        self._buffer: StepBuffer | None = None
+        self._before: dict[int, Tensor] = {}
+        self.reference: Mapping[str, nn.Parameter] = {}
+
+    def begin(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], parameters: Sequence[weakref.ref[nn.Parameter]]) -> None:
+        """Start a step; ``parameters`` are those that the plans' positions speak of."""
+        self._buffer, self._plans, self._parameters = buffer, plans, parameters
+        self._before = {}
+
+    def end(self) -> None:
+        """End the step, and let go of everything that it held."""
+        self._buffer, self._before = None, {}
+
+    def _live(self, positions: Iterable[int]) -> dict[int, Tensor]:
+        found = {position: self._parameters[position]() for position in positions}
+        return {position: parameter.detach() for position, parameter in found.items() if parameter is not None}
+
+    def measure(self, positions: Iterable[int]) -> None:
+        """Measure the parameters as they are now, and their difference to the reference model."""
+        if self._buffer is None:
+            return
+        parameters = self._live(positions)
+        self._measurer.measure(self._buffer, self._plans[PARAMETER], parameters)
+        plan = self._plans[PARAMETER_DIFFERENCE]
+        if plan.empty:
+            return
+        there, reference = {}, {}
+        for position in set(plan.positions) & parameters.keys():
+            name = plan.names[position]
+            other = self.reference.get(name)
+            if other is None or other.shape != parameters[position].shape:
+                why = "has no such parameter" if other is None else f"has another shape there, {tuple(other.shape)}"
+                self._buffer.absent[PARAMETER_DIFFERENCE, name] = f"the reference module {why}"
+            else:
+                there[position], reference[position] = parameters[position], other.detach().to(parameters[position].device)
+        self._measurer.measure(self._buffer, plan, there, minus=reference)
+
+    def before_step(self, positions: Iterable[int]) -> None:
+        """Copy what the step will change."""
+        if self._buffer is None:
+            return
+        wanted = set(self._plans[UPDATE].positions).intersection(positions)
+        for position, parameter in self._live(sorted(wanted)).items():
+            name = self._plans[UPDATE].names[position]
+            if isinstance(self._sample, re.Pattern) and not self._sample.search(name):
+                self._buffer.absent[UPDATE, name] = f"update_sample={self._sample.pattern!r} leaves it out"
+            else:
+                self._before[position] = self._rows(parameter).clone()
+
+    def after_step(self, positions: Iterable[int], optimizer: torch.optim.Optimizer) -> None:
+        """Measure what the step changed, and the optimizer's state."""
+        if self._buffer is None:
+            return
+        positions = list(positions)
+        before = {position: self._before.pop(position) for position in positions if position in self._before}
+        after = {position: self._rows(parameter) for position, parameter in self._live(before).items()}
+        plan = self._plans[UPDATE]
+        self._measurer.statistics(self._buffer, plan, after, minus=before)
+        base = SourcePlan(UPDATE_BASE, plan.names, _SQUARES, plan.measured)
+        self._measurer.statistics(self._buffer, base, before)
+        for position in plan.functions.keys() & after.keys():
+            wide = torch.promote_types(after[position].dtype, torch.float32)
+            change = after[position].to(wide) - before[position].to(wide)
+            self._measurer.run_functions(self._buffer, plan, {position: change})
+        states = self._plans[OPTIMIZER]
+        if not states.empty:
+            owned = {p: parameter for p in positions if (parameter := self._parameters[p]()) is not None}
+            self._measurer.run_functions(
+                self._buffer,
+                states,
+                {p: {**optimizer.state.get(q, {}), "param": q.detach(), "grad": q.grad} for p, q in owned.items()},
+            )
+
+    def _rows(self, parameter: Tensor) -> Tensor:
+        count = self._sample
+        if not isinstance(count, int) or parameter.dim() == 0 or parameter.shape[0] <= count:
+            return parameter
+        index = torch.linspace(0, parameter.shape[0] - 1, count, dtype=torch.float64).round().to(parameter.device, torch.int64)
+        return parameter.index_select(0, index)

@@ -1,0 +1,64 @@
+"""Checks of public arguments: each raises with the value and the remedy, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import nearest
+
+
+def cadence(every: object, monitor_step_fn: Any) -> Callable[[int], bool]:
+    """Which steps are monitored, from the two ways to say it."""
+    if every is not None and monitor_step_fn is not None:
+        raise ValueError("give either every= or monitor_step_fn=, not both")
+    if monitor_step_fn is not None:
+        if not callable(monitor_step_fn):
+            raise TypeError(f"monitor_step_fn must be a function of the step's number, got {monitor_step_fn!r}")
+        return monitor_step_fn  # type: ignore[no-any-return]
+    interval = 1 if every is None else every
+    positive_int("every", interval)
+    return lambda step: step % interval == 0  # type: ignore[operator]
+
+
+def positive_int(name: str, value: object) -> None:
+    """A whole number of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}={value!r} must be a positive int")
+
+
+def step_number(name: str, value: object) -> None:
+    """A whole number of at least 0."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
+    if value < 0:
+        raise ValueError(f"{name}={value} must not be negative")
+
+
+def one_of(name: str, value: object, known: tuple[str, ...]) -> None:
+    """One of ``known``."""
+    if value not in known:
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, known))}{nearest(str(value), known)}")
+
+
+def log_key(key: object) -> None:
+    """A key for a value logged by hand."""
+    if not isinstance(key, str):
+        raise TypeError(f"a key must be a str, got {key!r} of type {type(key).__name__}")
+    if not key:
+        raise ValueError("a key must not be empty")
+
+
+def module(value: object) -> None:
+    """An ``nn.Module``."""
+    if not isinstance(value, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {value!r} of type {type(value).__name__}")
+
+
+def grad_scaler(value: object) -> None:
+    """A GradScaler or None."""
+    if value is not None and not isinstance(value, torch.amp.GradScaler):
+        raise TypeError(f"scaler must be a torch.amp.GradScaler, got {value!r} of type {type(value).__name__}")

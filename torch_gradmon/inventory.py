@@ -1,0 +1,93 @@
+"""The parameters and modules of a watched model under their canonical names, without keeping the model alive."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+
+from torch import Tensor, nn
+
+from .names import ROOT, canonical_name, canonical_names
+
+
+class Inventory:
+    """Names and weak references, taken at one moment; :meth:`is_current` tells cheaply whether they still hold.
+
+    A tied parameter stands once, under its first name; ``aliases`` keeps the others.
+
+    Args:
+        module: the watched model.
+        excluded: no metric applies to a module or parameter in whose canonical name this pattern is found. Whole-model values
+            take all parameters all the same.
+        format_name: a last say of the user over each canonical name.
+
+    Raises:
+        ValueError: ``format_name`` gives one name to two parameters.
+    """
+
+    def __init__(
+        self, module: nn.Module, excluded: re.Pattern[str] | None = None, format_name: Callable[[str], str] | None = None
+    ) -> None:
+        raw = dict(module.named_parameters())
+        short = canonical_names(raw)
+        rename = format_name or (lambda name: name)
+        self.names: list[str] = []
+        self.references: list[weakref.ref[nn.Parameter]] = []
+        self.trainable: set[str] = set()
+        self.matrices: set[str] = set()
+        self.excluded: set[str] = set()
+        self.aliases: dict[str, list[str]] = {}
+        name_of: dict[int, str] = {}
+        for raw_name, parameter in raw.items():
+            name = name_of[id(parameter)] = rename(short[raw_name])
+            self.names.append(name)
+            self.references.append(weakref.ref(parameter))
+            if parameter.requires_grad:
+                self.trainable.add(name)
+            if parameter.dim() >= 2:
+                self.matrices.add(name)
+            if excluded is not None and excluded.search(short[raw_name]):
+                self.excluded.add(name)
+        if len(set(self.names)) < len(self.names):
+            twice = next(name for name in self.names if self.names.count(name) > 1)
+            raise ValueError(f"format_module_name_fn gives the name {twice!r} to more than one parameter; names must differ")
+        for raw_name, parameter in module.named_parameters(remove_duplicate=False):
+            if raw_name not in raw:
+                self.aliases.setdefault(name_of[id(parameter)], []).append(canonical_name(raw_name))
+        modules = dict(module.named_modules())
+        short = canonical_names(modules)
+        self.modules: dict[str, weakref.ref[nn.Module]] = {}
+        for raw_name, child in modules.items():
+            name = short[raw_name]
+            if excluded is None or name == ROOT or not excluded.search(name):
+                self.modules[rename(name)] = weakref.ref(child)
+        # what is_current compares: for each module its children and its parameters, by identity
+        self._shape = [(weakref.ref(m), dict(_slots(m))) for m in modules.values()]
+
+    def is_current(self) -> bool:
+        """False once a parameter or module was added, removed or replaced, or a parameter froze or thawed."""
+        for reference, slots in self._shape:
+            module = reference()
+            if module is None or len(module._parameters) + len(module._modules) != len(slots):
+                return False
+            for name, child in module._modules.items():
+                if slots.get(name) != id(child):
+                    return False
+            for name, parameter in module._parameters.items():
+                expected = slots.get(name)
+                if expected != (None if parameter is None else (id(parameter), parameter.requires_grad)):
+                    return False
+        return True
+
+    def positions(self, parameters: Iterable[Tensor]) -> list[int]:
+        """Positions in :attr:`names` of those of ``parameters`` that belong to the model, ascending."""
+        wanted = {id(parameter) for parameter in parameters}
+        return [position for position, reference in enumerate(self.references) if id(reference()) in wanted]
+
+
+def _slots(module: nn.Module) -> Iterator[tuple[str, object]]:
+    for name, child in module._modules.items():
+        yield name, id(child)
+    for name, parameter in module._parameters.items():
+        yield name, None if parameter is None else (id(parameter), parameter.requires_grad)

@@ -1,0 +1,51 @@
+"""Metric: what is computed, on which tensors, how often, and how its values merge."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .statistics.moments import Column
+
+#: Named ways to merge the values of micro-batches; ``mean`` is weighted by elements.
+REDUCERS = ("mean", "sum", "min", "max")
+
+
+@dataclass(frozen=True, eq=False)
+class Metric:
+    """One metric on one source.
+
+    Attributes:
+        name: last part of the key; without a slash.
+        source: first part of the key, see :mod:`torch_gradmon.names`.
+        pattern: searched in the canonical name of a tensor.
+        function: of the tensor; ``None`` for a view of the one-pass statistics.
+        aggregation: one of :data:`REDUCERS`, or a callable that gets all values of a step as one flat tensor and returns a
+            scalar or a dict of scalars.
+        columns: the statistics that a built-in needs.
+        unit: of its values.
+        documentation: one line.
+        every: computed on steps that are divisible by it.
+        shown: belongs into ``get_step_metrics()``; otherwise it goes to the run directory only.
+    """
+
+    name: str
+    source: str
+    pattern: re.Pattern[str]
+    function: Callable[..., Any] | None = None
+    aggregation: str | Callable[..., Any] = "mean"
+    columns: frozenset[Column] = frozenset()
+    unit: str = "1"
+    documentation: str = ""
+    every: int = 1
+    shown: bool = True
+
+    def matches(self, name: str) -> bool:
+        """Whether this metric applies to the tensor or module of that canonical name."""
+        return self.pattern.search(name) is not None
+
+    def due(self, step: int) -> bool:
+        """Whether it is computed on ``step``."""
+        return step % self.every == 0

@@ -1,0 +1,146 @@
+"""Names: canonical tensor names, and the keys under which values are logged.
+
+One function builds keys (:func:`format_key`), one parses them (:func:`parse_key`); everything in between carries the three
+parts of a :class:`Key` apart.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+GRADIENT = "gradient"
+GRADIENT_BEFORE_CLIP = "gradient_before_clip"
+GRADIENT_LOCAL = "gradient_local"
+PARAMETER = "parameter"
+PARAMETER_DIFFERENCE = "parameter_difference"
+UPDATE = "update"
+OPTIMIZER = "optimizer"
+ACTIVATION = "activation"
+ATTENTION_ENTROPY = "attention_entropy"
+ATTENTION_MAX_LOGIT = "attention_max_logit"
+SUMMARY = "gradmon"
+SPIKE_SCORE = "spike_score"
+#: Internal: statistics of the updated parameters before the update. No keys come of it.
+UPDATE_BASE = "update_base"
+
+#: Sources whose keys are ``source/name/metric``.
+TENSOR_SOURCES = (
+    GRADIENT,
+    GRADIENT_BEFORE_CLIP,
+    GRADIENT_LOCAL,
+    PARAMETER,
+    PARAMETER_DIFFERENCE,
+    UPDATE,
+    OPTIMIZER,
+    ACTIVATION,
+)
+#: Sources whose keys are ``source/name``: the source is the metric.
+NAME_SOURCES = (ATTENTION_ENTROPY, ATTENTION_MAX_LOGIT, SPIKE_SCORE)
+#: Stages of a gradient, in the order in which a step passes them.
+GRADIENT_STAGES = {"local": GRADIENT_LOCAL, "before_clip": GRADIENT_BEFORE_CLIP, "after_clip": GRADIENT}
+
+ROOT = "[root module]"
+KEY_STYLES = ("seed", "metric_first")
+
+#: Path components that a wrapper adds: DDP and DataParallel, torch.compile, FSDP1, activation checkpointing, Megatron and
+#: DeepSpeed style holders.
+WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"})
+
+
+class Key(NamedTuple):
+    """The three parts of a logged value's name. Free keys, such as those of ``log_scalar``, have a name only."""
+
+    source: str
+    name: str
+    metric: str
+
+
+def canonical_name(name: str) -> str:
+    """``name`` without the path components that wrappers add; the root module has a name of its own.
+
+    >>> canonical_name("module._orig_mod.h.0.attn.weight")
+    'h.0.attn.weight'
+    >>> canonical_name("module")
+    '[root module]'
+    """
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS) or ROOT
+
+
+def canonical_names(names: Iterable[str]) -> dict[str, str]:
+    """Canonical name of each of ``names``. Where two would fall together, both stay as they are.
+
+    >>> canonical_names(["_orig_mod.a.weight", "module.b", "b"])
+    {'_orig_mod.a.weight': 'a.weight', 'module.b': 'module.b', 'b': 'b'}
+    """
+    mapping = {name: canonical_name(name) for name in names}
+    taken = Counter(mapping.values())
+    return {name: short if taken[short] == 1 else name or ROOT for name, short in mapping.items()}
+
+
+def block_of(name: str) -> str:
+    """The block that a parameter belongs to: its path up to the first number, else its first component.
+
+    >>> block_of("transformer.h.3.attn.weight"), block_of("lm_head.weight")
+    ('transformer.h.3', 'lm_head')
+    """
+    parts = name.split(".")
+    for position, part in enumerate(parts[:-1]):
+        if part.isdigit():
+            return ".".join(parts[: position + 1])
+    return parts[0]
+
+
+def format_key(key: Key, style: str = "seed", prefix: str = "") -> str:
+    """The flat string for ``key``: ``source/name/metric``, or ``source_metric/name`` in the style ``metric_first``.
+
+    >>> format_key(Key("gradient", "fc.weight", "norm"))
+    'gradient/fc.weight/norm'
+    >>> format_key(Key("gradient", "fc.weight", "norm"), "metric_first")
+    'gradient_norm/fc.weight'
+    """
+    if style == "metric_first" and key.source and key.name and key.metric:
+        return f"{prefix}{key.source}_{key.metric}/{key.name}"
+    return prefix + "/".join(part for part in key if part)
+
+
+def parse_key(text: str, style: str = "seed", prefix: str = "") -> Key:
+    """The inverse of :func:`format_key`. What no source claims comes back as a free key.
+
+    >>> parse_key("gradient/fc.weight/norm")
+    Key(source='gradient', name='fc.weight', metric='norm')
+    >>> parse_key("loss")
+    Key(source='', name='loss', metric='')
+    """
+    text = text.removeprefix(prefix)
+    head, slash, rest = text.partition("/")
+    if slash and head == SUMMARY:
+        return Key(SUMMARY, "", rest)
+    if slash and head in NAME_SOURCES:
+        return Key(head, rest, "")
+    if slash and style == "metric_first":
+        for source in sorted(TENSOR_SOURCES, key=len, reverse=True):
+            if head.startswith(source + "_"):
+                return Key(source, rest, head[len(source) + 1 :])
+    elif slash and head in TENSOR_SOURCES:
+        name, inner, metric = rest.rpartition("/")
+        if inner:
+            return Key(head, name, metric)
+    return Key("", text, "")
+
+
+def compile_pattern(pattern: str | re.Pattern[str], argument: str = "metric_regex") -> re.Pattern[str]:
+    """``pattern`` compiled, with an error that names the argument.
+
+    Raises:
+        TypeError: not a string or compiled pattern.
+        ValueError: not a valid regular expression.
+    """
+    if not isinstance(pattern, (str, re.Pattern)):
+        raise TypeError(f"{argument} must be a regular expression (str), got {pattern!r} of type {type(pattern).__name__}")
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{argument}={pattern!r} is not a valid regular expression: {error}") from error

@@ -1,0 +1,129 @@
+"""What is to be measured in which step: the registry and the summary's needs, compiled against the model as it is now."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from . import names as n
+from .inventory import Inventory
+from .metric import Metric
+from .registry import Registry, SourcePlan, compile_plan
+from .summary import Summary
+
+PARAMETER_SOURCES = (
+    n.GRADIENT,
+    n.GRADIENT_BEFORE_CLIP,
+    n.GRADIENT_LOCAL,
+    n.PARAMETER,
+    n.PARAMETER_DIFFERENCE,
+    n.UPDATE,
+    n.OPTIMIZER,
+)
+_GRADIENTS = frozenset({n.GRADIENT, n.GRADIENT_BEFORE_CLIP})
+
+
+class Planner:
+    """Compiles plans once, and again when a metric is added or when parameters appear, thaw, freeze or are replaced.
+
+    Args:
+        registry: the metrics.
+        excluded: see :class:`Inventory`.
+        format_name: see :class:`Inventory`.
+    """
+
+    def __init__(self, registry: Registry, excluded: re.Pattern[str] | None, format_name: Callable[[str], str] | None) -> None:
+        self.registry = registry
+        self.inventory: Inventory | None = None
+        self._module: weakref.ref[nn.Module] | None = None
+        self._excluded, self._format_name = excluded, format_name
+        self._cache: dict[Any, dict[str, SourcePlan]] = {}
+        self.version = 0
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The watched model, while it lives."""
+        return None if self._module is None else self._module()
+
+    def watch(self, module: nn.Module) -> None:
+        """Take ``module`` as the watched model.
+
+        Raises:
+            ValueError: metrics of one name overlap on it.
+        """
+        inventory = Inventory(module, self._excluded, self._format_name)
+        self.registry.check(_matchable(inventory))
+        self._module, self.inventory = weakref.ref(module), inventory
+        self.changed()
+
+    def matchable(self) -> dict[str, Sequence[str]] | None:
+        """Names that a pattern can match, by source; None while the model is unknown."""
+        return None if self.inventory is None else _matchable(self.inventory)
+
+    def changed(self) -> None:
+        """A metric or the model changed: compile again for the next step."""
+        self._cache.clear()
+        self.version += 1
+
+    def refresh(self) -> bool:
+        """Look whether the model is still the one that was planned for; True when it had changed."""
+        module = self.module
+        if module is None or self.inventory is None or self.inventory.is_current():
+            return False
+        self.inventory = Inventory(module, self._excluded, self._format_name)
+        self.changed()
+        return True
+
+    def plans(self, step: int, summary: Summary) -> dict[str, SourcePlan]:
+        """The plan of each parameter source for ``step``."""
+        assert self.inventory is not None
+        needs = summary.needs(step)
+        due = tuple(metric.due(step) for metric in self.registry.metrics)
+        found = self._cache.get((due, *needs.items()))
+        if found is None:
+            metrics = [metric for metric, is_due in zip(self.registry.metrics, due, strict=True) if is_due]
+            found = self._cache[(due, *needs.items())] = {
+                source: compile_plan(
+                    source,
+                    [metric for metric in metrics if metric.source == source],
+                    self.inventory.names,
+                    excluded=self.inventory.excluded,
+                    always=needs.get(source, frozenset()),
+                    # a frozen parameter that still has a gradient is moved by the optimizer, and its gradient is clipped
+                    always_on=self.inventory.names if source in _GRADIENTS else self.inventory.trainable,
+                )
+                for source in PARAMETER_SOURCES
+            }
+            before, after = found[n.GRADIENT_BEFORE_CLIP], found[n.GRADIENT]
+            if before.measured:  # with the columns of both, an untouched gradient need not be measured twice
+                found[n.GRADIENT_BEFORE_CLIP] = replace(before, columns=before.columns | after.columns)
+        return found
+
+    def activation_metrics(self, step: int) -> tuple[Metric, ...]:
+        """The activation metrics that are due in ``step``."""
+        return tuple(metric for metric in self.registry.of(n.ACTIVATION) if metric.due(step))
+
+    def local_positions(self) -> list[int]:
+        """Positions of the parameters whose micro-batch gradients any metric wants, whatever the step."""
+        metrics = self.registry.of(n.GRADIENT_LOCAL)
+        names = [] if self.inventory is None else self.inventory.names
+        excluded = set() if self.inventory is None else self.inventory.excluded
+        return [p for p, name in enumerate(names) if name not in excluded and any(m.matches(name) for m in metrics)]
+
+    def positions(self, optimizers: Iterable[Optimizer]) -> tuple[dict[int, list[int]], list[int]]:
+        """Positions of each optimizer's parameters by its id, and those of parameters that none of them has."""
+        assert self.inventory is not None
+        owned = {id(o): self.inventory.positions(p for group in o.param_groups for p in group["params"]) for o in optimizers}
+        taken = {position for positions in owned.values() for position in positions}
+        return owned, [position for position in range(len(self.inventory.names)) if position not in taken]
+
+
+def _matchable(inventory: Inventory) -> dict[str, Sequence[str]]:
+    parameters = [name for name in inventory.names if name not in inventory.excluded]
+    return {**dict.fromkeys(PARAMETER_SOURCES, parameters), n.ACTIVATION: list(inventory.modules)}

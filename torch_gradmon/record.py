@@ -1,0 +1,68 @@
+"""What a finished step leaves behind. Sinks, detectors, the store and the report know these, and nothing of the monitor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from .names import Key
+from .statistics.moments import Column
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something worth telling: a spike, a step that was not applied.
+
+    Attributes:
+        step: when.
+        signal: what was judged, such as ``grad_norm``.
+        value: the value of the signal.
+        score: how far from normal, in the rule's own unit.
+        threshold: the score above which the rule calls it a spike.
+        reason: the same in words.
+    """
+
+    step: int
+    signal: str
+    value: float
+    score: float
+    threshold: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """Statistics of one source in one step: ``rows`` is float64 ``[len(names), 8]`` on the host.
+
+    Only ``columns`` were measured; the others hold the identity of their operation.
+    """
+
+    names: tuple[str, ...]
+    rows: Tensor
+    columns: frozenset[Column]
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One monitored step.
+
+    Attributes:
+        step: its number.
+        time: seconds since the epoch, when it ended.
+        applied: False when the optimizer did not apply it (an infinite gradient under a GradScaler).
+        values: all values by key, plain floats.
+        tables: statistics by source.
+        context: learning rates, loss scale, tags: in every record, on no dashboard.
+        events: what the detectors found.
+    """
+
+    step: int
+    time: float
+    applied: bool
+    values: Mapping[Key, float]
+    tables: Mapping[str, Table] = field(default_factory=dict)
+    context: Mapping[str, Any] = field(default_factory=dict)
+    events: tuple[Event, ...] = ()

@@ -1,0 +1,268 @@
+"""The registry of metrics, and the plan that it compiles to: which metric on which tensor.
+
+The registry stores and refuses, nothing more: everything is checked before anything is changed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import names as n
+from .errors import nearest
+from .metric import REDUCERS, Metric
+from .names import Key, compile_pattern
+from .record import Table
+from .statistics.moments import VIEWS, Column, View
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """What a source offers by name: a view of its statistics (``function`` is None) or a function."""
+
+    columns: frozenset[Column]
+    unit: str
+    documentation: str
+    function: Callable[..., Any] | None = None
+
+
+def _views(subject: str) -> dict[str, BuiltIn]:
+    return {name: BuiltIn(v.columns, v.unit, f"{v.documentation} of the {subject}") for name, v in VIEWS.items()}
+
+
+#: Built-in metrics by source. The optimizer's come from :mod:`torch_gradmon.capture.parameters`.
+RATIO = BuiltIn(
+    frozenset({Column.SQUARE_SUM}),
+    "1",
+    "norm of the update over the norm of the parameter before it; absent for a zero parameter",
+)
+VIEW_BUILT_INS: dict[str, dict[str, BuiltIn]] = {
+    n.GRADIENT: _views("gradient that the optimizer uses"),
+    n.GRADIENT_BEFORE_CLIP: _views("gradient before clipping"),
+    n.GRADIENT_LOCAL: _views("gradients of the micro-batches, merged"),
+    n.PARAMETER: _views("parameter"),
+    n.PARAMETER_DIFFERENCE: _views("difference to the reference parameter"),
+    n.UPDATE: {**_views("change that the optimizer made"), "ratio": RATIO},
+    n.ACTIVATION: _views("module's output"),
+}
+
+
+class Registry:
+    """All metrics that were asked for.
+
+    Args:
+        built_ins: what each source offers by name.
+    """
+
+    def __init__(self, built_ins: Mapping[str, Mapping[str, BuiltIn]]) -> None:
+        self.built_ins = built_ins
+        self.metrics: tuple[Metric, ...] = ()
+
+    def make(
+        self,
+        source: str,
+        name: str,
+        function: Callable[..., Any] | None = None,
+        regex: str | re.Pattern[str] = ".*",
+        aggregation: str | Callable[..., Any] | None = None,
+        *,
+        every: int = 1,
+        shown: bool = True,
+    ) -> Metric:
+        """A checked metric, not yet added.
+
+        Raises:
+            TypeError: a name, pattern, function or aggregation of the wrong type.
+            ValueError: an empty name or one with a slash, an unknown built-in, an invalid pattern, an unknown reducer.
+        """
+        _check_name(name)
+        pattern = compile_pattern(regex)
+        if function is not None and not callable(function):
+            raise TypeError(f"metric_fn of {name!r} must be callable or None for the built-in of that name, got {function!r}")
+        aggregation = checked_aggregation(aggregation, "metric_aggregation_fn")
+        if function is not None:
+            documentation = (getattr(function, "__doc__", None) or "your function").strip().splitlines()[0]
+            return Metric(name, source, pattern, function, aggregation, documentation=documentation, every=every, shown=shown)
+        built_in = self.built_ins.get(source, {}).get(name)
+        if built_in is None:
+            known = self.built_ins.get(source, {})
+            raise ValueError(
+                f"there is no built-in {source} metric {name!r}{nearest(name, known)}; for your own pass a function as metric_fn"
+            )
+        return Metric(
+            name,
+            source,
+            pattern,
+            built_in.function,
+            aggregation,
+            built_in.columns,
+            built_in.unit,
+            built_in.documentation,
+            every,
+            shown,
+        )
+
+    def add(self, new: Sequence[Metric], tensors: Mapping[str, Sequence[str]] | None = None) -> None:
+        """Add all of ``new`` or nothing. ``tensors`` are the known names by source, for the check of duplicates.
+
+        Raises:
+            ValueError: the same metric twice on the same tensor.
+        """
+        candidates = self.metrics + tuple(new)
+        _refuse_overlaps(candidates, new, tensors)
+        self.metrics = candidates
+
+    def check(self, tensors: Mapping[str, Sequence[str]]) -> None:
+        """Check all metrics once the names are known.
+
+        Raises:
+            ValueError: two metrics of one name match the same tensor.
+        """
+        _refuse_overlaps(self.metrics, self.metrics, tensors)
+
+    def of(self, source: str) -> list[Metric]:
+        """The metrics of ``source``, in the order in which they were added."""
+        return [metric for metric in self.metrics if metric.source == source]
+
+
+def checked_aggregation(aggregation: str | Callable[..., Any] | None, argument: str) -> str | Callable[..., Any]:
+    """``aggregation``, or the mean for None.
+
+    Raises:
+        TypeError: neither a name nor a callable.
+        ValueError: a name that is not in :data:`REDUCERS`.
+    """
+    if aggregation is None:
+        return "mean"
+    if isinstance(aggregation, str) and aggregation not in REDUCERS:
+        raise ValueError(f"{argument}={aggregation!r} is not a known reducer{nearest(aggregation, REDUCERS)}; or pass a callable")
+    if not isinstance(aggregation, str) and not callable(aggregation):
+        raise TypeError(f"{argument} must be callable or one of {', '.join(REDUCERS)}, got {aggregation!r}")
+    return aggregation
+
+
+def _refuse_overlaps(metrics: Sequence[Metric], new: Iterable[Metric], tensors: Mapping[str, Sequence[str]] | None) -> None:
+    for metric in new:
+        for other in metrics[: metrics.index(metric)]:
+            if (other.source, other.name) != (metric.source, metric.name):
+                continue
+            both = _first_common(metric, other, None if tensors is None else tensors.get(metric.source, ()))
+            if both is not None:
+                raise ValueError(
+                    f"the {metric.source} metric {metric.name!r} is already registered for {both} "
+                    f"(patterns {other.pattern.pattern!r} and {metric.pattern.pattern!r}); "
+                    "choose another name or patterns that do not overlap"
+                )
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"metric_name must be a str, got {name!r} of type {type(name).__name__}")
+    if not name or "/" in name or name != name.strip():
+        raise ValueError(f"metric_name={name!r} must be a non-empty string without slashes and outer spaces, such as 'norm'")
+
+
+def _first_common(a: Metric, b: Metric, tensors: Iterable[str] | None) -> str | None:
+    if tensors is None:
+        return f"the pattern {a.pattern.pattern!r}" if a.pattern.pattern == b.pattern.pattern else None
+    return next((repr(name) for name in tensors if a.matches(name) and b.matches(name)), None)
+
+
+@dataclass(frozen=True)
+class SourcePlan:
+    """What is computed on the tensors of one source.
+
+    Attributes:
+        source: of all of it.
+        names: canonical names of the tensors, in model order.
+        columns: statistics that are measured.
+        measured: positions in ``names`` that need a row of statistics.
+        views: each built-in with the positions that it applies to.
+        functions: for each position, the metrics with a function.
+    """
+
+    source: str
+    names: tuple[str, ...] = ()
+    columns: frozenset[Column] = frozenset()
+    measured: tuple[int, ...] = ()
+    views: tuple[tuple[Metric, tuple[int, ...]], ...] = ()
+    functions: Mapping[int, tuple[Metric, ...]] = field(default_factory=dict)
+
+    @property
+    def empty(self) -> bool:
+        """Nothing to do for this source."""
+        return not self.measured and not self.functions
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """Positions of the tensors that anything is computed on."""
+        return tuple(sorted({*self.measured, *self.functions}))
+
+    def evaluate(self, table: Table, base: Table | None = None) -> dict[Key, float]:
+        """The values of all views for the rows of ``table``; ``base`` holds the rows that ratios refer to."""
+        where = {name: row for row, name in enumerate(table.names)}
+        values: dict[Key, float] = {}
+        for metric, positions in self.views:
+            found = [(self.names[p], where[self.names[p]]) for p in positions if self.names[p] in where]
+            if not found:
+                continue
+            keys = [Key(self.source, name, metric.name) for name, _ in found]
+            rows = table.rows[[row for _, row in found]]
+            if metric.name == "ratio":
+                defined, numbers = _ratios(rows, base, [name for name, _ in found])
+            else:
+                defined, numbers = evaluate_view(VIEWS[metric.name], rows)
+            values.update((key, x) for key, x, there in zip(keys, numbers, defined, strict=True) if there)
+        return values
+
+
+def evaluate_view(view: View, rows: Tensor) -> tuple[list[bool], list[float]]:
+    """For each of the rows ``[n, 8]`` whether the value exists, and the value."""
+    return view.defined(rows).tolist(), view.compute(rows).tolist()
+
+
+def _ratios(rows: Tensor, base: Table | None, found: list[str]) -> tuple[list[bool], list[float]]:
+    if base is None:
+        return [False] * len(found), [0.0] * len(found)
+    where = {name: row for row, name in enumerate(base.names)}
+    denominators = base.rows[[where[name] for name in found]][:, Column.SQUARE_SUM].sqrt()
+    ratios = rows[:, Column.SQUARE_SUM].sqrt() / denominators
+    return (denominators > 0).tolist(), torch.where(denominators > 0, ratios, 0.0).tolist()
+
+
+def compile_plan(
+    source: str,
+    metrics: Iterable[Metric],
+    names: Sequence[str],
+    *,
+    excluded: Container[str] = (),
+    always: frozenset[Column] = frozenset(),
+    always_on: Container[str] = (),
+) -> SourcePlan:
+    """The plan of one source: ``metrics`` against ``names`` less ``excluded``, and the columns ``always`` on ``always_on``."""
+    columns = set(always)
+    measured = {position for position, name in enumerate(names) if always and name in always_on}
+    views: list[tuple[Metric, tuple[int, ...]]] = []
+    functions: dict[int, list[Metric]] = {}
+    for metric in metrics:
+        positions = tuple(p for p, name in enumerate(names) if name not in excluded and metric.matches(name))
+        if metric.function is not None:
+            for position in positions:
+                functions.setdefault(position, []).append(metric)
+        elif positions:
+            columns |= metric.columns
+            measured.update(positions)
+            views.append((metric, positions))
+    return SourcePlan(
+        source,
+        tuple(names),
+        frozenset(columns),
+        tuple(sorted(measured)),
+        tuple(views),
+        {position: tuple(found) for position, found in functions.items()},
+    )

@@ -1,0 +1,181 @@
+"""Read a run directory, of a run that has ended, still goes on, or was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import sys
+from array import array
+from collections.abc import Mapping
+from typing import Any
+
+from . import names as n
+from .errors import nearest
+from .names import Key, format_key, parse_key
+from .record import Event, Table
+from .registry import evaluate_view
+from .statistics.moments import ALWAYS, VIEWS, Column
+from .store import file_in, unpack
+
+
+def load_run(path: str | os.PathLike[str]) -> Run:
+    """Open the run directory ``path`` for reading.
+
+    Raises:
+        FileNotFoundError: there is no run in it.
+        ValueError: its file is not one of ours.
+    """
+    return Run(path)
+
+
+class Run:
+    """A run on disk. Where a run was resumed or rolled back, later segments take the place of the steps that they repeat."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        file = file_in(path)
+        if not file.is_file():
+            raise FileNotFoundError(f"there is no run in {str(path)!r}: {str(file)!r} does not exist")
+        try:
+            self._db = sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True)
+            self.meta: dict[str, Any] = {k: json.loads(v) for k, v in self._db.execute("SELECT name, value FROM meta")}
+        except sqlite3.DatabaseError as error:
+            raise ValueError(f"{str(file)!r} is not a run of torch_gradmon: {error}") from error
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Look at which steps there are; a segment replaces what earlier ones have from its first step on."""
+        self._segment_of: dict[int, int] = {}
+        for segment, first in self._db.execute(
+            "SELECT segment, MIN(step) FROM steps GROUP BY segment ORDER BY segment"
+        ).fetchall():
+            self._segment_of = {step: older for step, older in self._segment_of.items() if step < first}
+            steps = self._db.execute("SELECT step FROM steps WHERE segment = ?", (segment,))
+            self._segment_of.update((step, segment) for (step,) in steps)
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that were monitored, ascending."""
+        return sorted(self._segment_of)
+
+    @property
+    def events(self) -> list[Event]:
+        """What the detectors found, in order."""
+        found = []
+        for segment, step, text in self._db.execute("SELECT segment, step, events FROM steps WHERE events != '[]' ORDER BY step"):
+            if self._segment_of.get(step) == segment:
+                found += [Event(**event) for event in json.loads(text)]
+        return found
+
+    def context(self, step: int) -> Mapping[str, Any]:
+        """Learning rates, loss scale and tags of a step, and whether it was applied.
+
+        Raises:
+            KeyError: the step is not in the run.
+        """
+        time, applied, context = self._db.execute(
+            "SELECT time, applied, context FROM steps WHERE segment = ? AND step = ?", self._where(step)
+        ).fetchone()
+        return {"time": time, "applied": bool(applied), **json.loads(context)}
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """All scalars of a step: whole-model values, custom metrics, what was logged by hand.
+
+        Raises:
+            KeyError: the step is not in the run.
+        """
+        rows = self._db.execute(
+            "SELECT source, name, metric, value FROM scalars JOIN keys ON key = id WHERE segment = ? AND step = ?",
+            self._where(step),
+        )
+        return {format_key(Key(*key)): float(value) for *key, value in rows}
+
+    def table(self, source: str, step: int) -> Table | None:
+        """The statistics of ``source`` in a step, or None where they were not measured.
+
+        Raises:
+            KeyError: the step is not in the run.
+        """
+        row = self._db.execute(
+            "SELECT columns, tensors, data FROM rows JOIN layouts ON layout = id WHERE segment = ? AND step = ? AND source = ?",
+            (*self._where(step), source),
+        ).fetchone()
+        return None if row is None else self._table(*row)
+
+    def _table(self, mask: int, tensors: bytes, data: bytes) -> Table:
+        ids = array("I")
+        ids.frombytes(tensors)
+        if sys.byteorder == "big":
+            ids.byteswap()
+        known = dict(self._db.execute("SELECT id, name FROM tensors"))
+        return unpack(data, tuple(known[i] for i in ids), frozenset(c for c in Column if mask >> c & 1))
+
+    def series(self, key: str) -> dict[int, float]:
+        """Value by step for one key, such as ``gradmon/grad_norm`` or ``gradient_before_clip/h.0.attn.weight/std``.
+
+        Any built-in metric of any tensor whose statistics were stored can be asked for. Steps without the value are left out.
+
+        Raises:
+            KeyError: nothing in the run has this key.
+        """
+        wanted = parse_key(key)
+        found = {
+            step: float(value)
+            for segment, step, value in self._db.execute(
+                "SELECT segment, step, value FROM scalars JOIN keys ON key = id WHERE source = ? AND name = ? AND metric = ? ORDER BY step",
+                wanted,
+            )
+            if self._segment_of.get(step) == segment
+        }
+        if not found and wanted.metric in VIEWS:
+            found = self._from_rows(wanted)
+        if not found:
+            raise KeyError(f"the run has no values for {key!r}{nearest(key, self.keys())}")
+        return found
+
+    def _from_rows(self, wanted: Key) -> dict[int, float]:
+        view, found = VIEWS[wanted.metric], {}
+        rows = self._db.execute(
+            "SELECT segment, step, columns, tensors, data FROM rows JOIN layouts ON layout = id WHERE source = ? ORDER BY step",
+            (wanted.source,),
+        ).fetchall()
+        for segment, step, mask, tensors, data in rows:
+            if self._segment_of.get(step) != segment:
+                continue
+            table = self._table(mask, tensors, data)
+            if wanted.name in table.names and view.columns <= table.columns | ALWAYS:
+                position = table.names.index(wanted.name)
+                there, value = evaluate_view(view, table.rows[position : position + 1])
+                if there[0]:
+                    found[step] = value[0]
+        return found
+
+    def keys(self) -> list[str]:
+        """Every key that :meth:`series` answers."""
+        keys = [format_key(Key(*row)) for row in self._db.execute("SELECT source, name, metric FROM keys ORDER BY id")]
+        for source in n.TENSOR_SOURCES:
+            layout = self._db.execute("SELECT columns, tensors FROM layouts WHERE source = ?", (source,)).fetchall()
+            known = dict(self._db.execute("SELECT id, name FROM tensors"))
+            for mask, tensors in layout:
+                columns = {c for c in Column if mask >> c & 1} | ALWAYS
+                metrics = [metric for metric, view in VIEWS.items() if view.columns <= columns]
+                ids = array("I")
+                ids.frombytes(tensors)
+                keys += [format_key(Key(source, known[i], metric)) for i in ids for metric in metrics]
+        return list(dict.fromkeys(keys))
+
+    def _where(self, step: int) -> tuple[int, int]:
+        if step not in self._segment_of:
+            steps = self.steps
+            span = f"{steps[0]} to {steps[-1]}" if steps else "none"
+            raise KeyError(f"step {step} is not in the run; its {len(steps)} monitored steps are {span}")
+        return self._segment_of[step], step
+
+    def close(self) -> None:
+        """Close the file."""
+        self._db.close()
+
+    def __repr__(self) -> str:
+        steps = self.steps
+        span = f"{steps[0]} to {steps[-1]}" if steps else "none"
+        return f"Run({len(steps)} steps: {span}, {len(self.events)} events)"

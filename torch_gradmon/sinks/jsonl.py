@@ -1,0 +1,67 @@
+"""One JSON object per line and step: appendable, readable while the run goes on, and complete up to a crash."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
+
+
+class JsonlSink:
+    """Appends ``{"step": 3, "gradmon/grad_norm": 0.71, ...}`` for each step.
+
+    NaN and infinite values are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, since JSON has no such
+    numbers and readers differ in what they make of them.
+
+    Args:
+        path: the file; its directory is made when missing. An existing file is continued.
+
+    Raises:
+        TypeError: ``path`` is no path.
+        IsADirectoryError: ``path`` is a directory.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(f"path must be a file path, got {path!r} of type {type(path).__name__}")
+        self.path = Path(path)
+        if self.path.is_dir():
+            raise IsADirectoryError(f"{str(self.path)!r} is a directory; give the file to write, such as 'metrics.jsonl'")
+        self._file: IO[str] | None = None
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Append one line and hand it to the operating system, so that it survives the end of this process."""
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("a", encoding="utf-8")
+        line = json.dumps({"step": step, **{key: _plain(value) for key, value in values.items()}}, allow_nan=False)
+        try:
+            self._file.write(line + "\n")
+            self._file.flush()
+        except OSError:
+            # what the failed write left in Python's buffer would fail again when the file is closed
+            file, self._file = self._file, None
+            _abandon(file)
+            raise
+
+    def close(self) -> None:
+        """Close the file; a later :meth:`log` opens it again."""
+        if self._file is not None:
+            file, self._file = self._file, None
+            file.close()
+
+
+def _abandon(file: IO[str]) -> None:
+    try:
+        file.close()
+    except OSError:
+        pass
+
+
+def _plain(value: float) -> float | str:
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

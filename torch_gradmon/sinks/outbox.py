@@ -1,0 +1,95 @@
+"""The last station of a record: the run directory at once, the sinks when nothing more can be added to the step."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import Complaints
+from ..record import StepRecord
+from ..store import RunStore
+from .outlet import PATIENCE, Outlet
+
+
+class Outbox:
+    """Keeps one record until the next one comes, so that a late ``log_scalar`` still goes out with it.
+
+    The run directory does not wait: what it has of a step is replaced when something is added.
+
+    Args:
+        complaints: where failures are reported.
+        run_dir: the run directory; None for none.
+        meta: facts for the run directory.
+    """
+
+    def __init__(self, complaints: Complaints, run_dir: str | os.PathLike[str] | None, meta: Mapping[str, Any]) -> None:
+        self._complaints = complaints
+        self._run_dir, self._meta = run_dir, dict(meta)
+        self._store = None if run_dir is None else RunStore(run_dir, self._meta)
+        self._waiting: tuple[StepRecord, Mapping[str, float]] | None = None
+        self._failures = 0
+        self._process = os.getpid()
+        self.outlets: list[Outlet] = []
+        self.lost = 0
+
+    @property
+    def stores(self) -> bool:
+        """Whether there is a run directory."""
+        return self._run_dir is not None
+
+    def note(self, **facts: Any) -> None:
+        """Add facts about the run."""
+        self._meta.update(facts)
+        if self._store is not None:
+            try:
+                self._store.note(facts)
+            except sqlite3.Error as error:
+                self._complaints.add("store", f"the run directory {self._run_dir} could not be written", error)
+
+    def put(self, record: StepRecord, shown: Mapping[str, float], amend: bool = False) -> None:
+        """Take a step's record and what of it is shown. ``amend``: in place of the one that was put last."""
+        if not amend:
+            self.publish()
+        self._write(record, amend)
+        if not amend or self._waiting is not None:
+            self._waiting = record, shown
+        elif self.outlets:
+            self._complaints.add("late", f"a value for step {record.step} came after the step had gone out to the sinks")
+
+    def publish(self) -> None:
+        """Send what waits to the sinks."""
+        if self._waiting is not None:
+            (record, shown), self._waiting = self._waiting, None
+            for outlet in self.outlets:
+                outlet.send(shown, record.step)
+
+    def _write(self, record: StepRecord, amend: bool) -> None:
+        if self._run_dir is None or self._failures >= PATIENCE:
+            self.lost += self._run_dir is not None
+            return
+        try:
+            if self._store is None:
+                self._store = RunStore(self._run_dir, self._meta)
+            self._store.log(record, amend=amend)
+            self._failures = 0
+        except (sqlite3.Error, OSError) as error:
+            self._failures += 1
+            self.lost += 1
+            message = (
+                f"step {record.step} could not be written to the run directory {self._run_dir}; training goes on, "
+                f"and after {PATIENCE} failures in a row nothing more is written"
+            )
+            self._complaints.add("store", message, error)
+
+    def close(self) -> None:
+        """Send what waits and close everything; sinks and the run directory open again when another record comes."""
+        if os.getpid() != self._process:
+            return  # a forked worker must not touch the parent's files
+        self.publish()
+        for outlet in self.outlets:
+            outlet.close()
+        if self._store is not None:
+            self._store.close()
+            self._store = None

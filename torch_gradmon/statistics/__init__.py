@@ -1,0 +1,1 @@
+"""One-pass statistics of tensors: the columns, their algebra, and the kernels that fill them."""

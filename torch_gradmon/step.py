@@ -1,0 +1,230 @@
+"""The values of the step in flight, on the device, and their one way to the host.
+
+This is the only file that brings measured values to the host. Everything that hooks measure is put here as device tensors;
+micro-batches merge here; :meth:`StepBuffer.flush` copies all of it at once, one copy per device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import Complaints
+from .names import Key
+from .record import Table
+from .statistics.eager import accumulator_dtype
+from .statistics.moments import Column, merge
+
+Aggregation = str | Callable[..., Any]
+
+
+@dataclass
+class _Pending:
+    """Values of one key that wait for the end of the step."""
+
+    aggregation: Aggregation
+    parts: list[Tensor]  # per micro-batch: [sum, count], one value, or all values, by aggregation
+
+
+class StepBuffer:
+    """What was measured in one step.
+
+    Args:
+        step: its number.
+        complaints: where a failing aggregation function is reported.
+    """
+
+    def __init__(self, step: int, complaints: Complaints) -> None:
+        self.step = step
+        self.flags: dict[str, Tensor | bool] = {}
+        self.absent: dict[tuple[str, str], str] = {}
+        self._complaints = complaints
+        self._blocks: dict[tuple[str, tuple[str, ...]], Tensor] = {}
+        self._parts: dict[tuple[str, str], list[Tensor]] = {}
+        self._columns: dict[str, frozenset[Column]] = {}
+        self._pending: dict[Key, _Pending] = {}
+        self._reused: dict[tuple[str, str], str] = {}
+        self._same_value: dict[Key, Key] = {}
+
+    def put_rows(self, source: str, names: Sequence[str], rows: Tensor, columns: frozenset[Column]) -> None:
+        """Statistics ``[len(names), 8]``; what was there for these names is replaced."""
+        self._blocks.pop((source, tuple(names)), None)  # so that the newest stands last, and the last one counts
+        self._blocks[source, tuple(names)] = rows
+        self._columns[source] = self._columns.get(source, columns) & columns
+
+    def merge_rows(self, source: str, names: Sequence[str], rows: Tensor, columns: frozenset[Column]) -> None:
+        """Statistics of one micro-batch or one call; merged with what is there for these names."""
+        for name, row in zip(names, rows, strict=True):
+            parts = self._parts.setdefault((source, name), [])
+            parts.append(row)
+            if len(parts) == 64:  # bounds what many micro-batches hold
+                parts[:] = [merge(torch.stack(parts))]
+        self._columns[source] = self._columns.get(source, columns) & columns
+
+    def reuse_rows(self, source: str, names: Iterable[str], of: str) -> None:
+        """The rows of ``source`` for ``names`` are those of the source ``of``: nothing is measured or copied."""
+        for name in names:
+            self._reused[source, name] = of
+        self._columns[source] = self._columns.get(source, self._columns[of]) & self._columns[of]
+
+    def reuse_value(self, key: Key, of: Key) -> None:
+        """The custom value of ``key`` is that of the key ``of``."""
+        self._same_value[key] = of
+
+    def put_value(self, key: Key, value: Any, aggregation: Aggregation = "mean") -> None:
+        """A scalar, or a tensor whose elements are reduced by ``aggregation``; replaces what is there."""
+        self._pending.pop(key, None)
+        self.merge_value(key, value, aggregation)
+
+    def merge_value(self, key: Key, value: Any, aggregation: Aggregation = "mean") -> None:
+        """A scalar or tensor of one micro-batch; merged with the others of this step by ``aggregation``.
+
+        Raises:
+            TypeError: neither a number nor a real tensor.
+            ValueError: a tensor without elements.
+        """
+        self._merge(key, [_part(_as_tensor(value, key), aggregation)], aggregation)
+
+    def _merge(self, key: Key, parts: list[Tensor], aggregation: Aggregation) -> None:
+        pending = self._pending.setdefault(key, _Pending(aggregation, []))
+        pending.parts += parts
+        if len(pending.parts) >= 64 and isinstance(aggregation, str):
+            pending.parts[:] = [_merged(pending.parts, aggregation)]
+
+    def absorb(self, other: StepBuffer) -> None:
+        """Merge in what :meth:`merge_rows` and :meth:`merge_value` put into ``other``."""
+        for (source, name), parts in other._parts.items():
+            for row in parts:
+                self.merge_rows(source, [name], row.unsqueeze(0), other._columns[source])
+        for key, pending in other._pending.items():
+            self._merge(key, pending.parts, pending.aggregation)
+        self.absent.update(other.absent)
+
+    def discard(self, source: str) -> None:
+        """Forget everything of ``source``."""
+        self._blocks = {where: rows for where, rows in self._blocks.items() if where[0] != source}
+        self._parts = {where: parts for where, parts in self._parts.items() if where[0] != source}
+        self._pending = {key: pending for key, pending in self._pending.items() if key.source != source}
+
+    def flush(self) -> tuple[dict[str, Table], dict[Key, float], dict[str, bool]]:
+        """Tables by source, custom values and flags, on the host. Synchronises once per device."""
+        sources = list(self._blocks) + [(source, (name,)) for source, name in self._parts]
+        rows = list(self._blocks.values()) + [merge(torch.stack(parts)).unsqueeze(0) for parts in self._parts.values()]
+        reduced = self._reduced()
+        flags = {name: flag for name, flag in self.flags.items() if isinstance(flag, Tensor)}
+        host = iter(_to_host([*rows, *reduced.values(), *flags.values()]))
+        collected: dict[str, dict[str, Tensor]] = {}
+        for (source, names), block in zip(sources, host, strict=False):
+            collected.setdefault(source, {}).update(zip(names, block, strict=True))
+        for (source, name), of in self._reused.items():
+            if name in collected.get(of, {}):
+                collected.setdefault(source, {}).setdefault(name, collected[of][name])
+        tables = {
+            source: Table(tuple(found), torch.stack(list(found.values())), self._columns[source])
+            for source, found in collected.items()
+            if found
+        }
+        values = {key: float(next(host)) for key in reduced}
+        values.update({key: values[of] for key, of in self._same_value.items() if of in values})
+        settled = {name: bool(next(host)) for name in flags}
+        settled.update({name: flag for name, flag in self.flags.items() if isinstance(flag, bool)})
+        return tables, values, settled
+
+    def _reduced(self) -> dict[Key, Tensor]:
+        reduced: dict[Key, Tensor] = {}
+        for key, pending in self._pending.items():
+            try:
+                reduced.update(_finished(key, pending))
+            except Exception as error:
+                name = getattr(pending.aggregation, "__name__", repr(pending.aggregation))
+                self._complaints.add(
+                    f"aggregation:{key}", f"the aggregation {name} of {'/'.join(filter(None, key))} failed", error
+                )
+                self.absent[key.source, key.name] = f"its aggregation function raised {type(error).__name__}: {error}"
+        return reduced
+
+
+def to_float(value: Any, name: str) -> float:
+    """A number, or a tensor of one element, as a float. Synchronises the device of a tensor.
+
+    Raises:
+        TypeError: neither.
+        ValueError: a tensor of several elements.
+    """
+    return float(_scalar(value, Key("", name, "")))
+
+
+def _as_tensor(value: Any, key: Key) -> Tensor:
+    if isinstance(value, Tensor):
+        if value.is_complex():
+            raise TypeError(f"the value of {'/'.join(filter(None, key))} is complex; return a real number, such as its abs()")
+        if value.numel() == 0:
+            raise ValueError(f"the value of {'/'.join(filter(None, key))} has no elements")
+        flat: Tensor = value.detach().to(accumulator_dtype(value.device)).reshape(-1)
+        return flat
+    try:
+        return torch.tensor([float(value)], dtype=torch.float64, device="cpu")
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"the value of {'/'.join(filter(None, key))} must be a number or a tensor, got {type(value).__name__}"
+        ) from error
+
+
+def _part(values: Tensor, aggregation: Aggregation) -> Tensor:
+    """What one micro-batch contributes: reduced at once, since the tensor behind it will not wait."""
+    if aggregation == "mean":
+        return torch.stack([values.sum(), torch.full_like(values[0], values.numel())])
+    if aggregation == "sum":
+        return values.sum().reshape(1)
+    if aggregation == "min":
+        return values.amin().reshape(1)
+    if aggregation == "max":
+        return values.amax().reshape(1)
+    return values.clone() if values.numel() > 1 else values
+
+
+def _merged(parts: list[Tensor], aggregation: str) -> Tensor:
+    stacked = torch.stack(parts)
+    if aggregation in ("mean", "sum"):
+        return stacked.sum(dim=0)
+    return stacked.amin(dim=0) if aggregation == "min" else stacked.amax(dim=0)
+
+
+def _finished(key: Key, pending: _Pending) -> dict[Key, Tensor]:
+    """The final scalar of a key, or several where the aggregation function returned a dict."""
+    if isinstance(pending.aggregation, str):
+        merged = _merged(pending.parts, pending.aggregation)
+        return {key: merged[0] / merged[1] if pending.aggregation == "mean" else merged[0]}
+    result = pending.aggregation(torch.cat(pending.parts))
+    if not isinstance(result, Mapping):
+        return {key: _scalar(result, key)}
+    field = "metric" if key.metric else "name"
+    return {
+        (sub := key._replace(**{field: f"{getattr(key, field)}.{str(name).replace('/', '.')}"})): _scalar(value, sub)
+        for name, value in result.items()
+    }
+
+
+def _scalar(value: Any, key: Key) -> Tensor:
+    tensor = _as_tensor(value, key)
+    if tensor.numel() != 1:
+        raise ValueError(f"{'/'.join(filter(None, key))} must be one number, got {tensor.numel()} of them")
+    return tensor[0]
+
+
+def _to_host(tensors: list[Tensor]) -> list[Tensor]:
+    """All tensors as float64 on the host, in order: one packed copy for each device that they are on."""
+    by_device: dict[torch.device, list[int]] = {}
+    for position, tensor in enumerate(tensors):
+        by_device.setdefault(tensor.device, []).append(position)
+    host: list[Tensor] = list(tensors)
+    for device, positions in by_device.items():
+        packed = torch.cat([tensors[p].reshape(-1).to(accumulator_dtype(device)) for p in positions]).to("cpu", torch.float64)
+        pieces = torch.split(packed, [tensors[p].numel() for p in positions])
+        for position, piece in zip(positions, pieces, strict=True):
+            host[position] = piece.reshape(tensors[position].shape)
+    return host

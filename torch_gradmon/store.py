@@ -1,0 +1,197 @@
+"""The run directory: one SQLite file that takes every step as it ends and stays readable if the process is killed.
+
+Statistics are stored as what they are, sufficient: one packed float32 blob for each source and step. Every built-in metric of
+every layer can be computed when reading, also those that nobody asked for while the run went on. Per element the blob holds
+count, mean, spread (population standard deviation, or rms where no sum was measured), mean of |x|, near-zero count,
+non-finite count, smallest and largest value: float32 keeps seven digits of each, where the raw sums would lose the spread.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import sys
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .record import StepRecord, Table
+from .statistics.moments import ALWAYS, VIEWS, Column, identity
+
+FILE_NAME = "gradmon.sqlite"
+FORMAT = 1
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS tensors (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
+CREATE TABLE IF NOT EXISTS layouts (
+    id INTEGER PRIMARY KEY, source TEXT NOT NULL, columns INTEGER NOT NULL, tensors BLOB NOT NULL, UNIQUE (source, columns, tensors));
+CREATE TABLE IF NOT EXISTS keys (
+    id INTEGER PRIMARY KEY, source TEXT NOT NULL, name TEXT NOT NULL, metric TEXT NOT NULL, UNIQUE (source, name, metric));
+CREATE TABLE IF NOT EXISTS steps (
+    segment INTEGER, step INTEGER, time REAL NOT NULL, applied INTEGER NOT NULL, context TEXT NOT NULL, events TEXT NOT NULL,
+    PRIMARY KEY (segment, step)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS rows (
+    segment INTEGER, step INTEGER, layout INTEGER, data BLOB NOT NULL, PRIMARY KEY (segment, step, layout)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS scalars (
+    segment INTEGER, step INTEGER, key INTEGER, value, PRIMARY KEY (segment, step, key)) WITHOUT ROWID;
+"""
+
+
+def file_in(path: str | os.PathLike[str]) -> Path:
+    """The run's file for a run directory, or for the file itself."""
+    path = Path(path)
+    return path if path.is_file() else path / FILE_NAME
+
+
+class RunStore:
+    """Writes records into a run directory.
+
+    Args:
+        path: the directory, made when missing. An existing run is continued: steps that it has already open a new segment.
+        meta: facts about the run, stored as JSON.
+
+    Raises:
+        TypeError: ``path`` is no path.
+        NotADirectoryError: ``path`` is a file.
+        OSError, sqlite3.Error: the directory cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], meta: Mapping[str, Any] | None = None) -> None:
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(f"run_dir must be a directory path, got {path!r} of type {type(path).__name__}")
+        self.path = Path(path)
+        if self.path.exists() and not self.path.is_dir():
+            raise NotADirectoryError(f"run_dir={str(path)!r} is a file; give a directory, such as 'runs/first'")
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._process = os.getpid()
+        # a hook may run on one of autograd's threads; the monitor never writes from two threads at once
+        self._db = sqlite3.connect(self.path / FILE_NAME, check_same_thread=False, timeout=5.0)
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=NORMAL")
+        self._db.executescript(_SCHEMA)
+        self.note({"format": FORMAT, **(meta or {})})
+        self._ids: dict[tuple[str, tuple[Any, ...]], int] = {}
+        self._segment: int
+        self._last: int | None
+        self._segment, self._last = self._db.execute(
+            "SELECT segment, step FROM steps ORDER BY segment DESC, step DESC LIMIT 1"
+        ).fetchone() or (0, None)
+
+    def note(self, facts: Mapping[str, Any]) -> None:
+        """Store facts about the run, as JSON.
+
+        Raises:
+            sqlite3.Error: they could not be written.
+        """
+        rows = [(name, json.dumps(value, default=str)) for name, value in facts.items()]
+        with self._db:
+            self._db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
+
+    def log(self, record: StepRecord, amend: bool = False) -> None:
+        """Write one step in one transaction. ``amend`` replaces the step that was written last.
+
+        Raises:
+            sqlite3.Error: it could not be written; nothing of it was.
+        """
+        if self._last is not None and record.step <= self._last and not amend:
+            self._segment += 1
+        where = (self._segment, record.step)
+        try:
+            with self._db:
+                self._write(where, record)
+        except sqlite3.Error:
+            self._ids.clear()  # ids of a transaction that was rolled back do not exist
+            raise
+        self._last = record.step
+
+    def _write(self, where: tuple[int, int], record: StepRecord) -> None:
+        events = json.dumps([asdict(event) for event in record.events])
+        self._db.execute(
+            "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?, ?)",
+            (*where, record.time, record.applied, json.dumps(record.context, default=str), events),
+        )
+        for source, table in record.tables.items():
+            data = (*where, self._layout(source, table), pack(table))
+            self._db.execute("INSERT OR REPLACE INTO rows VALUES (?, ?, ?, ?)", data)
+        self._db.executemany(
+            "INSERT OR REPLACE INTO scalars VALUES (?, ?, ?, ?)",
+            [
+                (*where, self._id("keys", ("source", "name", "metric"), key), _storable(value))
+                for key, value in record.values.items()
+                if not (key.source in record.tables and key.metric in VIEWS)  # those follow from the rows
+            ],
+        )
+
+    def _layout(self, source: str, table: Table) -> int:
+        tensors = array("I", [self._id("tensors", ("name",), (name,)) for name in table.names]).tobytes()
+        mask = sum(1 << column for column in table.columns)
+        return self._id("layouts", ("source", "columns", "tensors"), (source, mask, tensors))
+
+    def _id(self, table: str, columns: tuple[str, ...], values: Iterable[Any]) -> int:
+        values = tuple(values)
+        found = self._ids.get((table, values))
+        if found is None:
+            self._db.execute(
+                f"INSERT OR IGNORE INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})", values
+            )
+            condition = " AND ".join(f"{column} = ?" for column in columns)
+            found = int(self._db.execute(f"SELECT id FROM {table} WHERE {condition}", values).fetchone()[0])
+            self._ids[table, values] = found
+        return found
+
+    def close(self) -> None:
+        """Close the file. In a forked child, where the file belongs to the parent, do nothing."""
+        if os.getpid() == self._process:
+            self._db.close()
+
+
+def pack(table: Table) -> bytes:
+    """``table`` as little-endian float32, tensor after tensor, measured columns in the order of :class:`Column`."""
+    rows, columns = table.rows, sorted(table.columns | ALWAYS)
+    count = rows[:, Column.COUNT]
+    per_element = rows.clone()
+    per_element[:, Column.SUM] = rows[:, Column.SUM] / count
+    per_element[:, Column.ABS_SUM] = rows[:, Column.ABS_SUM] / count
+    mean_square = rows[:, Column.SQUARE_SUM] / count
+    if Column.SUM in table.columns:
+        variance = (mean_square - per_element[:, Column.SUM].square()).clamp(min=0)
+        # without a finite spread, NaN or infinite mean squares still tell which of the two it was
+        per_element[:, Column.SQUARE_SUM] = torch.where(mean_square.isfinite(), variance, mean_square).sqrt()
+    else:
+        per_element[:, Column.SQUARE_SUM] = mean_square.sqrt()
+    per_element = torch.where(count.unsqueeze(1) > 0, per_element, 0.0)
+    packed = array("f", per_element[:, columns].to(torch.float32).flatten().tolist())
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack(data: bytes, names: tuple[str, ...], columns: frozenset[Column]) -> Table:
+    """The inverse of :func:`pack`, to float32 precision of the values that metrics are made of."""
+    stored = array("f")
+    stored.frombytes(data)
+    if sys.byteorder == "big":
+        stored.byteswap()
+    present = sorted(columns | ALWAYS)
+    per_element = torch.tensor(stored.tolist(), dtype=torch.float64).reshape(len(names), len(present))
+    rows = identity(len(names))
+    for position, column in enumerate(present):
+        rows[:, column] = per_element[:, position]
+    count, spread = rows[:, Column.COUNT].clone(), rows[:, Column.SQUARE_SUM].clone()
+    mean = rows[:, Column.SUM].clone() if Column.SUM in columns else torch.zeros_like(count)
+    rows[:, Column.SUM] *= count
+    rows[:, Column.ABS_SUM] *= count
+    rows[:, Column.SQUARE_SUM] = count * torch.where(spread.isfinite(), mean.square() + spread.square(), spread)
+    empty = count == 0
+    rows[empty] = identity(int(empty.sum()))
+    return Table(names, rows, columns)
+
+
+def _storable(value: float) -> float | str:
+    # SQLite stores NaN as NULL, which could not be told from nothing
+    return "NaN" if value != value else value

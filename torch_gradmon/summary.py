@@ -1,0 +1,203 @@
+"""Whole-model values for the dashboard: a handful of keys in one section, ``gradmon/``, from the statistics of all layers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Set
+from typing import Any
+
+import torch
+
+from . import names as n
+from .names import Key
+from .record import Table
+from .statistics.moments import ALL_COLUMNS, VIEWS, Column
+
+#: What each key means; also the order in which they are shown.
+DOCUMENTATION = {
+    "grad_norm": "L2 norm of all gradients before clipping",
+    "grad_norm_clipped": "L2 norm of all gradients after clipping; absent when nothing clipped in the last 100 steps",
+    "clipped_share": "share of the last 100 steps whose gradient norm was reduced; absent when nothing clipped in them",
+    "grad_max": "largest |x| of the finite gradient elements before clipping",
+    "grad_nonfinite": "number of NaN and infinite gradient elements before clipping",
+    "grad_top_share": "largest share of the squared gradient norm that one parameter holds",
+    "param_norm": "L2 norm of all trainable parameters, before the update",
+    "update_norm": "L2 norm of the change that the optimizer made",
+    "update_ratio": "update_norm over the norm of the same parameters before the update",
+    "update_ratio_p10": "10th percentile of the update ratio over parameters of two or more dimensions",
+    "update_ratio_p90": "90th percentile of the update ratio over parameters of two or more dimensions",
+    "spike_score": "how far grad_norm lies above normal, in robust standard deviations of its logarithm",
+    "steps_not_applied": "steps so far that the optimizer did not apply (infinite gradients under a GradScaler)",
+    "overhead_pct": "time spent in the monitor's own code, in percent of the time since the last step",
+}
+CHEAP = tuple(k for k in DOCUMENTATION if not k.startswith(("param_", "update_")))
+STANDARD = tuple(DOCUMENTATION)
+#: The update keys need a copy of the parameters, so they come with every tenth step.
+UPDATE_EVERY = 10
+WINDOW = 100
+_UPDATE_KEYS = tuple(k for k in DOCUMENTATION if k.startswith("update_"))
+
+
+def key(name: str) -> Key:
+    """The key of a whole-model value."""
+    return Key(n.SUMMARY, "", name)
+
+
+class Summary:
+    """Computes the whole-model values of a step.
+
+    Args:
+        keys: which of :data:`DOCUMENTATION`.
+        all_columns: measure every statistic of the gradients, and of the rest on every tenth step, because a run directory
+            wants them.
+    """
+
+    def __init__(self, keys: Iterable[str] = (), all_columns: bool = False) -> None:
+        self.keys = tuple(keys)
+        self.all_columns = all_columns
+        self.not_applied = 0
+        self._clips: deque[tuple[bool, bool]] = deque(maxlen=WINDOW)
+
+    def needs(self, step: int) -> dict[str, frozenset[Column]]:
+        """The statistics that the next values are made of, by source, for all trainable parameters."""
+        if not self.keys:
+            return {}
+        square = frozenset({Column.COUNT, Column.SQUARE_SUM})
+        needs = {n.GRADIENT_BEFORE_CLIP: square | VIEWS["max"].columns, n.GRADIENT: square}
+        update_step = step % UPDATE_EVERY == 0
+        if "param_norm" in self.keys:
+            needs[n.PARAMETER] = square
+        if update_step and not set(_UPDATE_KEYS).isdisjoint(self.keys):
+            needs[n.UPDATE] = square
+        if self.all_columns:
+            needs[n.GRADIENT_BEFORE_CLIP] = ALL_COLUMNS
+            if update_step:
+                needs.update({source: ALL_COLUMNS for source in (n.PARAMETER, n.UPDATE) if source in needs})
+        return needs
+
+    def compute(
+        self,
+        step: int,
+        tables: Mapping[str, Table],
+        base: Table | None,
+        *,
+        applied: bool,
+        edited: bool | None,
+        trainable: Set[str],
+        matrices: Set[str],
+        absent: dict[str, str],
+    ) -> dict[Key, float]:
+        """The values of one step.
+
+        Args:
+            step: its number.
+            tables: statistics by source.
+            base: statistics of the updated parameters before the update.
+            applied: whether the optimizer applied the step.
+            edited: whether the gradients were changed between backward and the optimizer; None when unknown.
+            trainable: names of the trainable parameters.
+            matrices: names of the parameters of two or more dimensions.
+            absent: receives a reason for each key that is not there.
+        """
+        values: dict[str, float] = {}
+        self.not_applied += not applied
+        values["steps_not_applied"] = float(self.not_applied)
+        self._gradients(values, tables.get(n.GRADIENT_BEFORE_CLIP), tables.get(n.GRADIENT), applied, edited, absent)
+        if (table := tables.get(n.PARAMETER)) is not None:
+            values["param_norm"] = _norm(_of(table, trainable))
+        else:
+            absent["param_norm"] = "the parameters were not measured: attach the optimizer, or call monitor.monitor_parameters()"
+        if step % UPDATE_EVERY:  # what a metric of the user measured is of his layers, not of the whole model
+            absent.update(dict.fromkeys(_UPDATE_KEYS, f"updates are measured on every {UPDATE_EVERY}th step"))
+        elif not applied:
+            absent.update(dict.fromkeys(_UPDATE_KEYS, "the step was not applied"))
+        elif (update := tables.get(n.UPDATE)) is None or base is None:
+            absent.update(dict.fromkeys(_UPDATE_KEYS, "no attached optimizer changed a parameter"))
+        else:
+            self._updates(values, _of(update, trainable), _of(base, trainable), matrices, absent)
+        return {key(name): values[name] for name in self.keys if name in values}
+
+    def _gradients(
+        self,
+        values: dict[str, float],
+        before: Table | None,
+        after: Table | None,
+        applied: bool,
+        edited: bool | None,
+        absent: dict[str, str],
+    ) -> None:
+        if before is None or (after is not None and not set(after.names) <= set(before.names)):
+            reason = (
+                "the gradients before clipping were not seen: no backward pass ran through the parameters' hooks; "
+                "clip with monitor.clip_grad_norm_ or call monitor.monitor_gradients(before_clip=True) before you clip"
+            )
+            absent.update(dict.fromkeys(("grad_norm", "grad_max", "grad_nonfinite", "grad_top_share", "spike_score"), reason))
+        else:
+            values["grad_norm"] = norm = _norm(before)
+            values["grad_nonfinite"] = before.rows[:, Column.NONFINITE].sum().item()
+            finite = VIEWS["max"].defined(before.rows)
+            if bool(finite.any()):
+                values["grad_max"] = VIEWS["max"].compute(before.rows[finite]).max().item()
+            else:
+                absent["grad_max"] = "no gradient has a finite element"
+            if 0 < norm < float("inf"):
+                values["grad_top_share"] = before.rows[:, Column.SQUARE_SUM].max().item() / norm**2
+            else:
+                absent["grad_top_share"] = f"the gradient norm is {norm}"
+            if applied and edited is not None and after is not None:
+                self._clips.append((edited, edited and _norm(after) < norm * (1 - 1e-6)))
+        if any(was_edited for was_edited, _ in self._clips) and after is not None:
+            values["grad_norm_clipped"] = _norm(after)
+            values["clipped_share"] = sum(clipped for _, clipped in self._clips) / len(self._clips)
+        else:
+            absent.update(dict.fromkeys(("grad_norm_clipped", "clipped_share"), f"nothing clipped in the last {WINDOW} steps"))
+
+    def _updates(
+        self,
+        values: dict[str, float],
+        update: Table,
+        base: Table,
+        matrices: Set[str],
+        absent: dict[str, str],
+    ) -> None:
+        values["update_norm"] = _norm(update)
+        if (norm := _norm(base)) > 0:
+            values["update_ratio"] = values["update_norm"] / norm
+        else:
+            absent["update_ratio"] = "all updated parameters were zero"
+        pairs = [
+            (row, other)
+            for name, row, other in zip(
+                update.names, update.rows[:, Column.SQUARE_SUM], base.rows[:, Column.SQUARE_SUM], strict=True
+            )
+            if name in matrices and other > 0
+        ]
+        if pairs:
+            changed, there = (torch.stack(side) for side in zip(*pairs, strict=True))
+            low, high = torch.quantile((changed / there).sqrt(), torch.tensor([0.1, 0.9], dtype=torch.float64)).tolist()
+            values["update_ratio_p10"], values["update_ratio_p90"] = low, high
+        else:
+            reason = "no updated parameter has two or more dimensions and is not zero"
+            absent.update({"update_ratio_p10": reason, "update_ratio_p90": reason})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters and the clipping window, as plain numbers."""
+        return {"not_applied": self.not_applied, "clips": [[int(a), int(b)] for a, b in self._clips]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        self.not_applied = int(state["not_applied"])
+        self._clips.clear()
+        self._clips.extend((bool(a), bool(b)) for a, b in state["clips"])
+
+
+def _of(table: Table, names: Set[str]) -> Table:
+    """The rows of ``table`` for ``names``."""
+    if names >= set(table.names):
+        return table
+    kept = [row for row, name in enumerate(table.names) if name in names]
+    return Table(tuple(table.names[row] for row in kept), table.rows[kept], table.columns)
+
+
+def _norm(table: Table) -> float:
+    return float(table.rows[:, Column.SQUARE_SUM].sum().sqrt())

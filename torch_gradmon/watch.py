@@ -1,0 +1,52 @@
+"""The one line."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import check
+from .monitor import ModuleMonitor
+from .presets import PRESETS
+from .record import Event
+
+
+def watch(
+    model: nn.Module,
+    *optimizers: Any,
+    scaler: torch.amp.GradScaler | None = None,
+    preset: str = "standard",
+    layers: str | re.Pattern[str] | None = None,
+    on_spike: str | Callable[[Event], Any] | None = "warn",
+    run_dir: str | os.PathLike[str] | None = None,
+    every: int = 1,
+) -> ModuleMonitor:
+    """Watch ``model`` from now on; the training loop stays as it is, also its clipping.
+
+    Args:
+        model: to watch, after it was moved, wrapped and compiled as it will be trained.
+        optimizers: that train it, in the order in which they step.
+        scaler: the GradScaler that drives them.
+        preset: ``"cheap"``, ``"standard"`` or ``"full"``, see :meth:`ModuleMonitor.add_preset`.
+        layers: per-layer values to show: ``"blocks"``, ``"top"``, ``"all"`` or a pattern; the run directory has all of them.
+        on_spike: ``"warn"``, ``"raise"``, a function of the event, or None.
+        run_dir: where every step is kept, for :func:`load_run`.
+        every: monitor the steps that are divisible by it.
+
+    Returns:
+        The monitor, attached. It need not be kept: it lives as long as the optimizer.
+
+    Raises:
+        TypeError, ValueError: an argument is not what it should be, see :class:`ModuleMonitor`.
+    """
+    check.module(model)
+    check.one_of("preset", preset, tuple(PRESETS))
+    monitor = ModuleMonitor(every=every, layers=layers, on_spike=on_spike, run_dir=run_dir)
+    monitor.add_preset(preset)
+    monitor.set_module(model)
+    return monitor.attach(*optimizers, scaler=scaler)
