@@ -1,0 +1,26 @@
+"""What every test shares: one thread, a fixed seed, no monitor switched off by the environment."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+_OPTIONAL = ("rich", "tqdm")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    lacking = [name for name in _OPTIONAL if importlib.util.find_spec(name) is None]
+    for item in items:
+        if lacking and item.get_closest_marker("extra"):
+            item.add_marker(pytest.mark.skip(reason=f"not installed: {', '.join(lacking)}"))
+        if not torch.cuda.is_available() and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _the_same_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    monkeypatch.delenv("GRADMON_DISABLE", raising=False)
