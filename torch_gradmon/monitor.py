@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from . import check
 from . import names as n
-from .adding import MetricMethods
 from .capture.attachment import bare_optimizer
 from .capture.measuring import Measurer
 from .capture.parameters import OPTIMIZER_BUILT_INS
-from .clipping import clip
 from .errors import Complaints
-from .layers import Layers, top_shares
+from .guard import Guard
+from .layers import Layers
+from .loop_methods import LoopMethods
+from .metric_methods import MetricMethods
 from .mixin import MonitorMixin, link, unlink
 from .names import KEY_STYLES, Key, compile_pattern, format_key
 from .planner import Planner
 from .record import Event
-from .registry import VIEW_BUILT_INS, Registry, checked_aggregation
-from .session import Options, Session
+from .registry import VIEW_BUILT_INS, Registry
+from .session import Options, Session, at_exit
 from .sinks.outbox import Outbox
 from .sinks.outlet import Outlet
 from .spikes.detector import SpikeDetector
 from .statistics.eager import DEFAULT_EPS
+from .value_methods import ValueMethods
 
 
-class ModuleMonitor(MetricMethods):
+class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
     """Watches a module while it trains.
 
     Args:
@@ -108,15 +109,15 @@ class ModuleMonitor(MetricMethods):
         registry = Registry({**VIEW_BUILT_INS, n.OPTIMIZER: OPTIMIZER_BUILT_INS})
         planner = Planner(registry, excluded, format_module_name_fn)
         outbox = Outbox(complaints, None if inert else run_dir, {"torch": torch.__version__, "eps": eps})
-        options = Options(is_monitored, self._shower(key_style, prefix), history, on_spike, inert)
-        self._session = Session(options, planner, Measurer(float(eps), complaints), outbox, update_sample)
+        options = Options(is_monitored, self._shower(key_style, prefix), history, on_spike)
+        measurer = Measurer(float(eps), complaints)
+        self._session = Session(options, Guard(complaints, inert), planner, measurer, outbox, update_sample)
         self._session.scaler = scaler
         self._session.layers = chosen_layers
         self._session.summary.all_columns = outbox.stores
         self._registry, self._planner = registry, planner
-        self._key_style, self._prefix = key_style, prefix
         # at the interpreter's end, or when everything is collected, what waits still goes out
-        weakref.finalize(self._session, outbox.close)
+        weakref.finalize(self._session, at_exit, weakref.ref(self._session), outbox)
         if module is not None:
             self.set_module(module)
 
@@ -146,7 +147,7 @@ class ModuleMonitor(MetricMethods):
             raise ValueError(f"already watching a {type(watched).__name__}; call detach() first, or make another ModuleMonitor")
         self._planner.watch(module)
         self._warn_of_idle(self._registry.metrics)
-        if not self._session.inert:
+        if not self._session.guard.inert:
             for child in module.modules():
                 if isinstance(child, MonitorMixin):
                     link(child, self)
@@ -179,24 +180,6 @@ class ModuleMonitor(MetricMethods):
         """Whether a reference module is set."""
         return bool(self._session.parameters.reference)
 
-    def module_name(self, module: str | nn.Module) -> str:
-        """The canonical name of a watched module; a name is returned as it is.
-
-        Raises:
-            TypeError: neither a module nor a name.
-            ValueError: the module is not part of the watched model.
-        """
-        if isinstance(module, str):
-            return module
-        check.module(module)
-        if self._planner.inventory is not None:
-            for name, reference in self._planner.inventory.modules.items():
-                if reference() is module:
-                    return name
-        raise ValueError(
-            f"this {type(module).__name__} is not part of the watched model; pass its name as a str, or watch its model"
-        )
-
     # --- the loop, by itself -------------------------------------------------------------------------------------------------
 
     def attach(
@@ -221,7 +204,7 @@ class ModuleMonitor(MetricMethods):
             raise ValueError("there is no module to watch; pass it to ModuleMonitor(model) or call set_module(model) first")
         if not optimizers:
             raise ValueError("attach() needs the optimizer, as in monitor.attach(optimizer)")
-        if self._session.attachment is not None:
+        if self._session.follower is not None:
             raise ValueError("already attached; name all optimizers in one attach() call, or call detach() first")
         bare = [bare_optimizer(optimizer) for optimizer in optimizers]
         if len({id(optimizer) for optimizer in bare}) < len(bare):
@@ -235,10 +218,10 @@ class ModuleMonitor(MetricMethods):
                 f"no optimizer holds a parameter of the watched {type(module).__name__}: they were made before its parameters "
                 "were replaced (fully_shard, to_empty, load_state_dict(assign=True)) or for another model"
             )
-        if not self._session.inert:
+        if not self._session.guard.inert:
             if start_step is not None:
                 self._session.next_step = start_step
-            self._session.attach(module, bare, scaler if scaler is not None else self._session.scaler)
+            self._session.follow(module, bare, scaler if scaler is not None else self._session.scaler)
         return self
 
     def detach(self) -> None:
@@ -258,158 +241,7 @@ class ModuleMonitor(MetricMethods):
     def __exit__(self, *_: object) -> None:
         self.detach()
 
-    # --- the loop, by hand ---------------------------------------------------------------------------------------------------
-
-    def begin_step(self, step: int) -> bool:
-        """Open step number ``step``; a step that is still open ends first. Returns whether the step is monitored.
-
-        From here on steps end with :meth:`end_step`, also when attached.
-
-        Raises:
-            TypeError, ValueError: not a whole number of at least 0.
-        """
-        check.step_number("step", step)
-        return bool(self._session.begin_step(step))
-
-    def end_step(self) -> None:
-        """End the step and send its values out. Synchronises the device. Without a step it does nothing."""
-        self._session.end_step()
-
-    def monitor_parameters(self) -> None:
-        """Measure the parameters as they are now."""
-        self._session.measure_parameters()
-
-    def monitor_gradients(self, before_clip: bool = False) -> None:
-        """Measure the gradients as they are now, as those before clipping or as those that the optimizer will use.
-
-        Call it after the last backward pass of the step. Gradients that a scaler has not unscaled yet are divided by its scale.
-        """
-        self._session.measure_gradients(before_clip)
-
-    def monitor_activations(self, module: str | nn.Module, activations: Any) -> None:
-        """Measure a tensor, or a container of tensors, as the activation of ``module``, a module or a name of your choice."""
-        self._session.capture_activation(self.module_name(module), activations)
-
-    def after_micro_batch(self) -> None:
-        """Does nothing: micro-batches are told apart by themselves. It is here for loops written for torch-module-monitor."""
-
-    @contextlib.contextmanager
-    def no_monitor(self) -> Iterator[None]:
-        """Nothing is measured inside: for evaluation in training mode and other passes that are no training."""
-        paused, self._session.activations.paused = self._session.activations.paused, True
-        try:
-            yield
-        finally:
-            self._session.activations.paused = paused
-
-    def is_monitoring(self) -> bool:
-        """Whether a monitored step is open and not paused."""
-        return self._session.is_monitoring
-
-    def is_step_monitored(self, step: int) -> bool:
-        """Whether values are, were or would be taken on ``step``."""
-        return not self._session.inert and bool(self._session.options.is_step_monitored(step))
-
-    @property
-    def step(self) -> int | None:
-        """Number of the step in flight, else of the one that ended last; None before the first."""
-        return self._session.step
-
-    def clip_grad_norm_(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        parameters: Any = None,
-        *,
-        exact: bool = False,
-    ) -> Tensor:
-        """Measure the gradients, then clip them: bit for bit what ``torch.nn.utils.clip_grad_norm_`` does and returns.
-
-        Args:
-            max_norm, norm_type, error_if_nonfinite: as there.
-            parameters: whose gradients to clip; by default those of the watched model.
-            exact: clip by, and return, the exact norm: torch's is 0.16 % low at 3e7 elements on CPU. For the norms 1, 2, inf.
-
-        Raises:
-            ValueError: no module is watched and no ``parameters`` are given, a ``max_norm`` that is negative or NaN, or an
-                ``exact`` norm of another order.
-            RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
-        """
-        module = self._planner.module
-        if parameters is None:
-            if module is None:
-                raise ValueError("there is no module whose gradients to clip; pass parameters=, or watch a module first")
-            parameters = list(module.parameters())
-        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        return clip(self._session, parameters, max_norm, norm_type, error_if_nonfinite, exact)
-
     # --- values --------------------------------------------------------------------------------------------------------------
-
-    def get_step_metrics(self) -> dict[str, float]:
-        """Values of the step that ended last, plain floats by key; empty when it was not monitored. Synchronises once."""
-        return self._session.shown()
-
-    def get_all_metrics(self) -> dict[int, dict[str, float]]:
-        """The same for the last ``history`` monitored steps, by step."""
-        self._session.settle_now()
-        return {step: self._session.options.show(record.values) for step, record in self._session.records.items()}
-
-    def log_scalar(self, key: str, value: Any, aggregation_fn: str | Callable[..., Any] | None = None) -> None:
-        """Log one number under ``key``, merged over micro-batches by ``aggregation_fn`` (by default the mean).
-
-        It belongs to the step in flight or, between its end and the next forward, to the step that just ended. A tensor stays
-        on its device until the step ends.
-
-        Raises:
-            TypeError: ``key`` is no str, or the value no number.
-            ValueError: a tensor of several elements; :meth:`log_tensor` takes those.
-        """
-        check.log_key(key)
-        if isinstance(value, Tensor) and value.numel() != 1:
-            raise ValueError(f"log_scalar({key!r}) takes one number, got a tensor of shape {tuple(value.shape)}; use log_tensor")
-        if not isinstance(value, (int, float, Tensor)) and not hasattr(value, "__float__"):
-            raise TypeError(f"log_scalar({key!r}) takes a number, got {value!r} of type {type(value).__name__}")
-        self.log_key(Key("", key, ""), value, aggregation_fn)
-
-    def log_scalars(self, values: Mapping[str, Any]) -> None:
-        """Log several numbers, see :meth:`log_scalar`."""
-        if not isinstance(values, Mapping):
-            raise TypeError(f"log_scalars takes a dict of numbers by key, got {values!r} of type {type(values).__name__}")
-        for key, value in values.items():
-            self.log_scalar(key, value)
-
-    def log_tensor(self, key: str, tensor: Tensor, aggregation_fn: str | Callable[..., Any] | None = None) -> None:
-        """Log a tensor as one number: its values of all calls in the step, merged by ``aggregation_fn`` (by default the mean
-        over elements). Outside of a monitored step it does nothing.
-
-        Raises:
-            TypeError: ``key`` is no str, or ``tensor`` no tensor.
-        """
-        check.log_key(key)
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"log_tensor({key!r}) takes a tensor, got {tensor!r} of type {type(tensor).__name__}; use log_scalar")
-        if self.is_monitoring():
-            self.log_key(Key("", key, ""), tensor, aggregation_fn)
-
-    def log_key(self, key: Key, value: Any, aggregation_fn: str | Callable[..., Any] | None = None) -> None:
-        """Log a value under a key in parts; see :meth:`log_scalar` and :meth:`log_tensor`."""
-        aggregation = checked_aggregation(aggregation_fn, "aggregation_fn")
-        self._session.log(key, value, aggregation)
-
-    def tag(self, **facts: Any) -> None:
-        """Facts about the step in flight, such as ``batch_ids=[...]``, for the run directory."""
-        self._session.tag(facts)
-
-    def missing(self) -> dict[str, str]:
-        """Why each key that was asked for has no value in the step that ended last: reason by key."""
-        return {format_key(key, self._key_style, self._prefix): reason for key, reason in self._session.missing().items()}
-
-    def top_parameters(self, count: int = 10) -> list[tuple[str, float]]:
-        """The parameters with the largest share of the squared gradient norm in the step that ended last, largest first."""
-        check.positive_int("count", count)
-        record = self._session.settle_now()
-        return [] if record is None else top_shares(record.tables.get(n.GRADIENT_BEFORE_CLIP), count)
 
     # --- outlets -------------------------------------------------------------------------------------------------------------
 
@@ -420,7 +252,7 @@ class ModuleMonitor(MetricMethods):
             TypeError: it has no ``log(dict, step=)`` or ``log_metrics(dict, step=)`` and is not callable.
             ValueError: ``keys`` is no valid pattern, or ``every`` no positive int.
         """
-        self._session.outbox.outlets.append(Outlet(sink, keys, every, self._session.complaints))
+        self._session.outbox.outlets.append(Outlet(sink, keys, every, self._session.guard.complaints))
 
     def add_detector(self, detector: SpikeDetector) -> None:
         """Feed ``detector`` with the whole-model value, or the scalar logged by hand, that its ``signal`` names.

@@ -1,32 +1,31 @@
 """One training run under watch: what happens at each moment of a step.
 
-A session is told what the loop does, by hooks or by hand, and takes the values of a step along the straight line: captures
-measure into a :class:`StepBuffer`, one flush brings them to the host, and the record goes to detectors, run directory, sinks.
+A session takes the values of a step along the straight line: captures measure into a :class:`StepBuffer`, one flush brings
+them to the host, and the record goes to detectors, run directory and sinks. What drives it is a :class:`Follower`, or a hand.
 """
 
 from __future__ import annotations
 
-import functools
-import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import names as n
 from .assembly import Facts, assemble, describe, missing
 from .capture.activations import ActivationCapture
-from .capture.attachment import Attachment, is_unscaled, scale_of
+from .capture.attachment import is_unscaled, scale_of
 from .capture.gradients import GradientCapture
-from .capture.hooks import Hook
 from .capture.measuring import Measurer
 from .capture.parameters import ParameterCapture
 from .errors import GradmonWarning, SpikeError
+from .follower import Follower
+from .guard import Guard, guarded
 from .layers import Layers
 from .names import Key
 from .planner import Planner
@@ -37,35 +36,6 @@ from .spikes.detector import SpikeDetector
 from .step import Aggregation, StepBuffer, to_float
 from .summary import Summary
 
-#: After so many steps the smallest number of backward passes in a step counts as known, and earlier ones are not measured.
-_LEARNING = 100
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def guarded(method: F) -> F:
-    """For what hooks call: takes its time, and turns any failure of ours into one warning."""
-
-    @functools.wraps(method)
-    def run(self: Session, *args: Any) -> Any:
-        if self.inert or self._busy:
-            return None
-        self._busy = True
-        start = time.perf_counter()
-        try:
-            with torch.no_grad():
-                return method(self, *args)
-        except SpikeError:
-            raise
-        except Exception as error:
-            message = f"{method.__name__} failed in step {self.step}, some values of it are lost; training goes on"
-            self.complaints.add(f"internal:{method.__name__}", message, error)
-        finally:
-            self._busy = False
-            self._own_seconds += time.perf_counter() - start
-
-    return run  # type: ignore[return-value]
-
 
 @dataclass
 class Options:
@@ -75,17 +45,17 @@ class Options:
     show: Callable[[Mapping[Key, float]], dict[str, float]]
     history: int = 1000
     on_spike: str | Callable[[Event], Any] | None = None
-    inert: bool = False
 
 
 class Session:
     """The state of one run under watch. :class:`torch_gradmon.ModuleMonitor` is its public face."""
 
-    def __init__(self, options: Options, planner: Planner, measurer: Measurer, outbox: Outbox, update_sample: Any) -> None:
+    def __init__(
+        self, options: Options, guard: Guard, planner: Planner, measurer: Measurer, outbox: Outbox, update_sample: Any
+    ) -> None:
         self.options = options
-        self.inert = options.inert
+        self.guard = guard
         self.planner = planner
-        self.complaints = measurer.complaints
         self.outbox = outbox
         self.summary = Summary()
         self.layers = Layers(None)
@@ -93,60 +63,53 @@ class Session:
         self.gradients = GradientCapture(measurer)
         self.parameters = ParameterCapture(measurer, update_sample)
         self.activations = ActivationCapture(measurer)
-        self.attachment: Attachment | None = None
+        self.follower: Follower | None = None
         self.scaler: torch.amp.GradScaler | None = None
         self.step: int | None = None
         self.next_step = 0
         self.by_hand = False
         self.open = False
-        self.monitored = False
         self.last: StepRecord | None = None
         self.records: OrderedDict[int, StepRecord] = OrderedDict()
-        self.absent: dict[tuple[str, str], str] = {}
-        self.plans: dict[str, SourcePlan] = {}
+        self._absent: dict[tuple[str, str], str] = {}
+        self._plans: dict[str, SourcePlan] = {}
         self._buffer: StepBuffer | None = None
         self._early: list[tuple[Key, Any, Aggregation]] = []
         self._tags: dict[str, Any] = {}
+        self._unseen_refusals: Tensor | None = None
         self._armed_for = -1
-        self._owned: dict[int, list[int]] = {}
-        self._unowned: list[int] = []
-        self._attempted = self._refused = False
-        self._done: set[int] = set()
-        self._backwards = self._learned = 0
-        self._fewest: int | None = None
-        self._busy = False
-        self._own_seconds = 0.0
-        self._since = time.perf_counter()
 
     # --- the step ------------------------------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> bool:
         """Open ``step``; a step still open ends first. Returns whether it is monitored."""
-        if self.open:
-            self.end()
+        self.end()
         self.settle()
         self.outbox.publish()
         if self.step is not None and step <= self.step:
-            self.complaints.add("back", f"step {step} comes after step {self.step}; a new segment begins in the run directory")
-        self.step, self.next_step = step, step + 1
-        self.open = True
-        self._attempted = self._refused = False
-        self._done, self._backwards = set(), 0
-        self.absent = {}
-        self.monitored = not self.inert and self.planner.module is not None and self.options.is_step_monitored(step)
-        if self.monitored:
+            message = f"step {step} comes after step {self.step}; a new segment begins in the run directory"
+            self.guard.complaints.add("back", message)
+        self.step, self.next_step, self.open = step, step + 1, True
+        if self.follower is not None:
+            self.follower.step_opened()
+        if self._is_monitored(step):
             self._prepare(step)
-        elif self._armed_for >= 0:
+            return True
+        if self._armed_for >= 0:
             self._disarm()
-        return self.monitored
+        return False
+
+    def _is_monitored(self, step: int) -> bool:
+        return not self.guard.inert and self.planner.module is not None and bool(self.options.is_step_monitored(step))
 
     def _prepare(self, step: int) -> None:
         self.planner.refresh()
         assert self.planner.inventory is not None
-        self.plans = self.planner.plans(step, self.summary)
-        self._buffer = StepBuffer(step, self.complaints)
-        self.gradients.begin(self._buffer, self.plans, self.planner.inventory.references)
-        self.parameters.begin(self._buffer, self.plans, self.planner.inventory.references)
+        references = self.planner.inventory.references
+        self._plans = self.planner.plans(step, self.summary)
+        self._buffer = StepBuffer(step, self.guard.complaints)
+        self.gradients.begin(self._buffer, self._plans, references)
+        self.parameters.begin(self._buffer, self._plans, references)
         self.activations.begin(self._buffer, self.planner.activation_metrics(step))
         for key, value, aggregation in self._early:
             self._buffer.merge_value(key, value, aggregation)
@@ -155,76 +118,64 @@ class Session:
 
     def _arm(self) -> None:
         """Hang the hooks that monitored steps need, where they do not hang already."""
-        module = self.planner.module
-        if self._armed_for == self.planner.version or module is None or self.planner.inventory is None:
-            return
-        self._armed_for = self.planner.version
-        self.activations.install(module, self.planner.inventory, self.planner.registry.of(n.ACTIVATION))
-        if self.attachment is not None:
-            optimizers = [optimizer for reference in self.attachment.optimizers if (optimizer := reference()) is not None]
-            self._owned, self._unowned = self.planner.positions(optimizers)
-            references = self.planner.inventory.references
-            self.attachment.arm(
-                [parameter for reference in references if (parameter := reference()) is not None],
-                [
-                    (parameter, Hook(self.gradient_came, position), Hook(self.gradient_accumulated, position))
-                    for position in self.planner.local_positions()
-                    if (parameter := references[position]()) is not None
-                ],
-            )
+        module, inventory = self.planner.module, self.planner.inventory
+        if self._armed_for != self.planner.version and module is not None and inventory is not None:
+            self._armed_for = self.planner.version
+            self.activations.install(module, inventory, self.planner.registry.of(n.ACTIVATION))
+            if self.follower is not None:
+                self.follower.arm(self.planner)
 
     def _disarm(self) -> None:
         self._armed_for = -1
         self.activations.remove()
-        if self.attachment is not None:
-            self.attachment.disarm()
+        if self.follower is not None:
+            self.follower.disarm()
 
     def end(self) -> None:
         """Close the open step. On CPU its record is made at once, elsewhere when somebody asks or the next step begins."""
         if not self.open:
             return
-        self.open = False
-        if not self.monitored:
-            self.last = None
-            self.summary.not_applied += self._refused
+        self.open, self.last = False, None
         for capture in (self.gradients, self.parameters, self.activations):
             capture.end()
-        if self._backwards:
-            self._learned += 1
-            self._fewest = min(self._backwards, self._fewest or self._backwards)
+        if self.follower is not None:
+            self.follower.step_closed()
+            if self._buffer is None:
+                self.summary.not_applied += self.follower.refused
         module = self.planner.module
         first = None if module is None else next(module.parameters(), None)
         if first is None or first.device.type == "cpu":
             self.settle()
-        if (
-            self.attachment is not None
-            and not self.by_hand
-            and self._armed_for < 0
-            and self.options.is_step_monitored(self.next_step)
-        ):
+        if self.follower is not None and not self.by_hand and self._armed_for < 0 and self._is_monitored(self.next_step):
             self._arm()  # the first thing seen of the next step may be its backward pass
 
     def settle(self) -> None:
         """Make the record of the step that has ended, if it was not made yet. Synchronises the device."""
-        buffer, self._buffer = (None, self._buffer) if self.open else (self._buffer, None)
-        if buffer is None:
+        if self.open or self._buffer is None:
             return
-        tables, custom, flags = buffer.flush()
-        self.absent = buffer.absent
+        buffer, self._buffer = self._buffer, None
+        self._absent = buffer.absent
         inventory = self.planner.inventory
         assert inventory is not None
-        activations = self.activations.evaluate(tables[n.ACTIVATION]) if n.ACTIVATION in tables else {}
+        tables, custom, noted = buffer.flush()
+        self.summary.not_applied += int(noted.pop("unseen_refusals", 0))
+        refused = self.follower is not None and self.follower.refused
+        edited = noted.pop("edited", None)
         facts = Facts(
             buffer.step,
-            applied=not self._refused and not flags.get("found_inf", False),
-            edited=flags.get("edited"),
+            applied=not refused and not noted.pop("found_inf", 0),
+            edited=None if edited is None else bool(edited),
             trainable=inventory.trainable,
             matrices=inventory.matrices,
             groups=self._groups(),
-            context=self._context(),
+            context=self._context(noted),
         )
-        custom.update(self._cost())
-        record = assemble(facts, tables, custom, self.plans, activations, self.summary, self.layers, self.detectors, self.absent)
+        if "overhead_pct" in self.summary.keys:
+            custom[Key(n.SUMMARY, "", "overhead_pct")] = self.guard.cost()
+        activations = self.activations.evaluate(tables[n.ACTIVATION]) if n.ACTIVATION in tables else {}
+        record = assemble(
+            facts, tables, custom, self._plans, activations, self.summary, self.layers, self.detectors, self._absent
+        )
         self._keep(record)
         self._tell(record)
 
@@ -242,188 +193,55 @@ class Session:
                 try:
                     self.options.on_spike(event)
                 except Exception as error:
-                    self.complaints.add("on_spike", "the function on_spike failed; training goes on", error)
+                    self.guard.complaints.add("on_spike", "the function on_spike failed; training goes on", error)
             elif self.options.on_spike == "raise":
                 raise SpikeError(words)
             elif self.options.on_spike == "warn":
                 warnings.warn(f"torch_gradmon: {words}", GradmonWarning, stacklevel=2)
 
-    def _cost(self) -> dict[Key, float]:
-        now = time.perf_counter()
-        share = 100 * self._own_seconds / max(now - self._since, 1e-9)
-        self._own_seconds, self._since = 0.0, now
-        return {Key(n.SUMMARY, "", "overhead_pct"): share} if "overhead_pct" in self.summary.keys else {}
-
-    def _context(self) -> dict[str, Any]:
-        context: dict[str, Any] = {}
-        if self.attachment is not None:
-            optimizers = [optimizer for reference in self.attachment.optimizers if (optimizer := reference()) is not None]
-            context["lr"] = [to_float(group["lr"], "lr") for o in optimizers for group in o.param_groups if "lr" in group]
-        if (scale := scale_of(self.scaler)) is not None:
-            context["amp_scale"] = to_float(scale, "amp_scale")
+    def _context(self, noted: Mapping[str, float]) -> dict[str, Any]:
+        context: dict[str, Any] = {name: value for name, value in noted.items() if "/" not in name}
+        if rates := [value for name, value in noted.items() if name.startswith("lr/")]:
+            context["lr"] = rates
         if self._tags:
             context["tags"], self._tags = self._tags, {}
         return context
 
     def _groups(self) -> list[tuple[str, frozenset[str]]]:
-        if self.attachment is None or self.planner.inventory is None or self.layers.choice != "blocks":
+        if self.follower is None or self.planner.inventory is None or self.layers.choice != "blocks":
             return []
-        names = self.planner.inventory.names
-        groups: list[tuple[str, frozenset[str]]] = []
-        for reference in self.attachment.optimizers:
-            optimizer = reference()
-            for group in [] if optimizer is None else optimizer.param_groups:
-                members = frozenset(names[position] for position in self.planner.inventory.positions(group["params"]))
-                groups.append((f"group_{len(groups)}", members))
-        return groups
+        inventory = self.planner.inventory
+        groups = [group for optimizer in self.follower.optimizers() for group in optimizer.param_groups]
+        members = [frozenset(inventory.names[p] for p in inventory.positions(group["params"])) for group in groups]
+        return [(f"group_{number}", names) for number, names in enumerate(members)]
 
-    # --- values by hand ------------------------------------------------------------------------------------------------------
-
-    def log(self, key: Key, value: Any, aggregation: Aggregation) -> None:
-        """A value for the step in flight or, between its end and the next forward, for the step that just ended."""
-        if self.inert:
-            return
-        if self.open:
-            if self._buffer is not None:
-                self._buffer.merge_value(key, value, aggregation)
-        elif self._buffer is not None:
-            self._buffer.merge_value(key, value, aggregation)
-        elif self.last is not None and self.last.step == self.step:
-            added = to_float(value, "/".join(part for part in key if part))
-            self._keep(replace(self.last, values={**self.last.values, key: added}), amend=True)
-        elif self.step is None:
-            self._early.append((key, value, aggregation))
-
-    def tag(self, tags: Mapping[str, Any]) -> None:
-        """Facts about the step in flight for the run directory."""
-        self._tags.update(tags)
-
-    # --- what hooks tell -----------------------------------------------------------------------------------------------------
+    # --- for the follower ----------------------------------------------------------------------------------------------------
 
     @property
-    def _follows(self) -> bool:
-        """Whether steps open and close by what the hooks see."""
-        return not self.by_hand and not self.activations.paused
+    def paused(self) -> bool:
+        """Whether nothing is measured for the moment."""
+        return self.activations.paused
 
-    @guarded
-    def forward_began(self) -> None:
-        """A training forward: the next step begins with it, unless one is open."""
-        if self._follows:
-            if self.open and self._attempted:
-                self.end()
-            if not self.open:
-                self.begin(self.next_step)
+    @property
+    def takes_values(self) -> bool:
+        """Whether a monitored step is open."""
+        return self.open and self._buffer is not None
 
-    @guarded
-    def backward_ended(self) -> None:
-        """Measure gradients before clipping, since this may have been the last backward pass of the step."""
-        if self.activations.paused:
+    def note(self, name: str, value: Any) -> None:
+        """A fact about the step in flight, a number or a 0-d tensor, for the context of its record."""
+        if self.open and self._buffer is not None and value is not None:
+            self._buffer.noted[name] = value.clone() if isinstance(value, Tensor) else value
+
+    def note_refusal(self, found_inf: Tensor) -> None:
+        """A fused optimizer did not apply the step where ``found_inf`` is not zero: a fact that stays on the device."""
+        refused = (found_inf > 0).double()
+        if not self.takes_values:
+            self._unseen_refusals = refused if self._unseen_refusals is None else self._unseen_refusals + refused
             return
-        if not self.open and self._follows:
-            self.begin(self.next_step)
-        self._backwards += 1
-        if self._buffer is None or (self._learned >= _LEARNING and self._fewest is not None and self._backwards < self._fewest):
-            return
-        assert self.attachment is not None
-        by_scale: dict[bool, list[int]] = {}
-        scales: dict[bool, torch.Tensor | None] = {}
-        for optimizer, positions in self._shares():
-            if optimizer is None or id(optimizer) not in self._done:
-                scale = self.attachment.inverse_scale(optimizer)
-                by_scale.setdefault(scale is None, []).extend(positions)
-                scales[scale is None] = scale
-        for is_plain, positions in by_scale.items():
-            self.gradients.before_clip(sorted(positions), scales[is_plain])
-
-    def _shares(self) -> Iterable[tuple[Optimizer | None, list[int]]]:
-        assert self.attachment is not None
-        for reference in self.attachment.optimizers:
-            optimizer = reference()
-            if optimizer is not None:
-                yield optimizer, self._owned.get(id(optimizer), [])
-        yield None, self._unowned
-
-    @guarded
-    def gradient_came(self, position: int, gradient: torch.Tensor | None) -> None:
-        """One backward pass brought a gradient for the parameter at ``position``."""
-        if self.attachment is not None and not self.activations.paused:
-            if not self.open and self._follows:
-                self.begin(self.next_step)
-            self.gradients.local(position, gradient, self.attachment.inverse_scale(None))
-
-    @guarded
-    def gradient_accumulated(self, position: int, parameter: torch.Tensor) -> None:
-        """That gradient was accumulated."""
-        self.gradients.commit_local(position)
-
-    @guarded
-    def step_began(self, optimizer: Optimizer, has_closure: bool) -> None:
-        """Measure parameters, and gradients unless the closure has yet to compute them."""
-        if not self.open and self._follows:
-            self.begin(self.next_step)
-        if self._buffer is None or self.attachment is None:
-            return
-        positions = self._positions_at(optimizer)
-        self.parameters.measure(positions)
-        self.parameters.before_step(positions)
-        if not has_closure:
-            self.gradients.after_clip(positions, self.attachment.inverse_scale(optimizer))
-            self._done.add(id(optimizer))
-
-    def _positions_at(self, optimizer: Optimizer) -> list[int]:
-        assert self.attachment is not None
-        own = self._owned.get(id(optimizer), [])
-        return sorted([*own, *self._unowned]) if self._is_last(optimizer) else own
-
-    def _is_last(self, optimizer: Optimizer) -> bool:
-        return self.attachment is not None and self.attachment.optimizers[-1]() is optimizer
-
-    @guarded
-    def closure_ended(self, optimizer: Optimizer) -> None:
-        """The optimizer's gradients are there now. A closure that is called several times leaves its last ones."""
-        if self.attachment is not None:
-            self.gradients.after_clip(self._positions_at(optimizer), self.attachment.inverse_scale(optimizer))
-
-    @guarded
-    def step_ended(self, optimizer: Optimizer, found_inf: torch.Tensor | None) -> None:
-        """Measure the update; the step ends with the last optimizer, under a scaler with its update."""
-        self._done.add(id(optimizer))
-        if self._buffer is not None and self.open:
-            self.parameters.after_step(self._owned.get(id(optimizer), []), optimizer)
-            if found_inf is not None:
-                seen = self._buffer.flags.get("found_inf")
-                flag = found_inf.clone() > 0
-                self._buffer.flags["found_inf"] = flag if seen is None else flag | seen
-        self._attempt_over(optimizer)
-
-    @guarded
-    def step_refused(self, optimizer: Optimizer) -> None:
-        """The scaler found infinite gradients: they are measured all the same, and the step is labelled not applied."""
-        if not self.open and self._follows:
-            self.begin(self.next_step)
-        self._refused = True
-        self.gradients.after_clip(self._positions_at(optimizer), None)
-        self._attempt_over(optimizer)
-
-    def _attempt_over(self, optimizer: Optimizer) -> None:
-        if self._is_last(optimizer):
-            self._attempted = True
-            if self._follows and not (self.attachment is not None and self.attachment.in_scaler_step):
-                self.end()
-
-    @guarded
-    def scaler_updated(self) -> None:
-        """The scaler ends the attempt."""
-        if self.open and self._attempted and self._follows:
-            self.end()
-
-    @guarded
-    def scaler_noticed(self, scaler: torch.amp.GradScaler) -> None:
-        """Until now scaled gradients were taken for true ones: drop them."""
-        self.scaler = scaler
-        reason = "a GradScaler was noticed only in this step; pass scaler= to attach() or watch()"
-        self.gradients.forget_before_clip(reason)
-        self.complaints.add("scaler", f"{reason}, so that steps which it refuses are counted from the start")
+        assert self._buffer is not None
+        self._buffer.noted["found_inf"] = refused + self._buffer.noted.get("found_inf", 0.0)
+        if self._unseen_refusals is not None:
+            self._buffer.noted["unseen_refusals"], self._unseen_refusals = self._unseen_refusals, None
 
     # --- by hand -------------------------------------------------------------------------------------------------------------
 
@@ -443,7 +261,7 @@ class Session:
     @guarded
     def measure_gradients(self, before_clip: bool, positions: list[int] | None = None) -> None:
         """Measure the gradients as they are now."""
-        if self._buffer is None or not self.open or self.planner.inventory is None:
+        if not self.takes_values or self.planner.inventory is None:
             return
         if positions is None:
             positions = list(range(len(self.planner.inventory.names)))
@@ -451,7 +269,7 @@ class Session:
         inverse = None if scale is None else scale.double().reciprocal().float()
         (self.gradients.before_clip if before_clip else self.gradients.after_clip)(positions, inverse)
 
-    def measure_before_clip(self, parameters: Iterable[torch.Tensor]) -> None:
+    def measure_before_clip(self, parameters: Iterable[Tensor]) -> None:
         """Measure these parameters' gradients before they are clipped, where that was not done at the end of backward."""
         if self.planner.inventory is not None:
             positions = self.planner.inventory.positions(parameters)
@@ -459,13 +277,13 @@ class Session:
 
     def measure_after_clip(self) -> None:
         """Measure the clipped gradients, where no optimizer's hook will."""
-        if self.attachment is None:
+        if self.follower is None:
             self.measure_gradients(False)
 
     @guarded
     def measure_parameters(self) -> None:
         """Measure the parameters as they are now."""
-        if self._buffer is not None and self.open and self.planner.inventory is not None:
+        if self.takes_values and self.planner.inventory is not None:
             self.parameters.measure(range(len(self.planner.inventory.names)))
 
     @guarded
@@ -473,12 +291,23 @@ class Session:
         """Measure a value that is no module's output."""
         self.activations.capture(name, activations)
 
-    # --- values of the step that ended ---------------------------------------------------------------------------------------
+    def log(self, key: Key, value: Any, aggregation: Aggregation) -> None:
+        """A value for the step in flight or, between its end and the next forward, for the step that just ended."""
+        if self.guard.inert:
+            return
+        if self._buffer is not None:
+            self._buffer.merge_value(key, value, aggregation)
+        elif self.step is None:
+            self._early.append((key, value, aggregation))
+        elif not self.open and self.last is not None:
+            added = to_float(value, "/".join(part for part in key if part))
+            self._keep(replace(self.last, values={**self.last.values, key: added}), amend=True)
 
-    @property
-    def is_monitoring(self) -> bool:
-        """Whether a monitored step is open and not paused."""
-        return self.open and self._buffer is not None and not self.activations.paused
+    def tag(self, tags: Mapping[str, Any]) -> None:
+        """Facts about the step in flight for the run directory."""
+        self._tags.update(tags)
+
+    # --- values of the step that ended ---------------------------------------------------------------------------------------
 
     @guarded
     def settle_now(self) -> StepRecord | None:
@@ -486,19 +315,14 @@ class Session:
         self.settle()
         return self.last
 
-    def shown(self) -> dict[str, float]:
-        """Its values, by key."""
-        record = self.settle_now()
-        return {} if record is None else self.options.show(record.values)
-
     def missing(self) -> dict[Key, str]:
         """Why each key that was asked for has no value in it."""
         record = self.settle_now()
-        if record is None or self.planner.inventory is None:
+        if record is None:
             return {}
-        return missing(record, self.planner.registry.metrics, self.planner.matchable() or {}, self.summary.keys, self.absent)
+        return missing(record, self.planner.registry.metrics, self.planner.matchable() or {}, self.summary.keys, self._absent)
 
-    # --- resume --------------------------------------------------------------------------------------------------------------
+    # --- life cycle ----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and lists."""
@@ -513,23 +337,28 @@ class Session:
         for detector, saved in zip(self.detectors, state["detectors"], strict=True):
             detector.load_state_dict(saved)
 
-    # --- life cycle ----------------------------------------------------------------------------------------------------------
-
-    def attach(self, module: nn.Module, optimizers: list[Optimizer], scaler: torch.amp.GradScaler | None) -> None:
+    def follow(self, module: nn.Module, optimizers: list[Optimizer], scaler: torch.amp.GradScaler | None) -> None:
         """Follow the loop by hooks from now on."""
         self.scaler = scaler
-        self.attachment = Attachment(self, module, optimizers, scaler)
+        self.follower = Follower(self, module, optimizers, scaler)
         self._armed_for = -1
-        if self.options.is_step_monitored(self.next_step):
+        if self._is_monitored(self.next_step):
             self._arm()
-        self._since = time.perf_counter()
+        self.guard.cost()
 
     def detach(self) -> None:
         """End the step, send what waits, and take every hook away."""
-        self.end()
-        self.settle()
+        self.end_step()
         self._disarm()
-        if self.attachment is not None:
-            self.attachment.remove()
-            self.attachment = None
+        if self.follower is not None:
+            self.follower.remove()
+            self.follower = None
         self.outbox.close()
+
+
+def at_exit(session: Callable[[], Session | None], outbox: Outbox) -> None:
+    """The last step goes out when the interpreter ends, or as far as it is known when the session is collected."""
+    alive = session()
+    if alive is not None:
+        alive.end_step()
+    outbox.close()

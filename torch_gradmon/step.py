@@ -40,7 +40,7 @@ class StepBuffer:
 
     def __init__(self, step: int, complaints: Complaints) -> None:
         self.step = step
-        self.flags: dict[str, Tensor | bool] = {}
+        self.noted: dict[str, Tensor | float] = {}  # facts of the step that are no values
         self.absent: dict[tuple[str, str], str] = {}
         self._complaints = complaints
         self._blocks: dict[tuple[str, tuple[str, ...]], Tensor] = {}
@@ -110,13 +110,13 @@ class StepBuffer:
         self._parts = {where: parts for where, parts in self._parts.items() if where[0] != source}
         self._pending = {key: pending for key, pending in self._pending.items() if key.source != source}
 
-    def flush(self) -> tuple[dict[str, Table], dict[Key, float], dict[str, bool]]:
-        """Tables by source, custom values and flags, on the host. Synchronises once per device."""
+    def flush(self) -> tuple[dict[str, Table], dict[Key, float], dict[str, float]]:
+        """Tables by source, custom values and noted facts, on the host. Synchronises once per device."""
         sources = list(self._blocks) + [(source, (name,)) for source, name in self._parts]
         rows = list(self._blocks.values()) + [merge(torch.stack(parts)).unsqueeze(0) for parts in self._parts.values()]
         reduced = self._reduced()
-        flags = {name: flag for name, flag in self.flags.items() if isinstance(flag, Tensor)}
-        host = iter(_to_host([*rows, *reduced.values(), *flags.values()]))
+        noted = {name: fact for name, fact in self.noted.items() if isinstance(fact, Tensor)}
+        host = iter(_to_host([*rows, *reduced.values(), *noted.values()]))
         collected: dict[str, dict[str, Tensor]] = {}
         for (source, names), block in zip(sources, host, strict=False):
             collected.setdefault(source, {}).update(zip(names, block, strict=True))
@@ -130,9 +130,8 @@ class StepBuffer:
         }
         values = {key: float(next(host)) for key in reduced}
         values.update({key: values[of] for key, of in self._same_value.items() if of in values})
-        settled = {name: bool(next(host)) for name in flags}
-        settled.update({name: flag for name, flag in self.flags.items() if isinstance(flag, bool)})
-        return tables, values, settled
+        facts = {name: float(next(host) if name in noted else fact) for name, fact in self.noted.items()}
+        return tables, values, facts
 
     def _reduced(self) -> dict[Key, Tensor]:
         reduced: dict[Key, Tensor] = {}

@@ -73,7 +73,7 @@ class GradientCapture:
         gradients = self._gradients(positions)
         same = {p for p, gradient in gradients.items() if self._untouched(p, gradient)}
         if gradients and all(p in self._seen for p in gradients):
-            self._buffer.flags["edited"] = len(same) < len(gradients) or self._buffer.flags.get("edited") is True
+            self._buffer.noted["edited"] = max(self._buffer.noted.get("edited", False), len(same) < len(gradients))
         reused = same.intersection(before.measured) if plan.columns <= before.columns else set()
         if reused:
             self._buffer.reuse_rows(GRADIENT, [plan.names[p] for p in plan.measured if p in reused], GRADIENT_BEFORE_CLIP)

@@ -1,0 +1,208 @@
+"""Follow a loop that nobody edits: from what the hooks see to when a step begins, what is measured, and when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .capture.attachment import Attachment
+from .capture.hooks import Hook
+from .guard import guarded
+from .planner import Planner
+
+if TYPE_CHECKING:
+    from .session import Session
+
+#: After so many steps the smallest number of backward passes in a step counts as known, and earlier ones are not measured.
+_LEARNING = 100
+
+
+class Follower:
+    """Drives a session by hooks.
+
+    A step begins with the first training forward, backward pass or optimizer step after the last one ended. It ends when the
+    last of the optimizers has stepped, under a GradScaler when the scaler has updated. Where steps are begun by hand, only
+    the measuring is left to the hooks.
+    """
+
+    def __init__(
+        self, session: Session, module: nn.Module, optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler | None
+    ) -> None:
+        self.session = session
+        self.guard = session.guard
+        self.refused = False
+        self._attempted = False
+        self._done: set[int] = set()
+        self._owned: dict[int, list[int]] = {}
+        self._unowned: list[int] = []
+        self._backwards = self._learned = 0
+        self._fewest: int | None = None
+        self._attachment = Attachment(self, module, optimizers, scaler)
+
+    # --- for the session -----------------------------------------------------------------------------------------------------
+
+    def step_opened(self) -> None:
+        """A step was opened."""
+        self._attempted = self.refused = False
+        self._done, self._backwards = set(), 0
+
+    def step_closed(self) -> None:
+        """The step was closed."""
+        if self._backwards:
+            self._learned += 1
+            self._fewest = min(self._backwards, self._fewest or self._backwards)
+
+    def arm(self, planner: Planner) -> None:
+        """Hang the hooks on parameters that a monitored step needs."""
+        assert planner.inventory is not None
+        self._owned, self._unowned = planner.positions(self.optimizers())
+        references = planner.inventory.references
+        self._attachment.arm(
+            [parameter for reference in references if (parameter := reference()) is not None],
+            [
+                (parameter, Hook(self.gradient_came, position), Hook(self.gradient_accumulated, position))
+                for position in planner.local_positions()
+                if (parameter := references[position]()) is not None
+            ],
+        )
+
+    def disarm(self) -> None:
+        """Take the hooks on parameters away."""
+        self._attachment.disarm()
+
+    def remove(self) -> None:
+        """Take all hooks away."""
+        self._attachment.remove()
+
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that are still there, in the order in which they step."""
+        return [optimizer for reference in self._attachment.optimizers if (optimizer := reference()) is not None]
+
+    # --- what hooks tell -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _leads(self) -> bool:
+        """Whether steps begin and end by what the hooks see."""
+        return not self.session.by_hand and not self.session.paused
+
+    def _ensure_open(self) -> None:
+        if not self.session.open and self._leads:
+            self.session.begin(self.session.next_step)
+
+    @guarded
+    def forward_began(self) -> None:
+        """A training forward."""
+        if self._leads and self.session.open and self._attempted:
+            self.session.end()  # its end was not seen, as when a scaler is not updated
+        self._ensure_open()
+
+    @guarded
+    def backward_ended(self) -> None:
+        """Measure gradients before clipping, since this may have been the last backward pass of the step."""
+        if self.session.paused:
+            return
+        self._ensure_open()
+        self._backwards += 1
+        if self._learned >= _LEARNING and self._fewest is not None and self._backwards < self._fewest:
+            return
+        scaled: list[int] = []
+        plain: list[int] = []
+        inverse_scale: torch.Tensor | None = None
+        for optimizer, positions in self._shares():
+            if optimizer is None or id(optimizer) not in self._done:
+                scale = self._attachment.inverse_scale(optimizer)
+                (plain if scale is None else scaled).extend(positions)
+                inverse_scale = inverse_scale if scale is None else scale
+        if inverse_scale is not None:
+            self.session.note("amp_scale", inverse_scale.double().reciprocal())
+        for positions, scale in ((plain, None), (scaled, inverse_scale)):
+            if positions:
+                self.session.gradients.before_clip(sorted(positions), scale)
+
+    def _shares(self) -> Iterator[tuple[Optimizer | None, list[int]]]:
+        for optimizer in self.optimizers():
+            yield optimizer, self._owned.get(id(optimizer), [])
+        yield None, self._unowned
+
+    @guarded
+    def gradient_came(self, position: int, gradient: torch.Tensor | None) -> None:
+        """One backward pass brought a gradient for the parameter at ``position``."""
+        if not self.session.paused:
+            self._ensure_open()
+            self.session.gradients.local(position, gradient, self._attachment.inverse_scale(None))
+
+    @guarded
+    def gradient_accumulated(self, position: int, parameter: torch.Tensor) -> None:
+        """That gradient was accumulated."""
+        self.session.gradients.commit_local(position)
+
+    @guarded
+    def step_began(self, optimizer: Optimizer, has_closure: bool) -> None:
+        """Measure parameters, and gradients unless the closure has yet to compute them."""
+        self._ensure_open()
+        if not self.session.takes_values:
+            return
+        for number, group in enumerate(optimizer.param_groups):
+            self.session.note(f"lr/{self._number(optimizer)}/{number}", group.get("lr"))
+        positions = self._positions_at(optimizer)
+        self.session.parameters.measure(positions)
+        self.session.parameters.before_step(positions)
+        if not has_closure:
+            self.session.gradients.after_clip(positions, self._attachment.inverse_scale(optimizer))
+            self._done.add(id(optimizer))
+
+    def _number(self, optimizer: Optimizer) -> int:
+        return next(number for number, reference in enumerate(self._attachment.optimizers) if reference() is optimizer)
+
+    def _positions_at(self, optimizer: Optimizer) -> list[int]:
+        own = self._owned.get(id(optimizer), [])
+        return sorted([*own, *self._unowned]) if self._is_last(optimizer) else own
+
+    def _is_last(self, optimizer: Optimizer) -> bool:
+        return self._attachment.optimizers[-1]() is optimizer
+
+    @guarded
+    def closure_ended(self, optimizer: Optimizer) -> None:
+        """The optimizer's gradients are there now. A closure that is called several times leaves its last ones."""
+        self.session.gradients.after_clip(self._positions_at(optimizer), self._attachment.inverse_scale(optimizer))
+
+    @guarded
+    def step_ended(self, optimizer: Optimizer, found_inf: torch.Tensor | None) -> None:
+        """Measure the update; the step ends with the last optimizer, under a scaler with its update."""
+        self._done.add(id(optimizer))
+        self.session.parameters.after_step(self._owned.get(id(optimizer), []), optimizer)
+        if found_inf is not None:
+            self.session.note_refusal(found_inf)
+        self._attempt_over(optimizer)
+
+    @guarded
+    def step_refused(self, optimizer: Optimizer) -> None:
+        """The scaler found infinite gradients: they are measured all the same, and the step is labelled not applied."""
+        self._ensure_open()
+        self.refused = True
+        self.session.gradients.after_clip(self._positions_at(optimizer), None)
+        self._attempt_over(optimizer)
+
+    def _attempt_over(self, optimizer: Optimizer) -> None:
+        if self._is_last(optimizer):
+            self._attempted = True
+            if self._leads and not self._attachment.in_scaler_step:
+                self.session.end()
+
+    @guarded
+    def scaler_updated(self) -> None:
+        """The scaler ends the attempt."""
+        if self.session.open and self._attempted and self._leads:
+            self.session.end()
+
+    @guarded
+    def scaler_noticed(self, scaler: torch.amp.GradScaler) -> None:
+        """Until now scaled gradients were taken for true ones: drop them."""
+        self.session.scaler = scaler
+        reason = "a GradScaler was noticed only in this step; pass scaler= to attach() or watch()"
+        self.session.gradients.forget_before_clip(reason)
+        self.guard.complaints.add("scaler", f"{reason}, so that steps which it refuses are counted from the start")

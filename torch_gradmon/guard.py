@@ -1,0 +1,78 @@
+"""The fence around everything that runs inside somebody's training step."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from .errors import Complaints, SpikeError
+
+
+class Guard:
+    """Runs our code so that training neither fails by it nor sees it, and keeps the time that it takes.
+
+    Args:
+        complaints: where failures are reported.
+        inert: nothing runs at all.
+    """
+
+    def __init__(self, complaints: Complaints, inert: bool) -> None:
+        self.complaints = complaints
+        self.inert = inert
+        self._inside = False
+        self._lock = threading.RLock()  # with several GPUs, hooks fire on one of autograd's threads for each
+        self._seconds = 0.0
+        self._since = time.perf_counter()
+
+    def run(self, method: Callable[..., Any], *args: Any) -> Any:
+        """Call ``method``; a failure becomes one warning. A call from within such a call does nothing."""
+        if self.inert:
+            return None
+        with self._lock:
+            if self._inside:
+                return None
+            self._inside = True
+            start = time.perf_counter()
+            try:
+                with torch.no_grad():
+                    return method(*args)
+            except SpikeError:
+                raise
+            except Exception as error:
+                name = method.__name__
+                self.complaints.add(f"internal:{name}", f"{name} failed, some values are lost; training goes on", error)
+            finally:
+                self._inside = False
+                self._seconds += time.perf_counter() - start
+        return None
+
+    def cost(self) -> float:
+        """Time spent inside, in percent of the time since this was last asked."""
+        now = time.perf_counter()
+        share = 100 * self._seconds / max(now - self._since, 1e-9)
+        self._seconds, self._since = 0.0, now
+        return share
+
+
+class Guarded(Protocol):
+    """What has methods that are fenced."""
+
+    guard: Guard
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def guarded(method: F) -> F:
+    """Fence a method of an object that has a :class:`Guard`."""
+
+    @functools.wraps(method)
+    def fenced(self: Guarded, *args: Any) -> Any:
+        return self.guard.run(method, self, *args)
+
+    return fenced  # type: ignore[return-value]

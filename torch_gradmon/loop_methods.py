@@ -1,0 +1,122 @@
+"""The loop, by hand: when a step begins and ends, what is measured when, and clipping that measures."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from . import check
+from .clipping import clip
+from .planner import Planner
+from .session import Session
+
+
+class LoopMethods:
+    """What a training loop calls where it is written by hand; beside :meth:`ModuleMonitor.attach` none of it is needed."""
+
+    _planner: Planner
+    _session: Session
+
+    def begin_step(self, step: int) -> bool:
+        """Open step number ``step``; a step that is still open ends first. Returns whether the step is monitored.
+
+        From here on steps end with :meth:`end_step`, also when attached.
+
+        Raises:
+            TypeError, ValueError: not a whole number of at least 0.
+        """
+        check.step_number("step", step)
+        return bool(self._session.begin_step(step))
+
+    def end_step(self) -> None:
+        """End the step and send its values out. Synchronises the device. Without a step it does nothing."""
+        self._session.end_step()
+
+    def monitor_parameters(self) -> None:
+        """Measure the parameters as they are now."""
+        self._session.measure_parameters()
+
+    def monitor_gradients(self, before_clip: bool = False) -> None:
+        """Measure the gradients as they are now, as those before clipping or as those that the optimizer will use.
+
+        Call it after the last backward pass of the step. Gradients that a scaler has not unscaled yet are divided by its scale.
+        """
+        self._session.measure_gradients(before_clip)
+
+    def module_name(self, module: str | nn.Module) -> str:
+        """The canonical name of a watched module; a name is returned as it is.
+
+        Raises:
+            TypeError: neither a module nor a name.
+            ValueError: the module is not part of the watched model.
+        """
+        if isinstance(module, str):
+            return module
+        check.module(module)
+        if self._planner.inventory is not None:
+            for name, reference in self._planner.inventory.modules.items():
+                if reference() is module:
+                    return name
+        what = type(module).__name__
+        raise ValueError(f"this {what} is not part of the watched model; pass its name as a str, or watch its model")
+
+    def monitor_activations(self, module: str | nn.Module, activations: Any) -> None:
+        """Measure a tensor, or a container of tensors, as the activation of ``module``, a module or a name of your choice."""
+        self._session.capture_activation(self.module_name(module), activations)
+
+    def after_micro_batch(self) -> None:
+        """Does nothing: micro-batches are told apart by themselves. It is here for loops written for torch-module-monitor."""
+
+    @contextlib.contextmanager
+    def no_monitor(self) -> Iterator[None]:
+        """Nothing is measured inside: for evaluation in training mode and other passes that are no training."""
+        paused, self._session.activations.paused = self._session.activations.paused, True
+        try:
+            yield
+        finally:
+            self._session.activations.paused = paused
+
+    def is_monitoring(self) -> bool:
+        """Whether a monitored step is open and not paused."""
+        return self._session.takes_values and not self._session.paused
+
+    def is_step_monitored(self, step: int) -> bool:
+        """Whether values are, were or would be taken on ``step``."""
+        return not self._session.guard.inert and bool(self._session.options.is_step_monitored(step))
+
+    @property
+    def step(self) -> int | None:
+        """Number of the step in flight, else of the one that ended last; None before the first."""
+        return self._session.step
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        parameters: Any = None,
+        *,
+        exact: bool = False,
+    ) -> Tensor:
+        """Measure the gradients, then clip them: bit for bit what ``torch.nn.utils.clip_grad_norm_`` does and returns.
+
+        Args:
+            max_norm, norm_type, error_if_nonfinite: as there.
+            parameters: whose gradients to clip; by default those of the watched model.
+            exact: clip by, and return, the exact norm: torch's is 0.16 % low at 3e7 elements on CPU. For the norms 1, 2, inf.
+
+        Raises:
+            ValueError: no module is watched and no ``parameters`` are given, a ``max_norm`` that is negative or NaN, or an
+                ``exact`` norm of another order.
+            RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
+        """
+        module = self._planner.module
+        if parameters is None:
+            if module is None:
+                raise ValueError("there is no module whose gradients to clip; pass parameters=, or watch a module first")
+            parameters = list(module.parameters())
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        return clip(self._session, parameters, max_norm, norm_type, error_if_nonfinite, exact)

@@ -1,0 +1,89 @@
+"""Values in and out: what a step brought, what is logged by hand, and why something is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from . import check
+from . import names as n
+from .layers import top_shares
+from .names import Key
+from .registry import checked_aggregation
+from .session import Session
+
+
+class ValueMethods:
+    """Getters, which never communicate and synchronise at most once a step, and values that are logged by hand."""
+
+    _session: Session
+
+    def get_step_metrics(self) -> dict[str, float]:
+        """Values of the step that ended last, plain floats by key; empty when it was not monitored. Synchronises once."""
+        record = self._session.settle_now()
+        return {} if record is None else self._session.options.show(record.values)
+
+    def get_all_metrics(self) -> dict[int, dict[str, float]]:
+        """The same for the last ``history`` monitored steps, by step."""
+        self._session.settle_now()
+        return {step: self._session.options.show(record.values) for step, record in self._session.records.items()}
+
+    def log_scalar(self, key: str, value: Any, aggregation_fn: str | Callable[..., Any] | None = None) -> None:
+        """Log one number under ``key``, merged over micro-batches by ``aggregation_fn`` (by default the mean).
+
+        It belongs to the step in flight or, between its end and the next forward, to the step that just ended. A tensor stays
+        on its device until the step ends.
+
+        Raises:
+            TypeError: ``key`` is no str, or the value no number.
+            ValueError: a tensor of several elements; :meth:`log_tensor` takes those.
+        """
+        check.log_key(key)
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(f"log_scalar({key!r}) takes one number, got a tensor of shape {tuple(value.shape)}; use log_tensor")
+        if not isinstance(value, (int, float, Tensor)) and not hasattr(value, "__float__"):
+            raise TypeError(f"log_scalar({key!r}) takes a number, got {value!r} of type {type(value).__name__}")
+        self.log_key(Key("", key, ""), value, aggregation_fn)
+
+    def log_scalars(self, values: Mapping[str, Any]) -> None:
+        """Log several numbers, see :meth:`log_scalar`."""
+        if not isinstance(values, Mapping):
+            raise TypeError(f"log_scalars takes a dict of numbers by key, got {values!r} of type {type(values).__name__}")
+        for key, value in values.items():
+            self.log_scalar(key, value)
+
+    def log_tensor(self, key: str, tensor: Tensor, aggregation_fn: str | Callable[..., Any] | None = None) -> None:
+        """Log a tensor as one number: its values of all calls in the step, merged by ``aggregation_fn`` (by default the mean
+        over elements). Outside of a monitored step it does nothing.
+
+        Raises:
+            TypeError: ``key`` is no str, or ``tensor`` no tensor.
+        """
+        check.log_key(key)
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"log_tensor({key!r}) takes a tensor, got {tensor!r} of type {type(tensor).__name__}; use log_scalar")
+        if self._session.takes_values and not self._session.paused:
+            self.log_key(Key("", key, ""), tensor, aggregation_fn)
+
+    def log_key(self, key: Key, value: Any, aggregation_fn: str | Callable[..., Any] | None = None) -> None:
+        """Log a value under a key in parts; see :meth:`log_scalar` and :meth:`log_tensor`."""
+        aggregation = checked_aggregation(aggregation_fn, "aggregation_fn")
+        self._session.log(key, value, aggregation)
+
+    def tag(self, **facts: Any) -> None:
+        """Facts about the step in flight, such as ``batch_ids=[...]``, for the run directory."""
+        self._session.tag(facts)
+
+    def missing(self) -> dict[str, str]:
+        """Why each key that was asked for has no value in the step that ended last: reason by key."""
+        reasons = self._session.missing()
+        # the keys are made as those of the values are
+        return dict(zip(self._session.options.show(dict.fromkeys(reasons, 0.0)), reasons.values(), strict=True))
+
+    def top_parameters(self, count: int = 10) -> list[tuple[str, float]]:
+        """The parameters with the largest share of the squared gradient norm in the step that ended last, largest first."""
+        check.positive_int("count", count)
+        record = self._session.settle_now()
+        return [] if record is None else top_shares(record.tables.get(n.GRADIENT_BEFORE_CLIP), count)
