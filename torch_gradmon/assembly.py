@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from . import names as n
 from .layers import Layers, top_shares
@@ -15,21 +13,8 @@ from .record import Event, StepRecord, Table
 from .registry import SourcePlan
 from .spikes.detector import SpikeDetector
 from .statistics.moments import VIEWS, Column
-from .summary import Summary
+from .summary import Facts, Summary
 from .summary import key as summary_key
-
-
-@dataclass
-class Facts:
-    """What is known of a step besides its values."""
-
-    step: int
-    applied: bool
-    edited: bool | None
-    trainable: Set[str]
-    matrices: Set[str]
-    groups: Sequence[tuple[str, frozenset[str]]]
-    context: Mapping[str, Any] = field(default_factory=dict)
 
 
 def assemble(
@@ -50,22 +35,15 @@ def assemble(
         custom = {key: value for key, value in custom.items() if key.source != n.UPDATE}
         absent[n.UPDATE, ""] = "the step was not applied"
     reasons: dict[str, str] = {}
-    values: dict[Key, float] = summary.compute(
-        facts.step,
-        tables,
-        base,
-        applied=facts.applied,
-        edited=facts.edited,
-        trainable=facts.trainable,
-        matrices=facts.matrices,
-        absent=reasons,
-    )
+    # a sum over the model must not be one over the part of it that could be measured
+    whole = {source: table for source, table in tables.items() if source not in facts.refused}
+    values: dict[Key, float] = summary.compute(facts, whole, base, reasons)
     events = _judge(facts, values, custom, tables, detectors, reasons, "spike_score" in summary.keys)
     for source, plan in plans.items():
         if source in tables:
             values.update(plan.evaluate(tables[source], base))
     values.update(activations)
-    values.update(layers.values(tables, base, facts.groups))
+    values.update(layers.values(whole if layers.choice == "blocks" else tables, base, facts.groups))
     values.update(custom)
     absent.update({(n.SUMMARY, name): reason for name, reason in reasons.items()})
     return StepRecord(facts.step, time.time(), facts.applied, values, tables, facts.context, tuple(events))

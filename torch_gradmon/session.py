@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import names as n
-from .assembly import Facts, assemble, describe, missing
+from .assembly import assemble, describe, missing
 from .capture.activations import ActivationCapture
 from .capture.attachment import is_unscaled, scale_of
 from .capture.gradients import GradientCapture
@@ -34,7 +34,7 @@ from .registry import SourcePlan
 from .sinks.outbox import Outbox
 from .spikes.detector import SpikeDetector
 from .step import Aggregation, StepBuffer, to_float
-from .summary import Summary
+from .summary import Facts, Summary
 
 
 @dataclass
@@ -168,6 +168,7 @@ class Session:
             trainable=inventory.trainable,
             matrices=inventory.matrices,
             groups=self._groups(),
+            refused=buffer.refused,
             context=self._context(noted),
         )
         if "overhead_pct" in self.summary.keys:

@@ -42,6 +42,7 @@ class StepBuffer:
         self.step = step
         self.noted: dict[str, Tensor | float] = {}  # facts of the step that are no values
         self.absent: dict[tuple[str, str], str] = {}
+        self.refused: dict[str, str] = {}
         self._complaints = complaints
         self._blocks: dict[tuple[str, tuple[str, ...]], Tensor] = {}
         self._parts: dict[tuple[str, str], list[Tensor]] = {}
@@ -64,6 +65,11 @@ class StepBuffer:
             if len(parts) == 64:  # bounds what many micro-batches hold
                 parts[:] = [merge(torch.stack(parts))]
         self._columns[source] = self._columns.get(source, columns) & columns
+
+    def refuse(self, source: str, name: str, reason: str) -> None:
+        """This tensor cannot be measured, so there are no sums over the whole source either."""
+        self.absent[source, name] = reason
+        self.refused[source] = f"{name} could not be measured: {reason}"
 
     def reuse_rows(self, source: str, names: Iterable[str], of: str) -> None:
         """The rows of ``source`` for ``names`` are those of the source ``of``: nothing is measured or copied."""
@@ -103,6 +109,7 @@ class StepBuffer:
         for key, pending in other._pending.items():
             self._merge(key, pending.parts, pending.aggregation)
         self.absent.update(other.absent)
+        self.refused.update(other.refused)
 
     def discard(self, source: str) -> None:
         """Forget everything of ``source``."""

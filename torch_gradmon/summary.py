@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,6 +44,31 @@ def key(name: str) -> Key:
     return Key(n.SUMMARY, "", name)
 
 
+@dataclass
+class Facts:
+    """What is known of a step besides its values.
+
+    Attributes:
+        step: its number.
+        applied: whether the optimizer applied it.
+        edited: whether the gradients were changed between backward and the optimizer; None when unknown.
+        trainable: names of the trainable parameters.
+        matrices: names of the parameters of two or more dimensions.
+        groups: names of the parameters of each of the optimizers' groups.
+        refused: a reason by source, where some of its tensors could not be measured.
+        context: learning rates and the like, for the record.
+    """
+
+    step: int
+    applied: bool
+    edited: bool | None
+    trainable: Set[str]
+    matrices: Set[str]
+    groups: Sequence[tuple[str, frozenset[str]]] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
+    context: Mapping[str, Any] = field(default_factory=dict)
+
+
 class Summary:
     """Computes the whole-model values of a step.
 
@@ -75,46 +101,33 @@ class Summary:
                 needs.update({source: ALL_COLUMNS for source in (n.PARAMETER, n.UPDATE) if source in needs})
         return needs
 
-    def compute(
-        self,
-        step: int,
-        tables: Mapping[str, Table],
-        base: Table | None,
-        *,
-        applied: bool,
-        edited: bool | None,
-        trainable: Set[str],
-        matrices: Set[str],
-        absent: dict[str, str],
-    ) -> dict[Key, float]:
+    def compute(self, facts: Facts, tables: Mapping[str, Table], base: Table | None, absent: dict[str, str]) -> dict[Key, float]:
         """The values of one step.
 
         Args:
-            step: its number.
-            tables: statistics by source.
+            facts: what is known of the step.
+            tables: statistics by source, of all parameters or not at all.
             base: statistics of the updated parameters before the update.
-            applied: whether the optimizer applied the step.
-            edited: whether the gradients were changed between backward and the optimizer; None when unknown.
-            trainable: names of the trainable parameters.
-            matrices: names of the parameters of two or more dimensions.
             absent: receives a reason for each key that is not there.
         """
         values: dict[str, float] = {}
-        self.not_applied += not applied
+        self.not_applied += not facts.applied
         values["steps_not_applied"] = float(self.not_applied)
-        self._gradients(values, tables.get(n.GRADIENT_BEFORE_CLIP), tables.get(n.GRADIENT), applied, edited, absent)
+        self._gradients(values, tables.get(n.GRADIENT_BEFORE_CLIP), tables.get(n.GRADIENT), facts, absent)
         if (table := tables.get(n.PARAMETER)) is not None:
-            values["param_norm"] = _norm(_of(table, trainable))
+            values["param_norm"] = _norm(_of(table, facts.trainable))
         else:
-            absent["param_norm"] = "the parameters were not measured: attach the optimizer, or call monitor.monitor_parameters()"
-        if step % UPDATE_EVERY:  # what a metric of the user measured is of his layers, not of the whole model
+            reason = "the parameters were not measured: attach the optimizer, or call monitor.monitor_parameters()"
+            absent["param_norm"] = facts.refused.get(n.PARAMETER, reason)
+        if facts.step % UPDATE_EVERY:  # what a metric of the user measured is of his layers, not of the whole model
             absent.update(dict.fromkeys(_UPDATE_KEYS, f"updates are measured on every {UPDATE_EVERY}th step"))
-        elif not applied:
+        elif not facts.applied:
             absent.update(dict.fromkeys(_UPDATE_KEYS, "the step was not applied"))
         elif (update := tables.get(n.UPDATE)) is None or base is None:
-            absent.update(dict.fromkeys(_UPDATE_KEYS, "no attached optimizer changed a parameter"))
+            reason = "no attached optimizer changed a parameter"
+            absent.update(dict.fromkeys(_UPDATE_KEYS, facts.refused.get(n.UPDATE, reason)))
         else:
-            self._updates(values, _of(update, trainable), _of(base, trainable), matrices, absent)
+            self._updates(values, _of(update, facts.trainable), _of(base, facts.trainable), facts.matrices, absent)
         return {key(name): values[name] for name in self.keys if name in values}
 
     def _gradients(
@@ -122,8 +135,7 @@ class Summary:
         values: dict[str, float],
         before: Table | None,
         after: Table | None,
-        applied: bool,
-        edited: bool | None,
+        facts: Facts,
         absent: dict[str, str],
     ) -> None:
         if before is None or (after is not None and not set(after.names) <= set(before.names)):
@@ -131,6 +143,7 @@ class Summary:
                 "the gradients before clipping were not seen: no backward pass ran through the parameters' hooks; "
                 "clip with monitor.clip_grad_norm_ or call monitor.monitor_gradients(before_clip=True) before you clip"
             )
+            reason = facts.refused.get(n.GRADIENT_BEFORE_CLIP, reason)
             absent.update(dict.fromkeys(("grad_norm", "grad_max", "grad_nonfinite", "grad_top_share", "spike_score"), reason))
         else:
             values["grad_norm"] = norm = _norm(before)
@@ -144,8 +157,8 @@ class Summary:
                 values["grad_top_share"] = before.rows[:, Column.SQUARE_SUM].max().item() / norm**2
             else:
                 absent["grad_top_share"] = f"the gradient norm is {norm}"
-            if applied and edited is not None and after is not None:
-                self._clips.append((edited, edited and _norm(after) < norm * (1 - 1e-6)))
+            if facts.applied and facts.edited is not None and after is not None:
+                self._clips.append((facts.edited, facts.edited and _norm(after) < norm * (1 - 1e-6)))
         if any(was_edited for was_edited, _ in self._clips) and after is not None:
             values["grad_norm_clipped"] = _norm(after)
             values["clipped_share"] = sum(clipped for _, clipped in self._clips) / len(self._clips)

@@ -65,7 +65,7 @@ class Measurer:
                 if reason is None:
                     groups.setdefault(tensors[position].device, []).append(position)
                 else:
-                    buffer.absent[plan.source, plan.names[position]] = reason
+                    buffer.refuse(plan.source, plan.names[position], reason)
         for positions in groups.values():
             others = None if minus is None else [minus[p] for p in positions]
             rows = self.rows([tensors[p] for p in positions], plan.columns, inverse_scale, others)
