@@ -35,6 +35,16 @@ class Complaints:
         self.raising = raising
         self.counts: Counter[str] = Counter()
 
+    def unused(self, cause: str) -> str:
+        """``cause``, with a number where another one has that name; it counts from zero."""
+        number = 1
+        name = cause
+        while name in self.counts:
+            number += 1
+            name = f"{cause}:{number}"
+        self.counts[name] = 0
+        return name
+
     def add(self, cause: str, message: str, error: BaseException | None = None) -> None:
         """Count ``cause``; warn with ``message`` the first time. With ``raising``, re-raise ``error`` instead."""
         self.counts[cause] += 1

@@ -82,6 +82,14 @@ class ValueMethods:
         # the keys are made as those of the values are
         return dict(zip(self._session.options.show(dict.fromkeys(reasons, 0.0)), reasons.values(), strict=True))
 
+    def complaints(self) -> dict[str, int]:
+        """How often each thing went wrong, by cause; a warning comes with the first of each only.
+
+        ``sink:JsonlSink`` counts steps that the sink lost, ``store`` steps that the run directory lost, ``metric:...`` values
+        of a metric function that raised, ``internal:...`` failures of the monitor itself.
+        """
+        return {cause: count for cause, count in self._session.guard.complaints.counts.items() if count}
+
     def top_parameters(self, count: int = 10) -> list[tuple[str, float]]:
         """The parameters with the largest share of the squared gradient norm in the step that ended last, largest first."""
         check.positive_int("count", count)

@@ -117,8 +117,9 @@ class Measurer:
     ) -> None:
         """Put the value of each metric function of ``inputs`` into the buffer."""
         for metric in metrics:
-            key = Key(source, name, metric.name)
+            key, cause = Key(source, name, metric.name), f"metric:{source}:{metric.name}"
             if key in self._off:
+                self.complaints.counts[cause] += 1
                 buffer.absent[key.source, f"{name}/{metric.name}"] = self._off[key]
                 continue
             try:
@@ -129,7 +130,7 @@ class Measurer:
                 self._off[key] = f"its function raised {type(error).__name__}: {error}"
                 buffer.absent[key.source, f"{name}/{metric.name}"] = self._off[key]
                 message = f"the {metric.source} metric {metric.name!r} failed on {name} and is off for it; training goes on"
-                self.complaints.add(f"metric:{metric.source}:{metric.name}", message, error)
+                self.complaints.add(cause, message, error)
 
     def _call(self, metric: Metric, inputs: Sequence[Any]) -> Any:
         function = metric.function

@@ -32,7 +32,6 @@ class Outbox:
         self._failures = 0
         self._process = os.getpid()
         self.outlets: list[Outlet] = []
-        self.lost = 0
 
     @property
     def stores(self) -> bool:
@@ -67,7 +66,7 @@ class Outbox:
 
     def _write(self, record: StepRecord, amend: bool) -> None:
         if self._run_dir is None or self._failures >= PATIENCE:
-            self.lost += self._run_dir is not None
+            self._complaints.counts["store"] += self._run_dir is not None
             return
         try:
             if self._store is None:
@@ -76,7 +75,6 @@ class Outbox:
             self._failures = 0
         except (sqlite3.Error, OSError) as error:
             self._failures += 1
-            self.lost += 1
             message = (
                 f"step {record.step} could not be written to the run directory {self._run_dir}; training goes on, "
                 f"and after {PATIENCE} failures in a row nothing more is written"

@@ -20,7 +20,7 @@ class Outlet:
         sink: an object with ``log(dict, step=)`` or ``log_metrics(dict, step=)``, or a callable of the same arguments.
         keys: a pattern; only keys in which it is found are sent.
         every: only steps that are divisible by it are sent.
-        complaints: where failures are reported.
+        complaints: where failures are reported, each under ``sink:{class}``.
 
     Raises:
         TypeError: ``sink`` is none of these.
@@ -38,6 +38,7 @@ class Outlet:
         self.dropped = False
         self._failures = 0
         self._complaints = complaints
+        self._cause = complaints.unused(f"sink:{self.name}")
 
     @property
     def name(self) -> str:
@@ -50,6 +51,7 @@ class Outlet:
             return
         if self.dropped:
             self.lost += 1
+            self._complaints.counts[self._cause] += 1
             return
         chosen = {key: value for key, value in values.items() if self._keys is None or self._keys.search(key)}
         try:
@@ -60,7 +62,7 @@ class Outlet:
             self._failures += 1
             self.dropped = self._failures >= PATIENCE
             self._complaints.add(
-                f"sink:{self.name}:{id(self)}",
+                self._cause,
                 f"the sink {self.name} failed in step {step}; training goes on, the step is lost there, "
                 f"and after {PATIENCE} failures in a row the sink is dropped",
                 error,
@@ -73,7 +75,7 @@ class Outlet:
             try:
                 close()
             except Exception as error:
-                self._complaints.add(f"close:{self.name}:{id(self)}", f"the sink {self.name} could not be closed", error)
+                self._complaints.add(f"{self._cause}:close", f"the sink {self.name} could not be closed", error)
 
 
 def _sender(sink: Any) -> Callable[[dict[str, float], int], Any]:
