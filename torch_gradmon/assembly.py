@@ -39,6 +39,7 @@ def assemble(
     whole = {source: table for source, table in tables.items() if source not in facts.refused}
     values: dict[Key, float] = summary.compute(facts, whole, base, reasons)
     events = _judge(facts, values, custom, tables, detectors, reasons, "spike_score" in summary.keys)
+    values.update({key: value for key, value in custom.items() if key.source == n.SUMMARY})
     for source, plan in plans.items():
         if source in tables:
             values.update(plan.evaluate(tables[source], base))

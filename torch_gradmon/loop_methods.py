@@ -26,9 +26,11 @@ class LoopMethods:
         From here on steps end with :meth:`end_step`, also when attached.
 
         Raises:
-            TypeError, ValueError: not a whole number of at least 0.
+            TypeError, ValueError: not a whole number of at least 0, or no module is set.
         """
         check.step_number("step", step)
+        if self._planner.inventory is None:
+            raise ValueError("there is no module to watch; pass it to ModuleMonitor(model) or call set_module(model) first")
         return bool(self._session.begin_step(step))
 
     def end_step(self) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from . import check
 from . import names as n
-from .capture.attachment import bare_optimizer
+from .capture.attachment import checked_optimizers
 from .capture.measuring import Measurer
 from .capture.parameters import OPTIMIZER_BUILT_INS
 from .errors import Complaints
@@ -108,6 +108,8 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         complaints = Complaints(raising=on_metric_error == "raise")
         registry = Registry({**VIEW_BUILT_INS, n.OPTIMIZER: OPTIMIZER_BUILT_INS})
         planner = Planner(registry, excluded, format_module_name_fn)
+        if module is not None:
+            planner.watch(module)  # raises what there is to raise before a run directory is made
         outbox = Outbox(complaints, None if inert else run_dir, {"torch": torch.__version__, "eps": eps})
         options = Options(is_monitored, self._shower(key_style, prefix), history, on_spike)
         measurer = Measurer(float(eps), complaints)
@@ -202,22 +204,12 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         module = self._planner.module
         if module is None:
             raise ValueError("there is no module to watch; pass it to ModuleMonitor(model) or call set_module(model) first")
-        if not optimizers:
-            raise ValueError("attach() needs the optimizer, as in monitor.attach(optimizer)")
         if self._session.follower is not None:
             raise ValueError("already attached; name all optimizers in one attach() call, or call detach() first")
-        bare = [bare_optimizer(optimizer) for optimizer in optimizers]
-        if len({id(optimizer) for optimizer in bare}) < len(bare):
-            raise ValueError("the same optimizer is named twice in attach()")
         check.grad_scaler(scaler)
         if start_step is not None:
             check.step_number("start_step", start_step)
-        owned = {id(p) for optimizer in bare for group in optimizer.param_groups for p in group["params"]}
-        if owned.isdisjoint(id(p) for p in module.parameters()):
-            raise ValueError(
-                f"no optimizer holds a parameter of the watched {type(module).__name__}: they were made before its parameters "
-                "were replaced (fully_shard, to_empty, load_state_dict(assign=True)) or for another model"
-            )
+        bare = checked_optimizers(module, optimizers)
         if not self._session.guard.inert:
             if start_step is not None:
                 self._session.next_step = start_step

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from . import check
+from .capture.attachment import checked_optimizers
 from .monitor import ModuleMonitor
 from .presets import PRESETS
 from .record import Event
@@ -46,7 +47,8 @@ def watch(
     """
     check.module(model)
     check.one_of("preset", preset, tuple(PRESETS))
-    monitor = ModuleMonitor(every=every, layers=layers, on_spike=on_spike, run_dir=run_dir)
+    check.grad_scaler(scaler)
+    checked_optimizers(model, optimizers)
+    monitor = ModuleMonitor(model, every=every, layers=layers, on_spike=on_spike, run_dir=run_dir)
     monitor.add_preset(preset)
-    monitor.set_module(model)
     return monitor.attach(*optimizers, scaler=scaler)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -248,6 +248,29 @@ def bare_optimizer(optimizer: Any) -> Optimizer:
     if not isinstance(inner, Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, got {optimizer!r} of type {type(optimizer).__name__}")
     return inner
+
+
+def checked_optimizers(module: nn.Module, optimizers: Sequence[Any]) -> list[Optimizer]:
+    """The optimizers inside whatever wraps them.
+
+    Raises:
+        TypeError: one is no optimizer.
+        ValueError: none, one twice, or none that holds a parameter of ``module``.
+    """
+    if not optimizers:
+        raise ValueError("the optimizer is missing, as in monitor.attach(optimizer) or watch(model, optimizer)")
+    bare = [bare_optimizer(optimizer) for optimizer in optimizers]
+    if len({id(optimizer) for optimizer in bare}) < len(bare):
+        raise ValueError(
+            f"the same {type(bare[0]).__name__} is named twice; name each optimizer once, in the order in which they step"
+        )
+    owned = {id(p) for optimizer in bare for group in optimizer.param_groups for p in group["params"]}
+    if owned.isdisjoint(id(p) for p in module.parameters()):
+        raise ValueError(
+            f"no optimizer holds a parameter of this {type(module).__name__}: they were made for another model, or before its "
+            "parameters were replaced (fully_shard, to_empty, load_state_dict(assign=True)); make the optimizer afterwards"
+        )
+    return bare
 
 
 def _calling_scaler() -> torch.amp.GradScaler | None:
