@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import nearest
+from .errors import shown
 
 
 def cadence(every: object, monitor_step_fn: Any) -> Callable[[int], bool]:
@@ -17,7 +17,7 @@ def cadence(every: object, monitor_step_fn: Any) -> Callable[[int], bool]:
         raise ValueError("give either every= or monitor_step_fn=, not both")
     if monitor_step_fn is not None:
         if not callable(monitor_step_fn):
-            raise TypeError(f"monitor_step_fn must be a function of the step's number, got {monitor_step_fn!r}")
+            raise TypeError(f"monitor_step_fn must be a function of the step's number, got {shown(monitor_step_fn)}")
         return monitor_step_fn  # type: ignore[no-any-return]
     interval = 1 if every is None else every
     positive_int("every", interval)
@@ -33,7 +33,7 @@ def positive_int(name: str, value: object) -> None:
 def step_number(name: str, value: object) -> None:
     """A whole number of at least 0."""
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
+        raise TypeError(f"{name} must be an int, got {shown(value)}")
     if value < 0:
         raise ValueError(f"{name}={value} must not be negative")
 
@@ -41,24 +41,28 @@ def step_number(name: str, value: object) -> None:
 def one_of(name: str, value: object, known: tuple[str, ...]) -> None:
     """One of ``known``."""
     if value not in known:
-        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, known))}{nearest(str(value), known)}")
+        hint = nearest(str(value), known)
+        meant = hint if "did you mean" in hint else ""
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, known))}{meant}")
 
 
 def log_key(key: object) -> None:
     """A key for a value logged by hand."""
     if not isinstance(key, str):
-        raise TypeError(f"a key must be a str, got {key!r} of type {type(key).__name__}")
+        raise TypeError(f"a key must be a str, got {shown(key)}")
     if not key:
         raise ValueError("a key must not be empty")
 
 
 def module(value: object) -> None:
     """An ``nn.Module``."""
+    if isinstance(value, type) and issubclass(value, nn.Module):
+        raise TypeError(f"expected a module, got the class {value.__name__}; pass an instance of it")
     if not isinstance(value, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, got {value!r} of type {type(value).__name__}")
+        raise TypeError(f"expected a torch.nn.Module, got {shown(value)}")
 
 
 def grad_scaler(value: object) -> None:
     """A GradScaler or None."""
     if value is not None and not isinstance(value, torch.amp.GradScaler):
-        raise TypeError(f"scaler must be a torch.amp.GradScaler, got {value!r} of type {type(value).__name__}")
+        raise TypeError(f"scaler must be a torch.amp.GradScaler, got {shown(value)}")

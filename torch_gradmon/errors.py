@@ -56,6 +56,16 @@ class Complaints:
             warnings.warn(f"torch_gradmon: {message}{detail}", GradmonWarning, stacklevel=2)
 
 
+def shown(value: object, width: int = 80) -> str:
+    """What somebody passed, on one line and cut to a length that a message can bear, with its type.
+
+    >>> shown("adam")
+    "'adam' of type str"
+    """
+    text = " ".join(repr(value).split())
+    return f"{text[: width - 3] + '...' if len(text) > width else text} of type {type(value).__name__}"
+
+
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
     """A clause that names the likeliest intended spellings, or all that is known where there is little of it.
 

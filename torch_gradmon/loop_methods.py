@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from . import check
 from .clipping import clip
+from .errors import shown
 from .planner import Planner
 from .session import Session
 
@@ -57,7 +58,8 @@ class LoopMethods:
         """
         if isinstance(module, str):
             return module
-        check.module(module)
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"expected a module of the watched model or a name for it, got {shown(module)}")
         if self._planner.inventory is not None:
             for name, reference in self._planner.inventory.modules.items():
                 if reference() is module:

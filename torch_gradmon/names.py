@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from .errors import shown
+
 GRADIENT = "gradient"
 GRADIENT_BEFORE_CLIP = "gradient_before_clip"
 GRADIENT_LOCAL = "gradient_local"
@@ -139,7 +141,7 @@ def compile_pattern(pattern: str | re.Pattern[str], argument: str = "metric_rege
         ValueError: not a valid regular expression.
     """
     if not isinstance(pattern, (str, re.Pattern)):
-        raise TypeError(f"{argument} must be a regular expression (str), got {pattern!r} of type {type(pattern).__name__}")
+        raise TypeError(f"{argument} must be a regular expression (str), got {shown(pattern)}")
     try:
         return re.compile(pattern)
     except re.error as error:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
+from ..errors import shown
 from .hooks import Handles, Hook, ModuleHook, WrappedMethod
 
 _UNSCALED = 1  # torch.amp.grad_scaler.OptState.UNSCALED; READY is 0, STEPPED is 2
@@ -246,7 +247,7 @@ def bare_optimizer(optimizer: Any) -> Optimizer:
     while isinstance(getattr(inner, "optimizer", None), Optimizer):
         inner = inner.optimizer
     if not isinstance(inner, Optimizer):
-        raise TypeError(f"expected a torch.optim.Optimizer, got {optimizer!r} of type {type(optimizer).__name__}")
+        raise TypeError(f"expected a torch.optim.Optimizer, got {shown(optimizer)}; pass the optimizer itself")
     return inner
 
 
@@ -258,7 +259,7 @@ def checked_optimizers(module: nn.Module, optimizers: Sequence[Any]) -> list[Opt
         ValueError: none, one twice, or none that holds a parameter of ``module``.
     """
     if not optimizers:
-        raise ValueError("the optimizer is missing, as in monitor.attach(optimizer) or watch(model, optimizer)")
+        raise ValueError("the optimizer is missing, as in watch(model, optimizer) or monitor.attach(optimizer)")
     bare = [bare_optimizer(optimizer) for optimizer in optimizers]
     if len({id(optimizer) for optimizer in bare}) < len(bare):
         raise ValueError(

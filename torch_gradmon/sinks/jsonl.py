@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
+from ..errors import shown
+
 
 class JsonlSink:
     """Appends ``{"step": 3, "gradmon/grad_norm": 0.71, ...}`` for each step.
@@ -26,7 +28,7 @@ class JsonlSink:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if not isinstance(path, (str, os.PathLike)):
-            raise TypeError(f"path must be a file path, got {path!r} of type {type(path).__name__}")
+            raise TypeError(f"path must be a file path, got {shown(path)}")
         self.path = Path(path)
         if self.path.is_dir():
             raise IsADirectoryError(f"{str(self.path)!r} is a directory; give the file to write, such as 'metrics.jsonl'")

@@ -84,7 +84,7 @@ class _Input:
             # element order is free for one tensor, but both sides of a difference must run in the same one
             self.values, self.minus = tensor.detach().reshape(-1), minus.detach().reshape(-1)  # type: ignore[union-attr]
             if tensor.is_complex():
-                self.values, self.minus = (torch.view_as_real(v).reshape(-1) for v in (self.values, self.minus))
+                self.values, self.minus = (torch.view_as_real(v.resolve_conj()).reshape(-1) for v in (self.values, self.minus))
         self.inverse_scale = inverse_scale
 
     def blocks(self) -> Iterator[Tensor]:
