@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import shown
+from .errors import nearest, shown
 
 
 def cadence(every: object, monitor_step_fn: Any) -> Callable[[int], bool]:
