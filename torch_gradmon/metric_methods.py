@@ -16,6 +16,7 @@ from .presets import PRESETS
 from .registry import Registry
 from .session import Session
 from .spikes.detector import SpikeDetector
+from .summary import DOCUMENTATION
 
 MetricFunction = Callable[..., Any] | None
 Pattern = str | re.Pattern[str]
@@ -170,6 +171,19 @@ class MetricMethods:
                     GradmonWarning,
                     stacklevel=4,
                 )
+
+    def describe(self) -> dict[str, str]:
+        """What was asked for, with its unit and meaning: documentation by key, patterns in the place of names."""
+        texts = {f"{n.SUMMARY}/{name}": DOCUMENTATION[name] for name in self._session.summary.keys}
+        for metric in self._registry.metrics:
+            unit = "" if metric.unit == "1" else f" [{metric.unit}]"
+            often = "" if metric.every == 1 else f", on every {metric.every}th step"
+            texts[f"{metric.source}/{metric.pattern.pattern}/{metric.name}"] = f"{metric.documentation}{unit}{often}"
+        if (sample := self._session.parameters.sample_description()) is not None:
+            for key in texts:
+                if key.startswith((f"{n.SUMMARY}/update_", f"{n.UPDATE}/")):
+                    texts[key] += f"; {sample}"
+        return texts
 
     def add_preset(self, name: str) -> None:
         """Whole-model values under ``gradmon/``: ``"cheap"`` (nine, of gradients only), ``"standard"`` (fourteen), or ``"full"``

@@ -68,6 +68,14 @@ class ParameterCapture:
         self._before: dict[int, Tensor] = {}
         self.reference: Mapping[str, nn.Parameter] = {}
 
+    def sample_description(self) -> str | None:
+        """What update values are of, where that is not all of every parameter."""
+        if self._sample is None:
+            return None
+        if isinstance(self._sample, re.Pattern):
+            return f"of the parameters that match {self._sample.pattern!r} only"
+        return f"of at most {self._sample} rows of each parameter"
+
     def begin(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], parameters: Sequence[weakref.ref[nn.Parameter]]) -> None:
         """Start a step; ``parameters`` are those that the plans' positions speak of."""
         self._buffer, self._plans, self._parameters = buffer, plans, parameters
