@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import nearest, shown
+from .errors import display, nearest
 
 
 def cadence(every: object, monitor_step_fn: Any) -> Callable[[int], bool]:
@@ -17,7 +17,7 @@ def cadence(every: object, monitor_step_fn: Any) -> Callable[[int], bool]:
         raise ValueError("give either every= or monitor_step_fn=, not both")
     if monitor_step_fn is not None:
         if not callable(monitor_step_fn):
-            raise TypeError(f"monitor_step_fn must be a function of the step's number, got {shown(monitor_step_fn)}")
+            raise TypeError(f"monitor_step_fn must be a function of the step's number, got {display(monitor_step_fn)}")
         return monitor_step_fn  # type: ignore[no-any-return]
     interval = 1 if every is None else every
     positive_int("every", interval)
@@ -33,7 +33,7 @@ def positive_int(name: str, value: object) -> None:
 def step_number(name: str, value: object) -> None:
     """A whole number of at least 0."""
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, got {shown(value)}")
+        raise TypeError(f"{name} must be an int, got {display(value)}")
     if value < 0:
         raise ValueError(f"{name}={value} must not be negative")
 
@@ -49,7 +49,7 @@ def one_of(name: str, value: object, known: tuple[str, ...]) -> None:
 def log_key(key: object) -> None:
     """A key for a value logged by hand."""
     if not isinstance(key, str):
-        raise TypeError(f"a key must be a str, got {shown(key)}")
+        raise TypeError(f"a key must be a str, got {display(key)}")
     if not key:
         raise ValueError("a key must not be empty")
 
@@ -59,10 +59,10 @@ def module(value: object) -> None:
     if isinstance(value, type) and issubclass(value, nn.Module):
         raise TypeError(f"expected a module, got the class {value.__name__}; pass an instance of it")
     if not isinstance(value, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, got {shown(value)}")
+        raise TypeError(f"expected a torch.nn.Module, got {display(value)}")
 
 
 def grad_scaler(value: object) -> None:
     """A GradScaler or None."""
     if value is not None and not isinstance(value, torch.amp.GradScaler):
-        raise TypeError(f"scaler must be a torch.amp.GradScaler, got {shown(value)}")
+        raise TypeError(f"scaler must be a torch.amp.GradScaler, got {display(value)}")

@@ -56,10 +56,10 @@ class Complaints:
             warnings.warn(f"torch_gradmon: {message}{detail}", GradmonWarning, stacklevel=2)
 
 
-def shown(value: object, width: int = 80) -> str:
+def display(value: object, width: int = 80) -> str:
     """What somebody passed, on one line and cut to a length that a message can bear, with its type.
 
-    >>> shown("adam")
+    >>> display("adam")
     "'adam' of type str"
     """
     text = " ".join(repr(value).split())

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from . import check
 from .clipping import clip
-from .errors import shown
+from .errors import display
 from .planner import Planner
 from .session import Session
 
@@ -59,7 +59,7 @@ class LoopMethods:
         if isinstance(module, str):
             return module
         if not isinstance(module, nn.Module):
-            raise TypeError(f"expected a module of the watched model or a name for it, got {shown(module)}")
+            raise TypeError(f"expected a module of the watched model or a name for it, got {display(module)}")
         if self._planner.inventory is not None:
             for name, reference in self._planner.inventory.modules.items():
                 if reference() is module:

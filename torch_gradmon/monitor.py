@@ -16,7 +16,7 @@ from . import names as n
 from .capture.attachment import checked_optimizers
 from .capture.measuring import Measurer
 from .capture.parameters import OPTIMIZER_BUILT_INS
-from .errors import Complaints, shown
+from .errors import Complaints, display
 from .guard import Guard
 from .layers import Layers
 from .loop_methods import LoopMethods
@@ -89,9 +89,9 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         if on_spike is not None and not callable(on_spike):
             check.one_of("on_spike", on_spike, ("warn", "raise"))
         if not isinstance(prefix, str):
-            raise TypeError(f"prefix must be a str, got {shown(prefix)}")
+            raise TypeError(f"prefix must be a str, got {display(prefix)}")
         if format_module_name_fn is not None and not callable(format_module_name_fn):
-            raise TypeError(f"format_module_name_fn must be a function of a name, got {shown(format_module_name_fn)}")
+            raise TypeError(f"format_module_name_fn must be a function of a name, got {display(format_module_name_fn)}")
         if not isinstance(eps, (int, float)) or isinstance(eps, bool) or not 0 <= eps < float("inf"):
             raise ValueError(f"eps={eps!r} must be a number of at least 0, such as 1e-8")
         check.positive_int("history", history)
@@ -253,7 +253,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
             TypeError: it is no :class:`SpikeDetector`.
         """
         if not isinstance(detector, SpikeDetector):
-            raise TypeError(f"expected a SpikeDetector, got {shown(detector)}; a rule goes into one: SpikeDetector(rule)")
+            raise TypeError(f"expected a SpikeDetector, got {display(detector)}; a rule goes into one: SpikeDetector(rule)")
         self._session.detectors.append(detector)
 
     # --- resume --------------------------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
             TypeError, ValueError: not such a state.
         """
         if not isinstance(state, Mapping):
-            raise TypeError(f"expected the dict of ModuleMonitor.state_dict(), got {shown(state)}")
+            raise TypeError(f"expected the dict of ModuleMonitor.state_dict(), got {display(state)}")
         absent = {"next_step", "summary", "detectors"} - state.keys()
         if absent:
             raise ValueError(f"this is no state of a ModuleMonitor: it lacks {', '.join(sorted(absent))}; it has {sorted(state)}")

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from .errors import shown
+from .errors import display
 
 GRADIENT = "gradient"
 GRADIENT_BEFORE_CLIP = "gradient_before_clip"
@@ -141,7 +141,7 @@ def compile_pattern(pattern: str | re.Pattern[str], argument: str = "metric_rege
         ValueError: not a valid regular expression.
     """
     if not isinstance(pattern, (str, re.Pattern)):
-        raise TypeError(f"{argument} must be a regular expression (str), got {shown(pattern)}")
+        raise TypeError(f"{argument} must be a regular expression (str), got {display(pattern)}")
     try:
         return re.compile(pattern)
     except re.error as error:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import names as n
-from .errors import nearest, shown
+from .errors import display, nearest
 from .metric import REDUCERS, Metric
 from .names import Key, compile_pattern
 from .record import Table
@@ -84,7 +84,7 @@ class Registry:
         pattern = compile_pattern(regex)
         if function is not None and not callable(function):
             raise TypeError(
-                f"metric_fn of {name!r} must be callable or None for the built-in of that name, got {shown(function)}"
+                f"metric_fn of {name!r} must be callable or None for the built-in of that name, got {display(function)}"
             )
         aggregation = checked_aggregation(aggregation, "metric_aggregation_fn")
         if function is not None:
@@ -144,7 +144,7 @@ def checked_aggregation(aggregation: str | Callable[..., Any] | None, argument: 
     if isinstance(aggregation, str) and aggregation not in REDUCERS:
         raise ValueError(f"{argument}={aggregation!r} is not a known reducer{nearest(aggregation, REDUCERS)}; or pass a callable")
     if not isinstance(aggregation, str) and not callable(aggregation):
-        raise TypeError(f"{argument} must be callable or one of {', '.join(REDUCERS)}, got {shown(aggregation)}")
+        raise TypeError(f"{argument} must be callable or one of {', '.join(REDUCERS)}, got {display(aggregation)}")
     return aggregation
 
 
@@ -164,7 +164,7 @@ def _refuse_overlaps(metrics: Sequence[Metric], new: Iterable[Metric], tensors: 
 
 def _check_name(name: object) -> None:
     if not isinstance(name, str):
-        raise TypeError(f"metric_name must be a str, got {shown(name)}")
+        raise TypeError(f"metric_name must be a str, got {display(name)}")
     if not name or "/" in name or name != name.strip():
         raise ValueError(f"metric_name={name!r} must be a non-empty string without slashes and outer spaces, such as 'norm'")
 

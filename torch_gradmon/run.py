@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import names as n
-from .errors import nearest, shown
+from .errors import display, nearest
 from .names import Key, format_key, parse_key
 from .record import Event, Table
 from .registry import evaluate_view
@@ -34,7 +34,7 @@ class Run:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if not isinstance(path, (str, os.PathLike)):
-            raise TypeError(f"path must be a run directory, got {shown(path)}")
+            raise TypeError(f"path must be a run directory, got {display(path)}")
         file = file_in(path)
         if not file.is_file():
             raise FileNotFoundError(f"there is no run in {str(path)!r}: {str(file)!r} does not exist")

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .errors import shown
+from .errors import display
 from .record import StepRecord, Table
 from .statistics.moments import ALWAYS, VIEWS, Column, identity
 
@@ -64,7 +64,7 @@ class RunStore:
 
     def __init__(self, path: str | os.PathLike[str], meta: Mapping[str, Any] | None = None) -> None:
         if not isinstance(path, (str, os.PathLike)):
-            raise TypeError(f"run_dir must be a directory path, got {shown(path)}")
+            raise TypeError(f"run_dir must be a directory path, got {display(path)}")
         self.path = Path(path)
         if self.path.exists() and not self.path.is_dir():
             raise NotADirectoryError(f"run_dir={str(path)!r} is a file; give a directory, such as 'runs/first'")

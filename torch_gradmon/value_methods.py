@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import check
 from . import names as n
-from .errors import shown
+from .errors import display
 from .layers import top_shares
 from .names import Key
 from .registry import checked_aggregation
@@ -45,13 +45,13 @@ class ValueMethods:
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError(f"log_scalar({key!r}) takes one number, got a tensor of shape {tuple(value.shape)}; use log_tensor")
         if not isinstance(value, (int, float, Tensor)) and not hasattr(value, "__float__"):
-            raise TypeError(f"log_scalar({key!r}) takes a number, got {shown(value)}")
+            raise TypeError(f"log_scalar({key!r}) takes a number, got {display(value)}")
         self.log_key(Key("", key, ""), value, aggregation_fn)
 
     def log_scalars(self, values: Mapping[str, Any]) -> None:
         """Log several numbers, see :meth:`log_scalar`."""
         if not isinstance(values, Mapping):
-            raise TypeError(f"log_scalars takes a dict of numbers by key, got {shown(values)}")
+            raise TypeError(f"log_scalars takes a dict of numbers by key, got {display(values)}")
         for key, value in values.items():
             self.log_scalar(key, value)
 
@@ -64,7 +64,7 @@ class ValueMethods:
         """
         check.log_key(key)
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"log_tensor({key!r}) takes a tensor, got {shown(tensor)}; use log_scalar")
+            raise TypeError(f"log_tensor({key!r}) takes a tensor, got {display(tensor)}; use log_scalar")
         if self._session.takes_values and not self._session.paused:
             self.log_key(Key("", key, ""), tensor, aggregation_fn)
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
-from ..errors import shown
+from ..errors import display
 from .hooks import Handles, Hook, ModuleHook, WrappedMethod
 
 _UNSCALED = 1  # torch.amp.grad_scaler.OptState.UNSCALED; READY is 0, STEPPED is 2
@@ -247,7 +247,7 @@ def bare_optimizer(optimizer: Any) -> Optimizer:
     while isinstance(getattr(inner, "optimizer", None), Optimizer):
         inner = inner.optimizer
     if not isinstance(inner, Optimizer):
-        raise TypeError(f"expected a torch.optim.Optimizer, got {shown(optimizer)}; pass the optimizer itself")
+        raise TypeError(f"expected a torch.optim.Optimizer, got {display(optimizer)}; pass the optimizer itself")
     return inner
 
 

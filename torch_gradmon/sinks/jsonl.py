@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
-from ..errors import shown
+from ..errors import display
 
 
 class JsonlSink:
@@ -28,7 +28,7 @@ class JsonlSink:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if not isinstance(path, (str, os.PathLike)):
-            raise TypeError(f"path must be a file path, got {shown(path)}")
+            raise TypeError(f"path must be a file path, got {display(path)}")
         self.path = Path(path)
         if self.path.is_dir():
             raise IsADirectoryError(f"{str(self.path)!r} is a directory; give the file to write, such as 'metrics.jsonl'")

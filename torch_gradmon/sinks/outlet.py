@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..errors import Complaints, shown
+from ..errors import Complaints, display
 from ..names import compile_pattern
 
 #: Failures in a row after which a sink is dropped.
@@ -85,4 +85,6 @@ def _sender(sink: Any) -> Callable[[dict[str, float], int], Any]:
             return lambda values, step: function(values, step=step)
     if callable(sink):
         return lambda values, step: sink(values, step=step)
-    raise TypeError(f"a sink needs a method log(dict, step=) or log_metrics(dict, step=), or must be callable, got {shown(sink)}")
+    raise TypeError(
+        f"a sink needs a method log(dict, step=) or log_metrics(dict, step=), or must be callable, got {display(sink)}"
+    )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import shown
+from ..errors import display
 from ..record import Event
 from .rules import MedianMad, Rule
 
@@ -44,9 +44,9 @@ class SpikeDetector:
 
     def __init__(self, rule: Rule | None = None, signal: str = "grad_norm") -> None:
         if rule is not None and not (callable(getattr(rule, "score", None)) and callable(getattr(rule, "update", None))):
-            raise TypeError(f"rule must have the methods score and update, such as MedianMad(), got {shown(rule)}")
+            raise TypeError(f"rule must have the methods score and update, such as MedianMad(), got {display(rule)}")
         if not isinstance(signal, str) or not signal:
-            raise ValueError(f"signal must be the name of a value, such as 'grad_norm', got {shown(signal)}")
+            raise ValueError(f"signal must be the name of a value, such as 'grad_norm', got {display(signal)}")
         self.rule: Rule = MedianMad() if rule is None else rule
         self.signal = signal
 
@@ -59,7 +59,7 @@ class SpikeDetector:
         try:
             value = float(value)
         except (TypeError, ValueError) as error:
-            raise TypeError(f"value must be a number, got {shown(value)} in step {step}") from error
+            raise TypeError(f"value must be a number, got {display(value)} in step {step}") from error
         threshold = self.rule.threshold
         if not math.isfinite(value):
             return Verdict(True, math.inf, threshold, f"{self.signal} is {value}")

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from ..errors import shown
+from ..errors import display
 
 
 class Rule(Protocol):
@@ -50,10 +50,10 @@ class MedianMad:
     def __init__(self, window: int = 128, threshold: float = 6.0, floor: float = 0.03, warmup: int = 16, accept: int = 5) -> None:
         for name, number in (("window", window), ("warmup", warmup), ("accept", accept)):
             if not isinstance(number, int) or number < 1:
-                raise ValueError(f"{name} must be a positive int, got {shown(number)}")
+                raise ValueError(f"{name} must be a positive int, got {display(number)}")
         for name, real in (("threshold", threshold), ("floor", floor)):
             if not isinstance(real, (int, float)) or not 0 < real < math.inf:
-                raise ValueError(f"{name} must be a positive number, got {shown(real)}")
+                raise ValueError(f"{name} must be a positive number, got {display(real)}")
         if warmup > window:
             raise ValueError(f"warmup={warmup} is larger than window={window}: no value would ever be scored")
         self.threshold = float(threshold)
