@@ -36,17 +36,19 @@ class Guard:
         with self._lock:
             if self._inside:
                 return None
-            self._inside = True
             start = time.perf_counter()
+            self._inside = True
+            grad = torch.is_grad_enabled()
+            torch._C._set_grad_enabled(False)  # a tenth of what the context manager costs, on every step
             try:
-                with torch.no_grad():
-                    return method(*args)
+                return method(*args)
             except SpikeError:
                 raise
             except Exception as error:
                 name = method.__name__
                 self.complaints.add(f"internal:{name}", f"{name} failed, some values are lost; training goes on", error)
             finally:
+                torch._C._set_grad_enabled(grad)
                 self._inside = False
                 self._seconds += time.perf_counter() - start
         return None

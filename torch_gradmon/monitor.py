@@ -118,6 +118,8 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         self._session.layers = chosen_layers
         self._session.summary.all_columns = outbox.stores
         self._registry, self._planner = registry, planner
+        # an attached session outlives a monitor that nobody kept, and modules with the mixin ask for the monitor
+        self._session.face = self
         # at the interpreter's end, or when everything is collected, what waits still goes out
         weakref.finalize(self._session, at_exit, weakref.ref(self._session), outbox)
         if module is not None:

@@ -64,6 +64,7 @@ class Session:
         self.parameters = ParameterCapture(measurer, update_sample)
         self.activations = ActivationCapture(measurer)
         self.follower: Follower | None = None
+        self.face: object = None
         self.scaler: torch.amp.GradScaler | None = None
         self.step: int | None = None
         self.next_step = 0
@@ -136,18 +137,22 @@ class Session:
         if not self.open:
             return
         self.open, self.last = False, None
+        if self._buffer is not None:
+            self._end_monitored()
+        elif self.follower is not None:
+            self.summary.not_applied += self.follower.refused
+        if self.follower is not None and not self.by_hand and self._armed_for < 0 and self._is_monitored(self.next_step):
+            self._arm()  # the first thing seen of the next step may be its backward pass
+
+    def _end_monitored(self) -> None:
         for capture in (self.gradients, self.parameters, self.activations):
             capture.end()
         if self.follower is not None:
             self.follower.step_closed()
-            if self._buffer is None:
-                self.summary.not_applied += self.follower.refused
         module = self.planner.module
         first = None if module is None else next(module.parameters(), None)
         if first is None or first.device.type == "cpu":
             self.settle()
-        if self.follower is not None and not self.by_hand and self._armed_for < 0 and self._is_monitored(self.next_step):
-            self._arm()  # the first thing seen of the next step may be its backward pass
 
     def settle(self) -> None:
         """Make the record of the step that has ended, if it was not made yet. Synchronises the device."""
