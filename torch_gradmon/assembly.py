@@ -39,6 +39,9 @@ def assemble(
     whole = {source: table for source, table in tables.items() if source not in facts.refused}
     values: dict[Key, float] = summary.compute(facts, whole, base, reasons)
     events = _judge(facts, values, custom, tables, detectors, reasons, "spike_score" in summary.keys)
+    undefined = [key for key, value in custom.items() if key.metric == "grad_momentum_cosine" and value == n.UNDEFINED]
+    absent.update({(key.source, f"{key.name}/{key.metric}"): "the gradient or the momentum is zero" for key in undefined})
+    custom = {key: value for key, value in custom.items() if key not in undefined}
     values.update({key: value for key, value in custom.items() if key.source == n.SUMMARY})
     for source, plan in plans.items():
         if source in tables:

@@ -146,8 +146,7 @@ class Follower:
         self._ensure_open()
         if not self.session.takes_values:
             return
-        for number, group in enumerate(optimizer.param_groups):
-            self.session.note(f"lr/{self._number(optimizer)}/{number}", group.get("lr"))
+        self._note_rates(optimizer)
         positions = self._positions_at(optimizer)
         self.session.parameters.measure(positions)
         self.session.parameters.before_step(positions)
@@ -155,8 +154,10 @@ class Follower:
             self.session.gradients.after_clip(positions, self._attachment.inverse_scale(optimizer))
             self._done.add(id(optimizer))
 
-    def _number(self, optimizer: Optimizer) -> int:
-        return next(number for number, reference in enumerate(self._attachment.optimizers) if reference() is optimizer)
+    def _note_rates(self, optimizer: Optimizer) -> None:
+        place = next(place for place, reference in enumerate(self._attachment.optimizers) if reference() is optimizer)
+        for number, group in enumerate(optimizer.param_groups):
+            self.session.note(f"lr/{place}/{number}", group.get("lr"))
 
     def _positions_at(self, optimizer: Optimizer) -> list[int]:
         own = self._owned.get(id(optimizer), [])
@@ -184,6 +185,7 @@ class Follower:
         """The scaler found infinite gradients: they are measured all the same, and the step is labelled not applied."""
         self._ensure_open()
         self.refused = True
+        self._note_rates(optimizer)
         self.session.gradients.after_clip(self._positions_at(optimizer), None)
         self._attempt_over(optimizer)
 

@@ -39,6 +39,10 @@ TENSOR_SOURCES = (
     OPTIMIZER,
     ACTIVATION,
 )
+#: What a built-in of the optimizer's state gives where its value does not exist; its own values are finite or NaN.
+UNDEFINED = float("inf")
+#: Sources of one tensor for each parameter, whose number of elements never changes.
+PARAMETER_SOURCES = (GRADIENT, GRADIENT_BEFORE_CLIP, GRADIENT_LOCAL, PARAMETER, PARAMETER_DIFFERENCE, UPDATE, OPTIMIZER)
 #: Sources whose keys are ``source/name``: the source is the metric.
 NAME_SOURCES = (ATTENTION_ENTROPY, ATTENTION_MAX_LOGIT, SPIKE_SCORE)
 #: Stages of a gradient, in the order in which a step passes them.

@@ -17,15 +17,6 @@ from .metric import Metric
 from .registry import Registry, SourcePlan, compile_plan
 from .summary import Summary
 
-PARAMETER_SOURCES = (
-    n.GRADIENT,
-    n.GRADIENT_BEFORE_CLIP,
-    n.GRADIENT_LOCAL,
-    n.PARAMETER,
-    n.PARAMETER_DIFFERENCE,
-    n.UPDATE,
-    n.OPTIMIZER,
-)
 _GRADIENTS = frozenset({n.GRADIENT, n.GRADIENT_BEFORE_CLIP})
 
 
@@ -98,7 +89,7 @@ class Planner:
                     # a frozen parameter that still has a gradient is moved by the optimizer, and its gradient is clipped
                     always_on=self.inventory.names if source in _GRADIENTS else self.inventory.trainable,
                 )
-                for source in PARAMETER_SOURCES
+                for source in n.PARAMETER_SOURCES
             }
             before, after = found[n.GRADIENT_BEFORE_CLIP], found[n.GRADIENT]
             if before.measured:  # with the columns of both, an untouched gradient need not be measured twice
@@ -126,4 +117,4 @@ class Planner:
 
 def _matchable(inventory: Inventory) -> dict[str, Sequence[str]]:
     parameters = [name for name in inventory.names if name not in inventory.excluded]
-    return {**dict.fromkeys(PARAMETER_SOURCES, parameters), n.ACTIVATION: list(inventory.modules)}
+    return {**dict.fromkeys(n.PARAMETER_SOURCES, parameters), n.ACTIVATION: list(inventory.modules)}

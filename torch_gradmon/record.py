@@ -37,12 +37,14 @@ class Event:
 class Table:
     """Statistics of one source in one step: ``rows`` is float64 ``[len(names), 8]`` on the host.
 
-    Only ``columns`` were measured; the others hold the identity of their operation.
+    Only ``columns`` were measured; the others hold the identity of their operation. ``same_as`` names a source of the same step
+    whose rows these are, all of them.
     """
 
     names: tuple[str, ...]
     rows: Tensor
     columns: frozenset[Column]
+    same_as: str = ""
 
 
 @dataclass(frozen=True)

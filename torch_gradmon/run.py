@@ -29,6 +29,9 @@ def load_run(path: str | os.PathLike[str]) -> Run:
     return Run(path)
 
 
+_ROWS = "SELECT segment, step, columns, tensors, counts, same_as, data FROM rows JOIN layouts ON layout = id"
+
+
 class Run:
     """A run on disk. Where a run was resumed or rolled back, later segments take the place of the steps that they repeat."""
 
@@ -43,6 +46,7 @@ class Run:
             self.meta: dict[str, Any] = {k: json.loads(v) for k, v in self._db.execute("SELECT name, value FROM meta")}
         except sqlite3.DatabaseError as error:
             raise ValueError(f"{str(file)!r} is not a run of torch_gradmon: {error}") from error
+        self._tensors: dict[int, str] = {}
         self._refresh()
 
     def _refresh(self) -> None:
@@ -98,19 +102,25 @@ class Run:
         Raises:
             KeyError: the step is not in the run.
         """
-        row = self._db.execute(
-            "SELECT columns, tensors, data FROM rows JOIN layouts ON layout = id WHERE segment = ? AND step = ? AND source = ?",
-            (*self._where(step), source),
-        ).fetchone()
+        row = self._db.execute(f"{_ROWS} WHERE segment = ? AND step = ? AND source = ?", (*self._where(step), source)).fetchone()
         return None if row is None else self._table(*row)
 
-    def _table(self, mask: int, tensors: bytes, data: bytes) -> Table:
+    def _table(self, segment: int, step: int, mask: int, tensors: bytes, counts: bytes, same_as: str, data: bytes) -> Table:
+        if same_as:
+            of = self._db.execute(f"{_ROWS} WHERE segment = ? AND step = ? AND source = ?", (segment, step, same_as)).fetchone()
+            whole, kept = self._table(*of), set(self._names(tensors))
+            rows = [row for row, name in enumerate(whole.names) if name in kept]
+            return Table(tuple(whole.names[row] for row in rows), whole.rows[rows], whole.columns)
+        return unpack(data, self._names(tensors), frozenset(c for c in Column if mask >> c & 1), counts)
+
+    def _names(self, tensors: bytes) -> tuple[str, ...]:
         ids = array("I")
         ids.frombytes(tensors)
         if sys.byteorder == "big":
             ids.byteswap()
-        known = dict(self._db.execute("SELECT id, name FROM tensors"))
-        return unpack(data, tuple(known[i] for i in ids), frozenset(c for c in Column if mask >> c & 1))
+        if not self._tensors.keys() >= set(ids):
+            self._tensors = dict(self._db.execute("SELECT id, name FROM tensors"))
+        return tuple(self._tensors[i] for i in ids)
 
     def series(self, key: str) -> dict[int, float]:
         """Value by step for one key, such as ``gradmon/grad_norm`` or ``gradient_before_clip/h.0.attn.weight/std``.
@@ -137,14 +147,11 @@ class Run:
 
     def _from_rows(self, wanted: Key) -> dict[int, float]:
         view, found = VIEWS[wanted.metric], {}
-        rows = self._db.execute(
-            "SELECT segment, step, columns, tensors, data FROM rows JOIN layouts ON layout = id WHERE source = ? ORDER BY step",
-            (wanted.source,),
-        ).fetchall()
-        for segment, step, mask, tensors, data in rows:
+        for row in self._db.execute(f"{_ROWS} WHERE source = ? ORDER BY step", (wanted.source,)).fetchall():
+            segment, step = row[:2]
             if self._segment_of.get(step) != segment:
                 continue
-            table = self._table(mask, tensors, data)
+            table = self._table(*row)
             if wanted.name in table.names and view.columns <= table.columns | ALWAYS:
                 position = table.names.index(wanted.name)
                 there, value = evaluate_view(view, table.rows[position : position + 1])
@@ -156,14 +163,10 @@ class Run:
         """Every key that :meth:`series` answers."""
         keys = [format_key(Key(*row)) for row in self._db.execute("SELECT source, name, metric FROM keys ORDER BY id")]
         for source in n.TENSOR_SOURCES:
-            layout = self._db.execute("SELECT columns, tensors FROM layouts WHERE source = ?", (source,)).fetchall()
-            known = dict(self._db.execute("SELECT id, name FROM tensors"))
-            for mask, tensors in layout:
+            for mask, tensors in self._db.execute("SELECT columns, tensors FROM layouts WHERE source = ?", (source,)).fetchall():
                 columns = {c for c in Column if mask >> c & 1} | ALWAYS
                 metrics = [metric for metric, view in VIEWS.items() if view.columns <= columns]
-                ids = array("I")
-                ids.frombytes(tensors)
-                keys += [format_key(Key(source, known[i], metric)) for i in ids for metric in metrics]
+                keys += [format_key(Key(source, name, metric)) for name in self._names(tensors) for metric in metrics]
         return list(dict.fromkeys(keys))
 
     def _where(self, step: int) -> tuple[int, int]:

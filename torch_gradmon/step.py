@@ -127,11 +127,12 @@ class StepBuffer:
         collected: dict[str, dict[str, Tensor]] = {}
         for (source, names), block in zip(sources, host, strict=False):
             collected.setdefault(source, {}).update(zip(names, block, strict=True))
+        same_as = {source: of for (source, _), of in self._reused.items() if source not in collected}
         for (source, name), of in self._reused.items():
             if name in collected.get(of, {}):
                 collected.setdefault(source, {}).setdefault(name, collected[of][name])
         tables = {
-            source: Table(tuple(found), torch.stack(list(found.values())), self._columns[source])
+            source: Table(tuple(found), torch.stack(list(found.values())), self._columns[source], same_as.get(source, ""))
             for source, found in collected.items()
             if found
         }

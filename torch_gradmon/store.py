@@ -1,9 +1,10 @@
 """The run directory: one SQLite file that takes every step as it ends and stays readable if the process is killed.
 
 Statistics are stored as what they are, sufficient: one packed float32 blob for each source and step. Every built-in metric of
-every layer can be computed when reading, also those that nobody asked for while the run went on. Per element the blob holds
-count, mean, spread (population standard deviation, or rms where no sum was measured), mean of |x|, near-zero count,
-non-finite count, smallest and largest value: float32 keeps seven digits of each, where the raw sums would lose the spread.
+every layer can be computed when reading, also those that nobody asked for while the run went on. For each tensor the blob
+holds count (where it can change from step to step), mean, spread (population standard deviation, or rms where no sum was
+measured), mean of |x|, near-zero count, non-finite count, smallest and largest value: float32 keeps seven digits of each,
+where the raw sums would lose the spread.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from .errors import display
+from .names import PARAMETER_SOURCES
 from .record import StepRecord, Table
 from .statistics.moments import ALWAYS, VIEWS, Column, identity
 
@@ -30,14 +32,15 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS tensors (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
 CREATE TABLE IF NOT EXISTS layouts (
-    id INTEGER PRIMARY KEY, source TEXT NOT NULL, columns INTEGER NOT NULL, tensors BLOB NOT NULL, UNIQUE (source, columns, tensors));
+    id INTEGER PRIMARY KEY, source TEXT NOT NULL, columns INTEGER NOT NULL, tensors BLOB NOT NULL, counts BLOB NOT NULL,
+    same_as TEXT NOT NULL, UNIQUE (source, columns, tensors, counts, same_as));
 CREATE TABLE IF NOT EXISTS keys (
     id INTEGER PRIMARY KEY, source TEXT NOT NULL, name TEXT NOT NULL, metric TEXT NOT NULL, UNIQUE (source, name, metric));
 CREATE TABLE IF NOT EXISTS steps (
     segment INTEGER, step INTEGER, time REAL NOT NULL, applied INTEGER NOT NULL, context TEXT NOT NULL, events TEXT NOT NULL,
     PRIMARY KEY (segment, step)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS rows (
-    segment INTEGER, step INTEGER, layout INTEGER, data BLOB NOT NULL, PRIMARY KEY (segment, step, layout)) WITHOUT ROWID;
+    segment INTEGER, step INTEGER, layout INTEGER, data BLOB NOT NULL, PRIMARY KEY (segment, step, layout));
 CREATE TABLE IF NOT EXISTS scalars (
     segment INTEGER, step INTEGER, key INTEGER, value, PRIMARY KEY (segment, step, key)) WITHOUT ROWID;
 """
@@ -72,6 +75,7 @@ class RunStore:
         self._process = os.getpid()
         # a hook may run on one of autograd's threads; the monitor never writes from two threads at once
         self._db = sqlite3.connect(self.path / FILE_NAME, check_same_thread=False, timeout=5.0)
+        self._db.execute("PRAGMA page_size=8192")  # a step of 200 parameters fits one page
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=NORMAL")
         self._db.executescript(_SCHEMA)
@@ -117,7 +121,8 @@ class RunStore:
             (*where, record.time, record.applied, json.dumps(record.context, default=str), events),
         )
         for source, table in record.tables.items():
-            data = (*where, self._layout(source, table), pack(table))
+            counts = fixed_counts(source, table)
+            data = (*where, self._layout(source, table, counts), b"" if table.same_as else pack(table, bool(counts)))
             self._db.execute("INSERT OR REPLACE INTO rows VALUES (?, ?, ?, ?)", data)
         self._db.executemany(
             "INSERT OR REPLACE INTO scalars VALUES (?, ?, ?, ?)",
@@ -128,10 +133,11 @@ class RunStore:
             ],
         )
 
-    def _layout(self, source: str, table: Table) -> int:
+    def _layout(self, source: str, table: Table, counts: bytes) -> int:
         tensors = array("I", [self._id("tensors", ("name",), (name,)) for name in table.names]).tobytes()
         mask = sum(1 << column for column in table.columns)
-        return self._id("layouts", ("source", "columns", "tensors"), (source, mask, tensors))
+        columns = ("source", "columns", "tensors", "counts", "same_as")
+        return self._id("layouts", columns, (source, mask, tensors, counts, table.same_as))
 
     def _id(self, table: str, columns: tuple[str, ...], values: Iterable[Any]) -> int:
         values = tuple(values)
@@ -151,9 +157,26 @@ class RunStore:
             self._db.close()
 
 
-def pack(table: Table) -> bytes:
-    """``table`` as little-endian float32, tensor after tensor, measured columns in the order of :class:`Column`."""
-    rows, columns = table.rows, sorted(table.columns | ALWAYS)
+def fixed_counts(source: str, table: Table) -> bytes:
+    """The counts of a source whose tensors keep their size, to be stored once: little-endian int64; empty for other sources."""
+    if source not in PARAMETER_SOURCES:
+        return b""
+    counts = array("q", table.rows[:, Column.COUNT].to(torch.int64).tolist())
+    if sys.byteorder == "big":
+        counts.byteswap()
+    return counts.tobytes()
+
+
+def _stored(columns: frozenset[Column], counted: bool) -> list[Column]:
+    return sorted((columns | ALWAYS) - ({Column.COUNT} if counted else set()))
+
+
+def pack(table: Table, counted: bool) -> bytes:
+    """``table`` as little-endian float32, tensor after tensor, measured columns in the order of :class:`Column`.
+
+    ``counted``: without the counts, which are kept elsewhere.
+    """
+    rows, columns = table.rows, _stored(table.columns, counted)
     count = rows[:, Column.COUNT]
     per_element = rows.clone()
     per_element[:, Column.SUM] = rows[:, Column.SUM] / count
@@ -172,17 +195,23 @@ def pack(table: Table) -> bytes:
     return packed.tobytes()
 
 
-def unpack(data: bytes, names: tuple[str, ...], columns: frozenset[Column]) -> Table:
-    """The inverse of :func:`pack`, to float32 precision of the values that metrics are made of."""
+def unpack(data: bytes, names: tuple[str, ...], columns: frozenset[Column], counts: bytes) -> Table:
+    """The inverse of :func:`pack`, to float32 precision of the values that metrics are made of. ``counts`` may be empty."""
     stored = array("f")
     stored.frombytes(data)
     if sys.byteorder == "big":
         stored.byteswap()
-    present = sorted(columns | ALWAYS)
+    present = _stored(columns, bool(counts))
     per_element = torch.tensor(stored.tolist(), dtype=torch.float64).reshape(len(names), len(present))
     rows = identity(len(names))
     for position, column in enumerate(present):
         rows[:, column] = per_element[:, position]
+    if counts:
+        known = array("q")
+        known.frombytes(counts)
+        if sys.byteorder == "big":
+            known.byteswap()
+        rows[:, Column.COUNT] = torch.tensor(known.tolist(), dtype=torch.float64)
     count, spread = rows[:, Column.COUNT].clone(), rows[:, Column.SQUARE_SUM].clone()
     mean = rows[:, Column.SUM].clone() if Column.SUM in columns else torch.zeros_like(count)
     rows[:, Column.SUM] *= count

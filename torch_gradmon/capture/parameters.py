@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..names import OPTIMIZER, PARAMETER, PARAMETER_DIFFERENCE, UPDATE, UPDATE_BASE
+from ..names import OPTIMIZER, PARAMETER, PARAMETER_DIFFERENCE, UNDEFINED, UPDATE, UPDATE_BASE
 from ..registry import BuiltIn, SourcePlan
 from ..statistics.eager import inner_product
 from ..statistics.moments import Column
@@ -36,7 +36,8 @@ def _cosine(state: State) -> Tensor | None:
     if gradient is None or momentum is None or momentum.shape != gradient.shape:
         return None
     lengths = (inner_product(gradient, gradient) * inner_product(momentum, momentum)).sqrt()
-    return inner_product(gradient, momentum) / lengths
+    # there is no angle to nothing; only the device knows, and no cosine is infinite, so that marks it
+    return torch.where(lengths == 0, UNDEFINED, inner_product(gradient, momentum) / lengths)
 
 
 #: Of the optimizer's state after the step, which includes this step's gradient. The cosine is the one that MosaicML Composer
