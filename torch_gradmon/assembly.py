@@ -108,16 +108,17 @@ def missing(
         for name in names.get(metric.source, ()):
             if metric.matches(name):
                 found[Key(metric.source, name, metric.name)] = _why_absent(metric, name, record, absent)
-    children = {(key.source, key.metric, _owner(key.name)) for key in record.values}
+    # outputs in containers are named by their path, and an aggregation that returns a dict adds to the metric's name
+    children = {(key.source, key.metric.partition(".")[0], _owner(key.name)) for key in record.values}
     return {
         key: reason
         for key, reason in found.items()
-        if key not in record.values and (key.source != n.ACTIVATION or (key.source, key.metric, key.name) not in children)
+        if key not in record.values and (key.source, key.metric.partition(".")[0], key.name) not in children
     }
 
 
 def _owner(path: str) -> str:
-    return path.partition("[")[0]
+    return path if path == n.ROOT else path.partition("[")[0]
 
 
 def _why_absent(metric: Metric, name: str, record: StepRecord, absent: Mapping[tuple[str, str], str]) -> str:

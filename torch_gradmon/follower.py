@@ -36,6 +36,7 @@ class Follower:
         self.guard = session.guard
         self.refused = False
         self._attempted = False
+        self._begun: set[int] = set()
         self._done: set[int] = set()
         self._owned: dict[int, list[int]] = {}
         self._unowned: list[int] = []
@@ -48,7 +49,7 @@ class Follower:
     def step_opened(self) -> None:
         """A step was opened."""
         self._attempted = self.refused = False
-        self._done, self._backwards = set(), 0
+        self._begun, self._done, self._backwards = set(), set(), 0
 
     def step_closed(self) -> None:
         """The step was closed."""
@@ -96,8 +97,10 @@ class Follower:
     @guarded
     def forward_began(self) -> None:
         """A training forward."""
-        if self._leads and self.session.open and self._attempted:
-            self.session.end()  # its end was not seen, as when a scaler is not updated
+        if self._leads and self.session.open and not self._attachment.in_closure:
+            self.refused |= bool(self._begun)  # an optimizer raised in its step
+            if self._attempted or self._begun:
+                self.session.end()  # its end was not seen, as when a scaler is not updated
         self._ensure_open()
 
     @guarded
@@ -113,10 +116,13 @@ class Follower:
         plain: list[int] = []
         inverse_scale: torch.Tensor | None = None
         for optimizer, positions in self._shares():
-            if optimizer is None or id(optimizer) not in self._done:
-                scale = self._attachment.inverse_scale(optimizer)
+            scale = self._attachment.inverse_scale(optimizer)
+            inverse_scale = inverse_scale if scale is None else scale
+            if optimizer is not None and id(optimizer) in self._done:
+                # of use only if this optimizer steps again in this step; another one's backward may pass through here too
+                self.session.gradients.before_clip(positions, scale, held_for=id(optimizer))
+            else:
                 (plain if scale is None else scaled).extend(positions)
-                inverse_scale = inverse_scale if scale is None else scale
         if inverse_scale is not None:
             self.session.note("amp_scale", inverse_scale.double().reciprocal())
         for positions, scale in ((plain, None), (scaled, inverse_scale)):
@@ -147,6 +153,8 @@ class Follower:
         if not self.session.takes_values:
             return
         self._note_rates(optimizer)
+        self._begun.add(id(optimizer))
+        self.session.gradients.release(id(optimizer))
         positions = self._positions_at(optimizer)
         self.session.parameters.measure(positions)
         self.session.parameters.before_step(positions)
@@ -174,6 +182,7 @@ class Follower:
     @guarded
     def step_ended(self, optimizer: Optimizer, found_inf: torch.Tensor | None) -> None:
         """Measure the update; the step ends with the last optimizer, under a scaler with its update."""
+        self._begun.discard(id(optimizer))
         self._done.add(id(optimizer))
         self.session.parameters.after_step(self._owned.get(id(optimizer), []), optimizer)
         if found_inf is not None:
@@ -206,5 +215,5 @@ class Follower:
         """Until now scaled gradients were taken for true ones: drop them."""
         self.session.scaler = scaler
         reason = "a GradScaler was noticed only in this step; pass scaler= to attach() or watch()"
-        self.session.gradients.forget_before_clip(reason)
+        self.session.gradients.forget_scaled(reason)
         self.guard.complaints.add("scaler", f"{reason}, so that steps which it refuses are counted from the start")

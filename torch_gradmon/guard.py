@@ -27,7 +27,7 @@ class Guard:
         self._inside = False
         self._lock = threading.RLock()  # with several GPUs, hooks fire on one of autograd's threads for each
         self._seconds = 0.0
-        self._since = time.perf_counter()
+        self._since = self._entered = time.perf_counter()
 
     def run(self, method: Callable[..., Any], *args: Any) -> Any:
         """Call ``method``; a failure becomes one warning. A call from within such a call does nothing."""
@@ -36,7 +36,7 @@ class Guard:
         with self._lock:
             if self._inside:
                 return None
-            start = time.perf_counter()
+            self._entered = time.perf_counter()
             self._inside = True
             grad = torch.is_grad_enabled()
             torch._C._set_grad_enabled(False)  # a tenth of what the context manager costs, on every step
@@ -50,12 +50,15 @@ class Guard:
             finally:
                 torch._C._set_grad_enabled(grad)
                 self._inside = False
-                self._seconds += time.perf_counter() - start
+                self._seconds += time.perf_counter() - self._entered
         return None
 
     def cost(self) -> float:
         """Time spent inside, in percent of the time since this was last asked."""
         now = time.perf_counter()
+        if self._inside:  # the part of the running call until now
+            self._seconds += now - self._entered
+            self._entered = now
         share = 100 * self._seconds / max(now - self._since, 1e-9)
         self._seconds, self._since = 0.0, now
         return share

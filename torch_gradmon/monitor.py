@@ -152,9 +152,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         self._planner.watch(module)
         self._warn_of_idle(self._registry.metrics)
         if not self._session.guard.inert:
-            for child in module.modules():
-                if isinstance(child, MonitorMixin):
-                    link(child, self)
+            self._link_modules(module)
             assert self._planner.inventory is not None
             self._session.outbox.note(
                 model=type(module).__name__,
@@ -165,6 +163,11 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
                 },
                 aliases=self._planner.inventory.aliases,
             )
+
+    def _link_modules(self, module: nn.Module) -> None:
+        for child in module.modules():
+            if isinstance(child, MonitorMixin):
+                link(child, self)
 
     def set_reference_module(self, module: nn.Module) -> None:
         """Compare parameters with those of ``module``, by name, for the parameter difference metrics. Its values are read live.
@@ -215,6 +218,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         if not self._session.guard.inert:
             if start_step is not None:
                 self._session.next_step = start_step
+            self._link_modules(module)
             self._session.follow(module, bare, scaler if scaler is not None else self._session.scaler)
         return self
 

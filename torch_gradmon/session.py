@@ -265,21 +265,24 @@ class Session:
         self.outbox.publish()
 
     @guarded
-    def measure_gradients(self, before_clip: bool, positions: list[int] | None = None) -> None:
+    def measure_gradients(self, before_clip: bool) -> None:
         """Measure the gradients as they are now."""
-        if not self.takes_values or self.planner.inventory is None:
+        if self.planner.inventory is not None:
+            self._measure_gradients(before_clip, list(range(len(self.planner.inventory.names))))
+
+    def _measure_gradients(self, before_clip: bool, positions: list[int]) -> None:
+        if not self.takes_values:
             return
-        if positions is None:
-            positions = list(range(len(self.planner.inventory.names)))
         scale = None if is_unscaled(self.scaler, None) else scale_of(self.scaler)
         inverse = None if scale is None else scale.double().reciprocal().float()
         (self.gradients.before_clip if before_clip else self.gradients.after_clip)(positions, inverse)
 
+    @guarded
     def measure_before_clip(self, parameters: Iterable[Tensor]) -> None:
         """Measure these parameters' gradients before they are clipped, where that was not done at the end of backward."""
-        if self.planner.inventory is not None:
+        if self.takes_values and self.planner.inventory is not None:
             positions = self.planner.inventory.positions(parameters)
-            self.measure_gradients(True, [p for p in positions if not self.gradients.is_measured(p)])
+            self._measure_gradients(True, [p for p in positions if not self.gradients.is_measured(p)])
 
     def measure_after_clip(self) -> None:
         """Measure the clipped gradients, where no optimizer's hook will."""

@@ -44,7 +44,8 @@ class StepBuffer:
         self.absent: dict[tuple[str, str], str] = {}
         self.refused: dict[str, str] = {}
         self._complaints = complaints
-        self._blocks: dict[tuple[str, tuple[str, ...]], Tensor] = {}
+        self._blocks: list[Tensor] = []
+        self._place: dict[tuple[str, str], tuple[int, int]] = {}  # block and row of each tensor
         self._parts: dict[tuple[str, str], list[Tensor]] = {}
         self._columns: dict[str, frozenset[Column]] = {}
         self._pending: dict[Key, _Pending] = {}
@@ -53,9 +54,30 @@ class StepBuffer:
 
     def put_rows(self, source: str, names: Sequence[str], rows: Tensor, columns: frozenset[Column]) -> None:
         """Statistics ``[len(names), 8]``; what was there for these names is replaced."""
-        self._blocks.pop((source, tuple(names)), None)  # so that the newest stands last, and the last one counts
-        self._blocks[source, tuple(names)] = rows
+        if len(self._blocks) >= 64:
+            self._drop_replaced()
+        self._place.update({(source, name): (len(self._blocks), row) for row, name in enumerate(names)})
+        self._blocks.append(rows)
         self._columns[source] = self._columns.get(source, columns) & columns
+
+    def _drop_replaced(self) -> None:
+        kept = sorted({block for block, _ in self._place.values()})
+        number = {block: index for index, block in enumerate(kept)}
+        self._blocks = [self._blocks[block] for block in kept]
+        self._place = {where: (number[block], row) for where, (block, row) in self._place.items()}
+
+    def clear(self, source: str, names: Iterable[str] | None = None) -> None:
+        """Forget what there is of ``source``, or of these tensors of it."""
+        gone = None if names is None else set(names)
+
+        def kept(of: str, name: str) -> bool:
+            return of != source or (gone is not None and name not in gone)
+
+        self._place = {where: place for where, place in self._place.items() if kept(*where)}
+        self._parts = {where: parts for where, parts in self._parts.items() if kept(*where)}
+        self._reused = {where: of for where, of in self._reused.items() if kept(*where)}
+        self._pending = {key: pending for key, pending in self._pending.items() if kept(key.source, key.name)}
+        self._same_value = {key: of for key, of in self._same_value.items() if kept(key.source, key.name)}
 
     def merge_rows(self, source: str, names: Sequence[str], rows: Tensor, columns: frozenset[Column]) -> None:
         """Statistics of one micro-batch or one call; merged with what is there for these names."""
@@ -111,22 +133,30 @@ class StepBuffer:
         self.absent.update(other.absent)
         self.refused.update(other.refused)
 
-    def discard(self, source: str) -> None:
-        """Forget everything of ``source``."""
-        self._blocks = {where: rows for where, rows in self._blocks.items() if where[0] != source}
-        self._parts = {where: parts for where, parts in self._parts.items() if where[0] != source}
-        self._pending = {key: pending for key, pending in self._pending.items() if key.source != source}
+    def take_over(self, other: StepBuffer, source: str, names: Iterable[str]) -> None:
+        """Put what ``other`` has of these tensors in the place of what is here."""
+        names = list(names)
+        self.clear(source, names)
+        for name in names:
+            if (source, name) in other._place:
+                block, row = other._place[source, name]
+                self.put_rows(source, [name], other._blocks[block][row : row + 1], other._columns[source])
+        wanted = set(names)
+        self._pending.update({key: p for key, p in other._pending.items() if key.source == source and key.name in wanted})
+        self.absent.update({where: reason for where, reason in other.absent.items() if where[0] == source})
 
     def flush(self) -> tuple[dict[str, Table], dict[Key, float], dict[str, float]]:
         """Tables by source, custom values and noted facts, on the host. Synchronises once per device."""
-        sources = list(self._blocks) + [(source, (name,)) for source, name in self._parts]
-        rows = list(self._blocks.values()) + [merge(torch.stack(parts)).unsqueeze(0) for parts in self._parts.values()]
-        reduced = self._reduced()
+        merged = {where: merge(torch.stack(parts)) for where, parts in self._parts.items()}
+        reduced, children = self._reduced()
         noted = {name: fact for name, fact in self.noted.items() if isinstance(fact, Tensor)}
-        host = iter(_to_host([*rows, *reduced.values(), *noted.values()]))
+        host = iter(_to_host([*self._blocks, *merged.values(), *reduced.values(), *noted.values()]))
+        blocks = [next(host) for _ in self._blocks]
         collected: dict[str, dict[str, Tensor]] = {}
-        for (source, names), block in zip(sources, host, strict=False):
-            collected.setdefault(source, {}).update(zip(names, block, strict=True))
+        for (source, name), (block, row) in self._place.items():
+            collected.setdefault(source, {})[name] = blocks[block][row]
+        for source, name in merged:
+            collected.setdefault(source, {})[name] = next(host)
         same_as = {source: of for (source, _), of in self._reused.items() if source not in collected}
         for (source, name), of in self._reused.items():
             if name in collected.get(of, {}):
@@ -134,25 +164,29 @@ class StepBuffer:
         tables = {
             source: Table(tuple(found), torch.stack(list(found.values())), self._columns[source], same_as.get(source, ""))
             for source, found in collected.items()
-            if found
         }
         values = {key: float(next(host)) for key in reduced}
-        values.update({key: values[of] for key, of in self._same_value.items() if of in values})
+        for key, twin in self._same_value.items():
+            values.update({child._replace(source=key.source): values[child] for child in children.get(twin, ())})
         facts = {name: float(next(host) if name in noted else fact) for name, fact in self.noted.items()}
         return tables, values, facts
 
-    def _reduced(self) -> dict[Key, Tensor]:
+    def _reduced(self) -> tuple[dict[Key, Tensor], dict[Key, list[Key]]]:
+        """Final scalars, and for each key those that came of it: itself, or several where its aggregation gave a dict."""
         reduced: dict[Key, Tensor] = {}
+        children: dict[Key, list[Key]] = {}
         for key, pending in self._pending.items():
             try:
-                reduced.update(_finished(key, pending))
+                finished = _finished(key, pending)
+                reduced.update(finished)
+                children[key] = list(finished)
             except Exception as error:
                 name = getattr(pending.aggregation, "__name__", repr(pending.aggregation))
                 self._complaints.add(
                     f"aggregation:{key}", f"the aggregation {name} of {'/'.join(filter(None, key))} failed", error
                 )
                 self.absent[key.source, key.name] = f"its aggregation function raised {type(error).__name__}: {error}"
-        return reduced
+        return reduced, children
 
 
 def to_float(value: Any, name: str) -> float:
@@ -191,7 +225,7 @@ def _part(values: Tensor, aggregation: Aggregation) -> Tensor:
         return values.amin().reshape(1)
     if aggregation == "max":
         return values.amax().reshape(1)
-    return values.clone() if values.numel() > 1 else values
+    return values.clone()  # it may be a view of the tensor that it was taken from
 
 
 def _merged(parts: list[Tensor], aggregation: str) -> Tensor:

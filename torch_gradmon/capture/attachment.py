@@ -71,7 +71,7 @@ class Attachment:
         self._tasks: set[int] = set()
         self._depth: dict[int, int] = {}
         self._stepped: set[int] = set()
-        self._in_closure = False
+        self.in_closure = False
         self.in_scaler_step = False
         self._wrapped: list[WrappedMethod] = []
         self._handles.add(module.register_forward_pre_hook(ModuleHook(self._forward_began)))
@@ -146,7 +146,7 @@ class Attachment:
         loop = self._loop()
         if loop is None or not module.training or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
-        if not self._in_closure:
+        if not self.in_closure:
             self._depth.clear()  # an optimizer that raised in its step left its depth behind
         loop.forward_began()
 
@@ -172,11 +172,11 @@ class Attachment:
 
     def _followed(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
         def followed() -> Any:
-            self._in_closure = True
+            self.in_closure = True
             try:
                 loss = closure()
             finally:
-                self._in_closure = False
+                self.in_closure = False
             loop = self._loop()
             if loop is not None:
                 loop.closure_ended(optimizer)

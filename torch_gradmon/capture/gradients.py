@@ -13,6 +13,8 @@ from ..registry import SourcePlan
 from ..step import StepBuffer
 from .measuring import Measurer
 
+_Seen = dict[int, tuple["weakref.ref[Tensor]", int]]
+
 
 class GradientCapture:
     """Measures the gradients of one step, and reuses what it measured before clipping where nothing has touched them since.
@@ -24,14 +26,16 @@ class GradientCapture:
     def __init__(self, measurer: Measurer) -> None:
         self._measurer = measurer
         self._buffer: StepBuffer | None = None
-        self._seen: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._plans: Mapping[str, SourcePlan] = {}
+        self._parameters: Sequence[weakref.ref[nn.Parameter]] = ()
+        self._seen: _Seen = {}
+        self._held: dict[int, tuple[StepBuffer, _Seen, list[int]]] = {}
         self._uncommitted: dict[tuple[int, int], StepBuffer] = {}
 
     def begin(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], parameters: Sequence[weakref.ref[nn.Parameter]]) -> None:
         """Start a step; ``parameters`` are those that the plans' positions speak of."""
         self._buffer, self._plans, self._parameters = buffer, plans, parameters
-        self._seen = {}
-        self._uncommitted = {}
+        self._seen, self._held, self._uncommitted = {}, {}, {}
 
     def is_measured(self, position: int) -> bool:
         """Whether the gradient before clipping was measured as it is now."""
@@ -39,7 +43,7 @@ class GradientCapture:
 
     def end(self) -> None:
         """End the step, and let go of everything that it held."""
-        self._buffer, self._seen, self._uncommitted = None, {}, {}
+        self._buffer, self._seen, self._held, self._uncommitted = None, {}, {}, {}
 
     def _gradients(self, positions: Iterable[int]) -> dict[int, Tensor]:
         found = {}
@@ -49,27 +53,49 @@ class GradientCapture:
                 found[position] = parameter.grad
         return found
 
-    def before_clip(self, positions: Iterable[int], inverse_scale: Tensor | None) -> None:
-        """Measure the gradients as they are now: accumulated and not yet clipped. Replaces an earlier call's values."""
+    def before_clip(self, positions: Sequence[int], inverse_scale: Tensor | None, held_for: int | None = None) -> None:
+        """Measure the gradients as they are now: accumulated and not yet clipped. Replaces an earlier call's values.
+
+        ``held_for``: keep the values aside under this number until :meth:`release` says that they count.
+        """
         if self._buffer is None:
             return
+        plan = self._plans[GRADIENT_BEFORE_CLIP]
         gradients = self._gradients(positions)
-        self._measurer.measure(self._buffer, self._plans[GRADIENT_BEFORE_CLIP], gradients, inverse_scale=inverse_scale)
-        for position, gradient in gradients.items():
-            self._seen[position] = weakref.ref(gradient), _version(gradient)
+        seen = {position: (weakref.ref(gradient), _version(gradient)) for position, gradient in gradients.items()}
+        if held_for is None:
+            target = self._buffer
+            # a gradient that was thrown away since, as by zero_grad in a closure, leaves nothing behind
+            target.clear(GRADIENT_BEFORE_CLIP, [plan.names[p] for p in positions])
+            self._seen = {**{p: what for p, what in self._seen.items() if p not in set(positions)}, **seen}
+        else:
+            target = StepBuffer(self._buffer.step, self._measurer.complaints)
+            self._held[held_for] = target, seen, list(positions)
+        self._measurer.measure(target, plan, gradients, inverse_scale=inverse_scale)
 
-    def forget_before_clip(self, reason: str) -> None:
-        """What was taken for the gradients before clipping was not: drop it, and say why."""
+    def release(self, held_for: int) -> None:
+        """What was held under this number counts after all."""
+        if self._buffer is not None and held_for in self._held:
+            held, seen, positions = self._held.pop(held_for)
+            names = self._plans[GRADIENT_BEFORE_CLIP].names
+            self._buffer.take_over(held, GRADIENT_BEFORE_CLIP, [names[p] for p in positions])
+            self._seen = {**{p: what for p, what in self._seen.items() if p not in set(positions)}, **seen}
+            self._buffer.noted.pop("edited", None)
+
+    def forget_scaled(self, reason: str) -> None:
+        """What was measured before the optimizer's step was scaled by an unknown number: drop it, and say why."""
         if self._buffer is not None:
-            self._buffer.discard(GRADIENT_BEFORE_CLIP)
-            self._buffer.absent[GRADIENT_BEFORE_CLIP, ""] = reason
-            self._seen = {}
+            for source in (GRADIENT_BEFORE_CLIP, GRADIENT_LOCAL):
+                self._buffer.clear(source)
+                self._buffer.absent[source, ""] = reason
+            self._seen, self._held = {}, {}
 
-    def after_clip(self, positions: Iterable[int], inverse_scale: Tensor | None) -> None:
-        """Measure the gradients that the optimizer is about to use."""
+    def after_clip(self, positions: Sequence[int], inverse_scale: Tensor | None) -> None:
+        """Measure the gradients that the optimizer is about to use. Replaces an earlier call's values."""
         if self._buffer is None:
             return
         plan, before = self._plans[GRADIENT], self._plans[GRADIENT_BEFORE_CLIP]
+        self._buffer.clear(GRADIENT, [plan.names[p] for p in positions])
         gradients = self._gradients(positions)
         same = {p for p, gradient in gradients.items() if self._untouched(p, gradient)}
         if gradients and all(p in self._seen for p in gradients):
@@ -96,6 +122,9 @@ class GradientCapture:
         name = plan.names[position]
         for metric in metrics:
             self._buffer.reuse_value(Key(GRADIENT, name, metric.name), Key(GRADIENT_BEFORE_CLIP, name, metric.name))
+            place = f"{name}/{metric.name}"
+            if (GRADIENT_BEFORE_CLIP, place) in self._buffer.absent:
+                self._buffer.absent[GRADIENT, place] = self._buffer.absent[GRADIENT_BEFORE_CLIP, place]
         return True
 
     def _untouched(self, position: int, gradient: Tensor) -> bool:

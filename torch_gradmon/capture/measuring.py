@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class Measurer:
     def __init__(self, eps: float, complaints: Complaints) -> None:
         self.eps = eps
         self.complaints = complaints
-        self._proven: set[int] = set()
+        self._proven: set[Key] = set()
         self._off: dict[Key, str] = {}
 
     def measure(
@@ -123,8 +123,10 @@ class Measurer:
                 buffer.absent[key.source, f"{name}/{metric.name}"] = self._off[key]
                 continue
             try:
-                value = self._call(metric, inputs)
-                if value is not None:
+                value = self._call(metric, key, inputs)
+                if value is None:
+                    buffer.absent[key.source, f"{name}/{metric.name}"] = "its function returned nothing"
+                else:
                     (buffer.merge_value if merging else buffer.put_value)(key, value, metric.aggregation)
             except Exception as error:
                 self._off[key] = f"its function raised {type(error).__name__}: {error}"
@@ -132,20 +134,31 @@ class Measurer:
                 message = f"the {metric.source} metric {metric.name!r} failed on {name} and is off for it; training goes on"
                 self.complaints.add(cause, message, error)
 
-    def _call(self, metric: Metric, inputs: Sequence[Any]) -> Any:
-        function = metric.function
-        assert function is not None
+    def _call(self, metric: Metric, key: Key, inputs: Sequence[Any]) -> Any:
+        """The value of the metric's function. One that works in place is refused: the first try on each tensor is on a copy."""
+        assert metric.function is not None
+        first = key not in self._proven
+        given = [_each_tensor(x, (lambda t: t.detach().clone()) if first else (lambda t: t.detach())) for x in inputs]
+        tensors = [t for x in given for t in (x.values() if isinstance(x, Mapping) else [x]) if isinstance(t, Tensor)]
+        versions = [_version(t) for t in tensors]
         with torch.no_grad(), _no_autocast(inputs):
-            if id(metric) in self._proven:
-                return function(*(x.detach() if isinstance(x, Tensor) else x for x in inputs))
-            # a function that works in place would change the training: try each once on a copy
-            copies = [x.detach().clone() if isinstance(x, Tensor) else x for x in inputs]
-            versions = [x._version for x in copies if isinstance(x, Tensor)]
-            value = function(*copies)
-            if versions != [x._version for x in copies if isinstance(x, Tensor)]:
-                raise ValueError("it changes its input in place, which would change the training; use abs() instead of abs_()")
-            self._proven.add(id(metric))
-            return value
+            value = metric.function(*given)
+        if versions != [_version(t) for t in tensors]:
+            raise ValueError("it changes its input in place, which would change the training; use abs() instead of abs_()")
+        self._proven.add(key)
+        return value
+
+
+def _each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: change(item) if isinstance(item, Tensor) else item for name, item in value.items()}
+    return value
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _no_autocast(inputs: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:

@@ -53,8 +53,9 @@ def measure(
     if not tensors:
         return identity(0)
     device = tensors[0].device
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+    with torch.no_grad():
         inputs = [_Input(t, None if minus is None else minus[i], inverse_scale) for i, t in enumerate(tensors)]
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
         if device.type != "cpu":
             return torch.stack([_measure_one(i, columns, eps, guarded=True) for i in inputs])
         rows = torch.stack([_measure_one(i, columns, eps, guarded=False) for i in inputs])
