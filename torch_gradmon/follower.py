@@ -110,7 +110,8 @@ class Follower:
             return
         self._ensure_open()
         self._backwards += 1
-        if self._learned >= _LEARNING and self._fewest is not None and self._backwards < self._fewest:
+        known = self._learned >= _LEARNING and len(self._attachment.optimizers) == 1
+        if known and self._fewest is not None and self._backwards < self._fewest:
             return
         scaled: list[int] = []
         plain: list[int] = []
@@ -211,9 +212,9 @@ class Follower:
             self.session.end()
 
     @guarded
-    def scaler_noticed(self, scaler: torch.amp.GradScaler) -> None:
-        """Until now scaled gradients were taken for true ones: drop them."""
-        self.session.scaler = scaler
-        reason = "a GradScaler was noticed only in this step; pass scaler= to attach() or watch()"
+    def scale_mistaken(self, reason: str, scaler: torch.amp.GradScaler | None) -> None:
+        """The gradients measured so far in this step were divided by a wrong scale, or by none: drop them."""
+        if self.session.scaler is None:
+            self.session.scaler = scaler
         self.session.gradients.forget_scaled(reason)
-        self.guard.complaints.add("scaler", f"{reason}, so that steps which it refuses are counted from the start")
+        self.guard.complaints.add("scaler", f"{reason}; gradients before clipping are missing in step {self.session.step}")

@@ -11,6 +11,7 @@ from . import check
 from . import names as n
 from .errors import GradmonWarning, nearest
 from .metric import Metric
+from .mixin import MonitorMixin
 from .planner import Planner
 from .presets import PRESETS
 from .registry import Registry
@@ -161,6 +162,10 @@ class MetricMethods:
 
     def _warn_of_idle(self, metrics: Iterable[Metric]) -> None:
         names = self._planner.matchable()
+        # modules with the mixin log activations under names of their own, which only the first forward tells
+        module = self._planner.module
+        if module is not None and any(isinstance(child, MonitorMixin) for child in module.modules()):
+            metrics = [metric for metric in metrics if metric.source != n.ACTIVATION]
         for metric in metrics if names is not None else ():
             known = names[metric.source]  # type: ignore[index]
             if not any(metric.matches(name) for name in known):

@@ -46,8 +46,8 @@ class Loop(Protocol):
     def scaler_updated(self) -> None:
         """The scaler has ended the attempt."""
 
-    def scaler_noticed(self, scaler: torch.amp.GradScaler) -> None:
-        """A scaler that nobody spoke of drives the optimizer."""
+    def scale_mistaken(self, reason: str, scaler: torch.amp.GradScaler | None) -> None:
+        """What scales the gradients turns out to be another ``scaler`` than was thought, or none."""
 
 
 class Attachment:
@@ -71,6 +71,7 @@ class Attachment:
         self._tasks: set[int] = set()
         self._depth: dict[int, int] = {}
         self._stepped: set[int] = set()
+        self._plain: set[int] = set()  # optimizers that step without the scaler
         self.in_closure = False
         self.in_scaler_step = False
         self._wrapped: list[WrappedMethod] = []
@@ -158,9 +159,7 @@ class Attachment:
         if loop is None or depth > 1:  # a subclass whose step calls super().step fires the hooks twice
             return None
         self._stepped.add(id(optimizer))
-        if self.scaler is None and (scaler := _calling_scaler()) is not None:
-            self.adopt(scaler)
-            loop.scaler_noticed(scaler)
+        self._check_scale(loop, optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         loop.step_began(optimizer, closure is not None)
         if closure is None:
@@ -169,6 +168,21 @@ class Attachment:
         if "closure" in kwargs:
             return args, {**kwargs, "closure": wrapped}
         return (args[0], wrapped, *args[2:]), kwargs
+
+    def _check_scale(self, loop: Loop, optimizer: Optimizer) -> None:
+        """Only here is it certain which scaler drives an optimizer, if any: hold what was assumed against it."""
+        calling = _calling_scaler()
+        if calling is not None and self.scaler is None:
+            self.adopt(calling)
+            loop.scale_mistaken("a GradScaler was noticed only in this step; pass scaler= to attach() or watch()", calling)
+        elif calling is not None and calling is not self.scaler:
+            loop.scale_mistaken("another GradScaler drives this optimizer; one for all optimizers is understood", calling)
+        elif scale_of(self.scaler) is not None and not is_unscaled(self.scaler, optimizer):
+            plain = calling is None
+            if plain != (id(optimizer) in self._plain):
+                how = "without" if plain else "again with"
+                loop.scale_mistaken(f"{type(optimizer).__name__} stepped {how} the GradScaler", self.scaler)
+            (self._plain.add if plain else self._plain.discard)(id(optimizer))
 
     def _followed(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
         def followed() -> Any:
@@ -218,7 +232,7 @@ class Attachment:
         if scale is None:
             scale = scale_of(self.scaler)
             stepping = optimizer is not None and self._depth.get(id(optimizer), 0) > 0
-            if scale is None or stepping or is_unscaled(self.scaler, optimizer):
+            if scale is None or stepping or id(optimizer) in self._plain or is_unscaled(self.scaler, optimizer):
                 return None
         return scale.double().reciprocal().float()
 

@@ -1,0 +1,86 @@
+"""The command ``gradmon``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from . import __version__
+
+_EXAMPLES = """\
+examples:
+  gradmon demo                             train a small GPT under watch: about a minute on a CPU, no network
+  gradmon demo --steps 101 --run-dir runs/short
+  gradmon demo --svg table.svg             keep the printed tables as a picture
+"""
+#: What optional packages the demo needs.
+_EXTRAS = ("rich", "tqdm")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code: 0, 1 for a failure, 2 for a wrong or impossible request."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.error("name a command, such as demo")
+    try:
+        return _demo(options)
+    except KeyboardInterrupt:
+        return _fail("stopped", 130)
+    except (OSError, ValueError) as error:
+        return _fail(str(error), 1)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="gradmon",
+        description="See what gradients, parameters and updates do while a PyTorch model trains.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"torch_gradmon {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="command")
+    demo = commands.add_parser(
+        "demo",
+        help="train a small character GPT under watch and show a table of its layers",
+        description="Train a small character GPT under watch and show a table of its layers.",
+    )
+    demo.add_argument("--steps", type=_positive, default=601, metavar="N", help="steps to train (default: %(default)s)")
+    demo.add_argument("--run-dir", default="runs/demo", metavar="DIR", help="where to keep the run (default: %(default)s)")
+    demo.add_argument("--svg", metavar="FILE", help="also write the printed tables as a picture")
+    demo.add_argument("--seed", type=int, default=0, metavar="N", help="of parameters and batches (default: %(default)s)")
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return number
+
+
+def _demo(options: argparse.Namespace) -> int:
+    try:
+        from .demo import demo
+    except ModuleNotFoundError as error:
+        if error.name in _EXTRAS:
+            return _fail(f'the demo needs {error.name}: pip install "torch_gradmon[cli]"', 2)
+        if error.name is not None and error.name.startswith("pydoc_data"):
+            return _fail("the demo trains on pydoc_data.topics, which this Python comes without", 2)
+        raise
+    demo(options.steps, options.run_dir, options.svg, options.seed)
+    return 0
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"gradmon: error: {' '.join(message.split())}", file=sys.stderr)
+    return code
