@@ -285,12 +285,15 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
                 "add the same detectors before loading"
             )
         before = self._session.state_dict()
+        part = ""
         try:
-            self._session.load_state_dict(state)
+            for part in before:
+                self._session.load_part(part, state[part])
         except (KeyError, TypeError, ValueError) as error:
-            self._session.load_state_dict(before)
+            for each, value in before.items():
+                self._session.load_part(each, value)
             raise ValueError(
-                f"this is no state of a ModuleMonitor, nothing was loaded: {type(error).__name__}: {error}"
+                f"state[{part!r}] is not what ModuleMonitor.state_dict() gives, got {display(state[part])}; nothing was loaded"
             ) from error
 
     def __repr__(self) -> str:

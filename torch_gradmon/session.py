@@ -339,12 +339,15 @@ class Session:
         detectors = [detector.state_dict() for detector in self.detectors]
         return {"next_step": self.next_step, "summary": self.summary.state_dict(), "detectors": detectors}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
-        self.next_step = int(state["next_step"])
-        self.summary.load_state_dict(state["summary"])
-        for detector, saved in zip(self.detectors, state["detectors"], strict=True):
-            detector.load_state_dict(saved)
+    def load_part(self, part: str, value: Any) -> None:
+        """The inverse of :meth:`state_dict`, for one of its parts."""
+        if part == "next_step":
+            self.next_step = int(value)
+        elif part == "summary":
+            self.summary.load_state_dict(value)
+        else:
+            for detector, saved in zip(self.detectors, value, strict=True):
+                detector.load_state_dict(saved)
 
     def follow(self, module: nn.Module, optimizers: list[Optimizer], scaler: torch.amp.GradScaler | None) -> None:
         """Follow the loop by hooks from now on."""
