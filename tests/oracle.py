@@ -1,0 +1,69 @@
+"""What every built-in metric is worth, computed the naive way: all elements at once, in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+#: All built-in metrics of a tensor.
+BUILT_INS = ("norm", "rms", "mean", "std", "max", "min_value", "max_value", "l1", "sparsity", "zeros", "nonfinite")
+EPS = 1e-8
+
+
+def reals(tensors: Tensor | Iterable[Tensor]) -> Tensor:
+    """All elements of the tensors, implicit zeros too, as one run of float64 numbers; a complex number is two of them."""
+    if not isinstance(tensors, Tensor):
+        return torch.cat([reals(tensor) for tensor in tensors])
+    dense = tensors.detach() if tensors.layout == torch.strided else tensors.detach().to_dense()
+    if dense.is_complex():
+        dense = torch.stack([dense.real, dense.imag])
+    return dense.reshape(-1).double()
+
+
+def values(tensors: Tensor | Iterable[Tensor], eps: float = EPS) -> dict[str, float]:
+    """Every built-in metric of a tensor, or of several taken as one; what is not defined is left out."""
+    x = reals(tensors)
+    finite = x[x.isfinite()]
+    found = {
+        "norm": x.square().sum().sqrt(),
+        "l1": x.abs().sum(),
+        "zeros": (x.abs() <= eps).sum(),
+        "nonfinite": (~x.isfinite()).sum(),
+    }
+    if x.numel():
+        found |= {"rms": x.square().mean().sqrt(), "mean": x.mean(), "std": (x - x.mean()).square().mean().sqrt()}
+    if finite.numel():
+        found |= {"max": finite.abs().max(), "min_value": finite.min(), "max_value": finite.max()}
+        found["sparsity"] = (finite.abs() <= eps).sum() / finite.numel()
+    return {name: float(value) for name, value in found.items()}
+
+
+def slack(metric: str, x: Tensor, expected: float) -> float:
+    """How far a value may be from ``expected``: what the package promises for the numbers ``x``."""
+    if metric in ("zeros", "nonfinite"):
+        return 0.0
+    if metric == "mean":
+        return 1e-6 * float(x.abs().mean())
+    return 1e-6 * abs(expected) + (1e-7 * float(x.square().mean().sqrt()) if metric == "std" else 0.0)
+
+
+def check(found: Mapping[str, float], tensors: Tensor | Iterable[Tensor], where: str = "", eps: float = EPS) -> None:
+    """Assert that ``found`` holds exactly the metrics that are defined for the tensors, each within the promised accuracy."""
+    x = reals(tensors)
+    truth = values(x, eps)
+    assert found.keys() == truth.keys(), where
+    for metric, expected in truth.items():
+        check_value(metric, found[metric], expected, x, where)
+
+
+def check_value(metric: str, value: float, expected: float, x: Tensor, where: str = "") -> None:
+    """Assert that one value of the numbers ``x`` is within the promised accuracy, and a plain float."""
+    said = f"{where} {metric} is {value!r}, should be {expected!r}"
+    assert type(value) is float, said
+    if math.isfinite(expected):
+        assert abs(value - expected) <= slack(metric, x, expected), said
+    else:
+        assert str(value) == str(expected), said
