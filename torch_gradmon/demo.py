@@ -148,7 +148,7 @@ def train(model: CharacterGPT, data: Tensor, sizes: Sizes, steps: int, run_dir: 
     monitor.add_parameter_metric("norm", every=UPDATE_EVERY)
     monitor.add_sink(gradmon.JsonlSink(run_dir / "metrics.jsonl"))
 
-    progress = tqdm(range(steps), desc="training", unit="step")
+    progress = tqdm(range(steps), desc="training", unit="step", mininterval=0.5)
     for _ in progress:
         loss = model(*draw(data, sizes, generator))
         optimizer.zero_grad()
@@ -157,7 +157,7 @@ def train(model: CharacterGPT, data: Tensor, sizes: Sizes, steps: int, run_dir: 
         optimizer.step()
         schedule.step()
         monitor.log_scalar("loss", loss.detach())
-        progress.set_postfix(loss=f"{loss.item():.2f}", grad_norm=f"{norm.item():.2f}")
+        progress.set_postfix(loss=f"{loss.item():.2f}", grad_norm=f"{norm.item():.2f}", refresh=False)
     monitor.detach()
     return monitor
 
@@ -194,7 +194,7 @@ def demo(
     model = CharacterGPT(characters, sizes)
     console = Console(highlight=False)
     console.print(
-        f"text   Python's own help pages: {len(text):,} characters, {characters} different ones, sha256 {_digest(text)}\n"
+        f"text   Python's help pages: {len(text):,} characters, {characters} different, sha256 {_digest(text)}\n"
         f"model  {sizes.blocks} blocks, {sum(p.numel() for p in model.parameters()):,} parameters\n"
     )
     outcome = _outcome(train(model, data, sizes, steps, run_dir, seed), model, steps, run_dir)

@@ -17,8 +17,8 @@ from .statistics.moments import ALL_COLUMNS, VIEWS, Column
 #: What each key means; also the order in which they are shown.
 DOCUMENTATION = {
     "grad_norm": "L2 norm of all gradients before clipping",
-    "grad_norm_clipped": "L2 norm of all gradients after clipping; absent when nothing clipped in the last 100 steps",
-    "clipped_share": "share of the last 100 steps whose gradient norm was reduced; absent when nothing clipped in them",
+    "grad_norm_clipped": "L2 norm of all gradients after clipping; absent where the loop does not clip",
+    "clipped_share": "share of the last 100 steps in which clipping reduced the gradient norm; absent where the loop does not clip",
     "grad_max": "largest |x| of the finite gradient elements before clipping",
     "grad_nonfinite": "number of NaN and infinite gradient elements before clipping",
     "grad_top_share": "largest share of the squared gradient norm that one parameter holds",
