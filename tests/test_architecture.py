@@ -1,0 +1,269 @@
+"""The house holds: imports go down only, values reach the host in one place, and what is public is explained."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torch_gradmon as gradmon
+
+PACKAGE = Path(gradmon.__file__).parent
+
+#: Every file, floor by floor. A file may import from floors below its own, never from its own or from above.
+FLOORS = [
+    ["errors"],
+    ["names", "guard", "check", "mixin"],
+    ["statistics.moments"],
+    ["statistics", "statistics.eager", "metric", "record"],
+    ["registry", "inventory", "step", "store", "summary", "layers", "spikes.rules", "sinks.outlet", "sinks.jsonl"],
+    ["presets", "planner", "run", "spikes.detector", "sinks.outbox", "sinks", "capture.hooks", "capture.attention"],
+    ["spikes", "assembly", "capture.measuring", "capture.attachment"],
+    ["capture", "capture.gradients", "capture.parameters", "capture.activations", "follower"],
+    ["session"],
+    ["clipping", "metric_methods", "value_methods"],
+    ["loop_methods"],
+    ["monitor", "attention"],
+    ["watch"],
+    ["__init__"],
+    ["demo"],
+    ["cli"],
+]
+FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+FILES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path for path in PACKAGE.rglob("*.py")
+}
+OPTIONAL = {
+    *(
+        "rich",
+        "tqdm",
+        "wandb",
+        "tensorboard",
+        "trackio",
+        "lightning",
+        "pytorch_lightning",
+        "ignite",
+        "transformers",
+        "accelerate",
+    ),
+    *("plotly", "jinja2", "pandas", "pyarrow", "matplotlib", "scipy"),
+}
+
+
+#: Optional packages that a file may import.
+ALSO = {"demo": {"rich", "tqdm"}}
+
+
+@functools.cache
+def _tree(name: str) -> ast.Module:
+    return ast.parse(FILES[name].read_text(encoding="utf-8"))
+
+
+def _running(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes except those under ``if TYPE_CHECKING:``."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        yield node
+        yield from _running(node)
+
+
+def _imports(name: str) -> set[str]:
+    """Absolute dotted names of what a file imports, also inside functions; ``from x import y`` counts as ``x.y``."""
+    is_package = FILES[name].name == "__init__.py"
+    own = [] if name == "__init__" else name.split(".")
+    found = set()
+    for node in _running(_tree(name)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base: list[str] = []
+            if node.level:
+                inside = own if is_package else own[:-1]
+                base = ["torch_gradmon", *inside[: len(inside) - (node.level - 1)]]
+            base += node.module.split(".") if node.module else []
+            found |= {".".join([*base, alias.name]) for alias in node.names}
+    return found
+
+
+def _inner_imports(name: str) -> set[str]:
+    """Which of our files a file imports."""
+    found = set()
+    for path in _imports(name):
+        parts = path.split(".")
+        if parts[0] == "torch_gradmon":
+            inside = parts[1:]
+            while inside and ".".join(inside) not in FILES:
+                inside = inside[:-1]  # the last part is a name in the file, not a file
+            found.add(".".join(inside) or "__init__")
+    return found
+
+
+def test_every_file_has_its_floor() -> None:
+    assert sorted(FLOOR_OF) == sorted(FILES), "add a new file to FLOORS, and take a removed one out"
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_imports_go_down_only(name: str) -> None:
+    wrong = [other for other in _inner_imports(name) if FLOOR_OF[other] >= FLOOR_OF[name]]
+    assert not wrong, f"{name} (floor {FLOOR_OF[name]}) imports {', '.join(f'{o} (floor {FLOOR_OF[o]})' for o in wrong)}"
+
+
+@pytest.mark.parametrize(
+    "name", sorted(n for n in FILES if n.split(".")[0] in {"sinks", "spikes", "store", "run", "layers", "summary"})
+)
+def test_what_knows_records_knows_neither_the_monitor_nor_torch_nn(name: str) -> None:
+    assert not _inner_imports(name) & {
+        name for name in FILES if FLOOR_OF[name] >= FLOOR_OF["planner"] and name.split(".")[0] not in {"sinks", "spikes", "run"}
+    }
+    assert not [path for path in _imports(name) if path.startswith("torch.nn")]
+    assert "nn" not in {node.attr for node in _running(_tree(name)) if isinstance(node, ast.Attribute)}
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_a_file_imports_the_standard_library_torch_and_us_only(name: str) -> None:
+    foreign = {path.split(".")[0] for path in _imports(name)} - set(sys.stdlib_module_names) - {"torch", "torch_gradmon"}
+    assert foreign <= ALSO.get(name, set())
+
+
+def test_importing_the_package_imports_no_optional_package() -> None:
+    code = (
+        "import sys, torch; before = set(sys.modules); import torch_gradmon;"
+        "print(*sorted({name.split('.')[0] for name in set(sys.modules) - before}))"
+    )
+    new = set(
+        subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    )
+    assert "torch_gradmon" in new
+    assert new.isdisjoint(OPTIONAL | {"numpy"})  # numpy only where torch brought it in itself
+
+
+# --- one way to the host -----------------------------------------------------------------------------------------------------------
+
+#: (file, function, call): why it may read a value back
+HOST_READS = {
+    ("statistics.eager", "measure", "bool"): "one flag per call on CPU tensors, where host and device share memory",
+    ("statistics.eager", "measure", "tolist"): "behind that flag, on CPU only",
+    ("statistics.eager", "_threshold", "float"): "of four bytes, not of a tensor",
+    ("capture.activations", "__bool__", "bool"): "of a tuple",
+    ("capture.hooks", "__bool__", "bool"): "of a list",
+}
+_READING_METHODS = {"item", "cpu", "tolist", "numpy", "nonzero_static"}
+
+
+def _host_reads(name: str) -> set[tuple[str, str, str]]:
+    found = set()
+    for function in ast.walk(_tree(name)):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
+            if isinstance(call.func, ast.Attribute) and call.func.attr in _READING_METHODS:
+                found.add((name, function.name, call.func.attr))
+            if isinstance(call.func, ast.Attribute) and call.func.attr == "to" and "cpu" in ast.unparse(call):
+                found.add((name, function.name, "to cpu"))
+            if isinstance(call.func, ast.Name) and call.func.id in {"float", "int", "bool"} and call.args:
+                argument = call.args[0]
+                if not isinstance(argument, (ast.Name, ast.Constant)) and not ast.unparse(argument).endswith("numel()"):
+                    found.add((name, function.name, call.func.id))
+    return found
+
+
+def test_only_the_step_buffer_brings_values_to_the_host() -> None:
+    measuring = [name for name in FILES if name.startswith(("capture", "statistics"))]
+    assert set().union(*(_host_reads(name) for name in measuring)) == set(HOST_READS)
+    assert _host_reads("step"), "the search finds nothing any more"
+
+
+class _Reads(TorchDispatchMode):
+    """Counts what brings values from ``device`` to the host: scalars, and copies to another device."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten._local_scalar_dense.default and args[0].device.type == self.device:
+            self.counts["scalar"] += 1
+        if function is torch.ops.aten._to_copy.default and args[0].device.type == self.device != result.device.type:
+            self.counts["copy"] += 1
+        return result
+
+
+def _reads_per_step(layers: int, device: str, activations: bool) -> list[Counter[str]]:
+    width = 6
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    monitor = gradmon.watch(model, optimizer, on_spike=None)
+    monitor.add_gradient_metric("std")
+    if activations:
+        monitor.add_activation_metric("norm")
+    counts = []
+    for _ in range(5):
+        with _Reads(device) as reads:
+            optimizer.zero_grad()
+            model(torch.randn(4, width, device=device)).square().mean().backward()
+            optimizer.step()
+            monitor.get_step_metrics()
+        counts.append(reads.counts)
+    assert "gradient/0.weight/std" in monitor.get_step_metrics()
+    return counts
+
+
+@pytest.mark.parametrize(("activations", "flags_per_layer"), [(False, 0), (True, 1)])
+def test_reads_do_not_grow_with_the_number_of_layers(activations: bool, flags_per_layer: int) -> None:
+    # on the CPU, where reading is free, each measuring call looks at one flag, and each module's output is a call
+    small, large = (_reads_per_step(layers, "cpu", activations) for layers in (2, 12))
+    for few, many in zip(small[1:], large[1:], strict=True):  # the first step also measures updates
+        assert few["scalar"] > 0, "the search finds nothing any more"
+        assert many["scalar"] <= few["scalar"] + 10 * flags_per_layer
+        assert few["scalar"] <= 30
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activations", [False, True])
+def test_one_copy_brings_a_step_to_the_host(activations: bool) -> None:
+    for counts in _reads_per_step(12, "cuda", activations)[1:]:
+        assert counts == Counter(copy=1)
+
+
+# --- what is public is explained -----------------------------------------------------------------------------------------------
+
+
+def _public() -> Iterator[tuple[str, object]]:
+    for name in gradmon.__all__:
+        thing = getattr(gradmon, name)
+        yield name, thing
+        if inspect.isclass(thing):
+            for base in thing.__mro__:
+                if base.__module__.startswith("torch_gradmon"):
+                    for method, value in vars(base).items():
+                        if not method.startswith("_") and (callable(value) or isinstance(value, property)):
+                            yield f"{name}.{method}", value
+
+
+def test_every_public_name_has_a_docstring_of_its_own() -> None:
+    named = dict(_public())
+    assert len(named) > 50
+    assert not [name for name, thing in named.items() if not (getattr(thing, "__doc__", None) or "").strip()]
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_every_file_says_what_it_is_for(name: str) -> None:
+    assert ast.get_docstring(_tree(name))
+
+
+def test_all_lists_what_the_package_offers_in_order() -> None:
+    assert gradmon.__all__ == sorted(gradmon.__all__)
+    assert all(hasattr(gradmon, name) for name in gradmon.__all__)

@@ -1,0 +1,210 @@
+"""What the documentation shows runs, and what it names exists."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torch_gradmon as gradmon
+from torch_gradmon import summary
+from torch_gradmon.presets import PRESETS
+
+from .families import BY_NAME
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+_FENCE = re.compile(
+    r"^(?P<indent> *)(?P<fence>```+|~~~+)(?P<language>[^\n`]*)\n(?P<body>.*?)^(?P=indent)(?P=fence)[ ]*$", re.M | re.S
+)
+_NOT_RUN = re.compile(r"<!--\s*not run:\s*(?P<reason>[^>]*?)\s*-->\s*\Z")
+_MODULES = [gradmon.__name__, *(found.name for found in pkgutil.walk_packages(gradmon.__path__, "torch_gradmon."))]
+_OPTIONAL = {
+    "rich",
+    "tqdm",
+    "wandb",
+    "tensorboard",
+    "trackio",
+    "lightning",
+    "ignite",
+    "transformers",
+    "accelerate",
+    "plotly",
+    "jinja2",
+}
+
+
+def _blocks(text: str) -> list[tuple[str, str, int, str | None]]:
+    """Fenced blocks as (language, code, line number of the code, why it is not run)."""
+    found = []
+    for match in _FENCE.finditer(text):
+        mark = _NOT_RUN.search(text[: match.start()].rstrip())
+        code = re.sub(rf"^{match['indent']}", "", match["body"], flags=re.M)
+        language = (match["language"].split() or [""])[0].lower()
+        found.append((language, code, text[: match.start("body")].count("\n") + 1, mark["reason"] if mark else None))
+    return found
+
+
+def _readme() -> str:
+    return README.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", _MODULES)
+def test_the_examples_in_docstrings_run(name: str) -> None:
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] not in _OPTIONAL:
+            raise
+        pytest.skip(f"{error.name} is not installed")
+    assert doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS).failed == 0
+
+
+def test_there_are_examples_in_docstrings() -> None:
+    modules = [importlib.import_module(f"torch_gradmon.{name}") for name in ("names", "errors", "mixin", "spikes.detector")]
+    found = [test for module in modules for test in doctest.DocTestFinder(exclude_empty=True).find(module)]
+    assert sum(bool(test.examples) for test in found) >= 6
+
+
+# --- README ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_extractor_finds_blocks_and_their_marks() -> None:
+    text = (
+        "a\n```python\nx = 1\n```\n\n<!-- not run: needs a GPU -->\n```py\ny\n```\n\n"
+        "- item\n\n  ```python\n  z = 2\n    \n  ```\n```\nplain\n```\n"
+    )
+    assert _blocks(text) == [
+        ("python", "x = 1\n", 3, None),
+        ("py", "y\n", 8, "needs a GPU"),
+        ("python", "z = 2\n  \n", 14, None),
+        ("", "plain\n", 18, None),
+    ]
+
+
+def _world() -> dict[str, Any]:
+    """Names that a reader's own program has: a README need not make a model again in every block."""
+    model = BY_NAME["mlp"].model()
+    return {
+        "__name__": "readme",
+        "torch": torch,
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3),
+        "dataloader": [(torch.randn(8, 10), torch.randn(8, 3)) for _ in range(5)],
+        "criterion": torch.nn.MSELoss(),
+    }
+
+
+def test_the_python_in_the_readme_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # run directories that the README makes
+    namespace = _world()
+    for language, code, line, reason in _blocks(_readme()):
+        if language in {"python", "py", "python3"} and reason is None:
+            # line numbers of the README in a traceback
+            exec(compile("\n" * (line - 1) + code, str(README), "exec"), namespace)
+
+
+def test_blocks_that_do_not_run_compile_and_say_why() -> None:
+    for language, code, line, reason in _blocks(_readme()):
+        if language in {"python", "py", "python3"} and reason is not None:
+            assert len(reason) > 5, f"README.md:{line}: the mark needs a reason"
+            compile(code, f"README.md:{line}", "exec")
+
+
+def _commands() -> list[tuple[int, list[str]]]:
+    """The lines of shell blocks, word by word."""
+    found = []
+    for language, code, line, _ in _blocks(_readme()):
+        if language in {"bash", "sh", "shell", "console"}:
+            for offset, text in enumerate(code.splitlines()):
+                words = shlex.split(text.strip().removeprefix("$ "), comments=True)
+                if words:
+                    found.append((line + offset, words))
+    return found
+
+
+def test_the_make_targets_that_the_readme_names_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z][a-z-]*):", makefile, re.M))
+    named = {
+        word
+        for _, words in _commands()
+        if words[0] == "make"
+        for word in words[1:]
+        if "=" not in word and not word.startswith("-")
+    }
+    named |= {target for span in re.findall(r"`make ([a-z-]+)", _readme()) for target in [span]}
+    assert named <= targets
+    phony = re.search(r"^\.PHONY:(.*)$", makefile, re.M)
+    assert phony is not None
+    assert set(phony[1].split()) <= targets
+
+
+def test_the_console_command_that_the_readme_names_is_installed_by_us() -> None:
+    scripts = re.search(
+        r"^\[project\.scripts\]\n(.*?)(?:\n\n|\n\[)", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M | re.S
+    )
+    assert scripts is not None
+    ours = dict(re.findall(r'^(\S+) = "(\S+)"$', scripts[1], re.M))
+    for line, words in _commands():
+        known = {"make", "git", "cd", "pip", "python", "python3", "uv", "pytest", "ruff", "mypy", "export", "torchrun", *ours}
+        program = next((word for word in words if "=" not in word), "export")
+        assert program in known, f"README.md:{line}: what is {program}?"
+    if any(words[0] in ours for _, words in _commands()):
+        for target in ours.values():
+            module, _, function = target.partition(":")
+            assert (ROOT / (module.replace(".", "/") + ".py")).is_file(), f"{module} of {function} is missing"
+
+
+def test_the_files_that_the_readme_names_exist() -> None:
+    text = _readme()
+    prose = _FENCE.sub("", text)
+    links = re.findall(r"\]\(([^)\s]+)", text) + re.findall(r'(?:src|href|srcset)="([^"\s]+)"', text)
+    local = {link.split("#")[0] for link in links if not re.match(r"[a-z]+:|#", link)} - {""}
+    folders = "torch_gradmon|tests|examples|images|benchmarks"
+    local |= {path.rstrip("/.") for path in re.findall(rf"`((?:{folders})/[^`\s*<{{]*)`", prose)}
+    assert sorted(path for path in local if not (ROOT / path).exists()) == []
+
+
+def test_anchors_inside_the_readme_lead_somewhere() -> None:
+    text = _readme()
+    headings = re.findall(r"^#+ (.+?)\s*$", _FENCE.sub("", text), re.M)
+    slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    slugs |= set(re.findall(r'<a (?:name|id)="([^"]+)"', text))
+    assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= slugs
+
+
+# --- keys ----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_every_documented_whole_model_key_appears(clip: bool) -> None:
+    model = BY_NAME["mlp"].model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    monitor = gradmon.watch(model, optimizer, on_spike=None)
+    seen: set[str] = set()
+    for batch in BY_NAME["mlp"].batches(25):
+        optimizer.zero_grad()
+        BY_NAME["mlp"].loss(model, batch).backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+        seen |= monitor.get_step_metrics().keys()
+    clipping = {"gradmon/grad_norm_clipped", "gradmon/clipped_share"}
+    assert seen == {f"gradmon/{name}" for name in summary.DOCUMENTATION} - (set() if clip else clipping)
+    for preset in PRESETS.values():
+        assert set(preset.keys) <= set(summary.DOCUMENTATION)
+    assert (len(PRESETS["cheap"].keys), len(PRESETS["standard"].keys)) == (9, 14)
+    assert all(text.strip() and "\n" not in text for text in summary.DOCUMENTATION.values())
+
+
+def test_the_readme_names_no_key_that_does_not_exist() -> None:
+    named = set(re.findall(r"\bgradmon/([a-z][a-z0-9_]*)", _readme()))
+    assert named <= set(summary.DOCUMENTATION)

@@ -1,0 +1,216 @@
+"""A monitor comes and goes without a trace: it keeps nothing alive, changes no copy, and leaves hooks as it found them."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torch_gradmon as gradmon
+from torch_gradmon import ModuleMonitor, MonitorMixin, load_run
+
+
+class Layer(nn.Linear, MonitorMixin):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if self.is_monitoring:
+            self.get_module_monitor().log_tensor("layer_norm", y.norm(dim=-1))
+        return y
+
+
+def small_model() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(Layer(3, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 3)).square().sum().backward()
+    optimizer.step()
+
+
+def watched(
+    run_dir: Path | None = None, steps: int = 2
+) -> tuple[nn.Sequential, torch.optim.Optimizer, torch.amp.GradScaler, ModuleMonitor]:
+    """A model with every kind of hook that there is."""
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    monitor = gradmon.watch(model, optimizer, scaler=scaler, preset="full", run_dir=run_dir)
+    monitor.add_activation_metric("rms")
+    monitor.add_activation_metric("mine", lambda x: x.mean())
+    monitor.add_gradient_metric("norm", stages=["local"])
+    monitor.add_update_metric("ratio")
+    for _ in range(steps):
+        one_step(model, optimizer)
+    return model, optimizer, scaler, monitor
+
+
+# --- lifetimes -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("detach", [False, True], ids=["attached", "detached"])
+@pytest.mark.parametrize("open_step", [False, True], ids=["between steps", "in a step"])
+def test_the_monitor_keeps_neither_model_nor_optimizer_alive(detach: bool, open_step: bool) -> None:
+    model, optimizer, _, monitor = watched()
+    if open_step:
+        model(torch.ones(2, 3)).sum().backward()
+    if detach:
+        monitor.detach()
+    gone = [weakref.ref(x) for x in (model, *model, *model.parameters(), optimizer)]
+    del model, optimizer
+    gc.collect()
+    assert [reference() for reference in gone] == [None] * len(gone)
+    assert monitor.get_all_metrics().keys() == ({0, 1, 2} if open_step and detach else {0, 1})
+
+
+def test_model_and_optimizer_go_without_the_garbage_collector_as_far_as_torch_lets_them() -> None:
+    model, _optimizer, _scaler, monitor = watched()
+    gone = weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert gone() is None, "something of ours makes a cycle through the model"
+    finally:
+        gc.enable()
+    assert monitor.step == 1
+
+
+def test_a_monitor_that_nobody_kept_lives_as_long_as_its_optimizer(tmp_path: Path) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gone = weakref.ref(gradmon.watch(model, optimizer, run_dir=tmp_path)._session)
+    for _ in range(3):
+        gc.collect()
+        one_step(model, optimizer)
+    assert gone() is not None
+    assert load_run(tmp_path).steps == [0, 1, 2]
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    model(torch.ones(2, 3)).sum().backward()  # hooks that are left do nothing
+
+
+def test_the_monitor_goes_with_the_model_it_watched_by_hand() -> None:
+    model = small_model()
+    monitor = ModuleMonitor(model)
+    monitor.add_activation_metric("norm")
+    monitor.begin_step(0)
+    model(torch.ones(2, 3))
+    gone = weakref.ref(monitor)
+    del monitor
+    gc.collect()
+    assert gone() is None
+    assert not model[0].is_monitoring
+    model(torch.ones(2, 3)).sum().backward()
+
+
+# --- detach ------------------------------------------------------------------------------------------------------------------------
+
+
+def _traces(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> list[Any]:
+    found: list[Any] = []
+    for module in model.modules():
+        found.append(sorted(vars(module)))
+        found += [(name, dict(hooks)) for name, hooks in sorted(vars(module).items()) if "hook" in name and hooks is not None]
+    for parameter in model.parameters():
+        for attribute in ("_post_accumulate_grad_hooks", "_backward_hooks"):
+            hooks = getattr(parameter, attribute)
+            found.append(None if hooks is None else dict(hooks))
+        found.append(sorted(vars(parameter)) if hasattr(parameter, "__dict__") else None)
+    found += [(name, dict(hooks)) for name, hooks in sorted(vars(optimizer).items()) if "hook" in name]
+    return [*found, dict(vars(scaler)), sorted(vars(optimizer))]
+
+
+def _foreign_hooks(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.register_forward_pre_hook(lambda module, args: None)
+    model[0].register_forward_hook(lambda module, args, output: None, always_call=True)
+    model[0].weight.register_hook(lambda gradient: None)
+    model[2].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    optimizer.register_step_pre_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize("foreign", [False, True], ids=["bare", "with hooks of others"])
+@pytest.mark.parametrize("leave", ["detach", "with", "in a step", "twice", "again"])
+def test_detach_leaves_everything_as_it_was_found(foreign: bool, leave: str) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.zero_grad()
+    optimizer.step()  # torch itself notes things in an optimizer at its first step
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    if foreign:
+        _foreign_hooks(model, optimizer)
+    before = _traces(model, optimizer, scaler)
+    for _ in range(2 if leave == "again" else 1):
+        monitor = ModuleMonitor(model)
+        with monitor:
+            monitor.add_preset("full")
+            monitor.add_gradient_metric("rms", stages=["local"])
+            monitor.add_activation_metric("rms")
+            monitor.attach(optimizer, scaler=scaler)
+            assert _traces(model, optimizer, scaler) != before
+            for _ in range(2):
+                one_step(model, optimizer)
+            if leave == "in a step":
+                model(torch.ones(2, 3)).sum().backward()
+            if leave != "with":
+                monitor.detach()
+            if leave == "twice":
+                monitor.detach()
+        for old, new in zip(before, _traces(model, optimizer, scaler), strict=True):
+            assert new == old
+
+
+def test_attach_works_again_after_detach_and_numbers_go_on() -> None:
+    model, optimizer, scaler, monitor = watched()
+    monitor.detach()
+    one_step(model, optimizer)
+    monitor.attach(optimizer, scaler=scaler)
+    one_step(model, optimizer)
+    assert list(monitor.get_all_metrics()) == [0, 1, 2]
+    for name, parameter in model.named_parameters():
+        expected = parameter.grad.double().norm().item()
+        assert monitor.get_step_metrics()[f"gradient_local/{name}/norm"] == pytest.approx(expected, rel=1e-6)
+    assert "activation/0/rms" in monitor.get_step_metrics()
+    assert "layer_norm" in monitor.get_step_metrics()
+
+
+# --- long runs -----------------------------------------------------------------------------------------------------------------------
+
+
+def _hook_count(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    dicts = [h for module in model.modules() for name, h in vars(module).items() if "hook" in name and isinstance(h, dict)]
+    for parameter in model.parameters():
+        dicts += [parameter._post_accumulate_grad_hooks or {}, parameter._backward_hooks or {}]
+    return sum(map(len, dicts)) + len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+
+
+def test_ten_thousand_steps_grow_neither_memory_nor_hooks() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    monitor = ModuleMonitor(model, every=2, history=100)
+    monitor.add_preset("standard")
+    monitor.add_gradient_metric("norm", stages=["local"])
+    monitor.add_activation_metric("mine", lambda x: x.mean())
+    monitor.attach(optimizer)
+    x, seen = torch.ones(2, 2), []
+    for step in range(10_001):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+        monitor.log_scalar("loss", 1.0)
+        if step in (2000, 10_000):
+            gc.collect()
+            seen.append((sys.getallocatedblocks(), len(gc.get_objects()), _hook_count(model, optimizer)))
+    (blocks, objects, hooks), (later_blocks, later_objects, later_hooks) = seen
+    assert later_hooks == hooks
+    assert later_objects - objects < 200
+    assert later_blocks - blocks < 1000
+    assert len(monitor.get_all_metrics()) == 100

@@ -1,0 +1,292 @@
+"""The run directory: what goes in comes out again, whatever happens to the process, the disk or the step numbers."""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torch_gradmon as gradmon
+from torch_gradmon import GradmonWarning, ModuleMonitor, SpikeDetector, load_run
+from torch_gradmon.names import Key, parse_key
+from torch_gradmon.record import StepRecord, Table
+from torch_gradmon.spikes import MedianMad
+from torch_gradmon.statistics.eager import measure
+from torch_gradmon.statistics.moments import ALL_COLUMNS, VIEWS, Column
+from torch_gradmon.store import RunStore
+
+from .families import BY_NAME
+
+
+def _same(stored: float, live: float) -> bool:
+    return math.isclose(stored, live, rel_tol=1e-6) or (math.isnan(stored) and math.isnan(live))
+
+
+@pytest.mark.parametrize("family", ["mlp", "gpt_tied", "odd_sizes", "bf16", "frozen_unused"])
+def test_every_value_that_was_shown_reads_back(family: str, tmp_path: Path) -> None:
+    model = BY_NAME[family].model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    monitor = gradmon.watch(model, optimizer, run_dir=tmp_path, on_spike=None)
+    for metric in VIEWS:
+        monitor.add_gradient_metric(metric)
+        monitor.add_parameter_metric(metric)
+        monitor.add_update_metric(metric, every=2)
+        monitor.add_activation_metric(metric)
+    for batch in BY_NAME[family].batches(6):
+        optimizer.zero_grad()
+        BY_NAME[family].loss(model, batch).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+    live = monitor.get_all_metrics()
+    monitor.detach()
+    run = load_run(tmp_path)
+    assert run.steps == list(live) == list(range(6))
+    keys = {key for values in live.values() for key in values}
+    assert {parse_key(key).source for key in keys} == {
+        "gradmon",
+        "gradient",
+        "gradient_before_clip",
+        "parameter",
+        "update",
+        "activation",
+    }
+    assert not keys - set(run.keys())
+    for key in keys:
+        series = run.series(key)
+        assert series.keys() == {step for step, values in live.items() if key in values}
+        assert [(key, step) for step, value in series.items() if not _same(value, live[step][key])] == []
+
+
+def test_metrics_that_nobody_asked_for_follow_from_the_rows(tmp_path: Path) -> None:
+    model = BY_NAME["mlp"].model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradmon.watch(model, optimizer, run_dir=tmp_path)
+    gradients: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
+    for batch in BY_NAME["mlp"].batches(5):
+        optimizer.zero_grad()
+        BY_NAME["mlp"].loss(model, batch).backward()
+        for name, parameter in model.named_parameters():
+            gradients[name].append(parameter.grad.double().clone())
+        optimizer.step()
+    run = load_run(tmp_path)
+    assert all(map(run.series, run.keys()))
+    for name, of_steps in gradients.items():
+        for step, g in enumerate(of_steps):
+            for metric, value in {
+                "std": g.std(correction=0),
+                "l1": g.abs().sum(),
+                "max": g.abs().max(),
+                "min_value": g.min(),
+            }.items():
+                assert run.series(f"gradient_before_clip/{name}/{metric}")[step] == pytest.approx(value.item(), rel=1e-6)
+            assert run.series(f"gradient_before_clip/{name}/mean")[step] == pytest.approx(
+                g.mean().item(), abs=1e-6 * g.abs().mean().item()
+            )
+
+
+_SEEDED = torch.Generator().manual_seed(5)
+_TENSORS = {
+    "normal": torch.randn(1000, generator=_SEEDED),
+    "variance far below the squared mean": 1000 + 1e-3 * torch.randn(10_000, dtype=torch.float64, generator=_SEEDED),
+    "constant": torch.full((777,), 0.1),
+    "zeros": torch.zeros(5),
+    "empty": torch.empty(0, 3),
+    "one": torch.tensor([-3.5]),
+    "nan": torch.tensor([1.0, math.nan, -2.0]),
+    "inf": torch.tensor([1.0, math.inf, -2.0]),
+    "minus inf": torch.tensor([1.0, -math.inf, -2.0]),
+    "both infs": torch.tensor([1.0, math.inf, -math.inf]),
+    "only nan": torch.tensor([math.nan, math.nan]),
+    "tiny": torch.randn(100, generator=_SEEDED) * 1e-18,
+    "huge": torch.randn(100, generator=_SEEDED) * 1e18,
+    "below eps": torch.tensor([1e-9, 1.0, 0.0]),
+}
+
+
+def _through_the_store(path: Path, table: Table) -> Table:
+    store = RunStore(path)
+    store.log(StepRecord(0, 1.0, True, {}, {"gradient": table}))
+    store.close()
+    back = load_run(path).table("gradient", 0)
+    assert back is not None
+    assert back.names == table.names
+    assert back.columns == table.columns
+    return back
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        ALL_COLUMNS,
+        VIEWS["norm"].columns | VIEWS["max"].columns,
+        VIEWS["std"].columns,
+        VIEWS["l1"].columns,
+        VIEWS["zeros"].columns,
+    ],
+)
+def test_a_table_of_odd_tensors_reads_back(columns: frozenset[Column], tmp_path: Path) -> None:
+    rows = torch.stack([measure([tensor], columns)[0] for tensor in _TENSORS.values()])
+    table = Table(tuple(_TENSORS), rows, columns)
+    back = _through_the_store(tmp_path, table)
+    for metric, view in VIEWS.items():
+        if view.columns <= columns | {Column.COUNT, Column.NONFINITE}:
+            assert torch.equal(view.defined(back.rows), view.defined(rows))
+            pairs = zip(
+                table.names, view.compute(back.rows).tolist(), view.compute(rows).tolist(), view.defined(rows), strict=True
+            )
+            for name, stored, live, defined in pairs:
+                # a variance far below the squared mean: float64 sums keep the deviation to 1e-7 of the rms
+                slack = 1e-7 * _TENSORS[name].double().square().mean().sqrt().item() if metric == "std" else 0.0
+                assert not defined or _same(stored, live) or abs(stored - live) <= slack, (metric, name, stored, live)
+
+
+def test_counts_of_thirty_million_elements_keep_their_metrics(tmp_path: Path) -> None:
+    count, mean, std = 30_000_001.0, 0.7, 1e-4
+    row = [count, count * mean, count * mean, count * (mean**2 + std**2), 12_345_679.0, 3.0, -1.5, 2.5]
+    table = Table(("w",), torch.tensor([row], dtype=torch.float64), ALL_COLUMNS)
+    back = _through_the_store(tmp_path, table)
+    for metric, view in VIEWS.items():
+        assert _same(view.compute(back.rows).item(), view.compute(table.rows).item()), metric
+
+
+def test_scalars_events_and_context_read_back(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD([{"params": [model.weight], "lr": 0.5}, {"params": [model.bias], "lr": 0.25}])
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    monitor = ModuleMonitor(model, run_dir=tmp_path, prefix="p/", key_style="metric_first")
+    monitor.add_detector(SpikeDetector(MedianMad(warmup=4), "loss"))
+    monitor.add_gradient_metric("mine", lambda g: g.abs().sum(), "weight", stages="after_clip")
+    monitor.attach(optimizer, scaler=scaler)
+    odd = [1.0, 1.01, 0.99, 1.0, 1.0, math.nan, math.inf, -math.inf, 9.0, 1e-300, 1e300]
+    for step, value in enumerate(odd):
+        optimizer.zero_grad()
+        monitor_loss = model(torch.ones(1, 2)).sum() * (math.inf if step == 4 else 1.0)
+        monitor.log_scalar("loss", value)
+        monitor.tag(batch_ids=[step, step + 1])
+        scaler.scale(monitor_loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    monitor.detach()
+    run = load_run(tmp_path)
+    loss = run.series("loss")
+    assert list(loss) == list(range(len(odd)))
+    assert all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(loss.values(), odd, strict=True))
+    assert run.series("gradient/weight/mine")[0] == pytest.approx(2.0)
+    assert run.metrics(3)["loss"] == 1.0
+    assert [event.step for event in run.events] == [5, 6, 7, 8, 10]
+    assert run.events[3].value == 9.0
+    context = run.context(4)
+    assert (context["lr"], context["applied"], context["tags"]) == ([0.5, 0.25], False, {"batch_ids": [4, 5]})
+    assert context["amp_scale"] in (4.0, 8.0)
+    assert run.context(3)["applied"]
+    assert abs(run.context(3)["time"] - time.time()) < 600
+    assert run.meta["model"] == "Linear"
+    assert run.meta["parameters"]["weight"] == {"shape": [1, 2], "dtype": "torch.float32"}
+    with pytest.raises(KeyError, match=r"lost.*did you mean loss"):
+        run.series("lost")
+    with pytest.raises(KeyError, match=r"step 99 .* are 0 to 10"):
+        run.metrics(99)
+
+
+def test_a_step_of_200_parameters_costs_six_to_eight_kilobytes(tmp_path: Path) -> None:
+    model = nn.ParameterList(nn.Parameter(torch.randn(3, 3)) for _ in range(200))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = gradmon.watch(model, optimizer, run_dir=tmp_path)
+
+    def size_after(steps: int) -> int:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            sum(p.square().sum() for p in model).backward()
+            optimizer.step()
+        monitor.detach()
+        monitor.attach(optimizer)
+        return sum(file.stat().st_size for file in tmp_path.iterdir() if not file.name.endswith(("-wal", "-shm")))
+
+    first = size_after(20)
+    per_step = (size_after(100) - first) / 100
+    assert 6000 < per_step < 11_000  # every tenth step has all columns of the parameters and the updates too
+    with sqlite3.connect(tmp_path / "gradmon.sqlite") as db:
+        plain = db.execute("SELECT SUM(LENGTH(data)) FROM rows WHERE step = 21").fetchone()[0]
+    assert 6000 < plain < 8500
+
+
+# --- segments ----------------------------------------------------------------------------------------------------------------------
+
+
+def _log(path: Path, steps: range, value: float) -> None:
+    store = RunStore(path)
+    for step in steps:
+        store.log(StepRecord(step, 0.0, True, {Key("", "x", ""): value + step}))
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ([(range(5), 0), (range(5, 8), 100)], {**{s: s for s in range(5)}, **{s: 100 + s for s in range(5, 8)}}),
+        ([(range(5), 0), (range(3, 7), 100)], {0: 0, 1: 1, 2: 2, 3: 103, 4: 104, 5: 105, 6: 106}),
+        ([(range(9), 0), (range(3, 5), 100)], {0: 0, 1: 1, 2: 2, 3: 103, 4: 104}),
+        ([(range(9), 0), (range(3, 5), 100), (range(4, 6), 200)], {0: 0, 1: 1, 2: 2, 3: 103, 4: 204, 5: 205}),
+        ([(range(5), 0), (range(4, 5), 100)], {0: 0, 1: 1, 2: 2, 3: 3, 4: 104}),
+        ([(range(3), 0), (range(10, 12), 100), (range(2, 3), 200)], {0: 0, 1: 1, 2: 202}),
+    ],
+)
+def test_a_resumed_run_goes_on_and_what_a_later_segment_repeats_takes_its_place(
+    parts: list[tuple[range, float]], expected: dict[int, float], tmp_path: Path
+) -> None:
+    for steps, value in parts:
+        _log(tmp_path, steps, value)
+    run = load_run(tmp_path)
+    assert run.series("x") == expected
+    assert run.steps == list(expected)
+
+
+def test_a_rollback_inside_one_process_opens_a_segment_too(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    monitor = ModuleMonitor(model, run_dir=tmp_path)
+    for value, steps in ((0, range(6)), (100, range(3, 5))):
+        for step in steps:
+            if value and step == 3:
+                with pytest.warns(GradmonWarning, match="step 3 comes after step 5; a new segment"):
+                    monitor.begin_step(step)
+            else:
+                monitor.begin_step(step)
+            monitor.log_scalar("x", value + step)
+            monitor.end_step()
+    assert load_run(tmp_path).series("x") == {0: 0, 1: 1, 2: 2, 3: 103, 4: 104}
+
+
+def test_a_value_that_came_late_is_in_the_run_once(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    monitor = ModuleMonitor(model, run_dir=tmp_path)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor.attach(optimizer)
+    for step in range(4):
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        monitor.log_scalar("late", step * 10)
+    run = load_run(tmp_path)
+    assert run.series("late") == {0: 0, 1: 10, 2: 20, 3: 30}
+
+
+# --- what is no run ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["empty", "text", "another database", "cut off"])
+def test_what_is_no_run_is_refused(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "gradmon.sqlite"
+    if kind == "another database":
+        with sqlite3.connect(file) as db:
+            db.execute("CREATE TABLE meta (something INTEGER)")
+    elif kind == "cut off":
+        _log(tmp_path, range(50), 0)
+        file.write_bytes(file.read_bytes()[:5000])
+    else:
+        file.write_bytes(b"" if kind == "empty" else b"hello " * 1000)
+    with pytest.raises(ValueError, match=r"gradmon\.sqlite.* is not a run of torch_gradmon"):
+        load_run(tmp_path)

@@ -1,0 +1,132 @@
+"""What may happen to a run directory: the process is killed, the disk fills up, the path goes away, somebody reads meanwhile."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torch_gradmon as gradmon
+from torch_gradmon import GradmonWarning, ModuleMonitor, load_run
+from torch_gradmon.statistics.moments import Column
+
+from .families import BY_NAME
+
+_CHILD = """
+    import sys, torch
+    from torch import nn
+    import torch_gradmon as gradmon
+    torch.manual_seed(int(sys.argv[2]))
+    torch.set_num_threads(1)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    gradmon.watch(model, optimizer, run_dir=sys.argv[1])
+    for step in range(1_000_000):
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).square().mean().backward()
+        norm = torch.cat([p.grad.flatten() for p in model.parameters()]).double().norm().item()
+        optimizer.step()
+        print(step, repr(norm), flush=True)
+"""
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_after_kill_9_every_step_that_returned_reads_back(seed: int, tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-u", "-c", textwrap.dedent(_CHILD), str(tmp_path), str(seed)], stdout=subprocess.PIPE, text=True
+    ) as child:
+        generator = random.Random(seed)
+        lines = [child.stdout.readline() for _ in range(generator.randint(1, 60))]
+        time.sleep(generator.uniform(0, 0.01))
+        child.send_signal(signal.SIGKILL)
+        lines += child.stdout.read().splitlines(keepends=True)
+    assert child.returncode == -signal.SIGKILL
+    printed = {int(step): float(norm) for step, norm in (line.split() for line in lines if line.endswith("\n"))}
+    run = load_run(tmp_path)
+    stored = run.series("gradmon/grad_norm")
+    assert len(printed) <= len(stored) <= len(printed) + 1  # the last one may have been killed before it was printed
+    for step, norm in printed.items():
+        assert stored[step] == pytest.approx(norm, rel=1e-6)
+        rows = run.table("gradient_before_clip", step).rows
+        assert rows[:, Column.SQUARE_SUM].sum().sqrt().item() == pytest.approx(norm, rel=1e-6)
+
+
+def _parameters(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def _run_with_trouble(path: Path, trouble: str, steps: int = 20) -> tuple[nn.Module, ModuleMonitor]:
+    model = BY_NAME["mlp"].model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    monitor = gradmon.watch(model, optimizer, run_dir=path, on_spike=None)
+    for step, batch in enumerate(BY_NAME["mlp"].batches(steps)):
+        optimizer.zero_grad()
+        BY_NAME["mlp"].loss(model, batch).backward()
+        monitor.tag(note="x" * 100_000)  # no step fits into what is left of a page
+        if step == 5:
+            db = monitor._session.outbox._store._db
+            if trouble == "full disk":
+                db.execute(f"PRAGMA max_page_count={db.execute('PRAGMA page_count').fetchone()[0]}")
+            elif trouble == "read-only":
+                db.execute("PRAGMA query_only=ON")
+            else:
+                monitor.detach()
+                shutil.rmtree(path)
+                path.write_text("in the way")
+                monitor.attach(optimizer)
+                BY_NAME["mlp"].loss(model, batch).backward()
+                for parameter in model.parameters():
+                    parameter.grad /= 2
+        optimizer.step()
+    return model, monitor
+
+
+@pytest.mark.parametrize("trouble", ["full disk", "read-only", "path taken"])
+def test_a_run_directory_that_fails_warns_once_and_training_goes_on(trouble: str, tmp_path: Path) -> None:
+    plain, _ = _train_plain(20)
+    path = tmp_path / "run"
+    with pytest.warns(GradmonWarning, match=r"could not be written to the run directory.*training goes on") as caught:
+        model, monitor = _run_with_trouble(path, trouble)
+    assert len(caught) == 1
+    for ours, other in zip(_parameters(model), _parameters(plain), strict=True):
+        assert torch.equal(ours, other)
+    lost = monitor.complaints()["store"]
+    assert lost >= 3
+    monitor.detach()
+    if trouble != "path taken":
+        stored = load_run(path).series("gradmon/grad_norm")
+        assert list(stored)[:5] == list(range(5))
+        assert len(stored) + lost == 20
+
+
+def _train_plain(steps: int) -> tuple[nn.Module, None]:
+    model = BY_NAME["mlp"].model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for batch in BY_NAME["mlp"].batches(steps):
+        optimizer.zero_grad()
+        BY_NAME["mlp"].loss(model, batch).backward()
+        optimizer.step()
+    return model, None
+
+
+def test_a_run_can_be_read_while_it_goes_on(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    monitor = ModuleMonitor(model, run_dir=tmp_path)
+    readers = []
+    for step in range(30):
+        monitor.begin_step(step)
+        monitor.log_scalar("x", step)
+        monitor.end_step()
+        readers.append(load_run(tmp_path))
+        assert readers[-1].series("x") == {s: s for s in range(step + 1)}
+    assert readers[3].series("x") == {s: s for s in range(4)}
+    assert not monitor.complaints()
