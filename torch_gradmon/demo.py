@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +62,8 @@ class Block(nn.Module):
         query, key, value = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(self.norm_1(x)).chunk(3, -1))
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.down(F.relu(self.up(self.norm_2(x))))
+        widened: Tensor = self.down(F.relu(self.up(self.norm_2(x))))
+        return x + widened
 
 
 class CharacterGPT(nn.Module):
@@ -81,7 +84,7 @@ class CharacterGPT(nn.Module):
     def forward(self, characters: Tensor, following: Tensor) -> Tensor:
         """The loss of predicting ``following`` from ``characters``, both ``[batch, length]``."""
         x = self.tokens(characters) + self.positions.weight[: characters.shape[1]]
-        logits = self.head(self.norm(self.blocks(x)))
+        logits: Tensor = self.head(self.norm(self.blocks(x)))
         return F.cross_entropy(logits.flatten(0, 1), following.flatten())
 
 
@@ -187,7 +190,8 @@ def demo(
     sizes, run_dir = sizes or Sizes(), Path(run_dir)
     if svg is not None:  # before a minute of training, not after it
         Path(svg).parent.mkdir(parents=True, exist_ok=True)
-        Path(svg).open("a").close()
+        if Path(svg).is_dir():
+            raise IsADirectoryError(f"{os.fspath(svg)!r} is a directory; give a file, such as 'table.svg'")
     torch.set_num_threads(1)  # faster than several for matrices of this size, and never in the way of other work
     torch.manual_seed(seed)
     text, data, characters = corpus()
@@ -200,9 +204,7 @@ def demo(
     outcome = _outcome(train(model, data, sizes, steps, run_dir, seed), model, steps, run_dir)
     report(console, outcome)
     if svg is not None:
-        recorder = Console(record=True, width=80, file=io.StringIO(), force_terminal=True, highlight=False)
-        report(recorder, outcome)
-        recorder.save_svg(os.fspath(svg), title="gradmon demo")
+        Path(svg).write_text(_picture(outcome), encoding="utf-8")
     return outcome
 
 
@@ -262,7 +264,7 @@ def report(console: Console, outcome: Outcome) -> None:
     ):
         summary.add_row(f"[bold]{name}", _number(values.get(f"gradmon/{name}", math.nan), name), f"[dim]{meaning}")
     overhead = f"of the time went into the monitor, mean of {outcome.steps} steps"
-    summary.add_row("[bold]overhead_pct", f"{outcome.overhead_pct:.1f} %", f"[dim]{overhead}")
+    summary.add_row("[bold]overhead_pct", f"{outcome.overhead_pct:.1f}%", f"[dim]{overhead}")
     console.print(f"\nWhole model, step {outcome.step}, loss {values['loss']:.3f}", style="bold cyan")
     console.print(summary)
 
@@ -290,14 +292,30 @@ def report(console: Console, outcome: Outcome) -> None:
     console.print(f"\nLayers, step {outcome.step}", style="bold cyan")
     console.print(table)
 
-    run = str(outcome.run_dir)
+    run = json.dumps(str(outcome.run_dir))
     console.print("\nFrom here", style="bold cyan")
     for what, how in (
-        ("read the run", f'torch_gradmon.load_run({run!r}).series("gradmon/grad_norm")'),
+        ("read the run", f'torch_gradmon.load_run({run}).series("gradmon/grad_norm")'),
         ("all values", f"{outcome.run_dir / 'metrics.jsonl'}, one line a step"),
         ("your model", "monitor = torch_gradmon.watch(model, optimizer)"),
     ):
         console.print(f"{what:14}{how}", markup=False, soft_wrap=True)
+
+
+def _picture(outcome: Outcome) -> str:
+    """The report as SVG."""
+    console = Console(record=True, width=80, file=io.StringIO(), force_terminal=True, highlight=False)
+    report(console, outcome)
+    console.print()  # else the frame cuts the underscores of the last line
+    drawn = console.export_svg(title="gradmon demo")
+    # some viewers swallow the spaces at the start of a text, so move the text instead
+    return re.sub(r'x="([0-9.]+)" y="([0-9.]+)" textLength="([0-9.]+)"([^>]*)>((?:&#160;)+)(?=[^<&])', _moved, drawn)
+
+
+def _moved(match: re.Match[str]) -> str:
+    x, y, length = (float(number) for number in match.groups()[:3])
+    shift = 12.2 * match[5].count("&")  # the width of a character in rich's pictures
+    return f'x="{x + shift:g}" y="{y:g}" textLength="{length - shift:g}"{match[4]}>'
 
 
 def _number(value: float, kind: str = "") -> str:

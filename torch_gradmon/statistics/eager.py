@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import NotMeasurable
-from .moments import ALL_COLUMNS, ALWAYS, WIDTH, Column, identity, merge
+from .moments import ALL_COLUMNS, ALWAYS, Column, identity, merge_by_group
 
 #: Elements per block on CPU: 512 kB of float32 and 1 MB of float64 scratch stay in the second-level cache.
 CPU_BLOCK = 1 << 17
@@ -59,16 +59,16 @@ def measure(
         inputs = [_Input(t, None if minus is None else minus[i], inverse_scale) for i, t in enumerate(tensors)]
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         if device.type != "cpu":
-            return torch.stack([_measure_one(i, columns, eps, guarded=True) for i in inputs])
-        rows = torch.stack([_measure_one(i, columns, eps, guarded=False) for i in inputs])
+            return _rows(inputs, columns, eps, device, closely=True)
+        rows = _rows(inputs, columns, eps, device, closely=False)
         # NaN and Inf cost four times as much to look at closely: do that only where a sum or an extreme says they are there
         witnesses = rows[:, Column.SUM : Column.NEAR_ZERO]
         if _EXTREMES & columns:
             witnesses = torch.cat([witnesses, rows[:, Column.MIN :]], dim=1)
         suspicious = ~torch.isfinite(witnesses).all(dim=1) & (rows[:, Column.COUNT] > 0)
         if bool(suspicious.any()):
-            for index in suspicious.nonzero().flatten().tolist():
-                rows[index] = _measure_one(inputs[index], columns, eps, guarded=True)
+            found = suspicious.nonzero().flatten().tolist()
+            rows[found] = _rows([inputs[i] for i in found], columns, eps, device, closely=True)
         return rows
 
 
@@ -146,55 +146,70 @@ def _same_layout(a: Tensor, b: Tensor | None) -> bool:
     return b is not None and a.layout == b.layout == torch.strided and a.stride() == b.stride()
 
 
-def _measure_one(source: _Input, columns: frozenset[Column], eps: float, guarded: bool) -> Tensor:
-    """The row of one tensor. Unguarded, NaN and Inf spoil the extremes and the counts; guarded, it is right for any input."""
-    device = source.values.device
+def _rows(inputs: Sequence[_Input], columns: frozenset[Column], eps: float, device: torch.device, closely: bool) -> Tensor:
+    """One row for each input. Looked at closely it is right for any values, otherwise for finite ones."""
+    look = _look_closely if closely else _look
     wide = accumulator_dtype(device)
-    block_row = _guarded_row if guarded else _finite_row
-    rows = [block_row(block, columns, eps, wide) for block in source.blocks()]
-    row = identity(1, device, wide)[0] if not rows else rows[0] if len(rows) == 1 else merge(torch.stack(rows))
-    if source.implicit_zeros:
-        zeros = identity(1, device, wide)[0]
-        zeros[Column.COUNT] = zeros[Column.NEAR_ZERO] = source.implicit_zeros
-        zeros[Column.MIN] = zeros[Column.MAX] = 0
-        row = merge(torch.stack([row, zeros]))
-    return row
+    owners: list[int] = []
+    counts: list[int] = []
+    found: dict[Column, list[Tensor]] = {}
+    for index, source in enumerate(inputs):
+        for block in source.blocks():
+            owners.append(index)
+            counts.append(block.numel())
+            for column, value in look(block, columns, eps, wide):
+                found.setdefault(column, []).append(value)
+    rows = identity(len(owners), device, wide)
+    rows[:, Column.COUNT] = torch.tensor(counts, dtype=wide).to(device, non_blocking=True)
+    for column, values in found.items():
+        rows[:, column] = torch.stack(values)
+    if owners != list(range(len(inputs))):
+        rows = merge_by_group(rows, owners, len(inputs))
+    for index, source in enumerate(inputs):
+        if source.implicit_zeros:
+            rows[index, [Column.COUNT, Column.NEAR_ZERO]] += source.implicit_zeros
+            rows[index, Column.MIN].clamp_(max=0)
+            rows[index, Column.MAX].clamp_(min=0)
+    return rows
 
 
-def _finite_row(block: Tensor, columns: frozenset[Column], eps: float, wide: torch.dtype) -> Tensor:
-    row: list[Tensor | float] = [float(block.numel()), 0.0, 0.0, 0.0, 0.0, 0.0, torch.inf, -torch.inf]
+Found = Iterator[tuple[Column, Tensor]]
+
+
+def _look(block: Tensor, columns: frozenset[Column], eps: float, wide: torch.dtype) -> Found:
+    """What is wanted of a block, if all of it is finite. NaN and Inf turn a sum or an extreme into one."""
     if Column.SUM in columns or Column.SQUARE_SUM in columns:
         widened = block.to(wide)
         if Column.SUM in columns:
-            row[Column.SUM] = widened.sum()
+            yield Column.SUM, widened.sum()
         if Column.SQUARE_SUM in columns:
-            row[Column.SQUARE_SUM] = _sum_of_squares(widened)
+            yield Column.SQUARE_SUM, _sum_of_squares(widened)
     if _EXTREMES & columns:
-        row[Column.MIN], row[Column.MAX] = torch.aminmax(block)
+        smallest, largest = torch.aminmax(block)
+        yield Column.MIN, smallest
+        yield Column.MAX, largest
     if Column.ABS_SUM in columns or Column.NEAR_ZERO in columns:
         magnitude = block.abs()
-        row[Column.ABS_SUM] = magnitude.sum()
+        yield Column.ABS_SUM, magnitude.sum()
         if Column.NEAR_ZERO in columns:
             # in place and in floating point: into a boolean tensor the comparison costs several times as much
-            row[Column.NEAR_ZERO] = magnitude.le_(_threshold(eps, block.dtype)).sum()
+            yield Column.NEAR_ZERO, magnitude.le_(_threshold(eps, block.dtype)).sum()
     if columns <= ALWAYS:
-        row[Column.SQUARE_SUM] = torch.dot(block, block)  # only as the witness of NaN and Inf
-    return _as_row(row, block.device, wide)
+        yield Column.SQUARE_SUM, torch.dot(block, block)  # only as the witness of NaN and Inf
 
 
-def _guarded_row(block: Tensor, columns: frozenset[Column], eps: float, wide: torch.dtype) -> Tensor:
+def _look_closely(block: Tensor, columns: frozenset[Column], eps: float, wide: torch.dtype) -> Found:
+    """The same for any values, in float64; what nobody asked for comes along."""
     block = block.to(wide)
     finite = torch.isfinite(block)
-    row: list[Tensor | float] = [float(block.numel()), 0.0, 0.0, 0.0, 0.0, 0.0, torch.inf, -torch.inf]
-    row[Column.SUM] = block.sum()
-    row[Column.SQUARE_SUM] = _sum_of_squares(block)
-    row[Column.NONFINITE] = (~finite).sum()
-    row[Column.MIN] = torch.where(finite, block, torch.inf).amin()
-    row[Column.MAX] = torch.where(finite, block, -torch.inf).amax()
     magnitude = block.abs()
-    row[Column.ABS_SUM] = magnitude.sum()
-    row[Column.NEAR_ZERO] = (magnitude <= eps).sum()  # false for NaN and Inf
-    return _as_row(row, block.device, wide)
+    yield Column.SUM, block.sum()
+    yield Column.SQUARE_SUM, _sum_of_squares(block)
+    yield Column.NONFINITE, (~finite).sum()
+    yield Column.MIN, torch.where(finite, block, torch.inf).amin()
+    yield Column.MAX, torch.where(finite, block, -torch.inf).amax()
+    yield Column.ABS_SUM, magnitude.sum()
+    yield Column.NEAR_ZERO, (magnitude <= eps).sum()  # false for NaN and Inf
 
 
 def _sum_of_squares(block: Tensor) -> Tensor:
@@ -203,13 +218,6 @@ def _sum_of_squares(block: Tensor) -> Tensor:
     rest = block[whole:]
     squares = torch.dot(rest, rest)
     return squares if whole == 0 else squares + torch.linalg.vector_norm(block[:whole].view(-1, _RUN), dim=1).square().sum()
-
-
-def _as_row(row: list[Tensor | float], device: torch.device, wide: torch.dtype) -> Tensor:
-    filled = torch.empty(WIDTH, dtype=wide, device=device)
-    for column, value in enumerate(row):
-        filled[column] = value
-    return filled
 
 
 def inner_product(a: Tensor, b: Tensor) -> Tensor:
