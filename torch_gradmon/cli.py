@@ -72,9 +72,10 @@ def _demo(options: argparse.Namespace) -> int:
     try:
         from .demo import demo
     except ModuleNotFoundError as error:
-        if error.name in _EXTRAS:
-            return _fail(f'the demo needs {error.name}: pip install "torch_gradmon[cli]"', 2)
-        if error.name is not None and error.name.startswith("pydoc_data"):
+        lacking = (error.name or "").partition(".")[0]
+        if lacking in _EXTRAS:
+            return _fail(f'the demo needs {lacking}: pip install "torch_gradmon[cli]"', 2)
+        if lacking == "pydoc_data":
             return _fail("the demo trains on pydoc_data.topics, which this Python comes without", 2)
         raise
     demo(options.steps, options.run_dir, options.svg, options.seed)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from .capture.attachment import Attachment
 from .capture.hooks import Hook
 from .guard import guarded
+from .names import GRADIENT_BEFORE_CLIP
 from .planner import Planner
 
 if TYPE_CHECKING:
@@ -110,8 +111,7 @@ class Follower:
             return
         self._ensure_open()
         self._backwards += 1
-        known = self._learned >= _LEARNING and len(self._attachment.optimizers) == 1
-        if known and self._fewest is not None and self._backwards < self._fewest:
+        if self._more_are_to_come():
             return
         scaled: list[int] = []
         plain: list[int] = []
@@ -129,6 +129,11 @@ class Follower:
         for positions, scale in ((plain, None), (scaled, inverse_scale)):
             if positions:
                 self.session.gradients.before_clip(sorted(positions), scale)
+
+    def _more_are_to_come(self) -> bool:
+        """Whether, by all that was seen so far, this was not yet the last backward pass of the step."""
+        known = self._learned >= _LEARNING and len(self._attachment.optimizers) == 1
+        return known and self._fewest is not None and self._backwards < self._fewest
 
     def _shares(self) -> Iterator[tuple[Optimizer | None, list[int]]]:
         for optimizer in self.optimizers():
@@ -154,6 +159,12 @@ class Follower:
         if not self.session.takes_values:
             return
         self._note_rates(optimizer)
+        if self._backwards and self._more_are_to_come():
+            reason = (
+                f"this step had {self._backwards} backward passes where none had fewer than {self._fewest} before; "
+                "monitor.clip_grad_norm_ measures whatever their number"
+            )
+            self.session.explain(GRADIENT_BEFORE_CLIP, reason)
         self._begun.add(id(optimizer))
         self.session.gradients.release(id(optimizer))
         positions = self._positions_at(optimizer)

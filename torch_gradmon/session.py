@@ -173,7 +173,7 @@ class Session:
             trainable=inventory.trainable,
             matrices=inventory.matrices,
             groups=self._groups(),
-            refused=buffer.refused,
+            refused={**{source: why for (source, name), why in buffer.absent.items() if not name}, **buffer.refused},
             context=self._context(noted),
         )
         if "overhead_pct" in self.summary.keys:
@@ -237,6 +237,11 @@ class Session:
         """A fact about the step in flight, a number or a 0-d tensor, for the context of its record."""
         if self.open and self._buffer is not None and value is not None:
             self._buffer.noted[name] = value.clone() if isinstance(value, Tensor) else value
+
+    def explain(self, source: str, reason: str) -> None:
+        """Why ``source`` has no values in the step in flight."""
+        if self._buffer is not None:
+            self._buffer.absent[source, ""] = reason
 
     def note_refusal(self, found_inf: Tensor) -> None:
         """A fused optimizer did not apply the step where ``found_inf`` is not zero: a fact that stays on the device."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -71,7 +72,7 @@ class Attachment:
         self._tasks: set[int] = set()
         self._depth: dict[int, int] = {}
         self._stepped: set[int] = set()
-        self._plain: set[int] = set()  # optimizers that step without the scaler
+        self._plain_steps: Counter[int] = Counter()  # steps without the scaler, in a row
         self.in_closure = False
         self.in_scaler_step = False
         self._wrapped: list[WrappedMethod] = []
@@ -177,12 +178,16 @@ class Attachment:
             loop.scale_mistaken("a GradScaler was noticed only in this step; pass scaler= to attach() or watch()", calling)
         elif calling is not None and calling is not self.scaler:
             loop.scale_mistaken("another GradScaler drives this optimizer; one for all optimizers is understood", calling)
-        elif scale_of(self.scaler) is not None and not is_unscaled(self.scaler, optimizer):
-            plain = calling is None
-            if plain != (id(optimizer) in self._plain):
+        elif scale_of(self.scaler) is not None:
+            plain = calling is None and not is_unscaled(self.scaler, optimizer)
+            if plain != self._is_plain(optimizer):
                 how = "without" if plain else "again with"
                 loop.scale_mistaken(f"{type(optimizer).__name__} stepped {how} the GradScaler", self.scaler)
-            (self._plain.add if plain else self._plain.discard)(id(optimizer))
+            self._plain_steps[id(optimizer)] = self._plain_steps[id(optimizer)] + 1 if plain else 0
+
+    def _is_plain(self, optimizer: Optimizer | None) -> bool:
+        """Whether this optimizer is taken to step without the scaler: it did so twice in a row."""
+        return self._plain_steps[id(optimizer)] >= 2
 
     def _followed(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
         def followed() -> Any:
@@ -232,7 +237,7 @@ class Attachment:
         if scale is None:
             scale = scale_of(self.scaler)
             stepping = optimizer is not None and self._depth.get(id(optimizer), 0) > 0
-            if scale is None or stepping or id(optimizer) in self._plain or is_unscaled(self.scaler, optimizer):
+            if scale is None or stepping or self._is_plain(optimizer) or is_unscaled(self.scaler, optimizer):
                 return None
         return scale.double().reciprocal().float()
 

@@ -1,0 +1,223 @@
+"""The demo's table says what plain torch says, and the command line helps or fails in one line."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+import warnings
+import xml.etree.ElementTree
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import torch_gradmon as gradmon
+
+pytestmark = pytest.mark.extra
+
+STEPS, SEED = 23, 7  # the last step that measures updates is number 20
+_SEEN = ("before", "after", "parameter", "update")
+_BLOCKED = "import sys\nsys.modules[{name!r}] = None\nfrom torch_gradmon.cli import main\nsys.exit(main(['demo']))"
+
+
+def _sizes() -> Any:
+    from torch_gradmon.demo import Sizes
+
+    return Sizes(blocks=2, width=16, heads=2, context=12, batch=3)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    from torch_gradmon.demo import demo
+
+    run_dir = tmp_path_factory.mktemp("demo") / "run"
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        patch.delenv("GRADMON_DISABLE", raising=False)
+        # the text, and with it the course of the training, is another one in each version of Python
+        warnings.filterwarnings("ignore", r"torch_gradmon: step \d+: grad_norm", gradmon.GradmonWarning)
+        yield demo(STEPS, run_dir, run_dir.parent / "pictures" / "table.svg", SEED, _sizes())
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[dict[str, dict[str, Tensor]], float]:
+    """The same training without a monitor: gradients before and after the clip, parameters and updates of step 20, and its loss."""
+    from torch_gradmon.demo import LEARNING_RATE, MAX_NORM, WARM_UP, CharacterGPT, corpus, draw
+
+    torch.manual_seed(SEED)
+    _, data, characters = corpus()
+    model, generator = CharacterGPT(characters, _sizes()), torch.Generator().manual_seed(SEED)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
+    for _ in range(21):
+        optimizer.zero_grad()
+        loss = model(*draw(data, _sizes(), generator))
+        loss.backward()
+        named = dict(model.named_parameters())
+        seen = {"before": {name: p.grad.double() for name, p in named.items()}}  # double() copies
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        seen["after"] = {name: p.grad.double() for name, p in named.items()}
+        seen["parameter"] = {name: p.detach().double() for name, p in named.items()}
+        optimizer.step()
+        seen["update"] = {name: p.detach().double() - seen["parameter"][name] for name, p in named.items()}
+        schedule.step()
+    return seen, loss.item()
+
+
+def _all(tensors: dict[str, Tensor], names: list[str]) -> Tensor:
+    return torch.cat([tensors[name].flatten() for name in names])
+
+
+def test_every_number_in_the_table_is_that_of_a_plain_loop(finished: Any, plain: Any) -> None:
+    seen, _ = plain
+    members = {row.layer: [f"{row.layer}.weight"] for row in finished.rows if row.layer != "all norms"}
+    members["all norms"] = [name for name in seen["before"] if "norm" in name]
+    assert sorted(name for names in members.values() for name in names) == sorted(seen["before"])
+    whole = _all(seen["before"], list(seen["before"])).norm().item()
+    for row in finished.rows:
+        before, after, parameter, update = (_all(seen[what], members[row.layer]) for what in _SEEN)
+        assert row.before_clip == pytest.approx(before.norm().item(), rel=1e-6), row
+        assert row.after_clip == pytest.approx(after.norm().item(), rel=1e-6), row
+        assert row.share == pytest.approx((before.norm().item() / whole) ** 2, rel=1e-6), row
+        assert row.update_ratio == pytest.approx((update.norm() / parameter.norm()).item(), rel=1e-6), row
+        assert row.sparsity == pytest.approx((before.abs() <= 1e-8).double().mean().item(), rel=1e-6), row
+    assert sum(row.share for row in finished.rows) == pytest.approx(1)
+
+
+def test_the_test_sees_a_clip_and_some_sparsity(finished: Any) -> None:
+    assert all(row.after_clip < 0.999 * row.before_clip for row in finished.rows)
+    assert any(row.sparsity > 0 for row in finished.rows)
+
+
+def test_the_whole_model_values_are_those_of_a_plain_loop(finished: Any, plain: Any) -> None:
+    seen, loss = plain
+    whole = {what: _all(tensors, list(tensors)).norm().item() for what, tensors in seen.items()}
+    values = finished.values
+    assert finished.step == 20
+    assert values["gradmon/grad_norm"] == pytest.approx(whole["before"], rel=1e-6)
+    assert values["gradmon/grad_norm_clipped"] == pytest.approx(whole["after"], rel=1e-6)
+    assert values["gradmon/update_ratio"] == pytest.approx(whole["update"] / whole["parameter"], rel=1e-6)
+    assert values["loss"] == pytest.approx(loss, rel=1e-6)
+
+
+def test_the_run_and_the_lines_hold_every_step(finished: Any) -> None:
+    run = gradmon.load_run(finished.run_dir)
+    lines = [json.loads(line) for line in (finished.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert run.steps == [line["step"] for line in lines] == list(range(STEPS))
+    assert {key: value for key, value in lines[20].items() if key != "step"} == dict(finished.values)
+    assert run.series("gradmon/grad_norm")[20] == pytest.approx(finished.values["gradmon/grad_norm"])
+    run.close()
+
+
+def test_the_printed_report_and_the_picture_hold_the_table(finished: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    from torch_gradmon.demo import report
+
+    report(Console(width=80), finished)
+    printed = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in printed.splitlines() if str(finished.run_dir) not in line)
+    picture = finished.run_dir.parent / "pictures" / "table.svg"
+    drawn = "".join(xml.etree.ElementTree.parse(picture).getroot().itertext())
+    for row in finished.rows:
+        for text in (row.layer, f"{row.before_clip:.3f}", f"{row.share:.1%}"):
+            assert text.replace(" ", "\N{NO-BREAK SPACE}") in drawn
+            assert text in printed
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+def test_a_run_too_short_for_a_score_is_shown_all_the_same(steps: int, tmp_path: Path) -> None:
+    from torch_gradmon.demo import demo
+
+    assert demo(steps, tmp_path, None, 0, _sizes()).step == 0
+
+
+# --- the command line ------------------------------------------------------------------------------------------------------------
+
+
+def _run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "80", **environment},
+        timeout=120,
+    )
+
+
+def _gradmon(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return _run("-c", "import sys; from torch_gradmon.cli import main; sys.exit(main())", *arguments, **environment)
+
+
+@pytest.mark.parametrize(("arguments", "told"), [(["--help"], "examples:"), (["demo", "--help"], "--svg FILE")])
+def test_help_is_printed(arguments: list[str], told: str) -> None:
+    done = _gradmon(*arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert told in done.stdout
+
+
+def test_the_version_is_printed() -> None:
+    assert _gradmon("--version").stdout == f"torch_gradmon {gradmon.__version__}\n"
+
+
+def test_help_loads_nothing_that_only_the_demo_needs() -> None:
+    code = (
+        "import sys; from torch_gradmon.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+        "print('loaded', *sorted({'rich', 'pydoc_data', 'torch_gradmon.demo'} & set(sys.modules)))"
+    )
+    assert _run("-c", code).stdout.endswith("loaded\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        ([], 2, "name a command"),
+        (["dmeo"], 2, "invalid choice: 'dmeo'"),
+        (["demo", "--steps", "0"], 2, "'0' is not a positive whole number"),
+        (["demo", "--steps", "many"], 2, "'many' is not a positive whole number"),
+        (["demo", "--sgv", "a.svg"], 2, "--sgv"),
+        (["demo", "--run-dir", __file__], 1, "is a file; give a directory"),
+        (["demo", "--svg", os.path.dirname(__file__)], 1, "is a directory; give a file"),
+    ],
+)
+def test_a_wrong_request_fails_in_one_line(arguments: list[str], code: int, told: str, tmp_path: Path) -> None:
+    if arguments[:1] == ["demo"] and "--run-dir" not in arguments:
+        arguments = [*arguments, "--run-dir", str(tmp_path / "run")]
+    done = _gradmon(*arguments)
+    assert done.returncode == code
+    assert told in done.stderr
+    assert done.stderr.startswith("gradmon")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["rich", "tqdm"])
+def test_a_missing_package_is_named_in_one_line(name: str) -> None:
+    done = _run("-c", _BLOCKED.format(name=name))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f'gradmon: error: the demo needs {name}: pip install "torch_gradmon[cli]"\n'
+
+
+def test_a_switched_off_monitor_is_told(tmp_path: Path) -> None:
+    done = _gradmon("demo", "--run-dir", str(tmp_path / "run"), GRADMON_DISABLE="1")
+    assert done.returncode == 1
+    assert "GRADMON_DISABLE is set" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_command_has_the_defaults_of_the_function() -> None:
+    from torch_gradmon.cli import _parser
+    from torch_gradmon.demo import RUN_DIR, STEPS, demo
+
+    options = vars(_parser().parse_args(["demo"]))
+    defaults = {name: parameter.default for name, parameter in inspect.signature(demo).parameters.items()}
+    assert (options["steps"], options["run_dir"]) == (STEPS, RUN_DIR)
+    assert {name: options[name] for name in ("steps", "run_dir", "svg", "seed")} == {
+        name: defaults[name] for name in ("steps", "run_dir", "svg", "seed")
+    }
+    assert (STEPS - 1) % 10 == 0

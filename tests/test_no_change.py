@@ -1,0 +1,86 @@
+"""Training with the heaviest monitor leaves, bit for bit, what training without one leaves."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torch_gradmon import ModuleMonitor
+from torch_gradmon.sinks import JsonlSink
+
+from . import loops
+from .families import BY_NAME
+
+ALL = list(loops.settings())
+CHOSEN = loops.pairwise(ALL)
+SLOW = [pytest.param(setting, marks=pytest.mark.slow) for setting in ALL if setting not in CHOSEN]
+
+
+def _random(tensor: Tensor, *_: Any) -> Tensor:
+    return torch.rand(()) + tensor.numel()
+
+
+def heaviest(directory: Path) -> loops.Watch:
+    """Every source on every step, functions that draw random numbers, all outlets; a failure inside raises."""
+
+    def watch(model: Any, optimizer: Any, scaler: Any) -> ModuleMonitor:
+        monitor = ModuleMonitor(on_metric_error="raise", layers="all", run_dir=directory / "run")
+        monitor.add_preset("full")
+        for add in (monitor.add_gradient_metric, monitor.add_parameter_metric, monitor.add_update_metric):
+            add("random", _random)
+        monitor.add_gradient_metric("random_mean", _random, metric_aggregation_fn=torch.median, stages=("local",))
+        monitor.add_gradient_metric("std", stages=("local",))
+        monitor.add_optimizer_metric("random", lambda state: torch.rand(()))
+        monitor.add_activation_metric("random", _random, metric_aggregation_fn="max")
+        monitor.add_parameter_metric("std")
+        monitor.add_update_metric("ratio")
+        monitor.add_sink(JsonlSink(directory / "log.jsonl"))
+        monitor.set_module(model)
+        return monitor.attach(optimizer, scaler=scaler)
+
+    return watch
+
+
+@pytest.mark.parametrize("setting", [*CHOSEN, *SLOW], ids=str)
+def test_training_is_the_same_bit_for_bit(setting: loops.Setting, tmp_path: Path) -> None:
+    plain = loops.train(**dict(setting.parts()))
+    watched = loops.train(**dict(setting.parts()), monitored=heaviest(tmp_path))
+    assert loops.differences(plain, watched) == []
+    assert (tmp_path / "log.jsonl").read_text().count("\n") == 12  # so the monitor was awake
+
+
+def test_the_chosen_settings_hold_every_pair_of_choices_that_can_be_had() -> None:
+    """Every pair, by a count of its own: all products of two dimensions of which some setting is valid."""
+    covered = set().union(*map(loops.pairs, CHOSEN))
+    for (one, firsts), (other, seconds) in itertools.combinations(loops.CHOICES.items(), 2):
+        for first, second in itertools.product(firsts, seconds):
+            can_be_had = any(getattr(s, one) == first and getattr(s, other) == second for s in ALL)
+            assert (((one, first), (other, second)) in covered) == can_be_had
+    assert {s.family for s in CHOSEN} == set(BY_NAME)
+    assert {s.optimizer_name for s in CHOSEN} == set(loops.OPTIMIZERS)
+
+
+@pytest.mark.parametrize("number", range(len(loops.REFUSED)), ids=[message for message, _ in loops.REFUSED])
+def test_what_is_left_out_torch_refuses_by_itself(number: int) -> None:
+    message, applies = loops.REFUSED[number]
+    products = itertools.product(*(v for k, v in loops.CHOICES.items() if k not in ("recompute", "compile")))
+    alone = [s for s in (loops.Setting(*values) for values in products) if applies(s) and loops.refusals(s) == [message]]
+    assert alone
+    for setting in alone:
+        with pytest.raises((RuntimeError, ValueError), match=message):
+            loops.train(**dict(setting.parts()), steps=1)
+
+
+def test_the_comparison_sees_one_bit() -> None:
+    one = loops.train(steps=2)
+    for name, tensor in (("parameters", one["parameters"]["0.weight"]), ("rng", one["rng"])):
+        other = loops.train(steps=2)
+        spoilt = other[name]["0.weight"].detach() if name == "parameters" else other[name]
+        bits = spoilt.reshape(-1).view(torch.uint8)
+        bits[-1] ^= 1
+        assert [where.split("/")[1] for where in loops.differences(one, other)] == [name], tensor.shape
