@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from .errors import display, nearest
 
@@ -66,3 +67,40 @@ def grad_scaler(value: object) -> None:
     """A GradScaler or None."""
     if value is not None and not isinstance(value, torch.amp.GradScaler):
         raise TypeError(f"scaler must be a torch.amp.GradScaler, got {display(value)}")
+
+
+def bare_optimizer(optimizer: Any) -> Optimizer:
+    """The optimizer inside the wrapper of a trainer, such as Accelerate's, or itself.
+
+    Raises:
+        TypeError: there is none.
+    """
+    inner = optimizer
+    while isinstance(getattr(inner, "optimizer", None), Optimizer):
+        inner = inner.optimizer
+    if not isinstance(inner, Optimizer):
+        raise TypeError(f"expected a torch.optim.Optimizer, got {display(optimizer)}; pass the optimizer itself")
+    return inner
+
+
+def optimizers(model: nn.Module, named: Sequence[Any]) -> list[Optimizer]:
+    """The optimizers inside whatever wraps them.
+
+    Raises:
+        TypeError: one is no optimizer.
+        ValueError: none, one twice, or none that holds a parameter of ``model``.
+    """
+    if not named:
+        raise ValueError("the optimizer is missing, as in watch(model, optimizer) or monitor.attach(optimizer)")
+    bare = [bare_optimizer(optimizer) for optimizer in named]
+    if len({id(optimizer) for optimizer in bare}) < len(bare):
+        raise ValueError(
+            f"the same {type(bare[0]).__name__} is named twice; name each optimizer once, in the order in which they step"
+        )
+    owned = {id(p) for optimizer in bare for group in optimizer.param_groups for p in group["params"]}
+    if owned.isdisjoint(id(p) for p in model.parameters()):
+        raise ValueError(
+            f"no optimizer holds a parameter of this {type(model).__name__}: they were made for another model, or before its "
+            "parameters were replaced (fully_shard, to_empty, load_state_dict(assign=True)); make the optimizer afterwards"
+        )
+    return bare

@@ -13,7 +13,6 @@ from torch import nn
 
 from . import check
 from . import names as n
-from .capture.attachment import checked_optimizers
 from .capture.measuring import Measurer
 from .capture.parameters import OPTIMIZER_BUILT_INS
 from .errors import Complaints, display
@@ -214,7 +213,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         check.grad_scaler(scaler)
         if start_step is not None:
             check.step_number("start_step", start_step)
-        bare = checked_optimizers(module, optimizers)
+        bare = check.optimizers(module, optimizers)
         if not self._session.guard.inert:
             if start_step is not None:
                 self._session.next_step = start_step

@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 from . import names as n
 from .assembly import assemble, describe, missing
 from .capture.activations import ActivationCapture
-from .capture.attachment import is_unscaled, scale_of
 from .capture.gradients import GradientCapture
 from .capture.measuring import Measurer
 from .capture.parameters import ParameterCapture
+from .capture.scaling import is_unscaled, reciprocal, scale_of
 from .errors import GradmonWarning, SpikeError
 from .follower import Follower
 from .guard import Guard, guarded
@@ -279,7 +279,7 @@ class Session:
         if not self.takes_values:
             return
         scale = None if is_unscaled(self.scaler, None) else scale_of(self.scaler)
-        inverse = None if scale is None else scale.double().reciprocal().float()
+        inverse = None if scale is None else reciprocal(scale)
         (self.gradients.before_clip if before_clip else self.gradients.after_clip)(positions, inverse)
 
     @guarded

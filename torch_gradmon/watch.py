@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from . import check
-from .capture.attachment import checked_optimizers
 from .monitor import ModuleMonitor
 from .presets import PRESETS
 from .record import Event
@@ -48,7 +47,7 @@ def watch(
     check.module(model)
     check.one_of("preset", preset, tuple(PRESETS))
     check.grad_scaler(scaler)
-    checked_optimizers(model, optimizers)
+    check.optimizers(model, optimizers)
     monitor = ModuleMonitor(model, every=every, layers=layers, on_spike=on_spike, run_dir=run_dir)
     monitor.add_preset(preset)
     return monitor.attach(*optimizers, scaler=scaler)

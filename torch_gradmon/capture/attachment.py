@@ -6,10 +6,8 @@ What the hooks see is told to a :class:`Loop`, which decides what to measure. Ti
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -17,10 +15,9 @@ from torch import nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
-from ..errors import display
+from ..check import bare_optimizer
 from .hooks import Handles, Hook, ModuleHook, WrappedMethod
-
-_UNSCALED = 1  # torch.amp.grad_scaler.OptState.UNSCALED; READY is 0, STEPPED is 2
+from .scaling import Scales, calling_scaler
 
 
 class Loop(Protocol):
@@ -72,7 +69,7 @@ class Attachment:
         self._tasks: set[int] = set()
         self._depth: dict[int, int] = {}
         self._stepped: set[int] = set()
-        self._plain_steps: Counter[int] = Counter()  # steps without the scaler, in a row
+        self.scales = Scales()
         self.in_closure = False
         self.in_scaler_step = False
         self._wrapped: list[WrappedMethod] = []
@@ -81,7 +78,6 @@ class Attachment:
             # the one strong reference to the loop: a monitor that nobody kept lives as long as the optimizer that it watches
             self._handles.add(optimizer.register_step_pre_hook(self._strongly(loop, self._step_began)))
             self._handles.add(optimizer.register_step_post_hook(self._strongly(loop, self._step_ended)))
-        self.scaler: torch.amp.GradScaler | None = None
         if scaler is not None:
             self.adopt(scaler)
 
@@ -95,7 +91,7 @@ class Attachment:
 
     def adopt(self, scaler: torch.amp.GradScaler) -> None:
         """Follow ``scaler`` from now on."""
-        self.scaler = scaler
+        self.scales.scaler = scaler
         self._wrapped.append(WrappedMethod(scaler, "step", self._scaler_step))
         self._wrapped.append(WrappedMethod(scaler, "update", self._scaler_update))
 
@@ -160,7 +156,10 @@ class Attachment:
         if loop is None or depth > 1:  # a subclass whose step calls super().step fires the hooks twice
             return None
         self._stepped.add(id(optimizer))
-        self._check_scale(loop, optimizer)
+        if (reason := self.scales.mistake(optimizer, calling := calling_scaler())) is not None:
+            if self.scales.scaler is None and calling is not None:
+                self.adopt(calling)
+            loop.scale_mistaken(reason, calling)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         loop.step_began(optimizer, closure is not None)
         if closure is None:
@@ -169,25 +168,6 @@ class Attachment:
         if "closure" in kwargs:
             return args, {**kwargs, "closure": wrapped}
         return (args[0], wrapped, *args[2:]), kwargs
-
-    def _check_scale(self, loop: Loop, optimizer: Optimizer) -> None:
-        """Only here is it certain which scaler drives an optimizer, if any: hold what was assumed against it."""
-        calling = _calling_scaler()
-        if calling is not None and self.scaler is None:
-            self.adopt(calling)
-            loop.scale_mistaken("a GradScaler was noticed only in this step; pass scaler= to attach() or watch()", calling)
-        elif calling is not None and calling is not self.scaler:
-            loop.scale_mistaken("another GradScaler drives this optimizer; one for all optimizers is understood", calling)
-        elif scale_of(self.scaler) is not None:
-            plain = calling is None and not is_unscaled(self.scaler, optimizer)
-            if plain != self._is_plain(optimizer):
-                how = "without" if plain else "again with"
-                loop.scale_mistaken(f"{type(optimizer).__name__} stepped {how} the GradScaler", self.scaler)
-            self._plain_steps[id(optimizer)] = self._plain_steps[id(optimizer)] + 1 if plain else 0
-
-    def _is_plain(self, optimizer: Optimizer | None) -> bool:
-        """Whether this optimizer is taken to step without the scaler: it did so twice in a row."""
-        return self._plain_steps[id(optimizer)] >= 2
 
     def _followed(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
         def followed() -> Any:
@@ -233,73 +213,4 @@ class Attachment:
 
     def inverse_scale(self, optimizer: Optimizer | None) -> torch.Tensor | None:
         """What the gradients of ``optimizer`` must be multiplied by, as a device tensor; None where they are unscaled."""
-        scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer has it while it steps and has to unscale by itself
-        if scale is None:
-            scale = scale_of(self.scaler)
-            stepping = optimizer is not None and self._depth.get(id(optimizer), 0) > 0
-            if scale is None or stepping or self._is_plain(optimizer) or is_unscaled(self.scaler, optimizer):
-                return None
-        return scale.double().reciprocal().float()
-
-
-def scale_of(scaler: torch.amp.GradScaler | None) -> torch.Tensor | None:
-    """The scaler's scale on the device, or None where nothing was scaled. ``get_scale()`` would synchronise."""
-    return scaler._scale if scaler is not None and scaler.is_enabled() else None
-
-
-def is_unscaled(scaler: torch.amp.GradScaler | None, optimizer: Optimizer | None) -> bool:
-    """Whether the scaler has unscaled the gradients of ``optimizer``, or with None of any optimizer, in this attempt."""
-    states = getattr(scaler, "_per_optimizer_states", {})
-    if optimizer is not None:
-        found = states.get(id(optimizer))
-        return found is not None and found["stage"].value >= _UNSCALED
-    return any(state["stage"].value >= _UNSCALED for state in states.values())
-
-
-def bare_optimizer(optimizer: Any) -> Optimizer:
-    """The optimizer inside the wrapper of a trainer, such as Accelerate's, or itself.
-
-    Raises:
-        TypeError: there is none.
-    """
-    inner = optimizer
-    while isinstance(getattr(inner, "optimizer", None), Optimizer):
-        inner = inner.optimizer
-    if not isinstance(inner, Optimizer):
-        raise TypeError(f"expected a torch.optim.Optimizer, got {display(optimizer)}; pass the optimizer itself")
-    return inner
-
-
-def checked_optimizers(module: nn.Module, optimizers: Sequence[Any]) -> list[Optimizer]:
-    """The optimizers inside whatever wraps them.
-
-    Raises:
-        TypeError: one is no optimizer.
-        ValueError: none, one twice, or none that holds a parameter of ``module``.
-    """
-    if not optimizers:
-        raise ValueError("the optimizer is missing, as in watch(model, optimizer) or monitor.attach(optimizer)")
-    bare = [bare_optimizer(optimizer) for optimizer in optimizers]
-    if len({id(optimizer) for optimizer in bare}) < len(bare):
-        raise ValueError(
-            f"the same {type(bare[0]).__name__} is named twice; name each optimizer once, in the order in which they step"
-        )
-    owned = {id(p) for optimizer in bare for group in optimizer.param_groups for p in group["params"]}
-    if owned.isdisjoint(id(p) for p in module.parameters()):
-        raise ValueError(
-            f"no optimizer holds a parameter of this {type(module).__name__}: they were made for another model, or before its "
-            "parameters were replaced (fully_shard, to_empty, load_state_dict(assign=True)); make the optimizer afterwards"
-        )
-    return bare
-
-
-def _calling_scaler() -> torch.amp.GradScaler | None:
-    """The GradScaler whose ``step`` is calling, if one is. Without knowing it, scaled gradients would be taken for true ones."""
-    frame = sys._getframe(2)
-    for _ in range(12):
-        if frame.f_code.co_name == "step" and isinstance(owner := frame.f_locals.get("self"), torch.amp.GradScaler):
-            return owner
-        if frame.f_back is None:
-            return None
-        frame = frame.f_back
-    return None
+        return self.scales.inverse(optimizer, stepping=self._depth.get(id(optimizer), 0) > 0)
