@@ -1,7 +1,7 @@
 # Everything that a fresh machine with Python and make needs: `make demo` and `make test` set themselves up.
 
 PYTHON ?= python3
-# the CPU build of torch; set TORCH to install another one, as in: make demo TORCH="torch --index-url ..."
+# set TORCH to install another one, such as the CPU build where the index has several:
 TORCH ?= torch==2.13.0
 VENV := .venv
 BARE := .venv-bare
