@@ -38,7 +38,7 @@ FLOORS = [
         "capture.attention",
         "capture.scaling",
     ],
-    ["spikes", "assembly", "capture.measuring", "capture.attachment"],
+    ["spikes", "spikes.judges", "assembly", "capture.measuring", "capture.attachment"],
     ["capture", "capture.gradients", "capture.parameters", "capture.activations", "follower"],
     ["session"],
     ["clipping", "metric_methods", "value_methods"],
@@ -165,6 +165,7 @@ HOST_READS = {
     ("statistics.eager", "measure", "bool"): "one flag per call on CPU tensors, where host and device share memory",
     ("statistics.eager", "measure", "tolist"): "behind that flag, on CPU only",
     ("statistics.eager", "_threshold", "float"): "of four bytes, not of a tensor",
+    ("capture.gradients", "_compared", "tolist"): "whether sums are the same, on CPU only",
     ("capture.activations", "__bool__", "bool"): "of a tuple",
     ("capture.hooks", "__bool__", "bool"): "of a list",
 }

@@ -52,7 +52,7 @@ class World:
             found += [dict(optimizer._optimizer_step_pre_hooks), dict(optimizer._optimizer_step_post_hooks)]
         for monitor in (self.free, self.attached):
             session = monitor._session
-            found += [monitor._registry.metrics, list(session.detectors), list(session.outbox.outlets), session.summary.keys]
+            found += [monitor._registry.metrics, list(session.judges.detectors), list(session.outbox.outlets), session.summary.keys]
             found += [session.step, session.open, monitor.has_reference_module(), monitor.state_dict()]
         return found
 
@@ -196,13 +196,13 @@ BAD: list[tuple[Call, type[Exception], tuple[str, ...]]] = [
     # resume and reading
     (lambda w: w.attached.load_state_dict(None), TypeError, ("None", "ModuleMonitor.state_dict()")),
     (lambda w: w.attached.load_state_dict({"step": 3}), ValueError, ("'step'", "lacks detectors, next_step, summary")),
-    (lambda w: w.free.load_state_dict(w.attached.state_dict()), ValueError, ("1 detectors", "0", "before loading")),
+    (lambda w: w.free.load_state_dict(w.attached.state_dict()), ValueError, ("grad_norm", "before loading")),
     (lambda w: _with_state(w, next_step="many"), ValueError, ("state['next_step']", "'many'", "nothing was loaded")),
     (lambda w: _with_state(w, summary={}), ValueError, ("state['summary']", "{}", "nothing was loaded")),
     (
-        lambda w: _with_state(w, detectors=[{"rule": {}}]),
+        lambda w: _with_state(w, detectors={"grad_norm": {"rule": {}}}),
         ValueError,
-        ("state['detectors']", "[{'rule': {}}]", "nothing was loaded"),
+        ("state['detectors']", "{'rule': {}}", "nothing was loaded"),
     ),
     (lambda w: load_run(w.path / "nowhere"), FileNotFoundError, ("nowhere", "does not exist")),
     (lambda w: load_run(w.path / "garbage"), ValueError, ("garbage", "not a run of torch_gradmon")),

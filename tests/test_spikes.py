@@ -222,4 +222,4 @@ def test_a_step_that_was_not_applied_teaches_the_detector_nothing() -> None:
         scaler.step(optimizer)
         scaler.update()
     assert monitor.get_step_metrics()["gradmon/steps_not_applied"] == 2
-    assert len(monitor.state_dict()["detectors"][0]["rule"]["values"]) == 28
+    assert len(monitor.state_dict()["detectors"]["grad_norm"]["rule"]["values"]) == 28

@@ -19,7 +19,7 @@ from torch_gradmon.errors import Complaints
 from torch_gradmon.names import Key
 from torch_gradmon.statistics.eager import measure
 from torch_gradmon.statistics.moments import ALL_COLUMNS, VIEWS, Column
-from torch_gradmon.step import StepBuffer, _to_host, to_float
+from torch_gradmon.step import StepBuffer, _to_host
 
 KEY = Key("gradient", "w", "mine")
 
@@ -263,15 +263,6 @@ def test_a_failing_aggregation_loses_its_own_key_only() -> None:
 def test_what_is_no_number_is_refused_with_the_key(value: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="gradient/w/mine"):
         _buffer().merge_value(KEY, value)
-
-
-def test_to_float() -> None:
-    assert to_float(torch.tensor([[2]]), "lr") == 2.0
-    with pytest.raises(ValueError, match="lr must be one number, got 2"):
-        to_float(torch.ones(2), "lr")
-
-
-# --- the way to the host -----------------------------------------------------------------------------------------------------
 
 
 class _Counting(TorchDispatchMode):

@@ -11,8 +11,7 @@ from .metric import Metric
 from .names import Key
 from .record import Event, StepRecord, Table
 from .registry import SourcePlan
-from .spikes.detector import SpikeDetector
-from .statistics.moments import VIEWS, Column
+from .statistics.moments import ALWAYS, VIEWS, Column
 from .summary import Facts, Summary
 from .summary import key as summary_key
 
@@ -25,60 +24,38 @@ def assemble(
     activations: Mapping[Key, float],
     summary: Summary,
     layers: Layers,
-    detectors: Sequence[SpikeDetector],
     absent: dict[tuple[str, str], str],
-) -> StepRecord:
-    """The record of one step. ``absent`` receives a reason for each whole-model key that is not there."""
+) -> tuple[StepRecord, dict[str, float]]:
+    """The record of one step, and all whole-model values by name. ``absent`` receives reasons for those that are not there."""
     base = tables.pop(n.UPDATE_BASE, None)
     if not facts.applied:
         tables.pop(n.UPDATE, None)
         custom = {key: value for key, value in custom.items() if key.source != n.UPDATE}
         absent[n.UPDATE, ""] = "the step was not applied"
-    reasons: dict[str, str] = {}
-    # a sum over the model must not be one over the part of it that could be measured
-    whole = {source: table for source, table in tables.items() if source not in facts.refused}
-    values: dict[Key, float] = summary.compute(facts, whole, base, reasons)
-    events = _judge(facts, values, custom, tables, detectors, reasons, "spike_score" in summary.keys)
     undefined = [key for key, value in custom.items() if key.metric == "grad_momentum_cosine" and value == n.UNDEFINED]
     absent.update({(key.source, f"{key.name}/{key.metric}"): "the gradient or the momentum is zero" for key in undefined})
-    custom = {key: value for key, value in custom.items() if key not in undefined}
+    # a sum over the model must not be one over the part of it that could be measured
+    whole = {source: table for source, table in tables.items() if source not in facts.refused}
+    reasons: dict[str, str] = {}
+    summarised = summary.compute(facts, whole, base, reasons)
+    absent.update({(n.SUMMARY, name): reason for name, reason in reasons.items()})
+    values = {summary_key(name): summarised[name] for name in summary.keys if name in summarised}
     values.update({key: value for key, value in custom.items() if key.source == n.SUMMARY})
+    viewed = dict(activations)
     for source, plan in plans.items():
         if source in tables:
-            values.update(plan.evaluate(tables[source], base))
-    values.update(activations)
+            viewed.update(plan.evaluate(tables[source], base))
+    values.update(viewed)
     values.update(layers.values(whole if layers.choice == "blocks" else tables, base, facts.groups))
-    values.update(custom)
-    absent.update({(n.SUMMARY, name): reason for name, reason in reasons.items()})
-    return StepRecord(facts.step, time.time(), facts.applied, values, tables, facts.context, tuple(events))
+    values.update({key: value for key, value in custom.items() if key not in undefined})
+    derived = frozenset(key for key in viewed.keys() - custom.keys() if _follows(key, tables[key.source]))
+    record = StepRecord(facts.step, time.time(), facts.applied, values, tables, facts.context, derived=derived)
+    return record, summarised
 
 
-def _judge(
-    facts: Facts,
-    values: dict[Key, float],
-    custom: Mapping[Key, float],
-    tables: Mapping[str, Table],
-    detectors: Sequence[SpikeDetector],
-    reasons: dict[str, str],
-    wants_score: bool,
-) -> list[Event]:
-    events = []
-    for index, detector in enumerate(detectors):
-        value = values.get(summary_key(detector.signal), custom.get(Key("", detector.signal, "")))
-        if not facts.applied or value is None:
-            if index == 0:
-                reasons.setdefault(
-                    "spike_score", "the step was not applied" if not facts.applied else f"no value of {detector.signal}"
-                )
-            continue
-        verdict = detector.update(facts.step, value)
-        if verdict.score is not None and (index or wants_score):
-            values[summary_key("spike_score") if index == 0 else Key(n.SPIKE_SCORE, detector.signal, "")] = verdict.score
-        elif index == 0:
-            reasons["spike_score"] = "the detector has not seen enough steps yet"
-        if verdict.is_spike:
-            events.append(detector.event(facts.step, value, verdict))
-    return events
+def _follows(key: Key, table: Table) -> bool:
+    """Whether the value of ``key`` can be computed from the statistics in ``table``."""
+    return key.metric in VIEWS and VIEWS[key.metric].columns <= table.columns | ALWAYS and key.name in table.names
 
 
 def describe(event: Event, record: StepRecord) -> str:
@@ -146,5 +123,5 @@ _DEFAULT_REASONS = {
     n.PARAMETER_DIFFERENCE: "no reference module is set, or the parameters were not measured",
     n.UPDATE: "no attached optimizer changes it",
     n.OPTIMIZER: "the optimizer keeps no such state for it, or is not attached",
-    n.ACTIVATION: "the module was not called in a training forward",
+    n.ACTIVATION: "the module was not called in a training forward that hooks can see; inside torch.compile they cannot",
 }

@@ -69,15 +69,20 @@ def grad_scaler(value: object) -> None:
         raise TypeError(f"scaler must be a torch.amp.GradScaler, got {display(value)}")
 
 
+def inside(optimizer: Any) -> Any:
+    """What is inside the wrappers of trainers around an optimizer, or the thing itself."""
+    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
 def bare_optimizer(optimizer: Any) -> Optimizer:
     """The optimizer inside the wrapper of a trainer, such as Accelerate's, or itself.
 
     Raises:
         TypeError: there is none.
     """
-    inner = optimizer
-    while isinstance(getattr(inner, "optimizer", None), Optimizer):
-        inner = inner.optimizer
+    inner = inside(optimizer)
     if not isinstance(inner, Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, got {display(optimizer)}; pass the optimizer itself")
     return inner

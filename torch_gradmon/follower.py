@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,8 @@ class Follower:
         self.refused = False
         self._attempted = False
         self._begun: set[int] = set()
+        self._groups: list[int] = []
+        self._backward_since = False
         self._done: set[int] = set()
         self._owned: dict[int, list[int]] = {}
         self._unowned: list[int] = []
@@ -46,6 +49,13 @@ class Follower:
         self._attachment = Attachment(self, module, optimizers, scaler)
 
     # --- for the session -----------------------------------------------------------------------------------------------------
+
+    def groups_changed(self) -> bool:
+        """Whether an optimizer got or lost parameters since hooks were armed."""
+        return self._groups != self._group_sizes()
+
+    def _group_sizes(self) -> list[int]:
+        return [len(group["params"]) for optimizer in self.optimizers() for group in optimizer.param_groups]
 
     def step_opened(self) -> None:
         """A step was opened."""
@@ -61,7 +71,10 @@ class Follower:
     def arm(self, planner: Planner) -> None:
         """Hang the hooks on parameters that a monitored step needs."""
         assert planner.inventory is not None
+        self._groups = self._group_sizes()
         self._owned, self._unowned = planner.positions(self.optimizers())
+        owners = Counter(position for positions in self._owned.values() for position in positions)
+        self.session.parameters.shared = {position for position, count in owners.items() if count > 1}
         references = planner.inventory.references
         self._attachment.arm(
             [parameter for reference in references if (parameter := reference()) is not None],
@@ -109,8 +122,11 @@ class Follower:
         """Measure gradients before clipping, since this may have been the last backward pass of the step."""
         if self.session.paused:
             return
+        if not self.session.open and self._leads:
+            self.session.forward_unseen()
         self._ensure_open()
         self._backwards += 1
+        self._backward_since = True
         if self._more_are_to_come():
             return
         scaled: list[int] = []
@@ -155,6 +171,8 @@ class Follower:
     @guarded
     def step_began(self, optimizer: Optimizer, has_closure: bool) -> None:
         """Measure parameters, and gradients unless the closure has yet to compute them."""
+        if not has_closure and self._steps_late(optimizer):
+            return
         self._ensure_open()
         if not self.session.takes_values:
             return
@@ -167,12 +185,31 @@ class Follower:
             self.session.explain(GRADIENT_BEFORE_CLIP, reason)
         self._begun.add(id(optimizer))
         self.session.gradients.release(id(optimizer))
+        if len(self._begun | self._done) == 1:  # before the first of several optimizers has changed anything
+            self.session.parameters.measure(range(len(self._unowned) + len(set().union(*self._owned.values()))))
         positions = self._positions_at(optimizer)
-        self.session.parameters.measure(positions)
         self.session.parameters.before_step(positions)
         if not has_closure:
             self.session.gradients.after_clip(positions, self._attachment.inverse_scale(optimizer))
             self._done.add(id(optimizer))
+
+    def _steps_late(self, optimizer: Optimizer) -> bool:
+        """Whether this optimizer belongs to the step that has just ended: named before the last one, it steps after it."""
+        late = (
+            self._leads
+            and not self.session.open
+            and self.session.last is not None
+            and not self._backward_since
+            and id(optimizer) not in self._done
+        )
+        if late:
+            self._attachment.move_last(optimizer)
+            kind = type(optimizer).__name__
+            self.guard.complaints.add(
+                "order",
+                f"the {kind} named earlier steps last; name optimizers in the order in which they step. From here on it counts so",
+            )
+        return late
 
     def _note_rates(self, optimizer: Optimizer) -> None:
         place = next(place for place, reference in enumerate(self._attachment.optimizers) if reference() is optimizer)
@@ -212,7 +249,7 @@ class Follower:
 
     def _attempt_over(self, optimizer: Optimizer) -> None:
         if self._is_last(optimizer):
-            self._attempted = True
+            self._attempted, self._backward_since = True, False
             if self._leads and not self._attachment.in_scaler_step:
                 self.session.end()
 

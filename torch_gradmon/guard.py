@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from .errors import Complaints, SpikeError
+from .errors import Complaints, GradmonWarning, SpikeError
 
 
 class Guard:
@@ -42,7 +42,7 @@ class Guard:
             torch._C._set_grad_enabled(False)  # a tenth of what the context manager costs, on every step
             try:
                 return method(*args)
-            except SpikeError:
+            except (SpikeError, GradmonWarning):  # the second where warnings were made errors
                 raise
             except Exception as error:
                 name = method.__name__

@@ -203,6 +203,5 @@ class MetricMethods:
         known = {(metric.source, metric.name) for metric in self._registry.metrics}
         self._registry.add([metric for metric in made if (metric.source, metric.name) not in known], self._planner.matchable())
         self._session.summary.keys = preset.keys
-        if not any(detector.signal == "grad_norm" for detector in self._session.detectors):
-            self._session.detectors.insert(0, SpikeDetector())
+        self._session.add_detector(SpikeDetector(), of_preset=True)
         self._planner.changed()

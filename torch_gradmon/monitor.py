@@ -256,10 +256,11 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
 
         Raises:
             TypeError: it is no :class:`SpikeDetector`.
+            ValueError: there is a detector for its signal, other than a preset's, whose place it takes.
         """
         if not isinstance(detector, SpikeDetector):
             raise TypeError(f"expected a SpikeDetector, got {display(detector)}; a rule goes into one: SpikeDetector(rule)")
-        self._session.detectors.append(detector)
+        self._session.add_detector(detector)
 
     # --- resume --------------------------------------------------------------------------------------------------------------
 
@@ -278,10 +279,11 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         absent = {"next_step", "summary", "detectors"} - state.keys()
         if absent:
             raise ValueError(f"this is no state of a ModuleMonitor: it lacks {', '.join(sorted(absent))}; it has {sorted(state)}")
-        if len(state["detectors"]) != len(self._session.detectors):
+        mine = self._session.judges.detectors
+        if not isinstance(state["detectors"], Mapping) or set(state["detectors"]) != set(mine):
             raise ValueError(
-                f"the state has {len(state['detectors'])} detectors and this monitor {len(self._session.detectors)}; "
-                "add the same detectors before loading"
+                f"state['detectors'] has {display(state['detectors'])} and this monitor detectors of {sorted(mine)}; "
+                "add detectors of the same signals before loading"
             )
         before = self._session.state_dict()
         part = ""

@@ -59,6 +59,7 @@ class StepRecord:
         tables: statistics by source.
         context: learning rates, loss scale, tags: in every record, on no dashboard.
         events: what the detectors found.
+        derived: keys whose values follow from the tables.
     """
 
     step: int
@@ -68,3 +69,4 @@ class StepRecord:
     tables: Mapping[str, Table] = field(default_factory=dict)
     context: Mapping[str, Any] = field(default_factory=dict)
     events: tuple[Event, ...] = ()
+    derived: frozenset[Key] = frozenset()

@@ -33,7 +33,8 @@ from .record import Event, StepRecord
 from .registry import SourcePlan
 from .sinks.outbox import Outbox
 from .spikes.detector import SpikeDetector
-from .step import Aggregation, StepBuffer, to_float
+from .spikes.judges import Judges
+from .step import Aggregation, StepBuffer
 from .summary import Facts, Summary
 
 
@@ -59,7 +60,8 @@ class Session:
         self.outbox = outbox
         self.summary = Summary()
         self.layers = Layers(None)
-        self.detectors: list[SpikeDetector] = []
+        self.judges = Judges()
+        self._preset_signals: set[str] = set()
         self.gradients = GradientCapture(measurer)
         self.parameters = ParameterCapture(measurer, update_sample)
         self.activations = ActivationCapture(measurer)
@@ -75,7 +77,8 @@ class Session:
         self._absent: dict[tuple[str, str], str] = {}
         self._plans: dict[str, SourcePlan] = {}
         self._buffer: StepBuffer | None = None
-        self._early: list[tuple[Key, Any, Aggregation]] = []
+        self._late: StepBuffer | None = None
+        self._early: StepBuffer | None = None
         self._tags: dict[str, Any] = {}
         self._unseen_refusals: Tensor | None = None
         self._armed_for = -1
@@ -85,16 +88,18 @@ class Session:
     def begin(self, step: int) -> bool:
         """Open ``step``; a step still open ends first. Returns whether it is monitored."""
         self.end()
-        self.settle()
-        self.outbox.publish()
+        self.finish()
         if self.step is not None and step <= self.step:
             message = f"step {step} comes after step {self.step}; a new segment begins in the run directory"
             self.guard.complaints.add("back", message)
         self.step, self.next_step, self.open = step, step + 1, True
         if self.follower is not None:
             self.follower.step_opened()
+        early, self._early = self._early, None
         if self._is_monitored(step):
             self._prepare(step)
+            if early is not None and self._buffer is not None:
+                self._buffer.absorb(early)
             return True
         if self._armed_for >= 0:
             self._disarm()
@@ -105,6 +110,8 @@ class Session:
 
     def _prepare(self, step: int) -> None:
         self.planner.refresh()
+        if self.follower is not None and self.follower.groups_changed():
+            self._armed_for = -1
         assert self.planner.inventory is not None
         references = self.planner.inventory.references
         self._plans = self.planner.plans(step, self.summary)
@@ -112,9 +119,6 @@ class Session:
         self.gradients.begin(self._buffer, self._plans, references)
         self.parameters.begin(self._buffer, self._plans, references)
         self.activations.begin(self._buffer, self.planner.activation_metrics(step))
-        for key, value, aggregation in self._early:
-            self._buffer.merge_value(key, value, aggregation)
-        self._early = []
         self._arm()
 
     def _arm(self) -> None:
@@ -179,11 +183,23 @@ class Session:
         if "overhead_pct" in self.summary.keys:
             custom[Key(n.SUMMARY, "", "overhead_pct")] = self.guard.cost()
         activations = self.activations.evaluate(tables[n.ACTIVATION]) if n.ACTIVATION in tables else {}
-        record = assemble(
-            facts, tables, custom, self._plans, activations, self.summary, self.layers, self.detectors, self._absent
-        )
+        record, signals = assemble(facts, tables, custom, self._plans, activations, self.summary, self.layers, self._absent)
+        self.judges.begin(record, self._absent)
+        record, events = self.judges.judge(record, signals, self._absent)
+        self._late = buffer.scalars()
         self._keep(record)
-        self._tell(record)
+        self._tell(record, events)
+
+    def finish(self) -> None:
+        """Nothing more can come for the step that has ended: judge the signals that came late, and send it out."""
+        self.settle()
+        if self.last is not None and self._late is not None:
+            self._late = None
+            record, events = self.judges.judge(self.last, {}, self._absent)
+            if record is not self.last:
+                self._keep(record, amend=True)
+            self._tell(record, events)
+        self.outbox.publish()
 
     def _keep(self, record: StepRecord, amend: bool = False) -> None:
         self.last = record
@@ -192,8 +208,8 @@ class Session:
             self.records.popitem(last=False)
         self.outbox.put(record, self.options.show(record.values), amend)
 
-    def _tell(self, record: StepRecord) -> None:
-        for event in record.events:
+    def _tell(self, record: StepRecord, events: Iterable[Event]) -> None:
+        for event in events:
             words = describe(event, record)
             if callable(self.options.on_spike):
                 try:
@@ -238,6 +254,15 @@ class Session:
         if self.open and self._buffer is not None and value is not None:
             self._buffer.noted[name] = value.clone() if isinstance(value, Tensor) else value
 
+    def forward_unseen(self) -> None:
+        """A backward pass came without a forward of the root module: values logged between the two went to the step before."""
+        if self._late is not None and self._late.has_new:
+            self.guard.complaints.add(
+                "forward",
+                "the model's forward is not seen (it is compiled inside, or called by its parts), so that values logged between "
+                "forward and backward count for the step before; log them after backward() or begin steps with begin_step()",
+            )
+
     def explain(self, source: str, reason: str) -> None:
         """Why ``source`` has no values in the step in flight."""
         if self._buffer is not None:
@@ -266,8 +291,7 @@ class Session:
     def end_step(self) -> None:
         """End the step and send it out."""
         self.end()
-        self.settle()
-        self.outbox.publish()
+        self.finish()
 
     @guarded
     def measure_gradients(self, before_clip: bool) -> None:
@@ -278,16 +302,18 @@ class Session:
     def _measure_gradients(self, before_clip: bool, positions: list[int]) -> None:
         if not self.takes_values:
             return
+        (self.gradients.before_clip if before_clip else self.gradients.after_clip)(positions, self._inverse_scale())
+
+    def _inverse_scale(self) -> Tensor | None:
         scale = None if is_unscaled(self.scaler, None) else scale_of(self.scaler)
-        inverse = None if scale is None else reciprocal(scale)
-        (self.gradients.before_clip if before_clip else self.gradients.after_clip)(positions, inverse)
+        return None if scale is None else reciprocal(scale)
 
     @guarded
     def measure_before_clip(self, parameters: Iterable[Tensor]) -> None:
         """Measure these parameters' gradients before they are clipped, where that was not done at the end of backward."""
         if self.takes_values and self.planner.inventory is not None:
             positions = self.planner.inventory.positions(parameters)
-            self._measure_gradients(True, [p for p in positions if not self.gradients.is_measured(p)])
+            self._measure_gradients(True, self.gradients.not_measured(positions, self._inverse_scale()))
 
     def measure_after_clip(self) -> None:
         """Measure the clipped gradients, where no optimizer's hook will."""
@@ -312,10 +338,13 @@ class Session:
         if self._buffer is not None:
             self._buffer.merge_value(key, value, aggregation)
         elif self.step is None:
-            self._early.append((key, value, aggregation))
+            if self._early is None:
+                self._early = StepBuffer(-1, self.guard.complaints)
+            self._early.merge_value(key, value, aggregation)
         elif not self.open and self.last is not None:
-            added = to_float(value, "/".join(part for part in key if part))
-            self._keep(replace(self.last, values={**self.last.values, key: added}), amend=True)
+            late = self._late if self._late is not None else StepBuffer(self.last.step, self.guard.complaints)
+            late.merge_value(key, value, aggregation)
+            self._keep(replace(self.last, values={**self.last.values, **late.flush()[1]}), amend=True)
 
     def tag(self, tags: Mapping[str, Any]) -> None:
         """Facts about the step in flight for the run directory."""
@@ -338,10 +367,28 @@ class Session:
 
     # --- life cycle ----------------------------------------------------------------------------------------------------------
 
+    def add_detector(self, detector: SpikeDetector, of_preset: bool = False) -> None:
+        """Feed ``detector``. One that the user brings takes the place of a preset's, and keeps it.
+
+        Raises:
+            ValueError: the user has brought one for this signal already.
+        """
+        there = detector.signal in self.judges.detectors
+        if of_preset:
+            self.judges.shows_main = True
+        if there and of_preset:
+            return
+        if there and detector.signal not in self._preset_signals:
+            raise ValueError(f"there is a detector for {detector.signal!r} already; a signal has one")
+        (self._preset_signals.add if of_preset else self._preset_signals.discard)(detector.signal)
+        self.judges.detectors[detector.signal] = detector
+        self.summary.signals.add(detector.signal)
+        self.planner.changed()
+
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and lists."""
         self.settle_now()
-        detectors = [detector.state_dict() for detector in self.detectors]
+        detectors = {signal: detector.state_dict() for signal, detector in self.judges.detectors.items()}
         return {"next_step": self.next_step, "summary": self.summary.state_dict(), "detectors": detectors}
 
     def load_part(self, part: str, value: Any) -> None:
@@ -351,12 +398,12 @@ class Session:
         elif part == "summary":
             self.summary.load_state_dict(value)
         else:
-            for detector, saved in zip(self.detectors, value, strict=True):
-                detector.load_state_dict(saved)
+            for signal, detector in self.judges.detectors.items():
+                detector.load_state_dict(value[signal])
 
     def follow(self, module: nn.Module, optimizers: list[Optimizer], scaler: torch.amp.GradScaler | None) -> None:
         """Follow the loop by hooks from now on."""
-        self.scaler = scaler
+        self.scaler, self.by_hand = scaler, False
         self.follower = Follower(self, module, optimizers, scaler)
         self._armed_for = -1
         if self._is_monitored(self.next_step):

@@ -40,6 +40,7 @@ class StepBuffer:
 
     def __init__(self, step: int, complaints: Complaints) -> None:
         self.step = step
+        self.has_new = False  # whether anything was merged by hand
         self.noted: dict[str, Tensor | float] = {}  # facts of the step that are no values
         self.absent: dict[tuple[str, str], str] = {}
         self.refused: dict[str, str] = {}
@@ -59,6 +60,10 @@ class StepBuffer:
         self._place.update({(source, name): (len(self._blocks), row) for row, name in enumerate(names)})
         self._blocks.append(rows)
         self._columns[source] = self._columns.get(source, columns) & columns
+
+    def rows_of(self, source: str, names: Iterable[str]) -> Tensor:
+        """The rows that were put for these names, all of them known: ``[names, 8]``, still on the device."""
+        return torch.stack([self._blocks[block][row] for block, row in (self._place[source, name] for name in names)])
 
     def _drop_replaced(self) -> None:
         kept = sorted({block for block, _ in self._place.values()})
@@ -115,6 +120,7 @@ class StepBuffer:
             TypeError: neither a number nor a real tensor.
             ValueError: a tensor without elements.
         """
+        self.has_new = True
         self._merge(key, [_part(_as_tensor(value, key), aggregation)], aggregation)
 
     def _merge(self, key: Key, parts: list[Tensor], aggregation: Aggregation) -> None:
@@ -144,6 +150,12 @@ class StepBuffer:
         wanted = set(names)
         self._pending.update({key: p for key, p in other._pending.items() if key.source == source and key.name in wanted})
         self.absent.update({where: reason for where, reason in other.absent.items() if where[0] == source})
+
+    def scalars(self) -> StepBuffer:
+        """A buffer that goes on with the values that were logged by hand."""
+        more = StepBuffer(self.step, self._complaints)
+        more._pending = {key: pending for key, pending in self._pending.items() if not key.source}
+        return more
 
     def flush(self) -> tuple[dict[str, Table], dict[Key, float], dict[str, float]]:
         """Tables by source, custom values and noted facts, on the host. Synchronises once per device."""
@@ -187,16 +199,6 @@ class StepBuffer:
                 )
                 self.absent[key.source, key.name] = f"its aggregation function raised {type(error).__name__}: {error}"
         return reduced, children
-
-
-def to_float(value: Any, name: str) -> float:
-    """A number, or a tensor of one element, as a float. Synchronises the device of a tensor.
-
-    Raises:
-        TypeError: neither.
-        ValueError: a tensor of several elements.
-    """
-    return float(_scalar(value, Key("", name, "")))
 
 
 def _as_tensor(value: Any, key: Key) -> Tensor:

@@ -24,7 +24,7 @@ import torch
 from .errors import display
 from .names import PARAMETER_SOURCES
 from .record import StepRecord, Table
-from .statistics.moments import ALWAYS, VIEWS, Column, identity
+from .statistics.moments import ALWAYS, Column, identity
 
 FILE_NAME = "gradmon.sqlite"
 FORMAT = 1
@@ -129,7 +129,7 @@ class RunStore:
             [
                 (*where, self._id("keys", ("source", "name", "metric"), key), _storable(value))
                 for key, value in record.values.items()
-                if not (key.source in record.tables and key.metric in VIEWS)  # those follow from the rows
+                if key not in record.derived
             ],
         )
 

@@ -72,6 +72,8 @@ class Facts:
 class Summary:
     """Computes the whole-model values of a step.
 
+    ``signals`` are values that a detector needs, shown or not.
+
     Args:
         keys: which of :data:`DOCUMENTATION`.
         all_columns: measure every statistic of the gradients, and of the rest on every tenth step, because a run directory
@@ -80,20 +82,22 @@ class Summary:
 
     def __init__(self, keys: Iterable[str] = (), all_columns: bool = False) -> None:
         self.keys = tuple(keys)
+        self.signals: set[str] = set()
         self.all_columns = all_columns
         self.not_applied = 0
         self._clips: deque[tuple[bool, bool]] = deque(maxlen=WINDOW)
 
     def needs(self, step: int) -> dict[str, frozenset[Column]]:
         """The statistics that the next values are made of, by source, for all trainable parameters."""
-        if not self.keys:
+        wanted = self.signals.union(self.keys).intersection(DOCUMENTATION)
+        if not wanted:
             return {}
         square = frozenset({Column.COUNT, Column.SQUARE_SUM})
         needs = {n.GRADIENT_BEFORE_CLIP: square | VIEWS["max"].columns, n.GRADIENT: square}
         update_step = step % UPDATE_EVERY == 0
-        if "param_norm" in self.keys:
+        if "param_norm" in wanted:
             needs[n.PARAMETER] = square
-        if update_step and not set(_UPDATE_KEYS).isdisjoint(self.keys):
+        if update_step and not wanted.isdisjoint(_UPDATE_KEYS):
             needs[n.UPDATE] = square
         if self.all_columns:
             needs[n.GRADIENT_BEFORE_CLIP] = ALL_COLUMNS
@@ -101,8 +105,8 @@ class Summary:
                 needs.update({source: ALL_COLUMNS for source in (n.PARAMETER, n.UPDATE) if source in needs})
         return needs
 
-    def compute(self, facts: Facts, tables: Mapping[str, Table], base: Table | None, absent: dict[str, str]) -> dict[Key, float]:
-        """The values of one step.
+    def compute(self, facts: Facts, tables: Mapping[str, Table], base: Table | None, absent: dict[str, str]) -> dict[str, float]:
+        """The values of one step by name, also those that are not among ``keys``.
 
         Args:
             facts: what is known of the step.
@@ -128,7 +132,7 @@ class Summary:
             absent.update(dict.fromkeys(_UPDATE_KEYS, facts.refused.get(n.UPDATE, reason)))
         else:
             self._updates(values, _of(update, facts.trainable), _of(base, facts.trainable), facts.matrices, absent)
-        return {key(name): values[name] for name in self.keys if name in values}
+        return values
 
     def _gradients(
         self,
@@ -157,13 +161,17 @@ class Summary:
                 values["grad_top_share"] = before.rows[:, Column.SQUARE_SUM].max().item() / norm**2
             else:
                 absent["grad_top_share"] = f"the gradient norm is {norm}"
-            if facts.applied and facts.edited is not None and after is not None:
+            whole = after is not None and len(after.names) == len(before.names)
+            if facts.applied and facts.edited is not None and after is not None and whole:
                 self._clips.append((facts.edited, facts.edited and _norm(after) < norm * (1 - 1e-6)))
-        if any(was_edited for was_edited, _ in self._clips) and after is not None:
+        if not any(was_edited for was_edited, _ in self._clips):
+            absent.update(dict.fromkeys(("grad_norm_clipped", "clipped_share"), f"nothing clipped in the last {WINDOW} steps"))
+        elif after is None or (before is not None and len(after.names) < len(before.names)):
+            reason = "not every attached optimizer stepped"
+            absent.update(dict.fromkeys(("grad_norm_clipped", "clipped_share"), reason))
+        else:
             values["grad_norm_clipped"] = _norm(after)
             values["clipped_share"] = sum(clipped for _, clipped in self._clips) / len(self._clips)
-        else:
-            absent.update(dict.fromkeys(("grad_norm_clipped", "clipped_share"), f"nothing clipped in the last {WINDOW} steps"))
 
     def _updates(
         self,

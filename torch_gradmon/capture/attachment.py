@@ -6,22 +6,50 @@ What the hooks see is told to a :class:`Loop`, which decides what to measure. Ti
 
 from __future__ import annotations
 
+import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
-from ..check import bare_optimizer
+from ..check import inside
+from ..errors import GradmonWarning, SpikeError
+from ..guard import Guard
 from .hooks import Handles, Hook, ModuleHook, WrappedMethod
 from .scaling import Scales, calling_scaler
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _harmless(method: F) -> F:
+    """Whatever fails in what a hook calls becomes one warning, never an error in the training loop."""
+
+    @functools.wraps(method)
+    def run(self: Attachment, *args: Any) -> Any:
+        try:
+            return method(self, *args)
+        except (SpikeError, GradmonWarning):
+            raise
+        except Exception as error:
+            loop = self._loop()
+            if loop is not None:
+                loop.guard.complaints.add(
+                    f"internal:{method.__name__}", "a hook failed, some values are lost; training goes on", error
+                )
+            return None
+
+    return run  # type: ignore[return-value]
 
 
 class Loop(Protocol):
     """What an attachment tells."""
+
+    guard: Guard
 
     def forward_began(self) -> None:
         """The root module is called in training."""
@@ -73,21 +101,35 @@ class Attachment:
         self.in_closure = False
         self.in_scaler_step = False
         self._wrapped: list[WrappedMethod] = []
+        self._targets: dict[str, Callable[..., Any]] = {}
+        self._shielded = False
         self._handles.add(module.register_forward_pre_hook(ModuleHook(self._forward_began)))
         for optimizer in optimizers:
             # the one strong reference to the loop: a monitor that nobody kept lives as long as the optimizer that it watches
-            self._handles.add(optimizer.register_step_pre_hook(self._strongly(loop, self._step_began)))
-            self._handles.add(optimizer.register_step_post_hook(self._strongly(loop, self._step_ended)))
+            self._handles.add(optimizer.register_step_pre_hook(self._strongly(loop, "began", self._step_began)))
+            self._handles.add(optimizer.register_step_post_hook(self._strongly(loop, "ended", self._step_ended)))
         if scaler is not None:
             self.adopt(scaler)
+        self._shield()
 
-    @staticmethod
-    def _strongly(loop: Loop, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _strongly(self, loop: Loop, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        self._targets[name] = method
+        targets = self._targets
+
         def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return method(optimizer, args, kwargs)
+            return targets[name](optimizer, args, kwargs)
 
         hook.keeps_alive = loop  # type: ignore[attr-defined]
         return hook
+
+    def _shield(self) -> None:
+        """A compiled ``optimizer.step`` must not trace what its hooks do. Without a compiler in the process there is no need,
+        and importing it only for this would take a second.
+        """
+        if not self._shielded and (compiler := sys.modules.get("torch._dynamo")) is not None:
+            self._shielded = True
+            for name, method in self._targets.items():
+                self._targets[name] = compiler.disable(method)
 
     def adopt(self, scaler: torch.amp.GradScaler) -> None:
         """Follow ``scaler`` from now on."""
@@ -117,12 +159,19 @@ class Attachment:
             if parameter.requires_grad:
                 self._parameters.on_accumulate(parameter, accumulated)
 
+    def move_last(self, optimizer: Optimizer) -> None:
+        """This optimizer turned out to step after the others."""
+        self.optimizers.sort(key=lambda reference: reference() is optimizer)
+
     def disarm(self) -> None:
         """Take the hooks on parameters away."""
         self._parameters.remove()
         self._tasks.clear()
 
+    @_harmless
     def _accumulated(self, parameter: torch.Tensor) -> None:
+        if torch.compiler.is_compiling():  # compiled autograd, whose engine takes no callbacks
+            return
         # one callback for each backward pass; told apart by the engine's id, so that one that raised cannot block the next
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:
@@ -140,7 +189,9 @@ class Attachment:
 
     # --- forward -------------------------------------------------------------------------------------------------------------
 
+    @_harmless
     def _forward_began(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._shield()
         loop = self._loop()
         if loop is None or not module.training or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
@@ -150,6 +201,7 @@ class Attachment:
 
     # --- optimizers ----------------------------------------------------------------------------------------------------------
 
+    @_harmless
     def _step_began(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         loop = self._loop()
         depth = self._depth[id(optimizer)] = self._depth.get(id(optimizer), 0) + 1
@@ -161,8 +213,9 @@ class Attachment:
                 self.adopt(calling)
             loop.scale_mistaken(reason, calling)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        loop.step_began(optimizer, closure is not None)
-        if closure is None:
+        # a subclass may take something else there, which is none of our business
+        loop.step_began(optimizer, callable(closure))
+        if not callable(closure):
             return None
         wrapped = self._followed(closure, optimizer)
         if "closure" in kwargs:
@@ -183,6 +236,7 @@ class Attachment:
 
         return followed
 
+    @_harmless
     def _step_ended(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         depth = self._depth[id(optimizer)] = max(0, self._depth.get(id(optimizer), 1) - 1)
         loop = self._loop()
@@ -193,15 +247,16 @@ class Attachment:
     # --- scaler --------------------------------------------------------------------------------------------------------------
 
     def _scaler_step(self, original: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        inner = bare_optimizer(optimizer)
+        # what is stepped may be of any kind; only those that were attached are followed
+        inner = next((o for r in self.optimizers if (o := r()) is not None and o is inside(optimizer)), None)
         self._stepped.discard(id(inner))
-        self.in_scaler_step = True
+        self.in_scaler_step = inner is not None
         try:
             result = original(optimizer, *args, **kwargs)
         finally:
             self.in_scaler_step = False
         loop = self._loop()
-        if loop is not None and id(inner) not in self._stepped and any(o() is inner for o in self.optimizers):
+        if loop is not None and inner is not None and id(inner) not in self._stepped:
             loop.step_refused(inner)
         return result
 

@@ -68,6 +68,7 @@ class ParameterCapture:
         self._buffer: StepBuffer | None = None
         self._before: dict[int, Tensor] = {}
         self.reference: Mapping[str, nn.Parameter] = {}
+        self.shared: set[int] = set()  # positions of parameters that several optimizers step
 
     def sample_description(self) -> str | None:
         """What update values are of, where that is not all of every parameter."""
@@ -114,7 +115,7 @@ class ParameterCapture:
         """Copy what the step will change."""
         if self._buffer is None:
             return
-        wanted = set(self._plans[UPDATE].positions).intersection(positions)
+        wanted = set(self._plans[UPDATE].positions).intersection(positions) - self._before.keys()
         for position, parameter in self._live(sorted(wanted)).items():
             name = self._plans[UPDATE].names[position]
             if isinstance(self._sample, re.Pattern) and not self._sample.search(name):
@@ -127,7 +128,10 @@ class ParameterCapture:
         if self._buffer is None:
             return
         positions = list(positions)
-        before = {position: self._before.pop(position) for position in positions if position in self._before}
+        before = {position: self._before[position] for position in positions if position in self._before}
+        self._before = {
+            position: copy for position, copy in self._before.items() if position not in before or position in self.shared
+        }
         after = {position: self._rows(parameter) for position, parameter in self._live(before).items()}
         plan = self._plans[UPDATE]
         self._measurer.statistics(self._buffer, plan, after, minus=before)
