@@ -23,7 +23,8 @@ PACKAGE = Path(gradmon.__file__).parent
 #: Every file, floor by floor. A file may import from floors below its own, never from its own or from above.
 FLOORS = [
     ["errors"],
-    ["names", "guard", "check", "mixin"],
+    ["names", "guard", "mixin"],
+    ["check"],
     ["statistics.moments"],
     ["statistics", "statistics.eager", "metric", "record"],
     ["registry", "inventory", "step", "store", "summary", "layers", "spikes.rules", "sinks.outlet", "sinks.jsonl"],
@@ -165,6 +166,8 @@ HOST_READS = {
     ("statistics.eager", "measure", "bool"): "one flag per call on CPU tensors, where host and device share memory",
     ("statistics.eager", "measure", "tolist"): "behind that flag, on CPU only",
     ("statistics.eager", "_threshold", "float"): "of four bytes, not of a tensor",
+    ("statistics.eager", "_rows", "to cpu"): "numbers of elements, made on the host",
+    ("capture.parameters", "_rows", "to cpu"): "numbers of rows, made on the host",
     ("capture.gradients", "_compared", "tolist"): "whether sums are the same, on CPU only",
     ("capture.activations", "__bool__", "bool"): "of a tuple",
     ("capture.hooks", "__bool__", "bool"): "of a list",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from . import names as n
 from .layers import Layers, top_shares
@@ -22,15 +22,17 @@ def assemble(
     custom: Mapping[Key, float],
     plans: Mapping[str, SourcePlan],
     activations: Mapping[Key, float],
+    unshown: Set[tuple[str, str]],
     summary: Summary,
     layers: Layers,
     absent: dict[tuple[str, str], str],
 ) -> tuple[StepRecord, dict[str, float]]:
     """The record of one step, and all whole-model values by name. ``absent`` receives reasons for those that are not there."""
     base = tables.pop(n.UPDATE_BASE, None)
-    if not facts.applied:
+    if facts.updates_void:
         tables.pop(n.UPDATE, None)
         custom = {key: value for key, value in custom.items() if key.source != n.UPDATE}
+    if not facts.applied:
         absent[n.UPDATE, ""] = "the step was not applied"
     undefined = [key for key, value in custom.items() if key.metric == "grad_momentum_cosine" and value == n.UNDEFINED]
     absent.update({(key.source, f"{key.name}/{key.metric}"): "the gradient or the momentum is zero" for key in undefined})
@@ -49,7 +51,8 @@ def assemble(
     values.update(layers.values(whole if layers.choice == "blocks" else tables, base, facts.groups))
     values.update({key: value for key, value in custom.items() if key not in undefined})
     derived = frozenset(key for key in viewed.keys() - custom.keys() if _follows(key, tables[key.source]))
-    record = StepRecord(facts.step, time.time(), facts.applied, values, tables, facts.context, derived=derived)
+    hidden = frozenset(key for key in values if (key.source, key.metric.partition(".")[0]) in unshown)
+    record = StepRecord(facts.step, time.time(), facts.applied, values, tables, facts.context, derived=derived, hidden=hidden)
     return record, summarised
 
 
@@ -82,6 +85,8 @@ def missing(
     """Why each key that was asked for is not in ``record``."""
     found = {summary_key(name): absent.get((n.SUMMARY, name), "not measured in this step") for name in summary}
     for metric in metrics:
+        if not metric.shown:
+            continue
         for name in names.get(metric.source, ()):
             if metric.matches(name):
                 found[Key(metric.source, name, metric.name)] = _why_absent(metric, name, record, absent)

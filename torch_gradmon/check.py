@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .errors import display, nearest
+from .names import SUMMARY
 
 
 def cadence(every: object, monitor_step_fn: Any) -> Callable[[int], bool]:
@@ -53,6 +54,8 @@ def log_key(key: object) -> None:
         raise TypeError(f"a key must be a str, got {display(key)}")
     if not key:
         raise ValueError("a key must not be empty")
+    if key.startswith(f"{SUMMARY}/"):
+        raise ValueError(f"the key {key!r} is in the monitor's own section {SUMMARY}/; choose another")
 
 
 def module(value: object) -> None:
@@ -63,6 +66,12 @@ def module(value: object) -> None:
         raise TypeError(f"expected a torch.nn.Module, got {display(value)}")
 
 
+def initialised(model: nn.Module) -> None:
+    """A module without lazy parameters."""
+    if any(torch.nn.parameter.is_lazy(parameter) for parameter in model.parameters()):
+        raise ValueError(f"this {type(model).__name__} has lazy parameters without a shape; run one batch through it first")
+
+
 def grad_scaler(value: object) -> None:
     """A GradScaler or None."""
     if value is not None and not isinstance(value, torch.amp.GradScaler):
@@ -71,7 +80,7 @@ def grad_scaler(value: object) -> None:
 
 def inside(optimizer: Any) -> Any:
     """What is inside the wrappers of trainers around an optimizer, or the thing itself."""
-    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+    while isinstance(getattr(optimizer, "optimizer", None), Optimizer) and hasattr(optimizer, "param_groups"):
         optimizer = optimizer.optimizer
     return optimizer
 

@@ -20,8 +20,6 @@ def clip(
 ) -> Tensor:
     """Measure the gradients of ``parameters`` before and after clipping them as torch does; see ``ModuleMonitor``."""
     norm_type, max_norm = float(norm_type), float(max_norm)
-    if not max_norm >= 0:
-        raise ValueError(f"max_norm={max_norm} must be a number of at least 0; inf measures the norm and clips nothing")
     if exact and norm_type not in (1.0, 2.0, torch.inf):
         raise ValueError(f"exact=True knows the norms 1, 2 and inf, got norm_type={norm_type}; use exact=False for others")
     session.measure_before_clip(parameters)

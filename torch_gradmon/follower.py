@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,11 +36,11 @@ class Follower:
     ) -> None:
         self.session = session
         self.guard = session.guard
-        self.refused = False
+        self.refused = self.orphaned = False
         self._attempted = False
         self._begun: set[int] = set()
         self._groups: list[int] = []
-        self._backward_since = False
+        self._backward_since = self._parameters_measured = False
         self._done: set[int] = set()
         self._owned: dict[int, list[int]] = {}
         self._unowned: list[int] = []
@@ -61,6 +61,7 @@ class Follower:
         """A step was opened."""
         self._attempted = self.refused = False
         self._begun, self._done, self._backwards = set(), set(), 0
+        self._parameters_measured = False
 
     def step_closed(self) -> None:
         """The step was closed."""
@@ -116,6 +117,11 @@ class Follower:
             if self._attempted or self._begun:
                 self.session.end()  # its end was not seen, as when a scaler is not updated
         self._ensure_open()
+        self.session.activations.training_began()
+        if not self.optimizers():
+            self.orphaned = True
+            message = "the attached optimizers are gone, and no step can end any more; call detach(), then attach() the new ones"
+            self.guard.complaints.add("optimizers", message)
 
     @guarded
     def backward_ended(self) -> None:
@@ -151,6 +157,12 @@ class Follower:
         known = self._learned >= _LEARNING and len(self._attachment.optimizers) == 1
         return known and self._fewest is not None and self._backwards < self._fewest
 
+    def scales(self, positions: Iterable[int]) -> list[tuple[list[int], torch.Tensor | None]]:
+        """These positions by what their gradients have to be multiplied by at this moment."""
+        wanted = set(positions)
+        shares = [(sorted(wanted.intersection(own)), self._attachment.inverse_scale(o)) for o, own in self._shares()]
+        return [(own, scale) for own, scale in shares if own]
+
     def _shares(self) -> Iterator[tuple[Optimizer | None, list[int]]]:
         for optimizer in self.optimizers():
             yield optimizer, self._owned.get(id(optimizer), [])
@@ -185,13 +197,18 @@ class Follower:
             self.session.explain(GRADIENT_BEFORE_CLIP, reason)
         self._begun.add(id(optimizer))
         self.session.gradients.release(id(optimizer))
-        if len(self._begun | self._done) == 1:  # before the first of several optimizers has changed anything
-            self.session.parameters.measure(range(len(self._unowned) + len(set().union(*self._owned.values()))))
+        self._measure_parameters()
         positions = self._positions_at(optimizer)
         self.session.parameters.before_step(positions)
         if not has_closure:
             self.session.gradients.after_clip(positions, self._attachment.inverse_scale(optimizer))
             self._done.add(id(optimizer))
+
+    def _measure_parameters(self) -> None:
+        """All of them, once a step: before the first of several optimizers has changed anything."""
+        if not self._parameters_measured:
+            self._parameters_measured = True
+            self.session.parameters.measure(sorted({*self._unowned, *(p for own in self._owned.values() for p in own)}))
 
     def _steps_late(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer belongs to the step that has just ended: named before the last one, it steps after it."""
@@ -244,6 +261,7 @@ class Follower:
         self._ensure_open()
         self.refused = True
         self._note_rates(optimizer)
+        self._measure_parameters()
         self.session.gradients.after_clip(self._positions_at(optimizer), None)
         self._attempt_over(optimizer)
 

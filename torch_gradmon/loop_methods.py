@@ -84,8 +84,8 @@ class LoopMethods:
             self._session.activations.paused = paused
 
     def is_monitoring(self) -> bool:
-        """Whether a monitored step is open and not paused."""
-        return self._session.takes_values and not self._session.paused
+        """Whether a monitored step is open and not paused, and this is neither an evaluation pass nor recomputation."""
+        return self._session.listens
 
     def is_step_monitored(self, step: int) -> bool:
         """Whether values are, were or would be taken on ``step``."""

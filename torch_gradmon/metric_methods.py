@@ -11,7 +11,7 @@ from . import check
 from . import names as n
 from .errors import GradmonWarning, nearest
 from .metric import Metric
-from .mixin import MonitorMixin
+from .mixin import has_mixin
 from .planner import Planner
 from .presets import PRESETS
 from .registry import Registry
@@ -22,6 +22,24 @@ from .summary import DOCUMENTATION
 MetricFunction = Callable[..., Any] | None
 Pattern = str | re.Pattern[str]
 AggregationFunction = str | Callable[..., Any] | None
+
+
+def _adder(source: str, documentation: str) -> Callable[..., None]:
+    """The method that adds metrics of ``source``."""
+
+    def add(
+        self: MetricMethods,
+        metric_name: str,
+        metric_fn: MetricFunction = None,
+        metric_regex: Pattern = ".*",
+        metric_aggregation_fn: AggregationFunction = None,
+        *,
+        every: int = 1,
+    ) -> None:
+        self._add([source], metric_name, metric_fn, metric_regex, metric_aggregation_fn, every)
+
+    add.__doc__ = documentation
+    return add
 
 
 class MetricMethods:
@@ -73,77 +91,38 @@ class MetricMethods:
             raise ValueError("stages is empty; name at least one of local, before_clip, after_clip")
         self._add(sources, metric_name, metric_fn, metric_regex, metric_aggregation_fn, every)
 
-    def add_parameter_metric(
-        self,
-        metric_name: str,
-        metric_fn: MetricFunction = None,
-        metric_regex: Pattern = ".*",
-        metric_aggregation_fn: AggregationFunction = None,
-        *,
-        every: int = 1,
-    ) -> None:
-        """Of the parameter before the optimizer's step: ``parameter/{param}/{metric}``."""
-        self._add([n.PARAMETER], metric_name, metric_fn, metric_regex, metric_aggregation_fn, every)
-
-    def add_update_metric(
-        self,
-        metric_name: str,
-        metric_fn: MetricFunction = None,
-        metric_regex: Pattern = ".*",
-        metric_aggregation_fn: AggregationFunction = None,
-        *,
-        every: int = 1,
-    ) -> None:
+    add_parameter_metric = _adder(
+        n.PARAMETER,
+        """Of the parameter before the optimizer's step: ``parameter/{param}/{metric}``.""",
+    )
+    add_update_metric = _adder(
+        n.UPDATE,
         """Of what the optimizer changed, parameter after minus before: ``update/{param}/{metric}``.
 
-        Built-in besides: ``ratio``, the norm of the update over that of the parameter before it, absent for a zero parameter.
-        Costs a copy of the parameters of an optimizer while it steps, on the steps that measure it; ``every`` spaces those,
-        and ``update_sample`` of the monitor bounds the copy. Needs :meth:`attach`.
-        """
-        self._add([n.UPDATE], metric_name, metric_fn, metric_regex, metric_aggregation_fn, every)
-
-    def add_optimizer_metric(
-        self,
-        metric_name: str,
-        metric_fn: MetricFunction = None,
-        metric_regex: Pattern = ".*",
-        metric_aggregation_fn: AggregationFunction = None,
-        *,
-        every: int = 1,
-    ) -> None:
+    Built-in besides: ``ratio``, the norm of the update over that of the parameter before it, absent for a zero parameter.
+    Costs a copy of the parameters of an optimizer while it steps, on the steps that measure it; ``every`` spaces those,
+    and ``update_sample`` of the monitor bounds the copy. Needs :meth:`attach`.
+    """,
+    )
+    add_optimizer_metric = _adder(
+        n.OPTIMIZER,
         """Of the optimizer's state for a parameter, after its step: ``optimizer/{param}/{metric}``.
 
-        Built-in, instead of the usual ones: ``exp_avg_norm``, ``exp_avg_sq_norm``, ``grad_momentum_cosine``. A function gets a
-        dict: the state, and ``param`` and ``grad``; None from it gives no key. Needs :meth:`attach`.
-        """
-        self._add([n.OPTIMIZER], metric_name, metric_fn, metric_regex, metric_aggregation_fn, every)
-
-    def add_activation_metric(
-        self,
-        metric_name: str,
-        metric_fn: MetricFunction = None,
-        metric_regex: Pattern = ".*",
-        metric_aggregation_fn: AggregationFunction = None,
-        *,
-        every: int = 1,
-    ) -> None:
-        """Of a module's output in training: ``activation/{module}/{metric}``; outputs in containers are named by their path."""
-        self._add([n.ACTIVATION], metric_name, metric_fn, metric_regex, metric_aggregation_fn, every)
-
-    def add_parameter_difference_metric(
-        self,
-        metric_name: str,
-        metric_fn: MetricFunction = None,
-        metric_regex: Pattern = ".*",
-        metric_aggregation_fn: AggregationFunction = None,
-        *,
-        every: int = 1,
-    ) -> None:
+    Built-in, instead of the usual ones: ``exp_avg_norm``, ``exp_avg_sq_norm``, ``grad_momentum_cosine``. A function gets a
+    dict: the state, and ``param`` and ``grad``; None from it gives no key. Needs :meth:`attach`.
+    """,
+    )
+    add_activation_metric = _adder(
+        n.ACTIVATION,
+        """Of a module's output in training: ``activation/{module}/{metric}``; outputs in containers are named by their path.""",
+    )
+    add_parameter_difference_metric = _adder(
+        n.PARAMETER_DIFFERENCE,
         """Of a parameter and that of the reference module: ``parameter_difference/{param}/{metric}``.
 
-        A function gets both; a built-in is that of their difference.
-        """
-        self._add([n.PARAMETER_DIFFERENCE], metric_name, metric_fn, metric_regex, metric_aggregation_fn, every)
+    A function gets both; a built-in is that of their difference.
+    """,
+    )
 
     def _add(
         self,
@@ -164,7 +143,7 @@ class MetricMethods:
         names = self._planner.matchable()
         # modules with the mixin log activations under names of their own, which only the first forward tells
         module = self._planner.module
-        if module is not None and any(isinstance(child, MonitorMixin) for child in module.modules()):
+        if module is not None and has_mixin(module):
             metrics = [metric for metric in metrics if metric.source != n.ACTIVATION]
         for metric in metrics if names is not None else ():
             known = names[metric.source]  # type: ignore[index]
@@ -200,8 +179,7 @@ class MetricMethods:
         check.one_of("preset", name, tuple(PRESETS))
         preset = PRESETS[name]
         made = [self._registry.make(source, metric, shown=False) for source, metric in preset.layer_metrics]
-        known = {(metric.source, metric.name) for metric in self._registry.metrics}
-        self._registry.add([metric for metric in made if (metric.source, metric.name) not in known], self._planner.matchable())
+        self._registry.replace_hidden(made)
         self._session.summary.keys = preset.keys
         self._session.add_detector(SpikeDetector(), of_preset=True)
         self._planner.changed()

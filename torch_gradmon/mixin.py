@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 if TYPE_CHECKING:
     from .monitor import ModuleMonitor
 
@@ -50,6 +52,11 @@ class MonitorMixin:
         """The monitor that watches the model, or None."""
         link = getattr(self, "__dict__", {}).get(_ATTRIBUTE)
         return None if link is None else link.monitor()
+
+
+def has_mixin(module: nn.Module) -> bool:
+    """Whether any part of ``module`` may log values of its own."""
+    return any(isinstance(child, MonitorMixin) for child in module.modules())
 
 
 def link(module: object, monitor: ModuleMonitor) -> None:

@@ -176,7 +176,9 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         """
         check.module(module)
         names = n.canonical_names(dict(module.named_parameters()))
-        self._session.parameters.reference = {names[raw]: parameter for raw, parameter in module.named_parameters()}
+        self._session.parameters.reference = {
+            self._planner.rename(names[raw]): parameter for raw, parameter in module.named_parameters()
+        }
 
     def remove_reference_module(self) -> None:
         """Forget the reference module."""
@@ -214,6 +216,8 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         if start_step is not None:
             check.step_number("start_step", start_step)
         bare = check.optimizers(module, optimizers)
+        # asked before anything is hung, for the function is the user's
+        self._session.options.is_step_monitored(self._session.next_step if start_step is None else start_step)
         if not self._session.guard.inert:
             if start_step is not None:
                 self._session.next_step = start_step
@@ -237,8 +241,6 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
 
     def __exit__(self, *_: object) -> None:
         self.detach()
-
-    # --- values --------------------------------------------------------------------------------------------------------------
 
     # --- outlets -------------------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from . import check
 from . import names as n
 from .inventory import Inventory
 from .metric import Metric
@@ -42,12 +43,17 @@ class Planner:
         """The watched model, while it lives."""
         return None if self._module is None else self._module()
 
+    def rename(self, name: str) -> str:
+        """A canonical name as the user wants it."""
+        return name if self._format_name is None else self._format_name(name)
+
     def watch(self, module: nn.Module) -> None:
         """Take ``module`` as the watched model.
 
         Raises:
             ValueError: metrics of one name overlap on it.
         """
+        check.initialised(module)
         inventory = Inventory(module, self._excluded, self._format_name)
         self.registry.check(_matchable(inventory))
         self._module, self.inventory = weakref.ref(module), inventory
@@ -62,14 +68,12 @@ class Planner:
         self._cache.clear()
         self.version += 1
 
-    def refresh(self) -> bool:
-        """Look whether the model is still the one that was planned for; True when it had changed."""
+    def refresh(self) -> None:
+        """Take the model as it is now, if parameters or modules have come, gone, thawed, frozen or been replaced."""
         module = self.module
-        if module is None or self.inventory is None or self.inventory.is_current():
-            return False
-        self.inventory = Inventory(module, self._excluded, self._format_name)
-        self.changed()
-        return True
+        if module is not None and self.inventory is not None and not self.inventory.is_current():
+            self.inventory = Inventory(module, self._excluded, self._format_name)
+            self.changed()
 
     def plans(self, step: int, summary: Summary) -> dict[str, SourcePlan]:
         """The plan of each parameter source for ``step``."""

@@ -14,7 +14,7 @@ from .statistics.moments import Column
 
 @dataclass(frozen=True)
 class Event:
-    """Something worth telling: a spike, a step that was not applied.
+    """A spike in a signal.
 
     Attributes:
         step: when.
@@ -60,6 +60,7 @@ class StepRecord:
         context: learning rates, loss scale, tags: in every record, on no dashboard.
         events: what the detectors found.
         derived: keys whose values follow from the tables.
+        hidden: keys of values that are for the run directory only.
     """
 
     step: int
@@ -70,3 +71,4 @@ class StepRecord:
     context: Mapping[str, Any] = field(default_factory=dict)
     events: tuple[Event, ...] = ()
     derived: frozenset[Key] = frozenset()
+    hidden: frozenset[Key] = frozenset()

@@ -115,9 +115,22 @@ class Registry:
         Raises:
             ValueError: the same metric twice on the same tensor.
         """
-        candidates = self.metrics + tuple(new)
+        asked_for = {(metric.source, metric.name) for metric in new}
+        # what a preset added out of sight makes way for what somebody asks for
+        kept = tuple(metric for metric in self.metrics if metric.shown or (metric.source, metric.name) not in asked_for)
+        candidates = kept + tuple(new)
         _refuse_overlaps(candidates, new, tensors)
         self.metrics = candidates
+
+    def replace_hidden(self, new: Sequence[Metric]) -> None:
+        """Let ``new`` take the place of all metrics that are not shown; what is there by name already stays as it is."""
+        shown = tuple(metric for metric in self.metrics if metric.shown)
+        known = {(metric.source, metric.name) for metric in shown}
+        self.metrics = shown + tuple(metric for metric in new if (metric.source, metric.name) not in known)
+
+    def hidden(self) -> set[tuple[str, str]]:
+        """Source and name of the metrics that are not shown."""
+        return {(metric.source, metric.name) for metric in self.metrics if not metric.shown}
 
     def check(self, tensors: Mapping[str, Sequence[str]]) -> None:
         """Check all metrics once the names are known.

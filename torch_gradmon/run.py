@@ -131,19 +131,21 @@ class Run:
             KeyError: nothing in the run has this key.
         """
         wanted = parse_key(key)
-        found = {
-            step: float(value)
-            for segment, step, value in self._db.execute(
-                "SELECT segment, step, value FROM scalars JOIN keys ON key = id WHERE source = ? AND name = ? AND metric = ? ORDER BY step",
-                wanted,
-            )
-            if self._segment_of.get(step) == segment
-        }
+        # a value logged by hand may have a name that looks like one of ours
+        found = self._scalars(wanted) or self._scalars(Key("", key, ""))
         if not found and wanted.metric in VIEWS:
             found = self._from_rows(wanted)
         if not found:
             raise KeyError(f"the run has no values for {key!r}{nearest(key, self.keys())}")
         return found
+
+    def _scalars(self, key: Key) -> dict[int, float]:
+        rows = self._db.execute(
+            "SELECT segment, step, value FROM scalars JOIN keys ON key = id "
+            "WHERE source = ? AND name = ? AND metric = ? ORDER BY step",
+            key,
+        )
+        return {step: float(value) for segment, step, value in rows if self._segment_of.get(step) == segment}
 
     def _from_rows(self, wanted: Key) -> dict[int, float]:
         view, found = VIEWS[wanted.metric], {}

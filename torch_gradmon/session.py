@@ -6,6 +6,7 @@ them to the host, and the record goes to detectors, run directory and sinks. Wha
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -27,6 +28,7 @@ from .errors import GradmonWarning, SpikeError
 from .follower import Follower
 from .guard import Guard, guarded
 from .layers import Layers
+from .mixin import has_mixin
 from .names import Key
 from .planner import Planner
 from .record import Event, StepRecord
@@ -82,6 +84,7 @@ class Session:
         self._tags: dict[str, Any] = {}
         self._unseen_refusals: Tensor | None = None
         self._armed_for = -1
+        self._asked: tuple[int, bool] | None = None
 
     # --- the step ------------------------------------------------------------------------------------------------------------
 
@@ -96,7 +99,9 @@ class Session:
         if self.follower is not None:
             self.follower.step_opened()
         early, self._early = self._early, None
+        tags, self._tags = self._tags, {}
         if self._is_monitored(step):
+            self._tags = tags
             self._prepare(step)
             if early is not None and self._buffer is not None:
                 self._buffer.absorb(early)
@@ -106,7 +111,11 @@ class Session:
         return False
 
     def _is_monitored(self, step: int) -> bool:
-        return not self.guard.inert and self.planner.module is not None and bool(self.options.is_step_monitored(step))
+        if self.guard.inert or self.planner.module is None:
+            return False
+        if self._asked is None or self._asked[0] != step:  # once for each step, since the answer need not stay the same
+            self._asked = step, bool(self.options.is_step_monitored(step))
+        return self._asked[1]
 
     def _prepare(self, step: int) -> None:
         self.planner.refresh()
@@ -126,13 +135,16 @@ class Session:
         module, inventory = self.planner.module, self.planner.inventory
         if self._armed_for != self.planner.version and module is not None and inventory is not None:
             self._armed_for = self.planner.version
-            self.activations.install(module, inventory, self.planner.registry.of(n.ACTIVATION))
+            metrics = self.planner.registry.of(n.ACTIVATION)
+            self.activations.install(module, inventory, metrics, self.planner.version, has_mixin(module))
             if self.follower is not None:
                 self.follower.arm(self.planner)
 
     def _disarm(self) -> None:
         self._armed_for = -1
-        self.activations.remove()
+        if "torch._dynamo" not in sys.modules:
+            # a compiled model is compiled again whenever a module's hooks change, so there they stay, which costs it nothing
+            self.activations.remove()
         if self.follower is not None:
             self.follower.disarm()
 
@@ -169,10 +181,11 @@ class Session:
         tables, custom, noted = buffer.flush()
         self.summary.not_applied += int(noted.pop("unseen_refusals", 0))
         refused = self.follower is not None and self.follower.refused
-        edited = noted.pop("edited", None)
+        edited, found_inf = noted.pop("edited", None), bool(noted.pop("found_inf", 0))
         facts = Facts(
             buffer.step,
-            applied=not refused and not noted.pop("found_inf", 0),
+            applied=not refused and not found_inf,
+            updates_void=found_inf,
             edited=None if edited is None else bool(edited),
             trainable=inventory.trainable,
             matrices=inventory.matrices,
@@ -183,7 +196,17 @@ class Session:
         if "overhead_pct" in self.summary.keys:
             custom[Key(n.SUMMARY, "", "overhead_pct")] = self.guard.cost()
         activations = self.activations.evaluate(tables[n.ACTIVATION]) if n.ACTIVATION in tables else {}
-        record, signals = assemble(facts, tables, custom, self._plans, activations, self.summary, self.layers, self._absent)
+        record, signals = assemble(
+            facts,
+            tables,
+            custom,
+            self._plans,
+            activations,
+            self.planner.registry.hidden(),
+            self.summary,
+            self.layers,
+            self._absent,
+        )
         self.judges.begin(record, self._absent)
         record, events = self.judges.judge(record, signals, self._absent)
         self._late = buffer.scalars()
@@ -206,7 +229,11 @@ class Session:
         self.records[record.step] = replace(record, tables={})
         while len(self.records) > self.options.history:
             self.records.popitem(last=False)
-        self.outbox.put(record, self.options.show(record.values), amend)
+        self.outbox.put(record, self.shown(record), amend)
+
+    def shown(self, record: StepRecord) -> dict[str, float]:
+        """What of ``record`` is for dashboards, by key."""
+        return self.options.show({key: value for key, value in record.values.items() if key not in record.hidden})
 
     def _tell(self, record: StepRecord, events: Iterable[Event]) -> None:
         for event in events:
@@ -245,14 +272,22 @@ class Session:
         return self.activations.paused
 
     @property
+    def listens(self) -> bool:
+        """Whether a value from inside a forward counts."""
+        return self.takes_values and not self.paused and self.activations.in_training
+
+    @property
     def takes_values(self) -> bool:
         """Whether a monitored step is open."""
         return self.open and self._buffer is not None
 
     def note(self, name: str, value: Any) -> None:
         """A fact about the step in flight, a number or a 0-d tensor, for the context of its record."""
-        if self.open and self._buffer is not None and value is not None:
-            self._buffer.noted[name] = value.clone() if isinstance(value, Tensor) else value
+        if self.open and self._buffer is not None:
+            if isinstance(value, Tensor) and value.numel() == 1:
+                self._buffer.noted[name] = value.detach().clone()
+            elif isinstance(value, (int, float)):
+                self._buffer.noted[name] = value
 
     def forward_unseen(self) -> None:
         """A backward pass came without a forward of the root module: values logged between the two went to the step before."""
@@ -302,7 +337,12 @@ class Session:
     def _measure_gradients(self, before_clip: bool, positions: list[int]) -> None:
         if not self.takes_values:
             return
-        (self.gradients.before_clip if before_clip else self.gradients.after_clip)(positions, self._inverse_scale())
+        measure = self.gradients.before_clip if before_clip else self.gradients.after_clip
+        for some, inverse_scale in self._by_scale(positions):
+            measure(some, inverse_scale)
+
+    def _by_scale(self, positions: list[int]) -> list[tuple[list[int], Tensor | None]]:
+        return [(positions, self._inverse_scale())] if self.follower is None else self.follower.scales(positions)
 
     def _inverse_scale(self) -> Tensor | None:
         scale = None if is_unscaled(self.scaler, None) else scale_of(self.scaler)
@@ -313,7 +353,8 @@ class Session:
         """Measure these parameters' gradients before they are clipped, where that was not done at the end of backward."""
         if self.takes_values and self.planner.inventory is not None:
             positions = self.planner.inventory.positions(parameters)
-            self._measure_gradients(True, self.gradients.not_measured(positions, self._inverse_scale()))
+            parts = self._by_scale(positions)
+            self._measure_gradients(True, [p for some, scale in parts for p in self.gradients.not_measured(some, scale)])
 
     def measure_after_clip(self) -> None:
         """Measure the clipped gradients, where no optimizer's hook will."""
@@ -335,6 +376,14 @@ class Session:
         """A value for the step in flight or, between its end and the next forward, for the step that just ended."""
         if self.guard.inert:
             return
+        try:
+            self._log(key, value, aggregation)
+        except (TypeError, ValueError, RuntimeError) as error:
+            text = "/".join(part for part in key if part)
+            self._absent[key.source, key.name] = str(error)
+            self.guard.complaints.add(f"log:{text}", f"a value of {text} is lost", error)
+
+    def _log(self, key: Key, value: Any, aggregation: Aggregation) -> None:
         if self._buffer is not None:
             self._buffer.merge_value(key, value, aggregation)
         elif self.step is None:
@@ -347,16 +396,23 @@ class Session:
             self._keep(replace(self.last, values={**self.last.values, **late.flush()[1]}), amend=True)
 
     def tag(self, tags: Mapping[str, Any]) -> None:
-        """Facts about the step in flight for the run directory."""
-        self._tags.update(tags)
+        """Facts for the run directory about the step that a scalar logged now would belong to."""
+        if self.open or self.step is None:
+            self._tags.update(tags)
+        elif self.last is not None:
+            context = {**self.last.context, "tags": {**self.last.context.get("tags", {}), **tags}}
+            self._keep(replace(self.last, context=context), amend=True)
 
     # --- values of the step that ended ---------------------------------------------------------------------------------------
 
-    @guarded
     def settle_now(self) -> StepRecord | None:
         """The record of the step that ended last, None where it was not monitored."""
+        self._settle_fenced()  # does nothing inside of what is fenced already, such as on_spike
+        return None if self.follower is not None and self.follower.orphaned else self.last
+
+    @guarded
+    def _settle_fenced(self) -> None:
         self.settle()
-        return self.last
 
     def missing(self) -> dict[Key, str]:
         """Why each key that was asked for has no value in it."""
@@ -412,12 +468,15 @@ class Session:
 
     def detach(self) -> None:
         """End the step, send what waits, and take every hook away."""
-        self.end_step()
-        self._disarm()
-        if self.follower is not None:
-            self.follower.remove()
-            self.follower = None
-        self.outbox.close()
+        try:
+            self.end_step()
+        finally:
+            self._disarm()
+            self.activations.remove()
+            if self.follower is not None:
+                self.follower.remove()
+                self.follower = None
+            self.outbox.close()
 
 
 def at_exit(session: Callable[[], Session | None], outbox: Outbox) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from .errors import Complaints
 from .names import Key
 from .record import Table
-from .statistics.eager import accumulator_dtype
+from .statistics.eager import accumulator_dtype, refusal
 from .statistics.moments import Column, merge
 
 Aggregation = str | Callable[..., Any]
@@ -60,6 +60,10 @@ class StepBuffer:
         self._place.update({(source, name): (len(self._blocks), row) for row, name in enumerate(names)})
         self._blocks.append(rows)
         self._columns[source] = self._columns.get(source, columns) & columns
+
+    def names_of(self, source: str) -> set[str]:
+        """The tensors of ``source`` that rows were put for."""
+        return {name for of, name in self._place if of == source}
 
     def rows_of(self, source: str, names: Iterable[str]) -> Tensor:
         """The rows that were put for these names, all of them known: ``[names, 8]``, still on the device."""
@@ -143,10 +147,9 @@ class StepBuffer:
         """Put what ``other`` has of these tensors in the place of what is here."""
         names = list(names)
         self.clear(source, names)
-        for name in names:
-            if (source, name) in other._place:
-                block, row = other._place[source, name]
-                self.put_rows(source, [name], other._blocks[block][row : row + 1], other._columns[source])
+        found = [name for name in names if (source, name) in other._place]
+        if found:
+            self.put_rows(source, found, other.rows_of(source, found), other._columns[source])
         wanted = set(names)
         self._pending.update({key: p for key, p in other._pending.items() if key.source == source and key.name in wanted})
         self.absent.update({where: reason for where, reason in other.absent.items() if where[0] == source})
@@ -203,6 +206,8 @@ class StepBuffer:
 
 def _as_tensor(value: Any, key: Key) -> Tensor:
     if isinstance(value, Tensor):
+        if (reason := refusal(value)) is not None:
+            raise TypeError(f"the value of {'/'.join(filter(None, key))} cannot be read: {reason}")
         if value.is_complex():
             raise TypeError(f"the value of {'/'.join(filter(None, key))} is complex; return a real number, such as its abs()")
         if value.numel() == 0:

@@ -202,7 +202,7 @@ def unpack(data: bytes, names: tuple[str, ...], columns: frozenset[Column], coun
     if sys.byteorder == "big":
         stored.byteswap()
     present = _stored(columns, bool(counts))
-    per_element = torch.tensor(stored.tolist(), dtype=torch.float64).reshape(len(names), len(present))
+    per_element = torch.tensor(stored.tolist(), dtype=torch.float64, device="cpu").reshape(len(names), len(present))
     rows = identity(len(names))
     for position, column in enumerate(present):
         rows[:, column] = per_element[:, position]
@@ -211,7 +211,7 @@ def unpack(data: bytes, names: tuple[str, ...], columns: frozenset[Column], coun
         known.frombytes(counts)
         if sys.byteorder == "big":
             known.byteswap()
-        rows[:, Column.COUNT] = torch.tensor(known.tolist(), dtype=torch.float64)
+        rows[:, Column.COUNT] = torch.tensor(known.tolist(), dtype=torch.float64, device="cpu")
     count, spread = rows[:, Column.COUNT].clone(), rows[:, Column.SQUARE_SUM].clone()
     mean = rows[:, Column.SUM].clone() if Column.SUM in columns else torch.zeros_like(count)
     rows[:, Column.SUM] *= count

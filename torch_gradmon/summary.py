@@ -17,7 +17,7 @@ from .statistics.moments import ALL_COLUMNS, VIEWS, Column
 #: What each key means; also the order in which they are shown.
 DOCUMENTATION = {
     "grad_norm": "L2 norm of all gradients before clipping",
-    "grad_norm_clipped": "L2 norm of all gradients after clipping; absent where the loop does not clip",
+    "grad_norm_clipped": "L2 norm of the gradients that the optimizer uses; absent where nothing clips or edits them after backward",
     "clipped_share": "share of the last 100 steps in which clipping reduced the gradient norm; absent where the loop does not clip",
     "grad_max": "largest |x| of the finite gradient elements before clipping",
     "grad_nonfinite": "number of NaN and infinite gradient elements before clipping",
@@ -51,6 +51,7 @@ class Facts:
     Attributes:
         step: its number.
         applied: whether the optimizer applied it.
+        updates_void: whether updates of zero were measured, because a fused optimizer found infinite gradients.
         edited: whether the gradients were changed between backward and the optimizer; None when unknown.
         trainable: names of the trainable parameters.
         matrices: names of the parameters of two or more dimensions.
@@ -65,6 +66,7 @@ class Facts:
     trainable: Set[str]
     matrices: Set[str]
     groups: Sequence[tuple[str, frozenset[str]]] = ()
+    updates_void: bool = False
     refused: Mapping[str, str] = field(default_factory=dict)
     context: Mapping[str, Any] = field(default_factory=dict)
 
@@ -195,7 +197,9 @@ class Summary:
         ]
         if pairs:
             changed, there = (torch.stack(side) for side in zip(*pairs, strict=True))
-            low, high = torch.quantile((changed / there).sqrt(), torch.tensor([0.1, 0.9], dtype=torch.float64)).tolist()
+            low, high = torch.quantile(
+                (changed / there).sqrt(), torch.tensor([0.1, 0.9], dtype=torch.float64, device="cpu")
+            ).tolist()
             values["update_ratio_p10"], values["update_ratio_p90"] = low, high
         else:
             reason = "no updated parameter has two or more dimensions and is not zero"

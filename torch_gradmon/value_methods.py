@@ -24,12 +24,13 @@ class ValueMethods:
     def get_step_metrics(self) -> dict[str, float]:
         """Values of the step that ended last, plain floats by key; empty when it was not monitored. Synchronises once."""
         record = self._session.settle_now()
-        return {} if record is None else self._session.options.show(record.values)
+        return {} if record is None else self._session.shown(record)
 
     def get_all_metrics(self) -> dict[int, dict[str, float]]:
         """The same for the last ``history`` monitored steps, by step."""
         self._session.settle_now()
-        return {step: self._session.options.show(record.values) for step, record in self._session.records.items()}
+        # a copy, since another thread may ask while training goes on
+        return {step: self._session.shown(record) for step, record in list(self._session.records.items())}
 
     def log_scalar(self, key: str, value: Any, aggregation_fn: str | Callable[..., Any] | None = None) -> None:
         """Log one number under ``key``, merged over micro-batches by ``aggregation_fn`` (by default the mean).
@@ -44,6 +45,8 @@ class ValueMethods:
         check.log_key(key)
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError(f"log_scalar({key!r}) takes one number, got a tensor of shape {tuple(value.shape)}; use log_tensor")
+        if isinstance(value, Tensor) and value.is_complex():
+            raise TypeError(f"log_scalar({key!r}) takes a real number, got a complex one, {display(value)}; log its abs()")
         if not isinstance(value, (int, float, Tensor)) and not hasattr(value, "__float__"):
             raise TypeError(f"log_scalar({key!r}) takes a number, got {display(value)}")
         self.log_key(Key("", key, ""), value, aggregation_fn)
@@ -65,7 +68,9 @@ class ValueMethods:
         check.log_key(key)
         if not isinstance(tensor, Tensor):
             raise TypeError(f"log_tensor({key!r}) takes a tensor, got {display(tensor)}; use log_scalar")
-        if self._session.takes_values and not self._session.paused:
+        if tensor.is_complex():
+            raise TypeError(f"log_tensor({key!r}) takes real numbers, got dtype {tensor.dtype}; log its abs()")
+        if self._session.listens:
             self.log_key(Key("", key, ""), tensor, aggregation_fn)
 
     def log_key(self, key: Key, value: Any, aggregation_fn: str | Callable[..., Any] | None = None) -> None:

@@ -48,6 +48,7 @@ class ActivationCapture:
         self._known: dict[str, _Matched] = {}
         self._owner: dict[str, str] = {}
         self._root_trains: bool | None = None
+        self._installed: tuple[int, bool] | None = None
         self.paused = False
 
     def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...]) -> None:
@@ -60,15 +61,21 @@ class ActivationCapture:
         """End the step; its values can still be evaluated."""
         self._buffer = None
 
-    def install(self, root: nn.Module, inventory: Inventory, metrics: Sequence[Metric]) -> None:
-        """Hang hooks on the modules that any of ``metrics`` matches."""
+    def install(self, root: nn.Module, inventory: Inventory, metrics: Sequence[Metric], version: int, root_too: bool) -> None:
+        """Hang hooks on the modules that any of ``metrics`` matches; once for each ``version`` of the plan.
+
+        ``root_too``: on the root in any case, because modules log values of their own.
+        """
+        if (version, bool(metrics)) == self._installed:
+            return
         self.remove()
+        self._installed = version, bool(metrics)
         wanted = [
             (name, module)
             for name, reference in inventory.modules.items()
             if (module := reference()) is not None and any(metric.matches(name) for metric in metrics)
         ]
-        if not wanted:
+        if not wanted and not root_too:
             return
         self._handles.add(root.register_forward_pre_hook(ModuleHook(self._root_began)))
         for name, module in wanted:
@@ -78,11 +85,21 @@ class ActivationCapture:
     def remove(self) -> None:
         """Take all hooks away; calling it again does nothing."""
         self._handles.remove()
-        self._root_trains = None
+        self._root_trains, self._installed = None, None
 
     def _root_began(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if torch._C._current_graph_task_id() == -1:
             self._root_trains = module.training and torch.is_grad_enabled()
+
+    def training_began(self) -> None:
+        """The root's training forward began; its own hook here may have been hung too late to see it."""
+        if self._handles:
+            self._root_trains = True
+
+    @property
+    def in_training(self) -> bool:
+        """False inside an evaluation pass and inside recomputation, which happens while a backward pass runs."""
+        return self._root_trains is not False and torch._C._current_graph_task_id() == -1
 
     def _root_ended(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if torch._C._current_graph_task_id() == -1:
@@ -98,7 +115,7 @@ class ActivationCapture:
 
     def capture(self, name: str, output: Any) -> None:
         """Measure ``output``, a tensor or a container of tensors, under the name of its module."""
-        if self._buffer is None or self.paused:
+        if self._buffer is None or self.paused or not self.in_training:
             return
         matched = self._match(name)
         if not matched:

@@ -183,6 +183,8 @@ class Attachment:
             engine.queue_callback(lambda: engine.queue_callback(self._backward_ended))
 
     def _backward_ended(self) -> None:
+        if not self.in_closure:
+            self._depth.clear()  # an optimizer that raised in its step left its depth behind
         loop = self._loop()
         if loop is not None:
             loop.backward_ended()

@@ -36,11 +36,12 @@ class GradientCapture:
         self._scaled = False
         self._held: dict[int, tuple[StepBuffer, _Seen, list[int]]] = {}
         self._uncommitted: dict[tuple[int, int], StepBuffer] = {}
+        self._accumulated: dict[int, weakref.ref[Tensor]] = {}
 
     def begin(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], parameters: Sequence[weakref.ref[nn.Parameter]]) -> None:
         """Start a step; ``parameters`` are those that the plans' positions speak of."""
         self._buffer, self._plans, self._parameters = buffer, plans, parameters
-        self._seen, self._held, self._uncommitted = {}, {}, {}
+        self._seen, self._held, self._uncommitted, self._accumulated = {}, {}, {}, {}
         self._scaled = False
 
     def not_measured(self, positions: Sequence[int], inverse_scale: Tensor | None) -> list[int]:
@@ -52,7 +53,7 @@ class GradientCapture:
 
     def end(self) -> None:
         """End the step, and let go of everything that it held."""
-        self._buffer, self._seen, self._held, self._uncommitted = None, {}, {}, {}
+        self._buffer, self._seen, self._held, self._uncommitted, self._accumulated = None, {}, {}, {}, {}
 
     def _gradients(self, positions: Iterable[int]) -> dict[int, Tensor]:
         found = {}
@@ -77,11 +78,16 @@ class GradientCapture:
             target = self._buffer
             # a gradient that was thrown away since, as by zero_grad in a closure, leaves nothing behind
             target.clear(GRADIENT_BEFORE_CLIP, [plan.names[p] for p in positions])
-            self._seen = {**{p: what for p, what in self._seen.items() if p not in set(positions)}, **seen}
+            self._replace_seen(positions, seen)
         else:
             target = StepBuffer(self._buffer.step, self._measurer.complaints)
             self._held[held_for] = target, seen, list(positions)
         self._measurer.measure(target, plan, gradients, inverse_scale=inverse_scale)
+
+    def _replace_seen(self, positions: Iterable[int], seen: _Seen) -> None:
+        for position in positions:
+            self._seen.pop(position, None)
+        self._seen.update(seen)
 
     def release(self, held_for: int) -> None:
         """What was held under this number counts after all."""
@@ -89,7 +95,7 @@ class GradientCapture:
             held, seen, positions = self._held.pop(held_for)
             names = self._plans[GRADIENT_BEFORE_CLIP].names
             self._buffer.take_over(held, GRADIENT_BEFORE_CLIP, [names[p] for p in positions])
-            self._seen = {**{p: what for p, what in self._seen.items() if p not in set(positions)}, **seen}
+            self._replace_seen(positions, seen)
             self._buffer.noted.pop("edited", None)
 
     def forget_scaled(self, reason: str) -> None:
@@ -130,7 +136,8 @@ class GradientCapture:
         """Of these gradients those whose sums are still what they were before clipping, and those whose sums differ."""
         assert self._buffer is not None
         before = self._plans[GRADIENT_BEFORE_CLIP]
-        known = [p for p in before.measured if p in positions and gradients[p].device.type == "cpu"]
+        placed = self._buffer.names_of(GRADIENT_BEFORE_CLIP)
+        known = [p for p in before.measured if p in positions and gradients[p].device.type == "cpu" and before.names[p] in placed]
         if not known or Column.SQUARE_SUM not in before.columns:
             return set(), set()
         columns = sorted(_WITNESSES & before.columns)
@@ -177,8 +184,15 @@ class GradientCapture:
     def commit_local(self, position: int) -> None:
         """The gradient of the running backward pass was accumulated into ``.grad``: it counts."""
         held = self._uncommitted.pop((torch._C._current_graph_task_id(), position), None)
-        if held is not None and self._buffer is not None:
-            self._buffer.absorb(held)
+        parameter = self._parameters[position]() if self._parameters else None
+        if held is None or self._buffer is None or parameter is None or parameter.grad is None:
+            return
+        accumulated = self._accumulated.get(position)
+        if accumulated is not None and accumulated() is not parameter.grad:
+            # what was accumulated before was thrown away since, and so are its micro-batches
+            self._buffer.clear(GRADIENT_LOCAL, [self._plans[GRADIENT_LOCAL].names[position]])
+        self._accumulated[position] = weakref.ref(parameter.grad)
+        self._buffer.absorb(held)
 
 
 def _version(tensor: Tensor) -> int:

@@ -26,6 +26,7 @@ class Hook:
     def __init__(self, method: Callable[..., Any], *extra: object) -> None:
         self._method = weakref.WeakMethod(method)
         self._extra = extra
+        self.__name__ = "torch_gradmon_hook"  # what inspects hooks expects of a function
 
     def __call__(self, *args: object) -> Any:
         """Call the method, if its object still lives."""
@@ -123,10 +124,13 @@ class WrappedMethod:
         self._around = None
         owner = self._owner()
         if owner is not None and owner.__dict__.get(self._name) is self:
-            if self._previous is None:
+            previous = self._previous
+            while isinstance(previous, WrappedMethod) and previous._around is None:
+                previous = previous._previous  # it was removed while this one stood over it
+            if previous is None:
                 del owner.__dict__[self._name]
             else:
-                setattr(owner, self._name, self._previous)
+                setattr(owner, self._name, previous)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copy = memo.get(id(self._owner()))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -139,14 +141,27 @@ class Measurer:
         assert metric.function is not None
         first = key not in self._proven
         given = [_each_tensor(x, (lambda t: t.detach().clone()) if first else (lambda t: t.detach())) for x in inputs]
-        tensors = [t for x in given for t in (x.values() if isinstance(x, Mapping) else [x]) if isinstance(t, Tensor)]
+        tensors = _tensors_in(given)
         versions = [_version(t) for t in tensors]
         with torch.no_grad(), _no_autocast(inputs):
             value = metric.function(*given)
-        if versions != [_version(t) for t in tensors]:
+        moved = versions != [_version(t) for t in tensors]
+        # NumPy and its like write without moving a version counter; on the copy it can be seen by the values
+        moved = moved or (first and not all(_equal(a, b) for a, b in zip(tensors, _tensors_in(inputs), strict=True)))
+        if moved:
             raise ValueError("it changes its input in place, which would change the training; use abs() instead of abs_()")
         self._proven.add(key)
         return value
+
+
+def _tensors_in(values: Sequence[Any]) -> list[Tensor]:
+    return [t for x in values for t in (x.values() if isinstance(x, Mapping) else [x]) if isinstance(t, Tensor)]
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    if a.layout != torch.strided or refusal(a) is not None:
+        return True  # the version counter has to do
+    return torch.equal(a, b) or (torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num()))
 
 
 def _each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -171,5 +186,13 @@ def untouched_rng() -> Iterator[None]:
     """Whatever random numbers are drawn inside, training draws the same ones as without."""
     # an untyped function of torch
     on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_cuda else []):
-        yield
+    numpy = getattr(sys.modules.get("numpy"), "random", None)
+    numpy_state = None if numpy is None else numpy.get_state()
+    python_state = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_cuda else []):
+            yield
+    finally:
+        random.setstate(python_state)
+        if numpy is not None:
+            numpy.set_state(numpy_state)

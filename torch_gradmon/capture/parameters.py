@@ -154,5 +154,9 @@ class ParameterCapture:
         count = self._sample
         if not isinstance(count, int) or parameter.dim() == 0 or parameter.shape[0] <= count:
             return parameter
-        index = torch.linspace(0, parameter.shape[0] - 1, count, dtype=torch.float64).round().to(parameter.device, torch.int64)
+        index = (
+            torch.linspace(0, parameter.shape[0] - 1, count, dtype=torch.float64, device="cpu")
+            .round()
+            .to(parameter.device, torch.int64)
+        )
         return parameter.index_select(0, index)

@@ -39,7 +39,9 @@ class JsonlSink:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("a", encoding="utf-8")
-        line = json.dumps({"step": step, **{key: _plain(value) for key, value in values.items()}}, allow_nan=False)
+        row: dict[str, float | str] = {"step": step, **{key: _plain(value) for key, value in values.items()}}
+        row["step"] = step  # also where somebody logs a value of that name
+        line = json.dumps(row, allow_nan=False)
         try:
             self._file.write(line + "\n")
             self._file.flush()

@@ -33,6 +33,10 @@ class Outbox:
         self._process = os.getpid()
         self.outlets: list[Outlet] = []
 
+    def _forked(self) -> bool:
+        """Whether this is a forked worker, which must not touch the parent's files."""
+        return os.getpid() != self._process
+
     @property
     def stores(self) -> bool:
         """Whether there is a run directory."""
@@ -49,6 +53,8 @@ class Outbox:
 
     def put(self, record: StepRecord, shown: Mapping[str, float], amend: bool = False) -> None:
         """Take a step's record and what of it is shown. ``amend``: in place of the one that was put last."""
+        if self._forked():
+            return
         if not amend:
             self.publish()
         self._write(record, amend)
@@ -59,6 +65,8 @@ class Outbox:
 
     def publish(self) -> None:
         """Send what waits to the sinks."""
+        if self._forked():
+            return
         if self._waiting is not None:
             (record, shown), self._waiting = self._waiting, None
             for outlet in self.outlets:
@@ -83,8 +91,8 @@ class Outbox:
 
     def close(self) -> None:
         """Send what waits and close everything; sinks and the run directory open again when another record comes."""
-        if os.getpid() != self._process:
-            return  # a forked worker must not touch the parent's files
+        if self._forked():
+            return
         self.publish()
         for outlet in self.outlets:
             outlet.close()

@@ -34,7 +34,6 @@ class Outlet:
             raise ValueError(f"every={every!r} must be a positive int, such as 10 for every tenth step")
         self.sink = sink
         self.every = every
-        self.lost = 0
         self.dropped = False
         self._failures = 0
         self._complaints = complaints
@@ -50,7 +49,6 @@ class Outlet:
         if step % self.every:
             return
         if self.dropped:
-            self.lost += 1
             self._complaints.counts[self._cause] += 1
             return
         chosen = {key: value for key, value in values.items() if self._keys is None or self._keys.search(key)}
@@ -58,7 +56,6 @@ class Outlet:
             self._send(chosen, step)
             self._failures = 0
         except Exception as error:
-            self.lost += 1
             self._failures += 1
             self.dropped = self._failures >= PATIENCE
             self._complaints.add(

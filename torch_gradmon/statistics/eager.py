@@ -111,6 +111,8 @@ def refusal(tensor: Tensor) -> str | None:
         return "inside a torch.func transform"
     if hasattr(tensor, "_local_tensor") or hasattr(tensor, "_local_shards"):
         return "a sharded tensor (DTensor); sharded training is not measured yet"
+    if type(tensor).__name__ == "FakeTensor":
+        return "a fake tensor, which has no values"
     if tensor.is_nested:
         return "a nested tensor"
     if tensor.device.type == "meta":
@@ -160,7 +162,7 @@ def _rows(inputs: Sequence[_Input], columns: frozenset[Column], eps: float, devi
             for column, value in look(block, columns, eps, wide):
                 found.setdefault(column, []).append(value)
     rows = identity(len(owners), device, wide)
-    rows[:, Column.COUNT] = torch.tensor(counts, dtype=wide).to(device, non_blocking=True)
+    rows[:, Column.COUNT] = torch.tensor(counts, dtype=wide, device="cpu").to(device, non_blocking=True)
     for column, values in found.items():
         rows[:, column] = torch.stack(values)
     if owners != list(range(len(inputs))):

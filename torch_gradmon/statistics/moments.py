@@ -87,7 +87,7 @@ class View:
             return rows[:, Column.COUNT] > 0
         if self.needs == "finite elements":
             return rows[:, Column.COUNT] > rows[:, Column.NONFINITE]
-        return torch.ones(len(rows), dtype=torch.bool)
+        return torch.ones(len(rows), dtype=torch.bool, device=rows.device)
 
 
 def _mean(rows: Tensor) -> Tensor:
