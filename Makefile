@@ -1,7 +1,7 @@
 # Everything that a fresh machine with Python and make needs: `make demo` and `make test` set themselves up.
 
 PYTHON ?= python3
-# set TORCH to install another one, such as the CPU build where the index has several:
+# set TORCH to install another version or build; a torch that is in the environment already is kept
 TORCH ?= torch==2.13.0
 VENV := .venv
 BARE := .venv-bare
