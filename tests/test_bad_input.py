@@ -54,9 +54,9 @@ class World:
             session = monitor._session
             found += [
                 monitor._registry.metrics,
-                list(session.judges.detectors),
-                list(session.outbox.outlets),
-                session.summary.keys,
+                list(session.ledger.judges.detectors),
+                list(session.ledger.outbox.outlets),
+                session.ledger.summary.keys,
             ]
             found += [session.step, session.open, monitor.has_reference_module(), monitor.state_dict()]
         return found

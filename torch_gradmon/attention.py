@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from . import names as n
-from .capture.attention import attention_statistics, heads_of
 from .names import Key
+from .statistics.attention import attention_statistics, heads_of
 
 if TYPE_CHECKING:
     from .monitor import ModuleMonitor

@@ -215,7 +215,7 @@ class Follower:
         late = (
             self._leads
             and not self.session.open
-            and self.session.last is not None
+            and self.session.ledger.last is not None
             and not self._backward_since
             and id(optimizer) not in self._done
         )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from . import check
 from .clipping import clip
 from .errors import display
+from .hand import Hand
 from .planner import Planner
 from .session import Session
 
@@ -40,14 +41,14 @@ class LoopMethods:
 
     def monitor_parameters(self) -> None:
         """Measure the parameters as they are now."""
-        self._session.measure_parameters()
+        Hand(self._session).measure_parameters()
 
     def monitor_gradients(self, before_clip: bool = False) -> None:
         """Measure the gradients as they are now, as those before clipping or as those that the optimizer will use.
 
         Call it after the last backward pass of the step. Gradients that a scaler has not unscaled yet are divided by its scale.
         """
-        self._session.measure_gradients(before_clip)
+        Hand(self._session).measure_gradients(before_clip)
 
     def module_name(self, module: str | nn.Module) -> str:
         """The canonical name of a watched module; a name is returned as it is.
@@ -89,7 +90,7 @@ class LoopMethods:
 
     def is_step_monitored(self, step: int) -> bool:
         """Whether values are, were or would be taken on ``step``."""
-        return not self._session.guard.inert and bool(self._session.options.is_step_monitored(step))
+        return not self._session.guard.inert and bool(self._session.is_step_monitored(step))
 
     @property
     def step(self) -> int | None:
@@ -123,4 +124,4 @@ class LoopMethods:
                 raise ValueError("there is no module whose gradients to clip; pass parameters=, or watch a module first")
             parameters = list(module.parameters())
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        return clip(self._session, parameters, max_norm, norm_type, error_if_nonfinite, exact)
+        return clip(Hand(self._session), parameters, max_norm, norm_type, error_if_nonfinite, exact)

@@ -158,7 +158,7 @@ class MetricMethods:
 
     def describe(self) -> dict[str, str]:
         """What was asked for, with its unit and meaning: documentation by key, patterns in the place of names."""
-        texts = {f"{n.SUMMARY}/{name}": DOCUMENTATION[name] for name in self._session.summary.keys}
+        texts = {f"{n.SUMMARY}/{name}": DOCUMENTATION[name] for name in self._session.ledger.summary.keys}
         for metric in self._registry.metrics:
             unit = "" if metric.unit == "1" else f" [{metric.unit}]"
             often = "" if metric.every == 1 else f", on every {metric.every}th step"
@@ -180,6 +180,6 @@ class MetricMethods:
         preset = PRESETS[name]
         made = [self._registry.make(source, metric, shown=False) for source, metric in preset.layer_metrics]
         self._registry.replace_hidden(made)
-        self._session.summary.keys = preset.keys
-        self._session.add_detector(SpikeDetector(), of_preset=True)
+        self._session.ledger.summary.keys = preset.keys
+        self._session.ledger.add_detector(SpikeDetector(), of_preset=True)
         self._planner.changed()

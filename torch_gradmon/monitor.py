@@ -18,6 +18,7 @@ from .capture.parameters import OPTIMIZER_BUILT_INS
 from .errors import Complaints, display
 from .guard import Guard
 from .layers import Layers
+from .ledger import Ledger, Options
 from .loop_methods import LoopMethods
 from .metric_methods import MetricMethods
 from .mixin import MonitorMixin, link, unlink
@@ -25,7 +26,7 @@ from .names import KEY_STYLES, Key, compile_pattern, format_key
 from .planner import Planner
 from .record import Event
 from .registry import VIEW_BUILT_INS, Registry
-from .session import Options, Session, at_exit
+from .session import Session, at_exit
 from .sinks.outbox import Outbox
 from .sinks.outlet import Outlet
 from .spikes.detector import SpikeDetector
@@ -110,12 +111,11 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         if module is not None:
             planner.watch(module)  # raises what there is to raise before a run directory is made
         outbox = Outbox(complaints, None if inert else run_dir, {"torch": torch.__version__, "eps": eps})
-        options = Options(is_monitored, self._shower(key_style, prefix), history, on_spike)
-        measurer = Measurer(float(eps), complaints)
-        self._session = Session(options, Guard(complaints, inert), planner, measurer, outbox, update_sample)
+        guard = Guard(complaints, inert)
+        options = Options(self._shower(key_style, prefix), history, on_spike)
+        ledger = Ledger(options, guard, outbox, chosen_layers)
+        self._session = Session(is_monitored, guard, planner, Measurer(float(eps), complaints), ledger, update_sample)
         self._session.scaler = scaler
-        self._session.layers = chosen_layers
-        self._session.summary.all_columns = outbox.stores
         self._registry, self._planner = registry, planner
         # an attached session outlives a monitor that nobody kept, and modules with the mixin ask for the monitor
         self._session.face = self
@@ -153,7 +153,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         if not self._session.guard.inert:
             self._link_modules(module)
             assert self._planner.inventory is not None
-            self._session.outbox.note(
+            self._session.ledger.outbox.note(
                 model=type(module).__name__,
                 parameters={
                     name: {"shape": list(parameter.shape), "dtype": str(parameter.dtype)}
@@ -217,7 +217,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
             check.step_number("start_step", start_step)
         bare = check.optimizers(module, optimizers)
         # asked before anything is hung, for the function is the user's
-        self._session.options.is_step_monitored(self._session.next_step if start_step is None else start_step)
+        self._session.is_step_monitored(self._session.next_step if start_step is None else start_step)
         if not self._session.guard.inert:
             if start_step is not None:
                 self._session.next_step = start_step
@@ -251,7 +251,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
             TypeError: it has no ``log(dict, step=)`` or ``log_metrics(dict, step=)`` and is not callable.
             ValueError: ``keys`` is no valid pattern, or ``every`` no positive int.
         """
-        self._session.outbox.outlets.append(Outlet(sink, keys, every, self._session.guard.complaints))
+        self._session.ledger.outbox.outlets.append(Outlet(sink, keys, every, self._session.guard.complaints))
 
     def add_detector(self, detector: SpikeDetector) -> None:
         """Feed ``detector`` with the whole-model value, or the scalar logged by hand, that its ``signal`` names.
@@ -262,13 +262,15 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         """
         if not isinstance(detector, SpikeDetector):
             raise TypeError(f"expected a SpikeDetector, got {display(detector)}; a rule goes into one: SpikeDetector(rule)")
-        self._session.add_detector(detector)
+        self._session.ledger.add_detector(detector)
+        self._planner.changed()
 
     # --- resume --------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Step number, counters and what the detectors learned, as plain numbers and lists."""
-        return self._session.state_dict()
+        self._session.settle_now()
+        return {"next_step": self._session.next_step, **self._session.ledger.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where :meth:`state_dict` was taken: the next step has the number after the last one.
@@ -281,23 +283,29 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         absent = {"next_step", "summary", "detectors"} - state.keys()
         if absent:
             raise ValueError(f"this is no state of a ModuleMonitor: it lacks {', '.join(sorted(absent))}; it has {sorted(state)}")
-        mine = self._session.judges.detectors
+        mine = self._session.ledger.judges.detectors
         if not isinstance(state["detectors"], Mapping) or set(state["detectors"]) != set(mine):
             raise ValueError(
                 f"state['detectors'] has {display(state['detectors'])} and this monitor detectors of {sorted(mine)}; "
                 "add detectors of the same signals before loading"
             )
-        before = self._session.state_dict()
+        before = self.state_dict()
         part = ""
         try:
             for part in before:
-                self._session.load_part(part, state[part])
+                self._load_part(part, state[part])
         except (KeyError, TypeError, ValueError) as error:
             for each, value in before.items():
-                self._session.load_part(each, value)
+                self._load_part(each, value)
             raise ValueError(
                 f"state[{part!r}] is not what ModuleMonitor.state_dict() gives, got {display(state[part])}; nothing was loaded"
             ) from error
+
+    def _load_part(self, part: str, value: Any) -> None:
+        if part == "next_step":
+            self._session.next_step = int(value)
+        else:
+            self._session.ledger.load_part(part, value)
 
     def __repr__(self) -> str:
         module = self._planner.module

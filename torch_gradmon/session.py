@@ -6,11 +6,9 @@ them to the host, and the record goes to detectors, run directory and sinks. Wha
 
 from __future__ import annotations
 
+import re
 import sys
-import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,52 +16,40 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import names as n
-from .assembly import assemble, describe, missing
+from .assembly import assemble
 from .capture.activations import ActivationCapture
 from .capture.gradients import GradientCapture
 from .capture.measuring import Measurer
 from .capture.parameters import ParameterCapture
-from .capture.scaling import is_unscaled, reciprocal, scale_of
-from .errors import GradmonWarning, SpikeError
 from .follower import Follower
 from .guard import Guard, guarded
-from .layers import Layers
+from .ledger import Ledger
 from .mixin import has_mixin
 from .names import Key
 from .planner import Planner
-from .record import Event, StepRecord
+from .record import StepRecord
 from .registry import SourcePlan
 from .sinks.outbox import Outbox
-from .spikes.detector import SpikeDetector
-from .spikes.judges import Judges
 from .step import Aggregation, StepBuffer
-from .summary import Facts, Summary
-
-
-@dataclass
-class Options:
-    """What a session is asked to be; :class:`torch_gradmon.ModuleMonitor` explains each."""
-
-    is_step_monitored: Callable[[int], bool]
-    show: Callable[[Mapping[Key, float]], dict[str, float]]
-    history: int = 1000
-    on_spike: str | Callable[[Event], Any] | None = None
+from .summary import Facts
 
 
 class Session:
     """The state of one run under watch. :class:`torch_gradmon.ModuleMonitor` is its public face."""
 
     def __init__(
-        self, options: Options, guard: Guard, planner: Planner, measurer: Measurer, outbox: Outbox, update_sample: Any
+        self,
+        is_step_monitored: Callable[[int], bool],
+        guard: Guard,
+        planner: Planner,
+        measurer: Measurer,
+        ledger: Ledger,
+        update_sample: int | re.Pattern[str] | None,
     ) -> None:
-        self.options = options
+        self.is_step_monitored = is_step_monitored
         self.guard = guard
         self.planner = planner
-        self.outbox = outbox
-        self.summary = Summary()
-        self.layers = Layers(None)
-        self.judges = Judges()
-        self._preset_signals: set[str] = set()
+        self.ledger = ledger
         self.gradients = GradientCapture(measurer)
         self.parameters = ParameterCapture(measurer, update_sample)
         self.activations = ActivationCapture(measurer)
@@ -74,12 +60,8 @@ class Session:
         self.next_step = 0
         self.by_hand = False
         self.open = False
-        self.last: StepRecord | None = None
-        self.records: OrderedDict[int, StepRecord] = OrderedDict()
-        self._absent: dict[tuple[str, str], str] = {}
         self._plans: dict[str, SourcePlan] = {}
         self._buffer: StepBuffer | None = None
-        self._late: StepBuffer | None = None
         self._early: StepBuffer | None = None
         self._tags: dict[str, Any] = {}
         self._unseen_refusals: Tensor | None = None
@@ -114,7 +96,7 @@ class Session:
         if self.guard.inert or self.planner.module is None:
             return False
         if self._asked is None or self._asked[0] != step:  # once for each step, since the answer need not stay the same
-            self._asked = step, bool(self.options.is_step_monitored(step))
+            self._asked = step, bool(self.is_step_monitored(step))
         return self._asked[1]
 
     def _prepare(self, step: int) -> None:
@@ -123,7 +105,7 @@ class Session:
             self._armed_for = -1
         assert self.planner.inventory is not None
         references = self.planner.inventory.references
-        self._plans = self.planner.plans(step, self.summary)
+        self._plans = self.planner.plans(step, self.ledger.summary)
         self._buffer = StepBuffer(step, self.guard.complaints)
         self.gradients.begin(self._buffer, self._plans, references)
         self.parameters.begin(self._buffer, self._plans, references)
@@ -152,11 +134,11 @@ class Session:
         """Close the open step. On CPU its record is made at once, elsewhere when somebody asks or the next step begins."""
         if not self.open:
             return
-        self.open, self.last = False, None
+        self.open, self.ledger.last = False, None
         if self._buffer is not None:
             self._end_monitored()
         elif self.follower is not None:
-            self.summary.not_applied += self.follower.refused
+            self.ledger.summary.not_applied += self.follower.refused
         if self.follower is not None and not self.by_hand and self._armed_for < 0 and self._is_monitored(self.next_step):
             self._arm()  # the first thing seen of the next step may be its backward pass
 
@@ -175,11 +157,10 @@ class Session:
         if self.open or self._buffer is None:
             return
         buffer, self._buffer = self._buffer, None
-        self._absent = buffer.absent
         inventory = self.planner.inventory
         assert inventory is not None
         tables, custom, noted = buffer.flush()
-        self.summary.not_applied += int(noted.pop("unseen_refusals", 0))
+        self.ledger.summary.not_applied += int(noted.pop("unseen_refusals", 0))
         refused = self.follower is not None and self.follower.refused
         edited, found_inf = noted.pop("edited", None), bool(noted.pop("found_inf", 0))
         facts = Facts(
@@ -193,7 +174,7 @@ class Session:
             refused={**{source: why for (source, name), why in buffer.absent.items() if not name}, **buffer.refused},
             context=self._context(noted),
         )
-        if "overhead_pct" in self.summary.keys:
+        if "overhead_pct" in self.ledger.summary.keys:
             custom[Key(n.SUMMARY, "", "overhead_pct")] = self.guard.cost()
         activations = self.activations.evaluate(tables[n.ACTIVATION]) if n.ACTIVATION in tables else {}
         record, signals = assemble(
@@ -203,50 +184,16 @@ class Session:
             self._plans,
             activations,
             self.planner.registry.hidden(),
-            self.summary,
-            self.layers,
-            self._absent,
+            self.ledger.summary,
+            self.ledger.layers,
+            buffer.absent,
         )
-        self.judges.begin(record, self._absent)
-        record, events = self.judges.judge(record, signals, self._absent)
-        self._late = buffer.scalars()
-        self._keep(record)
-        self._tell(record, events)
+        self.ledger.enter(record, signals, buffer)
 
     def finish(self) -> None:
-        """Nothing more can come for the step that has ended: judge the signals that came late, and send it out."""
+        """Nothing more can come for the step that has ended."""
         self.settle()
-        if self.last is not None and self._late is not None:
-            self._late = None
-            record, events = self.judges.judge(self.last, {}, self._absent)
-            if record is not self.last:
-                self._keep(record, amend=True)
-            self._tell(record, events)
-        self.outbox.publish()
-
-    def _keep(self, record: StepRecord, amend: bool = False) -> None:
-        self.last = record
-        self.records[record.step] = replace(record, tables={})
-        while len(self.records) > self.options.history:
-            self.records.popitem(last=False)
-        self.outbox.put(record, self.shown(record), amend)
-
-    def shown(self, record: StepRecord) -> dict[str, float]:
-        """What of ``record`` is for dashboards, by key."""
-        return self.options.show({key: value for key, value in record.values.items() if key not in record.hidden})
-
-    def _tell(self, record: StepRecord, events: Iterable[Event]) -> None:
-        for event in events:
-            words = describe(event, record)
-            if callable(self.options.on_spike):
-                try:
-                    self.options.on_spike(event)
-                except Exception as error:
-                    self.guard.complaints.add("on_spike", "the function on_spike failed; training goes on", error)
-            elif self.options.on_spike == "raise":
-                raise SpikeError(words)
-            elif self.options.on_spike == "warn":
-                warnings.warn(f"torch_gradmon: {words}", GradmonWarning, stacklevel=2)
+        self.ledger.finish()
 
     def _context(self, noted: Mapping[str, float]) -> dict[str, Any]:
         context: dict[str, Any] = {name: value for name, value in noted.items() if "/" not in name}
@@ -257,7 +204,7 @@ class Session:
         return context
 
     def _groups(self) -> list[tuple[str, frozenset[str]]]:
-        if self.follower is None or self.planner.inventory is None or self.layers.choice != "blocks":
+        if self.follower is None or self.planner.inventory is None or self.ledger.layers.choice != "blocks":
             return []
         inventory = self.planner.inventory
         groups = [group for optimizer in self.follower.optimizers() for group in optimizer.param_groups]
@@ -291,7 +238,7 @@ class Session:
 
     def forward_unseen(self) -> None:
         """A backward pass came without a forward of the root module: values logged between the two went to the step before."""
-        if self._late is not None and self._late.has_new:
+        if self.ledger.has_late_values:
             self.guard.complaints.add(
                 "forward",
                 "the model's forward is not seen (it is compiled inside, or called by its parts), so that values logged between "
@@ -329,45 +276,6 @@ class Session:
         self.finish()
 
     @guarded
-    def measure_gradients(self, before_clip: bool) -> None:
-        """Measure the gradients as they are now."""
-        if self.planner.inventory is not None:
-            self._measure_gradients(before_clip, list(range(len(self.planner.inventory.names))))
-
-    def _measure_gradients(self, before_clip: bool, positions: list[int]) -> None:
-        if not self.takes_values:
-            return
-        measure = self.gradients.before_clip if before_clip else self.gradients.after_clip
-        for some, inverse_scale in self._by_scale(positions):
-            measure(some, inverse_scale)
-
-    def _by_scale(self, positions: list[int]) -> list[tuple[list[int], Tensor | None]]:
-        return [(positions, self._inverse_scale())] if self.follower is None else self.follower.scales(positions)
-
-    def _inverse_scale(self) -> Tensor | None:
-        scale = None if is_unscaled(self.scaler, None) else scale_of(self.scaler)
-        return None if scale is None else reciprocal(scale)
-
-    @guarded
-    def measure_before_clip(self, parameters: Iterable[Tensor]) -> None:
-        """Measure these parameters' gradients before they are clipped, where that was not done at the end of backward."""
-        if self.takes_values and self.planner.inventory is not None:
-            positions = self.planner.inventory.positions(parameters)
-            parts = self._by_scale(positions)
-            self._measure_gradients(True, [p for some, scale in parts for p in self.gradients.not_measured(some, scale)])
-
-    def measure_after_clip(self) -> None:
-        """Measure the clipped gradients, where no optimizer's hook will."""
-        if self.follower is None:
-            self.measure_gradients(False)
-
-    @guarded
-    def measure_parameters(self) -> None:
-        """Measure the parameters as they are now."""
-        if self.takes_values and self.planner.inventory is not None:
-            self.parameters.measure(range(len(self.planner.inventory.names)))
-
-    @guarded
     def capture_activation(self, name: str, activations: Any) -> None:
         """Measure a value that is no module's output."""
         self.activations.capture(name, activations)
@@ -380,7 +288,7 @@ class Session:
             self._log(key, value, aggregation)
         except (TypeError, ValueError, RuntimeError) as error:
             text = "/".join(part for part in key if part)
-            self._absent[key.source, key.name] = str(error)
+            (self.ledger.absent if self._buffer is None else self._buffer.absent)[key.source, key.name] = str(error)
             self.guard.complaints.add(f"log:{text}", f"a value of {text} is lost", error)
 
     def _log(self, key: Key, value: Any, aggregation: Aggregation) -> None:
@@ -390,72 +298,28 @@ class Session:
             if self._early is None:
                 self._early = StepBuffer(-1, self.guard.complaints)
             self._early.merge_value(key, value, aggregation)
-        elif not self.open and self.last is not None:
-            late = self._late if self._late is not None else StepBuffer(self.last.step, self.guard.complaints)
-            late.merge_value(key, value, aggregation)
-            self._keep(replace(self.last, values={**self.last.values, **late.flush()[1]}), amend=True)
+        elif not self.open:
+            self.ledger.add(key, value, aggregation)
 
     def tag(self, tags: Mapping[str, Any]) -> None:
         """Facts for the run directory about the step that a scalar logged now would belong to."""
         if self.open or self.step is None:
             self._tags.update(tags)
-        elif self.last is not None:
-            context = {**self.last.context, "tags": {**self.last.context.get("tags", {}), **tags}}
-            self._keep(replace(self.last, context=context), amend=True)
+        else:
+            self.ledger.tag(tags)
 
     # --- values of the step that ended ---------------------------------------------------------------------------------------
 
     def settle_now(self) -> StepRecord | None:
         """The record of the step that ended last, None where it was not monitored."""
         self._settle_fenced()  # does nothing inside of what is fenced already, such as on_spike
-        return None if self.follower is not None and self.follower.orphaned else self.last
+        return None if self.follower is not None and self.follower.orphaned else self.ledger.last
 
     @guarded
     def _settle_fenced(self) -> None:
         self.settle()
 
-    def missing(self) -> dict[Key, str]:
-        """Why each key that was asked for has no value in it."""
-        record = self.settle_now()
-        if record is None:
-            return {}
-        return missing(record, self.planner.registry.metrics, self.planner.matchable() or {}, self.summary.keys, self._absent)
-
     # --- life cycle ----------------------------------------------------------------------------------------------------------
-
-    def add_detector(self, detector: SpikeDetector, of_preset: bool = False) -> None:
-        """Feed ``detector``. One that the user brings takes the place of a preset's, and keeps it.
-
-        Raises:
-            ValueError: the user has brought one for this signal already.
-        """
-        there = detector.signal in self.judges.detectors
-        if of_preset:
-            self.judges.shows_main = True
-        if there and of_preset:
-            return
-        if there and detector.signal not in self._preset_signals:
-            raise ValueError(f"there is a detector for {detector.signal!r} already; a signal has one")
-        (self._preset_signals.add if of_preset else self._preset_signals.discard)(detector.signal)
-        self.judges.detectors[detector.signal] = detector
-        self.summary.signals.add(detector.signal)
-        self.planner.changed()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain numbers and lists."""
-        self.settle_now()
-        detectors = {signal: detector.state_dict() for signal, detector in self.judges.detectors.items()}
-        return {"next_step": self.next_step, "summary": self.summary.state_dict(), "detectors": detectors}
-
-    def load_part(self, part: str, value: Any) -> None:
-        """The inverse of :meth:`state_dict`, for one of its parts."""
-        if part == "next_step":
-            self.next_step = int(value)
-        elif part == "summary":
-            self.summary.load_state_dict(value)
-        else:
-            for signal, detector in self.judges.detectors.items():
-                detector.load_state_dict(value[signal])
 
     def follow(self, module: nn.Module, optimizers: list[Optimizer], scaler: torch.amp.GradScaler | None) -> None:
         """Follow the loop by hooks from now on."""
@@ -476,7 +340,7 @@ class Session:
             if self.follower is not None:
                 self.follower.remove()
                 self.follower = None
-            self.outbox.close()
+            self.ledger.outbox.close()
 
 
 def at_exit(session: Callable[[], Session | None], outbox: Outbox) -> None:

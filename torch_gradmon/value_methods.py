@@ -24,13 +24,12 @@ class ValueMethods:
     def get_step_metrics(self) -> dict[str, float]:
         """Values of the step that ended last, plain floats by key; empty when it was not monitored. Synchronises once."""
         record = self._session.settle_now()
-        return {} if record is None else self._session.shown(record)
+        return {} if record is None else self._session.ledger.shown(record)
 
     def get_all_metrics(self) -> dict[int, dict[str, float]]:
         """The same for the last ``history`` monitored steps, by step."""
         self._session.settle_now()
-        # a copy, since another thread may ask while training goes on
-        return {step: self._session.shown(record) for step, record in list(self._session.records.items())}
+        return self._session.ledger.history()
 
     def log_scalar(self, key: str, value: Any, aggregation_fn: str | Callable[..., Any] | None = None) -> None:
         """Log one number under ``key``, merged over micro-batches by ``aggregation_fn`` (by default the mean).
@@ -84,9 +83,10 @@ class ValueMethods:
 
     def missing(self) -> dict[str, str]:
         """Why each key that was asked for has no value in the step that ended last: reason by key."""
-        reasons = self._session.missing()
-        # the keys are made as those of the values are
-        return dict(zip(self._session.options.show(dict.fromkeys(reasons, 0.0)), reasons.values(), strict=True))
+        if self._session.settle_now() is None:
+            return {}
+        planner = self._session.planner
+        return self._session.ledger.missing(planner.registry.metrics, planner.matchable() or {})
 
     def complaints(self) -> dict[str, int]:
         """How often each thing went wrong, by cause; a warning comes with the first of each only.

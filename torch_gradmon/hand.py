@@ -1,0 +1,58 @@
+"""Measuring at the moment when somebody says so, beside or instead of what the hooks see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from .capture.scaling import is_unscaled, reciprocal, scale_of
+from .guard import guarded
+from .session import Session
+
+
+class Hand:
+    """What a loop written by hand asks a session to measure."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.guard = session.guard
+
+    @guarded
+    def measure_gradients(self, before_clip: bool) -> None:
+        """Measure the gradients as they are now."""
+        if self.session.planner.inventory is not None:
+            self._measure_gradients(before_clip, list(range(len(self.session.planner.inventory.names))))
+
+    def _measure_gradients(self, before_clip: bool, positions: list[int]) -> None:
+        if not self.session.takes_values:
+            return
+        measure = self.session.gradients.before_clip if before_clip else self.session.gradients.after_clip
+        for some, inverse_scale in self._by_scale(positions):
+            measure(some, inverse_scale)
+
+    def _by_scale(self, positions: list[int]) -> list[tuple[list[int], Tensor | None]]:
+        return [(positions, self._inverse_scale())] if self.session.follower is None else self.session.follower.scales(positions)
+
+    def _inverse_scale(self) -> Tensor | None:
+        scale = None if is_unscaled(self.session.scaler, None) else scale_of(self.session.scaler)
+        return None if scale is None else reciprocal(scale)
+
+    @guarded
+    def measure_before_clip(self, parameters: Iterable[Tensor]) -> None:
+        """Measure these parameters' gradients before they are clipped, where that was not done at the end of backward."""
+        if self.session.takes_values and self.session.planner.inventory is not None:
+            positions = self.session.planner.inventory.positions(parameters)
+            parts = self._by_scale(positions)
+            self._measure_gradients(True, [p for some, scale in parts for p in self.session.gradients.not_measured(some, scale)])
+
+    def measure_after_clip(self) -> None:
+        """Measure the clipped gradients, where no optimizer's hook will."""
+        if self.session.follower is None:
+            self.measure_gradients(False)
+
+    @guarded
+    def measure_parameters(self) -> None:
+        """Measure the parameters as they are now."""
+        if self.session.takes_values and self.session.planner.inventory is not None:
+            self.session.parameters.measure(range(len(self.session.planner.inventory.names)))

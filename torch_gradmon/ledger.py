@@ -1,0 +1,163 @@
+"""The steps that have ended: their records, what is added late, who judges them, and where they go."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .assembly import describe, missing
+from .errors import GradmonWarning, SpikeError
+from .guard import Guard
+from .layers import Layers
+from .metric import Metric
+from .names import Key
+from .record import Event, StepRecord
+from .sinks.outbox import Outbox
+from .spikes.detector import SpikeDetector
+from .spikes.judges import Judges
+from .step import Aggregation, StepBuffer
+from .summary import Summary
+
+
+@dataclass
+class Options:
+    """What is done with records; :class:`torch_gradmon.ModuleMonitor` explains each."""
+
+    show: Callable[[Mapping[Key, float]], dict[str, float]]
+    history: int = 1000
+    on_spike: str | Callable[[Event], Any] | None = None
+
+
+class Ledger:
+    """Keeps the record of the last step open to late values until the next step begins.
+
+    Args:
+        options: what is done with records.
+        guard: where failures are reported.
+        outbox: where records go.
+        layers: which per-layer values are shown.
+    """
+
+    def __init__(self, options: Options, guard: Guard, outbox: Outbox, layers: Layers) -> None:
+        self.outbox = outbox
+        self.summary = Summary(all_columns=outbox.stores)
+        self.layers = layers
+        self.judges = Judges()
+        self.last: StepRecord | None = None
+        self.absent: dict[tuple[str, str], str] = {}
+        self._options = options
+        self._guard = guard
+        self._records: OrderedDict[int, StepRecord] = OrderedDict()
+        self._late: StepBuffer | None = None
+        self._preset_signals: set[str] = set()
+
+    def enter(self, record: StepRecord, signals: Mapping[str, float], buffer: StepBuffer) -> None:
+        """A step has ended with ``record``; ``signals`` are its whole-model values, ``buffer`` what it was made of."""
+        self.absent = buffer.absent
+        self.judges.begin(record, self.absent)
+        record, events = self.judges.judge(record, signals, self.absent)
+        self._late = buffer.scalars()
+        self._keep(record)
+        self._tell(record, events)
+
+    def finish(self) -> None:
+        """Nothing more can come for the step that has ended: judge the signals that came late, and send it out."""
+        if self.last is not None and self._late is not None:
+            self._late = None
+            record, events = self.judges.judge(self.last, {}, self.absent)
+            if record is not self.last:
+                self._keep(record, amend=True)
+            self._tell(record, events)
+        self.outbox.publish()
+
+    def add(self, key: Key, value: Any, aggregation: Aggregation) -> None:
+        """A late value for the step that ended last."""
+        if self.last is not None:
+            if self._late is None:
+                self._late = StepBuffer(self.last.step, self._guard.complaints)
+            self._late.merge_value(key, value, aggregation)
+            self._keep(replace(self.last, values={**self.last.values, **self._late.flush()[1]}), amend=True)
+
+    @property
+    def has_late_values(self) -> bool:
+        """Whether anything was added to the step that ended last."""
+        return self._late is not None and self._late.has_new
+
+    def tag(self, tags: Mapping[str, Any]) -> None:
+        """Facts about the step that ended last."""
+        if self.last is not None:
+            context = {**self.last.context, "tags": {**self.last.context.get("tags", {}), **tags}}
+            self._keep(replace(self.last, context=context), amend=True)
+
+    def _keep(self, record: StepRecord, amend: bool = False) -> None:
+        self.last = record
+        self._records[record.step] = replace(record, tables={})
+        while len(self._records) > self._options.history:
+            self._records.popitem(last=False)
+        self.outbox.put(record, self.shown(record), amend)
+
+    def _tell(self, record: StepRecord, events: Iterable[Event]) -> None:
+        for event in events:
+            words = describe(event, record)
+            if callable(self._options.on_spike):
+                try:
+                    self._options.on_spike(event)
+                except Exception as error:
+                    self._guard.complaints.add("on_spike", "the function on_spike failed; training goes on", error)
+            elif self._options.on_spike == "raise":
+                raise SpikeError(words)
+            elif self._options.on_spike == "warn":
+                warnings.warn(f"torch_gradmon: {words}", GradmonWarning, stacklevel=2)
+
+    # --- for whoever asks ------------------------------------------------------------------------------------------------------
+
+    def shown(self, record: StepRecord) -> dict[str, float]:
+        """What of ``record`` is for dashboards, by key."""
+        return self._options.show({key: value for key, value in record.values.items() if key not in record.hidden})
+
+    def history(self) -> dict[int, dict[str, float]]:
+        """The same for the last steps; another thread may ask while training goes on."""
+        return {step: self.shown(record) for step, record in list(self._records.items())}
+
+    def missing(self, metrics: Iterable[Metric], names: Mapping[str, Any]) -> dict[str, str]:
+        """Why each of ``metrics`` has no value in the step that ended last, by key."""
+        if self.last is None:
+            return {}
+        reasons = missing(self.last, list(metrics), names, self.summary.keys, self.absent)
+        # the keys are made as those of the values are
+        return dict(zip(self._options.show(dict.fromkeys(reasons, 0.0)), reasons.values(), strict=True))
+
+    # --- detectors and state ---------------------------------------------------------------------------------------------------
+
+    def add_detector(self, detector: SpikeDetector, of_preset: bool = False) -> None:
+        """Feed ``detector``. One that the user brings takes the place of a preset's, and keeps it.
+
+        Raises:
+            ValueError: the user has brought one for this signal already.
+        """
+        there = detector.signal in self.judges.detectors
+        if of_preset:
+            self.judges.shows_main = True
+        if there and of_preset:
+            return
+        if there and detector.signal not in self._preset_signals:
+            raise ValueError(f"there is a detector for {detector.signal!r} already; a signal has one")
+        (self._preset_signals.add if of_preset else self._preset_signals.discard)(detector.signal)
+        self.judges.detectors[detector.signal] = detector
+        self.summary.signals.add(detector.signal)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers and lists."""
+        detectors = {signal: detector.state_dict() for signal, detector in self.judges.detectors.items()}
+        return {"summary": self.summary.state_dict(), "detectors": detectors}
+
+    def load_part(self, part: str, value: Any) -> None:
+        """The inverse of :meth:`state_dict`, for one of its parts."""
+        if part == "summary":
+            self.summary.load_state_dict(value)
+        else:
+            for signal, detector in self.judges.detectors.items():
+                detector.load_state_dict(value[signal])
