@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from ..errors import display
@@ -67,8 +66,8 @@ class MedianMad:
         """Robust standard deviations above the median; negative below it; None in the warm-up."""
         if len(self._values) < self.warmup:
             return None
-        median = statistics.median(self._values)
-        deviation = statistics.median(abs(x - median) for x in self._values)
+        median = _median(self._values)
+        deviation = _median(abs(x - median) for x in self._values)
         return (_log(value) - median) / max(1.4826 * deviation, self.floor)
 
     def update(self, value: float, is_spike: bool) -> None:
@@ -94,6 +93,13 @@ class MedianMad:
         self._values.clear()
         self._values.extend(float(x) for x in state["values"])
         self._run = [float(x) for x in state["run"]]
+
+
+def _median(values: Iterable[float]) -> float:
+    # the standard library's module for this takes longer to import than most of this package
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 def _log(value: float) -> float:
