@@ -28,7 +28,7 @@ FLOORS = [
     ["statistics.moments"],
     ["statistics", "statistics.eager", "statistics.attention", "metric", "record"],
     ["statistics.norm"],
-    ["registry", "inventory", "step", "store", "summary", "layers", "spikes.rules", "sinks.outlet", "sinks.jsonl"],
+    ["plan", "registry", "inventory", "step", "store", "summary", "layers", "spikes.rules", "sinks.outlet", "sinks.jsonl"],
     [
         "presets",
         "planner",
@@ -49,6 +49,7 @@ FLOORS = [
     ["monitor", "attention"],
     ["watch"],
     ["__init__"],
+    ["demo_model"],
     ["demo"],
     ["cli"],
 ]

@@ -9,8 +9,8 @@ from . import names as n
 from .layers import Layers, top_shares
 from .metric import Metric
 from .names import Key
+from .plan import SourcePlan
 from .record import Event, StepRecord, Table
-from .registry import SourcePlan
 from .statistics.moments import ALWAYS, VIEWS, Column
 from .summary import Facts, Summary
 from .summary import key as summary_key

@@ -15,7 +15,8 @@ from . import check
 from . import names as n
 from .inventory import Inventory
 from .metric import Metric
-from .registry import Registry, SourcePlan, compile_plan
+from .plan import SourcePlan, compile_plan
+from .registry import Registry
 from .summary import Summary
 
 _GRADIENTS = frozenset({n.GRADIENT, n.GRADIENT_BEFORE_CLIP})

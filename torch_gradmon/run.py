@@ -13,8 +13,8 @@ from typing import Any
 from . import names as n
 from .errors import display, nearest
 from .names import Key, format_key, parse_key
+from .plan import evaluate_view
 from .record import Event, Table
-from .registry import evaluate_view
 from .statistics.moments import ALWAYS, VIEWS, Column
 from .store import file_in, unpack
 

@@ -26,9 +26,9 @@ from .guard import Guard, guarded
 from .ledger import Ledger
 from .mixin import has_mixin
 from .names import Key
+from .plan import SourcePlan
 from .planner import Planner
 from .record import StepRecord
-from .registry import SourcePlan
 from .sinks.outbox import Outbox
 from .step import Aggregation, StepBuffer
 from .summary import Facts

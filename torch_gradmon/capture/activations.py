@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ..inventory import Inventory
 from ..metric import Metric
 from ..names import ACTIVATION, Key
+from ..plan import evaluate_view
 from ..record import Table
-from ..registry import evaluate_view
 from ..statistics.eager import refusal
 from ..statistics.moments import VIEWS, Column
 from ..step import StepBuffer

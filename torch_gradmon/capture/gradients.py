@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..names import GRADIENT, GRADIENT_BEFORE_CLIP, GRADIENT_LOCAL, Key
-from ..registry import SourcePlan
+from ..plan import SourcePlan
 from ..statistics.moments import Column
 from ..step import StepBuffer
 from .measuring import Measurer

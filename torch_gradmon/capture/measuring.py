@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import Complaints
 from ..metric import Metric
 from ..names import Key
-from ..registry import SourcePlan
+from ..plan import SourcePlan
 from ..statistics.eager import measure, refusal
 from ..statistics.moments import Column
 from ..step import StepBuffer

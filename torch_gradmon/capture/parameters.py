@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..names import OPTIMIZER, PARAMETER, PARAMETER_DIFFERENCE, UNDEFINED, UPDATE, UPDATE_BASE
-from ..registry import BuiltIn, SourcePlan
+from ..plan import SourcePlan
+from ..registry import BuiltIn
 from ..statistics.eager import inner_product
 from ..statistics.moments import Column
 from ..step import StepBuffer
