@@ -454,6 +454,12 @@ def test_a_default_device_is_not_used_for_the_arithmetic(device: str) -> None:
     assert {"gradmon/grad_norm", "gradmon/update_ratio_p90", "gradient_before_clip/0/norm"} <= values.keys()
 
 
+def test_a_choice_of_layers_that_matches_nothing_warns_with_the_nearest_names() -> None:
+    model = net()
+    with pytest.warns(GradmonWarning, match=r"layers='0.wieght' matches no parameter.*did you mean 0.weight"):
+        ModuleMonitor(model, layers="0.wieght")
+
+
 def test_two_monitors_leave_nothing_behind_in_whatever_order() -> None:
     model, scaler = net(), torch.amp.GradScaler("cpu")
     optimizer = SGD(model.parameters(), lr=0.1)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
 from . import names as n
+from .errors import GradmonWarning, nearest
 from .names import Key, block_of, compile_pattern
 from .record import Table
 from .statistics.moments import Column, merge_by_group
@@ -29,6 +31,14 @@ class Layers:
     def __init__(self, choice: str | re.Pattern[str] | None) -> None:
         self.choice = choice
         self._pattern = compile_pattern(choice, "layers") if choice not in (None, "all", "blocks", "top") else None
+
+    def warn_of_idle(self, names: Iterable[str]) -> None:
+        """Warn where the pattern matches none of the parameters."""
+        names = list(names)
+        if self._pattern is not None and not any(self._pattern.search(name) for name in names):
+            pattern = self._pattern.pattern
+            message = f"torch_gradmon: layers={pattern!r} matches no parameter of the model{nearest(pattern, names)}"
+            warnings.warn(message, GradmonWarning, stacklevel=3)
 
     def values(
         self, tables: Mapping[str, Table], base: Table | None, groups: Sequence[tuple[str, frozenset[str]]]

@@ -150,6 +150,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
             raise ValueError(f"already watching a {type(watched).__name__}; call detach() first, or make another ModuleMonitor")
         self._planner.watch(module)
         self._warn_of_idle(self._registry.metrics)
+        self._session.ledger.layers.warn_of_idle(self._planner.inventory.names if self._planner.inventory else ())
         if not self._session.guard.inert:
             self._link_modules(module)
             assert self._planner.inventory is not None
