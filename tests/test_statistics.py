@@ -14,8 +14,9 @@ from torch import Tensor
 
 from tests import oracle
 from torch_gradmon.errors import NotMeasurable
-from torch_gradmon.statistics.eager import CPU_BLOCK, inner_product, measure
+from torch_gradmon.statistics.eager import CPU_BLOCK, measure
 from torch_gradmon.statistics.moments import ALL_COLUMNS, VIEWS, Column, identity, merge, merge_by_group
+from torch_gradmon.statistics.norm import inner_product
 
 INF, NAN = math.inf, math.nan
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .hand import Hand
-from .statistics.norm import exact_norm
+from .statistics.norm import NORM_COLUMNS
 
 
 def clip(
@@ -16,11 +16,11 @@ def clip(
 ) -> Tensor:
     """Measure the gradients of ``parameters`` before and after clipping them as torch does; see ``ModuleMonitor``."""
     norm_type, max_norm = float(norm_type), float(max_norm)
-    if exact and norm_type not in (1.0, 2.0, torch.inf):
+    if exact and norm_type not in NORM_COLUMNS:
         raise ValueError(f"exact=True knows the norms 1, 2 and inf, got norm_type={norm_type}; use exact=False for others")
     hand.measure_before_clip(parameters)
     if exact:
-        total = exact_norm([p.grad for p in parameters if p.grad is not None], norm_type)
+        total = hand.exact_norm(parameters, norm_type)
         if error_if_nonfinite and not bool(torch.isfinite(total)):
             raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {float(total)}, so it cannot clip them")
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from .capture.scaling import is_unscaled, reciprocal, scale_of
 from .guard import guarded
 from .session import Session
+from .statistics.norm import NORM_COLUMNS, exact_norm, norm_of_rows
 
 
 class Hand:
@@ -45,6 +47,28 @@ class Hand:
             positions = self.session.planner.inventory.positions(parameters)
             parts = self._by_scale(positions)
             self._measure_gradients(True, [p for some, scale in parts for p in self.session.gradients.not_measured(some, scale)])
+
+    def exact_norm(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
+        """Total norm of these parameters' gradients: from what :meth:`measure_before_clip` has just measured, where it has all.
+
+        Raises:
+            ValueError: a gradient that cannot be measured.
+        """
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        rows = self._rows_now(parameters, norm_type)
+        if rows is not None:
+            return norm_of_rows(rows, norm_type, any(g.dtype in (torch.float64, torch.complex128) for g in gradients))
+        return exact_norm(gradients, norm_type, self.session.measurer.built_in)
+
+    @guarded
+    def _rows_now(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor | None:
+        inventory = self.session.planner.inventory
+        if inventory is None or not self.session.takes_values:
+            return None
+        positions = inventory.positions(parameters)
+        if len(positions) != len({id(parameter) for parameter in parameters}):
+            return None  # some are not of the watched model
+        return self.session.gradients.rows_now(positions, NORM_COLUMNS[norm_type])
 
     def measure_after_clip(self) -> None:
         """Measure the clipped gradients, where no optimizer's hook will."""

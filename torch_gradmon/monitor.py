@@ -30,6 +30,7 @@ from .session import Session, at_exit
 from .sinks.outbox import Outbox
 from .sinks.outlet import Outlet
 from .spikes.detector import SpikeDetector
+from .statistics.backend import Statistics
 from .statistics.eager import DEFAULT_EPS
 from .value_methods import ValueMethods
 
@@ -57,6 +58,8 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
             :class:`Event`, or None.
         history: how many steps :meth:`get_all_metrics` remembers.
         run_dir: the run directory that takes every step; None for none.
+        compile_statistics: compile a kernel for the statistics of large tensors on the CPU, here and now: it takes ten seconds
+            and a C++ compiler, and halves what a monitored step costs. Without a compiler it warns and goes on.
 
     With ``GRADMON_DISABLE=1`` in the environment everything is inert.
 
@@ -82,6 +85,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         on_spike: str | Callable[[Event], Any] | None = None,
         history: int = 1000,
         run_dir: str | os.PathLike[str] | None = None,
+        compile_statistics: bool = False,
     ) -> None:
         is_monitored = check.cadence(every, monitor_step_fn)
         check.one_of("on_metric_error", on_metric_error, ("warn", "raise"))
@@ -113,8 +117,9 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         outbox = Outbox(complaints, None if inert else run_dir, {"torch": torch.__version__, "eps": eps})
         guard = Guard(complaints, inert)
         options = Options(self._shower(key_style, prefix), history, on_spike)
+        measurer = Measurer(Statistics(complaints, float(eps), compile_statistics and not inert), complaints)
         ledger = Ledger(options, guard, outbox, chosen_layers)
-        self._session = Session(is_monitored, guard, planner, Measurer(float(eps), complaints), ledger, update_sample)
+        self._session = Session(is_monitored, guard, planner, measurer, ledger, update_sample)
         self._session.scaler = scaler
         self._registry, self._planner = registry, planner
         # an attached session outlives a monitor that nobody kept, and modules with the mixin ask for the monitor

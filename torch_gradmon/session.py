@@ -50,6 +50,7 @@ class Session:
         self.guard = guard
         self.planner = planner
         self.ledger = ledger
+        self.measurer = measurer
         self.gradients = GradientCapture(measurer)
         self.parameters = ParameterCapture(measurer, update_sample)
         self.activations = ActivationCapture(measurer)

@@ -16,8 +16,8 @@ from torch import Tensor
 from .errors import Complaints
 from .names import Key
 from .record import Table
-from .statistics.eager import accumulator_dtype, refusal
 from .statistics.moments import Column, merge
+from .statistics.reading import accumulator_dtype, refusal
 
 Aggregation = str | Callable[..., Any]
 

@@ -14,8 +14,8 @@ from ..metric import Metric
 from ..names import ACTIVATION, Key
 from ..plan import evaluate_view
 from ..record import Table
-from ..statistics.eager import refusal
 from ..statistics.moments import VIEWS, Column
+from ..statistics.reading import refusal
 from ..step import StepBuffer
 from .hooks import Handles, ModuleHook
 from .measuring import Measurer, untouched_rng
@@ -143,7 +143,9 @@ class ActivationCapture:
             return False
         tensor = tensor.detach()
         if matched.views:
-            self._buffer.merge_rows(ACTIVATION, [path], self._measurer.rows([tensor], matched.columns), matched.columns)
+            self._buffer.merge_rows(
+                ACTIVATION, [path], self._measurer.built_in.measure([tensor], matched.columns), matched.columns
+            )
         if matched.functions:
             with untouched_rng():
                 self._measurer.functions(self._buffer, ACTIVATION, path, matched.functions, [tensor], merging=True)

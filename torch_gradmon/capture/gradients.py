@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..names import GRADIENT, GRADIENT_BEFORE_CLIP, GRADIENT_LOCAL, Key
 from ..plan import SourcePlan
-from ..statistics.moments import Column
+from ..statistics.moments import ALWAYS, Column
 from ..step import StepBuffer
 from .measuring import Measurer
 
@@ -50,6 +50,18 @@ class GradientCapture:
         unmoved = {p for p, gradient in gradients.items() if self._untouched(p, gradient)}
         same = self._compared(unmoved, gradients, inverse_scale)[0] if unmoved else set()
         return [position for position in positions if position not in same]
+
+    def rows_now(self, positions: Sequence[int], columns: frozenset[Column]) -> Tensor | None:
+        """The rows of these parameters' gradients, just measured before clipping; None where one of them has none."""
+        plan = self._plans.get(GRADIENT_BEFORE_CLIP)
+        gradients = self._gradients(positions)
+        if self._buffer is None or plan is None or self._scaled or not gradients or not columns - ALWAYS <= plan.columns:
+            return None
+        placed = self._buffer.names_of(GRADIENT_BEFORE_CLIP)
+        names = [plan.names[p] for p in gradients]
+        if not placed.issuperset(names) or len({gradient.device for gradient in gradients.values()}) > 1:
+            return None
+        return self._buffer.rows_of(GRADIENT_BEFORE_CLIP, names)
 
     def end(self) -> None:
         """End the step, and let go of everything that it held."""
@@ -142,7 +154,7 @@ class GradientCapture:
             return set(), set()
         columns = sorted(_WITNESSES & before.columns)
         then = self._buffer.rows_of(GRADIENT_BEFORE_CLIP, [before.names[p] for p in known])[:, columns]
-        now = self._measurer.rows([gradients[p] for p in known], frozenset(columns), inverse_scale)[:, columns]
+        now = self._measurer.built_in.measure([gradients[p] for p in known], frozenset(columns), inverse_scale)[:, columns]
         equal = ((now == then) | (now.isnan() & then.isnan())).all(dim=1).tolist()
         same = {position for position, is_equal in zip(known, equal, strict=True) if is_equal}
         return same, set(known) - same

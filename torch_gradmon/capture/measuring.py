@@ -15,8 +15,8 @@ from ..errors import Complaints
 from ..metric import Metric
 from ..names import Key
 from ..plan import SourcePlan
-from ..statistics.eager import measure, refusal
-from ..statistics.moments import Column
+from ..statistics.backend import Statistics
+from ..statistics.reading import refusal
 from ..step import StepBuffer
 
 
@@ -24,12 +24,12 @@ class Measurer:
     """Runs the statistics and the metric functions; a function that fails is switched off, and training goes on.
 
     Args:
-        eps: an element with ``|x| <= eps`` counts as near zero.
+        built_in: measures what the built-in metrics are made of.
         complaints: where failures are reported.
     """
 
-    def __init__(self, eps: float, complaints: Complaints) -> None:
-        self.eps = eps
+    def __init__(self, built_in: Statistics, complaints: Complaints) -> None:
+        self.built_in = built_in
         self.complaints = complaints
         self._proven: set[Key] = set()
         self._off: dict[Key, str] = {}
@@ -70,7 +70,7 @@ class Measurer:
                     buffer.refuse(plan.source, plan.names[position], reason)
         for positions in groups.values():
             others = None if minus is None else [minus[p] for p in positions]
-            rows = self.rows([tensors[p] for p in positions], plan.columns, inverse_scale, others)
+            rows = self.built_in.measure([tensors[p] for p in positions], plan.columns, inverse_scale, others)
             put(plan.source, [plan.names[p] for p in positions], rows, plan.columns)
 
     def run_functions(
@@ -97,16 +97,6 @@ class Measurer:
                     value = value * inverse_scale.to(value.dtype)
                 inputs = [value] if second is None else [value, second[position]]
                 self.functions(buffer, plan.source, plan.names[position], plan.functions[position], inputs, merging)
-
-    def rows(
-        self,
-        tensors: Sequence[Tensor],
-        columns: frozenset[Column],
-        inverse_scale: Tensor | None = None,
-        minus: Sequence[Tensor] | None = None,
-    ) -> Tensor:
-        """Statistics of ``tensors``, see :func:`torch_gradmon.statistics.eager.measure`."""
-        return measure(tensors, columns, eps=self.eps, inverse_scale=inverse_scale, minus=minus)
 
     def functions(
         self,

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ..names import OPTIMIZER, PARAMETER, PARAMETER_DIFFERENCE, UNDEFINED, UPDATE, UPDATE_BASE
 from ..plan import SourcePlan
 from ..registry import BuiltIn
-from ..statistics.eager import inner_product
 from ..statistics.moments import Column
+from ..statistics.norm import inner_product
 from ..step import StepBuffer
 from .measuring import Measurer
 

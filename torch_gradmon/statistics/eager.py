@@ -1,31 +1,44 @@
-"""Measure tensors with stock PyTorch operations: one row of statistics per tensor, cache-sized block by block.
+"""Measure tensors with stock PyTorch operations: one row of statistics per tensor, at little more than one read of memory.
 
-float32 input is squared and summed in float64, so neither long sums nor large or tiny values lose what the contract promises
-(relative 1e-6; torch's own ``vector_norm`` is 0.16 % low at 3e7 float32 elements on CPU, pytorch issue 169237). Half precision
-is widened first, exactly. Nothing here reads a value back to the host, except one flag per call on CPU tensors, where host
-and device are the same memory.
+On CPU a large tensor is looked at block by block, so that all operations but the first find the block in a cache, and nothing
+as large as a tensor is ever made; small tensors are packed together first. Float32 sums run over some hundred elements and go
+on in float64. Where that is not enough for what is promised (relative 1e-6, the std to 1e-7 of rms) the tensor is measured
+again in float64, and where it holds NaN or Inf a slower way, right for any values, takes its place. torch's own ``vector_norm``
+is 0.16 % low at 3e7 float32 elements on CPU (pytorch issue 169237).
+
+Nothing here reads a value back to the host, except one flag per call on CPU tensors, where host and device are the same memory.
 """
 
 from __future__ import annotations
 
-import struct
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from ..errors import NotMeasurable
-from .moments import ALL_COLUMNS, ALWAYS, Column, identity, merge_by_group
+from .batch import Batch, Request
+from .closely import IMPRECISE, NONFINITE, closely, doubt
+from .moments import ALL_COLUMNS, Column, identity, merge_by_group
+from .packing import CAPACITY, Chunk, Layout
+from .reading import threshold
 
-#: Elements per block on CPU: 512 kB of float32 and 1 MB of float64 scratch stay in the second-level cache.
-CPU_BLOCK = 1 << 17
-#: Elsewhere a block only bounds the scratch memory.
-DEVICE_BLOCK = 1 << 24
-#: Squares are summed in runs of this length, and the runs' sums by torch's cascade.
-_RUN = 256
+#: Elements per block and thread on CPU: 2 MB of float32 beside as much scratch, which the second- and third-level caches hold.
+#: Smaller blocks cost more in calls than they save in cache misses.
+CPU_BLOCK = 1 << 19
+#: Up to so many elements a tensor is packed: then copying it costs less than a dozen calls for it alone.
+SMALL = 1 << 15
+#: Up to so many a tensor is measured in float64 at once: it costs next to nothing, and the mean of few numbers is rarely small.
+TINY = 1 << 8
+#: Lengths of the rows in which float32 squares are summed; each halving of it halves the error of a constant tensor.
+RUN, TINY_RUN = 256, 32
 DEFAULT_EPS = 1e-8
+_LAYOUTS = 64
 _EXTREMES = frozenset({Column.MIN, Column.MAX})
+_MAGNITUDES = frozenset({Column.ABS_SUM, Column.NEAR_ZERO})
+_WITNESSES = frozenset({Column.SUM, Column.SQUARE_SUM}) | _EXTREMES | _MAGNITUDES
+
+Found = Iterator[tuple[Column, Tensor]]
 
 
 def measure(
@@ -36,209 +49,230 @@ def measure(
     inverse_scale: Tensor | None = None,
     minus: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """Statistics of each tensor.
+    """:meth:`Eager.measure`, once."""
+    return Eager().measure(tensors, columns, eps=eps, inverse_scale=inverse_scale, minus=minus)
 
-    Args:
-        tensors: on one device; any floating, integer or complex dtype, dense or sparse, any strides, any size. Complex
-            tensors count as twice as many real numbers; a sparse tensor counts its implicit zeros.
-        columns: what is needed; the others hold their identity. COUNT and NONFINITE are always exact.
-        eps: an element counts as near zero when ``|x| <= eps``.
-        inverse_scale: 0-d tensor; each tensor is multiplied by it first, in float32 as ``GradScaler.unscale_`` does.
-        minus: tensors to subtract, of the same shapes; the difference is taken in float64.
 
-    Returns:
-        ``[len(tensors), 8]`` on the tensors' device, float64 (float32 where the device has none). Does not synchronise.
+class Eager:
+    """Measures lists of tensors. Keeps scratch memory (some megabytes) and packing plans between calls.
 
-    Raises:
-        NotMeasurable: a tensor without readable local values (meta, nested, sharded, inside a functorch transform).
+    Not to be called by two threads at once.
     """
-    if not tensors:
-        return identity(0)
-    device = tensors[0].device
-    with torch.no_grad():
-        inputs = [_Input(t, None if minus is None else minus[i], inverse_scale) for i, t in enumerate(tensors)]
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        if device.type != "cpu":
-            return _rows(inputs, columns, eps, device, closely=True)
-        rows = _rows(inputs, columns, eps, device, closely=False)
-        # NaN and Inf cost four times as much to look at closely: do that only where a sum or an extreme says they are there
-        witnesses = rows[:, Column.SUM : Column.NEAR_ZERO]
-        if _EXTREMES & columns:
-            witnesses = torch.cat([witnesses, rows[:, Column.MIN :]], dim=1)
-        suspicious = ~torch.isfinite(witnesses).all(dim=1) & (rows[:, Column.COUNT] > 0)
-        if bool(suspicious.any()):
-            found = suspicious.nonzero().flatten().tolist()
-            rows[found] = _rows([inputs[i] for i in found], columns, eps, device, closely=True)
+
+    #: Elements per block and thread.
+    block = CPU_BLOCK
+
+    def __init__(self) -> None:
+        self._scratch: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._layouts: OrderedDict[tuple[object, ...], Layout] = OrderedDict()
+
+    def measure(
+        self,
+        tensors: Sequence[Tensor],
+        columns: frozenset[Column] = ALL_COLUMNS,
+        *,
+        eps: float = DEFAULT_EPS,
+        inverse_scale: Tensor | None = None,
+        minus: Sequence[Tensor] | None = None,
+    ) -> Tensor:
+        """Statistics of each tensor.
+
+        Args:
+            tensors: on one device; any floating, integer or complex dtype, dense or sparse, any strides, any size. Complex
+                tensors count as twice as many real numbers; a sparse tensor counts its implicit zeros.
+            columns: what is needed; the others hold their identity, or what came along. COUNT and NONFINITE are always exact.
+            eps: an element counts as near zero when ``|x| <= eps``.
+            inverse_scale: 0-d tensor; each tensor is multiplied by it first, in float32 as ``GradScaler.unscale_`` does.
+            minus: tensors to subtract, of the same shapes; the difference is rounded once, to float32 (float64 for float64).
+
+        Returns:
+            ``[len(tensors), 8]`` on the tensors' device, float64 (float32 where the device has none). Does not synchronise.
+
+        Raises:
+            NotMeasurable: a tensor without readable local values (meta, nested, sharded, inside a functorch transform).
+        """
+        if not tensors:
+            return identity(0)
+        device = tensors[0].device
+        request = Request(columns, eps, inverse_scale)
+        with torch.no_grad():
+            batch = Batch.read(tensors, minus)
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            if device.type != "cpu":
+                return closely(batch, request)
+            rows = self._first_look(batch, request)
+            doubts = doubt(rows, columns)
+            # float64 costs twice as much and a close look four times: only where the first look asks for it
+            if bool(doubts.any()):
+                kinds: list[int] = doubts.tolist()
+                imprecise = [i for i, kind in enumerate(kinds) if kind == IMPRECISE and not _is_wide(batch, i)]
+                nonfinite = [i for i, kind in enumerate(kinds) if kind == NONFINITE]
+                if imprecise:
+                    rows[imprecise] = self._first_look(batch.take(imprecise, widened=True), request)
+                if nonfinite:
+                    rows[nonfinite] = closely(batch.take(nonfinite), request)
+            return rows
+
+    def _first_look(self, batch: Batch, request: Request) -> Tensor:
+        """Rows of tensors whose elements are all finite; the others show it by a sum or an extreme that is not."""
+        # by the tensor alone: whatever it is measured together with, its row is the same to the last bit
+        groups: dict[tuple[torch.dtype, int], list[int]] = {}
+        for index, (tensor, wide) in enumerate(zip(batch.values, batch.wide, strict=True)):
+            size = tensor.numel()
+            if size <= TINY:
+                kind = torch.float64, TINY_RUN
+            else:
+                kind = torch.float64 if wide else torch.float32, RUN if size <= SMALL else 0
+            groups.setdefault(kind, []).append(index)
+        if len(groups) == 1:
+            rows = self._group(batch, request, *next(iter(groups)))
+        else:
+            rows = identity(len(batch.values))
+            for kind, members in groups.items():
+                rows[members] = self._group(batch.take(members), request, *kind)
+        return batch.add_implicit_zeros(rows)
+
+    def _group(self, batch: Batch, request: Request, dtype: torch.dtype, run: int) -> Tensor:
+        return self._packed(batch, request, dtype, run) if run else self._by_block(batch, request, dtype)
+
+    # --- small tensors ---------------------------------------------------------------------------------------------------------
+
+    def _packed(self, batch: Batch, request: Request, dtype: torch.dtype, run: int) -> Tensor:
+        layout = self._layout([tensor.shape for tensor in batch.values], run)
+        found: dict[Column, list[Tensor]] = {}
+        for chunk in layout.chunks:
+            table = self._table(chunk, batch, request, dtype, run)
+            for column, value in self._look_at_rows(table, chunk, request):
+                found.setdefault(column, []).append(value)
+        rows = identity(len(batch.values) if layout.owners is None else layout.owners.numel())
+        for column, values in found.items():
+            rows[:, column] = values[0] if len(values) == 1 else torch.cat(values)
+        if dtype == torch.float32:
+            rows[:, Column.SQUARE_SUM].square_()  # they are norms as yet
+        if layout.owners is not None:
+            rows = merge_by_group(rows, layout.owners, len(batch.values))
+        rows[:, Column.COUNT] = layout.counts
+        if Column.NEAR_ZERO in found:
+            rows[:, Column.NEAR_ZERO] -= layout.padded
         return rows
 
+    def _layout(self, shapes: list[torch.Size], run: int) -> Layout:
+        key = (run, *shapes)
+        layout = self._layouts.get(key)
+        if layout is None:
+            layout = self._layouts[key] = Layout(shapes, run)
+            if len(self._layouts) > _LAYOUTS:
+                self._layouts.popitem(last=False)
+        else:
+            self._layouts.move_to_end(key)
+        return layout
 
-def accumulator_dtype(device: torch.device) -> torch.dtype:
-    """float64, or float32 on devices that have nothing wider (Apple's MPS)."""
-    return torch.float32 if device.type == "mps" else torch.float64
+    def _table(self, chunk: Chunk, batch: Batch, request: Request, dtype: torch.dtype, run: int) -> Tensor:
+        """The chunk's tensors in rows of ``run``, with zeros behind each: ``[chunk.rows, run]``, in scratch memory."""
+        members, size = slice(chunk.members.start, chunk.members.stop), chunk.rows * run
+        buffer = self._buffer("packed", dtype, CAPACITY)
+        values = batch.values[members]
+        chunk.fill(buffer, values if request.inverse_scale is None else [request.unscaled(v) for v in values])
+        if batch.minus is not None:
+            other = self._buffer("packed minus", dtype, CAPACITY)
+            chunk.fill(other, batch.minus[members])
+            buffer[:size].sub_(other[:size])
+        return buffer[:size].view(-1, run)
 
-
-class _Input:
-    """One tensor as flat runs of real numbers, with what has to be done to each block before it is measured."""
-
-    def __init__(self, tensor: Tensor, minus: Tensor | None, inverse_scale: Tensor | None) -> None:
-        self.values, self.implicit_zeros = flat_values(tensor)
-        self.minus = None if minus is None else flat_values(minus)[0]
-        if self.minus is not None and not _same_layout(tensor, minus):
-            # element order is free for one tensor, but both sides of a difference must run in the same one
-            self.values, self.minus = tensor.detach().reshape(-1), minus.detach().reshape(-1)  # type: ignore[union-attr]
-            if tensor.is_complex():
-                self.values, self.minus = (torch.view_as_real(v.resolve_conj()).reshape(-1) for v in (self.values, self.minus))
-        self.inverse_scale = inverse_scale
-
-    def blocks(self) -> Iterator[Tensor]:
-        """Runs of float32 or float64 numbers; float32 unless a wider type is needed."""
-        values = self.values
-        size = CPU_BLOCK if values.device.type == "cpu" else DEVICE_BLOCK
-        wide = accumulator_dtype(values.device)
-        for start in range(0, values.numel(), size):
-            block = values[start : start + size]
-            if self.minus is not None:
-                yield block.to(wide) - self.minus[start : start + size].to(wide)
-                continue
-            if block.dtype not in (torch.float32, torch.float64):
-                block = block.to(torch.float32 if block.is_floating_point() else wide)
-            yield block if self.inverse_scale is None else block * self.inverse_scale.to(block.dtype)
-
-
-def refusal(tensor: Tensor) -> str | None:
-    """Why ``tensor`` cannot be measured, or None where it can."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return "inside a torch.func transform"
-    if hasattr(tensor, "_local_tensor") or hasattr(tensor, "_local_shards"):
-        return "a sharded tensor (DTensor); sharded training is not measured yet"
-    if type(tensor).__name__ == "FakeTensor":
-        return "a fake tensor, which has no values"
-    if tensor.is_nested:
-        return "a nested tensor"
-    if tensor.device.type == "meta":
-        return "a tensor on the meta device, which has no values"
-    return None
-
-
-def flat_values(tensor: Tensor) -> tuple[Tensor, int]:
-    """All stored numbers of ``tensor`` as one dimension, and how many zeros it implies without storing them.
-
-    The order of the numbers is free, so any dense layout is a view; only gaps and overlaps cost a copy.
-    """
-    if (reason := refusal(tensor)) is not None:
-        raise NotMeasurable(reason)
-    tensor, zeros = tensor.detach(), 0
-    if tensor.layout == torch.sparse_coo:
-        tensor = tensor.coalesce()
-        zeros = tensor.numel() - tensor.values().numel()
-        tensor = tensor.values()
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
-        zeros = tensor.numel() - tensor.values().numel()
-        tensor = tensor.values()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-        zeros *= 2
-    if not tensor.is_contiguous():
-        dense = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
-        tensor = dense if dense.is_contiguous() else tensor
-    return tensor.reshape(-1), zeros
-
-
-def _same_layout(a: Tensor, b: Tensor | None) -> bool:
-    return b is not None and a.layout == b.layout == torch.strided and a.stride() == b.stride()
-
-
-def _rows(inputs: Sequence[_Input], columns: frozenset[Column], eps: float, device: torch.device, closely: bool) -> Tensor:
-    """One row for each input. Looked at closely it is right for any values, otherwise for finite ones."""
-    look = _look_closely if closely else _look
-    wide = accumulator_dtype(device)
-    owners: list[int] = []
-    counts: list[int] = []
-    found: dict[Column, list[Tensor]] = {}
-    for index, source in enumerate(inputs):
-        for block in source.blocks():
-            owners.append(index)
-            counts.append(block.numel())
-            for column, value in look(block, columns, eps, wide):
-                found.setdefault(column, []).append(value)
-    rows = identity(len(owners), device, wide)
-    rows[:, Column.COUNT] = torch.tensor(counts, dtype=wide, device="cpu").to(device, non_blocking=True)
-    for column, values in found.items():
-        rows[:, column] = torch.stack(values)
-    if owners != list(range(len(inputs))):
-        rows = merge_by_group(rows, owners, len(inputs))
-    for index, source in enumerate(inputs):
-        if source.implicit_zeros:
-            rows[index, [Column.COUNT, Column.NEAR_ZERO]] += source.implicit_zeros
-            rows[index, Column.MIN].clamp_(max=0)
-            rows[index, Column.MAX].clamp_(min=0)
-    return rows
-
-
-Found = Iterator[tuple[Column, Tensor]]
-
-
-def _look(block: Tensor, columns: frozenset[Column], eps: float, wide: torch.dtype) -> Found:
-    """What is wanted of a block, if all of it is finite. NaN and Inf turn a sum or an extreme into one."""
-    if Column.SUM in columns or Column.SQUARE_SUM in columns:
-        widened = block.to(wide)
-        if Column.SUM in columns:
-            yield Column.SUM, widened.sum()
+    def _look_at_rows(self, table: Tensor, chunk: Chunk, request: Request) -> Found:
+        """Columns of the rows of a packed chunk, each ``[chunk.rows]``; of SQUARE_SUM the root where it is of float32."""
+        columns, dtype = request.columns, table.dtype
         if Column.SQUARE_SUM in columns:
-            yield Column.SQUARE_SUM, _sum_of_squares(widened)
-    if _EXTREMES & columns:
-        smallest, largest = torch.aminmax(block)
-        yield Column.MIN, smallest
-        yield Column.MAX, largest
-    if Column.ABS_SUM in columns or Column.NEAR_ZERO in columns:
-        magnitude = block.abs()
-        yield Column.ABS_SUM, magnitude.sum()
-        if Column.NEAR_ZERO in columns:
-            # in place and in floating point: into a boolean tensor the comparison costs several times as much
-            yield Column.NEAR_ZERO, magnitude.le_(_threshold(eps, block.dtype)).sum()
-    if columns <= ALWAYS:
-        yield Column.SQUARE_SUM, torch.dot(block, block)  # only as the witness of NaN and Inf
+            yield (
+                Column.SQUARE_SUM,
+                torch.linalg.vector_norm(table, dim=1) if dtype == torch.float32 else table.square().sum(dim=1),
+            )
+        if Column.SUM in columns or not columns & _WITNESSES:
+            yield Column.SUM, table.sum(dim=1)
+        if _MAGNITUDES & columns:
+            magnitude = torch.abs(table, out=self._buffer("magnitude", dtype, CAPACITY)[: table.numel()].view(table.shape))
+            yield Column.ABS_SUM, magnitude.sum(dim=1)
+            if Column.NEAR_ZERO in columns:
+                yield Column.NEAR_ZERO, magnitude.le_(threshold(request.eps, dtype)).sum(dim=1)
+        if _EXTREMES & columns:
+            chunk.pad(table.view(-1), torch.inf)
+            yield Column.MIN, table.amin(dim=1)
+            chunk.pad(table.view(-1), -torch.inf)
+            yield Column.MAX, table.amax(dim=1)
+
+    # --- large tensors -------------------------------------------------------------------------------------------------------------
+
+    def _by_block(self, batch: Batch, request: Request, dtype: torch.dtype) -> Tensor:
+        owners: list[int] = []
+        counts: list[int] = []
+        found: dict[Column, list[Tensor]] = {}
+        for index in range(len(batch.values)):
+            for block in self._blocks(batch, index, request, dtype):
+                owners.append(index)
+                counts.append(block.numel())
+                for column, value in self._look(block, request):
+                    found.setdefault(column, []).append(value)
+        rows = identity(len(owners))
+        for column, values in found.items():
+            rows[:, column] = torch.stack(values)
+        rows[:, Column.COUNT] = torch.tensor(counts, dtype=torch.float64, device="cpu")
+        return rows if len(owners) == len(batch.values) else merge_by_group(rows, owners, len(batch.values))
+
+    def _blocks(self, batch: Batch, index: int, request: Request, dtype: torch.dtype) -> Iterator[Tensor]:
+        """Runs of a tensor's numbers in ``dtype``: its own memory where nothing has to be done to them."""
+        values, minus = batch.flat(index)
+        size = _even_share(values.numel(), self.block * torch.get_num_threads())
+        for start in range(0, values.numel(), size):
+            block = request.unscaled(values[start : start + size])
+            if minus is not None or block.dtype != dtype:
+                block = self._buffer("block", dtype, size)[: block.numel()].copy_(block)
+            if minus is not None:
+                block.sub_(minus[start : start + size])
+            yield block
+
+    def _look(self, block: Tensor, request: Request) -> Found:
+        """Columns of a block, each 0-d. What computes most comes first, and hides the reads from memory."""
+        columns = request.columns
+        if Column.SQUARE_SUM in columns:
+            yield Column.SQUARE_SUM, _sum_of_squares(block) if block.dtype == torch.float32 else block.square().sum()
+        if _EXTREMES & columns:
+            # aminmax is one call, and slower than the two
+            yield Column.MIN, block.amin()
+            yield Column.MAX, block.amax()
+        if Column.SUM in columns or not columns & _WITNESSES:
+            yield Column.SUM, block.sum()
+        if _MAGNITUDES & columns:
+            size = block.numel()
+            magnitude = torch.abs(block, out=self._buffer("magnitude", block.dtype, size)[:size])
+            yield Column.ABS_SUM, magnitude.sum()
+            if Column.NEAR_ZERO in columns:
+                # in place and in floating point: into a boolean tensor the comparison costs several times as much
+                yield Column.NEAR_ZERO, magnitude.le_(threshold(request.eps, block.dtype)).sum()
+
+    def _buffer(self, use: str, dtype: torch.dtype, size: int) -> Tensor:
+        buffer = self._scratch.get((use, dtype))
+        if buffer is None or buffer.numel() < size:
+            with torch.inference_mode(False):  # it will be written to outside of the mode
+                buffer = self._scratch[use, dtype] = torch.empty(size, dtype=dtype, device="cpu")
+        return buffer
 
 
-def _look_closely(block: Tensor, columns: frozenset[Column], eps: float, wide: torch.dtype) -> Found:
-    """The same for any values, in float64; what nobody asked for comes along."""
-    block = block.to(wide)
-    finite = torch.isfinite(block)
-    magnitude = block.abs()
-    yield Column.SUM, block.sum()
-    yield Column.SQUARE_SUM, _sum_of_squares(block)
-    yield Column.NONFINITE, (~finite).sum()
-    yield Column.MIN, torch.where(finite, block, torch.inf).amin()
-    yield Column.MAX, torch.where(finite, block, -torch.inf).amax()
-    yield Column.ABS_SUM, magnitude.sum()
-    yield Column.NEAR_ZERO, (magnitude <= eps).sum()  # false for NaN and Inf
+def _is_wide(batch: Batch, index: int) -> bool:
+    return batch.wide[index] or batch.values[index].numel() <= TINY
+
+
+def _even_share(length: int, size: int) -> int:
+    """Length of the parts of about ``size``, a multiple of RUN, into which ``length`` is cut: no part is a small rest."""
+    parts = max(1, round(length / size))
+    return max(RUN, -(-length // (parts * RUN)) * RUN)
 
 
 def _sum_of_squares(block: Tensor) -> Tensor:
-    """Sum of squares to 1e-15. One dot product over a whole block is off by 1e-13, and the std of a constant by its root."""
-    whole = block.numel() // _RUN * _RUN
-    rest = block[whole:]
-    squares = torch.dot(rest, rest)
-    return squares if whole == 0 else squares + torch.linalg.vector_norm(block[:whole].view(-1, _RUN), dim=1).square().sum()
-
-
-def inner_product(a: Tensor, b: Tensor) -> Tensor:
-    """Sum of ``a * b`` over all elements, accumulated in float64 block by block: 0-d, on the tensors' device. Does not synchronise."""
-    with torch.no_grad():
-        if not _same_layout(a, b):
-            a, b = a.detach().to_dense().reshape(-1), b.detach().to_dense().reshape(-1)
-        left, right, wide = flat_values(a)[0], flat_values(b)[0], accumulator_dtype(a.device)
-        total = torch.zeros((), dtype=wide, device=a.device)
-        for start in range(0, left.numel(), CPU_BLOCK):
-            total += torch.dot(left[start : start + CPU_BLOCK].to(wide), right[start : start + CPU_BLOCK].to(wide))
-        return total
-
-
-@lru_cache(maxsize=64)
-def _threshold(eps: float, dtype: torch.dtype) -> float:
-    """The largest number of ``dtype`` that is not above ``eps``: the comparison then equals the one in real numbers."""
-    if dtype != torch.float32:
-        return eps
-    bits = struct.unpack("<I", struct.pack("<f", eps))[0]
-    rounded: float = struct.unpack("<f", struct.pack("<I", bits))[0]
-    return rounded if rounded <= eps else float(struct.unpack("<f", struct.pack("<I", bits - 1))[0])
+    """To 3e-7 whatever the values, in float64. In long float32 sums, as torch's, the error grows with the length."""
+    size = block.numel()
+    whole = size // RUN * RUN
+    norms = torch.linalg.vector_norm((block if whole == size else block[:whole]).view(-1, RUN), dim=1)
+    if whole < size:
+        norms = torch.cat([norms, torch.linalg.vector_norm(block[whole:]).unsqueeze(0)])
+    wide = norms.double()
+    return torch.dot(wide, wide)

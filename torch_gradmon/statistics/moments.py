@@ -53,9 +53,9 @@ def merge(stacked: Tensor) -> Tensor:
     return merged
 
 
-def merge_by_group(rows: Tensor, groups: Sequence[int], count: int) -> Tensor:
+def merge_by_group(rows: Tensor, groups: Sequence[int] | Tensor, count: int) -> Tensor:
     """Merge rows ``[n, 8]`` that share a group number into ``[count, 8]``; an empty group gives the identity."""
-    index = torch.tensor(groups, dtype=torch.int64, device=rows.device)
+    index = groups if isinstance(groups, Tensor) else torch.tensor(groups, dtype=torch.int64, device=rows.device)
     merged = identity(count, rows.device, rows.dtype)
     merged.index_add_(0, index, torch.cat([rows[:, :SUMMED], torch.zeros_like(rows[:, SUMMED:])], dim=1))
     for column, how in ((Column.MIN, "amin"), (Column.MAX, "amax")):

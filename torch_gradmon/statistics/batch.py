@@ -1,0 +1,100 @@
+"""What is to be measured: tensors, what to do to them first, and what is wanted of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import compress
+
+import torch
+from torch import Tensor
+
+from .moments import Column
+from .reading import NARROW, flat_pair, flat_values, is_plain
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is wanted of tensors.
+
+    Attributes:
+        columns: those that are needed.
+        eps: an element counts as near zero when ``|x| <= eps``.
+        inverse_scale: 0-d tensor that multiplies every element first, or None.
+    """
+
+    columns: frozenset[Column]
+    eps: float
+    inverse_scale: Tensor | None
+
+    def unscaled(self, values: Tensor) -> Tensor:
+        """``values`` times the inverse scale: in float32 as ``GradScaler.unscale_`` does, float64 for wider input."""
+        if self.inverse_scale is None:
+            return values
+        dtype = torch.float32 if values.dtype in NARROW else torch.float64
+        return values.to(dtype) * self.inverse_scale.to(dtype)
+
+
+@dataclass
+class Batch:
+    """Tensors to be measured together; where one is not plain, its numbers as one dimension.
+
+    Attributes:
+        values: the tensors.
+        minus: what is to be subtracted from each, of the same shape, or None for nothing.
+        wide: whether float32 would lose numbers of the tensor, for each.
+        zeros: how many zeros a sparse tensor implies, by position.
+    """
+
+    values: list[Tensor]
+    minus: list[Tensor] | None
+    wide: list[bool]
+    zeros: dict[int, int]
+
+    @classmethod
+    def read(cls, tensors: Sequence[Tensor], minus: Sequence[Tensor] | None) -> Batch:
+        """The batch of these tensors.
+
+        Raises:
+            NotMeasurable: a tensor without readable local values.
+        """
+        values = list(tensors)
+        others = None if minus is None else list(minus)
+        zeros: dict[int, int] = {}
+        plain = [is_plain(tensor) for tensor in values]
+        if others is not None:
+            plain = [one and is_plain(other) for one, other in zip(plain, others, strict=True)]
+        for index in compress(range(len(values)), [not one for one in plain]):
+            if others is not None:
+                values[index], others[index] = flat_pair(values[index], others[index])
+            else:
+                values[index], implied = flat_values(values[index])
+                if implied:
+                    zeros[index] = implied
+        wide = [tensor.dtype not in NARROW for tensor in values]
+        if others is not None:
+            wide = [one or other.dtype not in NARROW for one, other in zip(wide, others, strict=True)]
+        return cls(values, others, wide, zeros)
+
+    def take(self, members: Sequence[int], widened: bool = False) -> Batch:
+        """Some of the tensors, on request all of them to be measured in float64."""
+        return Batch(
+            [self.values[i] for i in members],
+            None if self.minus is None else [self.minus[i] for i in members],
+            [widened or self.wide[i] for i in members],
+            {place: self.zeros[i] for place, i in enumerate(members) if i in self.zeros},
+        )
+
+    def flat(self, index: int) -> tuple[Tensor, Tensor | None]:
+        """The numbers of one tensor as one dimension, and beside them what is to be subtracted."""
+        if self.minus is None:
+            return flat_values(self.values[index])[0], None
+        return flat_pair(self.values[index], self.minus[index])
+
+    def add_implicit_zeros(self, rows: Tensor) -> Tensor:
+        """``rows`` of the stored numbers, ``[n, 8]``, with the zeros that sparse tensors imply; changed in place."""
+        for index, count in self.zeros.items():
+            rows[index, [Column.COUNT, Column.NEAR_ZERO]] += count
+            rows[index, Column.MIN].clamp_(max=0)
+            rows[index, Column.MAX].clamp_(min=0)
+        return rows

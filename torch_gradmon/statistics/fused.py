@@ -1,0 +1,80 @@
+"""Measure large CPU tensors by one compiled kernel, which reads them once: twice as fast as stock operations, after a compilation.
+
+Opt-in, since ``torch.compile`` needs a C++ compiler and takes ten seconds or more in every process, also where its cache is warm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from .batch import Batch, Request
+from .eager import DEFAULT_EPS, Eager, Found
+from .moments import Column
+from .reading import NARROW, threshold
+
+#: Elements per row of the kernel: sums in float32 run over this many, and go on in float64.
+_ROW = 512
+#: What the kernel returns, in order.
+_COLUMNS = (Column.SUM, Column.ABS_SUM, Column.SQUARE_SUM, Column.NEAR_ZERO, Column.MIN, Column.MAX)
+
+
+class Fused(Eager):
+    """:class:`Eager`, with a compiled kernel for tensors of more than 32,768 elements in float32, bfloat16 or float16.
+
+    Args:
+        eps: the kernel is compiled for it; measuring with another one compiles again.
+
+    Raises:
+        Exception: whatever ``torch.compile`` raises where there is no compiler.
+    """
+
+    block = 1 << 24  # a call costs some 50 microseconds, and the kernel needs no scratch memory
+
+    def __init__(self, eps: float = DEFAULT_EPS) -> None:
+        super().__init__()
+        self._kernels: dict[float, Callable[[Tensor], Tensor]] = {}
+        with torch.no_grad():
+            self._kernel(threshold(eps, torch.float32))(torch.zeros(4, _ROW, device="cpu"))
+
+    def _kernel(self, limit: float) -> Callable[[Tensor], Tensor]:
+        if limit not in self._kernels:
+            self._kernels[limit] = torch.compile(_kernel(limit), dynamic=True, fullgraph=True)
+        return self._kernels[limit]
+
+    def _blocks(self, batch: Batch, index: int, request: Request, dtype: torch.dtype) -> Iterator[Tensor]:
+        plain = batch.minus is None and request.inverse_scale is None and not batch.wide[index]
+        if not plain or dtype != torch.float32:
+            yield from super()._blocks(batch, index, request, dtype)
+            return
+        values, _ = batch.flat(index)
+        whole = values.numel() // _ROW * _ROW
+        for start in range(0, whole, self.block):
+            yield values[start : min(start + self.block, whole)]
+        if whole < values.numel():
+            yield values[whole:].float()
+
+    def _look(self, block: Tensor, request: Request) -> Found:
+        if block.dtype not in NARROW or block.numel() % _ROW or block.numel() < 2 * _ROW:
+            return super()._look(block, request)
+        return zip(_COLUMNS, self._kernel(threshold(request.eps, torch.float32))(block.view(-1, _ROW)).unbind(0), strict=True)
+
+
+def _kernel(limit: float) -> Callable[[Tensor], Tensor]:
+    def look(table: Tensor) -> Tensor:
+        table = table.float()
+        magnitude = table.abs()
+        return torch.stack(
+            [
+                table.sum(1).double().sum(),
+                magnitude.sum(1).double().sum(),
+                table.square().sum(1).double().sum(),
+                (magnitude <= limit).float().sum(1).double().sum(),
+                table.amin(1).amin().double(),
+                table.amax(1).amax().double(),
+            ]
+        )
+
+    return look
