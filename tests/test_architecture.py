@@ -25,8 +25,12 @@ FLOORS = [
     ["errors"],
     ["names", "guard", "mixin"],
     ["check"],
-    ["statistics.moments"],
-    ["statistics", "statistics.eager", "statistics.attention", "metric", "record"],
+    ["statistics.moments", "statistics.reading", "statistics.packing"],
+    ["statistics", "statistics.batch", "statistics.attention", "metric", "record"],
+    ["statistics.closely"],
+    ["statistics.eager"],
+    ["statistics.fused", "statistics.triton"],
+    ["statistics.backend"],
     ["statistics.norm"],
     ["plan", "registry", "inventory", "step", "store", "summary", "layers", "spikes.rules", "sinks.outlet", "sinks.jsonl"],
     [
@@ -75,7 +79,7 @@ OPTIONAL = {
 
 
 #: Optional packages that a file may import.
-ALSO = {"demo": {"rich", "tqdm"}}
+ALSO = {"demo": {"rich", "tqdm"}, "statistics.triton": {"triton"}}
 
 
 @functools.cache
@@ -173,8 +177,7 @@ def test_importing_the_package_imports_no_optional_package() -> None:
 HOST_READS = {
     ("statistics.eager", "measure", "bool"): "one flag per call on CPU tensors, where host and device share memory",
     ("statistics.eager", "measure", "tolist"): "behind that flag, on CPU only",
-    ("statistics.eager", "_threshold", "float"): "of four bytes, not of a tensor",
-    ("statistics.eager", "_rows", "to cpu"): "numbers of elements, made on the host",
+    ("statistics.reading", "threshold", "float"): "of four bytes, not of a tensor",
     ("capture.parameters", "_rows", "to cpu"): "numbers of rows, made on the host",
     ("capture.gradients", "_compared", "tolist"): "whether sums are the same, on CPU only",
     ("capture.activations", "__bool__", "bool"): "of a tuple",

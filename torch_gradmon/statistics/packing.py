@@ -64,20 +64,21 @@ class Layout:
     """
 
     def __init__(self, shapes: Sequence[torch.Size], run: int) -> None:
-        sizes = torch.tensor([shape.numel() for shape in shapes], dtype=torch.int64, device="cpu")
-        rows = (sizes + run - 1) // run
+        sizes = [shape.numel() for shape in shapes]
+        rows = [-(-size // run) for size in sizes]
         chunk_of: list[int] = []
         filled, chunk = 0, 0
-        for length in (rows * run).tolist():
-            if filled + length > CAPACITY and filled:
+        for count in rows:
+            if filled and filled + count * run > CAPACITY:
                 filled, chunk = 0, chunk + 1
-            filled += length
+            filled += count * run
             chunk_of.append(chunk)
         self.chunks = []
         for _, group in groupby(range(len(shapes)), key=chunk_of.__getitem__):
             members = list(group)
             span = range(members[0], members[-1] + 1)
             self.chunks.append(Chunk(span, shapes[span.start : span.stop], run))
-        self.owners = None if bool((rows == 1).all()) else torch.arange(len(shapes), device="cpu").repeat_interleave(rows)
-        self.counts = sizes.double()
-        self.padded = (rows * run - sizes).double()
+        counts = torch.tensor(rows, dtype=torch.int64, device="cpu")
+        self.owners = None if set(rows) == {1} else torch.arange(len(rows), device="cpu").repeat_interleave(counts)
+        self.counts = torch.tensor(sizes, dtype=torch.float64, device="cpu")
+        self.padded = counts * run - self.counts
