@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from . import names as n
 from .layers import Layers, top_shares
@@ -50,15 +50,22 @@ def assemble(
     values.update(viewed)
     values.update(layers.values(whole if layers.choice == "blocks" else tables, base, facts.groups))
     values.update({key: value for key, value in custom.items() if key not in undefined})
-    derived = frozenset(key for key in viewed.keys() - custom.keys() if _follows(key, tables[key.source]))
-    hidden = frozenset(key for key in values if (key.source, key.metric.partition(".")[0]) in unshown)
+    derived = _derived(viewed, tables).difference(custom)
+    hidden = frozenset(key for key in values if (key.source, key.metric.partition(".")[0]) in unshown) if unshown else frozenset()
     record = StepRecord(facts.step, time.time(), facts.applied, values, tables, facts.context, derived=derived, hidden=hidden)
     return record, summarised
 
 
-def _follows(key: Key, table: Table) -> bool:
-    """Whether the value of ``key`` can be computed from the statistics in ``table``."""
-    return key.metric in VIEWS and VIEWS[key.metric].columns <= table.columns | ALWAYS and key.name in table.names
+def _derived(viewed: Iterable[Key], tables: Mapping[str, Table]) -> frozenset[Key]:
+    """Those of these keys whose values can be computed from the statistics in ``tables``."""
+    names = {source: frozenset(table.names) for source, table in tables.items()}
+    possible = {
+        (source, metric)
+        for source, table in tables.items()
+        for metric, view in VIEWS.items()
+        if view.columns <= table.columns | ALWAYS
+    }
+    return frozenset(key for key in viewed if (key.source, key.metric) in possible and key.name in names[key.source])
 
 
 def describe(event: Event, record: StepRecord) -> str:

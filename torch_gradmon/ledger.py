@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -97,7 +98,7 @@ class Ledger:
         self._records[record.step] = replace(record, tables={})
         while len(self._records) > self._options.history:
             self._records.popitem(last=False)
-        self.outbox.put(record, self.shown(record), amend)
+        self.outbox.put(record, functools.partial(self.shown, record), amend)
 
     def _tell(self, record: StepRecord, events: Iterable[Event]) -> None:
         for event in events:
@@ -116,7 +117,8 @@ class Ledger:
 
     def shown(self, record: StepRecord) -> dict[str, float]:
         """What of ``record`` is for dashboards, by key."""
-        return self._options.show({key: value for key, value in record.values.items() if key not in record.hidden})
+        hidden = record.hidden
+        return self._options.show({k: x for k, x in record.values.items() if k not in hidden} if hidden else record.values)
 
     def history(self) -> dict[int, dict[str, float]]:
         """The same for the last steps; another thread may ask while training goes on."""

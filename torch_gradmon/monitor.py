@@ -134,9 +134,11 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         known: dict[Key, str] = {}
 
         def show(values: Mapping[Key, float]) -> dict[str, float]:
-            for key in values.keys() - known.keys():
-                known[key] = format_key(key, style, prefix)
-            return {known[key]: value for key, value in values.items()}
+            try:
+                return {known[key]: value for key, value in values.items()}
+            except KeyError:  # in the first steps only
+                known.update((key, format_key(key, style, prefix)) for key in values.keys() - known.keys())
+                return {known[key]: value for key, value in values.items()}
 
         return show
 

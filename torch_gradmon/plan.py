@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ class SourcePlan:
         names: canonical names of the tensors, in model order.
         columns: statistics that are measured.
         measured: positions in ``names`` that need a row of statistics.
-        views: each built-in with the positions that it applies to.
+        views: each built-in with the keys of its values, one for each tensor that it applies to.
         functions: for each position, the metrics with a function.
     """
 
@@ -31,7 +32,7 @@ class SourcePlan:
     names: tuple[str, ...] = ()
     columns: frozenset[Column] = frozenset()
     measured: tuple[int, ...] = ()
-    views: tuple[tuple[Metric, tuple[int, ...]], ...] = ()
+    views: tuple[tuple[Metric, tuple[Key, ...]], ...] = ()
     functions: Mapping[int, tuple[Metric, ...]] = field(default_factory=dict)
 
     @property
@@ -48,17 +49,18 @@ class SourcePlan:
         """The values of all views for the rows of ``table``; ``base`` holds the rows that ratios refer to."""
         where = {name: row for row, name in enumerate(table.names)}
         values: dict[Key, float] = {}
-        for metric, positions in self.views:
-            found = [(self.names[p], where[self.names[p]]) for p in positions if self.names[p] in where]
-            if not found:
+        for metric, wanted in self.views:
+            keys = [key for key in wanted if key.name in where]
+            if not keys:
                 continue
-            keys = [Key(self.source, name, metric.name) for name, _ in found]
-            rows = table.rows[[row for _, row in found]]
+            places = [where[key.name] for key in keys]
+            rows = table.rows if places == list(range(len(table.names))) else table.rows[places]
             if metric.name == "ratio":
-                defined, numbers = _ratios(rows, base, [name for name, _ in found])
+                defined, numbers = _ratios(rows, base, [key.name for key in keys])
             else:
                 defined, numbers = evaluate_view(VIEWS[metric.name], rows)
-            values.update((key, x) for key, x, there in zip(keys, numbers, defined, strict=True) if there)
+            found = zip(keys, numbers, strict=True)
+            values.update(found if all(defined) else compress(found, defined))
         return values
 
 
@@ -88,7 +90,7 @@ def compile_plan(
     """The plan of one source: ``metrics`` against ``names`` less ``excluded``, and the columns ``always`` on ``always_on``."""
     columns = set(always)
     measured = {position for position, name in enumerate(names) if always and name in always_on}
-    views: list[tuple[Metric, tuple[int, ...]]] = []
+    views: list[tuple[Metric, tuple[Key, ...]]] = []
     functions: dict[int, list[Metric]] = {}
     for metric in metrics:
         positions = tuple(p for p, name in enumerate(names) if name not in excluded and metric.matches(name))
@@ -98,7 +100,7 @@ def compile_plan(
         elif positions:
             columns |= metric.columns
             measured.update(positions)
-            views.append((metric, positions))
+            views.append((metric, tuple(Key(source, names[p], metric.name) for p in positions)))
     return SourcePlan(
         source,
         tuple(names),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import Complaints
@@ -28,7 +28,7 @@ class Outbox:
         self._complaints = complaints
         self._run_dir, self._meta = run_dir, dict(meta)
         self._store = None if run_dir is None else RunStore(run_dir, self._meta)
-        self._waiting: tuple[StepRecord, Mapping[str, float]] | None = None
+        self._waiting: tuple[StepRecord, Callable[[], Mapping[str, float]]] | None = None
         self._failures = 0
         self._process = os.getpid()
         self.outlets: list[Outlet] = []
@@ -51,8 +51,8 @@ class Outbox:
             except sqlite3.Error as error:
                 self._complaints.add("store", f"the run directory {self._run_dir} could not be written", error)
 
-    def put(self, record: StepRecord, shown: Mapping[str, float], amend: bool = False) -> None:
-        """Take a step's record and what of it is shown. ``amend``: in place of the one that was put last."""
+    def put(self, record: StepRecord, shown: Callable[[], Mapping[str, float]], amend: bool = False) -> None:
+        """Take a step's record and a function for what of it is shown. ``amend``: in place of the one that was put last."""
         if self._forked():
             return
         if not amend:
@@ -69,8 +69,9 @@ class Outbox:
             return
         if self._waiting is not None:
             (record, shown), self._waiting = self._waiting, None
+            values = shown() if self.outlets else {}
             for outlet in self.outlets:
-                outlet.send(shown, record.step)
+                outlet.send(values, record.step)
 
     def _write(self, record: StepRecord, amend: bool) -> None:
         if self._run_dir is None or self._failures >= PATIENCE:
