@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which torch may do in any test
 
 _OPTIONAL = ("rich", "tqdm")
 

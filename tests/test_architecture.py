@@ -26,16 +26,17 @@ FLOORS = [
     ["names", "guard", "mixin"],
     ["check"],
     ["statistics.moments", "statistics.reading", "statistics.packing"],
-    ["statistics", "statistics.batch", "statistics.attention", "metric", "record"],
+    ["statistics", "statistics.kernels", "statistics.batch", "statistics.attention", "metric", "record"],
     ["statistics.closely"],
     ["statistics.eager"],
     ["statistics.fused", "statistics.triton"],
     ["statistics.backend"],
     ["statistics.norm"],
-    ["plan", "registry", "inventory", "step", "store", "summary", "layers", "spikes.rules", "sinks.outlet", "sinks.jsonl"],
+    ["plan", "registry", "inventory", "arrival", "store", "summary", "layers", "spikes.rules", "sinks.outlet", "sinks.jsonl"],
     [
         "presets",
         "planner",
+        "step",
         "run",
         "spikes.detector",
         "sinks.outbox",
@@ -46,6 +47,7 @@ FLOORS = [
     ["spikes", "spikes.judges", "assembly", "capture.measuring", "capture.attachment"],
     ["capture", "capture.gradients", "capture.parameters", "capture.activations", "follower"],
     ["ledger"],
+    ["flight"],
     ["session"],
     ["hand"],
     ["clipping", "metric_methods", "value_methods"],
@@ -79,7 +81,7 @@ OPTIONAL = {
 
 
 #: Optional packages that a file may import.
-ALSO = {"demo": {"rich", "tqdm"}, "statistics.triton": {"triton"}}
+ALSO = {"demo": {"rich", "tqdm"}, "statistics.kernels": {"triton"}}
 
 
 @functools.cache
@@ -203,10 +205,10 @@ def _host_reads(name: str) -> set[tuple[str, str, str]]:
     return found
 
 
-def test_only_the_step_buffer_brings_values_to_the_host() -> None:
+def test_only_the_arrival_brings_values_to_the_host() -> None:
     measuring = [name for name in FILES if name.startswith(("capture", "statistics"))]
     assert set().union(*(_host_reads(name) for name in measuring)) == set(HOST_READS)
-    assert _host_reads("step"), "the search finds nothing any more"
+    assert _host_reads("arrival"), "the search finds nothing any more"
 
 
 class _Reads(TorchDispatchMode):
@@ -221,7 +223,8 @@ class _Reads(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if function is torch.ops.aten._local_scalar_dense.default and args[0].device.type == self.device:
             self.counts["scalar"] += 1
-        if function is torch.ops.aten._to_copy.default and args[0].device.type == self.device != result.device.type:
+        from_device = any(isinstance(x, torch.Tensor) and x.device.type == self.device for x in args)
+        if from_device and isinstance(result, torch.Tensor) and result.device.type != self.device:
             self.counts["copy"] += 1
         return result
 

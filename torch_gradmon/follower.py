@@ -212,13 +212,7 @@ class Follower:
 
     def _steps_late(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer belongs to the step that has just ended: named before the last one, it steps after it."""
-        late = (
-            self._leads
-            and not self.session.open
-            and self.session.ledger.last is not None
-            and not self._backward_since
-            and id(optimizer) not in self._done
-        )
+        late = self._leads and self.session.has_just_ended and not self._backward_since and id(optimizer) not in self._done
         if late:
             self._attachment.move_last(optimizer)
             kind = type(optimizer).__name__

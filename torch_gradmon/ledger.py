@@ -78,9 +78,27 @@ class Ledger:
         """A late value for the step that ended last."""
         if self.last is not None:
             if self._late is None:
-                self._late = StepBuffer(self.last.step, self._guard.complaints)
+                self._late = self.late_buffer(self.last.step)
             self._late.merge_value(key, value, aggregation)
-            self._keep(replace(self.last, values={**self.last.values, **self._late.flush()[1]}), amend=True)
+            self._amend(self.last, self._late)
+
+    def absorb(self, more: StepBuffer) -> None:
+        """Late values for the step that was entered last, gathered while its own were on their way."""
+        if self.last is not None and self._late is not None:
+            self._late.absorb(more)
+            self._amend(self.last, self._late)
+
+    def _amend(self, record: StepRecord, late: StepBuffer) -> None:
+        self._keep(replace(record, values={**record.values, **late.flush()[1]}), amend=True)
+
+    def late_buffer(self, step: int) -> StepBuffer:
+        """Where late values of ``step`` are merged."""
+        return StepBuffer(step, self._guard.complaints)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody wants the record as soon as the next step begins: a sink that is not deferred, or whoever acts on spikes."""
+        return self.outbox.is_awaited or self._options.on_spike not in (None, "warn")
 
     @property
     def has_late_values(self) -> bool:

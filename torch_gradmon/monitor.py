@@ -252,14 +252,17 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
 
     # --- outlets -------------------------------------------------------------------------------------------------------------
 
-    def add_sink(self, sink: Any, keys: str | re.Pattern[str] | None = None, every: int = 1) -> None:
+    def add_sink(self, sink: Any, keys: str | re.Pattern[str] | None = None, every: int = 1, *, deferred: bool = False) -> None:
         """Send every step's values to ``sink``; see :class:`torch_gradmon.sinks.Outlet`. A sink never stops the training.
+
+        A step's values go out when the next step begins, which waits for the end of the step on the GPU. With ``deferred=True``
+        they may come one step later, and nothing waits; on the CPU it makes no difference.
 
         Raises:
             TypeError: it has no ``log(dict, step=)`` or ``log_metrics(dict, step=)`` and is not callable.
             ValueError: ``keys`` is no valid pattern, or ``every`` no positive int.
         """
-        self._session.ledger.outbox.outlets.append(Outlet(sink, keys, every, self._session.guard.complaints))
+        self._session.ledger.outbox.outlets.append(Outlet(sink, keys, every, self._session.guard.complaints, deferred))
 
     def add_detector(self, detector: SpikeDetector) -> None:
         """Feed ``detector`` with the whole-model value, or the scalar logged by hand, that its ``signal`` names.

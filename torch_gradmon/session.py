@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import names as n
-from .assembly import assemble
 from .capture.activations import ActivationCapture
 from .capture.gradients import GradientCapture
 from .capture.measuring import Measurer
 from .capture.parameters import ParameterCapture
+from .flight import Flight, Flights
 from .follower import Follower
 from .guard import Guard, guarded
 from .ledger import Ledger
@@ -31,7 +31,6 @@ from .planner import Planner
 from .record import StepRecord
 from .sinks.outbox import Outbox
 from .step import Aggregation, StepBuffer
-from .summary import Facts
 
 
 class Session:
@@ -63,6 +62,8 @@ class Session:
         self.open = False
         self._plans: dict[str, SourcePlan] = {}
         self._buffer: StepBuffer | None = None
+        self._flights = Flights(ledger, planner.registry)
+        self._ended: int | None = None
         self._early: StepBuffer | None = None
         self._tags: dict[str, Any] = {}
         self._unseen_refusals: Tensor | None = None
@@ -132,14 +133,14 @@ class Session:
             self.follower.disarm()
 
     def end(self) -> None:
-        """Close the open step. On CPU its record is made at once, elsewhere when somebody asks or the next step begins."""
+        """Close the open step. On CPU its record is made at once, elsewhere when its values have come."""
         if not self.open:
             return
-        self.open, self.ledger.last = False, None
+        self.open, self.ledger.last, self._ended = False, None, self.step
         if self._buffer is not None:
             self._end_monitored()
-        elif self.follower is not None:
-            self.ledger.summary.not_applied += self.follower.refused
+        elif self.follower is not None and self.follower.refused:
+            self._flights.count_refusal()
         if self.follower is not None and not self.by_hand and self._armed_for < 0 and self._is_monitored(self.next_step):
             self._arm()  # the first thing seen of the next step may be its backward pass
 
@@ -148,61 +149,24 @@ class Session:
             capture.end()
         if self.follower is not None:
             self.follower.step_closed()
-        module = self.planner.module
-        first = None if module is None else next(module.parameters(), None)
-        if first is None or first.device.type == "cpu":
-            self.settle()
+        buffer, self._buffer = self._buffer, None
+        tags, self._tags = self._tags, {}
+        inventory = self.planner.inventory
+        assert buffer is not None
+        assert inventory is not None
+        refused = self.follower is not None and self.follower.refused
+        evaluate = self.activations.evaluator()
+        departure = buffer.depart()
+        self._flights.start(Flight(departure, self._plans, inventory, evaluate, refused, self._groups(), tags, self.guard.cost()))
 
     def settle(self) -> None:
-        """Make the record of the step that has ended, if it was not made yet. Synchronises the device."""
-        if self.open or self._buffer is None:
-            return
-        buffer, self._buffer = self._buffer, None
-        inventory = self.planner.inventory
-        assert inventory is not None
-        tables, custom, noted = buffer.flush()
-        self.ledger.summary.not_applied += int(noted.pop("unseen_refusals", 0))
-        refused = self.follower is not None and self.follower.refused
-        edited, found_inf = noted.pop("edited", None), bool(noted.pop("found_inf", 0))
-        facts = Facts(
-            buffer.step,
-            applied=not refused and not found_inf,
-            updates_void=found_inf,
-            edited=None if edited is None else bool(edited),
-            trainable=inventory.trainable,
-            matrices=inventory.matrices,
-            groups=self._groups(),
-            refused={**{source: why for (source, name), why in buffer.absent.items() if not name}, **buffer.refused},
-            context=self._context(noted),
-        )
-        if "overhead_pct" in self.ledger.summary.keys:
-            custom[Key(n.SUMMARY, "", "overhead_pct")] = self.guard.cost()
-        activations = self.activations.evaluate(tables[n.ACTIVATION]) if n.ACTIVATION in tables else {}
-        record, signals = assemble(
-            facts,
-            tables,
-            custom,
-            self._plans,
-            activations,
-            self.planner.registry.hidden(),
-            self.ledger.summary,
-            self.ledger.layers,
-            buffer.absent,
-        )
-        self.ledger.enter(record, signals, buffer)
+        """Make the record of the step that has ended, if it was not made yet. Waits for its values."""
+        self._flights.land(self._ended, open_to_late_values=not self.open)
 
     def finish(self) -> None:
-        """Nothing more can come for the step that has ended."""
-        self.settle()
+        """Nothing more can come for the step that has ended: send it out, where that need not wait or somebody wants it now."""
+        self._flights.land(self._ended, open_to_late_values=True, waiting=self.ledger.is_awaited)
         self.ledger.finish()
-
-    def _context(self, noted: Mapping[str, float]) -> dict[str, Any]:
-        context: dict[str, Any] = {name: value for name, value in noted.items() if "/" not in name}
-        if rates := [value for name, value in noted.items() if name.startswith("lr/")]:
-            context["lr"] = rates
-        if self._tags:
-            context["tags"], self._tags = self._tags, {}
-        return context
 
     def _groups(self) -> list[tuple[str, frozenset[str]]]:
         if self.follower is None or self.planner.inventory is None or self.ledger.layers.choice != "blocks":
@@ -274,7 +238,8 @@ class Session:
     def end_step(self) -> None:
         """End the step and send it out."""
         self.end()
-        self.finish()
+        self.settle()
+        self.ledger.finish()
 
     @guarded
     def capture_activation(self, name: str, activations: Any) -> None:
@@ -289,7 +254,7 @@ class Session:
             self._log(key, value, aggregation)
         except (TypeError, ValueError, RuntimeError) as error:
             text = "/".join(part for part in key if part)
-            (self.ledger.absent if self._buffer is None else self._buffer.absent)[key.source, key.name] = str(error)
+            self._absent()[key.source, key.name] = str(error)
             self.guard.complaints.add(f"log:{text}", f"a value of {text} is lost", error)
 
     def _log(self, key: Key, value: Any, aggregation: Aggregation) -> None:
@@ -300,12 +265,30 @@ class Session:
                 self._early = StepBuffer(-1, self.guard.complaints)
             self._early.merge_value(key, value, aggregation)
         elif not self.open:
-            self.ledger.add(key, value, aggregation)
+            flight = self._flights.newest(self._ended)
+            if flight is None:
+                self.ledger.add(key, value, aggregation)
+            else:
+                self._flights.add(flight, key, value, aggregation)
+
+    def _absent(self) -> dict[tuple[str, str], str]:
+        """Where reasons are kept for the step that a value logged now would belong to."""
+        if self._buffer is not None:
+            return self._buffer.absent
+        flight = self._flights.newest(self._ended)
+        return self.ledger.absent if flight is None else flight.departure.buffer.absent
+
+    @property
+    def has_just_ended(self) -> bool:
+        """Whether no step is open, and the last one was monitored."""
+        return not self.open and (self.ledger.last is not None or self._flights.newest(self._ended) is not None)
 
     def tag(self, tags: Mapping[str, Any]) -> None:
         """Facts for the run directory about the step that a scalar logged now would belong to."""
         if self.open or self.step is None:
             self._tags.update(tags)
+        elif (flight := self._flights.newest(self._ended)) is not None:
+            flight.tags.update(tags)
         else:
             self.ledger.tag(tags)
 

@@ -1,18 +1,20 @@
-"""The values of the step in flight, on the device, and their one way to the host.
+"""The values of the step in flight, on the device.
 
-This is the only file that brings measured values to the host. Everything that hooks measure is put here as device tensors;
-micro-batches merge here; :meth:`StepBuffer.flush` copies all of it at once, one copy per device.
+Everything that hooks measure is put here as device tensors; micro-batches merge here; :meth:`StepBuffer.depart` sends all of it
+to the host at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .arrival import Arrival
 from .errors import Complaints
 from .names import Key
 from .record import Table
@@ -60,6 +62,11 @@ class StepBuffer:
         self._place.update({(source, name): (len(self._blocks), row) for row, name in enumerate(names)})
         self._blocks.append(rows)
         self._columns[source] = self._columns.get(source, columns) & columns
+
+    @property
+    def block_count(self) -> int:
+        """How many blocks of rows were put."""
+        return len(self._blocks)
 
     def names_of(self, source: str) -> set[str]:
         """The tensors of ``source`` that rows were put for."""
@@ -160,31 +167,47 @@ class StepBuffer:
         more._pending = {key: pending for key, pending in self._pending.items() if not key.source}
         return more
 
-    def flush(self) -> tuple[dict[str, Table], dict[Key, float], dict[str, float]]:
-        """Tables by source, custom values and noted facts, on the host. Synchronises once per device."""
+    def depart(self) -> Departure:
+        """Start the one copy to the host; after it nothing may be put here. Does not synchronise."""
         merged = {where: merge(torch.stack(parts)) for where, parts in self._parts.items()}
         reduced, children = self._reduced()
         noted = {name: fact for name, fact in self.noted.items() if isinstance(fact, Tensor)}
-        host = iter(_to_host([*self._blocks, *merged.values(), *reduced.values(), *noted.values()]))
-        blocks = [next(host) for _ in self._blocks]
-        collected: dict[str, dict[str, Tensor]] = {}
+        arrival = Arrival([*self._blocks, *merged.values(), *reduced.values(), *noted.values()])
+        return Departure(self, arrival, list(merged), list(reduced), children, set(noted))
+
+    def flush(self) -> tuple[dict[str, Table], dict[Key, float], dict[str, float]]:
+        """:meth:`depart`, and wait for it: see :meth:`Departure.land`."""
+        return self.depart().land()
+
+    def collect(
+        self, blocks: Sequence[Tensor], merged: Sequence[tuple[str, str]], merged_rows: Sequence[Tensor]
+    ) -> dict[str, Table]:
+        """The tables by source, from the blocks of rows that were put and the rows that were merged, all on the host."""
+        if not blocks and not merged:
+            return {}
+        rows = torch.cat([*blocks, *(row.unsqueeze(0) for row in merged_rows)])
+        starts = [0, *accumulate(len(block) for block in blocks)]
+        collected: dict[str, dict[str, int]] = {}
         for (source, name), (block, row) in self._place.items():
-            collected.setdefault(source, {})[name] = blocks[block][row]
-        for source, name in merged:
-            collected.setdefault(source, {})[name] = next(host)
+            collected.setdefault(source, {})[name] = starts[block] + row
+        for offset, (source, name) in enumerate(merged):
+            collected.setdefault(source, {})[name] = starts[-1] + offset
         same_as = {source: of for (source, _), of in self._reused.items() if source not in collected}
         for (source, name), of in self._reused.items():
             if name in collected.get(of, {}):
                 collected.setdefault(source, {}).setdefault(name, collected[of][name])
-        tables = {
-            source: Table(tuple(found), torch.stack(list(found.values())), self._columns[source], same_as.get(source, ""))
+        return {
+            source: Table(tuple(found), rows[list(found.values())], self._columns[source], same_as.get(source, ""))
             for source, found in collected.items()
         }
-        values = {key: float(next(host)) for key in reduced}
-        for key, twin in self._same_value.items():
-            values.update({child._replace(source=key.source): values[child] for child in children.get(twin, ())})
-        facts = {name: float(next(host) if name in noted else fact) for name, fact in self.noted.items()}
-        return tables, values, facts
+
+    def twins(self, values: Mapping[Key, float], children: Mapping[Key, list[Key]]) -> dict[Key, float]:
+        """The values that are those of another key."""
+        return {
+            child._replace(source=key.source): values[child]
+            for key, twin in self._same_value.items()
+            for child in children.get(twin, ())
+        }
 
     def _reduced(self) -> tuple[dict[Key, Tensor], dict[Key, list[Key]]]:
         """Final scalars, and for each key those that came of it: itself, or several where its aggregation gave a dict."""
@@ -264,15 +287,29 @@ def _scalar(value: Any, key: Key) -> Tensor:
     return tensor[0]
 
 
-def _to_host(tensors: list[Tensor]) -> list[Tensor]:
-    """All tensors as float64 on the host, in order: one packed copy for each device that they are on."""
-    by_device: dict[torch.device, list[int]] = {}
-    for position, tensor in enumerate(tensors):
-        by_device.setdefault(tensor.device, []).append(position)
-    host: list[Tensor] = list(tensors)
-    for device, positions in by_device.items():
-        packed = torch.cat([tensors[p].reshape(-1).to(accumulator_dtype(device)) for p in positions]).to("cpu", torch.float64)
-        pieces = torch.split(packed, [tensors[p].numel() for p in positions])
-        for position, piece in zip(positions, pieces, strict=True):
-            host[position] = piece.reshape(tensors[position].shape)
-    return host
+@dataclass
+class Departure:
+    """The values of a step on their way to the host.
+
+    Attributes:
+        buffer: where they were.
+        arrival: the copy.
+        merged: which tensors have merged rows; of which keys there are values; the keys that came of each; the noted tensors.
+    """
+
+    buffer: StepBuffer
+    arrival: Arrival
+    merged: list[tuple[str, str]]
+    reduced: list[Key]
+    children: dict[Key, list[Key]]
+    noted: set[str]
+
+    def land(self) -> tuple[dict[str, Table], dict[Key, float], dict[str, float]]:
+        """Tables by source, custom values and noted facts, on the host. Waits for the copy, once per device."""
+        host = iter(self.arrival.land())
+        blocks = list(islice(host, self.buffer.block_count))
+        tables = self.buffer.collect(blocks, self.merged, list(islice(host, len(self.merged))))
+        values = {key: float(next(host)) for key in self.reduced}
+        values.update(self.buffer.twins(values, self.children))
+        facts = {name: float(next(host) if name in self.noted else fact) for name, fact in self.buffer.noted.items()}
+        return tables, values, facts

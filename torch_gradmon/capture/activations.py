@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -161,15 +161,20 @@ class ActivationCapture:
             self._known[name] = found
         return found
 
-    def evaluate(self, table: Table) -> dict[Key, float]:
-        """The built-in values of the activations in ``table``."""
-        values = {}
-        for name, row in zip(table.names, torch.split(table.rows, 1), strict=True):
-            for metric in self._match(self._owner.get(name, name)).views:
-                there, value = evaluate_view(VIEWS[metric.name], row)
-                if there[0]:
-                    values[Key(ACTIVATION, name, metric.name)] = value[0]
-        return values
+    def evaluator(self) -> Callable[[Table], dict[Key, float]]:
+        """A function that gives the built-in values of a table of this step's activations, also when the next step has begun."""
+        known, owner = self._known, dict(self._owner)
+
+        def evaluate(table: Table) -> dict[Key, float]:
+            values = {}
+            for name, row in zip(table.names, torch.split(table.rows, 1), strict=True):
+                for metric in known[owner.get(name, name)].views:
+                    there, value = evaluate_view(VIEWS[metric.name], row)
+                    if there[0]:
+                        values[Key(ACTIVATION, name, metric.name)] = value[0]
+            return values
+
+        return evaluate
 
 
 def _tensors(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Tensor]]:

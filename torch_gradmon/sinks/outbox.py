@@ -42,6 +42,11 @@ class Outbox:
         """Whether there is a run directory."""
         return self._run_dir is not None
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a sink wants a step's values as soon as the next step begins."""
+        return any(not outlet.deferred for outlet in self.outlets)
+
     def note(self, **facts: Any) -> None:
         """Add facts about the run."""
         self._meta.update(facts)

@@ -21,19 +21,23 @@ class Outlet:
         keys: a pattern; only keys in which it is found are sent.
         every: only steps that are divisible by it are sent.
         complaints: where failures are reported, each under ``sink:{class}``.
+        deferred: values may come one step late, so that nothing waits for the device.
 
     Raises:
         TypeError: ``sink`` is none of these.
         ValueError: ``every`` is not a positive int, or ``keys`` is no valid pattern.
     """
 
-    def __init__(self, sink: Any, keys: str | re.Pattern[str] | None, every: int, complaints: Complaints) -> None:
+    def __init__(
+        self, sink: Any, keys: str | re.Pattern[str] | None, every: int, complaints: Complaints, deferred: bool = False
+    ) -> None:
         self._send = _sender(sink)
         self._keys = None if keys is None else compile_pattern(keys, "keys")
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise ValueError(f"every={every!r} must be a positive int, such as 10 for every tenth step")
         self.sink = sink
         self.every = every
+        self.deferred = deferred
         self.dropped = False
         self._failures = 0
         self._complaints = complaints

@@ -1,0 +1,1 @@
+"""What torch_gradmon costs, measured beside what else there is."""

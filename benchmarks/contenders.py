@@ -1,0 +1,101 @@
+"""Who is measured: each makes, of a model whose gradients are filled, a function that does its work on them once."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from torch import nn
+
+import torch_gradmon as gradmon
+from torch_gradmon.statistics.moments import ALL_COLUMNS, Column
+
+from . import rivals
+from .rivals import LeftOut
+from .sets import gradients
+from .timing import Run
+
+#: The five built-ins that torch-module-monitor is given as functions.
+FIVE = ("norm", "mean", "std", "max", "sparsity")
+_BUT_NEAR_ZERO = ALL_COLUMNS - {Column.NEAR_ZERO}
+_NORM = frozenset({Column.COUNT, Column.SQUARE_SUM})
+
+
+def _eager(columns: frozenset[Column]) -> Callable[[nn.Module, ExitStack], Run]:
+    return lambda model, _: _measuring("eager", "Eager", model, columns)
+
+
+def _fused(model: nn.Module, _: ExitStack) -> Run:
+    return _measuring("fused", "Fused", model, ALL_COLUMNS)
+
+
+def _triton(model: nn.Module, _: ExitStack) -> Run:
+    if gradients(model)[0].device.type != "cuda":
+        raise LeftOut("needs a GPU")
+    return _measuring("triton", "TritonStatistics", model, ALL_COLUMNS)
+
+
+def _measuring(module: str, kernel: str, model: nn.Module, columns: frozenset[Column]) -> Run:
+    """All rows on the host, as at a step's end. The kernel is kept between calls, as a monitor keeps it."""
+    try:
+        found = importlib.import_module(f"torch_gradmon.statistics.{module}")
+    except ImportError as error:
+        raise LeftOut(f"cannot be imported: {error}") from error
+    measure, tensors = getattr(found, kernel)().measure, gradients(model)
+    return lambda: measure(tensors, columns).cpu()
+
+
+def _monitor(model: nn.Module, stack: ExitStack) -> Run:
+    """The same calls as torch-module-monitor gets, and the same five metrics of every gradient by key."""
+    monitor = stack.enter_context(gradmon.ModuleMonitor(model))
+    for metric in FIVE:
+        monitor.add_gradient_metric(metric)
+    steps = itertools.count()
+
+    def run() -> object:
+        monitor.begin_step(next(steps))
+        monitor.monitor_gradients()
+        monitor.end_step()
+        return monitor.get_step_metrics()
+
+    return run
+
+
+def _exact_clip(model: nn.Module, stack: ExitStack) -> Run:
+    """On a step that is not monitored: clipping alone."""
+    monitor = stack.enter_context(gradmon.ModuleMonitor(model))
+    return lambda: monitor.clip_grad_norm_(rivals.NEVER_CLIPS, exact=True)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to look at gradients.
+
+    Attributes:
+        label: for people.
+        make: the function to measure; what has to be undone afterwards goes on the stack.
+        ours: whether it is part of torch_gradmon.
+    """
+
+    label: str
+    make: Callable[[nn.Module, ExitStack], Run]
+    ours: bool = False
+
+
+CONTENDERS = {
+    "eager": Contender("torch_gradmon, eager, all statistics", _eager(ALL_COLUMNS), ours=True),
+    "eager_but_near_zero": Contender("torch_gradmon, eager, all but near-zero", _eager(_BUT_NEAR_ZERO), ours=True),
+    "eager_norm": Contender("torch_gradmon, eager, norm only", _eager(_NORM), ours=True),
+    "fused": Contender("torch_gradmon, fused, all statistics", _fused, ours=True),
+    "triton": Contender("torch_gradmon, Triton, all statistics", _triton, ours=True),
+    "monitor": Contender("torch_gradmon.ModuleMonitor, five metrics by key", _monitor, ours=True),
+    "exact_clip": Contender("torch_gradmon, clip_grad_norm_(exact=True)", _exact_clip, ours=True),
+    "torch_clip": Contender("torch.nn.utils.clip_grad_norm_", rivals.torch_clip),
+    "naive_loop": Contender("naive loop, six values by .item()", rivals.naive_loop),
+    "torch_module_monitor": Contender("torch-module-monitor, five metrics", rivals.torch_module_monitor),
+    "wandb_watch": Contender("wandb.watch, its hooks", rivals.wandb_watch),
+    "lightning": Contender("Lightning grad_norm, norms only", rivals.lightning),
+}

@@ -1,0 +1,89 @@
+"""What a step costs that is not monitored: microseconds of Python, and hooks left on parameters."""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import torch_gradmon as gradmon
+
+from .timing import spread
+
+PARAMETERS = 150
+_WARM_UP = 20
+#: Step 0 is monitored, which arms hooks; none of the steps that are measured is.
+_NEVER_AGAIN = 10**9
+
+
+class Tiny(nn.Module):
+    """150 parameters and next to no work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(torch.ones(8) for _ in range(PARAMETERS))
+
+    def forward(self) -> Tensor:
+        """A loss."""
+        return torch.stack(list(self.parts)).sum()
+
+
+class Loop:
+    """A training loop on a model of its own, watched or not."""
+
+    def __init__(self, watched: bool) -> None:
+        self.model = Tiny()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        self.monitor = gradmon.watch(self.model, self.optimizer, every=_NEVER_AGAIN) if watched else None
+
+    def step(self) -> float:
+        """Microseconds of one step."""
+        start = time.perf_counter()
+        self.optimizer.zero_grad()
+        self.model().backward()
+        self.optimizer.step()
+        return 1e6 * (time.perf_counter() - start)
+
+
+def armed_hooks(model: nn.Module) -> int:
+    """Hooks on parameters."""
+    return sum(len(p._backward_hooks or ()) + len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
+
+
+def idle(steps: int) -> dict[str, Any]:
+    """Differences within pairs of steps, of a watched loop and a bare one, and for comparison of two bare ones."""
+    torch.set_num_threads(1)
+    bare, watched, another = Loop(False), Loop(True), Loop(False)
+    for _ in range(_WARM_UP):
+        for loop in (bare, watched, another):
+            loop.step()
+    result = {
+        "parameters": PARAMETERS,
+        "steps": steps,
+        "hooks_on_parameters": armed_hooks(watched.model),
+        "difference_us": spread(_differences(bare, watched, steps)),
+        "two_bare_loops_us": spread(_differences(bare, another, steps)),
+        "step_us": spread([bare.step() for _ in range(steps)]),
+    }
+    assert watched.monitor is not None
+    watched.monitor.detach()
+    return result
+
+
+def _differences(first: Loop, second: Loop, steps: int) -> list[float]:
+    differences = []
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(steps):
+            if number % 2:
+                later, earlier = second.step(), first.step()
+            else:
+                earlier, later = first.step(), second.step()
+            differences.append(later - earlier)
+    finally:
+        gc.enable()
+    return differences

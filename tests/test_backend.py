@@ -1,0 +1,224 @@
+"""Which way of measuring is taken where, what happens when one fails, and that the compiled one is right."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests import oracle
+from torch_gradmon import GradmonWarning, ModuleMonitor
+from torch_gradmon.errors import Complaints, NotMeasurable
+from torch_gradmon.statistics.backend import Statistics
+from torch_gradmon.statistics.eager import SMALL, Eager
+from torch_gradmon.statistics.moments import ALL_COLUMNS, VIEWS, Column, identity
+
+
+def views(row: Tensor) -> dict[str, float]:
+    rows = row.unsqueeze(0)
+    return {name: view.compute(rows).item() for name, view in VIEWS.items() if view.defined(rows).item()}
+
+
+class _Broken:
+    def measure(self, tensors: Sequence[Tensor], *_: Any, **__: Any) -> Tensor:
+        raise RuntimeError("the kernel fails")
+
+
+def test_a_backend_that_fails_is_said_once_and_replaced_by_stock_operations() -> None:
+    statistics = Statistics(Complaints())
+    statistics._of["cpu"] = _Broken()
+    x = torch.randn(100)
+    with pytest.warns(GradmonWarning, match="the kernel fails") as said:
+        rows = [statistics.measure([x], ALL_COLUMNS)[0] for _ in range(3)]
+    assert len(said) == 1
+    for row in rows:
+        oracle.check(views(row), x)
+
+
+def test_a_tensor_that_nobody_can_measure_switches_nothing_off() -> None:
+    statistics = Statistics(Complaints())
+    broken = statistics._of["cpu"] = _Broken()
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(NotMeasurable, match="nested"):
+            statistics.measure([nested], ALL_COLUMNS)
+    assert statistics._of["cpu"] is broken
+
+
+def test_without_tensors_there_are_no_rows() -> None:
+    assert torch.equal(Statistics(Complaints()).measure([], ALL_COLUMNS), identity(0))
+
+
+# --- the compiled kernel -----------------------------------------------------------------------------------------------------
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+pytestmark_compiled = [
+    needs_compiler,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch's compiler uses what torch deprecates
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def fused() -> Iterator[Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch_gradmon.statistics.fused import Fused
+
+        yield Fused()
+        torch._dynamo.reset()
+
+
+class TestCompiled:
+    """All in one class, so that the kernel is compiled once."""
+
+    pytestmark = pytestmark_compiled
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("size", [SMALL + 1, 512 * 100, 512 * 100 + 1, 3_000_000], ids=str)
+    def test_random_numbers(self, fused: Any, dtype: torch.dtype, size: int) -> None:
+        x = (torch.randn(size) * 1e-3).to(dtype)
+        x[::7] = 0
+        oracle.check(views(fused.measure([x])[0]), x)
+
+    @pytest.mark.parametrize("value", [0.1, -7e-5, 123.4, 1e-25, 1e25, 0.0])
+    def test_constants_large_and_tiny(self, fused: Any, value: float) -> None:
+        x = torch.full((1_000_000,), value)
+        oracle.check(views(fused.measure([x])[0]), x)
+
+    @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+    def test_nan_and_inf(self, fused: Any, bad: float) -> None:
+        x = torch.randn(200_000)
+        x[77_777] = bad
+        oracle.check(views(fused.measure([x])[0]), x)
+
+    def test_a_small_std_beside_a_large_mean(self, fused: Any) -> None:
+        x = 1 + 1e-4 * torch.randn(500_000)
+        oracle.check(views(fused.measure([x])[0]), x)
+
+    def test_near_zero_in_real_numbers(self, fused: Any) -> None:
+        # 1e-8 is no float32: its neighbours below and above must fall on different sides
+        below = torch.tensor(1e-8).item() if torch.tensor(1e-8).item() <= 1e-8 else None
+        limit = torch.tensor(1e-8)
+        if below is None:
+            limit = torch.nextafter(limit, torch.tensor(0.0))
+        x = torch.full((51_200,), float(limit))
+        x[:100] = torch.nextafter(limit, torch.tensor(1.0))
+        assert fused.measure([x])[0, Column.NEAR_ZERO] == 51_100
+
+    def test_many_kinds_at_once(self, fused: Any) -> None:
+        wanted = torch.randn(300, 400)
+        tensors = [wanted, torch.randn(5), torch.randn(SMALL * 2).double(), wanted.t(), wanted[:, ::2], torch.empty(0)]
+        rows = fused.measure(tensors)
+        for row, x in zip(rows, tensors, strict=True):
+            oracle.check(views(row), x)
+        less = [torch.randn_like(x) for x in tensors]
+        for row, x, y in zip(fused.measure(tensors, minus=less), tensors, less, strict=True):
+            oracle.check(views(row), x.double() - y.double())
+        scale = torch.tensor(0.125)
+        for row, x in zip(fused.measure(tensors, inverse_scale=scale), tensors, strict=True):
+            oracle.check(views(row), x.double() * 0.125)
+
+    def test_the_kernel_is_compiled_once_for_all_sizes(self, fused: Any) -> None:
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for size in (SMALL + 512, 512 * 999, 2_000_000, 2_000_001):
+                fused.measure([torch.randn(size)])
+
+    def test_a_monitor_that_uses_it_measures_the_same_and_changes_nothing(self) -> None:
+        states = []
+        for compiled in (False, True):
+            torch.manual_seed(1)
+            model = nn.Sequential(nn.Linear(300, 200), nn.Tanh(), nn.Linear(200, 3))
+            optimizer = torch.optim.AdamW(model.parameters())
+            monitor = ModuleMonitor(model, compile_statistics=compiled)
+            monitor.add_gradient_metric("norm")
+            monitor.attach(optimizer)
+            for _ in range(3):
+                model(torch.randn(4, 300)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            states.append((model.state_dict(), monitor.get_step_metrics(), torch.get_rng_state()))
+            monitor.detach()
+        (plain, expected, rng), (watched, found, rng_after) = states
+        assert all(torch.equal(plain[name], watched[name]) for name in plain)
+        assert torch.equal(rng, rng_after)
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_without_a_compiler_it_says_so_and_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_compiler(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no working C++ compiler found")
+
+    monkeypatch.setattr(torch, "compile", no_compiler)
+    with pytest.warns(GradmonWarning, match="no working C\\+\\+ compiler found"):
+        statistics = Statistics(Complaints(), compiled=True)
+    x = torch.randn(100_000)
+    oracle.check(views(statistics.measure([x], ALL_COLUMNS)[0]), x)
+
+
+# --- the cost, in counts -----------------------------------------------------------------------------------------------------
+
+
+class _Passes(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts calls, and elements that are read by them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = self.read = self.made = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if not function.is_view:
+            self.calls += 1
+            flat = [x for a in args for x in (a if isinstance(a, (list, tuple)) else [a]) if isinstance(x, Tensor)]
+            self.read += sum(x.numel() for x in flat)
+            out = (kwargs or {}).get("out")
+            if isinstance(result, Tensor) and out is None and not function._schema.is_mutable:
+                self.made += result.numel()
+        return result
+
+
+def test_a_thousand_small_tensors_cost_a_few_calls_each_chunk() -> None:
+    tensors = [torch.randn(900 + index % 200) for index in range(1000)]
+    eager = Eager()
+    eager.measure(tensors)
+    with _Passes() as passes:
+        eager.measure(tensors)
+    assert passes.calls < 1000  # where a loop over tensors would take six thousand
+    assert passes.made < 0.2 * sum(x.numel() for x in tensors)
+
+
+def test_a_large_tensor_is_read_a_handful_of_times_and_never_copied() -> None:
+    x = torch.randn(8_000_000)
+    eager = Eager()
+    eager.measure([x])
+    with _Passes() as passes:
+        eager.measure([x])
+    assert passes.read <= 8.1 * x.numel()
+    assert passes.made < 0.01 * x.numel()
+
+
+def test_what_nobody_asked_for_is_not_computed() -> None:
+    x = torch.randn(2_000_000)
+    eager = Eager()
+    with _Passes() as passes:
+        eager.measure([x], frozenset({Column.SQUARE_SUM}))
+    assert passes.read <= 1.05 * x.numel()
+
+
+@pytest.mark.parametrize("others", [0, 1, 7, 300])
+def test_a_row_does_not_depend_on_what_is_measured_beside_it(others: int) -> None:
+    tensors = [torch.randn(size) for size in (3, 256, 257, 5000, SMALL, SMALL + 1, 700_000)]
+    eager = Eager()
+    alone = torch.cat([eager.measure([x]) for x in tensors])
+    more = [torch.randn(torch.randint(1, 3000, ()).item()) for _ in range(others)]  # type: ignore[call-overload]
+    together = eager.measure([*more, *tensors])[others:]
+    assert torch.equal(alone, together)
+    some = Eager().measure(tensors, frozenset({Column.SUM, Column.SQUARE_SUM}))
+    assert torch.equal(some[:, [Column.SUM, Column.SQUARE_SUM]], alone[:, [Column.SUM, Column.SQUARE_SUM]])

@@ -1,0 +1,151 @@
+"""A step between its end and its record: all that is known of it, and its values on their way to the host."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import names as n
+from .assembly import assemble
+from .inventory import Inventory
+from .ledger import Ledger
+from .names import Key
+from .plan import SourcePlan
+from .record import Table
+from .registry import Registry
+from .step import Aggregation, Departure, StepBuffer
+from .summary import Facts
+
+
+@dataclass
+class Flight:
+    """What a step leaves behind when it ends.
+
+    Attributes:
+        departure: its values.
+        plans: what was to be measured.
+        inventory: the model as it was.
+        activations: the built-in values of a table of activations.
+        refused: whether the optimizer did not apply the step.
+        groups: names of the parameters of each of the optimizers' groups.
+        tags: facts for its context.
+        cost: time spent in the monitor, in percent of the time since the last step that was measured.
+        late: values that were logged after its end.
+        refusals_after: steps that were neither monitored nor applied, between this one and the next one monitored.
+    """
+
+    departure: Departure
+    plans: Mapping[str, SourcePlan]
+    inventory: Inventory
+    activations: Callable[[Table], dict[Key, float]]
+    refused: bool
+    groups: list[tuple[str, frozenset[str]]]
+    tags: dict[str, Any]
+    cost: float
+    late: StepBuffer | None = None
+    refusals_after: int = field(default=0)
+
+    @property
+    def step(self) -> int:
+        """The number of the step."""
+        return self.departure.buffer.step
+
+    def land(self, ledger: Ledger, registry: Registry) -> None:
+        """Make the record and enter it into ``ledger``. Waits for the values."""
+        buffer = self.departure.buffer
+        tables, custom, noted = self.departure.land()
+        ledger.summary.not_applied += int(noted.pop("unseen_refusals", 0))
+        edited, found_inf = noted.pop("edited", None), bool(noted.pop("found_inf", 0))
+        facts = Facts(
+            buffer.step,
+            applied=not self.refused and not found_inf,
+            updates_void=found_inf,
+            edited=None if edited is None else bool(edited),
+            trainable=self.inventory.trainable,
+            matrices=self.inventory.matrices,
+            groups=self.groups,
+            refused={**{source: why for (source, name), why in buffer.absent.items() if not name}, **buffer.refused},
+            context=self._context(noted),
+        )
+        if "overhead_pct" in ledger.summary.keys:
+            custom[Key(n.SUMMARY, "", "overhead_pct")] = self.cost
+        activations = self.activations(tables[n.ACTIVATION]) if n.ACTIVATION in tables else {}
+        record, signals = assemble(
+            facts,
+            tables,
+            custom,
+            self.plans,
+            activations,
+            registry.hidden(),
+            ledger.summary,
+            ledger.layers,
+            buffer.absent,
+        )
+        ledger.enter(record, signals, buffer)
+        if self.late is not None:
+            ledger.absorb(self.late)
+        ledger.summary.not_applied += self.refusals_after
+
+    def _context(self, noted: Mapping[str, float]) -> dict[str, Any]:
+        context: dict[str, Any] = {name: value for name, value in noted.items() if "/" not in name}
+        if rates := [value for name, value in noted.items() if name.startswith("lr/")]:
+            context["lr"] = rates
+        if self.tags:
+            context["tags"] = self.tags
+        return context
+
+
+class Flights:
+    """The steps whose records are not made yet, at most two of them: the one that ended last and the one before.
+
+    Args:
+        ledger: where records are entered.
+        registry: the metrics.
+    """
+
+    def __init__(self, ledger: Ledger, registry: Registry) -> None:
+        self._ledger, self._registry = ledger, registry
+        self._flying: deque[Flight] = deque()
+
+    def newest(self, step: int | None) -> Flight | None:
+        """The flight of ``step``, if it is the one that departed last."""
+        return self._flying[-1] if self._flying and self._flying[-1].step == step else None
+
+    def start(self, flight: Flight) -> None:
+        """Take charge of ``flight``; where its values are on the host already, its record is made at once."""
+        self._flying.append(flight)
+        if flight.departure.arrival.is_local:
+            self.land(flight.step, open_to_late_values=True)
+
+    def add(self, flight: Flight, key: Key, value: Any, aggregation: Aggregation) -> None:
+        """A value that was logged after the step ended."""
+        if flight.late is None:
+            flight.late = self._ledger.late_buffer(flight.step)
+        flight.late.merge_value(key, value, aggregation)
+
+    def count_refusal(self) -> None:
+        """A step that was not monitored was not applied."""
+        if self._flying:
+            self._flying[-1].refusals_after += 1
+        else:
+            self._ledger.summary.not_applied += 1
+
+    def land(self, ended: int | None, open_to_late_values: bool, waiting: bool = True) -> None:
+        """Make the records of steps that have departed.
+
+        Args:
+            ended: number of the step that ended last; the ledger's last record is of that one, or there is none.
+            open_to_late_values: that step is the latest, so that values may still be added to it.
+            waiting: wait for values; otherwise only for those of the step before the last one.
+        """
+        while self._flying:
+            if not waiting and len(self._flying) < 2 and not self._flying[0].departure.arrival.is_ready():
+                return
+            flight = self._flying.popleft()
+            flight.land(self._ledger, self._registry)
+            if flight.step != ended or not open_to_late_values:
+                self._ledger.finish()
+            if flight.step != ended:
+                self._ledger.last = None
