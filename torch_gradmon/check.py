@@ -32,6 +32,12 @@ def positive_int(name: str, value: object) -> None:
         raise ValueError(f"{name}={value!r} must be a positive int")
 
 
+def share(name: str, value: object) -> None:
+    """A number between 0 and 1."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1:
+        raise ValueError(f"{name}={value!r} must be a share between 0 and 1, such as 0.01 for one percent")
+
+
 def step_number(name: str, value: object) -> None:
     """A whole number of at least 0."""
     if not isinstance(value, int) or isinstance(value, bool):

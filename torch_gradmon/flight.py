@@ -69,7 +69,7 @@ class Flight:
             refused={**{source: why for (source, name), why in buffer.absent.items() if not name}, **buffer.refused},
             context=self._context(noted),
         )
-        if "overhead_pct" in ledger.summary.keys:
+        if "overhead_pct" in ledger.summary.keys:  # on the dashboard of a preset; in the context of every record
             custom[Key(n.SUMMARY, "", "overhead_pct")] = self.cost
         activations = self.activations(tables[n.ACTIVATION]) if n.ACTIVATION in tables else {}
         record, signals = assemble(
@@ -89,7 +89,8 @@ class Flight:
         ledger.summary.not_applied += self.refusals_after
 
     def _context(self, noted: Mapping[str, float]) -> dict[str, Any]:
-        context: dict[str, Any] = {name: value for name, value in noted.items() if "/" not in name}
+        context: dict[str, Any] = {"overhead_pct": self.cost}
+        context.update((name, value) for name, value in noted.items() if "/" not in name)
         if rates := [value for name, value in noted.items() if name.startswith("lr/")]:
             context["lr"] = rates
         if self.tags:

@@ -26,7 +26,7 @@ class Guard:
         self.inert = inert
         self._inside = False
         self._lock = threading.RLock()  # with several GPUs, hooks fire on one of autograd's threads for each
-        self._seconds = 0.0
+        self._seconds = self._settled = 0.0
         self._since = self._entered = time.perf_counter()
 
     def run(self, method: Callable[..., Any], *args: Any) -> Any:
@@ -53,6 +53,11 @@ class Guard:
                 self._seconds += time.perf_counter() - self._entered
         return None
 
+    def spent(self) -> float:
+        """Time spent inside since the beginning, in seconds."""
+        running = time.perf_counter() - self._entered if self._inside else 0.0
+        return self._settled + self._seconds + running
+
     def cost(self) -> float:
         """Time spent inside, in percent of the time since this was last asked."""
         now = time.perf_counter()
@@ -60,6 +65,7 @@ class Guard:
             self._seconds += now - self._entered
             self._entered = now
         share = 100 * self._seconds / max(now - self._since, 1e-9)
+        self._settled += self._seconds
         self._seconds, self._since = 0.0, now
         return share
 

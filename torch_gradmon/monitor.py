@@ -13,6 +13,7 @@ from torch import nn
 
 from . import check
 from . import names as n
+from .budget import Budget
 from .capture.measuring import Measurer
 from .capture.parameters import OPTIMIZER_BUILT_INS
 from .errors import Complaints, display
@@ -60,6 +61,8 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         run_dir: the run directory that takes every step; None for none.
         compile_statistics: compile a kernel for the statistics of large tensors on the CPU, here and now: it takes ten seconds
             and a C++ compiler, and halves what a monitored step costs. Without a compiler it warns and goes on.
+        overhead_budget: share of the training's time that the monitor's own time on the host may take, such as 0.01; while it
+            takes more, fewer of the steps that the cadence asks for are monitored (every 2nd, 4th, ...), which is said.
 
     With ``GRADMON_DISABLE=1`` in the environment everything is inert.
 
@@ -86,8 +89,11 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         history: int = 1000,
         run_dir: str | os.PathLike[str] | None = None,
         compile_statistics: bool = False,
+        overhead_budget: float | None = None,
     ) -> None:
         is_monitored = check.cadence(every, monitor_step_fn)
+        if overhead_budget is not None:
+            check.share("overhead_budget", overhead_budget)
         check.one_of("on_metric_error", on_metric_error, ("warn", "raise"))
         check.one_of("key_style", key_style, KEY_STYLES)
         if on_spike is not None and not callable(on_spike):
@@ -116,10 +122,11 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
             planner.watch(module)  # raises what there is to raise before a run directory is made
         outbox = Outbox(complaints, None if inert else run_dir, {"torch": torch.__version__, "eps": eps})
         guard = Guard(complaints, inert)
+        budget = None if overhead_budget is None else Budget(overhead_budget, is_monitored, every or 1, complaints)
         options = Options(self._shower(key_style, prefix), history, on_spike)
         measurer = Measurer(Statistics(complaints, float(eps), compile_statistics and not inert), complaints)
         ledger = Ledger(options, guard, outbox, chosen_layers)
-        self._session = Session(is_monitored, guard, planner, measurer, ledger, update_sample)
+        self._session = Session(budget or is_monitored, guard, planner, measurer, ledger, update_sample, budget)
         self._session.scaler = scaler
         self._registry, self._planner = registry, planner
         # an attached session outlives a monitor that nobody kept, and modules with the mixin ask for the monitor

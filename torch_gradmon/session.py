@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import names as n
+from .budget import Budget
 from .capture.activations import ActivationCapture
 from .capture.gradients import GradientCapture
 from .capture.measuring import Measurer
@@ -44,8 +46,10 @@ class Session:
         measurer: Measurer,
         ledger: Ledger,
         update_sample: int | re.Pattern[str] | None,
+        budget: Budget | None,
     ) -> None:
         self.is_step_monitored = is_step_monitored
+        self.budget = budget
         self.guard = guard
         self.planner = planner
         self.ledger = ledger
@@ -137,10 +141,13 @@ class Session:
         if not self.open:
             return
         self.open, self.ledger.last, self._ended = False, None, self.step
-        if self._buffer is not None:
+        monitored = self._buffer is not None
+        if monitored:
             self._end_monitored()
         elif self.follower is not None and self.follower.refused:
             self._flights.count_refusal()
+        if self.budget is not None:
+            self.budget.step_ended(monitored, self.guard.spent(), time.perf_counter())
         if self.follower is not None and not self.by_hand and self._armed_for < 0 and self._is_monitored(self.next_step):
             self._arm()  # the first thing seen of the next step may be its backward pass
 

@@ -25,6 +25,8 @@ def watch(
     on_spike: str | Callable[[Event], Any] | None = "warn",
     run_dir: str | os.PathLike[str] | None = None,
     every: int = 1,
+    compile_statistics: bool = False,
+    overhead_budget: float | None = None,
 ) -> ModuleMonitor:
     """Watch ``model`` from now on; the training loop stays as it is, also its clipping.
 
@@ -37,6 +39,8 @@ def watch(
         on_spike: ``"warn"``, ``"raise"``, a function of the event, or None.
         run_dir: where every step is kept, for :func:`load_run`.
         every: monitor the steps that are divisible by it.
+        compile_statistics: compile a kernel for statistics on the CPU first, see :class:`ModuleMonitor`.
+        overhead_budget: share of the time that monitoring may take, such as 0.01; it leaves out steps to keep to it.
 
     Returns:
         The monitor, attached. It need not be kept: it lives as long as the optimizer.
@@ -48,6 +52,14 @@ def watch(
     check.one_of("preset", preset, tuple(PRESETS))
     check.grad_scaler(scaler)
     check.optimizers(model, optimizers)
-    monitor = ModuleMonitor(model, every=every, layers=layers, on_spike=on_spike, run_dir=run_dir)
+    monitor = ModuleMonitor(
+        model,
+        every=every,
+        layers=layers,
+        on_spike=on_spike,
+        run_dir=run_dir,
+        compile_statistics=compile_statistics,
+        overhead_budget=overhead_budget,
+    )
     monitor.add_preset(preset)
     return monitor.attach(*optimizers, scaler=scaler)

@@ -1,0 +1,120 @@
+"""The overhead budget: how the interval follows what monitoring costs, told by a clock that the test owns."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from torch_gradmon import GradmonWarning, ModuleMonitor, watch
+from torch_gradmon.budget import Budget
+from torch_gradmon.errors import Complaints
+
+
+class _Run:
+    """A training run in which a step takes a second and monitoring it ``cost`` of one."""
+
+    def __init__(self, budget: Budget) -> None:
+        self.budget, self.step, self.now, self.spent = budget, 0, 0.0, 0.0
+
+    def go(self, steps: int, cost: Callable[[int], float]) -> list[int]:
+        monitored = []
+        for _ in range(steps):
+            here = self.budget(self.step)
+            own = cost(self.step) if here else 1e-5
+            self.spent += own
+            self.now += 1.0 + own
+            if here:
+                monitored.append(self.step)
+            self.budget.step_ended(here, self.spent, self.now)
+            self.step += 1
+        return monitored
+
+
+def _budget(share: float = 0.01, every: int = 1) -> Budget:
+    return Budget(share, lambda step: step % every == 0, every, Complaints())
+
+
+@pytest.mark.parametrize("cost", [0.011, 0.03, 0.2])
+def test_it_widens_until_the_budget_is_kept_and_says_so(cost: float) -> None:
+    run = _Run(_budget())
+    with pytest.warns(GradmonWarning, match="overhead_budget=0.01 of the time") as said:
+        run.go(300, lambda step: cost)
+    before = run.spent, run.now
+    run.go(40 * run.budget.interval, lambda step: cost)
+    assert (run.spent - before[0]) / (run.now - before[1]) <= 0.0101
+    assert run.budget.interval <= 2 * cost / 0.01  # no wider than it takes
+    assert len(said) >= 1
+
+
+def test_within_the_budget_every_step_is_monitored_and_nothing_is_said() -> None:
+    run = _Run(_budget())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert run.go(100, lambda step: 0.009) == list(range(100))
+
+
+def test_the_first_step_which_prepares_everything_does_not_count() -> None:
+    run = _Run(_budget())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.go(100, lambda step: 10.0 if step == 0 else 0.005)
+    assert run.budget.interval == 1
+
+
+def test_a_costly_tenth_step_is_averaged_over_ten() -> None:
+    run = _Run(_budget())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.go(200, lambda step: 0.05 if step % 10 == 9 else 0.002)  # 0.68 % in all
+    assert run.budget.interval == 1
+
+
+def test_it_narrows_again_when_steps_become_cheap() -> None:
+    run = _Run(_budget())
+    with pytest.warns(GradmonWarning):
+        run.go(200, lambda step: 0.05)
+    assert run.budget.interval > 1
+    run.go(2000, lambda step: 0.001)
+    assert run.budget.interval == 1
+
+
+def test_it_thins_the_cadence_that_was_asked_for() -> None:
+    run = _Run(_budget(every=5))
+    with pytest.warns(GradmonWarning):
+        run.go(400, lambda step: 0.3)
+    assert run.budget.interval > 1
+    steps = run.go(200, lambda step: 0.3)
+    assert steps
+    assert all(step % (5 * run.budget.interval) == 0 for step in steps[1:])
+
+
+@pytest.mark.parametrize("bad", [0, 1, -0.1, 1.5, True, "0.01", float("nan")])
+def test_what_is_no_share_is_refused(bad: object) -> None:
+    with pytest.raises(ValueError, match=r"overhead_budget=.*must be a share between 0 and 1, such as 0.01"):
+        ModuleMonitor(nn.Linear(2, 2), overhead_budget=bad)  # type: ignore[arg-type]
+
+
+def test_a_monitor_that_exceeds_its_budget_leaves_out_steps() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = watch(model, optimizer, overhead_budget=0.0001, on_spike=None)
+    monitor.add_gradient_metric("slow", lambda g: (time.sleep(0.003), g.sum())[1])
+    monitored = []
+
+    def train() -> None:
+        for step in range(40):
+            model(torch.randn(2, 3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if monitor.get_step_metrics():
+                monitored.append(step)
+
+    with pytest.warns(GradmonWarning, match="overhead_budget=0.0001"):
+        train()
+    assert monitored[:4] == [0, 1, 2, 3]
+    assert len(monitored) <= 6
