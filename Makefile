@@ -5,6 +5,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BARE := .venv-bare
+BENCH := .venv-bench
 
 .PHONY: demo test test-all lint bench images clean
 
@@ -27,8 +28,10 @@ lint: $(VENV)/.ready
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-bench: $(VENV)/.ready
-	$(VENV)/bin/python benchmarks/import_time.py
+bench: $(BENCH)/.ready
+	$(BENCH)/bin/python benchmarks/import_time.py
+	$(BENCH)/bin/python -m benchmarks.run
+	$(BENCH)/bin/python -m benchmarks.report
 
 # the pictures of the README
 images: $(VENV)/.ready
@@ -46,5 +49,11 @@ $(BARE)/.ready: pyproject.toml
 	$(BARE)/bin/pip install --quiet --editable ".[test]"
 	touch $@
 
+$(BENCH)/.ready: pyproject.toml
+	test -x $(BENCH)/bin/python || $(PYTHON) -m venv $(BENCH)
+	$(BENCH)/bin/python -c "import torch" 2>/dev/null || $(BENCH)/bin/pip install --quiet $(TORCH)
+	$(BENCH)/bin/pip install --quiet --editable ".[bench]" $(TORCH)
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(BARE) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BARE) $(BENCH) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.statistics.moments import ALL_COLUMNS, Column
+from torch_gradmon.statistics.moments import ALL_COLUMNS, VIEWS, Column
 
 from . import rivals
 from .rivals import LeftOut
@@ -70,6 +70,20 @@ def _exact_clip(model: nn.Module, stack: ExitStack) -> Run:
     return lambda: monitor.clip_grad_norm_(rivals.NEVER_CLIPS, exact=True)
 
 
+def _exact_clip_measured(model: nn.Module, stack: ExitStack) -> Run:
+    """On a monitored step: all statistics before clipping, and clipping by the norm among them."""
+    monitor = stack.enter_context(gradmon.ModuleMonitor(model))
+    for metric in VIEWS:
+        monitor.add_gradient_metric(metric, stages=("before_clip",))
+    steps = itertools.count()
+
+    def run() -> object:
+        monitor.begin_step(next(steps))
+        return monitor.clip_grad_norm_(rivals.NEVER_CLIPS, exact=True)
+
+    return run
+
+
 @dataclass(frozen=True)
 class Contender:
     """One way to look at gradients.
@@ -93,6 +107,7 @@ CONTENDERS = {
     "triton": Contender("torch_gradmon, Triton, all statistics", _triton, ours=True),
     "monitor": Contender("torch_gradmon.ModuleMonitor, five metrics by key", _monitor, ours=True),
     "exact_clip": Contender("torch_gradmon, clip_grad_norm_(exact=True)", _exact_clip, ours=True),
+    "exact_clip_measured": Contender("the same with all statistics", _exact_clip_measured, ours=True),
     "torch_clip": Contender("torch.nn.utils.clip_grad_norm_", rivals.torch_clip),
     "naive_loop": Contender("naive loop, six values by .item()", rivals.naive_loop),
     "torch_module_monitor": Contender("torch-module-monitor, five metrics", rivals.torch_module_monitor),
