@@ -6,38 +6,37 @@ import torch
 from torch import Tensor
 
 from .batch import Batch, Request
-from .moments import Column, identity, merge
+from .moments import SUMMED, Column, identity, merge
 from .reading import accumulator_dtype
 
-#: What a first look in float32 left open.
-IMPRECISE, NONFINITE = 1, 2
 #: Outside of this range of the mean square, squares leave float32's range.
 _SAFE = (1e-30, 1e30)
 #: Elements per block, which bounds the scratch memory; on CPU it also stays in the cache.
 _CPU_BLOCK, _DEVICE_BLOCK = 1 << 17, 1 << 24
 
 
-def doubt(rows: Tensor, columns: frozenset[Column]) -> Tensor:
-    """What a first look left open about each tensor, given its rows ``[n, 8]``: 0, ``IMPRECISE`` or ``NONFINITE``, int8 ``[n]``."""
+def doubts(rows: Tensor, columns: frozenset[Column]) -> tuple[Tensor, Tensor | None]:
+    """What a first look left open, given its rows ``[n, 8]``: which tensors hold NaN or Inf, and which float32 is too narrow for.
+
+    Two boolean tensors ``[n]``; instead of the second None where no column suffers.
+    """
     of = rows.unbind(1)
-    witness = of[Column.SUM] + of[Column.ABS_SUM] + of[Column.SQUARE_SUM]
     extremes = Column.MIN in columns or Column.MAX in columns
-    if extremes:
-        witness = witness + of[Column.MIN] + of[Column.MAX]
+    witness = rows.sum(dim=1) if extremes else rows[:, :SUMMED].sum(dim=1)
     count = of[Column.COUNT]
-    doubts = ((witness - witness) != 0).logical_and_(count > 0).to(torch.int8).mul_(NONFINITE)
-    if Column.SQUARE_SUM in columns:
-        mean_square = of[Column.SQUARE_SUM] / count
-        imprecise = (mean_square < _SAFE[0]) | (mean_square > _SAFE[1])
-        if Column.ABS_SUM in columns or Column.NEAR_ZERO in columns:
-            imprecise &= of[Column.ABS_SUM] != 0  # all zero, which no dtype loses
-        elif extremes:
-            imprecise &= (of[Column.MIN] != 0) | (of[Column.MAX] != 0)
-        if Column.SUM in columns:
-            # with half of the square in the mean, the std loses up to twice what the sums lost; beyond that too much
-            imprecise |= (of[Column.SUM] / count).square() > mean_square / 2
-        doubts = torch.where((doubts == 0) & imprecise, IMPRECISE, doubts)
-    return doubts
+    nonfinite = ((witness - witness) != 0) & (count > 0)
+    if Column.SQUARE_SUM not in columns:
+        return nonfinite, None
+    mean_square = of[Column.SQUARE_SUM] / count
+    imprecise = (mean_square < _SAFE[0]) | (mean_square > _SAFE[1])
+    if Column.ABS_SUM in columns or Column.NEAR_ZERO in columns:
+        imprecise &= of[Column.ABS_SUM] != 0  # all zero, which no dtype loses
+    elif extremes:
+        imprecise &= (of[Column.MIN] != 0) | (of[Column.MAX] != 0)
+    if Column.SUM in columns:
+        # with half of the square in the mean, the std loses up to twice what the sums lost; beyond that too much
+        imprecise |= (of[Column.SUM] / count).square() > mean_square / 2
+    return nonfinite, imprecise
 
 
 def closely(batch: Batch, request: Request) -> Tensor:

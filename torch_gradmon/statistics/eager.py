@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from .batch import Batch, Request
-from .closely import IMPRECISE, NONFINITE, closely, doubt
-from .moments import ALL_COLUMNS, Column, identity, merge_by_group
+from .closely import closely, doubts
+from .moments import ALL_COLUMNS, Column, from_columns, identity
 from .packing import CAPACITY, Chunk, Layout
 from .reading import threshold
 
@@ -27,11 +27,11 @@ from .reading import threshold
 #: Smaller blocks cost more in calls than they save in cache misses.
 CPU_BLOCK = 1 << 19
 #: Up to so many elements a tensor is packed: then copying it costs less than a dozen calls for it alone.
-SMALL = 1 << 15
-#: Up to so many a tensor is measured in float64 at once: it costs next to nothing, and the mean of few numbers is rarely small.
-TINY = 1 << 8
+SMALL = 1 << 17
+#: Up to so many a tensor is measured in float64 at once: where elements are few their mean is large, which float32 is too narrow for.
+TINY = 1 << 2
 #: Lengths of the rows in which float32 squares are summed; each halving of it halves the error of a constant tensor.
-RUN, TINY_RUN = 256, 32
+RUN, TINY_RUN = 256, 4
 DEFAULT_EPS = 1e-8
 _LAYOUTS = 64
 _EXTREMES = frozenset({Column.MIN, Column.MAX})
@@ -101,16 +101,17 @@ class Eager:
             if device.type != "cpu":
                 return closely(batch, request)
             rows = self._first_look(batch, request)
-            doubts = doubt(rows, columns)
+            nonfinite, imprecise = doubts(rows, columns)
             # float64 costs twice as much and a close look four times: only where the first look asks for it
-            if bool(doubts.any()):
-                kinds: list[int] = doubts.tolist()
-                imprecise = [i for i, kind in enumerate(kinds) if kind == IMPRECISE and not _is_wide(batch, i)]
-                nonfinite = [i for i, kind in enumerate(kinds) if kind == NONFINITE]
-                if imprecise:
-                    rows[imprecise] = self._first_look(batch.take(imprecise, widened=True), request)
-                if nonfinite:
-                    rows[nonfinite] = closely(batch.take(nonfinite), request)
+            if bool((nonfinite if imprecise is None else nonfinite | imprecise).any()):
+                closer: list[bool] = nonfinite.tolist()
+                wider: list[bool] = [] if imprecise is None else imprecise.tolist()
+                some = [i for i, wanted in enumerate(wider) if wanted and not closer[i] and not _is_wide(batch, i)]
+                if some:
+                    rows[some] = self._first_look(batch.take(some, widened=True), request)
+                some = [i for i, wanted in enumerate(closer) if wanted]
+                if some:
+                    rows[some] = closely(batch.take(some), request)
             return rows
 
     def _first_look(self, batch: Batch, request: Request) -> Tensor:
@@ -144,15 +145,12 @@ class Eager:
             table = self._table(chunk, batch, request, dtype, run)
             for column, value in self._look_at_rows(table, chunk, request):
                 found.setdefault(column, []).append(value)
-        rows = identity(len(batch.values) if layout.owners is None else layout.owners.numel())
-        for column, values in found.items():
-            rows[:, column] = values[0] if len(values) == 1 else torch.cat(values)
-        if dtype == torch.float32:
-            rows[:, Column.SQUARE_SUM].square_()  # they are norms as yet
-        if layout.owners is not None:
-            rows = merge_by_group(rows, layout.owners, len(batch.values))
+        columns = {column: values[0] if len(values) == 1 else torch.cat(values) for column, values in found.items()}
+        if dtype == torch.float32 and Column.SQUARE_SUM in columns:
+            columns[Column.SQUARE_SUM] = columns[Column.SQUARE_SUM].double().square_()  # they are norms as yet
+        rows = from_columns(columns, layout.owners, len(batch.values))
         rows[:, Column.COUNT] = layout.counts
-        if Column.NEAR_ZERO in found:
+        if Column.NEAR_ZERO in columns:
             rows[:, Column.NEAR_ZERO] -= layout.padded
         return rows
 
@@ -212,11 +210,9 @@ class Eager:
                 counts.append(block.numel())
                 for column, value in self._look(block, request):
                     found.setdefault(column, []).append(value)
-        rows = identity(len(owners))
-        for column, values in found.items():
-            rows[:, column] = torch.stack(values)
-        rows[:, Column.COUNT] = torch.tensor(counts, dtype=torch.float64, device="cpu")
-        return rows if len(owners) == len(batch.values) else merge_by_group(rows, owners, len(batch.values))
+        columns = {column: torch.stack(values) for column, values in found.items()}
+        columns[Column.COUNT] = torch.tensor(counts, dtype=torch.float64, device="cpu")
+        return from_columns(columns, None if len(owners) == len(batch.values) else owners, len(batch.values))
 
     def _blocks(self, batch: Batch, index: int, request: Request, dtype: torch.dtype) -> Iterator[Tensor]:
         """Runs of a tensor's numbers in ``dtype``: its own memory where nothing has to be done to them."""

@@ -8,7 +8,7 @@ element, so that they turn NaN or infinite exactly when torch's own would.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -37,8 +37,13 @@ ALL_COLUMNS = frozenset(Column)
 ALWAYS = frozenset({Column.COUNT, Column.NONFINITE})
 
 
+_IDENTITY = torch.tensor([0.0] * SUMMED + [torch.inf, -torch.inf], dtype=torch.float64, device="cpu")
+
+
 def identity(rows: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float64) -> Tensor:
     """Rows of empty tensors, the identity of :func:`merge`: shape ``[rows, 8]``."""
+    if device == "cpu" and dtype == torch.float64:
+        return _IDENTITY.repeat(rows, 1)
     empty = torch.zeros(rows, WIDTH, dtype=dtype, device=device)
     empty[:, Column.MIN] = torch.inf
     empty[:, Column.MAX] = -torch.inf
@@ -55,12 +60,28 @@ def merge(stacked: Tensor) -> Tensor:
 
 def merge_by_group(rows: Tensor, groups: Sequence[int] | Tensor, count: int) -> Tensor:
     """Merge rows ``[n, 8]`` that share a group number into ``[count, 8]``; an empty group gives the identity."""
-    index = groups if isinstance(groups, Tensor) else torch.tensor(groups, dtype=torch.int64, device=rows.device)
-    merged = identity(count, rows.device, rows.dtype)
-    merged.index_add_(0, index, torch.cat([rows[:, :SUMMED], torch.zeros_like(rows[:, SUMMED:])], dim=1))
-    for column, how in ((Column.MIN, "amin"), (Column.MAX, "amax")):
-        merged[:, column] = merged[:, column].scatter_reduce(0, index, rows[:, column], how)
-    return merged
+    return from_columns(dict(zip(Column, rows.unbind(1), strict=True)), groups, count)
+
+
+def from_columns(columns: Mapping[Column, Tensor], groups: Sequence[int] | Tensor | None, count: int) -> Tensor:
+    """Rows ``[count, 8]`` from columns, each ``[n]``, whose elements belong to a group each, or without groups to a row each.
+
+    A column that is not there is that of the identity.
+    """
+    some = next(iter(columns.values()), _IDENTITY)
+    wide = torch.float64 if some.device.type == "cpu" else some.dtype
+    merged = dict(zip(Column, identity(count, some.device if some.device.type != "cpu" else "cpu", wide).unbind(1), strict=True))
+    if groups is None:
+        merged.update(columns)
+        return torch.stack([column.to(wide) for column in merged.values()], dim=1)
+    index = groups if isinstance(groups, Tensor) else torch.tensor(groups, dtype=torch.int64, device=some.device)
+    for column, values in columns.items():
+        if column < SUMMED:
+            merged[column] = merged[column].index_add(0, index, values.to(wide))
+        else:
+            how = "amin" if column is Column.MIN else "amax"
+            merged[column] = merged[column].scatter_reduce(0, index, values.to(wide), how)
+    return torch.stack(list(merged.values()), dim=1)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 #: Elements of the buffer: it stays in the second-level cache while a handful of operations pass over it.
-CAPACITY = 1 << 16
+CAPACITY = 1 << 18
 
 
 class Chunk:
