@@ -285,7 +285,8 @@ def _hooked(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("options", [{"every": 3}, {"monitor_step_fn": lambda step: step % 3 == 0}], ids=["every", "function"])
-def test_parameters_are_hooked_for_monitored_steps_only(options: dict[str, Any]) -> None:
+def test_parameters_and_modules_are_hooked_for_monitored_steps_only(options: dict[str, Any]) -> None:
+    torch._dynamo.utils.counters.clear()  # where anything was compiled, modules keep their hooks
     run = Run(**options).attach()
     run.monitor.add_activation_metric("norm")
     for step in range(9):
@@ -293,6 +294,7 @@ def test_parameters_are_hooked_for_monitored_steps_only(options: dict[str, Any])
         run.optimizer.zero_grad()
         loss = MLP.loss(run.model, BATCHES[step])
         assert _hooked(run.model) == (6 if monitored else 0)
+        assert bool(run.model[0]._forward_hooks) == monitored
         assert run.monitor.is_monitoring() == monitored
         loss.backward()
         before = norm_of(run.model)

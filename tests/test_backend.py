@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -49,6 +50,16 @@ def test_a_tensor_that_nobody_can_measure_switches_nothing_off() -> None:
         with pytest.raises(NotMeasurable, match="nested"):
             statistics.measure([nested], ALL_COLUMNS)
     assert statistics._of["cpu"] is broken
+
+
+def test_threads_that_measure_at_once_do_not_mix_up_their_tensors() -> None:
+    statistics = Statistics(Complaints())
+    tensors = [torch.randn(size) for size in (100, 5000, 300_000, 70, 40_000, 900_000) for _ in range(4)]
+    alone = [statistics.measure([x], ALL_COLUMNS) for x in tensors]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda x: statistics.measure([x], ALL_COLUMNS), tensors))
+    for expected, found in zip(alone, together, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
 def test_without_tensors_there_are_no_rows() -> None:

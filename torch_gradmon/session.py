@@ -7,7 +7,6 @@ them to the host, and the record goes to detectors, run directory and sinks. Wha
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,6 +19,7 @@ from . import names as n
 from .budget import Budget
 from .capture.activations import ActivationCapture
 from .capture.gradients import GradientCapture
+from .capture.hooks import compiled_frames
 from .capture.measuring import Measurer
 from .capture.parameters import ParameterCapture
 from .flight import Flight, Flights
@@ -130,7 +130,7 @@ class Session:
 
     def _disarm(self) -> None:
         self._armed_for = -1
-        if "torch._dynamo" not in sys.modules:
+        if compiled_frames() <= self.measurer.built_in.compiled_frames:
             # a compiled model is compiled again whenever a module's hooks change, so there they stay, which costs it nothing
             self.activations.remove()
         if self.follower is not None:

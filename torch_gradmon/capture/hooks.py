@@ -20,6 +20,12 @@ def _inert(*_: object) -> None:
     return None
 
 
+def compiled_frames() -> int:
+    """How many pieces of code ``torch.compile`` has looked at in this process; every optimizer imports the compiler."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return 0 if utils is None else int(utils.counters["frames"]["total"])
+
+
 class Hook:
     """Calls ``method`` of an object that it holds weakly, with ``extra`` arguments first."""
 

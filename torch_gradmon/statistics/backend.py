@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -35,6 +36,9 @@ class Statistics:
         complaints: where it is said, once, that a faster way cannot be had.
         eps: an element counts as near zero when ``|x| <= eps``.
         compiled: compile a kernel for large CPU tensors, now.
+
+    Attributes:
+        compiled_frames: how many pieces of code ``torch.compile`` has looked at for this.
     """
 
     def __init__(self, complaints: Complaints, eps: float = DEFAULT_EPS, compiled: bool = False) -> None:
@@ -42,6 +46,8 @@ class Statistics:
         self._complaints = complaints
         self._eager = Eager()
         self._of: dict[str, Backend] = {}
+        self._lock = threading.Lock()  # forward hooks may fire on several threads, and the scratch memory is shared
+        self.compiled_frames = 0
         if compiled:
             self._of["cpu"] = self._fused()
 
@@ -49,7 +55,9 @@ class Statistics:
         try:
             from .fused import Fused  # the compiler takes a second to import
 
-            return Fused(self.eps)
+            fused = Fused(self.eps)
+            self.compiled_frames = fused.frames
+            return fused
         except Exception as error:
             self._complaints.add("compile", "the statistics could not be compiled, which makes them slower, not wrong", error)
             return self._eager
@@ -77,13 +85,14 @@ class Statistics:
         backend = self._of.get(kind)
         if backend is None:
             backend = self._of[kind] = self._triton() if kind == "cuda" and torch.version.hip is None else self._eager
-        try:
-            return backend.measure(tensors, columns, eps=self.eps, inverse_scale=inverse_scale, minus=minus)
-        except Exception as error:
-            if backend is self._eager:
-                raise
-            rows = self._eager.measure(tensors, columns, eps=self.eps, inverse_scale=inverse_scale, minus=minus)
-            self._of[kind] = self._eager  # after it has succeeded: else the tensors were to blame
-            name = type(backend).__name__
-            self._complaints.add(f"backend:{kind}", f"{name} failed and is off: statistics are slower now, not wrong", error)
-            return rows
+        with self._lock:
+            try:
+                return backend.measure(tensors, columns, eps=self.eps, inverse_scale=inverse_scale, minus=minus)
+            except Exception as error:
+                if backend is self._eager:
+                    raise
+                rows = self._eager.measure(tensors, columns, eps=self.eps, inverse_scale=inverse_scale, minus=minus)
+                self._of[kind] = self._eager  # after it has succeeded: else the tensors were to blame
+                name = type(backend).__name__
+                self._complaints.add(f"backend:{kind}", f"{name} failed and is off: statistics are slower now, not wrong", error)
+                return rows

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import compress
 
 import torch
 from torch import Tensor
 
 from .moments import Column
-from .reading import NARROW, flat_pair, flat_values, is_plain
+from .reading import NARROW, are_plain, flat_pair, flat_values, is_plain
 
 
 @dataclass(frozen=True)
@@ -61,16 +60,15 @@ class Batch:
         values = list(tensors)
         others = None if minus is None else list(minus)
         zeros: dict[int, int] = {}
-        plain = [is_plain(tensor) for tensor in values]
-        if others is not None:
-            plain = [one and is_plain(other) for one, other in zip(plain, others, strict=True)]
-        for index in compress(range(len(values)), [not one for one in plain]):
-            if others is not None:
-                values[index], others[index] = flat_pair(values[index], others[index])
-            else:
-                values[index], implied = flat_values(values[index])
-                if implied:
-                    zeros[index] = implied
+        if not (are_plain(values) and (others is None or are_plain(others))):
+            for index, tensor in enumerate(values):
+                if others is not None:
+                    if not (is_plain(tensor) and is_plain(others[index])):
+                        values[index], others[index] = flat_pair(tensor, others[index])
+                elif not is_plain(tensor):
+                    values[index], implied = flat_values(tensor)
+                    if implied:
+                        zeros[index] = implied
         wide = [tensor.dtype not in NARROW for tensor in values]
         if others is not None:
             wide = [one or other.dtype not in NARROW for one, other in zip(wide, others, strict=True)]

@@ -30,8 +30,10 @@ CPU_BLOCK = 1 << 19
 SMALL = 1 << 17
 #: Up to so many a tensor is measured in float64 at once: where elements are few their mean is large, which float32 is too narrow for.
 TINY = 1 << 2
-#: Lengths of the rows in which float32 squares are summed; each halving of it halves the error of a constant tensor.
-RUN, TINY_RUN = 256, 4
+#: Length of the rows of packed tensors.
+ROW = 1 << 7
+#: Squares of a block are summed in float32 over so many elements; each halving of it halves the error of a constant tensor.
+RUN = 1 << 8
 DEFAULT_EPS = 1e-8
 _LAYOUTS = 64
 _EXTREMES = frozenset({Column.MIN, Column.MAX})
@@ -117,14 +119,14 @@ class Eager:
     def _first_look(self, batch: Batch, request: Request) -> Tensor:
         """Rows of tensors whose elements are all finite; the others show it by a sum or an extreme that is not."""
         # by the tensor alone: whatever it is measured together with, its row is the same to the last bit
+        sizes = [tensor.numel() for tensor in batch.values]
         groups: dict[tuple[torch.dtype, int], list[int]] = {}
-        for index, (tensor, wide) in enumerate(zip(batch.values, batch.wide, strict=True)):
-            size = tensor.numel()
-            if size <= TINY:
-                kind = torch.float64, TINY_RUN
-            else:
-                kind = torch.float64 if wide else torch.float32, RUN if size <= SMALL else 0
-            groups.setdefault(kind, []).append(index)
+        if min(sizes) > TINY and max(sizes) <= SMALL and not any(batch.wide):
+            groups[torch.float32, ROW] = []  # many small tensors, for which a loop would be much of the cost
+        else:
+            for index, size in enumerate(sizes):
+                row = TINY if size <= TINY else ROW if size <= SMALL else 0
+                groups.setdefault((torch.float64 if _is_wide(batch, index) else torch.float32, row), []).append(index)
         if len(groups) == 1:
             rows = self._group(batch, request, *next(iter(groups)))
         else:
@@ -146,8 +148,6 @@ class Eager:
             for column, value in self._look_at_rows(table, chunk, request):
                 found.setdefault(column, []).append(value)
         columns = {column: values[0] if len(values) == 1 else torch.cat(values) for column, values in found.items()}
-        if dtype == torch.float32 and Column.SQUARE_SUM in columns:
-            columns[Column.SQUARE_SUM] = columns[Column.SQUARE_SUM].double().square_()  # they are norms as yet
         rows = from_columns(columns, layout.owners, len(batch.values))
         rows[:, Column.COUNT] = layout.counts
         if Column.NEAR_ZERO in columns:
@@ -178,17 +178,15 @@ class Eager:
         return buffer[:size].view(-1, run)
 
     def _look_at_rows(self, table: Tensor, chunk: Chunk, request: Request) -> Found:
-        """Columns of the rows of a packed chunk, each ``[chunk.rows]``; of SQUARE_SUM the root where it is of float32."""
+        """Columns of the rows of a packed chunk, each ``[chunk.rows]``."""
         columns, dtype = request.columns, table.dtype
+        scratch = self._buffer("rows", dtype, CAPACITY)[: table.numel()].view(table.shape)
         if Column.SQUARE_SUM in columns:
-            yield (
-                Column.SQUARE_SUM,
-                torch.linalg.vector_norm(table, dim=1) if dtype == torch.float32 else table.square().sum(dim=1),
-            )
+            yield Column.SQUARE_SUM, torch.mul(table, table, out=scratch).sum(dim=1)
         if Column.SUM in columns or not columns & _WITNESSES:
             yield Column.SUM, table.sum(dim=1)
         if _MAGNITUDES & columns:
-            magnitude = torch.abs(table, out=self._buffer("magnitude", dtype, CAPACITY)[: table.numel()].view(table.shape))
+            magnitude = torch.abs(table, out=scratch)
             yield Column.ABS_SUM, magnitude.sum(dim=1)
             if Column.NEAR_ZERO in columns:
                 yield Column.NEAR_ZERO, magnitude.le_(threshold(request.eps, dtype)).sum(dim=1)

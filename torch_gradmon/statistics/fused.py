@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
+import torch._dynamo
 from torch import Tensor
 
 from .batch import Batch, Request
@@ -27,6 +28,9 @@ class Fused(Eager):
     Args:
         eps: the kernel is compiled for it; measuring with another one compiles again.
 
+    Attributes:
+        frames: how many pieces of code ``torch.compile`` has looked at for the kernel.
+
     Raises:
         Exception: whatever ``torch.compile`` raises where there is no compiler.
     """
@@ -36,8 +40,11 @@ class Fused(Eager):
     def __init__(self, eps: float = DEFAULT_EPS) -> None:
         super().__init__()
         self._kernels: dict[float, Callable[[Tensor], Tensor]] = {}
+        counters = torch._dynamo.utils.counters["frames"]
+        before = counters["total"]
         with torch.no_grad():
             self._kernel(threshold(eps, torch.float32))(torch.zeros(4, _ROW, device="cpu"))
+        self.frames = counters["total"] - before
 
     def _kernel(self, limit: float) -> Callable[[Tensor], Tensor]:
         if limit not in self._kernels:

@@ -42,7 +42,7 @@ _IDENTITY = torch.tensor([0.0] * SUMMED + [torch.inf, -torch.inf], dtype=torch.f
 
 def identity(rows: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float64) -> Tensor:
     """Rows of empty tensors, the identity of :func:`merge`: shape ``[rows, 8]``."""
-    if device == "cpu" and dtype == torch.float64:
+    if dtype == torch.float64 and torch.device(device).type == "cpu":
         return _IDENTITY.repeat(rows, 1)
     empty = torch.zeros(rows, WIDTH, dtype=dtype, device=device)
     empty[:, Column.MIN] = torch.inf
@@ -66,11 +66,11 @@ def merge_by_group(rows: Tensor, groups: Sequence[int] | Tensor, count: int) -> 
 def from_columns(columns: Mapping[Column, Tensor], groups: Sequence[int] | Tensor | None, count: int) -> Tensor:
     """Rows ``[count, 8]`` from columns, each ``[n]``, whose elements belong to a group each, or without groups to a row each.
 
-    A column that is not there is that of the identity.
+    A column that is not there is that of the identity. In float64 on the CPU, elsewhere in the dtype of the columns.
     """
-    some = next(iter(columns.values()), _IDENTITY)
+    some = next(iter(columns.values()))
     wide = torch.float64 if some.device.type == "cpu" else some.dtype
-    merged = dict(zip(Column, identity(count, some.device if some.device.type != "cpu" else "cpu", wide).unbind(1), strict=True))
+    merged = dict(zip(Column, identity(count, some.device, wide).unbind(1), strict=True))
     if groups is None:
         merged.update(columns)
         return torch.stack([column.to(wide) for column in merged.values()], dim=1)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from functools import lru_cache
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +14,11 @@ from ..errors import NotMeasurable
 
 #: Floating dtypes whose numbers float32 holds exactly, and which copy to it fast.
 NARROW = frozenset({torch.float32, torch.bfloat16, torch.float16})
+#: Dtypes of real numbers that copy to float64.
+REAL = NARROW | {torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
+_DTYPE, _IS_CPU, _LAYOUT, _IS_NESTED = map(attrgetter, ("dtype", "is_cpu", "layout", "is_nested"))
+_STRIDED = frozenset({torch.strided})
 _is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
@@ -25,11 +31,23 @@ def is_plain(tensor: Tensor) -> bool:
     """Whether ``tensor`` is an ordinary dense one on the CPU with real numbers, which is cheap to see."""
     return (
         type(tensor) in _PLAIN
+        and tensor.dtype in REAL
         and tensor.is_cpu
         and tensor.layout is torch.strided
         and not tensor.is_nested
-        and not tensor.is_complex()
         and not _is_functorch_wrapped(tensor)
+    )
+
+
+def are_plain(tensors: Sequence[Tensor]) -> bool:
+    """Whether :func:`is_plain` holds for each of ``tensors``, without a call for each."""
+    return (
+        _PLAIN.issuperset(map(type, tensors))
+        and REAL.issuperset(map(_DTYPE, tensors))
+        and all(map(_IS_CPU, tensors))
+        and _STRIDED.issuperset(map(_LAYOUT, tensors))
+        and not any(map(_IS_NESTED, tensors))
+        and not any(map(_is_functorch_wrapped, tensors))
     )
 
 
