@@ -23,7 +23,8 @@ def _inert(*_: object) -> None:
 def compiled_frames() -> int:
     """How many pieces of code ``torch.compile`` has looked at in this process; every optimizer imports the compiler."""
     utils = sys.modules.get("torch._dynamo.utils")
-    return 0 if utils is None else int(utils.counters["frames"]["total"])
+    frames: int = 0 if utils is None else utils.counters["frames"]["total"]
+    return frames
 
 
 class Hook:
