@@ -93,7 +93,7 @@ def test_on_a_monitored_step_the_norm_costs_no_pass_of_its_own() -> None:
 
     statistics_and_clip = reads(exact=False, metrics=True)
     assert reads(exact=True, metrics=True) <= statistics_and_clip - 0.9  # torch's clip reads once for its norm
-    assert reads(exact=True, metrics=False) <= reads(exact=False, metrics=False) + 0.1
+    assert reads(exact=True, metrics=False) <= reads(exact=False, metrics=False) + 0.2
 
 
 def test_gradients_changed_between_backward_and_clip_are_clipped_by_what_they_are_now() -> None:

@@ -11,11 +11,12 @@ from . import names as n
 from .assembly import assemble
 from .inventory import Inventory
 from .ledger import Ledger
+from .merging import Aggregation
 from .names import Key
 from .plan import SourcePlan
 from .record import Table
 from .registry import Registry
-from .step import Aggregation, Departure, StepBuffer
+from .step import Departure, StepBuffer
 from .summary import Facts
 
 

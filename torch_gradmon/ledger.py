@@ -13,13 +13,14 @@ from .assembly import describe, missing
 from .errors import GradmonWarning, SpikeError
 from .guard import Guard
 from .layers import Layers
+from .merging import Aggregation
 from .metric import Metric
 from .names import Key
 from .record import Event, StepRecord
 from .sinks.outbox import Outbox
 from .spikes.detector import SpikeDetector
 from .spikes.judges import Judges
-from .step import Aggregation, StepBuffer
+from .step import StepBuffer
 from .summary import Summary
 
 

@@ -19,20 +19,21 @@ from . import names as n
 from .budget import Budget
 from .capture.activations import ActivationCapture
 from .capture.gradients import GradientCapture
-from .capture.hooks import compiled_frames
+from .capture.hooks import compiled_graphs
 from .capture.measuring import Measurer
 from .capture.parameters import ParameterCapture
 from .flight import Flight, Flights
 from .follower import Follower
 from .guard import Guard, guarded
 from .ledger import Ledger
+from .merging import Aggregation
 from .mixin import has_mixin
 from .names import Key
 from .plan import SourcePlan
 from .planner import Planner
 from .record import StepRecord
 from .sinks.outbox import Outbox
-from .step import Aggregation, StepBuffer
+from .step import StepBuffer
 
 
 class Session:
@@ -130,7 +131,7 @@ class Session:
 
     def _disarm(self) -> None:
         self._armed_for = -1
-        if compiled_frames() <= self.measurer.built_in.compiled_frames:
+        if compiled_graphs() <= self.measurer.built_in.compiled_graphs:
             # a compiled model is compiled again whenever a module's hooks change, so there they stay, which costs it nothing
             self.activations.remove()
         if self.follower is not None:

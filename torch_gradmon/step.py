@@ -6,7 +6,7 @@ to the host at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import Any
@@ -16,20 +16,10 @@ from torch import Tensor
 
 from .arrival import Arrival
 from .errors import Complaints
+from .merging import Aggregation, Pending, as_tensor, finished, merged_parts, part_of
 from .names import Key
 from .record import Table
 from .statistics.moments import Column, merge
-from .statistics.reading import accumulator_dtype, refusal
-
-Aggregation = str | Callable[..., Any]
-
-
-@dataclass
-class _Pending:
-    """Values of one key that wait for the end of the step."""
-
-    aggregation: Aggregation
-    parts: list[Tensor]  # per micro-batch: [sum, count], one value, or all values, by aggregation
 
 
 class StepBuffer:
@@ -51,7 +41,7 @@ class StepBuffer:
         self._place: dict[tuple[str, str], tuple[int, int]] = {}  # block and row of each tensor
         self._parts: dict[tuple[str, str], list[Tensor]] = {}
         self._columns: dict[str, frozenset[Column]] = {}
-        self._pending: dict[Key, _Pending] = {}
+        self._pending: dict[Key, Pending] = {}
         self._reused: dict[tuple[str, str], str] = {}
         self._same_value: dict[Key, Key] = {}
 
@@ -132,13 +122,13 @@ class StepBuffer:
             ValueError: a tensor without elements.
         """
         self.has_new = True
-        self._merge(key, [_part(_as_tensor(value, key), aggregation)], aggregation)
+        self._merge(key, [part_of(as_tensor(value, key), aggregation)], aggregation)
 
     def _merge(self, key: Key, parts: list[Tensor], aggregation: Aggregation) -> None:
-        pending = self._pending.setdefault(key, _Pending(aggregation, []))
+        pending = self._pending.setdefault(key, Pending(aggregation, []))
         pending.parts += parts
         if len(pending.parts) >= 64 and isinstance(aggregation, str):
-            pending.parts[:] = [_merged(pending.parts, aggregation)]
+            pending.parts[:] = [merged_parts(pending.parts, aggregation)]
 
     def absorb(self, other: StepBuffer) -> None:
         """Merge in what :meth:`merge_rows` and :meth:`merge_value` put into ``other``."""
@@ -215,9 +205,9 @@ class StepBuffer:
         children: dict[Key, list[Key]] = {}
         for key, pending in self._pending.items():
             try:
-                finished = _finished(key, pending)
-                reduced.update(finished)
-                children[key] = list(finished)
+                found = finished(key, pending)
+                reduced.update(found)
+                children[key] = list(found)
             except Exception as error:
                 name = getattr(pending.aggregation, "__name__", repr(pending.aggregation))
                 self._complaints.add(
@@ -225,66 +215,6 @@ class StepBuffer:
                 )
                 self.absent[key.source, key.name] = f"its aggregation function raised {type(error).__name__}: {error}"
         return reduced, children
-
-
-def _as_tensor(value: Any, key: Key) -> Tensor:
-    if isinstance(value, Tensor):
-        if (reason := refusal(value)) is not None:
-            raise TypeError(f"the value of {'/'.join(filter(None, key))} cannot be read: {reason}")
-        if value.is_complex():
-            raise TypeError(f"the value of {'/'.join(filter(None, key))} is complex; return a real number, such as its abs()")
-        if value.numel() == 0:
-            raise ValueError(f"the value of {'/'.join(filter(None, key))} has no elements")
-        flat: Tensor = value.detach().to(accumulator_dtype(value.device)).reshape(-1)
-        return flat
-    try:
-        return torch.tensor([float(value)], dtype=torch.float64, device="cpu")
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"the value of {'/'.join(filter(None, key))} must be a number or a tensor, got {type(value).__name__}"
-        ) from error
-
-
-def _part(values: Tensor, aggregation: Aggregation) -> Tensor:
-    """What one micro-batch contributes: reduced at once, since the tensor behind it will not wait."""
-    if aggregation == "mean":
-        return torch.stack([values.sum(), torch.full_like(values[0], values.numel())])
-    if aggregation == "sum":
-        return values.sum().reshape(1)
-    if aggregation == "min":
-        return values.amin().reshape(1)
-    if aggregation == "max":
-        return values.amax().reshape(1)
-    return values.clone()  # it may be a view of the tensor that it was taken from
-
-
-def _merged(parts: list[Tensor], aggregation: str) -> Tensor:
-    stacked = torch.stack(parts)
-    if aggregation in ("mean", "sum"):
-        return stacked.sum(dim=0)
-    return stacked.amin(dim=0) if aggregation == "min" else stacked.amax(dim=0)
-
-
-def _finished(key: Key, pending: _Pending) -> dict[Key, Tensor]:
-    """The final scalar of a key, or several where the aggregation function returned a dict."""
-    if isinstance(pending.aggregation, str):
-        merged = _merged(pending.parts, pending.aggregation)
-        return {key: merged[0] / merged[1] if pending.aggregation == "mean" else merged[0]}
-    result = pending.aggregation(torch.cat(pending.parts))
-    if not isinstance(result, Mapping):
-        return {key: _scalar(result, key)}
-    field = "metric" if key.metric else "name"
-    return {
-        (sub := key._replace(**{field: f"{getattr(key, field)}.{str(name).replace('/', '.')}"})): _scalar(value, sub)
-        for name, value in result.items()
-    }
-
-
-def _scalar(value: Any, key: Key) -> Tensor:
-    tensor = _as_tensor(value, key)
-    if tensor.numel() != 1:
-        raise ValueError(f"{'/'.join(filter(None, key))} must be one number, got {tensor.numel()} of them")
-    return tensor[0]
 
 
 @dataclass

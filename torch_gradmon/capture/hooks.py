@@ -20,11 +20,11 @@ def _inert(*_: object) -> None:
     return None
 
 
-def compiled_frames() -> int:
-    """How many pieces of code ``torch.compile`` has looked at in this process; every optimizer imports the compiler."""
+def compiled_graphs() -> int:
+    """How many graphs ``torch.compile`` has made in this process. That it is imported says nothing: every optimizer does that."""
     utils = sys.modules.get("torch._dynamo.utils")
-    frames: int = 0 if utils is None else utils.counters["frames"]["total"]
-    return frames
+    graphs: int = 0 if utils is None else utils.counters["stats"]["unique_graphs"]
+    return graphs
 
 
 class Hook:

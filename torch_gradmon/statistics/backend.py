@@ -38,7 +38,7 @@ class Statistics:
         compiled: compile a kernel for large CPU tensors, now.
 
     Attributes:
-        compiled_frames: how many pieces of code ``torch.compile`` has looked at for this.
+        compiled_graphs: how many graphs ``torch.compile`` has made for this.
     """
 
     def __init__(self, complaints: Complaints, eps: float = DEFAULT_EPS, compiled: bool = False) -> None:
@@ -47,7 +47,7 @@ class Statistics:
         self._eager = Eager()
         self._of: dict[str, Backend] = {}
         self._lock = threading.Lock()  # forward hooks may fire on several threads, and the scratch memory is shared
-        self.compiled_frames = 0
+        self.compiled_graphs = 0
         if compiled:
             self._of["cpu"] = self._fused()
 
@@ -56,7 +56,7 @@ class Statistics:
             from .fused import Fused  # the compiler takes a second to import
 
             fused = Fused(self.eps)
-            self.compiled_frames = fused.frames
+            self.compiled_graphs = fused.graphs
             return fused
         except Exception as error:
             self._complaints.add("compile", "the statistics could not be compiled, which makes them slower, not wrong", error)

@@ -29,7 +29,7 @@ class Fused(Eager):
         eps: the kernel is compiled for it; measuring with another one compiles again.
 
     Attributes:
-        frames: how many pieces of code ``torch.compile`` has looked at for the kernel.
+        graphs: how many graphs ``torch.compile`` has made for the kernel.
 
     Raises:
         Exception: whatever ``torch.compile`` raises where there is no compiler.
@@ -40,11 +40,11 @@ class Fused(Eager):
     def __init__(self, eps: float = DEFAULT_EPS) -> None:
         super().__init__()
         self._kernels: dict[float, Callable[[Tensor], Tensor]] = {}
-        counters = torch._dynamo.utils.counters["frames"]
-        before = counters["total"]
+        counters = torch._dynamo.utils.counters["stats"]
+        before = counters["unique_graphs"]
         with torch.no_grad():
             self._kernel(threshold(eps, torch.float32))(torch.zeros(4, _ROW, device="cpu"))
-        self.frames = counters["total"] - before
+        self.graphs = counters["unique_graphs"] - before
 
     def _kernel(self, limit: float) -> Callable[[Tensor], Tensor]:
         if limit not in self._kernels:
