@@ -23,7 +23,7 @@ PACKAGE = Path(gradmon.__file__).parent
 #: Every file, floor by floor. A file may import from floors below its own, never from its own or from above.
 FLOORS = [
     ["errors"],
-    ["names", "guard", "mixin", "budget"],
+    ["names", "guard", "mixin", "budget", "modes"],
     ["check"],
     ["statistics.moments", "statistics.reading", "statistics.packing"],
     ["statistics", "statistics.kernels", "statistics.batch", "statistics.attention", "metric", "record"],

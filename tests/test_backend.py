@@ -136,6 +136,23 @@ class TestCompiled:
         for row, x in zip(fused.measure(tensors, inverse_scale=scale), tensors, strict=True):
             oracle.check(views(row), x.double() * 0.125)
 
+    @pytest.mark.parametrize("columns", [{Column.SQUARE_SUM}, {Column.SUM, Column.MAX}, {Column.NEAR_ZERO}, set()], ids=str)
+    def test_any_columns_of_any_size(self, fused: Any, columns: set[Column]) -> None:
+        tensors = [torch.randn(size) for size in (200_001, 200_192, 256 * 800, 7)]
+        rows, every = fused.measure(tensors, frozenset(columns)), fused.measure(tensors)
+        wanted = sorted({*columns, Column.COUNT, Column.NONFINITE})
+        torch.testing.assert_close(rows[:, wanted], every[:, wanted], rtol=1e-6, atol=0)
+
+    def test_the_last_row_of_a_long_half_precision_tensor(self, fused: Any) -> None:
+        x = torch.full((2**24 + 256,), 2.0**-20, dtype=torch.bfloat16)
+        x[-256:] = torch.randn(256).to(torch.bfloat16)
+        oracle.check(views(fused.measure([x])[0]), x)
+
+    def test_a_difference_needs_no_more_scratch_than_with_stock_operations(self, fused: Any) -> None:
+        x = torch.randn(5_000_000)
+        fused.measure([x], minus=[torch.ones_like(x)])
+        assert fused._scratch["block", torch.float32].nbytes < 4e6
+
     def test_the_kernel_is_compiled_once_for_all_sizes(self, fused: Any) -> None:
         with torch._dynamo.config.patch(error_on_recompile=True):
             for size in (SMALL + 512, 512 * 999, 2_000_000, 2_000_001):
@@ -212,7 +229,7 @@ def test_a_large_tensor_is_read_a_handful_of_times_and_never_copied() -> None:
     with _Passes() as passes:
         eager.measure([x])
     assert passes.read <= 8.1 * x.numel()
-    assert passes.made < 0.01 * x.numel()
+    assert passes.made < 0.03 * x.numel()  # the sums of its runs, in both widths
 
 
 def test_what_nobody_asked_for_is_not_computed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor, MonitorMixin, SpikeDetector, SpikeError
@@ -116,6 +118,51 @@ def test_a_compiled_model_is_not_compiled_again_for_steps_that_are_not_monitored
     for _ in range(24):
         one(compiled, optimizer)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
+@pytest.mark.parametrize("saved", ["some", "all"])
+def test_selective_checkpointing_recomputes_what_it_did_without_us(saved: str) -> None:
+    aten = torch.ops.aten
+    ours_too = {aten.addmm.default, aten.amax.default, aten.sum.default}  # operations that are also ours
+
+    def policy(context: object, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        keep = saved == "all" or operation in ours_too
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    class Scaled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x / x.abs().amax().clamp(min=1e-5).detach()
+
+    def trained(watched: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        inner = nn.Sequential(nn.Linear(16, 16), Scaled(), nn.Linear(16, 16), Scaled())
+        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = inner
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return checkpoint(self.inner, x, use_reentrant=False, context_fn=contexts)
+
+        model = Net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        if watched:
+            monitor = gradmon.watch(model, optimizer)
+            monitor.add_activation_metric("norm")
+            monitor.add_activation_metric("max")
+            monitor.add_activation_metric("mine", lambda x: x.amax())
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(16, 16)).square().mean().backward()
+            optimizer.step()
+        if watched:
+            assert monitor.get_step_metrics()["activation/inner.1/max"] == pytest.approx(1.0)
+        return [parameter.detach() for parameter in model.parameters()]
+
+    for bare, watched in zip(trained(False), trained(True), strict=True):
+        assert torch.equal(bare, watched)
 
 
 def test_a_function_that_writes_past_the_version_counter_is_refused_on_its_copy() -> None:

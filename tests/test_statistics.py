@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable
@@ -11,10 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests import oracle
 from torch_gradmon.errors import NotMeasurable
-from torch_gradmon.statistics.eager import CPU_BLOCK, measure
+from torch_gradmon.statistics.eager import CPU_BLOCK, Eager, measure
 from torch_gradmon.statistics.moments import ALL_COLUMNS, VIEWS, Column, identity, merge, merge_by_group
 from torch_gradmon.statistics.norm import inner_product
 
@@ -179,6 +181,14 @@ def test_a_difference_pairs_elements_whatever_their_strides(layouts: tuple[str, 
     oracle.check(views(measure([x], minus=[y])[0]), x.to(wide) - y.to(wide))
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.float8_e4m3fn, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [300, 200_000])
+def test_a_difference_of_two_dtypes(dtype: torch.dtype, size: int) -> None:
+    x, y = _random(size), (_random(size) * 20).to(dtype)
+    oracle.check(views(measure([x], minus=[y])[0]), x.double() - y.double())
+    oracle.check(views(measure([y], minus=[x])[0]), y.double() - x.double())
+
+
 def test_a_difference_of_conjugates() -> None:
     x, y = _random(4, 5, dtype=torch.complex64).conj(), _random(5, 4, dtype=torch.complex64).t()
     oracle.check(views(measure([x], minus=[y])[0]), x.to(torch.complex128) - y.to(torch.complex128))
@@ -204,6 +214,33 @@ def test_any_subset_of_columns_has_what_was_asked_for_and_exact_counts(dtype: to
         row = measure([x], columns)
         for column in columns | {Column.COUNT, Column.NONFINITE}:
             torch.testing.assert_close(row[:, column], whole[:, column], rtol=1e-6, atol=0, equal_nan=True)
+
+
+def test_counts_are_exact_with_any_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    assert measure([torch.zeros(2**25 + 1)])[0, Column.NEAR_ZERO] == 2**25 + 1
+
+
+@pytest.mark.parametrize("size", [100, 200_000])
+def test_rows_of_a_subclass_are_plain(size: int) -> None:
+    class Mine(Tensor):
+        pass
+
+    rows = measure([torch.randn(size).as_subclass(Mine)])
+    assert type(rows) is Tensor
+
+
+@pytest.mark.parametrize("pattern", ["half an ulp", "a giant among ones", "two values"])
+@pytest.mark.parametrize("size", [300, 100_000, 1_000_000])
+def test_sums_that_float32_rounds_in_one_direction(pattern: str, size: int) -> None:
+    x = torch.ones(size)
+    if pattern == "half an ulp":
+        x[1::2] = 1.07e0 * 2.0**-24 * 16
+    elif pattern == "a giant among ones":
+        x[size // 3] = 2.0**24
+    else:
+        x[::3] = 0.1
+    oracle.check(views(measure([x])[0]), x)
 
 
 def test_counts_are_exact_where_float32_would_overflow() -> None:
@@ -276,7 +313,7 @@ def test_a_long_constant_tensor(size: int) -> None:
     assert found["std"] <= 1e-7 * value
 
 
-@pytest.mark.parametrize("size", [1000, CPU_BLOCK, 2_000_000])
+@pytest.mark.parametrize("size", [1000, 8192, 8193, 65_536, 100_000, 131_072, CPU_BLOCK, 2_000_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_the_std_of_a_constant_is_zero_within_the_promise(dtype: torch.dtype, size: int) -> None:
     for constant in (1 / 3, 1.1, -7e-5, 123.4, 4.18e-5, 0.77):
@@ -296,6 +333,21 @@ def test_a_long_random_tensor_where_the_norm_of_torch_is_off() -> None:
     norm = math.sqrt(sum(float(part.double().square().sum()) for part in x.split(1000_000)))
     assert abs(torch.linalg.vector_norm(x).item() / norm - 1) > 1e-4  # else what the documentation says of torch is outdated
     assert views(measure([x])[0])["norm"] == pytest.approx(norm, rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [50, 70_000, 600_000])
+def test_a_transform_leaves_no_trace_in_later_calls(size: int) -> None:
+    eager, plain = Eager(), torch.randn(size)
+
+    def inside(x: Tensor) -> Tensor:
+        with pytest.raises(NotMeasurable, match=r"inside a torch\.func transform"):
+            eager.measure([plain])
+        return x.sum()
+
+    torch.func.grad(inside)(torch.ones(3))
+    with FakeTensorMode(), contextlib.suppress(Exception):
+        eager.measure([plain])
+    oracle.check(views(eager.measure([plain])[0]), plain)
 
 
 @pytest.mark.parametrize(

@@ -353,9 +353,11 @@ def test_tables_are_made_once_and_the_addresses_anew_when_a_tensor_moved(uploads
     model[1].data.mul_(2)
     check(statistics.measure(list(model)), list(model))
     assert len(uploads) == 2
+    seen = [model[1].data]  # alive, so that no other tensor comes to lie where it was
     model[1].data = model[1].data.clone()
     check(statistics.measure(list(model)), list(model))
     assert uploads[2:] == [4]
+    seen.append(model[1].data)
     model[1].data = random(41, 5)
     check(statistics.measure(list(model)), list(model))
     assert uploads[3:] == [10, 4]

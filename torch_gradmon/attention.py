@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from . import names as n
+from .modes import unseen
 from .names import Key
 from .statistics.attention import attention_statistics, heads_of
 
@@ -49,12 +50,13 @@ def monitor_scaled_dot_product_attention(
         if tensor.dim() < 3:
             raise ValueError(f"{label} must have the shape [..., heads, length, size], got {tuple(tensor.shape)}")
     name = monitor.module_name(module)
-    named = {"query": query, "key": key, "value": value, **({} if activation is None else {"activation": activation})}
-    for label, tensor in named.items():
-        for head, part in enumerate(heads_of(tensor)):
-            monitor.monitor_activations(f"{name}.head_{head}.{label}", part)
-    entropy, largest = attention_statistics(query, key, attn_mask, is_causal, scale, enable_gqa)
-    for head in range(query.size(-3)):
-        # the last dimension is the query's, the one before it the head's
-        monitor.log_key(Key(n.ATTENTION_ENTROPY, f"{name}.head_{head}", ""), entropy[..., head, :])
-        monitor.log_key(Key(n.ATTENTION_MAX_LOGIT, f"{name}.head_{head}", ""), largest[..., head, :], "max")
+    with unseen():
+        named = {"query": query, "key": key, "value": value, **({} if activation is None else {"activation": activation})}
+        for label, tensor in named.items():
+            for head, part in enumerate(heads_of(tensor)):
+                monitor.monitor_activations(f"{name}.head_{head}.{label}", part)
+        entropy, largest = attention_statistics(query, key, attn_mask, is_causal, scale, enable_gqa)
+        for head in range(query.size(-3)):
+            # the last dimension is the query's, the one before it the head's
+            monitor.log_key(Key(n.ATTENTION_ENTROPY, f"{name}.head_{head}", ""), entropy[..., head, :])
+            monitor.log_key(Key(n.ATTENTION_MAX_LOGIT, f"{name}.head_{head}", ""), largest[..., head, :], "max")

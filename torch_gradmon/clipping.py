@@ -18,6 +18,10 @@ def clip(
     norm_type, max_norm = float(norm_type), float(max_norm)
     if exact and norm_type not in NORM_COLUMNS:
         raise ValueError(f"exact=True knows the norms 1, 2 and inf, got norm_type={norm_type}; use exact=False for others")
+    if exact and norm_type != 2.0 and any(p.is_complex() for p in parameters):
+        raise ValueError(
+            f"exact=True knows the norm of order {norm_type} of real gradients only; use exact=False for complex ones"
+        )
     hand.measure_before_clip(parameters)
     if exact:
         total = hand.exact_norm(parameters, norm_type)

@@ -28,6 +28,7 @@ from .guard import Guard, guarded
 from .ledger import Ledger
 from .merging import Aggregation
 from .mixin import has_mixin
+from .modes import unseen
 from .names import Key
 from .plan import SourcePlan
 from .planner import Planner
@@ -259,7 +260,8 @@ class Session:
         if self.guard.inert:
             return
         try:
-            self._log(key, value, aggregation)
+            with unseen():
+                self._log(key, value, aggregation)
         except (TypeError, ValueError, RuntimeError) as error:
             text = "/".join(part for part in key if part)
             self._absent()[key.source, key.name] = str(error)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..inventory import Inventory
 from ..metric import Metric
+from ..modes import unseen
 from ..names import ACTIVATION, Key
 from ..plan import evaluate_view
 from ..record import Table
@@ -121,7 +122,7 @@ class ActivationCapture:
         if not matched:
             return
         try:
-            with torch.no_grad():
+            with torch.no_grad(), unseen():
                 found = False
                 for path, tensor in _tensors(output, name):
                     self._owner[path] = name

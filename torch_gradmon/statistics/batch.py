@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..errors import NotMeasurable
 from .moments import Column
 from .reading import NARROW, are_plain, flat_pair, flat_values, is_plain
 
@@ -57,6 +58,8 @@ class Batch:
         Raises:
             NotMeasurable: a tensor without readable local values.
         """
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise NotMeasurable("inside a torch.func transform")
         values = list(tensors)
         others = None if minus is None else list(minus)
         zeros: dict[int, int] = {}

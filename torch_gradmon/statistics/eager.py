@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ..modes import unseen
 from .batch import Batch, Request
 from .closely import closely, doubts
 from .moments import ALL_COLUMNS, Column, from_columns, identity
@@ -28,6 +29,8 @@ from .reading import threshold
 CPU_BLOCK = 1 << 19
 #: Up to so many elements a tensor is packed: then copying it costs less than a dozen calls for it alone.
 SMALL = 1 << 17
+#: The same for float64: what many rows add up to would be too rough for the std of a constant, which is the root of an error.
+SMALL_WIDE = 1 << 13
 #: Up to so many a tensor is measured in float64 at once: where elements are few their mean is large, which float32 is too narrow for.
 TINY = 1 << 2
 #: Length of the rows of packed tensors.
@@ -35,7 +38,8 @@ ROW = 1 << 7
 #: Squares of a block are summed in float32 over so many elements; each halving of it halves the error of a constant tensor.
 RUN = 1 << 8
 DEFAULT_EPS = 1e-8
-_LAYOUTS = 64
+#: Tensors in all packing plans that are kept.
+_KEPT = 20_000
 _EXTREMES = frozenset({Column.MIN, Column.MAX})
 _MAGNITUDES = frozenset({Column.ABS_SUM, Column.NEAR_ZERO})
 _WITNESSES = frozenset({Column.SUM, Column.SQUARE_SUM}) | _EXTREMES | _MAGNITUDES
@@ -60,9 +64,6 @@ class Eager:
 
     Not to be called by two threads at once.
     """
-
-    #: Elements per block and thread.
-    block = CPU_BLOCK
 
     def __init__(self) -> None:
         self._scratch: dict[tuple[str, torch.dtype], Tensor] = {}
@@ -125,8 +126,9 @@ class Eager:
             groups[torch.float32, ROW] = []  # many small tensors, for which a loop would be much of the cost
         else:
             for index, size in enumerate(sizes):
-                row = TINY if size <= TINY else ROW if size <= SMALL else 0
-                groups.setdefault((torch.float64 if _is_wide(batch, index) else torch.float32, row), []).append(index)
+                wide = _is_wide(batch, index)
+                row = TINY if size <= TINY else ROW if size <= (SMALL_WIDE if wide else SMALL) else 0
+                groups.setdefault((torch.float64 if wide else torch.float32, row), []).append(index)
         if len(groups) == 1:
             rows = self._group(batch, request, *next(iter(groups)))
         else:
@@ -158,8 +160,9 @@ class Eager:
         key = (run, *shapes)
         layout = self._layouts.get(key)
         if layout is None:
-            layout = self._layouts[key] = Layout(shapes, run)
-            if len(self._layouts) > _LAYOUTS:
+            with unseen():
+                layout = self._layouts[key] = Layout(shapes, run)
+            while sum(map(len, self._layouts)) > _KEPT and len(self._layouts) > 1:
                 self._layouts.popitem(last=False)
         else:
             self._layouts.move_to_end(key)
@@ -215,30 +218,30 @@ class Eager:
     def _blocks(self, batch: Batch, index: int, request: Request, dtype: torch.dtype) -> Iterator[Tensor]:
         """Runs of a tensor's numbers in ``dtype``: its own memory where nothing has to be done to them."""
         values, minus = batch.flat(index)
-        size = _even_share(values.numel(), self.block * torch.get_num_threads())
+        size = _even_share(values.numel(), CPU_BLOCK * _threads())
         for start in range(0, values.numel(), size):
             block = request.unscaled(values[start : start + size])
             if minus is not None or block.dtype != dtype:
                 block = self._buffer("block", dtype, size)[: block.numel()].copy_(block)
             if minus is not None:
-                block.sub_(minus[start : start + size])
+                block.sub_(minus[start : start + size].to(dtype))
             yield block
 
     def _look(self, block: Tensor, request: Request) -> Found:
         """Columns of a block, each 0-d. What computes most comes first, and hides the reads from memory."""
         columns = request.columns
         if Column.SQUARE_SUM in columns:
-            yield Column.SQUARE_SUM, _sum_of_squares(block) if block.dtype == torch.float32 else block.square().sum()
+            yield Column.SQUARE_SUM, _sum_of_squares(block)
         if _EXTREMES & columns:
             # aminmax is one call, and slower than the two
             yield Column.MIN, block.amin()
             yield Column.MAX, block.amax()
         if Column.SUM in columns or not columns & _WITNESSES:
-            yield Column.SUM, block.sum()
+            yield Column.SUM, _sum(block)
         if _MAGNITUDES & columns:
             size = block.numel()
             magnitude = torch.abs(block, out=self._buffer("magnitude", block.dtype, size)[:size])
-            yield Column.ABS_SUM, magnitude.sum()
+            yield Column.ABS_SUM, _sum(magnitude)
             if Column.NEAR_ZERO in columns:
                 # in place and in floating point: into a boolean tensor the comparison costs several times as much
                 yield Column.NEAR_ZERO, magnitude.le_(threshold(request.eps, block.dtype)).sum()
@@ -246,7 +249,7 @@ class Eager:
     def _buffer(self, use: str, dtype: torch.dtype, size: int) -> Tensor:
         buffer = self._scratch.get((use, dtype))
         if buffer is None or buffer.numel() < size:
-            with torch.inference_mode(False):  # it will be written to outside of the mode
+            with unseen(), torch.inference_mode(False):  # it will be written to outside of these modes
                 buffer = self._scratch[use, dtype] = torch.empty(size, dtype=dtype, device="cpu")
         return buffer
 
@@ -255,18 +258,39 @@ def _is_wide(batch: Batch, index: int) -> bool:
     return batch.wide[index] or batch.values[index].numel() <= TINY
 
 
+def _threads() -> int:
+    # beyond that blocks would be large beside any cache, and counts of them no longer exact in float32
+    return min(torch.get_num_threads(), 16)
+
+
 def _even_share(length: int, size: int) -> int:
     """Length of the parts of about ``size``, a multiple of RUN, into which ``length`` is cut: no part is a small rest."""
     parts = max(1, round(length / size))
     return max(RUN, -(-length // (parts * RUN)) * RUN)
 
 
+def _runs(block: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The block in rows of RUN, and what is left over."""
+    whole = block.numel() // RUN * RUN
+    return (block.view(-1, RUN), None) if whole == block.numel() else (block[:whole].view(-1, RUN), block[whole:])
+
+
+def _sum(block: Tensor) -> Tensor:
+    """In float64 but for runs of RUN elements, so that what float32 loses stays below 1e-6 of the magnitudes whatever they are."""
+    if block.dtype == torch.float64:
+        return block.sum()
+    table, rest = _runs(block)
+    total = table.sum(dim=1).double().sum()
+    return total if rest is None else total + rest.sum()
+
+
 def _sum_of_squares(block: Tensor) -> Tensor:
-    """To 3e-7 whatever the values, in float64. In long float32 sums, as torch's, the error grows with the length."""
-    size = block.numel()
-    whole = size // RUN * RUN
-    norms = torch.linalg.vector_norm((block if whole == size else block[:whole]).view(-1, RUN), dim=1)
-    if whole < size:
-        norms = torch.cat([norms, torch.linalg.vector_norm(block[whole:]).unsqueeze(0)])
+    """The same for squares. In long float32 sums, as in torch's norms, the error grows with the length."""
+    if block.dtype == torch.float64:
+        return block.square().sum()
+    table, rest = _runs(block)
+    norms = torch.linalg.vector_norm(table, dim=1)
+    if rest is not None:
+        norms = torch.cat([norms, torch.linalg.vector_norm(rest).unsqueeze(0)])
     wide = norms.double()
     return torch.dot(wide, wide)

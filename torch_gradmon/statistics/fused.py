@@ -6,6 +6,7 @@ Opt-in, since ``torch.compile`` needs a C++ compiler and takes ten seconds or mo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 import torch._dynamo
@@ -13,17 +14,19 @@ from torch import Tensor
 
 from .batch import Batch, Request
 from .eager import DEFAULT_EPS, Eager, Found
-from .moments import Column
+from .moments import ALL_COLUMNS, Column
 from .reading import NARROW, threshold
 
 #: Elements per row of the kernel: sums in float32 run over this many, and go on in float64.
-_ROW = 512
+_ROW = 256
+#: Elements per call, which costs some 50 microseconds; the kernel needs no scratch memory.
+_CALL = 1 << 24
 #: What the kernel returns, in order.
 _COLUMNS = (Column.SUM, Column.ABS_SUM, Column.SQUARE_SUM, Column.NEAR_ZERO, Column.MIN, Column.MAX)
 
 
 class Fused(Eager):
-    """:class:`Eager`, with a compiled kernel for tensors of more than 32,768 elements in float32, bfloat16 or float16.
+    """:class:`Eager`, with a compiled kernel for tensors of more than 131,072 elements in float32, bfloat16 or float16.
 
     Args:
         eps: the kernel is compiled for it; measuring with another one compiles again.
@@ -34,8 +37,6 @@ class Fused(Eager):
     Raises:
         Exception: whatever ``torch.compile`` raises where there is no compiler.
     """
-
-    block = 1 << 24  # a call costs some 50 microseconds, and the kernel needs no scratch memory
 
     def __init__(self, eps: float = DEFAULT_EPS) -> None:
         super().__init__()
@@ -58,14 +59,16 @@ class Fused(Eager):
             return
         values, _ = batch.flat(index)
         whole = values.numel() // _ROW * _ROW
-        for start in range(0, whole, self.block):
-            yield values[start : min(start + self.block, whole)]
+        for start in range(0, whole, _CALL):
+            yield values[start : min(start + _CALL, whole)]
         if whole < values.numel():
-            yield values[whole:].float()
+            yield values[whole:]
 
     def _look(self, block: Tensor, request: Request) -> Found:
-        if block.dtype not in NARROW or block.numel() % _ROW or block.numel() < 2 * _ROW:
+        if block.dtype not in NARROW:
             return super()._look(block, request)
+        if block.numel() % _ROW or block.numel() < 2 * _ROW:  # the end of a tensor, which has to have what the kernel gives
+            return super()._look(block.float(), replace(request, columns=ALL_COLUMNS))
         return zip(_COLUMNS, self._kernel(threshold(request.eps, torch.float32))(block.view(-1, _ROW)).unbind(0), strict=True)
 
 

@@ -92,7 +92,7 @@ def flat_values(tensor: Tensor) -> tuple[Tensor, int]:
     if not tensor.is_contiguous():
         dense = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
         tensor = dense if dense.is_contiguous() else tensor
-    return tensor.reshape(-1), zeros
+    return tensor.reshape(-1).as_subclass(Tensor), zeros
 
 
 def flat_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,6 +117,8 @@ def threshold(eps: float, dtype: torch.dtype) -> float:
     """The largest number of ``dtype`` that is not above ``eps``: the comparison then equals the one in real numbers."""
     if dtype != torch.float32:
         return eps
+    if eps >= torch.finfo(dtype).max:
+        return torch.finfo(dtype).max
     bits = struct.unpack("<I", struct.pack("<f", eps))[0]
     rounded: float = struct.unpack("<f", struct.pack("<I", bits))[0]
     return rounded if rounded <= eps else float(struct.unpack("<f", struct.pack("<I", bits - 1))[0])
