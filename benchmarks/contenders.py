@@ -100,11 +100,11 @@ class Contender:
 
 
 CONTENDERS = {
-    "eager": Contender("torch_gradmon, eager, all statistics", _eager(ALL_COLUMNS), ours=True),
-    "eager_but_near_zero": Contender("torch_gradmon, eager, all but near-zero", _eager(_BUT_NEAR_ZERO), ours=True),
-    "eager_norm": Contender("torch_gradmon, eager, norm only", _eager(_NORM), ours=True),
-    "fused": Contender("torch_gradmon, fused, all statistics", _fused, ours=True),
-    "triton": Contender("torch_gradmon, Triton, all statistics", _triton, ours=True),
+    "eager": Contender("torch_gradmon, eager, all statistics, no keys", _eager(ALL_COLUMNS), ours=True),
+    "eager_but_near_zero": Contender("torch_gradmon, eager, all but near-zero, no keys", _eager(_BUT_NEAR_ZERO), ours=True),
+    "eager_norm": Contender("torch_gradmon, eager, norm only, no keys", _eager(_NORM), ours=True),
+    "fused": Contender("torch_gradmon, fused, all statistics, no keys", _fused, ours=True),
+    "triton": Contender("torch_gradmon, Triton, all statistics, no keys", _triton, ours=True),
     "monitor": Contender("torch_gradmon.ModuleMonitor, five metrics by key", _monitor, ours=True),
     "exact_clip": Contender("torch_gradmon, clip_grad_norm_(exact=True)", _exact_clip, ours=True),
     "exact_clip_measured": Contender("the same with all statistics", _exact_clip_measured, ours=True),

@@ -34,8 +34,10 @@ class Tiny(nn.Module):
 class Loop:
     """A training loop on a model of its own, watched or not."""
 
-    def __init__(self, watched: bool) -> None:
+    def __init__(self, watched: bool = False, once_hooked: bool = False) -> None:
         self.model = Tiny()
+        for parameter in self.model.parameters() if once_hooked else ():
+            parameter.register_post_accumulate_grad_hook(lambda _: None).remove()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         self.monitor = gradmon.watch(self.model, self.optimizer, every=_NEVER_AGAIN) if watched else None
 
@@ -56,9 +58,9 @@ def armed_hooks(model: nn.Module) -> int:
 def idle(steps: int) -> dict[str, Any]:
     """Differences within pairs of steps, of a watched loop and a bare one, and for comparison of two bare ones."""
     torch.set_num_threads(1)
-    bare, watched, another = Loop(False), Loop(True), Loop(False)
+    bare, watched, another, hooked = Loop(), Loop(watched=True), Loop(), Loop(once_hooked=True)
     for _ in range(_WARM_UP):
-        for loop in (bare, watched, another):
+        for loop in (bare, watched, another, hooked):
             loop.step()
     result = {
         "parameters": PARAMETERS,
@@ -66,6 +68,7 @@ def idle(steps: int) -> dict[str, Any]:
         "hooks_on_parameters": armed_hooks(watched.model),
         "python_us": spread(_python(watched, steps)),
         "difference_us": spread(_differences(bare, watched, steps)),
+        "once_hooked_us": spread(_differences(bare, hooked, steps)),
         "two_bare_loops_us": spread(_differences(bare, another, steps)),
         "step_us": spread([bare.step() for _ in range(steps)]),
     }

@@ -94,9 +94,9 @@ def idle_line(idle: Mapping[str, Any]) -> str:
     """A step that is not monitored, in a sentence."""
     return (
         f"- **A step that is not monitored** ({idle['parameters']} parameters): {with_spread(idle['python_us'])} µs of Python, "
-        f"{idle['hooks_on_parameters']} hooks on parameters. A loop that was monitored before takes "
-        f"{with_spread(idle['difference_us'])} µs a step longer than one that never was (two bare loops differ by "
-        f"{with_spread(idle['two_bare_loops_us'])} µs): a parameter that once had a hook keeps an empty place for it inside torch."
+        f"{idle['hooks_on_parameters']} hooks on parameters. Beside a loop without a monitor such a step takes "
+        f"{with_spread(idle['difference_us'])} µs longer; a loop without a monitor whose parameters once had a hook, since removed, "
+        f"{with_spread(idle['once_hooked_us'])} µs; a second loop without anything {with_spread(idle['two_bare_loops_us'])} µs."
     )
 
 

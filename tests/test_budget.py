@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import warnings
 from collections.abc import Callable
@@ -30,13 +31,13 @@ class _Run:
             self.now += 1.0 + own
             if here:
                 monitored.append(self.step)
-            self.budget.step_ended(here, self.spent, self.now)
+            self.budget.step_ended(self.step, here, self.spent, self.now)
             self.step += 1
         return monitored
 
 
 def _budget(share: float = 0.01, every: int = 1) -> Budget:
-    return Budget(share, lambda step: step % every == 0, every, Complaints())
+    return Budget(share, lambda step: step % every == 0, Complaints())
 
 
 @pytest.mark.parametrize("cost", [0.011, 0.03, 0.2])
@@ -90,7 +91,25 @@ def test_it_thins_the_cadence_that_was_asked_for() -> None:
     assert run.budget.interval > 1
     steps = run.go(200, lambda step: 0.3)
     assert steps
-    assert all(step % (5 * run.budget.interval) == 0 for step in steps[1:])
+    assert all(later - earlier == 5 * run.budget.interval for earlier, later in itertools.pairwise(steps))
+
+
+def test_a_cadence_that_hits_no_round_number_is_thinned_alike() -> None:
+    run = _Run(Budget(0.01, lambda step: step % 10 == 3, Complaints()))
+    with pytest.warns(GradmonWarning):
+        run.go(600, lambda step: 0.5)
+    assert run.budget.interval > 1
+    steps = run.go(2000, lambda step: 0.5)
+    assert len(steps) > 2
+    assert all(step % 10 == 3 for step in steps)
+
+
+def test_one_hiccup_does_not_blind_it_for_long() -> None:
+    run = _Run(_budget())
+    with pytest.warns(GradmonWarning):
+        run.go(100, lambda step: 30.0 if step == 52 else 0.002)
+    run.go(100, lambda step: 0.002)
+    assert run.budget.interval == 1
 
 
 @pytest.mark.parametrize("bad", [0, 1, -0.1, 1.5, True, "0.01", float("nan")])
@@ -117,4 +136,4 @@ def test_a_monitor_that_exceeds_its_budget_leaves_out_steps() -> None:
     with pytest.warns(GradmonWarning, match="overhead_budget=0.0001"):
         train()
     assert monitored[:4] == [0, 1, 2, 3]
-    assert len(monitored) <= 6
+    assert len(monitored) <= 10

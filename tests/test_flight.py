@@ -5,6 +5,8 @@ No device but a GPU computes behind the host's back, so here an arrival is told 
 
 from __future__ import annotations
 
+import gc
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -192,8 +194,104 @@ def test_a_refused_step_is_counted_once_its_predecessors_have_landed(slow: _Slow
     assert [found[step]["gradmon/steps_not_applied"] for step in (0, 2, 4)] == [0, 1, 1]
 
 
+def test_a_spike_that_raises_loses_no_late_value_of_its_step(slow: _Slow) -> None:
+    loop = _Loop(on_spike="raise")
+    loop.monitor.add_preset("standard")
+    loop.step()
+    with torch.no_grad():
+        loop.model[0].weight.fill_(torch.nan)
+    loop.step()
+    loop.monitor.log_scalar("loss", 1.0)
+    with pytest.raises(gradmon.errors.SpikeError, match="step 1"):
+        loop.model(torch.randn(5, 3))
+    assert loop.monitor.get_all_metrics()[1]["loss"] == 1.0
+
+
+def test_late_values_depart_when_the_next_step_begins(slow: _Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = _Loop()
+    loop.monitor.add_sink(lambda values, step: None, deferred=True)
+    sent: list[int] = []
+    init = Arrival.__init__
+
+    def made(self: Arrival, tensors: Any) -> None:
+        init(self, tensors)
+        sent.append(len(self._tensors))
+
+    monkeypatch.setattr(Arrival, "__init__", made)
+    for number in range(4):
+        loop.step()
+        loop.monitor.log_scalar("loss", torch.tensor(float(number)))
+        sent.clear()
+        loop.optimizer.zero_grad()
+        loss = loop.model(torch.randn(5, 3)).square().mean()
+        assert sent == [1]  # and none later, which would be behind the work of the step that has begun
+        loss.backward()
+        loop.optimizer.step()
+    assert [values.get("loss") for values in loop.monitor.get_all_metrics().values()][::2] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_an_interrupt_while_waiting_loses_no_step(slow: _Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = _Loop()
+    loop.step()
+
+    def interrupted(_: Arrival) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Arrival, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            loop.monitor.get_step_metrics()
+    loop.step()
+    assert sorted(loop.monitor.get_all_metrics()) == [0, 1]
+
+
+def test_only_a_sink_that_wants_the_step_is_waited_for(slow: _Slow) -> None:
+    loop = _Loop()
+    loop.monitor.add_sink(lambda values, step: None, every=100)
+    loop.step()  # number 0, which it wants
+    loop.step()
+    assert slow.landed_early == 1
+    loop.model(torch.randn(5, 3))
+    assert slow.landed_early == 1
+
+
+def test_a_forward_that_is_not_seen_is_said_though_values_are_on_their_way(slow: _Slow) -> None:
+    loop = _Loop()
+
+    def unseen_step() -> None:
+        loop.optimizer.zero_grad()
+        loss = loop.model[2](loop.model[1](loop.model[0](torch.randn(5, 3)))).square().mean()
+        loop.monitor.log_scalar("loss", loss)
+        loss.backward()
+        loop.optimizer.step()
+
+    unseen_step()
+    with pytest.warns(gradmon.GradmonWarning, match="forward is not seen"):
+        unseen_step()
+
+
+def test_what_is_on_its_way_reaches_the_run_directory_without_detach(slow: _Slow, tmp_path: Any) -> None:
+    def train() -> None:
+        loop = _Loop(run_dir=tmp_path)
+        for _ in range(4):
+            loop.step()
+
+    train()
+    gc.collect()
+    assert gradmon.load_run(tmp_path).steps == [0, 1, 2, 3]
+
+
+def test_to_wait_for_a_device_that_is_behind_is_no_time_of_the_monitor(slow: _Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Arrival, "wait", lambda _: time.sleep(0.3))
+    monkeypatch.setattr(Arrival, "land", lambda arrival: list(arrival._tensors))
+    loop = _Loop()
+    for _ in range(4):
+        loop.step()
+    assert loop.monitor._session.guard.spent() < 0.6  # of two waits
+
+
 @pytest.mark.gpu
-def test_on_a_gpu_a_deferred_sink_stalls_nothing() -> None:
+def test_on_a_gpu_a_deferred_sink_stalls_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -210,11 +308,22 @@ def test_on_a_gpu_a_deferred_sink_stalls_nothing() -> None:
 
     for _ in range(12):
         step()
+    waits: list[bool] = []
+    synchronize = torch.cuda.Event.synchronize
+
+    def waiting(event: torch.cuda.Event) -> None:
+        waits.append(not event.query())
+        synchronize(event)
+
+    monkeypatch.setattr(torch.cuda.Event, "synchronize", waiting)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(12):
             step()
+            monitor.log_scalar("late", x.sum())
+            torch.cuda._sleep(10_000)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert not any(waits)
     monitor.detach()
     assert sent == list(range(24))

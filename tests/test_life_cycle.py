@@ -214,3 +214,44 @@ def test_ten_thousand_steps_grow_neither_memory_nor_hooks() -> None:
     assert later_objects - objects < 200
     assert later_blocks - blocks < 1000
     assert len(monitor.get_all_metrics()) == 100
+
+
+def test_a_function_on_spike_keeps_nothing_alive() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.model = nn.Linear(3, 1)
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            self.monitor = gradmon.watch(self.model, self.optimizer, on_spike=self.spiked)
+
+        def spiked(self, event: object) -> None:
+            self.monitor.top_parameters()
+
+        def train(self) -> None:
+            for _ in range(3):
+                self.model(torch.randn(2, 3)).square().sum().backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+
+    trainer = Trainer()
+    trainer.train()
+    alive = [weakref.ref(x) for x in (trainer.model, trainer.optimizer, trainer.monitor)]
+    del trainer
+    gc.collect()
+    assert [reference() for reference in alive] == [None] * 3
+
+
+def test_a_tag_of_a_step_that_is_not_monitored_goes_to_no_other_step() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = gradmon.ModuleMonitor(model, every=2)
+    monitor.attach(optimizer)
+    tags = []
+    for step in range(4):
+        loss = model(torch.randn(2, 3)).sum()
+        if step == 1:
+            monitor.tag(batch=1)
+        loss.backward()
+        optimizer.step()
+        record = monitor._session.ledger.last
+        tags.append(None if record is None else record.context.get("tags"))
+    assert tags == [None] * 4

@@ -45,12 +45,17 @@ class Arrival:
             for parcel in self._parcels
         )
 
-    def land(self) -> list[Tensor]:
-        """The tensors on the host, in order. Waits for the copies, and for nothing that was queued after them."""
-        host = list(self._tensors)
+    def wait(self) -> None:
+        """Wait for the copies that are on their way."""
         for parcel in self._parcels:
             if parcel.copied is not None:
                 parcel.copied.synchronize()
+
+    def land(self) -> list[Tensor]:
+        """The tensors on the host, in order. Waits for the copies, and for nothing that was queued after them."""
+        self.wait()
+        host = list(self._tensors)
+        for parcel in self._parcels:
             values = parcel.packed.to("cpu", torch.float64)
             pieces = torch.split(values, [self._tensors[p].numel() for p in parcel.positions])
             for position, piece in zip(parcel.positions, pieces, strict=True):

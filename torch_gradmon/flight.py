@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from . import names as n
 from .assembly import assemble
+from .guard import Guard
 from .inventory import Inventory
 from .ledger import Ledger
 from .merging import Aggregation
@@ -33,7 +36,8 @@ class Flight:
         groups: names of the parameters of each of the optimizers' groups.
         tags: facts for its context.
         cost: time spent in the monitor, in percent of the time since the last step that was measured.
-        late: values that were logged after its end.
+        late: where values that were logged after its end are merged.
+        late_departure: the same on their way, once the next step has begun.
         refusals_after: steps that were neither monitored nor applied, between this one and the next one monitored.
     """
 
@@ -46,7 +50,8 @@ class Flight:
     tags: dict[str, Any]
     cost: float
     late: StepBuffer | None = None
-    refusals_after: int = field(default=0)
+    late_departure: Departure | None = None
+    refusals_after: int = 0
 
     @property
     def step(self) -> int:
@@ -84,10 +89,13 @@ class Flight:
             ledger.layers,
             buffer.absent,
         )
-        ledger.enter(record, signals, buffer)
-        if self.late is not None:
-            ledger.absorb(self.late)
-        ledger.summary.not_applied += self.refusals_after
+        try:
+            ledger.enter(record, signals, buffer)
+        finally:  # where a spike raises
+            if self.late is not None:
+                departure = self.late_departure or self.late.depart()
+                ledger.amend(self.late, departure.land()[1])
+            ledger.summary.not_applied += self.refusals_after
 
     def _context(self, noted: Mapping[str, float]) -> dict[str, Any]:
         context: dict[str, Any] = {"overhead_pct": self.cost}
@@ -105,11 +113,19 @@ class Flights:
     Args:
         ledger: where records are entered.
         registry: the metrics.
+        guard: told of time that was not its own.
     """
 
-    def __init__(self, ledger: Ledger, registry: Registry) -> None:
-        self._ledger, self._registry = ledger, registry
+    def __init__(self, ledger: Ledger, registry: Registry, guard: Guard) -> None:
+        self._ledger, self._registry, self._guard = ledger, registry, guard
         self._flying: deque[Flight] = deque()
+
+    def __del__(self) -> None:
+        # collected without detach(): what is still on its way reaches the run directory
+        if self._flying:
+            with contextlib.suppress(Exception):
+                self.land(None, open_to_late_values=False)
+                self._ledger.outbox.close()
 
     def newest(self, step: int | None) -> Flight | None:
         """The flight of ``step``, if it is the one that departed last."""
@@ -124,8 +140,14 @@ class Flights:
     def add(self, flight: Flight, key: Key, value: Any, aggregation: Aggregation) -> None:
         """A value that was logged after the step ended."""
         if flight.late is None:
-            flight.late = self._ledger.late_buffer(flight.step)
+            flight.late = flight.departure.buffer.scalars()
         flight.late.merge_value(key, value, aggregation)
+
+    def seal(self) -> None:
+        """The next step begins: late values depart now, while they are not yet behind its work."""
+        for flight in self._flying:
+            if flight.late is not None and flight.late_departure is None:
+                flight.late_departure = flight.late.depart()
 
     def count_refusal(self) -> None:
         """A step that was not monitored was not applied."""
@@ -145,6 +167,11 @@ class Flights:
         while self._flying:
             if not waiting and len(self._flying) < 2 and not self._flying[0].departure.arrival.is_ready():
                 return
+            start = time.perf_counter()
+            self._flying[0].departure.arrival.wait()  # interrupted here, the flight is still there
+            if not waiting:
+                # the device is two steps behind, and it is the training that waits here rather than elsewhere
+                self._guard.forgive(time.perf_counter() - start)
             flight = self._flying.popleft()
             flight.land(self._ledger, self._registry)
             if flight.step != ended or not open_to_late_values:

@@ -58,6 +58,14 @@ class Guard:
         running = time.perf_counter() - self._entered if self._inside else 0.0
         return self._settled + self._seconds + running
 
+    def account(self, seconds: float) -> None:
+        """So much time of ours was spent outside of the fence."""
+        self._seconds += seconds
+
+    def forgive(self, seconds: float) -> None:
+        """So much of the running call was no time of ours."""
+        self._entered += seconds
+
     def cost(self) -> float:
         """Time spent inside, in percent of the time since this was last asked."""
         now = time.perf_counter()

@@ -66,8 +66,8 @@ class Hand:
         if inventory is None or not self.session.takes_values:
             return None
         positions = inventory.positions(parameters)
-        if len(positions) != len({id(parameter) for parameter in parameters}):
-            return None  # some are not of the watched model
+        if len(positions) != len(parameters):
+            return None  # some are not of the watched model, or named twice, which torch counts twice
         return self.session.gradients.rows_now(positions, NORM_COLUMNS[norm_type])
 
     def measure_after_clip(self) -> None:

@@ -81,25 +81,21 @@ class Ledger:
             if self._late is None:
                 self._late = self.late_buffer(self.last.step)
             self._late.merge_value(key, value, aggregation)
-            self._amend(self.last, self._late)
+            self.amend(self._late, self._late.flush()[1])
 
-    def absorb(self, more: StepBuffer) -> None:
-        """Late values for the step that was entered last, gathered while its own were on their way."""
-        if self.last is not None and self._late is not None:
-            self._late.absorb(more)
-            self._amend(self.last, self._late)
-
-    def _amend(self, record: StepRecord, late: StepBuffer) -> None:
-        self._keep(replace(record, values={**record.values, **late.flush()[1]}), amend=True)
+    def amend(self, late: StepBuffer, values: Mapping[Key, float]) -> None:
+        """Late ``values`` of the step that was entered last; more of them will be merged in ``late``, where they are from."""
+        if self.last is not None:
+            self._late = late
+            self._keep(replace(self.last, values={**self.last.values, **values}), amend=True)
 
     def late_buffer(self, step: int) -> StepBuffer:
         """Where late values of ``step`` are merged."""
         return StepBuffer(step, self._guard.complaints)
 
-    @property
-    def is_awaited(self) -> bool:
-        """Whether somebody wants the record as soon as the next step begins: a sink that is not deferred, or whoever acts on spikes."""
-        return self.outbox.is_awaited or self._options.on_spike not in (None, "warn")
+    def is_awaited(self, step: int) -> bool:
+        """Whether somebody wants the record of ``step`` when the next one begins: a sink that is not deferred, or who acts on spikes."""
+        return self.outbox.is_awaited(step) or self._options.on_spike not in (None, "warn")
 
     @property
     def has_late_values(self) -> bool:
@@ -117,7 +113,7 @@ class Ledger:
         self._records[record.step] = replace(record, tables={})
         while len(self._records) > self._options.history:
             self._records.popitem(last=False)
-        self.outbox.put(record, functools.partial(self.shown, record), amend)
+        self.outbox.put(record, functools.partial(_shown, self._options.show, record), amend)
 
     def _tell(self, record: StepRecord, events: Iterable[Event]) -> None:
         for event in events:
@@ -136,8 +132,7 @@ class Ledger:
 
     def shown(self, record: StepRecord) -> dict[str, float]:
         """What of ``record`` is for dashboards, by key."""
-        hidden = record.hidden
-        return self._options.show({k: x for k, x in record.values.items() if k not in hidden} if hidden else record.values)
+        return _shown(self._options.show, record)
 
     def history(self) -> dict[int, dict[str, float]]:
         """The same for the last steps; another thread may ask while training goes on."""
@@ -182,3 +177,9 @@ class Ledger:
         else:
             for signal, detector in self.judges.detectors.items():
                 detector.load_state_dict(value[signal])
+
+
+def _shown(show: Callable[[Mapping[Key, float]], dict[str, float]], record: StepRecord) -> dict[str, float]:
+    # no method of the ledger, for what waits to be sent outlives it and must not keep on_spike and its model alive
+    hidden = record.hidden
+    return show({key: value for key, value in record.values.items() if key not in hidden} if hidden else record.values)

@@ -122,7 +122,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
             planner.watch(module)  # raises what there is to raise before a run directory is made
         outbox = Outbox(complaints, None if inert else run_dir, {"torch": torch.__version__, "eps": eps})
         guard = Guard(complaints, inert)
-        budget = None if overhead_budget is None else Budget(overhead_budget, is_monitored, every or 1, complaints)
+        budget = None if overhead_budget is None else Budget(overhead_budget, is_monitored, complaints)
         options = Options(self._shower(key_style, prefix), history, on_spike)
         measurer = Measurer(Statistics(complaints, float(eps), compile_statistics and not inert), complaints)
         ledger = Ledger(options, guard, outbox, chosen_layers)

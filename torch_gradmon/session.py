@@ -58,7 +58,7 @@ class Session:
         self.measurer = measurer
         self.gradients = GradientCapture(measurer)
         self.parameters = ParameterCapture(measurer, update_sample)
-        self.activations = ActivationCapture(measurer)
+        self.activations = ActivationCapture(measurer, guard)
         self.follower: Follower | None = None
         self.face: object = None
         self.scaler: torch.amp.GradScaler | None = None
@@ -68,7 +68,7 @@ class Session:
         self.open = False
         self._plans: dict[str, SourcePlan] = {}
         self._buffer: StepBuffer | None = None
-        self._flights = Flights(ledger, planner.registry)
+        self._flights = Flights(ledger, planner.registry, guard)
         self._ended: int | None = None
         self._early: StepBuffer | None = None
         self._tags: dict[str, Any] = {}
@@ -146,10 +146,12 @@ class Session:
         monitored = self._buffer is not None
         if monitored:
             self._end_monitored()
-        elif self.follower is not None and self.follower.refused:
-            self._flights.count_refusal()
+        else:
+            self._tags = {}
+            if self.follower is not None and self.follower.refused:
+                self._flights.count_refusal()
         if self.budget is not None:
-            self.budget.step_ended(monitored, self.guard.spent(), time.perf_counter())
+            self.budget.step_ended(-1 if self.step is None else self.step, monitored, self.guard.spent(), time.perf_counter())
         if self.follower is not None and not self.by_hand and self._armed_for < 0 and self._is_monitored(self.next_step):
             self._arm()  # the first thing seen of the next step may be its backward pass
 
@@ -174,7 +176,8 @@ class Session:
 
     def finish(self) -> None:
         """Nothing more can come for the step that has ended: send it out, where that need not wait or somebody wants it now."""
-        self._flights.land(self._ended, open_to_late_values=True, waiting=self.ledger.is_awaited)
+        self._flights.seal()
+        self._flights.land(self._ended, open_to_late_values=True, waiting=self.ledger.is_awaited(self._ended or 0))
         self.ledger.finish()
 
     def _groups(self) -> list[tuple[str, frozenset[str]]]:
@@ -212,7 +215,8 @@ class Session:
 
     def forward_unseen(self) -> None:
         """A backward pass came without a forward of the root module: values logged between the two went to the step before."""
-        if self.ledger.has_late_values:
+        flight = self._flights.newest(self._ended)
+        if self.ledger.has_late_values or (flight is not None and flight.late is not None):
             self.guard.complaints.add(
                 "forward",
                 "the model's forward is not seen (it is compiled inside, or called by its parts), so that values logged between "

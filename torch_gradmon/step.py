@@ -159,7 +159,7 @@ class StepBuffer:
 
     def depart(self) -> Departure:
         """Start the one copy to the host; after it nothing may be put here. Does not synchronise."""
-        merged = {where: merge(torch.stack(parts)) for where, parts in self._parts.items()}
+        merged = {where: merge(torch.stack([part.to(parts[0].device) for part in parts])) for where, parts in self._parts.items()}
         reduced, children = self._reduced()
         noted = {name: fact for name, fact in self.noted.items() if isinstance(fact, Tensor)}
         arrival = Arrival([*self._blocks, *merged.values(), *reduced.values(), *noted.values()])

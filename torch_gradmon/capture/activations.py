@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..guard import Guard
 from ..inventory import Inventory
 from ..metric import Metric
 from ..modes import unseen
@@ -41,8 +43,8 @@ class ActivationCapture:
     training activations.
     """
 
-    def __init__(self, measurer: Measurer) -> None:
-        self._measurer = measurer
+    def __init__(self, measurer: Measurer, guard: Guard) -> None:
+        self._measurer, self._guard = measurer, guard
         self._handles = Handles()
         self._buffer: StepBuffer | None = None
         self._metrics: tuple[Metric, ...] = ()
@@ -112,7 +114,9 @@ class ActivationCapture:
             return
         trains = self._root_trains if self._root_trains is not None else module.training and torch.is_grad_enabled()
         if trains:
+            start = time.perf_counter()
             self.capture(name, output)
+            self._guard.account(time.perf_counter() - start)
 
     def capture(self, name: str, output: Any) -> None:
         """Measure ``output``, a tensor or a container of tensors, under the name of its module."""

@@ -68,9 +68,10 @@ class Measurer:
                     groups.setdefault(tensors[position].device, []).append(position)
                 else:
                     buffer.refuse(plan.source, plan.names[position], reason)
-        for positions in groups.values():
+        for device, positions in groups.items():
             others = None if minus is None else [minus[p] for p in positions]
-            rows = self.built_in.measure([tensors[p] for p in positions], plan.columns, inverse_scale, others)
+            scale = None if inverse_scale is None else inverse_scale.to(device)
+            rows = self.built_in.measure([tensors[p] for p in positions], plan.columns, scale, others)
             put(plan.source, [plan.names[p] for p in positions], rows, plan.columns)
 
     def run_functions(

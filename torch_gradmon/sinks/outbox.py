@@ -42,10 +42,9 @@ class Outbox:
         """Whether there is a run directory."""
         return self._run_dir is not None
 
-    @property
-    def is_awaited(self) -> bool:
-        """Whether a sink wants a step's values as soon as the next step begins."""
-        return any(not outlet.deferred for outlet in self.outlets)
+    def is_awaited(self, step: int) -> bool:
+        """Whether a sink wants the values of ``step`` as soon as the next one begins."""
+        return any(not outlet.deferred and not outlet.dropped and step % outlet.every == 0 for outlet in self.outlets)
 
     def note(self, **facts: Any) -> None:
         """Add facts about the run."""

@@ -13,11 +13,12 @@ from .eager import CPU_BLOCK
 from .moments import ALWAYS, Column
 from .reading import accumulator_dtype, flat_pair
 
-#: The columns from which a norm of this order follows.
+#: The columns from which a norm of this order follows, and those that decide whether float32 is wide enough: with all of them
+#: a norm is the same to the last bit whatever else is measured beside it.
 NORM_COLUMNS = {
-    1.0: ALWAYS | {Column.ABS_SUM},
-    2.0: ALWAYS | {Column.SQUARE_SUM},
-    torch.inf: ALWAYS | {Column.SUM, Column.MIN, Column.MAX},
+    1.0: ALWAYS | {Column.ABS_SUM, Column.SUM, Column.SQUARE_SUM},
+    2.0: ALWAYS | {Column.SUM, Column.SQUARE_SUM},
+    torch.inf: ALWAYS | {Column.ABS_SUM, Column.MIN, Column.MAX},
 }
 
 
@@ -50,8 +51,8 @@ def norm_of_rows(rows: Tensor, norm_type: float, wide: bool) -> Tensor:
         total = rows[:, Column.SQUARE_SUM].sum().sqrt()
     else:
         largest = torch.maximum(rows[:, Column.MAX].amax(), -rows[:, Column.MIN].amin()).clamp(min=0)
-        # the extremes are those of the finite part; the sum tells NaN from Inf
-        total = torch.where(rows[:, Column.NONFINITE].sum() > 0, rows[:, Column.SUM].sum().abs(), largest)
+        # the extremes are those of the finite part; the sum of magnitudes tells NaN from Inf
+        total = torch.where(rows[:, Column.NONFINITE].sum() > 0, rows[:, Column.ABS_SUM].sum(), largest)
     return total.to(torch.float64 if wide else torch.float32)
 
 
