@@ -78,6 +78,7 @@ FILES = {
 OPTIONAL = {
     *(
         "rich",
+        "triton",
         "tqdm",
         "wandb",
         "tensorboard",

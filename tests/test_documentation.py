@@ -27,6 +27,7 @@ _FENCE = re.compile(
 _NOT_RUN = re.compile(r"<!--\s*not run:\s*(?P<reason>[^>]*?)\s*-->\s*\Z")
 _MODULES = [gradmon.__name__, *(found.name for found in pkgutil.walk_packages(gradmon.__path__, "torch_gradmon."))]
 _OPTIONAL = {
+    "triton",
     "rich",
     "tqdm",
     "wandb",
