@@ -53,15 +53,7 @@ def _monitor(model: nn.Module, stack: ExitStack) -> Run:
     monitor = stack.enter_context(gradmon.ModuleMonitor(model))
     for metric in FIVE:
         monitor.add_gradient_metric(metric)
-    steps = itertools.count()
-
-    def run() -> object:
-        monitor.begin_step(next(steps))
-        monitor.monitor_gradients()
-        monitor.end_step()
-        return monitor.get_step_metrics()
-
-    return run
+    return rivals.step_by_hand(monitor)
 
 
 def _exact_clip(model: nn.Module, stack: ExitStack) -> Run:

@@ -61,15 +61,8 @@ def torch_clip(model: nn.Module, _: ExitStack) -> Run:
     return lambda: torch.nn.utils.clip_grad_norm_(parameters, NEVER_CLIPS)
 
 
-def torch_module_monitor(model: nn.Module, _: ExitStack) -> Run:
-    """Its step by hand, as its README has it: each value goes to the host by itself, and the step's dict is asked for."""
-    monitor = _package("torch_module_monitor").ModuleMonitor(monitor_step_fn=lambda step: True)
-    monitor.set_module(model)
-    monitor.add_gradient_metric("norm", lambda x: x.norm())
-    monitor.add_gradient_metric("mean", lambda x: x.mean())
-    monitor.add_gradient_metric("std", lambda x: x.std())
-    monitor.add_gradient_metric("max", lambda x: x.abs().max())
-    monitor.add_gradient_metric("sparsity", near_zero_share)
+def step_by_hand(monitor: Any) -> Run:
+    """A step with the calls that torch-module-monitor and torch_gradmon have in common."""
     steps = itertools.count()
 
     def run() -> object:
@@ -79,6 +72,18 @@ def torch_module_monitor(model: nn.Module, _: ExitStack) -> Run:
         return monitor.get_step_metrics()
 
     return run
+
+
+def torch_module_monitor(model: nn.Module, _: ExitStack) -> Run:
+    """Its step by hand, as its README has it: each value goes to the host by itself, and the step's dict is asked for."""
+    monitor = _package("torch_module_monitor").ModuleMonitor(monitor_step_fn=lambda step: True)
+    monitor.set_module(model)
+    monitor.add_gradient_metric("norm", lambda x: x.norm())
+    monitor.add_gradient_metric("mean", lambda x: x.mean())
+    monitor.add_gradient_metric("std", lambda x: x.std())
+    monitor.add_gradient_metric("max", lambda x: x.abs().max())
+    monitor.add_gradient_metric("sparsity", near_zero_share)
+    return step_by_hand(monitor)
 
 
 def wandb_watch(model: nn.Module, stack: ExitStack) -> Run:

@@ -166,13 +166,19 @@ def test_by_hand_the_end_of_a_step_waits(slow: _Slow) -> None:
         assert slow.landed_early == number + 1
 
 
-def test_where_a_spike_raises_the_record_is_wanted_at_once(slow: _Slow) -> None:
+def _spiked() -> _Loop:
+    """A loop whose step 1 spikes, and raises when the next one begins."""
     loop = _Loop(on_spike="raise")
     loop.monitor.add_preset("standard")
     loop.step()
     with torch.no_grad():
         loop.model[0].weight.fill_(torch.nan)
     loop.step()
+    return loop
+
+
+def test_where_a_spike_raises_the_record_is_wanted_at_once(slow: _Slow) -> None:
+    loop = _spiked()
     with pytest.raises(gradmon.errors.SpikeError, match="step 1"):
         loop.model(torch.randn(5, 3))
 
@@ -195,12 +201,7 @@ def test_a_refused_step_is_counted_once_its_predecessors_have_landed(slow: _Slow
 
 
 def test_a_spike_that_raises_loses_no_late_value_of_its_step(slow: _Slow) -> None:
-    loop = _Loop(on_spike="raise")
-    loop.monitor.add_preset("standard")
-    loop.step()
-    with torch.no_grad():
-        loop.model[0].weight.fill_(torch.nan)
-    loop.step()
+    loop = _spiked()
     loop.monitor.log_scalar("loss", 1.0)
     with pytest.raises(gradmon.errors.SpikeError, match="step 1"):
         loop.model(torch.randn(5, 3))

@@ -79,7 +79,7 @@ class Ledger:
         """A late value for the step that ended last."""
         if self.last is not None:
             if self._late is None:
-                self._late = self.late_buffer(self.last.step)
+                self._late = StepBuffer(self.last.step, self._guard.complaints)
             self._late.merge_value(key, value, aggregation)
             self.amend(self._late, self._late.flush()[1])
 
@@ -88,10 +88,6 @@ class Ledger:
         if self.last is not None:
             self._late = late
             self._keep(replace(self.last, values={**self.last.values, **values}), amend=True)
-
-    def late_buffer(self, step: int) -> StepBuffer:
-        """Where late values of ``step`` are merged."""
-        return StepBuffer(step, self._guard.complaints)
 
     def is_awaited(self, step: int) -> bool:
         """Whether somebody wants the record of ``step`` when the next one begins: a sink that is not deferred, or who acts on spikes."""

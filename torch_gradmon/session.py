@@ -150,8 +150,8 @@ class Session:
             self._tags = {}
             if self.follower is not None and self.follower.refused:
                 self._flights.count_refusal()
-        if self.budget is not None:
-            self.budget.step_ended(-1 if self.step is None else self.step, monitored, self.guard.spent(), time.perf_counter())
+        if self.budget is not None and self.step is not None:
+            self.budget.step_ended(self.step, monitored, self.guard.spent(), time.perf_counter())
         if self.follower is not None and not self.by_hand and self._armed_for < 0 and self._is_monitored(self.next_step):
             self._arm()  # the first thing seen of the next step may be its backward pass
 
@@ -215,7 +215,7 @@ class Session:
 
     def forward_unseen(self) -> None:
         """A backward pass came without a forward of the root module: values logged between the two went to the step before."""
-        flight = self._flights.newest(self._ended)
+        flight = self._in_flight
         if self.ledger.has_late_values or (flight is not None and flight.late is not None):
             self.guard.complaints.add(
                 "forward",
@@ -279,29 +279,34 @@ class Session:
                 self._early = StepBuffer(-1, self.guard.complaints)
             self._early.merge_value(key, value, aggregation)
         elif not self.open:
-            flight = self._flights.newest(self._ended)
+            flight = self._in_flight
             if flight is None:
                 self.ledger.add(key, value, aggregation)
             else:
                 self._flights.add(flight, key, value, aggregation)
 
+    @property
+    def _in_flight(self) -> Flight | None:
+        """The step that ended last, while its values are on their way."""
+        return self._flights.newest(self._ended)
+
     def _absent(self) -> dict[tuple[str, str], str]:
         """Where reasons are kept for the step that a value logged now would belong to."""
         if self._buffer is not None:
             return self._buffer.absent
-        flight = self._flights.newest(self._ended)
+        flight = self._in_flight
         return self.ledger.absent if flight is None else flight.departure.buffer.absent
 
     @property
     def has_just_ended(self) -> bool:
         """Whether no step is open, and the last one was monitored."""
-        return not self.open and (self.ledger.last is not None or self._flights.newest(self._ended) is not None)
+        return not self.open and (self.ledger.last is not None or self._in_flight is not None)
 
     def tag(self, tags: Mapping[str, Any]) -> None:
         """Facts for the run directory about the step that a scalar logged now would belong to."""
         if self.open or self.step is None:
             self._tags.update(tags)
-        elif (flight := self._flights.newest(self._ended)) is not None:
+        elif (flight := self._in_flight) is not None:
             flight.tags.update(tags)
         else:
             self.ledger.tag(tags)

@@ -16,10 +16,11 @@ from ..errors import NotMeasurable
 NARROW = frozenset({torch.float32, torch.bfloat16, torch.float16})
 #: Dtypes of real numbers that copy to float64.
 REAL = NARROW | {torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-_PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
+#: Types whose elements are in memory as they are; nn.Buffer makes plain tensors.
+PLAIN = frozenset({Tensor, nn.Parameter})
 _DTYPE, _IS_CPU, _LAYOUT, _IS_NESTED = map(attrgetter, ("dtype", "is_cpu", "layout", "is_nested"))
 _STRIDED = frozenset({torch.strided})
-_is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def accumulator_dtype(device: torch.device) -> torch.dtype:
@@ -30,24 +31,24 @@ def accumulator_dtype(device: torch.device) -> torch.dtype:
 def is_plain(tensor: Tensor) -> bool:
     """Whether ``tensor`` is an ordinary dense one on the CPU with real numbers, which is cheap to see."""
     return (
-        type(tensor) in _PLAIN
+        type(tensor) in PLAIN
         and tensor.dtype in REAL
         and tensor.is_cpu
         and tensor.layout is torch.strided
         and not tensor.is_nested
-        and not _is_functorch_wrapped(tensor)
+        and not is_functorch_wrapped(tensor)
     )
 
 
 def are_plain(tensors: Sequence[Tensor]) -> bool:
     """Whether :func:`is_plain` holds for each of ``tensors``, without a call for each."""
     return (
-        _PLAIN.issuperset(map(type, tensors))
+        PLAIN.issuperset(map(type, tensors))
         and REAL.issuperset(map(_DTYPE, tensors))
         and all(map(_IS_CPU, tensors))
         and _STRIDED.issuperset(map(_LAYOUT, tensors))
         and not any(map(_IS_NESTED, tensors))
-        and not any(map(_is_functorch_wrapped, tensors))
+        and not any(map(is_functorch_wrapped, tensors))
     )
 
 
@@ -55,7 +56,7 @@ def refusal(tensor: Tensor) -> str | None:
     """Why ``tensor`` cannot be measured, or None where it can."""
     if is_plain(tensor):
         return None
-    if _is_functorch_wrapped(tensor):
+    if is_functorch_wrapped(tensor):
         return "inside a torch.func transform"
     if hasattr(tensor, "_local_tensor") or hasattr(tensor, "_local_shards"):
         return "a sharded tensor (DTensor); sharded training is not measured yet"

@@ -24,13 +24,13 @@ from itertools import accumulate
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import eager
 from .eager import DEFAULT_EPS
 from .kernels import INTERPRETED, merged_rows, rows_of_chunks
 from .moments import ALL_COLUMNS, WIDTH, Column
-from .reading import threshold
+from .reading import PLAIN, is_functorch_wrapped, threshold
 
 #: Elements per program of the first kernel: 64 to 256 kB, so that ten million elements still give 306 programs.
 CHUNK = 1 << 15
@@ -42,8 +42,6 @@ _LANES = 128
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 #: Tables that are kept; a list of tensors has two.
 _KEPT = 32
-_PLAIN = frozenset({Tensor, nn.Parameter})
-_is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 class TritonStatistics:
@@ -176,12 +174,12 @@ def supports(tensor: Tensor, minus: Tensor | None = None, device: torch.device |
 def _readable(tensor: Tensor, device: torch.device) -> bool:
     """Whether the elements are in memory on ``device`` as they are, so that a kernel can be given their address."""
     return (
-        type(tensor) in _PLAIN
+        type(tensor) in PLAIN
         and (tensor.is_cpu if INTERPRETED else tensor.is_cuda)
         and tensor.device == device
         and tensor.layout is torch.strided
         and not tensor.is_nested
-        and not _is_functorch_wrapped(tensor)
+        and not is_functorch_wrapped(tensor)
         and not tensor.is_neg()
         and (tensor.data_ptr() != 0 or tensor.numel() == 0)
     )
