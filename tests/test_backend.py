@@ -151,7 +151,7 @@ class TestCompiled:
     def test_a_difference_needs_no_more_scratch_than_with_stock_operations(self, fused: Any) -> None:
         x = torch.randn(5_000_000)
         fused.measure([x], minus=[torch.ones_like(x)])
-        assert fused._scratch["block", torch.float32].nbytes < 4e6
+        assert fused._scratch["block", torch.float32].nbytes < x.nbytes / 3
 
     def test_the_kernel_is_compiled_once_for_all_sizes(self, fused: Any) -> None:
         with torch._dynamo.config.patch(error_on_recompile=True):

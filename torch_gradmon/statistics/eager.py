@@ -24,9 +24,9 @@ from .moments import ALL_COLUMNS, Column, from_columns, identity
 from .packing import CAPACITY, Chunk, Layout
 from .reading import threshold
 
-#: Elements per block and thread on CPU: 2 MB of float32 beside as much scratch, which the second- and third-level caches hold.
+#: Elements per block and thread on CPU: 4 MB of float32 beside as much scratch, which the third-level cache holds.
 #: Smaller blocks cost more in calls than they save in cache misses.
-CPU_BLOCK = 1 << 19
+CPU_BLOCK = 1 << 20
 #: Up to so many elements a tensor is packed: then copying it costs less than a dozen calls for it alone.
 SMALL = 1 << 17
 #: The same for float64: what many rows add up to would be too rough for the std of a constant, which is the root of an error.
@@ -260,7 +260,7 @@ def _is_wide(batch: Batch, index: int) -> bool:
 
 def _threads() -> int:
     # beyond that blocks would be large beside any cache, and counts of them no longer exact in float32
-    return min(torch.get_num_threads(), 16)
+    return min(torch.get_num_threads(), 8)
 
 
 def _even_share(length: int, size: int) -> int:

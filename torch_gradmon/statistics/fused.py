@@ -15,10 +15,10 @@ from torch import Tensor
 from .batch import Batch, Request
 from .eager import DEFAULT_EPS, Eager, Found
 from .moments import ALL_COLUMNS, Column
-from .reading import NARROW, threshold
+from .reading import LANES, NARROW, threshold
 
-#: Elements per row of the kernel: sums in float32 run over this many, and go on in float64.
-_ROW = 256
+#: Elements per row of the kernel: sums in float32 run over this many, one vector register after the other, and go on in float64.
+_ROW = 32 * LANES
 #: Elements per call, which costs some 50 microseconds; the kernel needs no scratch memory.
 _CALL = 1 << 24
 #: What the kernel returns, in order.

@@ -16,6 +16,8 @@ from ..errors import NotMeasurable
 NARROW = frozenset({torch.float32, torch.bfloat16, torch.float16})
 #: Dtypes of real numbers that copy to float64.
 REAL = NARROW | {torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+#: Float32 numbers in a vector register of the CPU, as torch's kernels use them; at least those of AVX2.
+LANES = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 #: Types whose elements are in memory as they are; nn.Buffer makes plain tensors.
 PLAIN = frozenset({Tensor, nn.Parameter})
 _DTYPE, _IS_CPU, _LAYOUT, _IS_NESTED = map(attrgetter, ("dtype", "is_cpu", "layout", "is_nested"))
