@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -26,6 +27,31 @@ class Request:
     columns: frozenset[Column]
     eps: float
     inverse_scale: Tensor | None
+
+    @cached_property
+    def squares(self) -> bool:
+        """Whether squares are to be summed."""
+        return Column.SQUARE_SUM in self.columns
+
+    @cached_property
+    def magnitudes(self) -> bool:
+        """Whether a column of magnitudes is needed."""
+        return not self.columns.isdisjoint((Column.ABS_SUM, Column.NEAR_ZERO))
+
+    @cached_property
+    def near_zero(self) -> bool:
+        """Whether small magnitudes are to be counted."""
+        return Column.NEAR_ZERO in self.columns
+
+    @cached_property
+    def extremes(self) -> bool:
+        """Whether an extreme is needed."""
+        return not self.columns.isdisjoint((Column.MIN, Column.MAX))
+
+    @cached_property
+    def sums(self) -> bool:
+        """Whether elements are to be summed: also where nothing else would show that one is not finite."""
+        return Column.SUM in self.columns or not (self.squares or self.magnitudes or self.extremes)
 
     def unscaled(self, values: Tensor) -> Tensor:
         """``values`` times the inverse scale: in float32 as ``GradScaler.unscale_`` does, float64 for wider input."""

@@ -40,11 +40,9 @@ RUN = 1 << 8
 DEFAULT_EPS = 1e-8
 #: Tensors in all packing plans that are kept.
 _KEPT = 20_000
-_EXTREMES = frozenset({Column.MIN, Column.MAX})
-_MAGNITUDES = frozenset({Column.ABS_SUM, Column.NEAR_ZERO})
-_WITNESSES = frozenset({Column.SUM, Column.SQUARE_SUM}) | _EXTREMES | _MAGNITUDES
 
-Found = Iterator[tuple[Column, Tensor]]
+#: What was seen of a block, or of all rows of a chunk: some of the columns.
+Look = dict[Column, Tensor]
 
 
 def measure(
@@ -144,15 +142,13 @@ class Eager:
 
     def _packed(self, batch: Batch, request: Request, dtype: torch.dtype, run: int) -> Tensor:
         layout = self._layout([tensor.shape for tensor in batch.values], run)
-        found: dict[Column, list[Tensor]] = {}
-        for chunk in layout.chunks:
-            table = self._table(chunk, batch, request, dtype, run)
-            for column, value in self._look_at_rows(table, chunk, request):
-                found.setdefault(column, []).append(value)
-        columns = {column: values[0] if len(values) == 1 else torch.cat(values) for column, values in found.items()}
+        looks = [self._look_at_rows(self._table(chunk, batch, request, dtype, run), chunk, request) for chunk in layout.chunks]
+        columns = looks[0]
+        if len(looks) > 1:
+            columns = {column: torch.cat([look[column] for look in looks]) for column in columns}
         rows = from_columns(columns, layout.owners, len(batch.values))
         rows[:, Column.COUNT] = layout.counts
-        if Column.NEAR_ZERO in columns:
+        if request.near_zero:
             rows[:, Column.NEAR_ZERO] -= layout.padded
         return rows
 
@@ -180,38 +176,39 @@ class Eager:
             buffer[:size].sub_(other[:size])
         return buffer[:size].view(-1, run)
 
-    def _look_at_rows(self, table: Tensor, chunk: Chunk, request: Request) -> Found:
+    def _look_at_rows(self, table: Tensor, chunk: Chunk, request: Request) -> Look:
         """Columns of the rows of a packed chunk, each ``[chunk.rows]``."""
-        columns, dtype = request.columns, table.dtype
+        found: Look = {}
+        dtype = table.dtype
         scratch = self._buffer("rows", dtype, CAPACITY)[: table.numel()].view(table.shape)
-        if Column.SQUARE_SUM in columns:
-            yield Column.SQUARE_SUM, torch.mul(table, table, out=scratch).sum(dim=1)
-        if Column.SUM in columns or not columns & _WITNESSES:
-            yield Column.SUM, table.sum(dim=1)
-        if _MAGNITUDES & columns:
+        if request.squares:
+            found[Column.SQUARE_SUM] = torch.mul(table, table, out=scratch).sum(dim=1)
+        if request.sums:
+            found[Column.SUM] = table.sum(dim=1)
+        if request.magnitudes:
             magnitude = torch.abs(table, out=scratch)
-            yield Column.ABS_SUM, magnitude.sum(dim=1)
-            if Column.NEAR_ZERO in columns:
-                yield Column.NEAR_ZERO, magnitude.le_(threshold(request.eps, dtype)).sum(dim=1)
-        if _EXTREMES & columns:
+            found[Column.ABS_SUM] = magnitude.sum(dim=1)
+            if request.near_zero:
+                found[Column.NEAR_ZERO] = magnitude.le_(threshold(request.eps, dtype)).sum(dim=1)
+        if request.extremes:
             chunk.pad(table.view(-1), torch.inf)
-            yield Column.MIN, table.amin(dim=1)
+            found[Column.MIN] = table.amin(dim=1)
             chunk.pad(table.view(-1), -torch.inf)
-            yield Column.MAX, table.amax(dim=1)
+            found[Column.MAX] = table.amax(dim=1)
+        return found
 
     # --- large tensors -------------------------------------------------------------------------------------------------------------
 
     def _by_block(self, batch: Batch, request: Request, dtype: torch.dtype) -> Tensor:
         owners: list[int] = []
         counts: list[int] = []
-        found: dict[Column, list[Tensor]] = {}
+        looks: list[Look] = []
         for index in range(len(batch.values)):
             for block in self._blocks(batch, index, request, dtype):
                 owners.append(index)
                 counts.append(block.numel())
-                for column, value in self._look(block, request):
-                    found.setdefault(column, []).append(value)
-        columns = {column: torch.stack(values) for column, values in found.items()}
+                looks.append(self._look(block, request))
+        columns = {column: torch.stack([look[column] for look in looks]) for column in looks[0]}
         columns[Column.COUNT] = torch.tensor(counts, dtype=torch.float64, device="cpu")
         return from_columns(columns, None if len(owners) == len(batch.values) else owners, len(batch.values))
 
@@ -227,24 +224,27 @@ class Eager:
                 block.sub_(minus[start : start + size].to(dtype))
             yield block
 
-    def _look(self, block: Tensor, request: Request) -> Found:
+    def _look(self, block: Tensor, request: Request) -> Look:
         """Columns of a block, each 0-d. What computes most comes first, and hides the reads from memory."""
-        columns = request.columns
-        if Column.SQUARE_SUM in columns:
-            yield Column.SQUARE_SUM, _sum_of_squares(block)
-        if _EXTREMES & columns:
+        found: Look = {}
+        wide = block.dtype == torch.float64
+        table, rest = (block, None) if wide else _runs(block)
+        if request.squares:
+            found[Column.SQUARE_SUM] = table.square().sum() if wide else _sum_of_squares(table, rest)
+        if request.extremes:
             # aminmax is one call, and slower than the two
-            yield Column.MIN, block.amin()
-            yield Column.MAX, block.amax()
-        if Column.SUM in columns or not columns & _WITNESSES:
-            yield Column.SUM, _sum(block)
-        if _MAGNITUDES & columns:
+            found[Column.MIN] = block.amin()
+            found[Column.MAX] = block.amax()
+        if request.sums:
+            found[Column.SUM] = table.sum() if wide else _sum(table, rest)
+        if request.magnitudes:
             size = block.numel()
             magnitude = torch.abs(block, out=self._buffer("magnitude", block.dtype, size)[:size])
-            yield Column.ABS_SUM, _sum(magnitude)
-            if Column.NEAR_ZERO in columns:
+            found[Column.ABS_SUM] = magnitude.sum() if wide else _sum(*_runs(magnitude))
+            if request.near_zero:
                 # in place and in floating point: into a boolean tensor the comparison costs several times as much
-                yield Column.NEAR_ZERO, magnitude.le_(threshold(request.eps, block.dtype)).sum()
+                found[Column.NEAR_ZERO] = magnitude.le_(threshold(request.eps, block.dtype)).sum()
+        return found
 
     def _buffer(self, use: str, dtype: torch.dtype, size: int) -> Tensor:
         buffer = self._scratch.get((use, dtype))
@@ -275,20 +275,14 @@ def _runs(block: Tensor) -> tuple[Tensor, Tensor | None]:
     return (block.view(-1, RUN), None) if whole == block.numel() else (block[:whole].view(-1, RUN), block[whole:])
 
 
-def _sum(block: Tensor) -> Tensor:
+def _sum(table: Tensor, rest: Tensor | None) -> Tensor:
     """In float64 but for runs of RUN elements, so that what float32 loses stays below 1e-6 of the magnitudes whatever they are."""
-    if block.dtype == torch.float64:
-        return block.sum()
-    table, rest = _runs(block)
     total = table.sum(dim=1).double().sum()
     return total if rest is None else total + rest.sum()
 
 
-def _sum_of_squares(block: Tensor) -> Tensor:
+def _sum_of_squares(table: Tensor, rest: Tensor | None) -> Tensor:
     """The same for squares. In long float32 sums, as in torch's norms, the error grows with the length."""
-    if block.dtype == torch.float64:
-        return block.square().sum()
-    table, rest = _runs(block)
     norms = torch.linalg.vector_norm(table, dim=1)
     if rest is not None:
         norms = torch.cat([norms, torch.linalg.vector_norm(rest).unsqueeze(0)])

@@ -13,7 +13,7 @@ import torch._dynamo
 from torch import Tensor
 
 from .batch import Batch, Request
-from .eager import DEFAULT_EPS, Eager, Found
+from .eager import DEFAULT_EPS, Eager, Look
 from .moments import ALL_COLUMNS, Column
 from .reading import LANES, NARROW, threshold
 
@@ -64,12 +64,13 @@ class Fused(Eager):
         if whole < values.numel():
             yield values[whole:]
 
-    def _look(self, block: Tensor, request: Request) -> Found:
+    def _look(self, block: Tensor, request: Request) -> Look:
         if block.dtype not in NARROW:
             return super()._look(block, request)
         if block.numel() % _ROW or block.numel() < 2 * _ROW:  # the end of a tensor, which has to have what the kernel gives
             return super()._look(block.float(), replace(request, columns=ALL_COLUMNS))
-        return zip(_COLUMNS, self._kernel(threshold(request.eps, torch.float32))(block.view(-1, _ROW)).unbind(0), strict=True)
+        found = self._kernel(threshold(request.eps, torch.float32))(block.view(-1, _ROW))
+        return dict(zip(_COLUMNS, found.unbind(0), strict=True))
 
 
 def _kernel(limit: float) -> Callable[[Tensor], Tensor]:
