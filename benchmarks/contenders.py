@@ -99,7 +99,9 @@ CONTENDERS = {
     "triton": Contender("torch_gradmon, Triton, all statistics, no keys", _triton, ours=True),
     "monitor": Contender("torch_gradmon.ModuleMonitor, five metrics by key", _monitor, ours=True),
     "exact_clip": Contender("torch_gradmon, clip_grad_norm_(exact=True)", _exact_clip, ours=True),
-    "exact_clip_measured": Contender("torch_gradmon, clip_grad_norm_(exact=True) and all statistics", _exact_clip_measured, ours=True),
+    "exact_clip_measured": Contender(
+        "torch_gradmon, clip_grad_norm_(exact=True) and all statistics", _exact_clip_measured, ours=True
+    ),
     "torch_clip": Contender("torch.nn.utils.clip_grad_norm_", rivals.torch_clip),
     "naive_loop": Contender("naive loop, six values by .item()", rivals.naive_loop),
     "torch_module_monitor": Contender("torch-module-monitor, five metrics", rivals.torch_module_monitor),

@@ -24,7 +24,7 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path) -> None:
         for section in sections
     ]
     heights = [len(section["contenders"]) + 1.5 for _, section in panels]
-    with matplotlib.rc_context({"svg.hashsalt": "benchmark", "text.color": _TEXT, "font.size": 9}):
+    with matplotlib.rc_context({"svg.hashsalt": "benchmark", "svg.fonttype": "none", "text.color": _TEXT, "font.size": 9}):
         drawing = Figure(figsize=(9, 0.24 * sum(heights)), layout="constrained")
         axes = drawing.subplots(len(panels), 1, height_ratios=heights, squeeze=False, sharex=True)
         for (title, section), axis in zip(panels, axes[:, 0], strict=True):
