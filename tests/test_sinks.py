@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import math
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,10 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, JsonlSink, ModuleMonitor
+from torch_gradmon.errors import Complaints
+from torch_gradmon.record import Event
+from torch_gradmon.sinks import Outlet, delivery
+from torch_gradmon.sinks.delivery import Delivery
 
 from .families import BY_NAME
 
@@ -172,28 +178,209 @@ def test_a_value_logged_after_the_optimizers_step_is_in_the_row_of_that_step() -
 # --- what a failing sink does ------------------------------------------------------------------------------------------------------
 
 
-def test_a_sink_that_fails_once_is_tried_again(monitor: ModuleMonitor) -> None:
+def test_what_a_sink_fails_to_take_is_tried_again_and_comes_in_order(monitor: ModuleMonitor) -> None:
     flaky, other = Recorder(failing={1, 2, 5}), Recorder()
     monitor.add_sink(flaky)
     monitor.add_sink(other)
-    with pytest.warns(GradmonWarning, match=r"sink Recorder failed in step 1; training goes on.*network is down") as caught:
-        _steps(monitor, 8)
-    assert len(caught) == 1
-    assert flaky.steps == [0, 3, 4, 6, 7]
-    assert other.steps == list(range(8))
-    assert sum(monitor.complaints().values()) == 3
+    _steps(monitor, 8)
+    monitor.detach()
+    assert flaky.steps == other.steps == list(range(8))
+    assert flaky.calls == 8 + 3
+    assert monitor.complaints() == {}
 
 
-def test_a_sink_that_fails_three_times_in_a_row_is_dropped_and_what_it_lost_is_counted(monitor: ModuleMonitor) -> None:
+def test_a_sink_that_fails_at_the_end_is_told(monitor: ModuleMonitor) -> None:
+    flaky = Recorder(failing=set(range(3, 100)))
+    monitor.add_sink(flaky)
+    _steps(monitor, 5)
+    with pytest.warns(GradmonWarning, match=r"the sink Recorder failed 3 times in a row, first with step 3"):
+        monitor.detach()
+    assert monitor.complaints() == {"sink:Recorder": 2}
+
+    short = Recorder(failing=set(range(4, 100)))
+    monitor.add_sink(short)
+    _steps(monitor, 5, start=10)
+    with pytest.warns(GradmonWarning, match=r"the last 1 rows for the sink Recorder could not be sent"):
+        monitor.detach()
+
+
+def test_a_sink_that_fails_three_times_in_a_row_is_dropped_and_what_it_lost_is_counted(
+    monitor: ModuleMonitor, tmp_path: Path
+) -> None:
     broken, other = Recorder(failing=set(range(100))), Recorder()
     monitor.add_sink(broken)
     monitor.add_sink(other)
-    with pytest.warns(GradmonWarning, match="after 3 failures in a row the sink is dropped") as caught:
+    with pytest.warns(GradmonWarning, match=r"failed 3 times in a row.*is dropped; training goes on \(Conn") as caught:
         _steps(monitor, 10)
+        monitor.detach()
     assert len(caught) == 1
     assert broken.calls == 3
     assert other.steps == list(range(10))
-    assert sum(monitor.complaints().values()) == 10
+    assert monitor.complaints() == {"sink:Recorder": 10}
+
+
+def test_what_a_dropped_sink_missed_is_in_the_run_directory(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    monitor = ModuleMonitor(model, run_dir=tmp_path / "run")
+    monitor.add_sink(Recorder(failing=set(range(100))))
+    with pytest.warns(GradmonWarning, match=r"is dropped.*; all rows are in the run directory '.*run'"):
+        _steps(monitor, 6)
+    monitor.detach()
+    assert gradmon.load_run(tmp_path / "run").series("x") == {step: step for step in range(6)}
+
+
+# --- slow sinks --------------------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Time that passes only when somebody says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(delivery.time, "perf_counter", lambda: self.now)
+
+
+def _slow_rows(clock: Clock, seconds: float, training: float, complaints: Complaints, count: int = 6) -> int:
+    taken = []
+
+    def call() -> None:
+        clock.now += seconds
+        taken.append(clock.now)
+
+    sent = Delivery("Slow", complaints)
+    for step in range(count):
+        clock.now += training
+        sent.put(step, call)
+    return len(taken)
+
+
+def test_a_sink_that_takes_longer_than_training_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    complaints = Complaints()
+    with pytest.warns(GradmonWarning, match=r"the sink Slow took 2.0 s for a row, longer than training.*thread=True") as caught:
+        assert _slow_rows(Clock(monkeypatch), 2.0, 0.1, complaints) == 4  # the first may set itself up
+    assert len(caught) == 1
+    assert complaints.counts["sink:Slow"] == 2
+
+
+@pytest.mark.parametrize(("seconds", "training"), [(0.4, 0.01), (5.0, 6.0)], ids=["short", "shorter than training"])
+def test_a_sink_that_holds_nobody_up_is_kept(seconds: float, training: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _slow_rows(Clock(monkeypatch), seconds, training, Complaints()) == 6
+
+
+def test_in_a_thread_a_sink_may_hang_and_training_does_not_wait(monitor: ModuleMonitor) -> None:
+    gate = threading.Event()
+    rows: list[int] = []
+    threads = set()
+
+    def hanging(values: dict[str, float], step: int) -> None:
+        gate.wait(30)
+        threads.add(threading.current_thread().name)
+        rows.append(step)
+
+    monitor.add_sink(hanging, thread=True)
+    _steps(monitor, 20)
+    assert rows == []  # and all steps are done
+    gate.set()
+    monitor.detach()
+    assert rows == list(range(20))
+    assert threads == {"torch_gradmon hanging"}
+    assert monitor.complaints() == {}
+
+
+def test_in_a_thread_what_fails_is_tried_again_too(monitor: ModuleMonitor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "_PAUSE", 0.001)
+    flaky = Recorder(failing={1, 2, 5})
+    monitor.add_sink(flaky, thread=True)
+    _steps(monitor, 8)
+    monitor.detach()
+    assert flaky.steps == list(range(8))
+
+
+def test_in_a_thread_a_broken_sink_is_dropped(monitor: ModuleMonitor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "_PAUSE", 0.001)
+    broken = Recorder(failing=set(range(100)))
+    monitor.add_sink(broken, thread=True)
+    with pytest.warns(GradmonWarning, match="failed 3 times in a row"):
+        _steps(monitor, 8)
+        monitor.detach()
+    assert broken.calls == 3
+    assert monitor.complaints() == {"sink:Recorder": 8}
+
+
+def test_in_a_thread_too_many_rows_are_lost_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, complaints = threading.Event(), Complaints()
+    monkeypatch.setattr(delivery, "CAPACITY", 5)
+    sent = delivery.ThreadedDelivery("Stuck", complaints, "the run directory 'x'")
+    taken: list[int] = []
+
+    def call(step: int) -> None:
+        gate.wait(30)
+        taken.append(step)
+
+    with pytest.warns(GradmonWarning, match=r"so slow that 5 rows wait for it.*all rows are in the run directory 'x'") as caught:
+        for step in range(20):
+            sent.put(step, functools.partial(call, step))
+    assert len(caught) == 1
+    gate.set()
+    sent.close()
+    assert len(taken) + complaints.counts["sink:Stuck"] == 20
+    assert taken == list(range(len(taken)))
+
+
+# --- what else a sink gets ---------------------------------------------------------------------------------------------------------
+
+
+def test_between_two_rows_no_spike_of_the_norm_is_lost() -> None:
+    sent = Recorder()
+    outlet = Outlet(sent, None, 5, Complaints())
+    norms = [1.0, 9.0, 1.0, 1.0, 1.0, 2.0, 1.0, 3.0, 7.0, 1.0, 1.0, math.inf, 1.0, math.nan, 50.0, 4.0]
+    for step, norm in enumerate(norms):
+        outlet.send({"gradmon/grad_norm": norm, "x": 0.0}, step)
+    largest = [values["gradmon/grad_norm_max"] for _, values in sent.rows]
+    assert largest[:3] == [1.0, 9.0, 7.0]
+    assert math.isnan(largest[3])
+    assert [values["gradmon/grad_norm"] for _, values in sent.rows] == norms[::5]
+
+
+@pytest.mark.parametrize(("keys", "expected"), [("grad_norm$", {"gradmon/grad_norm", "gradmon/grad_norm_max"}), ("x", {"x"})])
+def test_the_largest_norm_goes_where_the_norm_goes(keys: str, expected: set[str]) -> None:
+    sent = Recorder()
+    outlet = Outlet(sent, keys, 2, Complaints())
+    outlet.send({"gradmon/grad_norm": 1.0, "x": 0.0}, 0)
+    assert sent.rows[0][1].keys() == expected
+
+
+def test_every_step_has_its_own_norm() -> None:
+    sent = Recorder()
+    Outlet(sent, None, 1, Complaints()).send({"gradmon/grad_norm": 1.0}, 0)
+    assert sent.rows == [(0, {"gradmon/grad_norm": 1.0})]
+
+
+def test_a_sink_is_told_of_spikes_whatever_keys_and_every_say(monitor: ModuleMonitor) -> None:
+    told: list[tuple[int, str]] = []
+
+    class Listener(Recorder):
+        def log_spike(self, event: Event, text: str) -> None:
+            told.append((event.step, text))
+
+    monitor.add_detector(gradmon.SpikeDetector(signal="loss"))
+    monitor.add_sink(Listener(), keys="nothing", every=1000)
+    for step in range(60):
+        monitor.begin_step(step)
+        monitor.log_scalar("loss", 100.0 if step == 50 else 1.0 + step % 3 / 10)
+        monitor.end_step()
+    monitor.detach()
+    assert [step for step, _ in told] == [50]
+    assert told[0][1].startswith("step 50: loss = 100 lies")
+
+
+def test_jsonl_goes_on_behind_a_line_that_was_cut_short(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0, "x": 1.0}\n{"step": 1, "x"')
+    sink = JsonlSink(path)
+    sink.log({"x": 2.0}, 2)
+    sink.close()
+    assert path.read_text().splitlines() == ['{"step": 0, "x": 1.0}', '{"step": 1, "x"', '{"step": 2, "x": 2.0}']
 
 
 def test_a_sink_that_cannot_be_closed_is_told_and_nothing_more(monitor: ModuleMonitor) -> None:
@@ -222,7 +409,7 @@ def _trained(sink: object | None) -> list[Tensor]:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 def test_a_full_disk_warns_once_and_training_is_unchanged() -> None:
     sink = JsonlSink("/dev/full")
-    with pytest.warns(GradmonWarning, match=r"JsonlSink failed in step 0.*No space left") as caught:
+    with pytest.warns(GradmonWarning, match=r"JsonlSink failed 3 times in a row, first with step 0.*No space left") as caught:
         watched = _trained(sink)
     assert len(caught) == 1
     assert all(torch.equal(a, b) for a, b in zip(watched, _trained(None), strict=True))

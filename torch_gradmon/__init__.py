@@ -5,7 +5,7 @@ from .errors import GradmonWarning, SpikeError
 from .mixin import MonitorMixin
 from .monitor import ModuleMonitor
 from .run import Run, load_run
-from .sinks import JsonlSink
+from .sinks import JsonlSink, TensorBoardSink, TrackioSink, WandbSink
 from .spikes import SpikeDetector
 from .watch import watch
 
@@ -19,6 +19,9 @@ __all__ = [
     "Run",
     "SpikeDetector",
     "SpikeError",
+    "TensorBoardSink",
+    "TrackioSink",
+    "WandbSink",
     "load_run",
     "monitor_scaled_dot_product_attention",
     "watch",

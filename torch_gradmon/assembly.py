@@ -6,12 +6,12 @@ import time
 from collections.abc import Iterable, Mapping, Sequence, Set
 
 from . import names as n
-from .layers import Layers, top_shares
+from .layers import Layers
 from .metric import Metric
 from .names import Key
 from .plan import SourcePlan
-from .record import Event, StepRecord, Table
-from .statistics.moments import ALWAYS, VIEWS, Column
+from .record import StepRecord, Table
+from .statistics.moments import ALWAYS, VIEWS
 from .summary import Facts, Summary
 from .summary import key as summary_key
 
@@ -66,20 +66,6 @@ def _derived(viewed: Iterable[Key], tables: Mapping[str, Table]) -> frozenset[Ke
         if view.columns <= table.columns | ALWAYS
     }
     return frozenset(key for key in viewed if (key.source, key.metric) in possible and key.name in names[key.source])
-
-
-def describe(event: Event, record: StepRecord) -> str:
-    """A spike in words: what, how far from normal, and which parameters hold most of the gradient."""
-    words = f"step {event.step}: {event.reason}"
-    table = record.tables.get(n.GRADIENT_BEFORE_CLIP)
-    if table is None:
-        return words
-    spoiled = [name for name, count in zip(table.names, table.rows[:, Column.NONFINITE].tolist(), strict=True) if count]
-    if spoiled:
-        shown = ", ".join(spoiled[:3]) + (f" and {len(spoiled) - 3} more" if len(spoiled) > 3 else "")
-        return f"{words}; NaN or Inf in the gradient of {shown}"
-    top = ", ".join(f"{name} {share:.0%}" for name, share in top_shares(table, 3))
-    return f"{words}; of the squared norm hold {top}" if top else words
 
 
 def missing(

@@ -51,9 +51,13 @@ class Complaints:
         if self.raising and error is not None:
             raise error
         if self.counts[cause] == 1:
-            detail = f" ({type(error).__name__}: {error})" if error is not None else ""
-            # stacklevel is of no use here: the callers are hooks, below them stands the user's optimizer.step() or backward()
-            warnings.warn(f"torch_gradmon: {message}{detail}", GradmonWarning, stacklevel=2)
+            self.say(message, error)
+
+    def say(self, message: str, error: BaseException | None = None) -> None:
+        """Warn."""
+        detail = f" ({type(error).__name__}: {error})" if error is not None else ""
+        # stacklevel is of no use here: the callers are hooks, below them stands the user's optimizer.step() or backward()
+        warnings.warn(f"torch_gradmon: {message}{detail}", GradmonWarning, stacklevel=3)
 
 
 def display(value: object, width: int = 80) -> str:

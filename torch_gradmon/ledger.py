@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .assembly import describe, missing
+from .assembly import missing
 from .errors import GradmonWarning, SpikeError
 from .guard import Guard
-from .layers import Layers
+from .layers import Layers, describe
 from .merging import Aggregation
 from .metric import Metric
 from .names import Key

@@ -259,17 +259,28 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
 
     # --- outlets -------------------------------------------------------------------------------------------------------------
 
-    def add_sink(self, sink: Any, keys: str | re.Pattern[str] | None = None, every: int = 1, *, deferred: bool = False) -> None:
+    def add_sink(
+        self,
+        sink: Any,
+        keys: str | re.Pattern[str] | None = None,
+        every: int = 1,
+        *,
+        deferred: bool = False,
+        thread: bool = False,
+    ) -> None:
         """Send every step's values to ``sink``; see :class:`torch_gradmon.sinks.Outlet`. A sink never stops the training.
 
         A step's values go out when the next step begins, which waits for the end of the step on the GPU. With ``deferred=True``
-        they may come one step later, and nothing waits; on the CPU it makes no difference.
+        they may come one step later, and nothing waits; on the CPU it makes no difference. What a sink fails to take is tried
+        again with the next row; after three failures in a row, or three rows that took longer than training itself, it is
+        dropped with a warning. With ``thread=True`` a slow one is called in a thread of its own, and training does not wait.
 
         Raises:
             TypeError: it has no ``log(dict, step=)`` or ``log_metrics(dict, step=)`` and is not callable.
             ValueError: ``keys`` is no valid pattern, or ``every`` no positive int.
         """
-        self._session.ledger.outbox.outlets.append(Outlet(sink, keys, every, self._session.guard.complaints, deferred))
+        outbox = self._session.ledger.outbox
+        outbox.outlets.append(Outlet(sink, keys, every, self._session.guard.complaints, deferred, thread, outbox.place))
 
     def add_detector(self, detector: SpikeDetector) -> None:
         """Feed ``detector`` with the whole-model value, or the scalar logged by hand, that its ``signal`` names.

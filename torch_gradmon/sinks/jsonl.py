@@ -38,7 +38,10 @@ class JsonlSink:
         """Append one line and hand it to the operating system, so that it survives the end of this process."""
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            broken = _ends_within_a_line(self.path)
             self._file = self.path.open("a", encoding="utf-8")
+            if broken:
+                self._file.write("\n")
         row: dict[str, float | str] = {"step": step, **{key: _plain(value) for key, value in values.items()}}
         row["step"] = step  # also where somebody logs a value of that name
         line = json.dumps(row, allow_nan=False)
@@ -56,6 +59,15 @@ class JsonlSink:
         if self._file is not None:
             file, self._file = self._file, None
             file.close()
+
+
+def _ends_within_a_line(path: Path) -> bool:
+    """Whether a crash or a full disk cut the last line short; what follows would be lost with it."""
+    if not path.is_file() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
 
 
 def _abandon(file: IO[str]) -> None:

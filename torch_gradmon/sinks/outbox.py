@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import Complaints
+from ..layers import describe
 from ..record import StepRecord
 from ..store import RunStore
-from .outlet import PATIENCE, Outlet
+from .delivery import PATIENCE
+from .outlet import Outlet
 
 
 class Outbox:
@@ -41,6 +43,11 @@ class Outbox:
     def stores(self) -> bool:
         """Whether there is a run directory."""
         return self._run_dir is not None
+
+    @property
+    def place(self) -> str:
+        """The run directory in words, empty without one."""
+        return f"the run directory {os.fspath(self._run_dir)!r}" if self._run_dir is not None else ""
 
     def is_awaited(self, step: int) -> bool:
         """Whether a sink wants the values of ``step`` as soon as the next one begins."""
@@ -74,8 +81,11 @@ class Outbox:
         if self._waiting is not None:
             (record, shown), self._waiting = self._waiting, None
             values = shown() if self.outlets else {}
+            texts = [(event, describe(event, record)) for event in record.events] if self.outlets else []
             for outlet in self.outlets:
                 outlet.send(values, record.step)
+                for event, text in texts:
+                    outlet.send_spike(event, text)
 
     def _write(self, record: StepRecord, amend: bool) -> None:
         if self._run_dir is None or self._failures >= PATIENCE:

@@ -1,27 +1,38 @@
-"""An outlet stands between the monitor and one sink: it filters keys, thins steps, and keeps the sink's failures from training."""
+"""An outlet stands between the monitor and one sink: it filters keys and thins steps; a :class:`Delivery` does the rest."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from ..errors import Complaints, display
+from ..errors import Complaints
 from ..names import compile_pattern
+from ..record import Event
+from .adapters import adapted, name_of, sender
+from .delivery import Delivery, ThreadedDelivery
 
-#: Failures in a row after which a sink is dropped.
-PATIENCE = 3
+_NORM = "gradmon/grad_norm"
+#: What is put behind the key of the gradient norm for the largest one since the last row.
+LARGEST = "_max"
 
 
 class Outlet:
     """One sink with its filter.
 
     Args:
-        sink: an object with ``log(dict, step=)`` or ``log_metrics(dict, step=)``, or a callable of the same arguments.
+        sink: an object with ``log(dict, step=)`` or ``log_metrics(dict, step=)``, or a callable of the same arguments. A W&B
+            run, a ``SummaryWriter``, and the modules ``wandb``, ``trackio`` and ``mlflow`` get the sink that is made for them.
+            If it has a method ``log_spike(event, text)``, that is called for each spike, whatever ``keys`` and ``every`` say.
         keys: a pattern; only keys in which it is found are sent.
-        every: only steps that are divisible by it are sent.
+        every: only steps that are divisible by it are sent. Where that is more than 1, each row has beside
+            ``gradmon/grad_norm`` the largest one since the row before, as ``gradmon/grad_norm_max``.
         complaints: where failures are reported, each under ``sink:{class}``.
         deferred: values may come one step late, so that nothing waits for the device.
+        thread: call the sink in a thread of its own.
+        kept: where else lost rows can be found, for the message.
 
     Raises:
         TypeError: ``sink`` is none of these.
@@ -29,63 +40,58 @@ class Outlet:
     """
 
     def __init__(
-        self, sink: Any, keys: str | re.Pattern[str] | None, every: int, complaints: Complaints, deferred: bool = False
+        self,
+        sink: Any,
+        keys: str | re.Pattern[str] | None,
+        every: int,
+        complaints: Complaints,
+        deferred: bool = False,
+        thread: bool = False,
+        kept: str = "",
     ) -> None:
-        self._send = _sender(sink)
         self._keys = None if keys is None else compile_pattern(keys, "keys")
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise ValueError(f"every={every!r} must be a positive int, such as 10 for every tenth step")
-        self.sink = sink
+        self.sink = adapted(sink)
         self.every = every
         self.deferred = deferred
-        self.dropped = False
-        self._failures = 0
+        self._log = sender(self.sink)
         self._complaints = complaints
-        self._cause = complaints.unused(f"sink:{self.name}")
+        self._delivery = (ThreadedDelivery if thread else Delivery)(name_of(self.sink), complaints, kept)
+        self._largest = -math.inf
 
     @property
-    def name(self) -> str:
-        """The sink's class, for messages."""
-        return getattr(self.sink, "__name__", type(self.sink).__name__)
+    def dropped(self) -> bool:
+        """Whether the sink was given up."""
+        return self._delivery.dropped
 
     def send(self, values: Mapping[str, float], step: int) -> None:
         """Give the step's values to the sink. Never raises: a failing sink is tried again with the next step, then dropped."""
-        if step % self.every:
-            return
-        if self.dropped:
-            self._complaints.counts[self._cause] += 1
-            return
         chosen = {key: value for key, value in values.items() if self._keys is None or self._keys.search(key)}
-        try:
-            self._send(chosen, step)
-            self._failures = 0
-        except Exception as error:
-            self._failures += 1
-            self.dropped = self._failures >= PATIENCE
-            self._complaints.add(
-                self._cause,
-                f"the sink {self.name} failed in step {step}; training goes on, the step is lost there, "
-                f"and after {PATIENCE} failures in a row the sink is dropped",
-                error,
-            )
+        if self.every > 1:
+            key = next((key for key in chosen if key.endswith(_NORM)), None)
+            if key is not None and not (math.isnan(self._largest) or chosen[key] <= self._largest):
+                self._largest = chosen[key]  # also where that is NaN, so that it is seen
+            if step % self.every:
+                return
+            if key is not None:
+                chosen[key + LARGEST] = self._largest
+            self._largest = -math.inf
+        self._delivery.put(step, partial(self._log, chosen, step))
+
+    def send_spike(self, event: Event, text: str) -> None:
+        """Tell the sink of a spike, if it has a method for that. Never raises."""
+        log_spike = getattr(self.sink, "log_spike", None)
+        if callable(log_spike):
+            self._delivery.put(event.step, partial(log_spike, event, text))
 
     def close(self) -> None:
-        """Close the sink where it can be closed. Never raises."""
+        """Send what waits and close the sink where it can be closed. Never raises."""
+        self._delivery.close()
         close = getattr(self.sink, "close", None)
         if callable(close):
             try:
                 close()
             except Exception as error:
-                self._complaints.add(f"{self._cause}:close", f"the sink {self.name} could not be closed", error)
-
-
-def _sender(sink: Any) -> Callable[[dict[str, float], int], Any]:
-    for method in ("log", "log_metrics"):
-        function = getattr(sink, method, None)
-        if callable(function):
-            return lambda values, step: function(values, step=step)
-    if callable(sink):
-        return lambda values, step: sink(values, step=step)
-    raise TypeError(
-        f"a sink needs a method log(dict, step=) or log_metrics(dict, step=), or must be callable, got {display(sink)}"
-    )
+                name = name_of(self.sink)
+                self._complaints.add(f"sink:{name}:close", f"the sink {name} could not be closed", error)

@@ -1,0 +1,40 @@
+"""Trackio: local first, free, one SQLite file for each project."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from ..errors import display
+from ..record import Event
+
+
+class TrackioSink:
+    """Logs to a Trackio run. Spikes are sent as alerts.
+
+    Args:
+        run: what ``trackio.init()`` gave; by default the run that is active when a row comes.
+
+    Raises:
+        ImportError: trackio is not installed.
+        TypeError: ``run`` is no run.
+    """
+
+    def __init__(self, run: Any = None) -> None:
+        if find_spec("trackio") is None:
+            raise ImportError("TrackioSink needs trackio: pip install trackio")
+        if run is None:
+            run = import_module("trackio")
+        elif not all(callable(getattr(run, method, None)) for method in ("log", "alert")):
+            raise TypeError(f"run must be what trackio.init() gives, got {display(run)}")
+        self._run = run
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Log ``values``."""
+        self._run.log(dict(values), step=step)
+
+    def log_spike(self, event: Event, text: str) -> None:
+        """Send an alert."""
+        self._run.alert(title=f"spike in {event.signal}", text=text)
