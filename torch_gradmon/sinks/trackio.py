@@ -15,26 +15,29 @@ class TrackioSink:
     """Logs to a Trackio run. Spikes are sent as alerts.
 
     Args:
-        run: what ``trackio.init()`` gave; by default the run that is active when a row comes.
+        run: what ``trackio.init()`` gave; by default the active run.
 
     Raises:
         ImportError: trackio is not installed.
         TypeError: ``run`` is no run.
+        ValueError: there is no active run.
     """
 
     def __init__(self, run: Any = None) -> None:
         if find_spec("trackio") is None:
             raise ImportError("TrackioSink needs trackio: pip install trackio")
         if run is None:
-            run = import_module("trackio")
-        elif not all(callable(getattr(run, method, None)) for method in ("log", "alert")):
+            run = import_module("trackio.context_vars").current_run.get()
+            if run is None:
+                raise ValueError("no Trackio run is active: call trackio.init() before TrackioSink(), or give it a run")
+        if not all(callable(getattr(run, method, None)) for method in ("log", "alert")):
             raise TypeError(f"run must be what trackio.init() gives, got {display(run)}")
-        self._run = run
+        self.run = run
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Log ``values``."""
-        self._run.log(dict(values), step=step)
+        """Log ``values``. Trackio keeps a value named ``step`` as ``__step``, and takes steps in any order."""
+        self.run.log(dict(values), step=step)
 
     def log_spike(self, event: Event, text: str) -> None:
         """Send an alert."""
-        self._run.alert(title=f"spike in {event.signal}", text=text)
+        self.run.alert(title=f"spike in {event.signal}", text=text, step=event.step)

@@ -170,7 +170,7 @@ class _Pace:
 def counter_of(run: Any) -> int:
     """Where the run stands. It keeps count itself; asking for it costs half a millisecond."""
     count: int | None = getattr(run, "_local_step", None)
-    return run.step if count is None else count  # type: ignore[no-any-return]
+    return run.step if count is None else count
 
 
 def _names_steps(run: Any) -> bool:
