@@ -15,7 +15,6 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PLOT = ROOT / "images" / "benchmark.svg"
-START, END = "<!-- benchmark -->", "<!-- /benchmark -->"
 ABSENT = "–"  # noqa: RUF001 (a dash in a table)
 
 Result = Mapping[str, Any]
@@ -115,16 +114,37 @@ def markdown(results: Sequence[Result]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def update_readme(text: str, results: Sequence[Result]) -> str:
-    """``text`` with what is between the markers written anew.
+def sinks_table(result: Result) -> Iterator[str]:
+    """A row for each sink, and for each number of values what it costs, by hand, and as a quotient."""
+    sizes = sorted({section["values"] for section in result["sinks"]})
+    yield _row(["microseconds for a row", *(f"{size:,} values" for size in sizes), *(f"over that by hand, {size:,}" for size in sizes)])
+    yield _row(["---", *("---:" for _ in sizes), *("---:" for _ in sizes)])
+    found = {(section["sink"], section["values"]): section for section in result["sinks"]}
+    for sink in dict.fromkeys(section["sink"] for section in result["sinks"]):
+        rows = [found[sink, size] for size in sizes]
+        label = f"{sink} (by hand: {rows[0]['by_hand']})"
+        yield _row([label, *(with_spread(row["ours_us"]) for row in rows), *(with_spread(row["ratio"]) for row in rows)])
+
+
+def sinks_markdown(result: Result) -> str:
+    """All that the README says about what sinks cost."""
+    machine = result["machine"]
+    where = f"{machine['processor']} ({machine['cores']} cores), Python {machine['python']}"
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return "\n\n".join(["\n".join(sinks_table(result)), f"{where}; {versions}; {result['date']}. Medians, quartiles in brackets."])
+
+
+def update_readme(text: str, name: str, new: str) -> str:
+    """``text`` with ``new`` between the markers of this name.
 
     Raises:
         ValueError: the markers are not there, once each and in order.
     """
-    if text.count(START) != 1 or text.count(END) != 1 or text.index(START) > text.index(END):
-        raise ValueError(f"the README needs one {START} and after it one {END}, each on a line of its own")
-    before, _, rest = text.partition(START)
-    return f"{before}{START}\n\n{markdown(results)}\n\n{END}{rest.partition(END)[2]}"
+    start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
+        raise ValueError(f"the README needs one {start} and after it one {end}, each on a line of its own")
+    before, _, rest = text.partition(start)
+    return f"{before}{start}\n\n{new}\n\n{end}{rest.partition(end)[2]}"
 
 
 def load() -> list[dict[str, Any]]:
@@ -141,7 +161,9 @@ def main() -> None:
         raise SystemExit("there are no results yet: run python -m benchmarks.run")
     draw(results, PLOT)
     readme = ROOT / "README.md"
-    readme.write_text(update_readme(readme.read_text(encoding="utf-8"), results), encoding="utf-8")
+    text = update_readme(readme.read_text(encoding="utf-8"), "benchmark", markdown(results))
+    sinks = json.loads((RESULTS / "sinks.json").read_text(encoding="utf-8"))
+    readme.write_text(update_readme(text, "sinks", sinks_markdown(sinks)), encoding="utf-8")
     print(f"wrote {PLOT.relative_to(ROOT)} and the table in README.md")
 
 

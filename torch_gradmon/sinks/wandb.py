@@ -62,20 +62,21 @@ class WandbSink:
         self._held: deque[dict[str, float]] = deque()
         self._known: set[str] = set()
         self._warned = False
-        #: The run's row that has one of ours and was open when we left it: its place, and our step.
-        self._last: tuple[int, float] = (-1, -1)
+        #: Where we left the run, and the step of our row in the row that was open; None where it had none.
+        self._place = -1
+        self._ours: float | None = None
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Log ``values`` now, or when there is room for them."""
         self._define(values)
         self._held.append({AXIS: step, **values})
-        counter = counter_of(self.run)
-        moved = counter != self._last[0]
-        self._pace.see(step, counter, moved, _names_steps(self.run))
-        if moved:  # what is open is the script's row, or empty
-            self._put(counter)
-        while self._held and self._pace.allows(self._last[0] + 1, step, len(self._held)):
-            self._put(self._close_row())
+        moved = self._look()
+        self._pace.see(step, self._place, moved, _names_steps(self.run))
+        if moved or (self._ours is None and not self._pace.is_free):
+            self._put(commit=False)  # what is open is the script's row, or empty: it keeps its numbers
+        while self._held and self._pace.allows(self._place + 1, step, len(self._held)):
+            self._close_row()
+            self._put(commit=self._pace.is_free)
         self._keep_small()
 
     def log_spike(self, event: Event, text: str) -> None:
@@ -85,20 +86,29 @@ class WandbSink:
     def close(self) -> None:
         """Log what was kept back; the run stays open, it is not ours."""
         while self._held:
-            counter = counter_of(self.run)
-            self._put(self._close_row() if counter == self._last[0] else counter)
+            self._look()
+            self._close_row()
+            self._put(commit=False)
 
-    def _put(self, counter: int) -> None:
-        """Our oldest row goes into the row that is open, at ``counter``, beside what the script has there."""
+    def _look(self) -> bool:
+        """Whether the script has moved the run since we left it."""
+        counter = counter_of(self.run)
+        moved = counter != self._place
+        if moved:
+            self._place, self._ours = counter, None
+        return moved
+
+    def _put(self, commit: bool) -> None:
+        """Our oldest row goes into the row that is open; with ``commit`` that is closed."""
         row = self._held.popleft()
-        self.run.log(row, commit=False)
-        self._last = counter, row[AXIS]
+        self.run.log(row, commit=commit)
+        self._place, self._ours = (self._place + 1, None) if commit else (self._place, row[AXIS])
 
-    def _close_row(self) -> int:
-        """Close the open row, which has one of ours; where the next one is."""
-        counter, ours = self._last
-        self.run.log({AXIS: ours}, commit=True)
-        return counter + 1
+    def _close_row(self) -> None:
+        """Close the open row if it has one of ours."""
+        if self._ours is not None:
+            self.run.log({AXIS: self._ours}, commit=True)
+            self._place, self._ours = self._place + 1, None
 
     def _define(self, values: Mapping[str, float]) -> None:
         if not self._known:
@@ -165,6 +175,11 @@ class _Pace:
             return self._keeps_up and self._seen is not None and position - step <= self._seen[1] - self._seen[0]
         self._logs |= waiting > self.patience  # it does not seem to log at all
         return self._logs
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the script takes whatever place is next."""
+        return self._logs and not self._names
 
 
 def counter_of(run: Any) -> int:
