@@ -117,7 +117,9 @@ def markdown(results: Sequence[Result]) -> str:
 def sinks_table(result: Result) -> Iterator[str]:
     """A row for each sink, and for each number of values what it costs, by hand, and as a quotient."""
     sizes = sorted({section["values"] for section in result["sinks"]})
-    yield _row(["microseconds for a row", *(f"{size:,} values" for size in sizes), *(f"over that by hand, {size:,}" for size in sizes)])
+    yield _row(
+        ["microseconds for a row", *(f"{size:,} values" for size in sizes), *(f"over that by hand, {size:,}" for size in sizes)]
+    )
     yield _row(["---", *("---:" for _ in sizes), *("---:" for _ in sizes)])
     found = {(section["sink"], section["values"]): section for section in result["sinks"]}
     for sink in dict.fromkeys(section["sink"] for section in result["sinks"]):
@@ -131,7 +133,9 @@ def sinks_markdown(result: Result) -> str:
     machine = result["machine"]
     where = f"{machine['processor']} ({machine['cores']} cores), Python {machine['python']}"
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    return "\n\n".join(["\n".join(sinks_table(result)), f"{where}; {versions}; {result['date']}. Medians, quartiles in brackets."])
+    return "\n\n".join(
+        ["\n".join(sinks_table(result)), f"{where}; {versions}; {result['date']}. Medians, quartiles in brackets."]
+    )
 
 
 def update_readme(text: str, name: str, new: str) -> str:

@@ -16,7 +16,7 @@ from benchmarks import rivals
 from benchmarks.contenders import CONTENDERS, FIVE
 from benchmarks.idle import PARAMETERS, Loop, armed_hooks
 from benchmarks.models import GPT, Sizes
-from benchmarks.report import markdown, sinks_markdown, update_readme
+from benchmarks.report import markdown, update_readme
 from benchmarks.sets import SETS, SMALL_SHAPES, UNSEEN, GradientSet, Tensors, build, gradients
 from benchmarks.targets import judge, verdict
 from benchmarks.timing import Floor, floor_for, interleave, quotients, spread, takes_part

@@ -95,7 +95,9 @@ def test_wandb(directory: Path, expected: Rows) -> None:
     rows = wandb_files.history(directory)
     assert sum("loss" in row for row in rows) == STEPS // 10
     ours = [row for row in rows if "gradmon/step" in row]
-    found = {row["gradmon/step"]: {k: v for k, v in row.items() if k[0] != "_" and k not in ("loss", "gradmon/step")} for row in ours}
+    found = {
+        row["gradmon/step"]: {k: v for k, v in row.items() if k[0] != "_" and k not in ("loss", "gradmon/step")} for row in ours
+    }
     assert found == expected
     assert len(ours) == STEPS
     assert not [key for key in wandb_files.summary(directory) if "layers" in key]

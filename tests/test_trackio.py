@@ -119,3 +119,26 @@ def test_without_a_run_it_says_what_to_do(tmp_path: Path) -> None:
         "no Trackio run is active: call trackio.init() before TrackioSink(), or give it a run",
         "run must be what trackio.init() gives, got 'mine' of type str",
     ]
+
+
+def test_a_histogram_is_one(tmp_path: Path) -> None:
+    said = _run(
+        """
+        import json
+        import trackio
+        import torch_gradmon as gradmon
+
+        run = trackio.init(project="tests", name="run", auto_log_gpu=False, auto_log_cpu=False)
+        gradmon.TrackioSink(run).log({"gradient/a.b/log2_histogram.-3": 5.0, "gradient/a.b/log2_histogram.zero": 2.0}, 0)
+        trackio.finish()
+        from trackio.sqlite_storage import SQLiteStorage
+
+        print("ROW" + json.dumps(SQLiteStorage.get_logs("tests", "run")[0]))
+        """,
+        tmp_path,
+    )
+    row = json.loads(said.rpartition("ROW")[2].splitlines()[0])
+    found = row["gradient/a.b/log2_histogram"]
+    assert found["_type"] == "trackio.histogram"
+    assert {edge: count for edge, count in zip(found["bins"], found["values"], strict=False) if count} == {-3: 5.0}
+    assert row["gradient/a.b/log2_histogram.zero"] == 2.0

@@ -11,6 +11,7 @@ from .metric import Metric
 from .names import Key
 from .plan import SourcePlan
 from .record import StepRecord, Table
+from .statistics import histogram
 from .statistics.moments import ALWAYS, VIEWS
 from .summary import Facts, Summary
 from .summary import key as summary_key
@@ -36,6 +37,7 @@ def assemble(
         absent[n.UPDATE, ""] = "the step was not applied"
     undefined = [key for key, value in custom.items() if key.metric == "grad_momentum_cosine" and value == n.UNDEFINED]
     absent.update({(key.source, f"{key.name}/{key.metric}"): "the gradient or the momentum is zero" for key in undefined})
+    custom = {key: value for key, value in custom.items() if value or not key.metric.startswith(f"{histogram.NAME}.")}
     # a sum over the model must not be one over the part of it that could be measured
     whole = {source: table for source, table in tables.items() if source not in facts.refused}
     reasons: dict[str, str] = {}

@@ -50,7 +50,8 @@ class MetricMethods:
     * ``metric_name``: last part of the key, without a slash.
     * ``metric_fn``: a function of the tensor that returns a number, or a tensor whose elements are then reduced. None takes
       the built-in of that name: ``norm``, ``rms``, ``mean``, ``std``, ``max``, ``min_value``, ``max_value``, ``l1``,
-      ``sparsity``, ``zeros``, ``nonfinite``, and what the method's own text adds.
+      ``sparsity``, ``zeros``, ``nonfinite``, ``log2_histogram`` (counts by power of two, under ``log2_histogram.-12`` and the
+      like; much dearer than the others, so give it ``every``), and what the method's own text adds.
     * ``metric_regex``: searched (``re.search``) in the canonical name of the tensor.
     * ``metric_aggregation_fn``: how the values of micro-batches and elements become one: ``"mean"`` (by elements), ``"sum"``,
       ``"min"``, ``"max"``, or a function of all values as one flat tensor that returns a number or a dict of numbers.

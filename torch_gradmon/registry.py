@@ -14,6 +14,7 @@ from . import names as n
 from .errors import display, nearest
 from .metric import REDUCERS, Metric
 from .names import compile_pattern
+from .statistics import histogram
 from .statistics.moments import VIEWS, Column
 
 
@@ -25,10 +26,13 @@ class BuiltIn:
     unit: str
     documentation: str
     function: Callable[..., Any] | None = None
+    aggregation: Callable[..., Any] | None = None
 
 
-def _views(subject: str) -> dict[str, BuiltIn]:
-    return {name: BuiltIn(v.columns, v.unit, f"{v.documentation} of the {subject}") for name, v in VIEWS.items()}
+def _of_tensors(subject: str) -> dict[str, BuiltIn]:
+    found = {name: BuiltIn(v.columns, v.unit, f"{v.documentation} of the {subject}") for name, v in VIEWS.items()}
+    words = f"number of elements of the {subject} with that floor(log2 |x|), and of zeros; a class without any is absent"
+    return {**found, histogram.NAME: BuiltIn(frozenset(), "count", words, histogram.log2_counts, histogram.as_metrics)}
 
 
 #: Built-in metrics by source. The optimizer's come from :mod:`torch_gradmon.capture.parameters`.
@@ -38,13 +42,13 @@ RATIO = BuiltIn(
     "norm of the update over the norm of the parameter before it; absent for a zero parameter",
 )
 VIEW_BUILT_INS: dict[str, dict[str, BuiltIn]] = {
-    n.GRADIENT: _views("gradient that the optimizer uses"),
-    n.GRADIENT_BEFORE_CLIP: _views("gradient before clipping"),
-    n.GRADIENT_LOCAL: _views("gradients of the micro-batches, merged"),
-    n.PARAMETER: _views("parameter"),
-    n.PARAMETER_DIFFERENCE: _views("difference to the reference parameter"),
-    n.UPDATE: {**_views("change that the optimizer made"), "ratio": RATIO},
-    n.ACTIVATION: _views("module's output"),
+    n.GRADIENT: _of_tensors("gradient that the optimizer uses"),
+    n.GRADIENT_BEFORE_CLIP: _of_tensors("gradient before clipping"),
+    n.GRADIENT_LOCAL: _of_tensors("gradients of the micro-batches, merged"),
+    n.PARAMETER: _of_tensors("parameter"),
+    n.PARAMETER_DIFFERENCE: _of_tensors("difference to the reference parameter"),
+    n.UPDATE: {**_of_tensors("change that the optimizer made"), "ratio": RATIO},
+    n.ACTIVATION: _of_tensors("module's output"),
 }
 
 
@@ -97,7 +101,7 @@ class Registry:
             source,
             pattern,
             built_in.function,
-            aggregation,
+            built_in.aggregation or aggregation,
             built_in.columns,
             built_in.unit,
             built_in.documentation,

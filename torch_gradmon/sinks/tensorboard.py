@@ -12,13 +12,14 @@ from typing import Any
 from ..errors import display
 from ..names import SUMMARY
 from ..record import Event
+from .histograms import without_histograms
 
 
 class TensorBoardSink:
     """Writes scalars to a TensorBoard event file, as float32, which is what TensorBoard keeps.
 
-    All values of a step go out as one summary, which is several times cheaper than ``add_scalar`` for each. Spikes are
-    written as text under ``gradmon/spikes``.
+    What ``log2_histogram`` counts becomes a histogram. All other values of a step go out as one summary, which is several times
+    cheaper than ``add_scalar`` for each. Spikes are written as text under ``gradmon/spikes``.
 
     Args:
         writer_or_dir: a ``SummaryWriter``, which stays open, or the directory for a new one.
@@ -43,6 +44,11 @@ class TensorBoardSink:
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Write ``values`` as one summary; the file is flushed by TensorBoard's own clock, every two minutes."""
         writer = self._open()
+        values, histograms = without_histograms(values)
+        for key, found in histograms.items():
+            edges, total = found.edges, sum(found.counts)
+            # TensorBoard draws neither mean nor deviation, so the sums have no meaning here
+            writer.add_histogram_raw(key, edges[0], edges[-1], total, 0.0, 0.0, edges[1:], found.counts, step)
         if type(writer).__module__.startswith("torch.utils.tensorboard"):
             messages = import_module("tensorboard.compat.proto.summary_pb2")
             scalars = [messages.Summary.Value(tag=key, simple_value=value) for key, value in values.items()]

@@ -9,10 +9,11 @@ from typing import Any
 
 from ..errors import display
 from ..record import Event
+from .histograms import without_histograms
 
 
 class TrackioSink:
-    """Logs to a Trackio run. Spikes are sent as alerts.
+    """Logs to a Trackio run. Spikes are sent as alerts; what ``log2_histogram`` counts becomes a histogram.
 
     Args:
         run: what ``trackio.init()`` gave; by default the active run.
@@ -36,7 +37,11 @@ class TrackioSink:
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Log ``values``. Trackio keeps a value named ``step`` as ``__step``, and takes steps in any order."""
-        self.run.log(dict(values), step=step)
+        scalars, histograms = without_histograms(values)
+        row: dict[str, Any] = dict(scalars)
+        for key, found in histograms.items():
+            row[key] = import_module("trackio").Histogram(np_histogram=(found.counts, found.edges))
+        self.run.log(row, step=step)
 
     def log_spike(self, event: Event, text: str) -> None:
         """Send an alert."""

@@ -19,6 +19,7 @@ from typing import Any
 from ..errors import GradmonWarning, display
 from ..names import NAME_SOURCES, SUMMARY, TENSOR_SOURCES
 from ..record import Event
+from .histograms import Histogram, without_histograms
 
 #: The axis of everything the sink logs: the monitor's step.
 AXIS = f"{SUMMARY}/step"
@@ -36,7 +37,8 @@ class WandbSink:
     ``step=`` counts more slowly than training steps do, as epochs do, there is no room for rows between: they wait until the
     monitor is detached or closed, which therefore comes before ``run.finish()``, and a warning says so.
 
-    Per-layer values stay out of the run's summary. A spike is sent as an alert, at most one a minute for a signal.
+    What ``log2_histogram`` counts becomes a W&B histogram. Per-layer values stay out of the run's summary. A spike is sent as an
+    alert, at most one a minute for a signal.
 
     Args:
         run: what ``wandb.init()`` gave; by default the active run.
@@ -59,7 +61,7 @@ class WandbSink:
             raise TypeError(f"run must be what wandb.init() gives, got {display(run)}")
         self.run = run
         self._pace = _Pace(patience)
-        self._held: deque[dict[str, float]] = deque()
+        self._held: deque[dict[str, Any]] = deque()
         self._known: set[str] = set()
         self._warned = False
         #: Where we left the run, and the step of our row in the row that was open; None where it had none.
@@ -68,8 +70,10 @@ class WandbSink:
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Log ``values`` now, or when there is room for them."""
-        self._define(values)
-        self._held.append({AXIS: step, **values})
+        scalars, histograms = without_histograms(values)
+        row = {**scalars, **{key: _native(found) for key, found in histograms.items()}}
+        self._define(row)
+        self._held.append({AXIS: step, **row})
         moved = self._look()
         self._pace.see(step, self._place, moved, _names_steps(self.run))
         if moved or (self._ours is None and not self._pace.is_free):
@@ -110,7 +114,7 @@ class WandbSink:
             self.run.log({AXIS: self._ours}, commit=True)
             self._place, self._ours = self._place + 1, None
 
-    def _define(self, values: Mapping[str, float]) -> None:
+    def _define(self, values: Mapping[str, Any]) -> None:
         if not self._known:
             self.run.define_metric(AXIS, hidden=True)
             self.run.define_metric(f"{SUMMARY}/*", step_metric=AXIS)
@@ -180,6 +184,10 @@ class _Pace:
     def is_free(self) -> bool:
         """Whether the script takes whatever place is next."""
         return self._logs and not self._names
+
+
+def _native(histogram: Histogram) -> Any:
+    return import_module("wandb").Histogram(np_histogram=(histogram.counts, histogram.edges))
 
 
 def counter_of(run: Any) -> int:
