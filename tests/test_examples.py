@@ -1,23 +1,62 @@
-"""Every example runs as it stands."""
+"""Every example runs as it stands, and does what it says."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+NEEDS = {"wandb_run": "wandb", "tensorboard_run": "tensorboard"}
 
 
-def test_there_are_examples() -> None:
-    assert EXAMPLES
+def _marked(path: Path) -> object:
+    package = NEEDS.get(path.stem)
+    absent = package is not None and find_spec(package) is None
+    marks = [pytest.mark.extra, pytest.mark.skipif(absent, reason=f"{package} is not installed")] if package else []
+    return pytest.param(path, id=path.stem, marks=marks)
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_runs_and_prints_something(example: Path, tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, cwd=tmp_path, timeout=240)
+def _run(example: Path, directory: Path) -> str:
+    settings = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    command = [sys.executable, str(example)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=directory, timeout=240, check=False, env=settings)
     assert done.returncode == 0, done.stderr
     assert "GradmonWarning" not in done.stderr
-    assert done.stdout.strip()
+    return done.stdout
+
+
+def test_there_are_examples_and_they_are_short() -> None:
+    assert {path.stem for path in EXAMPLES} >= {"plain_loop", "wandb_run", "tensorboard_run", "amp_accumulation_clip"}
+    assert all(len(path.read_text(encoding="utf-8").splitlines()) < 120 for path in EXAMPLES)
+
+
+@pytest.mark.parametrize("example", [_marked(path) for path in EXAMPLES])
+def test_an_example_runs_and_prints_something(example: Path, tmp_path: Path) -> None:
+    assert _run(example, tmp_path).strip()
+
+
+def test_the_overflow_of_the_mixed_precision_example_is_marked_and_passes_by(tmp_path: Path) -> None:
+    (directory,) = [path for path in EXAMPLES if path.stem == "amp_accumulation_clip"]
+    rows = [line.split() for line in _run(directory, tmp_path).splitlines() if line.strip()[:1].isdigit()]
+    assert [(row[0], row[5], row[6]) for row in rows][3:6] == [("24", "0", "1024"), ("25", "1", "512"), ("26", "1", "512")]
+    assert all(float(row[3]) <= 1.0 < float(row[2]) for row in rows if row[0] != "25")
+
+
+@pytest.mark.extra
+@pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
+def test_the_wandb_example_loses_no_row_and_alerts(tmp_path: Path) -> None:
+    from .wandb_files import history, records
+
+    (example,) = [path for path in EXAMPLES if path.stem == "wandb_run"]
+    assert "largest gradient norm was in step 300" in _run(example, tmp_path)
+    rows = history(tmp_path)
+    assert [row["_step"] for row in rows] == [row["gradmon/step"] for row in rows] == list(range(320))
+    assert all("train/loss" in row and "gradmon/grad_norm" in row for row in rows)
+    alerts = [record.alert for record in records(tmp_path) if record.WhichOneof("record_type") == "alert"]
+    assert alerts
+    assert alerts[0].text.startswith("step 300")

@@ -1,0 +1,112 @@
+"""Pages in headless Chromium, and what serves them."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+#: Without these Chromium tries to reach hosts of its maker.
+_QUIET = ("disable-quic", "no-first-run", "disable-background-networking", "disable-component-update", "disable-sync")
+_SETTINGS = ("headless=new", "no-sandbox", "use-angle=swiftshader", "enable-unsafe-swiftshader", "force-device-scale-factor=1")
+
+
+def available() -> bool:
+    """Whether there is a browser, its driver, and what speaks to it."""
+    try:
+        import selenium  # noqa: F401
+    except ImportError:
+        return False
+    return shutil.which("chromium") is not None and shutil.which("chromedriver") is not None
+
+
+@contextmanager
+def browser(width: int = 1500, height: int = 1240) -> Iterator[Any]:
+    """A window."""
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(shutil.which("chromium"))
+    for setting in (*_QUIET, *_SETTINGS, f"window-size={width},{height}"):
+        options.add_argument(f"--{setting}")
+    driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
+    try:
+        yield driver
+    finally:
+        driver.quit()
+
+
+def wait_for(found: Callable[[], Any], seconds: float = 60.0) -> Any:
+    """What ``found`` gives as soon as that is true."""
+    end = time.monotonic() + seconds
+    while not (result := found()):
+        if time.monotonic() > end:
+            raise TimeoutError(f"nothing after {seconds} s")
+        time.sleep(0.25)
+    return result
+
+
+@contextmanager
+def tensorboard(directory: Path) -> Iterator[str]:
+    """Serves ``directory``; the address."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(directory), "--port", str(port), "--host", "localhost"]
+    served = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    address = f"http://localhost:{port}"
+
+    def answers() -> bool:
+        try:
+            with urllib.request.urlopen(f"{address}/data/plugin/scalars/tags", timeout=5) as answer:
+                return b"gradmon" in answer.read()
+        except OSError:
+            return False
+
+    try:
+        wait_for(answers)
+        yield address
+    finally:
+        served.terminate()
+        served.wait(20)
+
+
+def tensorboard_page(driver: Any, address: str) -> list[str]:
+    """Opens the time series under ``gradmon/``; the titles of the cards, drawn."""
+    from selenium.webdriver.common.by import By
+
+    driver.get(f"{address}/?tagFilter=gradmon%2F&smoothing=0&darkMode=false#timeseries")
+
+    def cards() -> list[Any]:
+        return [card for card in driver.find_elements(By.CSS_SELECTOR, "card-view") if "Relative" in card.text]
+
+    wait_for(cards)
+    driver.find_element(By.CSS_SELECTOR, "button[aria-label='Close side pane']").click()
+    wait_for(lambda: len(cards()) >= 4)
+    time.sleep(3)  # the lines are drawn behind the cards
+    return ["".join(card.text.splitlines()[:2]) for card in cards()]
+
+
+def picture_of_tensorboard(directory: Path, target: Path) -> list[str]:
+    """Runs the example in ``directory`` and writes a screenshot of its page to ``target``; the titles of the cards."""
+    subprocess.run([sys.executable, str(EXAMPLES / "tensorboard_run.py")], cwd=directory, check=True, capture_output=True)
+    with tensorboard(directory / "runs") as address, browser() as driver:
+        titles = tensorboard_page(driver, address)
+        driver.save_screenshot(str(target))
+    return titles
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as place:
+        print(*picture_of_tensorboard(Path(place), Path("images/tensorboard.png")), sep="\n")
