@@ -7,18 +7,18 @@ VENV := .venv
 BARE := .venv-bare
 BENCH := .venv-bench
 
-.PHONY: demo test test-all lint bench images clean
+.PHONY: demo test test-all lint bench images browser clean
 
 demo: $(VENV)/.ready
 	$(VENV)/bin/gradmon demo
 
 # once without any optional package, then what those packages make possible, then the linters
-test: $(VENV)/.ready $(BARE)/.ready
+test: $(VENV)/.ready $(BARE)/.ready browser
 	$(BARE)/bin/python -m pytest -q -m "not slow and not gpu and not extra"
 	$(VENV)/bin/python -m pytest -q -m "extra and not slow and not gpu"
 	$(MAKE) lint
 
-test-all: $(VENV)/.ready $(BARE)/.ready
+test-all: $(VENV)/.ready $(BARE)/.ready browser
 	$(BARE)/bin/python -m pytest -q -m "not gpu and not extra"
 	$(VENV)/bin/python -m pytest -q -m "not gpu"
 	$(MAKE) lint
@@ -31,11 +31,19 @@ lint: $(VENV)/.ready
 bench: $(BENCH)/.ready
 	$(BENCH)/bin/python benchmarks/import_time.py
 	$(BENCH)/bin/python -m benchmarks.run
+	$(BENCH)/bin/python -m benchmarks.sinks
 	$(BENCH)/bin/python -m benchmarks.report
 
 # the pictures of the README
-images: $(VENV)/.ready
+images: $(VENV)/.ready browser
 	$(VENV)/bin/gradmon demo --svg images/demo.svg
+	$(VENV)/bin/python -m tests.browser
+
+# Debian's Chromium where it can be installed; without one the browser tests are skipped
+browser:
+	@(command -v chromium && command -v chromedriver) >/dev/null \
+		|| (apt-get update -qq && apt-get install -y -qq chromium chromium-driver) >/dev/null 2>&1 \
+		|| echo "there is no Chromium, and it cannot be installed: browser tests are skipped"
 
 $(VENV)/.ready: pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)

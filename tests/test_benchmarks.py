@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import shutil
+import subprocess
+import sys
 from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +21,7 @@ from benchmarks import rivals
 from benchmarks.contenders import CONTENDERS, FIVE
 from benchmarks.idle import PARAMETERS, Loop, armed_hooks
 from benchmarks.models import GPT, Sizes
-from benchmarks.report import markdown, update_readme
+from benchmarks.report import markdown, sinks_markdown, update_readme
 from benchmarks.sets import SETS, SMALL_SHAPES, UNSEEN, GradientSet, Tensors, build, gradients
 from benchmarks.targets import judge, verdict
 from benchmarks.timing import Floor, floor_for, interleave, quotients, spread, takes_part
@@ -181,10 +186,11 @@ def test_an_idle_step_has_no_hooks_on_parameters() -> None:
     loop.monitor.detach()
 
 
-def result() -> dict[str, Any]:
-    def around(value: float) -> dict[str, float]:
-        return {"median": value, "quartile_1": 0.5 * value, "quartile_3": 2 * value, "count": 3}
+def around(value: float) -> dict[str, float]:
+    return {"median": value, "quartile_1": 0.5 * value, "quartile_3": 2 * value, "count": 3}
 
+
+def result() -> dict[str, Any]:
     def contender(label: str, ratio: float, ours: bool) -> dict[str, Any]:
         return {"label": label, "ours": ours, "ratio": around(ratio), "ms": around(10 * ratio)}
 
@@ -255,3 +261,30 @@ def test_aims_are_met_or_missed_by_so_much() -> None:
         "Some set, eager, times as fast as torch_module_monitor",
         "Some model, whole step, own time in %",
     ]
+
+
+def _sinks() -> dict[str, Any]:
+    rows = [
+        {"sink": "Sink", "values": size, "ours_us": around(10.0 * size), "by_hand": "its own call", "ratio": around(0.5)}
+        for size in (14, 1000)
+    ]
+    machine = {"processor": "Abacus", "cores": 2, "python": "3"}
+    return {"machine": machine, "versions": {"tracker": "1.0"}, "date": "2026-01-01", "sinks": rows}
+
+
+def test_what_sinks_cost_has_a_row_for_each() -> None:
+    text = sinks_markdown(_sinks())
+    assert "| Sink (by hand: its own call) | 140 (70.0 to 280) | 10000 (5000 to 20000) | 0.50 (0.25 to 1.00) |" in text
+    assert "Abacus (2 cores), Python 3; tracker 1.0; 2026-01-01" in text
+
+
+@pytest.mark.extra
+@pytest.mark.skipif(not all(map(find_spec, ("wandb", "tensorboard", "trackio"))), reason="a logger is not installed")
+def test_the_sinks_are_measured_beside_their_own_calls(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.sinks", "--quick", "--out", str(tmp_path / "sinks.json")]
+    subprocess.run(command, check=True, capture_output=True, cwd=Path(__file__).parent.parent, timeout=240)
+    found = json.loads((tmp_path / "sinks.json").read_text())
+    assert {(row["sink"], row["values"]) for row in found["sinks"]} == {
+        (sink, size) for sink in ("JsonlSink", "WandbSink", "TensorBoardSink", "TrackioSink") for size in (14, 1000)
+    }
+    assert all(row["ours_us"]["median"] > 0 and row["ratio"]["count"] == 3 for row in found["sinks"])
