@@ -45,7 +45,7 @@ FLOORS = [
         "sinks.delivery",
         "sinks.histograms",
         "sinks.jsonl",
-        "sinks.mlflow",
+        "sinks.renaming",
     ],
     [
         "presets",
@@ -53,6 +53,8 @@ FLOORS = [
         "step",
         "run",
         "spikes.detector",
+        "sinks.comet",
+        "sinks.mlflow",
         "sinks.tensorboard",
         "sinks.trackio",
         "sinks.wandb",

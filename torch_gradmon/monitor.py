@@ -28,6 +28,7 @@ from .planner import Planner
 from .record import Event
 from .registry import VIEW_BUILT_INS, Registry
 from .session import Session, at_exit
+from .sinks.adapters import adapted
 from .sinks.outbox import Outbox
 from .sinks.outlet import Outlet
 from .spikes.detector import SpikeDetector
@@ -270,6 +271,9 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
     ) -> None:
         """Send every step's values to ``sink``; see :class:`torch_gradmon.sinks.Outlet`. A sink never stops the training.
 
+        A W&B or Trackio run, a ``SummaryWriter``, a Comet experiment, the modules ``wandb``, ``trackio`` and ``mlflow``, which
+        stand for the active run, and the trackers of an ``Accelerator`` get the sink that is made for them.
+
         A step's values go out when the next step begins, which waits for the end of the step on the GPU. With ``deferred=True``
         they may come one step later, and nothing waits; on the CPU it makes no difference. What a sink fails to take is tried
         again with the next row; after three failures in a row, or three rows that took longer than training itself, it is
@@ -279,8 +283,8 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
             TypeError: it has no ``log(dict, step=)`` or ``log_metrics(dict, step=)`` and is not callable.
             ValueError: ``keys`` is no valid pattern, or ``every`` no positive int.
         """
-        outbox = self._session.ledger.outbox
-        outbox.outlets.append(Outlet(sink, keys, every, self._session.guard.complaints, deferred, thread, outbox.place))
+        outbox, complaints = self._session.ledger.outbox, self._session.guard.complaints
+        outbox.outlets += [Outlet(each, keys, every, complaints, deferred, thread, outbox.place) for each in adapted(sink)]
 
     def add_detector(self, detector: SpikeDetector) -> None:
         """Feed ``detector`` with the whole-model value, or the scalar logged by hand, that its ``signal`` names.

@@ -2,33 +2,48 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 from ..errors import display
+from .comet import CometSink
 from .mlflow import MlflowSink
 from .tensorboard import TensorBoardSink
 from .trackio import TrackioSink
 from .wandb import WandbSink
 
 Log = Callable[[Mapping[str, float], int], object]
+_METHODS = ("log", "log_metrics", "log_dict")
 
 
-def adapted(sink: Any) -> Any:
-    """``sink``, or the one of this package that knows how to feed it."""
+def adapted(sink: Any) -> list[Any]:
+    """``sink``, or what of this package knows how to feed it; one for each tracker of an Accelerator."""
     if isinstance(sink, ModuleType):
         of_module = {"wandb": WandbSink, "trackio": TrackioSink, "mlflow": MlflowSink}.get(sink.__name__)
-        return sink if of_module is None else of_module()
+        return [sink if of_module is None else of_module()]
     package, _, _ = type(sink).__module__.partition(".")
-    kind = package, type(sink).__name__
-    if kind == ("wandb", "Run"):
-        return WandbSink(sink)
-    if kind == ("trackio", "Run"):
-        return TrackioSink(sink)
-    if type(sink).__name__ == "SummaryWriter" and hasattr(sink, "add_scalar"):
-        return TensorBoardSink(sink)
-    return sink
+    kind = type(sink).__name__
+    if (package, kind) == ("wandb", "Run"):
+        return [WandbSink(sink)]
+    if (package, kind) == ("trackio", "Run"):
+        return [TrackioSink(sink)]
+    if package == "comet_ml" and hasattr(sink, "curr_step"):
+        return [CometSink(sink)]
+    if kind == "SummaryWriter" and hasattr(sink, "add_scalar"):
+        return [TensorBoardSink(sink)]
+    if (package, kind) == ("accelerate", "Accelerator"):
+        return [each for tracker in sink.trackers for each in adapted(_unwrapped(tracker))] if sink.is_main_process else []
+    return [sink]
+
+
+def _unwrapped(tracker: Any) -> Any:
+    """What Accelerate's tracker stands before, where there is a sink for that."""
+    if tracker.name == "mlflow":
+        return MlflowSink()
+    return tracker.tracker if tracker.name in ("wandb", "tensorboard", "trackio", "comet_ml") else tracker
 
 
 def sender(sink: Any) -> Log:
@@ -37,15 +52,38 @@ def sender(sink: Any) -> Log:
     Raises:
         TypeError: it has no method for that and is not callable.
     """
-    for method in ("log", "log_metrics"):
-        function = getattr(sink, method, None)
-        if callable(function):
-            return lambda values, step: function(values, step=step)
-    if callable(sink):
-        return lambda values, step: sink(values, step=step)
+    methods = [method for name in _METHODS if callable(method := getattr(sink, name, None))]
+    # what has such a method is not meant to be called itself, as a module of Lightning
+    for function in methods or ([sink] if callable(sink) else []):
+        if _takes_values_and_step(function):
+            return partial(_call, function)
     raise TypeError(
         f"a sink needs a method log(dict, step=) or log_metrics(dict, step=), or must be callable, got {display(sink)}"
     )
+
+
+def _call(function: Callable[..., object], values: Mapping[str, float], step: int) -> object:
+    return function(values, step=step)
+
+
+def _takes_values_and_step(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind({}, step=0)
+    except TypeError:
+        return False
+    except ValueError:  # built in, and says nothing of its arguments
+        return True
+    return True
+
+
+def closer(sink: Any) -> Callable[[], object] | None:
+    """What writes the rest and closes ``sink``; None where it has nothing of the kind."""
+    if callable(close := getattr(sink, "close", None)):
+        return close  # type: ignore[no-any-return]
+    is_of_lightning = type(sink).__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
+    save = getattr(sink, "save", None)
+    # a logger that Trainer.fit has finalised would keep what comes after it to itself
+    return save if is_of_lightning and hasattr(sink, "log_metrics") and callable(save) else None
 
 
 def name_of(sink: Any) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import Complaints
 from ..names import compile_pattern
 from ..record import Event
-from .adapters import adapted, name_of, sender
+from .adapters import closer, name_of, sender
 from .delivery import Delivery, ThreadedDelivery
 
 _NORM = "gradmon/grad_norm"
@@ -23,9 +23,8 @@ class Outlet:
     """One sink with its filter.
 
     Args:
-        sink: an object with ``log(dict, step=)`` or ``log_metrics(dict, step=)``, or a callable of the same arguments. A W&B
-            run, a ``SummaryWriter``, and the modules ``wandb``, ``trackio`` and ``mlflow`` get the sink that is made for them.
-            If it has a method ``log_spike(event, text)``, that is called for each spike, whatever ``keys`` and ``every`` say.
+        sink: an object with ``log(dict, step=)`` or ``log_metrics(dict, step=)``, or a callable of the same arguments. If it has
+            a method ``log_spike(event, text)``, that is called for each spike, whatever ``keys`` and ``every`` say.
         keys: a pattern; only keys in which it is found are sent.
         every: only steps that are divisible by it are sent. Where that is more than 1, each row has beside
             ``gradmon/grad_norm`` the largest one since the row before, as ``gradmon/grad_norm_max``.
@@ -52,7 +51,7 @@ class Outlet:
         self._keys = None if keys is None else compile_pattern(keys, "keys")
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise ValueError(f"every={every!r} must be a positive int, such as 10 for every tenth step")
-        self.sink = adapted(sink)
+        self.sink = sink
         self.every = every
         self.deferred = deferred
         self._log = sender(self.sink)
@@ -88,8 +87,7 @@ class Outlet:
     def close(self) -> None:
         """Send what waits and close the sink where it can be closed. Never raises."""
         self._delivery.close()
-        close = getattr(self.sink, "close", None)
-        if callable(close):
+        if (close := closer(self.sink)) is not None:
             try:
                 close()
             except Exception as error:
