@@ -72,7 +72,7 @@ def contenders(stack: ExitStack, directory: Path) -> dict[str, dict[str, Log]]:
 
     return {
         "JsonlSink": {"ours": jsonl.log, "json.dumps, write, flush": write_line},
-        "WandbSink": {"ours": gradmon.WandbSink(own, patience=0).log, "run.log, offline": lambda row, step: other.log(row)},
+        "WandbSink": {"ours": gradmon.WandbSink(own, alone=True).log, "run.log, offline": lambda row, step: other.log(row)},
         "TensorBoardSink": {"ours": board.log, "add_scalar for each": add_scalars},
         "TrackioSink": {"ours": gradmon.TrackioSink(tracked).log, "run.log": lambda row, step: tracked.log(row, step=step)},
     }

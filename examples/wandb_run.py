@@ -22,7 +22,6 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-    # the monitor is closed before the run is finished: what it has kept back until then still goes out
     with (
         wandb.init(project="gradmon-example", mode=os.environ.get("WANDB_MODE", "offline")) as run,
         gradmon.watch(model, optimizer, layers="blocks", on_spike=None) as monitor,

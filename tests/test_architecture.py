@@ -46,6 +46,7 @@ FLOORS = [
         "sinks.histograms",
         "sinks.jsonl",
         "sinks.renaming",
+        "sinks.wandb_rows",
     ],
     [
         "presets",

@@ -17,7 +17,7 @@ import torch_gradmon as gradmon
 from torch_gradmon import summary
 from torch_gradmon.presets import PRESETS
 from torch_gradmon.sinks.outlet import LARGEST
-from torch_gradmon.sinks.wandb import AXIS
+from torch_gradmon.sinks.wandb_rows import AXIS
 
 from .families import BY_NAME
 

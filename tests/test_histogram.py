@@ -55,6 +55,13 @@ def test_every_class_is_that_of_a_loop_over_the_elements(dtype: torch.dtype) -> 
 def test_double_precision_beyond_single() -> None:
     tensor = torch.tensor([1e-300, 5e-324, 1e300, -1e39, 0.0, math.nan, math.inf], dtype=torch.float64)
     assert _found(tensor) == _naive(tensor) == {"zero": 1, str(LOWEST): 2, str(HIGHEST): 2}
+    just_below = torch.tensor([1 - 2**-53, 2 - 2**-50, 2**-3 - 2**-56], dtype=torch.float64)
+    assert _found(just_below) == _naive(just_below) == {"-1": 1, "0": 1, "-4": 1}
+
+
+def test_how_its_classes_merge_is_its_own_affair() -> None:
+    with pytest.raises(ValueError, match="'log2_histogram' merges its values itself; leave metric_aggregation_fn='sum' out"):
+        ModuleMonitor(nn.Linear(1, 1)).add_gradient_metric("log2_histogram", metric_aggregation_fn="sum")
 
 
 @given(st.lists(st.floats(width=32), max_size=50))
@@ -108,6 +115,18 @@ def test_it_is_a_metric_like_any_other() -> None:
     assert "number of elements" in monitor.describe()["gradient/weight/log2_histogram"]
 
 
+def test_where_nothing_is_finite_it_says_so() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = ModuleMonitor(model).attach(optimizer)
+    monitor.add_gradient_metric("log2_histogram", stages=("after_clip",))
+    model(torch.full((1, 2), math.nan)).sum().backward()
+    optimizer.step()
+    monitor.log_scalar("x", 0.0)
+    assert monitor.missing()["gradient/weight/log2_histogram"] == "it has no finite element"
+    assert monitor.get_step_metrics()["gradient/bias/log2_histogram.0"] == 1
+
+
 @pytest.mark.parametrize("style", ["seed", "metric_first"])
 def test_sinks_put_the_classes_together(style: str, tmp_path: Path) -> None:
     _, gradients = _monitored(JsonlSink(tmp_path / "rows.jsonl"), key_style=style)
@@ -122,7 +141,13 @@ def test_sinks_put_the_classes_together(style: str, tmp_path: Path) -> None:
 
 
 def test_other_values_are_left_as_they_are() -> None:
-    values = {"x": 1.0, "log2_histogram": 2.0, "my_log2_histogram.zero": 3.0, "gradient/a.1/norm": 4.0}
+    values = {
+        "x": 1.0,
+        "log2_histogram": 2.0,
+        "my_log2_histogram.zero": 3.0,
+        "gradient/a.1/norm": 4.0,
+        "a_log2_histogram.99": 5.0,
+    }
     assert without_histograms(values) == (values, {})
     assert Histogram().counts == [0.0] * 64
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import json
@@ -22,7 +23,7 @@ from torch_gradmon import GradmonWarning, JsonlSink, ModuleMonitor
 from torch_gradmon.errors import Complaints
 from torch_gradmon.record import Event
 from torch_gradmon.sinks import Outlet, delivery
-from torch_gradmon.sinks.delivery import Delivery
+from torch_gradmon.sinks.delivery import Delivery, Parcel
 
 from .families import BY_NAME
 
@@ -200,7 +201,7 @@ def test_a_sink_that_fails_at_the_end_is_told(monitor: ModuleMonitor) -> None:
     short = Recorder(failing=set(range(4, 100)))
     monitor.add_sink(short)
     _steps(monitor, 5, start=10)
-    with pytest.warns(GradmonWarning, match=r"the last 1 rows for the sink Recorder could not be sent"):
+    with pytest.warns(GradmonWarning, match=r"last 1 row for the sink Recorder could not be sent \(ConnectionError: the network"):
         monitor.detach()
 
 
@@ -250,7 +251,7 @@ def _slow_rows(clock: Clock, seconds: float, training: float, complaints: Compla
     sent = Delivery("Slow", complaints)
     for step in range(count):
         clock.now += training
-        sent.put(step, call)
+        sent.put(Parcel(step, call))
     return len(taken)
 
 
@@ -319,12 +320,125 @@ def test_in_a_thread_too_many_rows_are_lost_and_counted(monkeypatch: pytest.Monk
 
     with pytest.warns(GradmonWarning, match=r"so slow that 5 rows wait for it.*all rows are in the run directory 'x'") as caught:
         for step in range(20):
-            sent.put(step, functools.partial(call, step))
+            sent.put(Parcel(step, functools.partial(call, step)))
     assert len(caught) == 1
     gate.set()
     sent.close()
     assert len(taken) + complaints.counts["sink:Stuck"] == 20
     assert taken == list(range(len(taken)))
+
+
+def test_a_sink_that_hangs_does_not_keep_the_process_from_ending(tmp_path: Path) -> None:
+    script = """
+    import threading, time
+    from torch import nn
+    from torch_gradmon import ModuleMonitor
+    from torch_gradmon.sinks import delivery
+
+    delivery._LAST = 0.5
+    lock = threading.Lock()
+
+    class Hanging:
+        def log(self, values, step):
+            with lock:
+                time.sleep(1000)
+
+        def close(self):
+            with lock:
+                pass
+
+    model = nn.Linear(1, 1)
+    monitor = ModuleMonitor(model)
+    monitor.add_sink(Hanging(), thread=True)
+    for step in range(5):
+        monitor.begin_step(step)
+        monitor.log_scalar("x", step)
+        monitor.end_step()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
+    assert done.returncode == 0
+    assert "the sink Hanging did not take its last 5 rows within" in done.stderr
+
+
+@pytest.mark.parametrize("thread", [False, True], ids=["beside", "in a thread"])
+def test_a_sink_that_wants_to_exit_is_a_sink_that_fails(
+    thread: bool, monitor: ModuleMonitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery, "_PAUSE", 0.001)
+    rows, once = [], [True]
+
+    def leaving(values: dict[str, float], step: int) -> None:
+        if once:
+            once.clear()
+            raise SystemExit
+        rows.append(step)
+
+    monitor.add_sink(leaving, thread=thread)
+    _steps(monitor, 5)
+    monitor.detach()
+    assert rows == list(range(5))
+
+
+@pytest.mark.filterwarnings("error")
+def test_where_warnings_are_errors_no_sink_loses_a_row_by_that_of_another(
+    monitor: ModuleMonitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery, "_PAUSE", 0.001)
+    other, late = Recorder(), Recorder(failing=set(range(100)))
+    monitor.add_sink(Recorder(failing=set(range(100))))
+    monitor.add_sink(late, thread=True)
+    monitor.add_sink(other)
+    for step in range(6):
+        with contextlib.suppress(GradmonWarning):
+            _steps(monitor, 1, start=step)
+    with contextlib.suppress(GradmonWarning):
+        monitor.detach()
+    assert other.steps == list(range(6))
+    assert monitor.complaints() == {"sink:Recorder": 6, "sink:Recorder:2": 6}
+
+
+def test_that_a_sink_is_dropped_is_said_also_where_something_was_said_before(monitor: ModuleMonitor) -> None:
+    broken = Recorder(failing=set(range(1, 100)))
+    monitor.add_sink(broken)
+    _steps(monitor, 2)
+    with pytest.warns(GradmonWarning, match="last 1 row"):
+        monitor.detach()
+    with pytest.warns(GradmonWarning, match="is dropped"):
+        _steps(monitor, 3, start=2)
+    monitor.detach()
+
+
+def test_a_sink_may_do_with_its_dict_as_it_likes(monitor: ModuleMonitor) -> None:
+    rows, failing = [], [True]
+
+    def eats(values: dict[str, float], step: int) -> None:
+        found = values.pop("x")
+        if failing:
+            failing.clear()
+            raise ConnectionError
+        rows.append(found)
+
+    monitor.add_sink(eats)
+    _steps(monitor, 4)
+    monitor.detach()
+    assert rows == [0, 1, 2, 3]
+
+
+def test_spikes_are_not_counted_as_rows(monitor: ModuleMonitor) -> None:
+    class Broken(Recorder):
+        def log_spike(self, event: Event, text: str) -> None:
+            raise ConnectionError
+
+    monitor.add_detector(gradmon.SpikeDetector(signal="loss"))
+    monitor.add_sink(Broken(failing=set(range(100))), every=10)
+    with pytest.warns(GradmonWarning, match="is dropped"):
+        for step in range(60):
+            monitor.begin_step(step)
+            monitor.log_scalar("loss", 100.0 if step == 50 else 1.0 + step % 3 / 10)
+            monitor.end_step()
+        monitor.detach()
+    assert monitor.complaints() == {"sink:Broken": 6}
 
 
 # --- what else a sink gets ---------------------------------------------------------------------------------------------------------
@@ -348,6 +462,15 @@ def test_the_largest_norm_goes_where_the_norm_goes(keys: str, expected: set[str]
     outlet = Outlet(sent, keys, 2, Complaints())
     outlet.send({"gradmon/grad_norm": 1.0, "x": 0.0}, 0)
     assert sent.rows[0][1].keys() == expected
+
+
+def test_the_largest_norm_waits_for_a_row_where_the_step_of_one_has_none() -> None:
+    sent = Recorder()
+    outlet = Outlet(sent, None, 5, Complaints())
+    for step in range(11):
+        norm = {3: 100.0, 8: 2.0}.get(step, 1.0)
+        outlet.send({"x": 0.0} if step == 5 else {"gradmon/grad_norm": norm, "x": 0.0}, step)
+    assert [values.get("gradmon/grad_norm_max") for _, values in sent.rows] == [1.0, 100.0, 2.0]
 
 
 def test_every_step_has_its_own_norm() -> None:

@@ -163,3 +163,9 @@ def test_a_full_disk_does_not_stop_anything(tmp_path: Path) -> None:
 def test_it_needs_a_writer_or_a_directory() -> None:
     with pytest.raises(TypeError, match="writer_or_dir must be a SummaryWriter or a directory, got 3 of type int"):
         TensorBoardSink(3)
+
+
+def test_a_file_is_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError, match="file' is a file; give the directory for event files"):
+        TensorBoardSink(tmp_path / "file")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,22 @@ _HEADER, _BLOCK = 7, 32768
 _FULL, _LAST = 1, 4
 
 
-def records(directory: Path) -> Iterator[Any]:
-    """All records of the one run below ``directory``."""
+def records(directory: Path) -> list[Any]:
+    """All records of the one run below ``directory``, which is finished: wandb's own process may still be writing."""
+    (path,) = directory.glob("wandb/offline-run-*/*.wandb")
+    end = time.monotonic() + 30
+    while True:
+        found = list(_parsed(path.read_bytes()))
+        if any(record.WhichOneof("record_type") == "exit" for record in found):
+            return found
+        if time.monotonic() > end:
+            raise TimeoutError(f"the run in {path} does not end")
+        time.sleep(0.05)
+
+
+def _parsed(data: bytes) -> Iterator[Any]:
     from wandb.proto import wandb_internal_pb2
 
-    (path,) = directory.glob("wandb/offline-run-*/*.wandb")
-    data = path.read_bytes()
     position, message = _HEADER, b""
     while position + _HEADER <= len(data):
         left = _BLOCK - position % _BLOCK
@@ -26,6 +37,8 @@ def records(directory: Path) -> Iterator[Any]:
             continue
         _, length, kind = struct.unpack_from("<IHB", data, position)
         position += _HEADER
+        if position + length > len(data):
+            return
         message += data[position : position + length]
         position += length
         if kind in (_FULL, _LAST):

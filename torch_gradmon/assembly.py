@@ -37,7 +37,7 @@ def assemble(
         absent[n.UPDATE, ""] = "the step was not applied"
     undefined = [key for key, value in custom.items() if key.metric == "grad_momentum_cosine" and value == n.UNDEFINED]
     absent.update({(key.source, f"{key.name}/{key.metric}"): "the gradient or the momentum is zero" for key in undefined})
-    custom = {key: value for key, value in custom.items() if value or not key.metric.startswith(f"{histogram.NAME}.")}
+    custom = _without_empty_classes(custom, absent)
     # a sum over the model must not be one over the part of it that could be measured
     whole = {source: table for source, table in tables.items() if source not in facts.refused}
     reasons: dict[str, str] = {}
@@ -56,6 +56,17 @@ def assemble(
     hidden = frozenset(key for key in values if (key.source, key.metric.partition(".")[0]) in unshown) if unshown else frozenset()
     record = StepRecord(facts.step, time.time(), facts.applied, values, tables, facts.context, derived=derived, hidden=hidden)
     return record, summarised
+
+
+def _without_empty_classes(custom: Mapping[Key, float], absent: dict[tuple[str, str], str]) -> Mapping[Key, float]:
+    """``custom`` without the classes of histograms that hold nothing, most of them."""
+    classes = [key for key in custom if key.metric.startswith(f"{histogram.NAME}.")]
+    if not classes:
+        return custom
+    empty = {key for key in classes if not custom[key]}
+    for source, name in {key[:2] for key in classes} - {key[:2] for key in classes if key not in empty}:
+        absent[source, f"{name}/{histogram.NAME}"] = "it has no finite element"
+    return {key: value for key, value in custom.items() if key not in empty}
 
 
 def _derived(viewed: Iterable[Key], tables: Mapping[str, Table]) -> frozenset[Key]:

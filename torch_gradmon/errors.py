@@ -54,7 +54,7 @@ class Complaints:
             self.say(message, error)
 
     def say(self, message: str, error: BaseException | None = None) -> None:
-        """Warn."""
+        """Warn, whether something was said before or not."""
         detail = f" ({type(error).__name__}: {error})" if error is not None else ""
         # stacklevel is of no use here: the callers are hooks, below them stands the user's optimizer.step() or backward()
         warnings.warn(f"torch_gradmon: {message}{detail}", GradmonWarning, stacklevel=3)

@@ -6,6 +6,7 @@ import os
 import re
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from .session import Session, at_exit
 from .sinks.adapters import adapted
 from .sinks.outbox import Outbox
 from .sinks.outlet import Outlet
+from .sinks.wandb import WandbSink
 from .spikes.detector import SpikeDetector
 from .statistics.backend import Statistics
 from .statistics.eager import DEFAULT_EPS
@@ -281,10 +283,17 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
 
         Raises:
             TypeError: it has no ``log(dict, step=)`` or ``log_metrics(dict, step=)`` and is not callable.
-            ValueError: ``keys`` is no valid pattern, or ``every`` no positive int.
+            ValueError: ``keys`` is no valid pattern, ``every`` no positive int, or ``thread`` asked for a W&B run.
         """
         outbox, complaints = self._session.ledger.outbox, self._session.guard.complaints
-        outbox.outlets += [Outlet(each, keys, every, complaints, deferred, thread, outbox.place) for each in adapted(sink)]
+        for each in adapted(sink):
+            if thread and isinstance(each, WandbSink):
+                raise ValueError(
+                    "W&B takes rows without delay, and those of another thread would come between; leave thread=True out"
+                )
+            outbox.outlets.append(Outlet(each, keys, every, complaints, deferred, thread, outbox.place))
+            if callable(before_finish := getattr(each, "before_finish", None)):
+                before_finish(partial(at_exit, weakref.ref(self._session), outbox))
 
     def add_detector(self, detector: SpikeDetector) -> None:
         """Feed ``detector`` with the whole-model value, or the scalar logged by hand, that its ``signal`` names.

@@ -86,7 +86,7 @@ class Registry:
             raise TypeError(
                 f"metric_fn of {name!r} must be callable or None for the built-in of that name, got {display(function)}"
             )
-        aggregation = checked_aggregation(aggregation, "metric_aggregation_fn")
+        asked, aggregation = aggregation, checked_aggregation(aggregation, "metric_aggregation_fn")
         if function is not None:
             documentation = (getattr(function, "__doc__", None) or "your function").strip().splitlines()[0]
             return Metric(name, source, pattern, function, aggregation, documentation=documentation, every=every, shown=shown)
@@ -96,6 +96,8 @@ class Registry:
             raise ValueError(
                 f"there is no built-in {source} metric {name!r}{nearest(name, known)}; for your own pass a function as metric_fn"
             )
+        if built_in.aggregation is not None and asked is not None:
+            raise ValueError(f"the built-in {name!r} merges its values itself; leave metric_aggregation_fn={asked!r} out")
         return Metric(
             name,
             source,

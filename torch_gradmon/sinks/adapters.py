@@ -67,13 +67,15 @@ def _call(function: Callable[..., object], values: Mapping[str, float], step: in
 
 
 def _takes_values_and_step(function: Callable[..., Any]) -> bool:
-    try:
-        inspect.signature(function).bind({}, step=0)
-    except TypeError:
-        return False
-    except ValueError:  # built in, and says nothing of its arguments
+    for follow in (True, False):  # what a decorator says of its function need not be so, as in SwanLab
+        try:
+            inspect.signature(function, follow_wrapped=follow).bind({}, step=0)
+        except TypeError:
+            continue
+        except ValueError:  # built in, and says nothing of its arguments
+            return True
         return True
-    return True
+    return False
 
 
 def closer(sink: Any) -> Callable[[], object] | None:

@@ -7,8 +7,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from ..errors import Complaints
+from ..errors import Complaints, GradmonWarning
 
 #: Failures in a row after which a sink is dropped.
 PATIENCE = 3
@@ -21,7 +22,14 @@ _PAUSE = 0.5
 #: Seconds that closing waits for what a thread has still to send.
 _LAST = 30.0
 
-Parcel = tuple[int, Callable[[], object]]
+
+@dataclass(frozen=True)
+class Parcel:
+    """A call to be made for a step; ``rows`` is 1 for a row and 0 for what is not counted as one."""
+
+    step: int
+    call: Callable[[], object]
+    rows: int = 1
 
 
 class Delivery:
@@ -31,82 +39,84 @@ class Delivery:
 
     Args:
         name: of the sink, for messages.
-        complaints: where what is lost is counted, under ``sink:{name}``, and said once.
+        complaints: where rows that are lost are counted, under :attr:`cause`, and said once.
         kept: where else lost rows can be found, for the message.
     """
 
     def __init__(self, name: str, complaints: Complaints, kept: str = "") -> None:
         self.name = name
+        self.cause = complaints.unused(f"sink:{name}")
         self.dropped = False
         self._complaints = complaints
-        self._cause = complaints.unused(f"sink:{name}")
         self._kept = f"; all rows are in {kept}" if kept else ""
         self._waiting: deque[Parcel] = deque()
+        self._error: BaseException | None = None
         self._failures = 0
         self._slow = 0
         self._returned = -SLOW
+        self._said = False
+        self._beside = False  # whether in a thread, where there is nobody to raise to
 
-    def put(self, step: int, call: Callable[[], object]) -> None:
-        """Make ``call`` for ``step``, now or when the sink works again. Never raises."""
+    def put(self, parcel: Parcel) -> None:
+        """Make the call now, or when the sink works again. Never raises."""
         if self.dropped:
-            self._lose(1)
+            self.lose(parcel.rows)
             return
-        self._waiting.append((step, call))
+        self._waiting.append(parcel)
         started = time.perf_counter()
-        self._send()
+        self._send(self._waiting)
         self._watch(started - self._returned, time.perf_counter() - started)
         self._returned = time.perf_counter()
 
-    def close(self) -> None:
-        """Try what waits once more. Never raises."""
-        self._send()
-        if self._waiting and not self.dropped:
-            lost = len(self._waiting)
-            self._waiting.clear()
-            self._lose(lost, f"the last {lost} rows for the sink {self.name} could not be sent{self._kept}")
+    def close(self) -> bool:
+        """Try what waits once more. Never raises. Whether the sink is at rest now."""
+        self._send(self._waiting)
+        self._give_up(self._waiting)
+        return True
 
-    def _send(self) -> None:
-        while self._waiting and not self.dropped:
-            step, call = self._waiting[0]
+    def lose(self, rows: int, message: str = "", error: BaseException | None = None) -> None:
+        """Count lost rows; say the first message, and one by which the sink is dropped."""
+        self._complaints.counts[self.cause] += rows
+        if message and not self._said:
+            self._said = True
+            self._complaints.say(f"{message}{self._kept}", error)
+
+    def _send(self, waiting: deque[Parcel]) -> None:
+        while waiting and not self.dropped:
             try:
-                call()
-            except Exception as error:
-                self._failed(step, error)
+                waiting[0].call()
+            except (Exception, SystemExit) as error:
+                self._failed(waiting, error)
                 return
-            self._waiting.popleft()
+            waiting.popleft()
             self._failures = 0
 
-    def _failed(self, step: int, error: Exception) -> None:
-        if self._complaints.raising:
+    def _failed(self, waiting: deque[Parcel], error: BaseException) -> None:
+        if self._complaints.raising and not self._beside:
             raise error
+        self._error = error
         self._failures += 1
         if self._failures >= PATIENCE:
-            self._drop(
-                f"the sink {self.name} failed {PATIENCE} times in a row, first with step {step}, and is dropped; "
-                f"training goes on{self._kept}",
-                error,
-            )
+            self._drop(waiting, f"failed {PATIENCE} times in a row, first with step {waiting[0].step}, and is dropped", error)
 
     def _watch(self, idle: float, took: float) -> None:
         self._slow = self._slow + 1 if took > max(SLOW, idle) else 0
         if self._slow >= PATIENCE and not self.dropped:
-            self._drop(
-                f"the sink {self.name} took {took:.1f} s for a row, longer than training since the row before, "
-                f"{PATIENCE} times in a row, and is dropped{self._kept}; "
-                "add_sink(..., thread=True) lets it take its time beside the training"
-            )
+            words = f"took {took:.1f} s for a row, longer than training since the row before, {PATIENCE} times in a row, and is dropped"
+            self._drop(self._waiting, f"{words}; add_sink(..., thread=True) lets it take its time beside the training")
 
-    def _drop(self, message: str, error: Exception | None = None) -> None:
+    def _drop(self, waiting: deque[Parcel], words: str, error: BaseException | None = None) -> None:
         self.dropped = True
-        lost = len(self._waiting)
-        self._waiting.clear()
-        self._lose(lost, message, error)
+        self._said = False  # whatever was said before, this has to be
+        lost = sum(parcel.rows for parcel in waiting)
+        waiting.clear()
+        self.lose(lost, f"the sink {self.name} {words}; training goes on", error)
 
-    def _lose(self, rows: int, message: str = "", error: Exception | None = None) -> None:
-        said = self._complaints.counts[self._cause] > 0
-        self._complaints.counts[self._cause] += rows
-        if message and not said:
-            self._complaints.say(message, error)
+    def _give_up(self, waiting: deque[Parcel]) -> None:
+        lost = sum(parcel.rows for parcel in waiting)
+        waiting.clear()
+        if lost:
+            self.lose(lost, f"the last {lost} row{'s' * (lost > 1)} for the sink {self.name} could not be sent", self._error)
 
 
 class ThreadedDelivery(Delivery):
@@ -114,49 +124,60 @@ class ThreadedDelivery(Delivery):
 
     def __init__(self, name: str, complaints: Complaints, kept: str = "") -> None:
         super().__init__(name, complaints, kept)
+        self._beside = True
+        self._thread_name = f"torch_gradmon {name}"
         self._queue: queue.Queue[Parcel | None] = queue.Queue(CAPACITY)
         self._thread: threading.Thread | None = None
-        self._closing = threading.Event()
 
-    def put(self, step: int, call: Callable[[], object]) -> None:
-        """Leave ``call`` to the thread. Never waits, never raises."""
+    def put(self, parcel: Parcel) -> None:
+        """Leave the call to the thread. Never waits, never raises."""
         if self.dropped:
-            self._lose(1)
+            self.lose(parcel.rows)
             return
         if self._thread is None or not self._thread.is_alive():
-            self._closing.clear()
-            self._thread = threading.Thread(target=self._work, name=f"torch_gradmon {self.name}", daemon=True)
+            # one that hangs keeps what it had: it must not share with another
+            self._queue = queue.Queue(CAPACITY)
+            arguments = (self._queue, deque[Parcel]())
+            self._thread = threading.Thread(target=self._work, args=arguments, name=self._thread_name, daemon=True)
             self._thread.start()
         try:
-            self._queue.put_nowait((step, call))
+            self._queue.put_nowait(parcel)
         except queue.Full:
-            self._lose(
-                1,
-                f"the sink {self.name} is so slow that {CAPACITY} rows wait for it; from step {step} on rows are lost{self._kept}",
-            )
+            words = f"the sink {self.name} is so slow that {CAPACITY} rows wait for it; from step {parcel.step} on rows are lost"
+            self.lose(parcel.rows, words)
 
-    def close(self) -> None:
-        """Wait for what is left, for half a minute at most."""
+    def close(self) -> bool:
+        """Wait for what is left, for half a minute at most. Whether the thread has ended."""
         thread, self._thread = self._thread, None
         if thread is None:
-            return
-        self._closing.set()
+            return True
+        until = time.monotonic() + _LAST
         try:
             self._queue.put(None, timeout=_LAST)
-            thread.join(_LAST)
         except queue.Full:
             pass
-        lost = self._queue.qsize()
-        if thread.is_alive() and lost:
-            self._lose(lost, f"the sink {self.name} did not take its last {lost} rows within {_LAST:.0f} s{self._kept}")
+        thread.join(max(0.0, until - time.monotonic()))
+        if thread.is_alive():
+            left = list(self._queue.queue)
+            lost = 1 + sum(parcel.rows for parcel in left if parcel is not None)  # and the one that hangs
+            self.lose(lost, f"the sink {self.name} did not take its last {lost} rows within {_LAST:.0f} s")
+        return not thread.is_alive()
 
-    def _work(self) -> None:
-        while (parcel := self._queue.get()) is not None:
+    def _work(self, parcels: queue.Queue[Parcel | None], waiting: deque[Parcel]) -> None:
+        while (parcel := parcels.get()) is not None:
             if self.dropped:
-                self._lose(1)
+                self.lose(parcel.rows)
                 continue
-            self._waiting.append(parcel)
-            while self._waiting and not self.dropped:
-                self._send()
-                if self._waiting and not self.dropped:
-                    self._closing.wait(_PAUSE * self._failures)
+            waiting.append(parcel)
+            while waiting and not self.dropped:
+                self._send(waiting)
+                if waiting and not self.dropped:
+                    time.sleep(_PAUSE * self._failures)
+
+    def lose(self, rows: int, message: str = "", error: BaseException | None = None) -> None:
+        """The same; where warnings were made errors, none of them may end the thread."""
+        try:
+            super().lose(rows, message, error)
+        except GradmonWarning:
+            if threading.current_thread().name != self._thread_name:
+                raise

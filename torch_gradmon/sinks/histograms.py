@@ -30,7 +30,7 @@ def without_histograms(values: Mapping[str, float]) -> tuple[dict[str, float], d
     found: dict[str, Histogram] = {}
     for key, value in values.items():
         part = _CLASS.match(key) if NAME in key else None
-        if part is None:
+        if part is None or not LOWEST <= int(part[2]) <= HIGHEST:
             scalars[key] = value
         else:
             found.setdefault(part[1] + (part[3] or ""), Histogram()).counts[int(part[2]) - LOWEST] = value

@@ -61,4 +61,5 @@ class MlflowSink:
 
 def _allowed(key: str) -> str:
     parts = [part for part in _NOT_ALLOWED.sub("_", key).split("/") if part.strip(".")]
-    return "/".join(parts) or "_"
+    name = "/".join(parts) or "_"
+    return f"_{name}" if name.startswith("..") else name

@@ -7,7 +7,7 @@ import sqlite3
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..errors import Complaints
+from ..errors import Complaints, GradmonWarning
 from ..layers import describe
 from ..record import StepRecord
 from ..store import RunStore
@@ -82,10 +82,16 @@ class Outbox:
             (record, shown), self._waiting = self._waiting, None
             values = shown() if self.outlets else {}
             texts = [(event, describe(event, record)) for event in record.events] if self.outlets else []
+            first: Warning | None = None
             for outlet in self.outlets:
-                outlet.send(values, record.step)
-                for event, text in texts:
-                    outlet.send_spike(event, text)
+                try:
+                    outlet.send(values, record.step)
+                    for event, text in texts:
+                        outlet.send_spike(event, text)
+                except GradmonWarning as warning:  # where warnings were made errors; the other sinks come first
+                    first = first or warning
+            if first is not None:
+                raise first
 
     def _write(self, record: StepRecord, amend: bool) -> None:
         if self._run_dir is None or self._failures >= PATIENCE:

@@ -12,7 +12,7 @@ from ..errors import Complaints
 from ..names import compile_pattern
 from ..record import Event
 from .adapters import closer, name_of, sender
-from .delivery import Delivery, ThreadedDelivery
+from .delivery import Delivery, Parcel, ThreadedDelivery
 
 _NORM = "gradmon/grad_norm"
 #: What is put behind the key of the gradient norm for the largest one since the last row.
@@ -57,7 +57,9 @@ class Outlet:
         self._log = sender(self.sink)
         self._complaints = complaints
         self._delivery = (ThreadedDelivery if thread else Delivery)(name_of(self.sink), complaints, kept)
+        self._norm: str | None = None
         self._largest = -math.inf
+        self._lost = 0
 
     @property
     def dropped(self) -> bool:
@@ -68,28 +70,41 @@ class Outlet:
         """Give the step's values to the sink. Never raises: a failing sink is tried again with the next step, then dropped."""
         chosen = {key: value for key, value in values.items() if self._keys is None or self._keys.search(key)}
         if self.every > 1:
-            key = next((key for key in chosen if key.endswith(_NORM)), None)
-            if key is not None and not (math.isnan(self._largest) or chosen[key] <= self._largest):
-                self._largest = chosen[key]  # also where that is NaN, so that it is seen
+            self._note_norm(chosen)
             if step % self.every:
                 return
-            if key is not None:
-                chosen[key + LARGEST] = self._largest
-            self._largest = -math.inf
-        self._delivery.put(step, partial(self._log, chosen, step))
+            if self._norm is not None and self._largest != -math.inf:
+                chosen[self._norm + LARGEST] = self._largest
+                self._largest = -math.inf
+        self._delivery.put(Parcel(step, partial(self._log_copy, chosen, step)))
+        # rows that a sink took, kept back, and could keep no longer
+        lost, self._lost = getattr(self.sink, "lost", 0) - self._lost, getattr(self.sink, "lost", 0)
+        if lost:
+            self._delivery.lose(lost)
+
+    def _log_copy(self, values: dict[str, float], step: int) -> None:
+        self._log(dict(values), step)  # a sink may do with it as it likes, also where it is tried again
+
+    def _note_norm(self, chosen: Mapping[str, float]) -> None:
+        if self._norm is None:
+            self._norm = next((key for key in chosen if key.endswith(_NORM)), None)
+        value = chosen.get(self._norm or "")
+        if value is not None and not (math.isnan(self._largest) or value <= self._largest):
+            self._largest = value  # also where that is NaN, so that it is seen
 
     def send_spike(self, event: Event, text: str) -> None:
         """Tell the sink of a spike, if it has a method for that. Never raises."""
         log_spike = getattr(self.sink, "log_spike", None)
         if callable(log_spike):
-            self._delivery.put(event.step, partial(log_spike, event, text))
+            self._delivery.put(Parcel(event.step, partial(log_spike, event, text), rows=0))
 
     def close(self) -> None:
         """Send what waits and close the sink where it can be closed. Never raises."""
-        self._delivery.close()
+        if not self._delivery.close():
+            return  # its thread hangs in it, and closing might hang as well
         if (close := closer(self.sink)) is not None:
             try:
                 close()
-            except Exception as error:
-                name = name_of(self.sink)
-                self._complaints.add(f"sink:{name}:close", f"the sink {name} could not be closed", error)
+            except (Exception, SystemExit) as error:
+                cause = f"{self._delivery.cause}:close"
+                self._complaints.add(cause, f"the sink {name_of(self.sink)} could not be closed", error)

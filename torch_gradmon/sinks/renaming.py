@@ -24,9 +24,11 @@ class Renaming:
         name = self._names.get(key)
         if name is None:
             name = self._clean(key)
-            if len(name) > self._longest or name in self._taken:
-                mark = f"_{zlib.crc32(key.encode()):08x}"
-                name = name[: self._longest - len(mark)] + mark
+            start, number = name, zlib.crc32(key.encode())
+            while len(name) > self._longest or name in self._taken:
+                mark = f"_{number:08x}"
+                name = start[: self._longest - len(mark)] + mark
+                number = (number + 1) % 2**32
             self._names[key] = name
             self._taken.add(name)
         return name

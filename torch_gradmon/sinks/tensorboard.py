@@ -27,6 +27,7 @@ class TensorBoardSink:
     Raises:
         ImportError: tensorboard is not installed.
         TypeError: ``writer_or_dir`` is neither.
+        NotADirectoryError: it is a file.
     """
 
     def __init__(self, writer_or_dir: Any) -> None:
@@ -36,6 +37,8 @@ class TensorBoardSink:
             if find_spec("tensorboard") is None:
                 raise ImportError("TensorBoardSink needs tensorboard: pip install tensorboard")
             self._directory = Path(writer_or_dir)
+            if self._directory.is_file():
+                raise NotADirectoryError(f"{str(self._directory)!r} is a file; give the directory for event files")
         elif callable(getattr(writer_or_dir, "add_scalar", None)):
             self._writer = writer_or_dir
         else:
