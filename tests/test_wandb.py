@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import math
 import os
 import subprocess
@@ -26,7 +28,7 @@ pytestmark = pytest.mark.extra
 
 STEPS = 330
 #: Kept here, since a monitor keeps no model alive.
-MODEL = nn.Linear(1, 1)
+MODEL, OTHER = nn.Linear(1, 1), nn.Linear(1, 1)
 
 
 @pytest.fixture
@@ -146,6 +148,32 @@ def _only_steps_that_were_applied(script: Script, step: int) -> None:
         script.log({"loss": step}, step=len(script.logged))
 
 
+def _epochs_and_the_last(script: Script, step: int) -> None:
+    epoch = step // 20
+    if step % 20 == 19 and (epoch % 5 == 0 or epoch == 11):
+        script.log({"loss": step}, step=epoch)
+
+
+def _iterations_of_five_steps(script: Script, step: int) -> None:
+    iteration = step // 5
+    if step % 5 == 4 and iteration % 10 == 0:
+        script.log({"loss": step}, step=iteration)
+    if step % 5 == 4 and iteration % 25 == 0:
+        script.log({"accuracy": step}, step=iteration)
+
+
+def _parts_without_step_and_epochs_with(script: Script, step: int) -> None:
+    script.log({f"rate_{step}": step}, commit=False)
+    if step % 10 == 9:
+        script.log({"loss": step}, step=step // 10)
+
+
+def _with_a_call_that_fails(script: Script, step: int) -> None:
+    script.log({"loss": step}, step=step)
+    with contextlib.suppress(TypeError):
+        script.run.log({1: 2})
+
+
 SCRIPTS: list[Callable[[Script, int], None]] = [
     _nothing,
     _without_step,
@@ -166,6 +194,10 @@ SCRIPTS: list[Callable[[Script, int], None]] = [
     _long_epochs_without_step,
     _kept_and_logged_together,
     _only_steps_that_were_applied,
+    _epochs_and_the_last,
+    _iterations_of_five_steps,
+    _parts_without_step_and_epochs_with,
+    _with_a_call_that_fails,
 ]
 KEPT_BACK = "ignore:.*are kept back from this script's W&B run:torch_gradmon.GradmonWarning"
 
@@ -206,6 +238,113 @@ def test_no_row_is_lost_neither_ours_nor_the_scripts(
     keys = {key for key, _ in script.logged}
     assert sorted(_pairs(rows, *keys)) == sorted(script.logged)
     assert monitor.complaints() == {}
+
+
+@pytest.mark.filterwarnings(KEPT_BACK)
+def test_every_tenth_step_and_an_evaluation_between(run: Any, tmp_path: Path) -> None:
+    monitor = ModuleMonitor(MODEL)
+    monitor.add_sink(run, every=10)
+    logged = []
+    for step in range(400):
+        _step(monitor, step, x=step)
+        if step % 100 == 99 or step in (201, 303):
+            logged.append(step)
+            run.log({"loss": step}, step=step)
+    monitor.detach()
+    run.finish()
+    rows = history(tmp_path)
+    assert [value for _, value in _pairs(rows, "loss")] == logged
+    assert _pairs(rows, "x") == [("x", step) for step in range(0, 400, 10)]
+
+
+@pytest.mark.filterwarnings(KEPT_BACK)
+def test_two_monitors_of_different_clocks(run: Any, tmp_path: Path) -> None:
+    fast, slow = ModuleMonitor(MODEL), ModuleMonitor(OTHER)
+    for monitor in (fast, slow):
+        monitor.add_sink(run)
+    logged = []
+    for step in range(300):
+        _step(fast, step, fast=step)
+        if step % 5 == 4:
+            iteration = step // 5
+            _step(slow, iteration, slow=iteration)
+            if iteration % 10 == 0 or iteration % 25 == 0:
+                logged.append(iteration)
+                run.log({"loss": iteration}, step=iteration)
+    fast.detach()
+    slow.detach()
+    run.finish()
+    rows = history(tmp_path)
+    assert [value for _, value in _pairs(rows, "loss")] == logged
+    assert sorted(_pairs(rows, "fast")) == [("fast", step) for step in range(300)]
+    assert sorted(_pairs(rows, "slow")) == [("slow", step) for step in range(60)]
+
+
+@pytest.mark.filterwarnings(KEPT_BACK)
+def test_one_sink_for_two_monitors(run: Any, tmp_path: Path) -> None:
+    one, other, sink = ModuleMonitor(MODEL), ModuleMonitor(OTHER), WandbSink(run)
+    one.add_sink(sink)
+    other.add_sink(sink)
+    for step in range(30):
+        _step(one, step, one=step)
+        _step(other, step, other=step)
+    one.detach()
+    other.detach()
+    run.finish()
+    rows = history(tmp_path)
+    assert _pairs(rows, "one") == [("one", step) for step in range(30)]
+    assert _pairs(rows, "other") == [("other", step) for step in range(30)]
+
+
+def test_a_spike_that_is_raised_at_the_end_keeps_no_row_back(run: Any, tmp_path: Path) -> None:
+    monitor = ModuleMonitor(MODEL, on_spike="raise")
+    monitor.add_detector(gradmon.SpikeDetector(signal="loss"))
+    monitor.add_sink(run)
+    for step in range(60):
+        _step(monitor, step, loss=1.0 + step % 3 / 10)
+    monitor.begin_step(60)
+    monitor.log_scalar("loss", 1e6)
+    run.finish()  # in the middle of a step, which ends with it
+    assert [row[AXIS] for row in history(tmp_path)] == list(range(61))
+
+
+def test_a_forked_process_sends_nothing_twice(run: Any, tmp_path: Path) -> None:
+    monitor = ModuleMonitor(MODEL)
+    monitor.add_sink(run)
+    for step in range(10):
+        _step(monitor, step, x=step)
+    child = os.fork()
+    if child == 0:
+        atexit._run_exitfuncs()
+        os._exit(0)
+    os.waitpid(child, 0)
+    monitor.detach()
+    run.finish()
+    assert _pairs(history(tmp_path), "x") == [("x", step) for step in range(10)]
+
+
+def test_a_run_that_is_disabled_takes_everything_and_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disabled = wandb.init(mode="disabled", dir=tmp_path)
+    for given in (disabled, WandbSink(disabled)):
+        monitor = ModuleMonitor(MODEL)
+        monitor.add_sink(given)
+        for step in range(150):
+            _step(monitor, step, x=step)
+        monitor.detach()
+        assert monitor.complaints() == {}
+    disabled.finish()
+
+
+@pytest.mark.filterwarnings("error")
+def test_no_warning_of_ours_is_raised_by_the_scripts_own_call(run: Any) -> None:
+    monitor = ModuleMonitor(MODEL)
+    monitor.add_sink(run)
+    for step in range(30):
+        with contextlib.suppress(GradmonWarning):
+            _step(monitor, step, x=step)
+        run.log({"loss": step}, **({} if step < 20 else {"step": step // 10}))
+    with contextlib.suppress(GradmonWarning):
+        monitor.detach()
 
 
 @pytest.mark.filterwarnings(KEPT_BACK)
@@ -304,7 +443,7 @@ def test_what_is_kept_back_is_told_once(logs: Callable[[Script, int], None], why
 def test_a_script_that_begins_to_name_steps_is_told_that_wandb_drops_them(run: Any, tmp_path: Path) -> None:
     monitor = ModuleMonitor(MODEL)
     monitor.add_sink(run)
-    with pytest.warns(GradmonWarning, match="logged to W&B without step= before, and now names step 30 where the run stands at"):
+    with pytest.warns(GradmonWarning, match="logged to W&B with step=30, where its run stood at [0-9]+ already; W&B drops"):
         for step in range(60):
             _step(monitor, step, x=step)
             if step < 30 and step % 5 == 0:

@@ -291,9 +291,10 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
                 raise ValueError(
                     "W&B takes rows without delay, and those of another thread would come between; leave thread=True out"
                 )
-            outbox.outlets.append(Outlet(each, keys, every, complaints, deferred, thread, outbox.place))
+            outlet = Outlet(each, keys, every, complaints, deferred, thread, outbox.place)
             if callable(before_finish := getattr(each, "before_finish", None)):
                 before_finish(partial(at_exit, weakref.ref(self._session), outbox))
+            outbox.outlets.append(outlet)
 
     def add_detector(self, detector: SpikeDetector) -> None:
         """Feed ``detector`` with the whole-model value, or the scalar logged by hand, that its ``signal`` names.

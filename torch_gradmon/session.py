@@ -349,6 +349,8 @@ class Session:
 def at_exit(session: Callable[[], Session | None], outbox: Outbox) -> None:
     """The last step goes out when the interpreter ends, or as far as it is known when the session is collected."""
     alive = session()
-    if alive is not None:
-        alive.end_step()
-    outbox.close()
+    try:
+        if alive is not None:
+            alive.end_step()
+    finally:  # also where a spike in the last step is raised
+        outbox.close()

@@ -26,7 +26,7 @@ def adapted(sink: Any) -> list[Any]:
         return [sink if of_module is None else of_module()]
     package, _, _ = type(sink).__module__.partition(".")
     kind = type(sink).__name__
-    if (package, kind) == ("wandb", "Run"):
+    if package == "wandb" and kind in ("Run", "NoopRun"):
         return [WandbSink(sink)]
     if (package, kind) == ("trackio", "Run"):
         return [TrackioSink(sink)]

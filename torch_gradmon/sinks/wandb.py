@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import os
 import re
 import warnings
 from collections import deque
@@ -15,7 +17,7 @@ from ..errors import GradmonWarning, display
 from ..names import NAME_SOURCES, SUMMARY, TENSOR_SOURCES
 from ..record import Event
 from .histograms import Histogram, without_histograms
-from .wandb_rows import AXIS, Rows
+from .wandb_rows import AXIS, Clock, Rows
 
 #: Values that are kept back at most; beyond that the oldest rows go.
 MOST = 1_000_000
@@ -67,10 +69,14 @@ class WandbSink:
         self.alone = alone
         self.lost = 0
         self._rows = Rows.of(run)
+        self._clock = Clock()
+        if self._rows is not None:
+            self._rows.clocks.append(self._clock)
         self._held: deque[dict[str, Any]] = deque()
         self._values = 0  # in the rows that are held
         self._known: set[str] = set()
-        self._warned = self._ending = False
+        self._warned = self._said_overtaken = self._ending = False
+        self._process = os.getpid()
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Log ``values`` now, or when there is room for them.
@@ -80,19 +86,19 @@ class WandbSink:
         """
         if getattr(self.run, "_is_finished", False):
             raise RuntimeError("the run is finished; wandb.init() begins another, which needs a sink of its own")
-        if not values:
-            return
-        if not self._held or self._held[-1][AXIS] != step:  # else it was taken before and is tried again
-            scalars, histograms = without_histograms(values)
-            row = {AXIS: step, **scalars, **{key: _native(found) for key, found in histograms.items()}}
+        if not values or self._rows is None or os.getpid() != self._process:
+            return  # nothing to log, a run that keeps nothing, or a forked worker
+        scalars, histograms = without_histograms(values)
+        row = {AXIS: step, **scalars, **{key: _native(found) for key, found in histograms.items()}}
+        if not self._held or self._held[-1] != row:  # else it was taken before and is tried again
             self._define(row)
             self._held.append(row)
             self._values += len(row)
         with self._rows.lock:
-            self._rows.reach(step)
+            self._clock.reach(step)
             while self._held and (self._rows.may_join(self._held[0][AXIS]) or self._rows.may_advance(self.alone)):
-                self._put(self.alone)
-        self._keep_small()
+                self._put(self._rows, self.alone)
+        self._keep_small(self._rows)
 
     def log_spike(self, event: Event, text: str) -> None:
         """Send an alert."""
@@ -104,25 +110,28 @@ class WandbSink:
         def quietly() -> None:
             atexit.unregister(quietly)
             self._ending = True
-            try:
-                call()
-                self.close()
-            except Exception as error:  # nothing of ours may keep a run from being finished
-                warnings.warn(f"torch_gradmon: the last rows may be lost ({error})", GradmonWarning, stacklevel=2)
+            for each in (call, self.close):
+                # nothing of ours may keep a run from being finished, neither a spike that is to be raised
+                with contextlib.suppress(Exception):
+                    each()
 
         # an interpreter that ends closes the run in a way that calls no hook; what was registered last comes first
         atexit.register(quietly)
-        stages = import_module("wandb.sdk.wandb_run")
-        self.run._teardown_hooks.append(stages.TeardownHook(quietly, stages.TeardownStage.EARLY))
+        hooks = getattr(self.run, "_teardown_hooks", None)
+        if isinstance(hooks, list):
+            stages = import_module("wandb.sdk.wandb_run")
+            hooks.append(stages.TeardownHook(quietly, stages.TeardownStage.EARLY))
 
     def close(self) -> None:
         """Log what was kept back, if the run is being finished: before, the script may still name any step."""
+        if self._rows is None or os.getpid() != self._process:
+            return
         with self._rows.lock:
             while self._held and self._ending:
-                self._put(alone=True)
+                self._put(self._rows, alone=True)
 
-    def _put(self, alone: bool) -> None:
-        self._rows.put(self._held[0], alone)
+    def _put(self, rows: Rows, alone: bool) -> None:
+        rows.put(self._held[0], alone)
         self._values -= len(self._held.popleft())
 
     def _define(self, row: Mapping[str, Any]) -> None:
@@ -139,15 +148,25 @@ class WandbSink:
             elif _OWN.match(key):
                 self.run.define_metric(name, step_metric=AXIS)
 
-    def _keep_small(self) -> None:
+    def _keep_small(self, rows: Rows) -> None:
         while self._values > MOST:
             self._values -= len(self._held.popleft())
             self.lost += 1
+        if rows.overtaken is not None:
+            (step, counter), rows.overtaken = rows.overtaken, None
+            if not self._said_overtaken:
+                self._said_overtaken = True
+                warnings.warn(
+                    f"torch_gradmon: this script logged to W&B with step={step}, where its run stood at {counter} already; W&B drops "
+                    "such rows. Name all steps or none, or let WandbSink log to a run of its own",
+                    GradmonWarning,
+                    stacklevel=2,
+                )
         if len(self._held) > PATIENCE and not self._warned:
             self._warned = True
             why = (
                 "its run.log(step=...) counts more slowly than training steps"
-                if self._rows.names
+                if rows.names
                 else "it has not logged anything itself, and W&B would drop a later run.log(step=...) that lies behind"
             )
             warnings.warn(

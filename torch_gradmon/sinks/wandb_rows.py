@@ -12,17 +12,52 @@ can only be taken from that.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from ..errors import GradmonWarning
 from ..names import SUMMARY
 
 #: The axis of everything that is logged here: the monitor's step.
 AXIS = f"{SUMMARY}/step"
 _ATTRIBUTE = "_gradmon_rows"
+
+
+@dataclass
+class Clock:
+    """The steps of one monitor beside those that the script names.
+
+    Attributes:
+        at: the monitor's step; None before the first.
+        gap: the largest difference between two of them.
+        ahead: of how many steps the script was ahead when it last named one; None before it did.
+        slow: whether it has fallen back at any time, so that its steps are not the monitor's.
+    """
+
+    at: int | None = None
+    gap: int = 1
+    ahead: int | None = None
+    slow: bool = False
+
+    def reach(self, step: int) -> None:
+        """The monitor is at ``step``."""
+        if self.at is not None:
+            self.gap = max(self.gap, step - self.at)
+        self.at = step
+
+    def hear(self, named: int) -> None:
+        """The script has named this step."""
+        ahead = named - (-1 if self.at is None else self.at)
+        self.slow |= self.ahead is not None and ahead + self.gap - 1 < self.ahead
+        self.ahead = ahead
+
+    @property
+    def next_named(self) -> int:
+        """No step before this one is named from now on, if the script goes on as it did."""
+        if self.slow or self.at is None or self.ahead is None:
+            return 0
+        return self.at + self.ahead - self.gap + 2
 
 
 class Rows:
@@ -31,68 +66,62 @@ class Rows:
     def __init__(self, run: Any) -> None:
         self.run = run
         self.lock: AbstractContextManager[Any] = threading.RLock()
-        #: Whether the script has given ``step=``, and how often it has logged without, since our first row.
+        self.clocks: list[Clock] = []
+        #: Whether the script has given ``step=``, and how many rows it has closed without, since our first.
         self.names, self.moves = False, 0
         #: Whether it has logged since our last row.
         self.moved = False
+        #: A step that it named behind the counter, and the counter; a sink is to say so.
+        self.overtaken: tuple[int, int] | None = None
         #: The step of our row in the open row; None where that has none.
         self._ours: float | None = None
         self._half = False  # whether the script has left its row open
-        self._at: int | None = None  # our step
-        self._named: int | None = None  # the script's
+        self._named: int | None = None  # its last step
         self._stride: int | None = None  # the smallest difference between two of them
-        self._ahead = 0  # of how many steps it was ahead of ours
         self._passing = False
-        self._told = False
         self._watch()
 
     @classmethod
-    def of(cls, run: Any) -> Rows:
-        """The one of this run."""
+    def of(cls, run: Any) -> Rows | None:
+        """The one of this run; None where nothing is kept, as with a run that is disabled."""
+        if not callable(getattr(run, "_log", None)) or not isinstance(getattr(run, "_local_step", None), int):
+            return None
         # a run takes no attributes besides its own, so it hangs on the function that stands before one of them
-        found: Rows | None = getattr(getattr(run, "_log", None), _ATTRIBUTE, None)
+        found: Rows | None = getattr(run._log, _ATTRIBUTE, None)
         return cls(run) if found is None else found
 
     def _watch(self) -> None:
         """Note every call of ``run.log`` and ``wandb.log``, which both come by here."""
-        original: Callable[..., Any] | None = getattr(self.run, "_log", None)
-        if original is None:  # a wandb whose calls cannot be seen: then no row is opened
-            self.names = True
-            return
+        original: Callable[..., Any] = self.run._log
 
         def noted(data: Mapping[str, Any], step: int | None = None, commit: bool | None = None) -> Any:
             with self.lock:
+                counter = counter_of(self.run)
+                result = original(data, step, commit)
                 if not self._passing:
-                    self._note(step, commit)
-                return original(data, step, commit)
+                    self._note(step, commit, counter)
+                return result
 
         setattr(noted, _ATTRIBUTE, self)
         self.run._log = noted
 
-    def _note(self, step: int | None, commit: bool | None) -> None:
+    def _note(self, step: int | None, commit: bool | None, counter: int) -> None:
+        """The script has logged so, where the run stood at ``counter``."""
         closes = bool(commit) or (step is None and commit is None)
         self.moved = True
         self._half = not closes
-        if step is None:
-            self.moves += self._at is not None
-            if closes:
-                self._ours = None
-            return
-        counter = counter_of(self.run)
-        if step < counter and not self._told and (self._named is None or step > self._named):
-            self._told = True
-            warnings.warn(
-                f"torch_gradmon: this script logged to W&B without step= before, and now names step {step} where the run stands at "
-                f"{counter}; W&B drops such rows. Name all steps or none",
-                GradmonWarning,
-                stacklevel=4,
-            )
-        if step > counter or closes:
+        if closes or (step is not None and step > counter):
             self._ours = None
+        if step is None:
+            self.moves += closes and any(clock.at is not None for clock in self.clocks)
+            return
+        if step < counter and (self._named is None or step > self._named):
+            self.overtaken = step, counter
         if self._named is not None and step > self._named:
             self._stride = min(self._stride or step - self._named, step - self._named)
         self._named = step if self._named is None else max(step, self._named)
-        self._ahead = self._named - (-1 if self._at is None else self._at)
+        for clock in self.clocks:
+            clock.hear(self._named)
         self.names = True
 
     @contextmanager
@@ -103,10 +132,6 @@ class Rows:
         finally:
             self._passing = False
 
-    def reach(self, step: int) -> None:
-        """The monitor is at ``step``."""
-        self._at = step
-
     def may_join(self, axis: float) -> bool:
         """Whether a row of ours for the step ``axis`` may go into the open row: it would overwrite one of another step."""
         return self._ours is None or self._ours == axis
@@ -115,10 +140,11 @@ class Rows:
         """Whether the counter may move on by one."""
         if not self.names:
             return alone or self.moves > 0
-        if self._stride is None or self._named is None or self._at is None:
+        if self._stride is None or self._named is None:
             return False
         # before the step that the script can name next, by its stride and by its clock
-        return counter_of(self.run) + 1 < min(self._named + self._stride, self._at + self._ahead + 1)
+        next_named = min(self._named + self._stride, *(clock.next_named for clock in self.clocks))
+        return counter_of(self.run) + 1 < next_named
 
     def put(self, row: Mapping[str, Any], alone: bool) -> None:
         """Log ``row``: into the open row if it may join that, else into a new one."""
@@ -135,5 +161,5 @@ class Rows:
 
 def counter_of(run: Any) -> int:
     """Where the run stands. It keeps count itself; asking for it costs half a millisecond."""
-    count: int | None = getattr(run, "_local_step", None)
-    return run.step if count is None else count
+    count: int = run._local_step
+    return count
