@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,10 +29,14 @@ def machine() -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str | None]:
-    """Of torch_gradmon and of the others; None where one is not installed."""
+#: What the statistics are compared with.
+RIVALS = ("torch-module-monitor", "wandb", "lightning", "triton")
+
+
+def versions(names: Sequence[str] = RIVALS) -> dict[str, str | None]:
+    """Of torch_gradmon and of these packages; None where one is not installed."""
     found: dict[str, str | None] = {"torch_gradmon": torch_gradmon.__version__}
-    for name in ("torch-module-monitor", "wandb", "lightning", "triton"):
+    for name in names:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -20,7 +20,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from .machine import machine
+from .machine import machine, versions
 from .report import RESULTS, sinks_table
 from .timing import quotients, spread
 
@@ -28,7 +28,7 @@ Log = Callable[[dict[str, float], int], object]
 ROUNDS, QUICK_ROUNDS = 200, 3
 #: What ``watch`` shows, and a model of many layers.
 SIZES = (14, 1000)
-#: Names, with the version's attribute for the table.
+#: Whose versions are told.
 PACKAGES = ("wandb", "tensorboard", "trackio")
 
 
@@ -109,17 +109,11 @@ def measure(rounds: int) -> dict[str, Any]:
                 )
     return {
         "machine": machine(),
-        "versions": _versions(),
+        "versions": versions(PACKAGES),
         "date": datetime.now(timezone.utc).date().isoformat(),
         "rounds": rounds,
         "sinks": sections,
     }
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import version
-
-    return {name: version(name) for name in PACKAGES}
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -45,6 +45,7 @@ FLOORS = [
         "sinks.delivery",
         "sinks.histograms",
         "sinks.jsonl",
+        "sinks.packages",
         "sinks.renaming",
         "sinks.wandb_rows",
     ],

@@ -16,6 +16,8 @@ from .statistics.moments import ALWAYS, VIEWS
 from .summary import Facts, Summary
 from .summary import key as summary_key
 
+_CLASS_OF_HISTOGRAM = f"{histogram.NAME}."
+
 
 def assemble(
     facts: Facts,
@@ -60,7 +62,7 @@ def assemble(
 
 def _without_empty_classes(custom: Mapping[Key, float], absent: dict[tuple[str, str], str]) -> Mapping[Key, float]:
     """``custom`` without the classes of histograms that hold nothing, most of them."""
-    classes = [key for key in custom if key.metric.startswith(f"{histogram.NAME}.")]
+    classes = [key for key in custom if key.metric.startswith(_CLASS_OF_HISTOGRAM)]
     if not classes:
         return custom
     empty = {key for key in classes if not custom[key]}

@@ -108,15 +108,18 @@ class Delivery:
     def _drop(self, waiting: deque[Parcel], words: str, error: BaseException | None = None) -> None:
         self.dropped = True
         self._said = False  # whatever was said before, this has to be
-        lost = sum(parcel.rows for parcel in waiting)
-        waiting.clear()
-        self.lose(lost, f"the sink {self.name} {words}; training goes on", error)
+        self.lose(_taken_out(waiting), f"the sink {self.name} {words}; training goes on", error)
 
     def _give_up(self, waiting: deque[Parcel]) -> None:
-        lost = sum(parcel.rows for parcel in waiting)
-        waiting.clear()
-        if lost:
+        if lost := _taken_out(waiting):
             self.lose(lost, f"the last {lost} row{'s' * (lost > 1)} for the sink {self.name} could not be sent", self._error)
+
+
+def _taken_out(waiting: deque[Parcel]) -> int:
+    """Empties ``waiting``; how many rows there were."""
+    rows = sum(parcel.rows for parcel in waiting)
+    waiting.clear()
+    return rows
 
 
 class ThreadedDelivery(Delivery):

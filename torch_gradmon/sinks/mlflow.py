@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from itertools import islice
 from typing import Any
 
+from .packages import require
 from .renaming import Renaming
 
 #: Metrics in one call of ``log_metrics``, and characters in a name, by MLflow's own limits.
@@ -36,8 +36,7 @@ class MlflowSink:
         if logger is not None:
             self._log: Callable[..., Any] = logger.log_metrics
         else:
-            if find_spec("mlflow") is None:
-                raise ImportError("MlflowSink needs mlflow: pip install mlflow")
+            require("mlflow", self)
             mlflow = import_module("mlflow")
             run = mlflow.active_run()
             if run is None:

@@ -68,14 +68,14 @@ class Outlet:
 
     def send(self, values: Mapping[str, float], step: int) -> None:
         """Give the step's values to the sink. Never raises: a failing sink is tried again with the next step, then dropped."""
-        chosen = {key: value for key, value in values.items() if self._keys is None or self._keys.search(key)}
         if self.every > 1:
-            self._note_norm(chosen)
+            self._note_norm(values)
             if step % self.every:
                 return
-            if self._norm is not None and self._largest != -math.inf:
-                chosen[self._norm + LARGEST] = self._largest
-                self._largest = -math.inf
+        chosen = {key: value for key, value in values.items() if self._chooses(key)}
+        if self._norm is not None and self._largest != -math.inf:
+            chosen[self._norm + LARGEST] = self._largest
+            self._largest = -math.inf
         self._delivery.put(Parcel(step, partial(self._log_copy, chosen, step)))
         # rows that a sink took, kept back, and could keep no longer
         lost, self._lost = getattr(self.sink, "lost", 0) - self._lost, getattr(self.sink, "lost", 0)
@@ -85,10 +85,13 @@ class Outlet:
     def _log_copy(self, values: dict[str, float], step: int) -> None:
         self._log(dict(values), step)  # a sink may do with it as it likes, also where it is tried again
 
-    def _note_norm(self, chosen: Mapping[str, float]) -> None:
+    def _chooses(self, key: str) -> bool:
+        return self._keys is None or self._keys.search(key) is not None
+
+    def _note_norm(self, values: Mapping[str, float]) -> None:
         if self._norm is None:
-            self._norm = next((key for key in chosen if key.endswith(_NORM)), None)
-        value = chosen.get(self._norm or "")
+            self._norm = next((key for key in values if key.endswith(_NORM) and self._chooses(key)), None)
+        value = values.get(self._norm or "")
         if value is not None and not (math.isnan(self._largest) or value <= self._largest):
             self._largest = value  # also where that is NaN, so that it is seen
 

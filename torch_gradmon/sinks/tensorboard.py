@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from ..errors import display
 from ..names import SUMMARY
 from ..record import Event
 from .histograms import without_histograms
+from .packages import require
 
 
 class TensorBoardSink:
@@ -34,8 +34,7 @@ class TensorBoardSink:
         self._directory: Path | None = None
         self._writer: Any = None
         if isinstance(writer_or_dir, (str, os.PathLike)):
-            if find_spec("tensorboard") is None:
-                raise ImportError("TensorBoardSink needs tensorboard: pip install tensorboard")
+            require("tensorboard", self)
             self._directory = Path(writer_or_dir)
             if self._directory.is_file():
                 raise NotADirectoryError(f"{str(self._directory)!r} is a file; give the directory for event files")

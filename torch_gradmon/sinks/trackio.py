@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 from ..errors import display
 from ..record import Event
 from .histograms import without_histograms
+from .packages import require
 
 
 class TrackioSink:
@@ -25,8 +25,7 @@ class TrackioSink:
     """
 
     def __init__(self, run: Any = None) -> None:
-        if find_spec("trackio") is None:
-            raise ImportError("TrackioSink needs trackio: pip install trackio")
+        require("trackio", self)
         if run is None:
             run = import_module("trackio.context_vars").current_run.get()
             if run is None:

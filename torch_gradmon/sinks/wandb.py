@@ -10,13 +10,13 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 from ..errors import GradmonWarning, display
 from ..names import NAME_SOURCES, SUMMARY, TENSOR_SOURCES
 from ..record import Event
 from .histograms import Histogram, without_histograms
+from .packages import require
 from .wandb_rows import AXIS, Clock, Rows
 
 #: Values that are kept back at most; beyond that the oldest rows go.
@@ -57,8 +57,7 @@ class WandbSink:
     """
 
     def __init__(self, run: Any = None, *, alone: bool = False) -> None:
-        if find_spec("wandb") is None:
-            raise ImportError("WandbSink needs wandb: pip install wandb")
+        require("wandb", self)
         if run is None:
             run = import_module("wandb").run
             if run is None:
@@ -98,7 +97,10 @@ class WandbSink:
             self._clock.reach(step)
             while self._held and (self._rows.may_join(self._held[0][AXIS]) or self._rows.may_advance(self.alone)):
                 self._put(self._rows, self.alone)
-        self._keep_small(self._rows)
+        while self._values > MOST:
+            self._values -= len(self._held.popleft())
+            self.lost += 1
+        self._tell(self._rows)
 
     def log_spike(self, event: Event, text: str) -> None:
         """Send an alert."""
@@ -148,10 +150,8 @@ class WandbSink:
             elif _OWN.match(key):
                 self.run.define_metric(name, step_metric=AXIS)
 
-    def _keep_small(self, rows: Rows) -> None:
-        while self._values > MOST:
-            self._values -= len(self._held.popleft())
-            self.lost += 1
+    def _tell(self, rows: Rows) -> None:
+        """Warn, once of each, where the script loses rows or ours are kept back."""
         if rows.overtaken is not None:
             (step, counter), rows.overtaken = rows.overtaken, None
             if not self._said_overtaken:
