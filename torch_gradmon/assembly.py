@@ -11,11 +11,12 @@ from .metric import Metric
 from .names import Key
 from .plan import SourcePlan
 from .record import StepRecord, Table
-from .statistics import histogram
+from .statistics import histogram, kurtosis
 from .statistics.moments import ALWAYS, VIEWS
 from .summary import Facts, Summary
 from .summary import key as summary_key
 
+_UNDEFINED = {"grad_momentum_cosine": "the gradient or the momentum is zero", kurtosis.NAME: "all its elements are equal"}
 _CLASS_OF_HISTOGRAM = f"{histogram.NAME}."
 
 
@@ -24,21 +25,26 @@ def assemble(
     tables: dict[str, Table],
     custom: Mapping[Key, float],
     plans: Mapping[str, SourcePlan],
-    activations: Mapping[Key, float],
+    modules: Mapping[Key, float],
     unshown: Set[tuple[str, str]],
+    heads: frozenset[Key],
     summary: Summary,
     layers: Layers,
     absent: dict[tuple[str, str], str],
 ) -> tuple[StepRecord, dict[str, float]]:
-    """The record of one step, and all whole-model values by name. ``absent`` receives reasons for those that are not there."""
+    """The record of one step, and all whole-model values by name.
+
+    ``modules`` are values of what modules take and return, ``heads`` those keys among them that no dashboard gets, and
+    ``absent`` receives reasons for what is not there.
+    """
     base = tables.pop(n.UPDATE_BASE, None)
     if facts.updates_void:
         tables.pop(n.UPDATE, None)
         custom = {key: value for key, value in custom.items() if key.source != n.UPDATE}
     if not facts.applied:
         absent[n.UPDATE, ""] = "the step was not applied"
-    undefined = [key for key, value in custom.items() if key.metric == "grad_momentum_cosine" and value == n.UNDEFINED]
-    absent.update({(key.source, f"{key.name}/{key.metric}"): "the gradient or the momentum is zero" for key in undefined})
+    undefined = [key for key, value in custom.items() if key.metric in _UNDEFINED and value == n.UNDEFINED]
+    absent.update({(key.source, f"{key.name}/{key.metric}"): _UNDEFINED[key.metric] for key in undefined})
     custom = _without_empty_classes(custom, absent)
     # a sum over the model must not be one over the part of it that could be measured
     whole = {source: table for source, table in tables.items() if source not in facts.refused}
@@ -47,7 +53,7 @@ def assemble(
     absent.update({(n.SUMMARY, name): reason for name, reason in reasons.items()})
     values = {summary_key(name): summarised[name] for name in summary.keys if name in summarised}
     values.update({key: value for key, value in custom.items() if key.source == n.SUMMARY})
-    viewed = dict(activations)
+    viewed = dict(modules)
     for source, plan in plans.items():
         if source in tables:
             viewed.update(plan.evaluate(tables[source], base))
@@ -55,7 +61,9 @@ def assemble(
     values.update(layers.values(whole if layers.choice == "blocks" else tables, base, facts.groups))
     values.update({key: value for key, value in custom.items() if key not in undefined})
     derived = _derived(viewed, tables).difference(custom)
-    hidden = frozenset(key for key in values if (key.source, key.metric.partition(".")[0]) in unshown) if unshown else frozenset()
+    hidden = heads
+    if unshown:
+        hidden |= {key for key in values if (key.source, key.metric.partition(".")[0]) in unshown}
     record = StepRecord(facts.step, time.time(), facts.applied, values, tables, facts.context, derived=derived, hidden=hidden)
     return record, summarised
 
@@ -95,11 +103,18 @@ def missing(
     for metric in metrics:
         if not metric.shown:
             continue
+        if metric.source in n.ATTENTION_SOURCES.values():
+            if not any(key.source == metric.source for key in record.values):  # which modules attend only calls can tell
+                found[Key(metric.source, metric.pattern.pattern, "")] = _why_absent(metric, "", record, absent)
+            continue
         for name in names.get(metric.source, ()):
             if metric.matches(name):
                 found[Key(metric.source, name, metric.name)] = _why_absent(metric, name, record, absent)
-    # outputs in containers are named by their path, and an aggregation that returns a dict adds to the metric's name
-    children = {(key.source, key.metric.partition(".")[0], _owner(key.name)) for key in record.values}
+    # tensors in containers are named by their path, and an aggregation that returns a dict adds to the metric's name
+    known = {source: frozenset(of) for source, of in names.items()}
+    children = {
+        (key.source, key.metric.partition(".")[0], _owner(key.name, known.get(key.source, frozenset()))) for key in record.values
+    }
     return {
         key: reason
         for key, reason in found.items()
@@ -107,8 +122,11 @@ def missing(
     }
 
 
-def _owner(path: str) -> str:
-    return path if path == n.ROOT else path.partition("[")[0]
+def _owner(path: str, known: frozenset[str]) -> str:
+    """The module whose path ``path`` is: ``encoder.layer`` for ``encoder.layer@1[0].hidden``."""
+    while path not in known and (cut := max(map(path.rfind, ".[@"))) > 0:
+        path = path[:cut]
+    return path
 
 
 def _why_absent(metric: Metric, name: str, record: StepRecord, absent: Mapping[tuple[str, str], str]) -> str:
@@ -135,6 +153,11 @@ _DEFAULT_REASONS = {
     n.PARAMETER: "the parameters were not measured: attach the optimizer, or call monitor.monitor_parameters()",
     n.PARAMETER_DIFFERENCE: "no reference module is set, or the parameters were not measured",
     n.UPDATE: "no attached optimizer changes it",
+    **dict.fromkeys(n.ATTENTION_SOURCES.values(), "no call of scaled_dot_product_attention by a module of that name was seen"),
     n.OPTIMIZER: "the optimizer keeps no such state for it, or is not attached",
-    n.ACTIVATION: "the module was not called in a training forward that hooks can see; inside torch.compile they cannot",
+    n.ACTIVATION: "the module was not called in a training forward that hooks can see",
+    n.ACTIVATION_GRADIENT: "no backward pass that ends in parameters brought a gradient for its output",
+    n.ACTIVATION_DIFFERENCE: "the module was not called in a training forward that hooks can see",
+    n.INPUT: "the module was not called in a training forward that hooks can see",
+    n.INPUT_GRADIENT: "no backward pass that ends in parameters brought a gradient for its input",
 }

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
-
-from . import names as n
-from .modes import unseen
-from .names import Key
-from .statistics.attention import attention_statistics, heads_of
 
 if TYPE_CHECKING:
     from .monitor import ModuleMonitor
@@ -28,10 +24,16 @@ def monitor_scaled_dot_product_attention(
     enable_gqa: bool = False,
     activation: Tensor | None = None,
 ) -> None:
-    """Log one call of ``F.scaled_dot_product_attention``, head by head.
+    """Record one call of ``F.scaled_dot_product_attention``, head by head.
 
-    Keys: ``attention_entropy/{module}.head_{i}`` (nats, mean over queries), ``attention_max_logit/{module}.head_{i}``, and for
-    the activation metrics that match them the names ``{module}.head_{i}.query``, ``.key``, ``.value`` and ``.activation``.
+    :meth:`ModuleMonitor.add_attention_metric` records calls with no edit of the model; where it does so for this module, and
+    inside ``torch.compile``, this function does nothing.
+
+    Keys, with ``{i}`` for the head: ``attention_entropy/{module}.head_{i}`` (nats), ``attention_entropy_normalized/...`` (over
+    the logarithm of the number of keys that a query sees) and ``attention_first_key/...`` (share of the weights on the first
+    key), all means over queries; ``attention_max_logit/...``, the largest of any query; of each the ``min`` and ``mean`` over
+    heads, ``attention_entropy/{module}/min``; and for the activation metrics that match them the names
+    ``{module}.head_{i}.query``, ``.key``, ``.value`` and ``.activation``. Does not synchronise.
 
     Args:
         monitor: takes the values; nothing is computed while it is not monitoring.
@@ -44,19 +46,11 @@ def monitor_scaled_dot_product_attention(
         ValueError: tensors of fewer than three dimensions, or a module that is not watched.
         TypeError: ``module`` is neither a module nor a name.
     """
-    if not monitor.is_monitoring():
+    if torch.compiler.is_compiling() or not monitor.is_monitoring():
         return
     for label, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() < 3:
             raise ValueError(f"{label} must have the shape [..., heads, length, size], got {tuple(tensor.shape)}")
-    name = monitor.module_name(module)
-    with unseen():
-        named = {"query": query, "key": key, "value": value, **({} if activation is None else {"activation": activation})}
-        for label, tensor in named.items():
-            for head, part in enumerate(heads_of(tensor)):
-                monitor.monitor_activations(f"{name}.head_{head}.{label}", part)
-        entropy, largest = attention_statistics(query, key, attn_mask, is_causal, scale, enable_gqa)
-        for head in range(query.size(-3)):
-            # the last dimension is the query's, the one before it the head's
-            monitor.log_key(Key(n.ATTENTION_ENTROPY, f"{name}.head_{head}", ""), entropy[..., head, :])
-            monitor.log_key(Key(n.ATTENTION_MAX_LOGIT, f"{name}.head_{head}", ""), largest[..., head, :], "max")
+    named = {"query": query, "key": key, "value": value, **({} if activation is None else {"activation": activation})}
+    arguments = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    monitor.record_attention(monitor.module_name(module), named, arguments)

@@ -38,6 +38,14 @@ def share(name: str, value: object) -> None:
         raise ValueError(f"{name}={value!r} must be a share between 0 and 1, such as 0.01 for one percent")
 
 
+def flag(**named: object) -> bool:
+    """True or False."""
+    ((name, value),) = named.items()
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {display(value)}")
+    return value
+
+
 def step_number(name: str, value: object) -> None:
     """A whole number of at least 0."""
     if not isinstance(value, int) or isinstance(value, bool):

@@ -12,6 +12,7 @@ from typing import Any
 from . import names as n
 from .assembly import assemble
 from .guard import Guard
+from .heads import head_values
 from .inventory import Inventory
 from .ledger import Ledger
 from .merging import Aggregation
@@ -31,7 +32,7 @@ class Flight:
         departure: its values.
         plans: what was to be measured.
         inventory: the model as it was.
-        activations: the built-in values of a table of activations.
+        modules: the built-in values of the tables of what modules take and return.
         refused: whether the optimizer did not apply the step.
         groups: names of the parameters of each of the optimizers' groups.
         tags: facts for its context.
@@ -44,7 +45,7 @@ class Flight:
     departure: Departure
     plans: Mapping[str, SourcePlan]
     inventory: Inventory
-    activations: Callable[[Table], dict[Key, float]]
+    modules: Callable[[dict[str, Table]], dict[Key, float]]
     refused: bool
     groups: list[tuple[str, frozenset[str]]]
     tags: dict[str, Any]
@@ -77,14 +78,16 @@ class Flight:
         )
         if "overhead_pct" in ledger.summary.keys:  # on the dashboard of a preset; in the context of every record
             custom[Key(n.SUMMARY, "", "overhead_pct")] = self.cost
-        activations = self.activations(tables[n.ACTIVATION]) if n.ACTIVATION in tables else {}
+        attention, heads = head_values(tables, buffer.unshown)
+        modules = {**self.modules(tables), **attention}
         record, signals = assemble(
             facts,
             tables,
             custom,
             self.plans,
-            activations,
+            modules,
             registry.hidden(),
+            heads,
             ledger.summary,
             ledger.layers,
             buffer.absent,

@@ -163,6 +163,14 @@ class Follower:
         shares = [(sorted(wanted.intersection(own)), self._attachment.inverse_scale(o)) for o, own in self._shares()]
         return [(own, scale) for own, scale in shares if own]
 
+    def root_called(self, module: nn.Module) -> None:
+        """The root's forward begins; where that is no news, nothing happens."""
+        self._attachment.forward_began(module)
+
+    def inverse_scale(self) -> torch.Tensor | None:
+        """What gradients inside of the model have to be multiplied by at this moment."""
+        return self._attachment.inverse_scale(None)
+
     def _shares(self) -> Iterator[tuple[Optimizer | None, list[int]]]:
         for optimizer in self.optimizers():
             yield optimizer, self._owned.get(id(optimizer), [])

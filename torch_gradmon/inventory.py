@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from torch import Tensor, nn
 
-from .names import ROOT, canonical_name, canonical_names
+from .names import ROOT, WRAPPERS, canonical_name, canonical_names
 
 
 class Inventory:
@@ -56,10 +56,10 @@ class Inventory:
             if raw_name not in raw:
                 self.aliases.setdefault(name_of[id(parameter)], []).append(canonical_name(raw_name))
         modules = dict(module.named_modules())
-        short = canonical_names(modules)
+        short = canonical_names(name for name in modules if not _is_wrapped(name, modules))
         self.modules: dict[str, weakref.ref[nn.Module]] = {}
-        for raw_name, child in modules.items():
-            name = short[raw_name]
+        for raw_name, name in short.items():
+            child = modules[raw_name]
             if excluded is None or name == ROOT or not excluded.search(name):
                 self.modules[rename(name)] = weakref.ref(child)
         # what is_current compares: for each module its children and its parameters, by identity
@@ -84,6 +84,12 @@ class Inventory:
         """Positions in :attr:`names` of those of ``parameters`` that belong to the model, ascending."""
         wanted = {id(parameter) for parameter in parameters}
         return [position for position, reference in enumerate(self.references) if id(reference()) in wanted]
+
+
+def _is_wrapped(name: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether the module is all that a wrapper such as DDP or a compiled module holds, which then stands for it."""
+    parent, _, own = name.rpartition(".")
+    return own in WRAPPERS and len(modules[parent]._modules) == 1 and not modules[parent]._parameters
 
 
 def _slots(module: nn.Module) -> Iterator[tuple[str, object]]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from . import check
@@ -72,6 +73,10 @@ class LoopMethods:
         """Measure a tensor, or a container of tensors, as the activation of ``module``, a module or a name of your choice."""
         self._session.capture_activation(self.module_name(module), activations)
 
+    def record_attention(self, name: str, named: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
+        """What :func:`monitor_scaled_dot_product_attention` does, for tensors of a module by what they are to it."""
+        self._session.record_attention(name, named, arguments)
+
     def after_micro_batch(self) -> None:
         """Does nothing: micro-batches are told apart by themselves. It is here for loops written for torch-module-monitor."""
 
@@ -86,7 +91,7 @@ class LoopMethods:
 
     def is_monitoring(self) -> bool:
         """Whether a monitored step is open and not paused, and this is neither an evaluation pass nor recomputation."""
-        return self._session.listens
+        return not torch.compiler.is_compiling() and self._session.listens
 
     def is_step_monitored(self, step: int) -> bool:
         """Whether values are, were or would be taken on ``step``."""

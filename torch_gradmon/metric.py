@@ -5,12 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from .statistics.moments import Column
 
 #: Named ways to merge the values of micro-batches; ``mean`` is weighted by elements.
 REDUCERS = ("mean", "sum", "min", "max")
+
+
+class ForModule(Protocol):
+    """Stands for a metric's function that depends on the module whose output it gets."""
+
+    def bind(self, module: Any) -> Callable[..., Any] | str:
+        """The function for ``module`` (None where only a name is known), or the reason why there is none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,26 +28,30 @@ class Metric:
         name: last part of the key; without a slash.
         source: first part of the key, see :mod:`torch_gradmon.names`.
         pattern: searched in the canonical name of a tensor.
-        function: of the tensor; ``None`` for a view of the one-pass statistics.
+        function: of the tensor, or what gives it for a module; ``None`` for a view of the one-pass statistics.
         aggregation: one of :data:`REDUCERS`, or a callable that gets all values of a step as one flat tensor and returns a
             scalar or a dict of scalars.
         columns: the statistics that a built-in needs.
         unit: of its values.
         documentation: one line.
         every: computed on steps that are divisible by it.
+        split_calls: of a module: the calls of one forward have keys of their own, ``name@0`` and so on.
+        per_head: of attention: the values of single heads are shown too.
         shown: belongs into ``get_step_metrics()``; otherwise it goes to the run directory only.
     """
 
     name: str
     source: str
     pattern: re.Pattern[str]
-    function: Callable[..., Any] | None = None
+    function: Callable[..., Any] | ForModule | None = None
     aggregation: str | Callable[..., Any] = "mean"
     columns: frozenset[Column] = frozenset()
     unit: str = "1"
     documentation: str = ""
     every: int = 1
     shown: bool = True
+    split_calls: bool = False
+    per_head: bool = False
 
     def matches(self, name: str) -> bool:
         """Whether this metric applies to the tensor or module of that canonical name."""

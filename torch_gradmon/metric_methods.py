@@ -24,6 +24,10 @@ Pattern = str | re.Pattern[str]
 AggregationFunction = str | Callable[..., Any] | None
 
 
+#: What may stand behind the name of a module that attends.
+_PARTS_OF = {n.ACTIVATION: ("", *(f"{head}.{of}" for head in ("", ".head_0") for of in ("query", "key", "value", "activation")))}
+
+
 def _adder(source: str, documentation: str) -> Callable[..., None]:
     """The method that adds metrics of ``source``."""
 
@@ -113,10 +117,84 @@ class MetricMethods:
     dict: the state, and ``param`` and ``grad``; None from it gives no key. Needs :meth:`attach`.
     """,
     )
-    add_activation_metric = _adder(
-        n.ACTIVATION,
-        """Of a module's output in training: ``activation/{module}/{metric}``; outputs in containers are named by their path.""",
+
+    def add_activation_metric(
+        self,
+        metric_name: str,
+        metric_fn: MetricFunction = None,
+        metric_regex: Pattern = ".*",
+        metric_aggregation_fn: AggregationFunction = None,
+        *,
+        every: int = 1,
+        of: str | Iterable[str] = "output",
+        split_calls: bool = False,
+    ) -> None:
+        """Of a module's output in training: ``activation/{module}/{metric}``; tensors in containers are named by their path, as
+        in ``activation/encoder[0]/norm``.
+
+        Built-in besides: ``dead``, the share of units (the last dimension; for convolutions, norms of channels, and outputs of
+        four dimensions the second) with ``|output| <= eps`` for every sample of the last 100 monitored steps, and
+        ``saturation``, the share of the outputs of a ``Sigmoid``, ``Hardsigmoid`` or ``Tanh`` within 0.05 of a bound.
+
+        Args:
+            metric_name, metric_fn, metric_regex, metric_aggregation_fn, every: see the class.
+            of: one or several of ``"output"``, ``"output_gradient"`` (``activation_gradient/{module}/{metric}``), ``"input"``
+                (``input/...``) and ``"input_gradient"`` (``input_gradient/...``). Gradients are those that backward passes
+                bring, divided by the scale of a GradScaler, of each micro-batch by itself.
+            split_calls: a module that is called several times in a forward has a key for each call, ``{module}@0`` and so on;
+                otherwise its calls merge.
+
+        Inside ``torch.compile`` built-ins of outputs that are views of the statistics are measured, and nothing else.
+        """
+        kinds = (of,) if isinstance(of, str) else tuple(of)
+        for kind in kinds:
+            if kind not in n.MODULE_KINDS:
+                raise ValueError(f"of={kind!r} is nothing that a module has{nearest(str(kind), n.MODULE_KINDS)}")
+        if not kinds:
+            raise ValueError(f"of is empty; name at least one of {', '.join(n.MODULE_KINDS)}")
+        sources = [n.MODULE_KINDS[kind] for kind in kinds]
+        self._add(
+            sources,
+            metric_name,
+            metric_fn,
+            metric_regex,
+            metric_aggregation_fn,
+            every,
+            split_calls=check.flag(split_calls=split_calls),
+        )
+
+    add_activation_difference_metric = _adder(
+        n.ACTIVATION_DIFFERENCE,
+        """Of a module's output and that of the same module of the reference: ``activation_difference/{module}/{metric}``.
+
+    A function gets both; a built-in is that of their difference. On the steps that measure it the reference runs once before
+    the model does, on the same inputs and with the same random numbers; see :meth:`ModuleMonitor.set_reference_module`.
+    """,
     )
+
+    def add_attention_metric(
+        self, metric_name: str, metric_regex: Pattern = ".*", *, heads: bool = False, every: int = 1
+    ) -> None:
+        """Of every call of ``F.scaled_dot_product_attention`` that the model makes in training, with no edit of the model:
+        ``attention_{metric}/{module}/min`` and ``/mean`` over the heads, named after the module that makes the call.
+
+        Args:
+            metric_name: ``"entropy"`` (nats), ``"entropy_normalized"`` (over the logarithm of the number of keys that a query
+                sees), ``"max_logit"`` (which has ``/max`` too) or ``"first_key"`` (share of the weights on the first key).
+            metric_regex: searched in the name of the module.
+            heads: show ``attention_{metric}/{module}.head_{i}`` too, which otherwise goes to the run directory only, and let
+                activation metrics whose patterns match have ``{module}.head_{i}.query``, ``.key``, ``.value`` and
+                ``.activation``; without it these are ``{module}.query`` and so on, all heads together.
+            every: only on steps that are divisible by it.
+
+        It costs about as much as attention itself; see :mod:`torch_gradmon.statistics.attention` for memory. Calls inside
+        ``torch.compile`` are not seen, nor those that ``nn.MultiheadAttention`` makes where ``need_weights`` is True.
+        """
+        if metric_name not in n.ATTENTION_SOURCES:
+            raise ValueError(f"there is no attention metric {metric_name!r}{nearest(str(metric_name), n.ATTENTION_SOURCES)}")
+        source = n.ATTENTION_SOURCES[metric_name]
+        self._add([source], metric_name, None, metric_regex, None, every, per_head=check.flag(heads=heads))
+
     add_parameter_difference_metric = _adder(
         n.PARAMETER_DIFFERENCE,
         """Of a parameter and that of the reference module: ``parameter_difference/{param}/{metric}``.
@@ -133,11 +211,13 @@ class MetricMethods:
         regex: Pattern,
         aggregation: AggregationFunction,
         every: int,
+        **options: bool,
     ) -> None:
         check.positive_int("every", every)
-        made = [self._registry.make(source, name, function, regex, aggregation, every=every) for source in sources]
+        made = [self._registry.make(source, name, function, regex, aggregation, every=every, **options) for source in sources]
         self._registry.add(made, self._planner.matchable())
         self._planner.changed()
+        self._session.rearm()
         self._warn_of_idle(made[:1])
 
     def _warn_of_idle(self, metrics: Iterable[Metric]) -> None:
@@ -145,10 +225,10 @@ class MetricMethods:
         # modules with the mixin log activations under names of their own, which only the first forward tells
         module = self._planner.module
         if module is not None and has_mixin(module):
-            metrics = [metric for metric in metrics if metric.source != n.ACTIVATION]
+            metrics = [metric for metric in metrics if metric.source not in n.MODULE_SOURCES]
         for metric in metrics if names is not None else ():
             known = names[metric.source]  # type: ignore[index]
-            if not any(metric.matches(name) for name in known):
+            if not any(metric.matches(name + part) for name in known for part in _PARTS_OF.get(metric.source, ("",))):
                 pattern = metric.pattern.pattern
                 warnings.warn(
                     f"torch_gradmon: the pattern {pattern!r} of the {metric.source} metric {metric.name!r} matches nothing "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ class MonitorMixin:
     @property
     def is_monitoring(self) -> bool:
         """Whether a monitor takes values now."""
+        if torch.compiler.is_compiling():
+            return False  # a graph must not depend on the state of a monitor
         monitor = self.get_module_monitor()
         return monitor is not None and monitor.is_monitoring()
 

@@ -15,8 +15,11 @@ from torch import nn
 from . import check
 from . import names as n
 from .budget import Budget
+from .capture.compiled import unwrapped
 from .capture.measuring import Measurer
 from .capture.parameters import OPTIMIZER_BUILT_INS
+from .capture.reference import frozen_copy
+from .capture.units import ACTIVATION_BUILT_INS
 from .errors import Complaints, display
 from .guard import Guard
 from .layers import Layers
@@ -119,7 +122,8 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
             check.module(module)
         inert = os.environ.get("GRADMON_DISABLE", "") not in ("", "0")
         complaints = Complaints(raising=on_metric_error == "raise")
-        registry = Registry({**VIEW_BUILT_INS, n.OPTIMIZER: OPTIMIZER_BUILT_INS})
+        outputs = {**VIEW_BUILT_INS[n.ACTIVATION], **ACTIVATION_BUILT_INS}
+        registry = Registry({**VIEW_BUILT_INS, n.ACTIVATION: outputs, n.OPTIMIZER: OPTIMIZER_BUILT_INS})
         planner = Planner(registry, excluded, format_module_name_fn)
         if module is not None:
             planner.watch(module)  # raises what there is to raise before a run directory is made
@@ -186,25 +190,40 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
             if isinstance(child, MonitorMixin):
                 link(child, self)
 
-    def set_reference_module(self, module: nn.Module) -> None:
-        """Compare parameters with those of ``module``, by name, for the parameter difference metrics. Its values are read live.
+    def set_reference_module(self, module: nn.Module | str) -> None:
+        """Compare parameters and outputs with those of ``module``, by name, for the difference metrics. It is read live.
+
+        Where a metric of :meth:`add_activation_difference_metric` is due, it runs before each training forward of the watched
+        model: without gradients, on the same inputs and with the same random numbers, in the mode in which it is. It is left as
+        it was, buffers too. It may be on another device; the outputs to compare are kept there until they are compared.
+
+        Args:
+            module: the reference, or ``"init"`` for a frozen copy of the watched model as it is now, which is then always in
+                the mode of the watched model.
 
         Raises:
-            TypeError: it is no ``nn.Module``.
+            TypeError: neither a module nor ``"init"``.
+            ValueError: the watched model itself, no model to copy, or one that cannot be copied.
         """
+        watched = self._planner.module
+        if isinstance(module, str):
+            check.one_of("module", module, ("init",))
+            if watched is None:
+                raise ValueError("there is no module to copy; pass it to ModuleMonitor(model) or call set_module(model) first")
+            self._session.set_reference(frozen_copy(watched), follows=True)
+            return
         check.module(module)
-        names = n.canonical_names(dict(module.named_parameters()))
-        self._session.parameters.reference = {
-            self._planner.rename(names[raw]): parameter for raw, parameter in module.named_parameters()
-        }
+        if watched is not None and unwrapped(module) is unwrapped(watched):
+            raise ValueError("the reference is the watched model itself; pass a copy, or 'init' for one as it is now")
+        self._session.set_reference(module, follows=False)
 
     def remove_reference_module(self) -> None:
         """Forget the reference module."""
-        self._session.parameters.reference = {}
+        self._session.set_reference(None, follows=False)
 
     def has_reference_module(self) -> bool:
         """Whether a reference module is set."""
-        return bool(self._session.parameters.reference)
+        return bool(self._session.activations.reference)
 
     # --- the loop, by itself -------------------------------------------------------------------------------------------------
 

@@ -21,8 +21,14 @@ PARAMETER_DIFFERENCE = "parameter_difference"
 UPDATE = "update"
 OPTIMIZER = "optimizer"
 ACTIVATION = "activation"
+ACTIVATION_GRADIENT = "activation_gradient"
+ACTIVATION_DIFFERENCE = "activation_difference"
+INPUT = "input"
+INPUT_GRADIENT = "input_gradient"
 ATTENTION_ENTROPY = "attention_entropy"
+ATTENTION_ENTROPY_NORMALIZED = "attention_entropy_normalized"
 ATTENTION_MAX_LOGIT = "attention_max_logit"
+ATTENTION_FIRST_KEY = "attention_first_key"
 SUMMARY = "gradmon"
 SPIKE_SCORE = "spike_score"
 #: Internal: statistics of the updated parameters before the update. No keys come of it.
@@ -38,13 +44,34 @@ TENSOR_SOURCES = (
     UPDATE,
     OPTIMIZER,
     ACTIVATION,
+    ACTIVATION_GRADIENT,
+    ACTIVATION_DIFFERENCE,
+    INPUT,
+    INPUT_GRADIENT,
 )
 #: What a built-in of the optimizer's state gives where its value does not exist; its own values are finite or NaN.
 UNDEFINED = float("inf")
 #: Sources of one tensor for each parameter, whose number of elements never changes.
 PARAMETER_SOURCES = (GRADIENT, GRADIENT_BEFORE_CLIP, GRADIENT_LOCAL, PARAMETER, PARAMETER_DIFFERENCE, UPDATE, OPTIMIZER)
+#: Sources of what modules take and return, by what :meth:`add_activation_metric` calls them.
+MODULE_KINDS = {
+    "output": ACTIVATION,
+    "output_gradient": ACTIVATION_GRADIENT,
+    "input": INPUT,
+    "input_gradient": INPUT_GRADIENT,
+}
+MODULE_SOURCES = (*MODULE_KINDS.values(), ACTIVATION_DIFFERENCE)
+#: Sources of attention by the name of the metric. Keys are ``source/module.head_i``, and ``source/module/min`` over the heads.
+ATTENTION_SOURCES = {
+    "entropy": ATTENTION_ENTROPY,
+    "entropy_normalized": ATTENTION_ENTROPY_NORMALIZED,
+    "max_logit": ATTENTION_MAX_LOGIT,
+    "first_key": ATTENTION_FIRST_KEY,
+}
+#: What the heads of a layer are summed up to.
+OVER_HEADS = ("min", "mean", "max")
 #: Sources whose keys are ``source/name``: the source is the metric.
-NAME_SOURCES = (ATTENTION_ENTROPY, ATTENTION_MAX_LOGIT, SPIKE_SCORE)
+NAME_SOURCES = (*ATTENTION_SOURCES.values(), SPIKE_SCORE)
 #: Stages of a gradient, in the order in which a step passes them.
 GRADIENT_STAGES = {"local": GRADIENT_LOCAL, "before_clip": GRADIENT_BEFORE_CLIP, "after_clip": GRADIENT}
 
@@ -125,9 +152,10 @@ def parse_key(text: str, style: str = "seed", prefix: str = "") -> Key:
     if slash and head == SUMMARY:
         return Key(SUMMARY, "", rest)
     if slash and head in NAME_SOURCES:
-        return Key(head, rest, "")
+        name, inner, metric = rest.rpartition("/")
+        return Key(head, name, metric) if inner and metric in OVER_HEADS else Key(head, rest, "")
     if slash and style == "metric_first":
-        for source in sorted(TENSOR_SOURCES, key=len, reverse=True):
+        for source in sorted((*TENSOR_SOURCES, *ATTENTION_SOURCES.values()), key=len, reverse=True):
             if head.startswith(source + "_"):
                 return Key(source, rest, head[len(source) + 1 :])
     elif slash and head in TENSOR_SOURCES:

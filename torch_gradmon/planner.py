@@ -20,6 +20,7 @@ from .registry import Registry
 from .summary import Summary
 
 _GRADIENTS = frozenset({n.GRADIENT, n.GRADIENT_BEFORE_CLIP})
+_OF_MODULES = frozenset({*n.MODULE_SOURCES, *n.ATTENTION_SOURCES.values()})
 
 
 class Planner:
@@ -101,9 +102,9 @@ class Planner:
                 found[n.GRADIENT_BEFORE_CLIP] = replace(before, columns=before.columns | after.columns)
         return found
 
-    def activation_metrics(self, step: int) -> tuple[Metric, ...]:
-        """The activation metrics that are due in ``step``."""
-        return tuple(metric for metric in self.registry.of(n.ACTIVATION) if metric.due(step))
+    def module_metrics(self) -> list[Metric]:
+        """The metrics of what modules take and return, and of attention, in the order in which they were added."""
+        return [metric for metric in self.registry.metrics if metric.source in _OF_MODULES]
 
     def local_positions(self) -> list[int]:
         """Positions of the parameters whose micro-batch gradients any metric wants, whatever the step."""
@@ -122,4 +123,5 @@ class Planner:
 
 def _matchable(inventory: Inventory) -> dict[str, Sequence[str]]:
     parameters = [name for name in inventory.names if name not in inventory.excluded]
-    return {**dict.fromkeys(n.PARAMETER_SOURCES, parameters), n.ACTIVATION: list(inventory.modules)}
+    modules = list(inventory.modules)
+    return {**dict.fromkeys(n.PARAMETER_SOURCES, parameters), **dict.fromkeys(_OF_MODULES, modules)}

@@ -12,9 +12,9 @@ from typing import Any
 
 from . import names as n
 from .errors import display, nearest
-from .metric import REDUCERS, Metric
+from .metric import REDUCERS, ForModule, Metric
 from .names import compile_pattern
-from .statistics import histogram
+from .statistics import histogram, kurtosis
 from .statistics.moments import VIEWS, Column
 
 
@@ -25,14 +25,17 @@ class BuiltIn:
     columns: frozenset[Column]
     unit: str
     documentation: str
-    function: Callable[..., Any] | None = None
+    function: Callable[..., Any] | ForModule | None = None
     aggregation: Callable[..., Any] | None = None
 
 
 def _of_tensors(subject: str) -> dict[str, BuiltIn]:
     found = {name: BuiltIn(v.columns, v.unit, f"{v.documentation} of the {subject}") for name, v in VIEWS.items()}
     words = f"number of elements of the {subject} with that floor(log2 |x|), and of zeros; a class without any is absent"
-    return {**found, histogram.NAME: BuiltIn(frozenset(), "count", words, histogram.log2_counts, histogram.as_metrics)}
+    found[histogram.NAME] = BuiltIn(frozenset(), "count", words, histogram.log2_counts, histogram.as_metrics)
+    words = f"Pearson's kurtosis of the {subject}, 3 for a normal distribution; absent where all elements are equal"
+    found[kurtosis.NAME] = BuiltIn(frozenset(), "1", words, kurtosis.central_sums, kurtosis.kurtosis)
+    return found
 
 
 #: Built-in metrics by source. The optimizer's come from :mod:`torch_gradmon.capture.parameters`.
@@ -40,6 +43,12 @@ RATIO = BuiltIn(
     frozenset({Column.SQUARE_SUM}),
     "1",
     "norm of the update over the norm of the parameter before it; absent for a zero parameter",
+)
+_ATTENTION = (
+    ("nats", "entropy of the attention weights, mean over queries"),
+    ("share", "the same over the logarithm of how many keys the query sees; queries that see one key do not count"),
+    ("1", "largest logit of any query"),
+    ("share", "weight on the first key, mean over queries"),
 )
 VIEW_BUILT_INS: dict[str, dict[str, BuiltIn]] = {
     n.GRADIENT: _of_tensors("gradient that the optimizer uses"),
@@ -49,6 +58,14 @@ VIEW_BUILT_INS: dict[str, dict[str, BuiltIn]] = {
     n.PARAMETER_DIFFERENCE: _of_tensors("difference to the reference parameter"),
     n.UPDATE: {**_of_tensors("change that the optimizer made"), "ratio": RATIO},
     n.ACTIVATION: _of_tensors("module's output"),
+    n.ACTIVATION_GRADIENT: _of_tensors("gradient of the module's output"),
+    n.ACTIVATION_DIFFERENCE: _of_tensors("difference to the output of the reference module"),
+    n.INPUT: _of_tensors("module's input"),
+    n.INPUT_GRADIENT: _of_tensors("gradient of the module's input"),
+    **{
+        source: {metric: BuiltIn(frozenset(), unit, words)}
+        for (metric, source), (unit, words) in zip(n.ATTENTION_SOURCES.items(), _ATTENTION, strict=True)
+    },
 }
 
 
@@ -73,6 +90,8 @@ class Registry:
         *,
         every: int = 1,
         shown: bool = True,
+        split_calls: bool = False,
+        per_head: bool = False,
     ) -> Metric:
         """A checked metric, not yet added.
 
@@ -89,7 +108,17 @@ class Registry:
         asked, aggregation = aggregation, checked_aggregation(aggregation, "metric_aggregation_fn")
         if function is not None:
             documentation = (getattr(function, "__doc__", None) or "your function").strip().splitlines()[0]
-            return Metric(name, source, pattern, function, aggregation, documentation=documentation, every=every, shown=shown)
+            return Metric(
+                name,
+                source,
+                pattern,
+                function,
+                aggregation,
+                documentation=documentation,
+                every=every,
+                shown=shown,
+                split_calls=split_calls,
+            )
         built_in = self.built_ins.get(source, {}).get(name)
         if built_in is None:
             known = self.built_ins.get(source, {})
@@ -109,6 +138,8 @@ class Registry:
             built_in.documentation,
             every,
             shown,
+            split_calls,
+            per_head,
         )
 
     def add(self, new: Sequence[Metric], tensors: Mapping[str, Sequence[str]] | None = None) -> None:
@@ -166,7 +197,7 @@ def checked_aggregation(aggregation: str | Callable[..., Any] | None, argument: 
 def _refuse_overlaps(metrics: Sequence[Metric], new: Iterable[Metric], tensors: Mapping[str, Sequence[str]] | None) -> None:
     for metric in new:
         for other in metrics[: metrics.index(metric)]:
-            if (other.source, other.name) != (metric.source, metric.name):
+            if (other.source, other.name, other.split_calls) != (metric.source, metric.name, metric.split_calls):
                 continue
             both = _first_common(metric, other, None if tensors is None else tensors.get(metric.source, ()))
             if both is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,9 +20,9 @@ from . import names as n
 from .budget import Budget
 from .capture.activations import ActivationCapture
 from .capture.gradients import GradientCapture
-from .capture.hooks import compiled_graphs
 from .capture.measuring import Measurer
 from .capture.parameters import ParameterCapture
+from .capture.scaling import reciprocal, scale_of
 from .flight import Flight, Flights
 from .follower import Follower
 from .guard import Guard, guarded
@@ -60,6 +61,7 @@ class Session:
         self.parameters = ParameterCapture(measurer, update_sample)
         self.activations = ActivationCapture(measurer, guard)
         self.follower: Follower | None = None
+        self._scale_by_hand()
         self.face: object = None
         self.scaler: torch.amp.GradScaler | None = None
         self.step: int | None = None
@@ -96,7 +98,8 @@ class Session:
             if early is not None and self._buffer is not None:
                 self._buffer.absorb(early)
             return True
-        if self._armed_for >= 0:
+        self.activations.let_through(False)
+        if self._armed_for >= 0 or self.activations.may_rest:
             self._disarm()
         return False
 
@@ -117,7 +120,8 @@ class Session:
         self._buffer = StepBuffer(step, self.guard.complaints)
         self.gradients.begin(self._buffer, self._plans, references)
         self.parameters.begin(self._buffer, self._plans, references)
-        self.activations.begin(self._buffer, self.planner.activation_metrics(step))
+        due = tuple(metric for metric in self.planner.module_metrics() if metric.due(step))
+        self.activations.begin(self._buffer, due, self.planner.inventory)
         self._arm()
 
     def _arm(self) -> None:
@@ -125,16 +129,20 @@ class Session:
         module, inventory = self.planner.module, self.planner.inventory
         if self._armed_for != self.planner.version and module is not None and inventory is not None:
             self._armed_for = self.planner.version
-            metrics = self.planner.registry.of(n.ACTIVATION)
+            metrics = self.planner.module_metrics()
             self.activations.install(module, inventory, metrics, self.planner.version, has_mixin(module))
             if self.follower is not None:
                 self.follower.arm(self.planner)
 
+    def rearm(self) -> None:
+        """What is to be measured changed: hang what it takes, unless that has time until the next step."""
+        if not self.open and self.follower is not None and self._is_monitored(self.next_step):
+            self._arm()
+
     def _disarm(self) -> None:
         self._armed_for = -1
-        if compiled_graphs() <= self.measurer.built_in.compiled_graphs:
-            # a compiled model is compiled again whenever a module's hooks change, so there they stay, which costs it nothing
-            self.activations.remove()
+        if self.activations.may_rest:
+            self.activations.rest(self.planner.module_metrics())
         if self.follower is not None:
             self.follower.disarm()
 
@@ -154,6 +162,8 @@ class Session:
             self.budget.step_ended(self.step, monitored, self.guard.spent(), time.perf_counter())
         if self.follower is not None and not self.by_hand and self._armed_for < 0 and self._is_monitored(self.next_step):
             self._arm()  # the first thing seen of the next step may be its backward pass
+        if self.activations.has_graphs and not self.by_hand:  # or its forward, in a compiled graph
+            self.activations.let_through(self._is_monitored(self.next_step))
 
     def _end_monitored(self) -> None:
         for capture in (self.gradients, self.parameters, self.activations):
@@ -166,7 +176,7 @@ class Session:
         assert buffer is not None
         assert inventory is not None
         refused = self.follower is not None and self.follower.refused
-        evaluate = self.activations.evaluator()
+        evaluate = self.activations.values.evaluator()
         departure = buffer.depart()
         self._flights.start(Flight(departure, self._plans, inventory, evaluate, refused, self._groups(), tags, self.guard.cost()))
 
@@ -259,6 +269,14 @@ class Session:
         """Measure a value that is no module's output."""
         self.activations.capture(name, activations)
 
+    @guarded
+    def record_attention(self, name: str, named: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
+        """Measure one call of attention, unless that happens by itself."""
+        if not self.activations.attention.sees(name):
+            call = {"query": named["query"], "key": named["key"], **arguments}
+            with unseen():
+                self.activations.attention.record(name, named, call, [*n.ATTENTION_SOURCES.values()], per_head=True)
+
     def log(self, key: Key, value: Any, aggregation: Aggregation) -> None:
         """A value for the step in flight or, between its end and the next forward, for the step that just ended."""
         if self.guard.inert:
@@ -329,9 +347,30 @@ class Session:
         self.scaler, self.by_hand = scaler, False
         self.follower = Follower(self, module, optimizers, scaler)
         self._armed_for = -1
-        if self._is_monitored(self.next_step):
-            self._arm()
+        self.activations.inverse_scale, self.activations.opening = self.follower.inverse_scale, self.follower.root_called
+        self._arm()  # also where the first step is not monitored: a model that will be compiled takes only the hooks that it has then
         self.guard.cost()
+
+    def _scale_by_hand(self) -> None:
+        """Without a follower, what is known of gradients inside of the model is the scaler that was named."""
+        session = weakref.ref(self)
+
+        def inverse_scale() -> Tensor | None:
+            scaler = None if (alive := session()) is None else alive.scaler
+            return None if (scale := scale_of(scaler)) is None else reciprocal(scale)
+
+        self.activations.inverse_scale, self.activations.opening = inverse_scale, lambda _: None
+
+    def set_reference(self, module: nn.Module | None, follows: bool) -> None:
+        """Compare with ``module`` from now on; ``follows`` keeps it in the mode of the watched model."""
+        reference = self.activations.reference
+        if module is None:
+            reference.remove()
+        else:
+            reference.set(module, self.planner.rename, follows)
+        self.parameters.reference = {} if module is None else reference.parameters
+        self.planner.changed()
+        self.rearm()
 
     def detach(self) -> None:
         """End the step, send what waits, and take every hook away."""
@@ -340,9 +379,11 @@ class Session:
         finally:
             self._disarm()
             self.activations.remove()
+            self.activations.reference.forget()
             if self.follower is not None:
                 self.follower.remove()
                 self.follower = None
+                self._scale_by_hand()
             self.ledger.outbox.close()
 
 

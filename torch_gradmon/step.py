@@ -19,7 +19,7 @@ from .errors import Complaints
 from .merging import Aggregation, Pending, as_tensor, finished, merged_parts, part_of
 from .names import Key
 from .record import Table
-from .statistics.moments import Column, merge
+from .statistics.moments import Column, merge, merge_by_group
 
 
 class StepBuffer:
@@ -36,6 +36,7 @@ class StepBuffer:
         self.noted: dict[str, Tensor | float] = {}  # facts of the step that are no values
         self.absent: dict[tuple[str, str], str] = {}
         self.refused: dict[str, str] = {}
+        self.unshown: set[tuple[str, str]] = set()  # source and name of rows whose values are for the run directory only
         self._complaints = complaints
         self._blocks: list[Tensor] = []
         self._place: dict[tuple[str, str], tuple[int, int]] = {}  # block and row of each tensor
@@ -159,29 +160,28 @@ class StepBuffer:
 
     def depart(self) -> Departure:
         """Start the one copy to the host; after it nothing may be put here. Does not synchronise."""
-        merged = {where: merge(torch.stack([part.to(parts[0].device) for part in parts])) for where, parts in self._parts.items()}
+        parts = [part for parts in self._parts.values() for part in parts]  # merged on the host: a launch for each costs more
         reduced, children = self._reduced()
         noted = {name: fact for name, fact in self.noted.items() if isinstance(fact, Tensor)}
-        arrival = Arrival([*self._blocks, *merged.values(), *reduced.values(), *noted.values()])
-        return Departure(self, arrival, list(merged), list(reduced), children, set(noted))
+        arrival = Arrival([*self._blocks, *parts, *reduced.values(), *noted.values()])
+        merged = [(where, len(parts)) for where, parts in self._parts.items()]
+        return Departure(self, arrival, merged, list(reduced), children, set(noted))
 
     def flush(self) -> tuple[dict[str, Table], dict[Key, float], dict[str, float]]:
         """:meth:`depart`, and wait for it: see :meth:`Departure.land`."""
         return self.depart().land()
 
-    def collect(
-        self, blocks: Sequence[Tensor], merged: Sequence[tuple[str, str]], merged_rows: Sequence[Tensor]
-    ) -> dict[str, Table]:
-        """The tables by source, from the blocks of rows that were put and the rows that were merged, all on the host."""
-        if not blocks and not merged:
+    def collect(self, blocks: list[Tensor], merged: Sequence[tuple[str, str]]) -> dict[str, Table]:
+        """The tables by source, from the blocks of rows that were put and last one of the ``merged``, all on the host."""
+        if not blocks:
             return {}
-        rows = torch.cat([*blocks, *(row.unsqueeze(0) for row in merged_rows)])
+        rows = torch.cat(blocks)
         starts = [0, *accumulate(len(block) for block in blocks)]
         collected: dict[str, dict[str, int]] = {}
         for (source, name), (block, row) in self._place.items():
             collected.setdefault(source, {})[name] = starts[block] + row
         for offset, (source, name) in enumerate(merged):
-            collected.setdefault(source, {})[name] = starts[-1] + offset
+            collected.setdefault(source, {})[name] = starts[-2] + offset
         same_as = {source: of for (source, _), of in self._reused.items() if source not in collected}
         for (source, name), of in self._reused.items():
             if name in collected.get(of, {}):
@@ -224,12 +224,13 @@ class Departure:
     Attributes:
         buffer: where they were.
         arrival: the copy.
-        merged: which tensors have merged rows; of which keys there are values; the keys that came of each; the noted tensors.
+        merged: which tensors have rows that are yet to be merged, and how many; of which keys there are values; the keys that
+            came of each; the noted tensors.
     """
 
     buffer: StepBuffer
     arrival: Arrival
-    merged: list[tuple[str, str]]
+    merged: list[tuple[tuple[str, str], int]]
     reduced: list[Key]
     children: dict[Key, list[Key]]
     noted: set[str]
@@ -238,7 +239,13 @@ class Departure:
         """Tables by source, custom values and noted facts, on the host. Waits for the copy, once per device."""
         host = iter(self.arrival.land())
         blocks = list(islice(host, self.buffer.block_count))
-        tables = self.buffer.collect(blocks, self.merged, list(islice(host, len(self.merged))))
+        counts = [count for _, count in self.merged]
+        parts = list(islice(host, sum(counts)))
+        if parts:
+            rows = torch.stack(parts)
+            owners = [number for number, count in enumerate(counts) for _ in range(count)]
+            blocks.append(rows if len(parts) == len(counts) else merge_by_group(rows, owners, len(counts)))
+        tables = self.buffer.collect(blocks, [where for where, _ in self.merged])
         values = {key: float(next(host)) for key in self.reduced}
         values.update(self.buffer.twins(values, self.children))
         facts = {name: float(next(host) if name in self.noted else fact) for name, fact in self.buffer.noted.items()}

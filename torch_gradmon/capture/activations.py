@@ -1,102 +1,233 @@
-"""Outputs of modules in training forwards, measured where they arise and merged over calls and micro-batches."""
+"""Hooks on the forward of modules: when a call is training, and what of it is measured."""
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .. import names as n
 from ..guard import Guard
 from ..inventory import Inventory
 from ..metric import Metric
 from ..modes import unseen
-from ..names import ACTIVATION, Key
-from ..plan import evaluate_view
-from ..record import Table
-from ..statistics.moments import VIEWS, Column
-from ..statistics.reading import refusal
 from ..step import StepBuffer
-from .hooks import Handles, ModuleHook
-from .measuring import Measurer, untouched_rng
+from .attention import AttentionRecorder
+from .compiled import Gate, Tap, is_compiled
+from .hooks import Handles, Hook, ModuleHook, compiled_graphs
+from .measuring import Measurer
+from .module_values import ModuleValues
+from .outputs import tensors_of
+from .reference import ReferencePass
 
-_DEPTH = 4  # of nested containers that are looked into
-
-
-@dataclasses.dataclass(frozen=True)
-class _Matched:
-    columns: frozenset[Column]
-    views: tuple[Metric, ...]
-    functions: tuple[Metric, ...]
-
-    def __bool__(self) -> bool:
-        return bool(self.views or self.functions)
+_OUTPUTS = (n.ACTIVATION, n.ACTIVATION_GRADIENT, n.ACTIVATION_DIFFERENCE)
+_INPUTS = (n.INPUT, n.INPUT_GRADIENT)
+_INSIDE_COMPILE = "inside torch.compile only the statistics of outputs are measured, and no functions, gradients or inputs"
+_NOT_SEEN = (
+    "no hook on a module was called: a model that torch.compile had traced before the monitor came calls none; "
+    "attach before the first call, or call torch.compiler.reset() and compile again"
+)
 
 
 class ActivationCapture:
-    """Forward hooks on the modules that a metric matches; no other module has one, and nothing is cloned or kept.
+    """Forward hooks on the modules that a metric matches; no other module has one.
 
     Evaluation passes (the root module in eval mode, or without gradients) and recomputation in activation checkpointing are no
     training activations.
+
+    Args:
+        measurer: does the work.
+        guard: told of the time that it takes.
+
+    Attributes:
+        inverse_scale: gives what gradients have to be multiplied by.
+        opening: told that the root is called, before anything else.
     """
 
     def __init__(self, measurer: Measurer, guard: Guard) -> None:
         self._measurer, self._guard = measurer, guard
-        self._handles = Handles()
+        self.values = ModuleValues(measurer)
+        self.reference = ReferencePass(measurer.complaints)
+        self.attention = AttentionRecorder(measurer.complaints, self.values)
+        self.inverse_scale: Callable[[], Tensor | None] = lambda: None
+        self.opening: Callable[[nn.Module], object] = lambda _: None
+        self._before_root, self._after_root = Handles(), Handles()
+        self._hooks: dict[tuple[str, str, int], torch.utils.hooks.RemovableHandle] = {}
+        self._on_tensors: list[torch.utils.hooks.RemovableHandle] = []
+        self._gate = Gate()
+        self._taps: dict[str, Tap] = {}
         self._buffer: StepBuffer | None = None
-        self._metrics: tuple[Metric, ...] = ()
-        self._known: dict[str, _Matched] = {}
-        self._owner: dict[str, str] = {}
+        self._calls: Counter[tuple[str, str]] = Counter()
+        self._probes: Sequence[Any] = ()
+        self._task: tuple[int, bool] = (-1, False)
+        self._compares = self._seen = self._due = self._forward_seen = self._has_compiled_parts = False
+        self._is_open = True
         self._root_trains: bool | None = None
-        self._installed: tuple[int, bool] | None = None
-        self.paused = False
+        self._version: int | None = None
+        self._paused = False
 
-    def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...]) -> None:
+    # --- steps -----------------------------------------------------------------------------------------------------------------
+
+    def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: Inventory) -> None:
         """Start a step with the metrics that are due in it."""
         self._buffer = buffer
-        if metrics != self._metrics:
-            self._metrics, self._known = metrics, {}
+        self.values.begin(buffer, metrics, inventory.modules)
+        self.attention.begin(buffer, metrics, inventory)
+        self._compares = any(metric.source == n.ACTIVATION_DIFFERENCE for metric in metrics)
+        self._due = any(metric.source in n.MODULE_SOURCES for metric in metrics)
+        gradients = any(metric.source in (n.ACTIVATION_GRADIENT, n.INPUT_GRADIENT) for metric in metrics)
+        self._probes = _leaves(inventory) if gradients else ()
+        if self._compares and not self.reference:
+            buffer.absent[n.ACTIVATION_DIFFERENCE, ""] = "no reference module is set; see set_reference_module()"
+        self.let_through(self._due)
 
     def end(self) -> None:
         """End the step; its values can still be evaluated."""
-        self._buffer = None
+        buffer = self._buffer
+        if buffer is None:
+            return
+        for name, tap in self._taps.items():
+            for path in tap.collect(buffer, n.ACTIVATION):
+                self.values.adopt(n.ACTIVATION, name, path, _INSIDE_COMPILE)
+                self._seen |= name != n.ROOT
+        hooked = any(name != n.ROOT for _, name, _ in self._hooks)  # the root's hooks are called whatever was traced
+        if self._due and hooked and not self._seen and self._others_compile():
+            for source in n.MODULE_SOURCES:
+                buffer.absent.setdefault((source, ""), _NOT_SEEN)
+            self._measurer.complaints.add("compiled", f"activations are missing: {_NOT_SEEN}")
+        for handle in self._on_tensors:
+            handle.remove()
+        self.values.end()
+        self.attention.end()
+        self._on_tensors, self._buffer, self._seen = [], None, False
+        self.reference.forget()
+
+    def _others_compile(self) -> bool:
+        return compiled_graphs() > self._measurer.built_in.compiled_graphs
+
+    def let_through(self, is_open: bool) -> None:
+        """Whether graphs with hooks of ours in them write values from now on. Does not synchronise."""
+        self._is_open = is_open
+        self._gate.set(is_open and not self._paused)
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether any graph has a hook of ours in it."""
+        return any(tap.paths for tap in self._taps.values())
+
+    @property
+    def paused(self) -> bool:
+        """Whether nothing is measured for the moment."""
+        return self._paused
+
+    @paused.setter
+    def paused(self, paused: bool) -> None:
+        self._paused = paused
+        self._gate.set(self._is_open and not paused)
+
+    # --- hooks -----------------------------------------------------------------------------------------------------------------
 
     def install(self, root: nn.Module, inventory: Inventory, metrics: Sequence[Metric], version: int, root_too: bool) -> None:
         """Hang hooks on the modules that any of ``metrics`` matches; once for each ``version`` of the plan.
 
         ``root_too``: on the root in any case, because modules log values of their own.
         """
-        if (version, bool(metrics)) == self._installed:
+        if version == self._version:
             return
-        self.remove()
-        self._installed = version, bool(metrics)
-        wanted = [
-            (name, module)
-            for name, reference in inventory.modules.items()
-            if (module := reference()) is not None and any(metric.matches(name) for metric in metrics)
-        ]
-        if not wanted and not root_too:
-            return
-        self._handles.add(root.register_forward_pre_hook(ModuleHook(self._root_began)))
-        for name, module in wanted:
-            self._handles.add(module.register_forward_hook(ModuleHook(self._module_returned, name)))
-        self._handles.add(root.register_forward_hook(ModuleHook(self._root_ended), always_call=True))
+        self._version = version
+        wanted: dict[tuple[str, str, int], nn.Module] = {}
+        for name, reference in inventory.modules.items():
+            module = reference()
+            for sources in (_OUTPUTS, _INPUTS):
+                if module is not None and any(metric.source in sources and metric.matches(name) for metric in metrics):
+                    wanted[sources[0], name, id(module)] = module
+        for key in self._hooks.keys() - wanted.keys():
+            self._hooks.pop(key).remove()
+        needs_root = root_too or bool(wanted) or self._stays(metrics)
+        if needs_root and not self._before_root:
+            self._before_root.add(root.register_forward_pre_hook(ModuleHook(self._root_began), prepend=True, with_kwargs=True))
+        new = wanted.keys() - self._hooks.keys()
+        for (kind, name, number), module in wanted.items():
+            if (kind, name, number) in new:
+                viewed = any(m.source == n.ACTIVATION and m.function is None and m.matches(name) for m in metrics)
+                self._hooks[kind, name, number] = self._hang(kind, name, module, root if viewed else None)
+        if needs_root and (new or not self._after_root):  # behind the hook on the root's own output
+            self._after_root.remove()
+            self._after_root.add(root.register_forward_hook(ModuleHook(self._root_ended), always_call=True))
+        self._has_compiled_parts = self.attention.compiled = is_compiled(root)
+
+    def _hang(self, kind: str, name: str, module: nn.Module, root: nn.Module | None) -> torch.utils.hooks.RemovableHandle:
+        if kind in _INPUTS:
+            return module.register_forward_pre_hook(ModuleHook(self._called, name), with_kwargs=True)
+        tap = None
+        if root is not None:
+            tap = self._taps[name] = Tap(name, self._gate, root, self._measurer.built_in.eps)
+        return module.register_forward_hook(ModuleHook(self._returned, name, tap=tap))
+
+    def _stays(self, metrics: Iterable[Metric]) -> bool:
+        """Whether the root needs hooks that are there before a step is known to be monitored."""
+        return bool(self.reference) or any(metric.source in n.ATTENTION_SOURCES.values() for metric in metrics)
+
+    @property
+    def may_rest(self) -> bool:
+        """Whether there are hooks that only monitored steps need, and the model is not compiled.
+
+        A compiled model would be compiled again whenever a module's hooks change, so there they stay, which costs it nothing;
+        and until a forward was seen nobody knows.
+        """
+        return bool(self._hooks) and self._forward_seen and not self._has_compiled_parts and not self._others_compile()
+
+    def rest(self, metrics: Sequence[Metric]) -> None:
+        """Take away the hooks that only monitored steps need."""
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks, self._taps, self._version = {}, {}, None
+        if not self._stays(metrics):
+            self._before_root.remove()
+            self._after_root.remove()
+        self._root_trains = None
 
     def remove(self) -> None:
         """Take all hooks away; calling it again does nothing."""
-        self._handles.remove()
-        self._root_trains, self._installed = None, None
+        self.rest(())
+        self._before_root.remove()
+        self._after_root.remove()
+        self.attention.leave()
 
-    def _root_began(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if torch._C._current_graph_task_id() == -1:
-            self._root_trains = module.training and torch.is_grad_enabled()
+    # --- what hooks tell -------------------------------------------------------------------------------------------------------
+
+    def _root_began(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        # first of all, since the reference has copies of the model's own hooks; so the step may have to be opened here
+        self.opening(module)
+        # a hook that was removed while the hooks before it ran is called once more, and not with kwargs
+        if kwargs is None or torch._C._current_graph_task_id() != -1:
+            return
+        self._root_trains = module.training and torch.is_grad_enabled()
+        self._forward_seen = True
+        self._calls.clear()
+        if self._buffer is None or self._paused or not self._root_trains:
+            return
+        start = time.perf_counter()
+        if self._compares and self.reference:
+            self._paused = True  # modules that the two share
+            try:
+                self.reference.run(module, self._is_compared, args, kwargs)
+            finally:
+                self._paused = False
+        self.attention.enter()
+        self._guard.account(time.perf_counter() - start)
+
+    def _is_compared(self, name: str) -> bool:
+        return self.values.wants(n.ACTIVATION_DIFFERENCE, name)
 
     def training_began(self) -> None:
         """The root's training forward began; its own hook here may have been hung too late to see it."""
-        if self._handles:
+        self._forward_seen = True
+        if self._before_root:
             self._root_trains = True
 
     @property
@@ -107,92 +238,95 @@ class ActivationCapture:
     def _root_ended(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if torch._C._current_graph_task_id() == -1:
             self._root_trains = None
+            self.attention.leave()
+            self.reference.forget()
 
-    def _module_returned(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        # inside a backward pass the forward is a recomputation; grad mode cannot tell, since checkpointing switches it
-        if self._buffer is None or self.paused or torch._C._current_graph_task_id() != -1:
+    def _called(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        named: dict[int | str, Any] = dict(enumerate(args))
+        named.update(kwargs or {})
+        value = args[0] if len(args) == 1 and not kwargs else named
+        self._take(name, module, value, n.INPUT, n.INPUT_GRADIENT)
+
+    def _returned(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._take(name, module, output, n.ACTIVATION, n.ACTIVATION_GRADIENT)
+
+    def _take(self, name: str, module: nn.Module, value: Any, source: str, gradient_source: str) -> None:
+        self._seen |= name != n.ROOT
+        if self._buffer is None or self._paused:
             return
-        trains = self._root_trains if self._root_trains is not None else module.training and torch.is_grad_enabled()
-        if trains:
-            start = time.perf_counter()
-            self.capture(name, output)
-            self._guard.account(time.perf_counter() - start)
+        start = time.perf_counter()
+        try:
+            # inside a backward pass the forward is a recomputation; grad mode cannot tell, since checkpointing switches it
+            recomputed = torch._C._current_graph_task_id() != -1
+            trains = self._root_trains if self._root_trains is not None else module.training and torch.is_grad_enabled()
+            if recomputed or trains:
+                call = -1 if recomputed else self._calls[source, name]
+                self._calls[source, name] += not recomputed
+                if self.values.wants(gradient_source, name):
+                    self._follow_gradients(gradient_source, name, value, call)
+                if not recomputed:
+                    with torch.no_grad(), unseen():
+                        self._measure(source, name, value, call)
+        except Exception as error:
+            self._measurer.complaints.add(f"{source}:{name}", f"the {source} of {name} could not be measured", error)
+        self._guard.account(time.perf_counter() - start)
+
+    def _measure(self, source: str, name: str, value: Any, call: int) -> None:
+        if self.values.wants(source, name):
+            self.values.measure(source, name, value, call)
+        if source == n.ACTIVATION and self._compares and self._is_compared(name):
+            self.values.measure_pairs(name, value, call, self._other)
+
+    def _other(self, path: str) -> Tensor | str:
+        other = self.reference.take(path)
+        return (self.reference.reason or "the reference module has no such output") if other is None else other
 
     def capture(self, name: str, output: Any) -> None:
         """Measure ``output``, a tensor or a container of tensors, under the name of its module."""
-        if self._buffer is None or self.paused or not self.in_training:
-            return
-        matched = self._match(name)
-        if not matched:
+        if self._buffer is None or self._paused or not self.in_training or not self.values.wants(n.ACTIVATION, name):
             return
         try:
             with torch.no_grad(), unseen():
-                found = False
-                for path, tensor in _tensors(output, name):
-                    self._owner[path] = name
-                    found |= self._measure(path, matched, tensor)
-                if not found and (ACTIVATION, name) not in self._buffer.absent:
-                    self._buffer.absent[ACTIVATION, name] = (
-                        f"its output, a {type(output).__name__}, holds no tensor of real numbers"
-                    )
+                self.values.measure(n.ACTIVATION, name, output, 0)
         except Exception as error:
             self._measurer.complaints.add(f"activation:{name}", f"the output of {name} could not be measured", error)
 
-    def _measure(self, path: str, matched: _Matched, tensor: Tensor) -> bool:
-        assert self._buffer is not None
-        reason = refusal(tensor)
-        if reason is None and not (tensor.is_floating_point() or tensor.is_complex()):
-            reason = f"an output of dtype {tensor.dtype}, which is no activation"
-        if reason is not None:
-            self._buffer.absent[ACTIVATION, path] = reason
-            return False
-        tensor = tensor.detach()
-        if matched.views:
-            self._buffer.merge_rows(
-                ACTIVATION, [path], self._measurer.built_in.measure([tensor], matched.columns), matched.columns
-            )
-        if matched.functions:
-            with untouched_rng():
-                self._measurer.functions(self._buffer, ACTIVATION, path, matched.functions, [tensor], merging=True)
-        return True
+    # --- gradients -------------------------------------------------------------------------------------------------------------
 
-    def _match(self, name: str) -> _Matched:
-        found = self._known.get(name)
-        if found is None:
-            metrics = [metric for metric in self._metrics if metric.matches(name)]
-            views = tuple(metric for metric in metrics if metric.function is None)
-            columns = frozenset().union(*(metric.columns for metric in views)) if views else frozenset()
-            found = _Matched(columns, views, tuple(metric for metric in metrics if metric.function is not None))
-            self._known[name] = found
-        return found
+    def _follow_gradients(self, source: str, name: str, value: Any, call: int) -> None:
+        # never full backward hooks of modules: they put a node of their own into the graph
+        for path, tensor in tensors_of(value, name):
+            if tensor.requires_grad and torch._C._functorch.peek_interpreter_stack() is None:
+                hook = Hook(self._gradient_came, source, name, path, call)
+                self._on_tensors.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
 
-    def evaluator(self) -> Callable[[Table], dict[Key, float]]:
-        """A function that gives the built-in values of a table of this step's activations, also when the next step has begun."""
-        known, owner = self._known, dict(self._owner)
+    def _gradient_came(self, source: str, name: str, path: str, call: int, gradient: Tensor | None) -> None:
+        if self._buffer is None or self._paused or gradient is None or not self._accumulates():
+            return
+        start = time.perf_counter()
+        try:
+            with torch.no_grad(), unseen():
+                self.values.measure(source, name, gradient, call, path, self.inverse_scale())
+        except Exception as error:
+            self._measurer.complaints.add(f"{source}:{name}", f"the {source} of {name} could not be measured", error)
+        self._guard.account(time.perf_counter() - start)
 
-        def evaluate(table: Table) -> dict[Key, float]:
-            values = {}
-            for name, row in zip(table.names, torch.split(table.rows, 1), strict=True):
-                for metric in known[owner.get(name, name)].views:
-                    there, value = evaluate_view(VIEWS[metric.name], row)
-                    if there[0]:
-                        values[Key(ACTIVATION, name, metric.name)] = value[0]
-            return values
-
-        return evaluate
+    def _accumulates(self) -> bool:
+        """Whether the running backward pass is one: ``autograd.grad``, as for a gradient penalty, ends in no parameter."""
+        task = torch._C._current_graph_task_id()
+        if self._task[0] != task:
+            self._task = task, any(_is_executed(node) for node in self._probes)
+        return self._task[1]
 
 
-def _tensors(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor inside ``value`` with its path: ``name[0]`` for sequences, ``name.key`` for mappings and dataclasses."""
-    if isinstance(value, Tensor):
-        yield path, value
-    elif depth < _DEPTH:
-        if isinstance(value, Mapping):
-            for key, item in value.items():
-                yield from _tensors(item, f"{path}.{key}", depth + 1)
-        elif isinstance(value, (tuple, list)):
-            for index, item in enumerate(value):
-                yield from _tensors(item, f"{path}[{index}]", depth + 1)
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            for field in dataclasses.fields(value):
-                yield from _tensors(getattr(value, field.name, None), f"{path}.{field.name}", depth + 1)
+def _leaves(inventory: Inventory) -> list[Any]:
+    """The graph nodes that accumulate into the model's parameters."""
+    parameters = [parameter for reference in inventory.references if (parameter := reference()) is not None]
+    return [torch.autograd.graph.get_gradient_edge(p).node for p in parameters if p.requires_grad]
+
+
+def _is_executed(node: Any) -> bool:
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # what is asked for with autograd.grad is captured at this node, not accumulated
+        return False

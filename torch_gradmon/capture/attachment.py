@@ -193,6 +193,10 @@ class Attachment:
 
     @_harmless
     def _forward_began(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.forward_began(module)
+
+    def forward_began(self, module: nn.Module) -> None:
+        """The root is called: tell the loop, unless this is evaluation or recomputation. A second time does nothing."""
         self._shield()
         loop = self._loop()
         if loop is None or not module.training or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:

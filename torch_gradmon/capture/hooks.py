@@ -7,11 +7,12 @@ that EMA copies do not feed the monitor, and a saved module loads where torch_gr
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -48,14 +49,43 @@ class Hook:
         return functools.partial, (sys.audit, "torch_gradmon.inert_hook")
 
 
+class Traceable(Protocol):
+    """What a hook does where ``torch.compile`` traces it."""
+
+    def trace(self, output: Any) -> None:
+        """Become part of the graph."""
+
+
 class ModuleHook(Hook):
-    """A hook on a module's forward. It vanishes where ``torch.compile`` or ``torch.export`` traces it."""
+    """A hook on a module's forward. It vanishes where ``torch.export`` traces it, and where ``torch.compile`` does, unless it has
+    a ``tap``.
+    """
+
+    def __init__(self, method: Callable[..., Any], *extra: object, tap: Traceable | None = None) -> None:
+        super().__init__(method, *extra)
+        self._tap = tap
 
     def __call__(self, *args: object) -> Any:
         """Call the method, unless this is being traced."""
         if torch.compiler.is_compiling():
+            if self._tap is not None and not torch.compiler.is_exporting():
+                self._tap.trace(args[-1])
             return None
         return super().__call__(*args)
+
+
+def _untraced_by_itself(method: Callable[..., Any]) -> None:
+    """Let the compiler leave calls of ``method`` alone, and all that it calls, where they are not part of a larger graph.
+
+    A compiled model's root calls its own hooks outside of its graph, but with the compiler listening.
+    """
+    with contextlib.suppress(ImportError, AttributeError):  # private; without it such hooks are graphs of their own
+        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+        set_code_exec_strategy(method.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+
+
+_untraced_by_itself(ModuleHook.__call__)
 
 
 class Handles:

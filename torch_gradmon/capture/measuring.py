@@ -129,7 +129,7 @@ class Measurer:
 
     def _call(self, metric: Metric, key: Key, inputs: Sequence[Any]) -> Any:
         """The value of the metric's function. One that works in place is refused: the first try on each tensor is on a copy."""
-        assert metric.function is not None
+        assert callable(metric.function)
         first = key not in self._proven
         given = [_each_tensor(x, (lambda t: t.detach().clone()) if first else (lambda t: t.detach())) for x in inputs]
         tensors = _tensors_in(given)

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from ..errors import GradmonWarning, display
-from ..names import NAME_SOURCES, SUMMARY, TENSOR_SOURCES
+from ..names import ATTENTION_SOURCES, NAME_SOURCES, SUMMARY, TENSOR_SOURCES
 from ..record import Event
 from .histograms import Histogram, without_histograms
 from .packages import require
@@ -24,7 +24,8 @@ MOST = 1_000_000
 #: Rows that are kept back before a warning says so.
 PATIENCE = 100
 #: A value for a layer, in both styles of keys, behind any prefix.
-_LAYER = re.compile(rf"(?:^|.*\W|.*_)(?:(?:{'|'.join(TENSOR_SOURCES)})(?:/.+/[^/]+|_[^/]+/.+)|(?:{'|'.join(NAME_SOURCES)})/.+)$")
+_TENSORS = "|".join((*TENSOR_SOURCES, *ATTENTION_SOURCES.values()))
+_LAYER = re.compile(rf"(?:^|.*\W|.*_)(?:(?:{_TENSORS})(?:/.+/[^/]+|_[^/]+/.+)|(?:{'|'.join(NAME_SOURCES)})/.+)$")
 _OWN = re.compile(rf"(?:^|.*\W|.*_){SUMMARY}/[^/]+$")
 
 

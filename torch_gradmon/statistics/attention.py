@@ -3,59 +3,220 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-#: Queries per block: the weights of one block and all heads, batch x heads x 128 x S in float32, are the peak memory.
-_BLOCK = 128
+from .moments import WIDTH, Column, from_columns, identity
+from .reading import accumulator_dtype
+
+#: The most logits in a block, 16 MB in float32; a query that sees more keys than this is a block of its own.
+LOGITS_PER_BLOCK = 2**22
+#: What :func:`attention_rows` returns, in the order of its computation.
+QUANTITIES = ("attention_entropy", "attention_entropy_normalized", "attention_max_logit", "attention_first_key")
+#: Exponents of weights that are zero in any dtype; in the expectation they stand for -inf, for 0 * -inf would be NaN.
+_NO_WEIGHT = -1000.0
 
 
-def attention_statistics(
+@dataclass(frozen=True)
+class _Call:
+    """One call with its heads in groups that share a key head; nothing is copied, all are views.
+
+    Attributes:
+        query: ``[..., key heads, groups, L, E]``; key: ``[..., key heads, S, E]``.
+        mask: as many dimensions as ``query``, each of the size there or 1 (the last one S or 1), or None.
+        dtype: of the arithmetic, float32, or float64 where an input is.
+    """
+
+    query: Tensor
+    key: Tensor
+    mask: Tensor | None
+    is_causal: bool
+    scale: float
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> _Call:
+        """Take the arguments of scaled dot product attention apart. One key head serves any number of query heads."""
+        leading = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3])  # type: ignore[no-untyped-call]
+        heads = max(query.size(-3), key.size(-3))
+        grouped = (key.size(-3), heads // max(key.size(-3), 1))
+        query = torch.unflatten(query.expand(*leading, heads, *query.shape[-2:]), -3, grouped)
+        if mask is not None:
+            mask = mask[(None,) * (query.dim() - 1 - mask.dim())]
+            mask = torch.unflatten(mask, -3, grouped if mask.size(-3) > 1 else (1, 1))
+        scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
+        dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), torch.float32)
+        return cls(query, key.expand(*leading, *key.shape[-3:]), mask, is_causal, scale, dtype)
+
+    def visible(self) -> Tensor:
+        """The number of keys that each query ``[..., key heads, groups, L]`` may see as far as the mask lets it."""
+        length, keys = self.query.size(-2), self.key.size(-2)
+        counts = self.query.new_full((length,), keys, dtype=self.dtype)
+        if self.is_causal:
+            torch.arange(1, length + 1, out=counts).clamp_(max=keys)
+        return counts.expand(self.query.shape[:-1]).contiguous()
+
+    def bias(self, mask: Tensor, queries: tuple[slice, ...], keys: int) -> Tensor:
+        """What the mask adds to the logits of some queries and of the first ``keys`` keys, -inf where it hides a key.
+
+        Of the mask's own shape, which broadcasts to ``[..., key heads, groups, l, keys]``.
+        """
+        boxes = zip((*queries, slice(keys)), mask.shape, strict=True)
+        mask = mask[tuple(box if size > 1 else slice(None) for box, size in boxes)]
+        if mask.dtype == torch.bool:
+            return torch.where(mask, 0.0, torch.full((), -math.inf, dtype=self.dtype, device=mask.device))
+        return functional.threshold(mask, torch.finfo(mask.dtype).min / 2, -math.inf).to(self.dtype)
+
+    def hide(self, logits: Tensor, queries: tuple[slice, ...], visible: Tensor, spare: Tensor) -> None:
+        """Apply mask and ``is_causal`` to the logits of a block, and count what a mask leaves visible, both in place."""
+        start, length, later = queries[-1].start, logits.size(-2), logits.size(-1) - queries[-1].start
+        if self.mask is not None:
+            bias = self.bias(self.mask, queries, logits.size(-1))
+            logits.add_(bias)
+            # as floating numbers in memory at hand: summing booleans makes a copy of twice the block, in int64
+            shown = spare.copy_(bias != -math.inf)
+            visible[queries] = (shown.tril_(start) if self.is_causal else shown).sum(dim=-1)
+        if self.is_causal and later > 0:  # keys before the block's first query are hidden from none of its queries
+            hidden = spare.view(-1)[: length * later].view(length, later)
+            logits[..., start:].add_(hidden.fill_(-math.inf).triu_(1))
+
+
+def attention_rows(
     query: Tensor,
     key: Tensor,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Entropy of the attention weights and the largest logit of every query, in float32.
+) -> dict[str, Tensor]:
+    """Rows of sufficient statistics, head by head, of what the queries of one attention call attend to.
+
+    A key is *visible* to a query unless ``is_causal`` hides it (aligned at the top left), or a boolean mask is False there, or
+    an additive mask is at most half of its dtype's smallest number: -inf, and also ``finfo.min``, which Hugging Face's masks
+    hold (half of it, for a bias of positions may have been added to that, and a mask of bfloat16 may have become float32). A
+    query all of whose keys are hidden counts nowhere, whatever hides them. With ``finfo.min`` softmax does spread its weight,
+    evenly, over the hidden keys; but such a query is padding whose output nobody reads, and its logits of -3e38 would drown
+    the mean. Milder masks, -1e4 or -100, are numbers like any bias: their keys are visible and get hardly any weight.
+
+    Four quantities, each a value per query:
+
+    ===================================  =============================================================================
+    ``attention_entropy``                of the softmax weights, in nats: log-sum-exp minus expected logit; at least 0
+    ``attention_entropy_normalized``     entropy / log(visible keys), in [0, 1]; of queries with two visible keys or more
+    ``attention_max_logit``              largest logit of the visible keys, after scale and mask
+    ``attention_first_key``              share of the weight on key 0, the attention sink of most decoders; 0 if hidden
+    ===================================  =============================================================================
+
+    A row holds COUNT, SUM, NONFINITE, MIN and MAX of these values; its other columns are 0. NaN and infinite inputs make the
+    values of their queries NaN or infinite as they do torch's weights, which also holds where a mask hides such a key. Rows of
+    micro-batches merge with :func:`.moments.merge`, and the mean is SUM / COUNT.
+
+    Works in float32, or in float64 where an input is float64, with autocast off. Half-precision products are then exact; those
+    of float32 follow ``torch.set_float32_matmul_precision`` as the call itself does. Does not synchronise the device.
+
+    Peak memory: two blocks of :data:`LOGITS_PER_BLOCK` logits, 32 MB in float32 and twice that in float64; up to one and a
+    half more for a mask, less where it broadcasts. Queries and keys of a block's heads are copied where they need casting or
+    are not contiguous, each at most a block, or the keys of one head. Each query of a head takes 24 bytes meanwhile, and up
+    to 80 when all blocks are done and gone.
 
     Args:
-        query: ``[..., heads, L, E]``; key: ``[..., key heads, S, E]``; the rest as in
-            :func:`torch.nn.functional.scaled_dot_product_attention`. Dropout does not enter.
+        query: ``[..., heads, L, E]``, any floating dtype.
+        key: ``[..., key heads, S, E]``; heads are a multiple of key heads, as with ``enable_gqa``; keys are not repeated.
+        attn_mask: boolean or additive, of any shape that broadcasts to ``[..., heads, L, S]``; applied beside ``is_causal``.
+        is_causal, scale, enable_gqa: as in :func:`torch.nn.functional.scaled_dot_product_attention`. Dropout does not enter.
 
     Returns:
-        Two float32 tensors ``[..., heads, L]``: entropy in nats, ``log sum exp`` minus the expected logit, and the largest
-        logit, -inf for a query that may not attend to anything. Its entropy is 0.
+        By quantity, rows ``[heads, 8]`` in the columns of :class:`.moments.Column` over the queries of all batches, on the
+        device of the query in :func:`.reading.accumulator_dtype`.
     """
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-        query, key = query.detach().float(), key.detach().float()
-        if enable_gqa:
-            key = key.repeat_interleave(query.size(-3) // key.size(-3), dim=-3)
-        length, keys = query.size(-2), key.size(-2)
-        scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
-        entropies, maxima = [], []
-        for start in range(0, length, _BLOCK):
-            stop = min(start + _BLOCK, length)
-            logits = query[..., start:stop, :] @ key.transpose(-2, -1) * scale
-            if is_causal:
-                allowed = torch.ones(stop - start, keys, dtype=torch.bool, device=logits.device).tril(diagonal=start)
-                logits = logits.masked_fill(~allowed, -math.inf)
-            if attn_mask is not None:
-                mask = attn_mask.detach()
-                mask = mask[..., start:stop, :] if mask.dim() > 1 and mask.size(-2) > 1 else mask
-                logits = logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask.float()
-            largest = logits.amax(dim=-1)
-            log_sum = torch.logsumexp(logits, dim=-1)
-            weights = torch.exp(logits - log_sum.unsqueeze(-1))
-            # 0 * -inf has no place in the expectation: a key out of sight contributes nothing
-            expected = torch.where(weights > 0, weights * logits, 0.0).sum(dim=-1)
-            entropies.append(torch.where(largest == -math.inf, 0.0, log_sum - expected))
-            maxima.append(largest)
-        return torch.cat(entropies, dim=-1), torch.cat(maxima, dim=-1)
+        values, visible = _per_query(_Call.of(query, key, attn_mask, is_causal, scale))
+        some, several = visible > 0, visible > 1
+        rows = _rows(values, torch.stack([some, several, some, some]))
+    return dict(zip(QUANTITIES, rows.unbind(0), strict=True))
 
 
-def heads_of(tensor: Tensor) -> list[Tensor]:
-    """The heads of ``[..., heads, L, E]``, one after the other."""
-    return list(tensor.unbind(dim=-3))
+def _per_query(call: _Call) -> tuple[Tensor, Tensor]:
+    """The quantities ``[4, ..., key heads, groups, L]``, and the number of visible keys ``[..., key heads, groups, L]``.
+
+    Values that do not count, for want of visible keys, are undefined.
+    """
+    (*_, groups, length, size), keys = call.query.shape, call.key.size(-2)
+    values = call.query.new_zeros(len(QUANTITIES), *call.query.shape[:-1], dtype=call.dtype)
+    visible = call.visible()
+    if not values.numel() or not keys:
+        return values, visible
+    # queries are bounded by the float32 copy of their block as well, and heads by that of their keys
+    rows = LOGITS_PER_BLOCK // max(keys, size)
+    parts = list(_boxes((groups, length), rows))
+    heads = list(_boxes(call.key.shape[:-2], min(rows // _volume(parts[0]), LOGITS_PER_BLOCK // (keys * size))))
+    # made once: memory that is new to the process costs the CPU as much time as the arithmetic
+    first, second = (values.new_empty(_volume(heads[0]) * _volume(parts[0]) * keys) for _ in range(2))
+    for head in heads:
+        key = call.key[head].to(call.dtype, memory_format=torch.contiguous_format).reshape(-1, keys, size).transpose(1, 2)
+        for part in parts:
+            index = head + part
+            seen = min(keys, part[-1].stop) if call.is_causal else keys  # the rest is hidden from the whole block
+            query = call.query[index].to(call.dtype, memory_format=torch.contiguous_format)
+            logits, spare = (b[: _volume(index) * seen].view(*query.shape[:-1], seen) for b in (first, second))
+            products = logits.view(key.size(0), -1, seen)
+            products.baddbmm_(query.reshape(key.size(0), -1, size), key[..., :seen], beta=0, alpha=call.scale)
+            del query  # a copy, perhaps: here and below it goes before the next one comes
+            call.hide(logits, index, visible, spare)
+            values[(slice(None), *index)] = _of_block(logits, spare, visible[index])
+        del key
+    return values, visible
+
+
+def _of_block(logits: Tensor, spare: Tensor, visible: Tensor) -> Tensor:
+    """The quantities ``[4, ...]`` of logits ``[..., S]``; ``spare`` is as large, and both are overwritten.
+
+    Every pass is in place and fused where torch has it: a pass over a block that has left the cache costs as much as
+    the product that made it.
+    """
+    largest = logits.amax(dim=-1)
+    weights = torch.softmax(logits, dim=-1, out=spare)
+    first = weights[..., 0].clone()
+    log_sum = -weights.amax(dim=-1).log()  # of exp(logit - largest), since the largest weight is 1 / that sum
+    # shifted by the largest before anything is subtracted: logits of 1e4 would leave 1e-3 of an entropy
+    logits.sub_(largest.unsqueeze(-1)).clamp_(min=_NO_WEIGHT)
+    expected = weights.mul_(logits).sum(dim=-1)
+    entropy = (log_sum - expected).clamp_(min=0)  # by as much as a device rounds the largest weight above 1
+    return torch.stack([entropy, entropy / visible.log(), largest, first])
+
+
+def _rows(values: Tensor, counted: Tensor) -> Tensor:
+    """Rows ``[k, heads, 8]`` of the counted ones among values ``[k, ..., key heads, groups, L]``."""
+    kinds, heads = len(values), values.size(-3) * values.size(-2)
+    wide = accumulator_dtype(values.device)
+    if not values.numel():
+        return identity(kinds * heads, values.device, wide).view(kinds, heads, WIDTH)
+    finite, over = counted & values.isfinite(), (*range(1, values.dim() - 3), -1)
+    columns = {
+        Column.COUNT: counted.sum(over),
+        Column.SUM: values.where(counted, 0.0).sum(over, dtype=wide),
+        Column.NONFINITE: counted.sum(over) - finite.sum(over),
+        Column.MIN: values.where(finite, math.inf).amin(over),
+        Column.MAX: values.where(finite, -math.inf).amax(over),
+    }
+    flat = {column: reduced.flatten().to(wide) for column, reduced in columns.items()}
+    return from_columns(flat, None, kinds * heads).view(kinds, heads, WIDTH)
+
+
+def _boxes(shape: Sequence[int], budget: int) -> Iterator[tuple[slice, ...]]:
+    """Cut an index space into boxes of at most ``budget`` elements, or of one; the last dimensions are cut last."""
+    cuts = []
+    for size in reversed(shape):
+        step = max(1, min(size, budget))
+        budget //= step
+        cuts.append([slice(start, min(start + step, size)) for start in range(0, size, step)])
+    return product(*reversed(cuts))
+
+
+def _volume(box: tuple[slice, ...]) -> int:
+    return math.prod(part.stop - part.start for part in box)

@@ -1,0 +1,161 @@
+"""Measure what statistics of every module's output add to a training step on a CPU, beside torch-module-monitor.
+
+    python -m benchmarks.activations
+    python -m benchmarks.activations --quick      # does it run?
+
+A forward and backward pass takes many times as long as what is added to it, so that the difference of two steps is mostly
+noise. A stopwatch on every module, whose hooks stand before and behind those of the monitor, tells what they take where they
+are called, with the caches as the model leaves them; with the three calls around the step that is the *added time*. What a
+stopwatch cannot see, such as a model that finds its caches emptied, is in the difference between the steps of a round, which
+is told beside it. The floor is one ``torch.sum`` over each output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .machine import machine, versions
+from .models import GPT, GPT_10M, Sizes
+from .report import RESULTS, faster_table, figure, with_spread
+from .timing import Run, floor_for, interleave, quotients, spread
+from .watched import Cost, Side, clock, outputs
+from .watchers import METRICS, WATCHERS
+
+ROUNDS, QUICK_ROUNDS = 30, 2
+_SEQUENCES, _LENGTH = 4, 256
+#: How many times as much torch-module-monitor should add, for five metrics.
+AIMS = {"eager": 3.5, "fused": 7.0}
+THAN = "torch_module_monitor"
+
+
+def compare(which: str, threads: int, rounds: int, sizes: Sizes = GPT_10M, length: int = _LENGTH) -> dict[str, Any]:
+    """One section of the result: a set of metrics, each watcher's added time over the floor, and how many times that of ours."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    title, metrics = METRICS[which]
+    model = GPT(sizes)
+    text = torch.randint(sizes.vocabulary, (_SEQUENCES, length + 1))
+    batch = text[:, :-1], text[:, 1:]
+    bare, sides, left_out = Side(copy.deepcopy(model), None, batch), dict[str, Side](), dict[str, str]()
+    for name in (name for name, watcher in WATCHERS.items() if which in watcher.metrics):
+        watched = copy.deepcopy(model)
+        try:
+            sides[name] = Side(watched, WATCHERS[name].watch(watched, metrics), batch)
+        except Exception as error:  # a package or a compiler that is not there must not end the comparison
+            left_out[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            print(f"left out: {WATCHERS[name].label}: {left_out[name]}")
+    floored = outputs(model, batch)
+    runs: dict[str, Run] = {name: side.step for name, side in {"bare": bare, **sides}.items()}
+    samples = interleave(floor_for(floored), runs, frozenset(), rounds, clock)
+    return {
+        "set": which,
+        "title": title,
+        "device": "cpu",
+        "threads": threads,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "tokens": batch[0].numel(),
+        "outputs": len(floored),
+        "elements": sum(tensor.numel() for tensor in floored),
+        "floor_ms": spread([1e3 * seconds for seconds in samples.floors]),
+        "forward_ms": spread([1e3 * cost.forward for cost in bare.costs]),
+        "step_ms": spread([1e3 * cost.whole for cost in bare.costs]),
+        "stopwatch_ms": spread([1e3 * cost.added for cost in bare.costs]),
+        "contenders": {
+            name: {
+                "label": WATCHERS[name].label,
+                "ours": WATCHERS[name].ours,
+                "ratio": spread(list(samples.ratios[name].values())),
+                "ms": spread([1e3 * cost.added for cost in side.costs]),
+                **_beside(bare.costs, side.costs),
+            }
+            for name, side in sides.items()
+        },
+        "left_out": left_out,
+        "times_faster": [
+            {"ours": ours, "than": other, **spread(quotients(samples.seconds[other], samples.seconds[ours]))}
+            for ours in sides
+            for other in sides
+            if WATCHERS[ours].ours and not WATCHERS[other].ours
+        ],
+    }
+
+
+def _beside(bare: Sequence[Cost], watched: Sequence[Cost]) -> dict[str, dict[str, float]]:
+    """What a watched step takes beyond the bare one of its round, and what is added as a share of that bare step."""
+    pairs = list(zip(bare, watched, strict=True))
+    return {
+        "difference_ms": spread([1e3 * (one.forward - other.forward) for other, one in pairs]),
+        "added_pct": spread([100 * one.added / other.whole for other, one in pairs]),
+    }
+
+
+def table(section: Mapping[str, Any]) -> Iterator[str]:
+    """A row for each watcher."""
+    yield f"| {section['title']} | added, ms | reads of all outputs | difference of forwards, ms | % of a step |"
+    yield "| --- | ---: | ---: | ---: | ---: |"
+    for each in section["contenders"].values():
+        cells = (with_spread(each[column]) for column in ("ms", "ratio", "difference_ms", "added_pct"))
+        yield f"| {' | '.join([each['label'], *cells])} |"
+    yield ""
+    yield from faster_table([section])
+    yield (
+        f"\n{section['outputs']} outputs of {section['elements']:,} numbers; the floor takes {with_spread(section['floor_ms'])} ms, "
+        f"a bare forward {with_spread(section['forward_ms'])} ms, a bare step {with_spread(section['step_ms'])} ms, "
+        f"the stopwatch {figure(section['stopwatch_ms']['median'])} ms."
+    )
+
+
+def judge(sections: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A line for each aim that there is a figure for."""
+    for section in sections:
+        for entry in section["times_faster"] if section["set"] == "five" else ():
+            if entry["than"] == THAN and (aim := AIMS.get(entry["ours"])) is not None:
+                distance = 100 * (entry["median"] / aim - 1)
+                verdict = f"{'met' if distance >= 0 else 'missed'} by {abs(distance):.0f} %"
+                where = f"{section['threads']} thread{'s' * (section['threads'] > 1)}, {entry['ours']}"
+                yield f"{where}: aimed at {aim:g} times less than {THAN}, measured {with_spread(entry)}, {verdict}"
+
+
+def measure(threads: Sequence[int], rounds: int) -> dict[str, Any]:
+    """The whole result."""
+    sections = []
+    for each in threads:
+        for which in METRICS:
+            sections.append(compare(which, each, rounds))
+            print(f"\n{each} thread{'s' * (each > 1)}", *table(sections[-1]), sep="\n", flush=True)
+    return {
+        "machine": machine(),
+        "versions": versions(("torch-module-monitor",)),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "rounds": rounds,
+        "activations": sections,
+    }
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Measure, print, and write the result."""
+    both = sorted({1, torch.get_num_threads()})
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.activations")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--threads", type=int, nargs="+", default=both, help=f"sections to measure, by default {both}")
+    parser.add_argument("--quick", action="store_true", help="only to see whether it runs; writes nothing without --out")
+    parser.add_argument("--out", type=Path, help="where the result goes")
+    asked = parser.parse_args(words)
+    result = measure(asked.threads, QUICK_ROUNDS if asked.quick else asked.rounds)
+    print("\nAims:", *judge(result["activations"]), sep="\n  ")
+    out = asked.out or (None if asked.quick else RESULTS / "activations.json")
+    if out is not None:
+        out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        print(f"\nwrote {out}")
+
+
+if __name__ == "__main__":
+    main()

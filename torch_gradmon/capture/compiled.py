@@ -1,0 +1,142 @@
+"""What hooks on modules do where ``torch.compile`` traces them: statistics become part of the graph, which writes them to slots.
+
+Nothing of this runs in Python but at the time of tracing: the graph gets operations that add to tensors of ours, and a flag on
+the device lets them through on monitored steps only. So there is one graph, whatever steps are monitored.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..names import WRAPPERS
+from ..statistics.moments import ALL_COLUMNS, Column
+from ..statistics.reading import accumulator_dtype, threshold
+from ..step import StepBuffer
+from .outputs import tensors_of
+
+_SUMS = (Column.COUNT, Column.SUM, Column.ABS_SUM, Column.SQUARE_SUM, Column.NEAR_ZERO, Column.NONFINITE)
+
+
+class Gate:
+    """The flags that let compiled graphs write, one on each device; changing them launches a fill and synchronises nothing."""
+
+    def __init__(self) -> None:
+        self._open = True
+        self._flags: dict[torch.device, Tensor] = {}
+
+    def flag(self, device: torch.device) -> Tensor:
+        """The flag on ``device``, a 0-d boolean."""
+        if device not in self._flags:
+            self._flags[device] = torch.full((), self._open, dtype=torch.bool, device=device)
+        return self._flags[device]
+
+    def set(self, is_open: bool) -> None:
+        """Open or shut all of them."""
+        if is_open != self._open:
+            self._open = is_open
+            for flag in self._flags.values():
+                flag.fill_(is_open)
+
+
+class Tap:
+    """What one module's hook does in a graph.
+
+    Each place where a graph is made for the module's output gets slots of its own, so a module that is called twice in a graph,
+    or compiled again for another shape, adds up.
+
+    Args:
+        name: of the module.
+        gate: lets values through.
+        root: the watched model; a graph of an evaluation pass gets nothing.
+        eps: an element counts as near zero when ``|x| <= eps``.
+    """
+
+    def __init__(self, name: str, gate: Gate, root: nn.Module, eps: float) -> None:
+        self.name = name
+        self.eps = threshold(eps, torch.float64)
+        self._gate = gate
+        self._root = weakref.ref(unwrapped(root))
+        self.paths: list[str] = []
+        self.refused: dict[str, str] = {}
+
+    def trace(self, output: Any) -> None:
+        """Traced: add the statistics of each tensor in ``output`` to its slots."""
+        root = self._root()
+        if root is None or not root.training or not torch.is_grad_enabled():
+            return
+        with torch.no_grad():
+            for path, tensor in tensors_of(output, self.name):
+                place = self._allot(path, str(tensor.dtype), tensor.device)
+                if place >= 0:
+                    sums, extremes = getattr(self, f"sums_{place}"), getattr(self, f"extremes_{place}")
+                    _add(tensor.detach(), sums, extremes, getattr(self, f"flag_{place}"), self.eps)
+
+    def _allot(self, path: str, dtype: str, device: torch.device) -> int:
+        """Not traced but called while tracing, and its result a constant of the graph: make slots, or refuse with -1."""
+        reason = ""
+        if not (dtype.startswith(("torch.float", "torch.bfloat")) and "float8" not in dtype):
+            reason = f"a tensor of {dtype}, which is not measured inside torch.compile"
+        elif torch._C._functorch.peek_interpreter_stack() is not None:
+            reason = "inside a torch.func transform"
+        if reason:
+            self.refused[path] = reason
+            return -1
+        place = len(self.paths)
+        with torch.utils._python_dispatch._disable_current_modes():
+            wide = accumulator_dtype(device)
+            setattr(self, f"sums_{place}", torch.zeros(len(_SUMS), dtype=wide, device=device))
+            setattr(self, f"extremes_{place}", torch.full((2,), -torch.inf, dtype=wide, device=device))
+            setattr(self, f"flag_{place}", self._gate.flag(device))
+        self.paths.append(path)
+        return place
+
+    _allot._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result imports the compiler
+
+    def collect(self, buffer: StepBuffer, source: str) -> set[str]:
+        """Bring what the graphs wrote into ``buffer``, and empty the slots: the paths. Does not synchronise."""
+        for place, path in enumerate(self.paths):
+            sums, extremes = getattr(self, f"sums_{place}"), getattr(self, f"extremes_{place}")
+            row = torch.cat([sums, -extremes[:1], extremes[1:]])
+            buffer.merge_rows(source, [path], row.unsqueeze(0), ALL_COLUMNS)
+            sums.zero_()
+            extremes.fill_(-torch.inf)
+        for path, reason in self.refused.items():
+            buffer.absent[source, path] = reason
+        return set(self.paths)
+
+
+def _add(tensor: Tensor, sums: Tensor, extremes: Tensor, flag: Tensor, eps: float) -> None:
+    """Traced. By ``where`` and not by multiplication, since 0 times NaN is NaN."""
+    wide = tensor.to(sums.dtype)
+    finite, magnitude = wide.isfinite(), wide.abs()
+    found = [
+        torch.full((), wide.numel(), dtype=sums.dtype, device=wide.device),
+        wide.sum(),
+        magnitude.sum(),
+        (wide * wide).sum(),
+        (magnitude <= eps).sum(dtype=sums.dtype),
+        finite.logical_not().sum(dtype=sums.dtype),
+    ]
+    sums.add_(torch.where(flag, torch.stack(found), 0.0))
+    if wide.numel() > 0:
+        largest = [torch.where(finite, -wide, -torch.inf).amax(), torch.where(finite, wide, -torch.inf).amax()]
+        extremes.copy_(torch.maximum(extremes, torch.where(flag, torch.stack(largest), -torch.inf)))
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The model inside of what DDP, ``torch.compile`` and the like put around it."""
+    while len(module._modules) == 1 and (name := next(iter(module._modules))) in WRAPPERS:
+        inner = module._modules[name]
+        if inner is None:
+            break
+        module = inner
+    return module
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether any part of ``module`` was given to ``torch.compile``."""
+    return any("_orig_mod" in child._modules or child._compiled_call_impl is not None for child in module.modules())

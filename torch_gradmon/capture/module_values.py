@@ -1,0 +1,285 @@
+"""What modules take, return and get back as gradients: measured where it arises, merged over calls and micro-batches."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import names as n
+from ..metric import Metric
+from ..names import Key
+from ..plan import evaluate_view
+from ..record import Table
+from ..statistics.moments import VIEWS, Column
+from ..statistics.reading import refusal
+from ..step import StepBuffer
+from .measuring import Measurer, untouched_rng
+from .outputs import tensors_of
+from .units import DEAD, WINDOW, DeadUnits
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of the tensors of one module from one source.
+
+    Attributes:
+        columns: the statistics that the views need.
+        views: built-ins that are views of them.
+        functions: metrics with a function.
+        dead: the share of dead units is asked for.
+        split: each call of a forward has keys of its own.
+        reasons: why a metric does not apply to this module, by name.
+    """
+
+    columns: frozenset[Column]
+    views: tuple[Metric, ...]
+    functions: tuple[Metric, ...]
+    dead: bool
+    split: bool
+    reasons: Mapping[str, str]
+
+    @property
+    def others(self) -> bool:
+        """Whether anything is asked for besides views."""
+        return bool(self.functions or self.dead or self.reasons)
+
+
+class _Item(NamedTuple):
+    """A tensor, what is asked of it, and the path that its values go to; ``plain`` is that path without the number of the call."""
+
+    asked: Asked
+    name: str
+    plain: str
+    path: str
+    tensor: Tensor
+    other: Tensor | None = None
+
+
+class ModuleValues:
+    """Measures for one step after the other what the metrics of modules ask for. Nothing is cloned or kept.
+
+    Args:
+        measurer: does the work.
+
+    Attributes:
+        traced: source and path of rows that a compiled graph wrote; those without a count were not called.
+    """
+
+    def __init__(self, measurer: Measurer) -> None:
+        self._measurer = measurer
+        self._buffer: StepBuffer | None = None
+        self._metrics: tuple[Metric, ...] = ()
+        self._modules: Mapping[str, weakref.ref[nn.Module]] = {}
+        self._asked: dict[tuple[str, str], tuple[Asked, ...]] = {}
+        self._owner: dict[tuple[str, str], tuple[str, bool]] = {}
+        self._dead: dict[str, DeadUnits] = {}
+        self.traced: set[tuple[str, str]] = set()
+
+    def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], modules: Mapping[str, weakref.ref[nn.Module]]) -> None:
+        """Start a step with the metrics that are due in it; ``modules`` by name."""
+        self._buffer = buffer
+        if metrics != self._metrics or modules is not self._modules:
+            self._metrics, self._modules, self._asked = metrics, modules, {}
+
+    def end(self) -> None:
+        """End the step; its values can still be evaluated."""
+        if self._buffer is not None:
+            for path, units in self._dead.items():
+                share = units.end_step()
+                if share is not None:
+                    self._buffer.put_value(Key(n.ACTIVATION, path, "dead"), share)
+                else:
+                    reason = f"it takes {WINDOW} monitored steps, and {units.steps} were seen"
+                    self._buffer.absent[n.ACTIVATION, f"{path}/dead"] = reason
+        self._buffer = None
+
+    def adopt(self, source: str, name: str, path: str, why: str) -> None:
+        """Rows of ``path`` came from elsewhere, statistics only; ``why`` the rest of what is asked of the module is absent."""
+        assert self._buffer is not None
+        self._owner[source, path] = name, False
+        self.traced.add((source, path))
+        for other in n.MODULE_SOURCES:
+            for asked in self._asked_of(other, name):
+                views = asked.views if other != source or asked.split else ()
+                for metric in [*(m.name for m in (*views, *asked.functions)), *(["dead"] if asked.dead else [])]:
+                    self._buffer.absent[other, f"{name}/{metric}"] = why
+
+    def wants(self, source: str, name: str) -> bool:
+        """Whether anything is asked of this source of this module in this step."""
+        return bool(self._asked_of(source, name))
+
+    def measure(
+        self, source: str, name: str, value: Any, call: int, path: str | None = None, inverse_scale: Tensor | None = None
+    ) -> None:
+        """Measure ``value``, a tensor or a container of tensors, that the module took or returned in its ``call``-th call.
+
+        Args:
+            source, name: what to look up the metrics by.
+            value: goes under ``path``, by default the name.
+            call: negative where it is not known.
+            inverse_scale: what to multiply by first.
+        """
+        assert self._buffer is not None
+        items = list(self._items(source, name, value, call, path))
+        if not items and (source, name) not in self._buffer.absent:
+            what = "output" if source == n.ACTIVATION else "value"
+            reason = f"its {what}, a {type(value).__name__}, holds no tensor of real numbers"
+            self._buffer.absent[source, name] = reason
+        self.measure_items(source, items, inverse_scale)
+
+    def measure_pairs(self, name: str, value: Any, call: int, other_of: Callable[[str], Tensor | str]) -> None:
+        """Measure the difference of each tensor in ``value`` to what ``other_of`` has for its path, or the reason why not."""
+        assert self._buffer is not None
+        source, items = n.ACTIVATION_DIFFERENCE, []
+        found: dict[str, Tensor | str] = {}
+        for item in self._items(source, name, value, call):
+            if item.plain not in found:  # taken once, also where two keys are made of it
+                found[item.plain] = other_of(item.plain)
+            other = found[item.plain]
+            if not isinstance(other, str) and other.shape != item.tensor.shape:
+                other = f"it has another shape in the reference module, {tuple(other.shape)}"
+            if isinstance(other, str):
+                self._buffer.absent[source, item.path] = other
+            else:
+                items.append(item._replace(other=other.to(item.tensor.device)))
+        self.measure_items(source, items)
+
+    def named(self, tensors: Mapping[str, Tensor]) -> None:
+        """Measure tensors that are no module's output, each under a name of its own."""
+        items = [item for name, tensor in tensors.items() for item in self._items(n.ACTIVATION, name, tensor, 0)]
+        self.measure_items(n.ACTIVATION, items)
+
+    def _items(self, source: str, name: str, value: Any, call: int, path: str | None = None) -> Iterator[_Item]:
+        """The measurable tensors inside, once for each key that they have values under."""
+        assert self._buffer is not None
+        asked = self._asked_of(source, name)
+        for plain, tensor in tensors_of(value, path or name) if asked else ():
+            reason = refusal(tensor)
+            if reason is None and not (tensor.is_floating_point() or tensor.is_complex()):
+                reason = f"a tensor of dtype {tensor.dtype}, which is no activation"
+            if reason is not None:
+                self._buffer.absent[source, plain] = reason
+                continue
+            for each in asked:
+                if each.split and call < 0:
+                    self._buffer.absent[source, name] = "in a recomputation it is not known which call this is"
+                    continue
+                place = f"{name}@{call}{plain[len(name) :]}" if each.split else plain
+                self._owner[source, place] = name, each.split
+                yield _Item(each, name, plain, place, tensor.detach())
+
+    def measure_items(self, source: str, items: Sequence[_Item], inverse_scale: Tensor | None = None) -> None:
+        """Measure them, those of one device together; ``inverse_scale`` is what gradients are multiplied by first."""
+        assert self._buffer is not None
+        groups: dict[torch.device, list[_Item]] = {}
+        for item in items:
+            if item.asked.views:
+                groups.setdefault(item.tensor.device, []).append(item)
+        for device, members in groups.items():
+            columns = members[0].asked.columns.union(*(item.asked.columns for item in members[1:]))
+            scale = None if inverse_scale is None else inverse_scale.to(device)
+            others = [item.other for item in members if item.other is not None] or None
+            rows = self._measurer.built_in.measure([item.tensor for item in members], columns, scale, others)
+            self._buffer.merge_rows(source, [item.path for item in members], rows, columns)
+        for item in items:
+            if item.asked.others:
+                self._measure_others(source, item, inverse_scale)
+
+    def _measure_others(self, source: str, item: _Item, inverse_scale: Tensor | None) -> None:
+        """What is no view of the statistics."""
+        assert self._buffer is not None
+        for metric, reason in item.asked.reasons.items():
+            self._buffer.absent[source, f"{item.path}/{metric}"] = reason
+        if item.asked.dead:
+            units = self._dead.get(item.path)
+            if units is None:
+                module = self._modules.get(item.name)
+                units = self._dead[item.path] = DeadUnits(None if module is None else module())
+            units.see(item.tensor, self._measurer.built_in.eps)
+        if item.asked.functions:
+            tensor = item.tensor
+            if inverse_scale is not None:  # in float32 at least, for float16 has no room for the inverse of a large scale
+                tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * inverse_scale.to(tensor.device)
+            inputs = [tensor] if item.other is None else [tensor, item.other]
+            with untouched_rng():
+                self._measurer.functions(self._buffer, source, item.path, item.asked.functions, inputs, merging=True)
+
+    # --- what is asked for -----------------------------------------------------------------------------------------------------
+
+    def _asked_of(self, source: str, name: str) -> tuple[Asked, ...]:
+        found = self._asked.get((source, name))
+        if found is None:
+            metrics = [metric for metric in self._metrics if metric.source == source and metric.matches(name)]
+            reference = self._modules.get(name)
+            module = None if reference is None else reference()
+            halves = [(split, [m for m in metrics if m.split_calls == split]) for split in (False, True)]
+            found = tuple(_asked(some, module, split) for split, some in halves if some)
+            self._asked[source, name] = found
+        return found
+
+    def evaluator(self) -> Callable[[dict[str, Table]], dict[Key, float]]:
+        """A function that gives the built-in values of this step's tables, also when the next step has begun.
+
+        It drops rows of modules that were not called.
+        """
+        asked, owner, traced = self._asked, dict(self._owner), frozenset(self.traced)
+
+        def evaluate(tables: dict[str, Table]) -> dict[Key, float]:
+            values: dict[Key, float] = {}
+            for source in n.MODULE_SOURCES:
+                if source in tables:
+                    table = tables[source] = _called(source, tables[source], traced)
+                    places: dict[str, list[int]] = {}
+                    for place, path in enumerate(table.names):
+                        name, split = owner[source, path]
+                        for each in asked[source, name]:
+                            for metric in each.views if each.split == split else ():
+                                places.setdefault(metric.name, []).append(place)
+                    values.update(_evaluated(source, table, places))
+            return values
+
+        return evaluate
+
+
+def _called(source: str, table: Table, traced: frozenset[tuple[str, str]]) -> Table:
+    if not traced:
+        return table
+    counts = table.rows[:, Column.COUNT].tolist()
+    kept = [p for p, name in enumerate(table.names) if counts[p] or (source, name) not in traced]
+    return replace(table, names=tuple(table.names[p] for p in kept), rows=table.rows[kept])
+
+
+def _evaluated(source: str, table: Table, places: Mapping[str, Sequence[int]]) -> Iterator[tuple[Key, float]]:
+    for metric, wanted in places.items():
+        rows = table.rows if len(wanted) == len(table.names) else table.rows[list(wanted)]
+        for place, there, value in zip(wanted, *evaluate_view(VIEWS[metric], rows), strict=True):
+            if there:
+                yield Key(source, table.names[place], metric), value
+
+
+def _asked(metrics: Iterable[Metric], module: nn.Module | None, split: bool) -> Asked:
+    views: list[Metric] = []
+    functions: list[Metric] = []
+    reasons: dict[str, str] = {}
+    dead = False
+    for metric in metrics:
+        function: Any = metric.function
+        if function is None:
+            views.append(metric)
+        elif function is DEAD:
+            dead = True
+        elif hasattr(function, "bind"):
+            bound = function.bind(module)
+            if isinstance(bound, str):
+                reasons[metric.name] = bound
+            else:
+                functions.append(replace(metric, function=bound))
+        else:
+            functions.append(metric)
+    columns = frozenset().union(*(metric.columns for metric in views)) if views else frozenset()
+    return Asked(columns, tuple(views), tuple(functions), dead, split, reasons)

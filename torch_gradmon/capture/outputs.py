@@ -1,0 +1,31 @@
+"""What a module takes and returns: the tensors inside, each with the path that leads to it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+#: Of nested containers that are looked into.
+DEPTH = 4
+
+
+def tensors_of(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor inside ``value`` with its path: ``path[0]`` for sequences, ``path.key`` for mappings and dataclasses.
+
+    Integer keys stand in brackets too.
+    """
+    if isinstance(value, Tensor):
+        yield path, value
+    elif depth < DEPTH:
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                yield from tensors_of(item, f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}", depth + 1)
+        elif isinstance(value, (tuple, list)):
+            for index, item in enumerate(value):
+                yield from tensors_of(item, f"{path}[{index}]", depth + 1)
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            for field in dataclasses.fields(value):
+                yield from tensors_of(getattr(value, field.name, None), f"{path}.{field.name}", depth + 1)

@@ -1,0 +1,55 @@
+"""Kurtosis: how heavy the tails of a tensor's values are. Merged over micro-batches exactly, from central sums."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .reading import accumulator_dtype, flat_values
+
+NAME = "kurtosis"
+#: Elements at once, which bounds the scratch memory; on CPU it also stays in a cache.
+_CPU_BLOCK, _DEVICE_BLOCK = 1 << 17, 1 << 24
+_FIELDS = 5
+
+
+def central_sums(tensor: Tensor) -> Tensor:
+    """Count, mean, and the sums of the second, third and fourth powers of ``x - mean``: ``[5]``, float64 where the device has it.
+
+    Two passes. Does not synchronise. Complex tensors count as twice as many real numbers.
+
+    Raises:
+        ValueError: a tensor without elements.
+    """
+    values, implied = flat_values(tensor)
+    dtype = accumulator_dtype(values.device)
+    count = values.numel() + implied
+    if count == 0:
+        raise ValueError("a tensor without elements has no kurtosis")
+    blocks = torch.split(values, _CPU_BLOCK if values.device.type == "cpu" else _DEVICE_BLOCK)
+    mean = torch.zeros((), dtype=dtype, device=values.device)
+    for block in blocks:
+        mean += block.to(dtype).sum() / count
+    powers = implied * torch.stack([mean**2, -(mean**3), mean**4])
+    for block in blocks:
+        distance = block.to(dtype) - mean
+        square = distance * distance
+        powers += torch.stack([square.sum(), torch.dot(square, distance), torch.dot(square, square)])
+    return torch.cat([torch.full_like(powers[:1], count), mean.reshape(1), powers])
+
+
+def kurtosis(parts: Tensor) -> Tensor:
+    """Pearson's kurtosis, ``n * sum (x - mean)^4 / (sum (x - mean)^2)^2``, 3 for a normal distribution, of all ``parts`` together.
+
+    Args:
+        parts: ``[n * 5]``, what :func:`central_sums` gave for each micro-batch.
+
+    The sums are moved to the common mean by the formulas of Pebay (2008, Sandia report SAND2008-6212). Infinite where all
+    elements are equal: then it does not exist.
+    """
+    counts, means, second, third, fourth = parts.reshape(-1, _FIELDS).unbind(1)
+    total = counts.sum()
+    shift = means - (counts * means).sum() / total
+    squares = (second + counts * shift**2).sum()
+    fourths = (fourth + 4 * shift * third + 6 * shift**2 * second + counts * shift**4).sum()
+    return torch.where(squares == 0, torch.inf, total * fourths / squares**2)
