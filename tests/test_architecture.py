@@ -73,6 +73,7 @@ FLOORS = [
         "capture.hooks",
         "capture.outputs",
         "capture.scaling",
+        "capture.staging",
         "capture.units",
     ],
     ["sinks.adapters", "spikes", "spikes.judges", "assembly", "capture.measuring", "capture.attachment", "capture.compiled"],
@@ -211,9 +212,11 @@ def test_importing_the_package_imports_no_optional_package() -> None:
 
 #: (file, function, call): why it may read a value back
 HOST_READS = {
-    ("statistics.eager", "measure", "bool"): "one flag per call on CPU tensors, where host and device share memory",
-    ("statistics.eager", "measure", "tolist"): "behind that flag, on CPU only",
+    ("statistics.closely", "doubts", "bool"): "one flag per call on CPU tensors, where host and device share memory",
+    ("statistics.closely", "doubts", "tolist"): "behind that flag, or of one row, on CPU only",
+    ("statistics.eager", "_by_block", "item"): "sums of a block, on CPU only",
     ("statistics.reading", "threshold", "float"): "of four bytes, not of a tensor",
+    ("statistics.reading", "threshold_of_squares", "float"): "of a number made on the host, once",
     ("capture.parameters", "_rows", "to cpu"): "numbers of rows, made on the host",
     ("capture.gradients", "_compared", "tolist"): "whether sums are the same, on CPU only",
     ("capture.activations", "_stays", "bool"): "whether a reference is set",

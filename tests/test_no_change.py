@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_gradmon import ModuleMonitor
+from torch_gradmon.names import ATTENTION_SOURCES
 from torch_gradmon.sinks import JsonlSink
 
 from . import loops
@@ -36,16 +37,29 @@ def heaviest(directory: Path) -> loops.Watch:
         monitor.add_gradient_metric("random_mean", _random, metric_aggregation_fn=torch.median, stages=("local",))
         monitor.add_gradient_metric("std", stages=("local",))
         monitor.add_optimizer_metric("random", lambda state: torch.rand(()))
-        monitor.add_activation_metric("random", _random, metric_aggregation_fn="max")
+        everywhere = ("output", "output_gradient", "input", "input_gradient")
+        monitor.add_activation_metric("random", _random, metric_aggregation_fn="max", of=everywhere)
+        monitor.add_activation_metric("std", of=everywhere)
+        monitor.add_activation_metric("kurtosis", of=everywhere, split_calls=True)
+        monitor.add_activation_metric("dead")
+        monitor.add_activation_metric("saturation")
+        for metric in ATTENTION_SOURCES:
+            monitor.add_attention_metric(metric, heads=True)
         monitor.add_parameter_metric("std")
         monitor.add_update_metric("ratio")
         monitor.add_sink(JsonlSink(directory / "log.jsonl"))
         monitor.set_module(model)
+        monitor.set_reference_module("init")
+        monitor.add_activation_difference_metric("std")
+        monitor.add_activation_difference_metric("random", lambda x, _: _random(x))
+        monitor.add_parameter_difference_metric("std")
         return monitor.attach(optimizer, scaler=scaler)
 
     return watch
 
 
+# of a reference that checkpoints by the old way, which runs without gradients
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @pytest.mark.parametrize("setting", [*CHOSEN, *SLOW], ids=str)
 def test_training_is_the_same_bit_for_bit(setting: loops.Setting, tmp_path: Path) -> None:
     plain = loops.train(**dict(setting.parts()))

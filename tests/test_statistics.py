@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests import oracle
 from torch_gradmon.errors import NotMeasurable
+from torch_gradmon.statistics.closely import doubts
 from torch_gradmon.statistics.eager import CPU_BLOCK, Eager, measure
 from torch_gradmon.statistics.moments import ALL_COLUMNS, VIEWS, Column, identity, merge, merge_by_group
 from torch_gradmon.statistics.norm import inner_product
@@ -422,3 +423,24 @@ def test_merging_by_group_is_the_merge_of_each_group(pairs: list[tuple[Tensor, i
 def test_views_of_merged_rows_are_those_of_the_concatenation(parts: list[list[float]]) -> None:
     batches = [torch.tensor(part, dtype=torch.float32) for part in parts]
     oracle.check(views(merge(measure(batches))), torch.cat(batches))
+
+
+_NUMBERS = st.one_of(st.floats(width=32), st.sampled_from([0.0, INF, -INF, NAN, 1e-31, 1e31, 1.0]))
+
+
+@given(
+    st.lists(st.lists(_NUMBERS, min_size=6, max_size=6), min_size=2, max_size=4),
+    st.lists(st.integers(1, 5), min_size=4, max_size=4),
+    st.frozensets(st.sampled_from(list(Column))),
+)
+def test_one_row_is_doubted_as_among_many(values: list[list[float]], counts: list[int], columns: frozenset[Column]) -> None:
+    squares = [abs(row[2]) for row in values]
+    rows = torch.tensor(
+        [[n, a, abs(b), s, 0.0, 0.0, c, d] for n, (a, b, _, c, d, _), s in zip(counts, values, squares, strict=False)],
+        dtype=torch.float64,
+    )
+    rows = torch.cat([rows, identity(1)])  # and an empty tensor
+    alone = [doubts(row.unsqueeze(0), columns) for row in rows]
+    together = doubts(rows, columns)
+    for kind in range(2):
+        assert [number for number, found in enumerate(alone) if found[kind]] == together[kind]

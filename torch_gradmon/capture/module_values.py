@@ -20,6 +20,7 @@ from ..statistics.reading import refusal
 from ..step import StepBuffer
 from .measuring import Measurer, untouched_rng
 from .outputs import tensors_of
+from .staging import Staging
 from .units import DEAD, WINDOW, DeadUnits
 
 
@@ -78,6 +79,7 @@ class ModuleValues:
         self._asked: dict[tuple[str, str], tuple[Asked, ...]] = {}
         self._owner: dict[tuple[str, str], tuple[str, bool]] = {}
         self._dead: dict[str, DeadUnits] = {}
+        self._staging: Staging[tuple[str, str, frozenset[Column]]] = Staging()
         self.traced: set[tuple[str, str]] = set()
 
     def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], modules: Mapping[str, weakref.ref[nn.Module]]) -> None:
@@ -89,6 +91,7 @@ class ModuleValues:
     def end(self) -> None:
         """End the step; its values can still be evaluated."""
         if self._buffer is not None:
+            self._measure_staged()
             for path, units in self._dead.items():
                 share = units.end_step()
                 if share is not None:
@@ -178,7 +181,13 @@ class ModuleValues:
         assert self._buffer is not None
         groups: dict[torch.device, list[_Item]] = {}
         for item in items:
-            if item.asked.views:
+            if not item.asked.views:
+                continue
+            if item.other is None and inverse_scale is None and self._staging.takes(item.tensor):
+                if not self._staging.has_room(item.tensor):
+                    self._measure_staged()
+                self._staging.put((source, item.path, item.asked.columns), item.tensor)
+            else:
                 groups.setdefault(item.tensor.device, []).append(item)
         for device, members in groups.items():
             columns = members[0].asked.columns.union(*(item.asked.columns for item in members[1:]))
@@ -189,6 +198,16 @@ class ModuleValues:
         for item in items:
             if item.asked.others:
                 self._measure_others(source, item, inverse_scale)
+
+    def _measure_staged(self) -> None:
+        """The small tensors that wait, all at once."""
+        assert self._buffer is not None
+        if not (waiting := self._staging.drain()):
+            return
+        columns = frozenset().union(*{of for (_, _, of), _ in waiting})
+        rows = self._measurer.built_in.measure([tensor for _, tensor in waiting], columns)
+        for ((source, path, _), _), row in zip(waiting, rows.unsqueeze(1), strict=True):
+            self._buffer.merge_rows(source, [path], row, columns)
 
     def _measure_others(self, source: str, item: _Item, inverse_scale: Tensor | None) -> None:
         """What is no view of the statistics."""

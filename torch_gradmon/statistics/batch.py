@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import NotMeasurable
 from .moments import Column
-from .reading import NARROW, are_plain, flat_pair, flat_values, is_plain
+from .reading import LARGEST_SQUARED, NARROW, SMALLEST_SQUARED, are_plain, flat_pair, flat_values, is_plain
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,11 @@ class Request:
     def near_zero(self) -> bool:
         """Whether small magnitudes are to be counted."""
         return Column.NEAR_ZERO in self.columns
+
+    def zeros_by_squares(self, dtype: torch.dtype) -> bool:
+        """Whether small magnitudes can be counted by squares, which are there anyway, and nothing else needs magnitudes."""
+        by_squares = self.near_zero and self.squares and Column.ABS_SUM not in self.columns
+        return by_squares and dtype == torch.float32 and SMALLEST_SQUARED <= self.eps <= LARGEST_SQUARED
 
     @cached_property
     def extremes(self) -> bool:

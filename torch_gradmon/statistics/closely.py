@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,21 +17,32 @@ _SAFE = (1e-30, 1e30)
 _CPU_BLOCK, _DEVICE_BLOCK = 1 << 17, 1 << 24
 
 
-def doubts(rows: Tensor, columns: frozenset[Column]) -> tuple[Tensor, Tensor | None]:
-    """What a first look left open, given its rows ``[n, 8]``: which tensors hold NaN or Inf, and which float32 is too narrow for.
-
-    Two boolean tensors ``[n]``; instead of the second None where no column suffers.
+def doubts(rows: Tensor, columns: frozenset[Column]) -> tuple[list[int], list[int]]:
+    """What a first look left open, given its rows ``[n, 8]`` on the CPU: which tensors hold NaN or Inf, and which others float32
+    is too narrow for.
     """
+    if len(rows) == 1:  # as in a hook, where a dozen calls would cost more than reading the tensor
+        (row,) = rows.tolist()
+        nonfinite, imprecise = _doubt(row, columns)
+        return ([0], []) if nonfinite else ([], [0] if imprecise else [])
+    unsure, narrow = _doubts(rows, columns)
+    if not bool((unsure | narrow).any()):
+        return [], []
+    return unsure.nonzero().flatten().tolist(), (narrow & ~unsure).nonzero().flatten().tolist()
+
+
+def _doubts(rows: Tensor, columns: frozenset[Column]) -> tuple[Tensor, Tensor]:
+    """Both as booleans ``[n]``."""
     of = rows.unbind(1)
     extremes = Column.MIN in columns or Column.MAX in columns
     witness = rows.sum(dim=1) if extremes else rows[:, :SUMMED].sum(dim=1)
     count = of[Column.COUNT]
     nonfinite = ((witness - witness) != 0) & (count > 0)
     if Column.SQUARE_SUM not in columns:
-        return nonfinite, None
+        return nonfinite, torch.zeros_like(nonfinite)
     mean_square = of[Column.SQUARE_SUM] / count
     imprecise = (mean_square < _SAFE[0]) | (mean_square > _SAFE[1])
-    if Column.ABS_SUM in columns or Column.NEAR_ZERO in columns:
+    if Column.ABS_SUM in columns:
         imprecise &= of[Column.ABS_SUM] != 0  # all zero, which no dtype loses
     elif extremes:
         imprecise &= (of[Column.MIN] != 0) | (of[Column.MAX] != 0)
@@ -37,6 +50,26 @@ def doubts(rows: Tensor, columns: frozenset[Column]) -> tuple[Tensor, Tensor | N
         # with half of the square in the mean, the std loses up to twice what the sums lost; beyond that too much
         imprecise |= (of[Column.SUM] / count).square() > mean_square / 2
     return nonfinite, imprecise
+
+
+def _doubt(row: Sequence[float], columns: frozenset[Column]) -> tuple[bool, bool]:
+    """The same for one row, in plain numbers."""
+    count = row[Column.COUNT]
+    if not count:
+        return False, False
+    extremes = Column.MIN in columns or Column.MAX in columns
+    witness = sum(row if extremes else row[:SUMMED])
+    if witness - witness != 0:
+        return True, False
+    if Column.SQUARE_SUM not in columns:
+        return False, False
+    mean_square, mean = row[Column.SQUARE_SUM] / count, row[Column.SUM] / count
+    imprecise = not _SAFE[0] <= mean_square <= _SAFE[1]
+    if Column.ABS_SUM in columns:
+        imprecise &= row[Column.ABS_SUM] != 0
+    elif extremes:
+        imprecise &= row[Column.MIN] != 0 or row[Column.MAX] != 0
+    return False, imprecise or (Column.SUM in columns and mean * mean > mean_square / 2)
 
 
 def closely(batch: Batch, request: Request) -> Tensor:

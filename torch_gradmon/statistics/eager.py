@@ -11,8 +11,10 @@ Nothing here reads a value back to the host, except one flag per call on CPU ten
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -20,9 +22,9 @@ from torch import Tensor
 from ..modes import unseen
 from .batch import Batch, Request
 from .closely import closely, doubts
-from .moments import ALL_COLUMNS, Column, from_columns, identity
+from .moments import ALL_COLUMNS, SUMMED, Column, from_columns, identity
 from .packing import CAPACITY, Chunk, Layout
-from .reading import threshold
+from .reading import threshold, threshold_of_squares
 
 #: Elements per block and thread on CPU: 4 MB of float32 beside as much scratch, which the third-level cache holds.
 #: Smaller blocks cost more in calls than they save in cache misses.
@@ -96,24 +98,25 @@ class Eager:
             return identity(0)
         device = tensors[0].device
         request = Request(columns, eps, inverse_scale)
-        with torch.no_grad():
+        # contexts only where they change anything: entering them costs as much as looking at a small tensor
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             batch = Batch.read(tensors, minus)
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            if device.type != "cpu":
-                return closely(batch, request)
-            rows = self._first_look(batch, request)
-            nonfinite, imprecise = doubts(rows, columns)
-            # float64 costs twice as much and a close look four times: only where the first look asks for it
-            if bool((nonfinite if imprecise is None else nonfinite | imprecise).any()):
-                closer: list[bool] = nonfinite.tolist()
-                wider: list[bool] = [] if imprecise is None else imprecise.tolist()
-                some = [i for i, wanted in enumerate(wider) if wanted and not closer[i] and not _is_wide(batch, i)]
-                if some:
-                    rows[some] = self._first_look(batch.take(some, widened=True), request)
-                some = [i for i, wanted in enumerate(closer) if wanted]
-                if some:
-                    rows[some] = closely(batch.take(some), request)
-            return rows
+            if torch.is_autocast_enabled(device.type):
+                with torch.autocast(device.type, enabled=False):
+                    return self._measure(batch, request, device)
+            return self._measure(batch, request, device)
+
+    def _measure(self, batch: Batch, request: Request, device: torch.device) -> Tensor:
+        if device.type != "cpu":
+            return closely(batch, request)
+        rows = self._first_look(batch, request)
+        # float64 costs twice as much and a close look four times: only where the first look asks for it
+        closer, wider = doubts(rows, request.columns)
+        if some := [i for i in wider if not _is_wide(batch, i)]:
+            rows[some] = self._first_look(batch.take(some, widened=True), request)
+        if closer:
+            rows[closer] = closely(batch.take(closer), request)
+        return rows
 
     def _first_look(self, batch: Batch, request: Request) -> Tensor:
         """Rows of tensors whose elements are all finite; the others show it by a sum or an extreme that is not."""
@@ -183,9 +186,11 @@ class Eager:
         scratch = self._buffer("rows", dtype, CAPACITY)[: table.numel()].view(table.shape)
         if request.squares:
             found[Column.SQUARE_SUM] = torch.mul(table, table, out=scratch).sum(dim=1)
+            if request.zeros_by_squares(dtype):
+                found[Column.NEAR_ZERO] = scratch.le_(threshold_of_squares(request.eps)).sum(dim=1)
         if request.sums:
             found[Column.SUM] = table.sum(dim=1)
-        if request.magnitudes:
+        if request.magnitudes and Column.NEAR_ZERO not in found:
             magnitude = torch.abs(table, out=scratch)
             found[Column.ABS_SUM] = magnitude.sum(dim=1)
             if request.near_zero:
@@ -200,17 +205,20 @@ class Eager:
     # --- large tensors -------------------------------------------------------------------------------------------------------------
 
     def _by_block(self, batch: Batch, request: Request, dtype: torch.dtype) -> Tensor:
-        owners: list[int] = []
-        counts: list[int] = []
-        looks: list[Look] = []
+        rows = []
         for index in range(len(batch.values)):
+            row = [0.0] * SUMMED + [math.inf, -math.inf]
             for block in self._blocks(batch, index, request, dtype):
-                owners.append(index)
-                counts.append(block.numel())
-                looks.append(self._look(block, request))
-        columns = {column: torch.stack([look[column] for look in looks]) for column in looks[0]}
-        columns[Column.COUNT] = torch.tensor(counts, dtype=torch.float64, device="cpu")
-        return from_columns(columns, None if len(owners) == len(batch.values) else owners, len(batch.values))
+                row[Column.COUNT] += block.numel()
+                # on the host, where these few numbers cost less than the calls that would merge them as tensors
+                for column, value in self._look(block, request).items():
+                    number: float = value.item()
+                    if column < SUMMED:
+                        row[column] += number
+                    elif number != number or (number < row[column] if column is Column.MIN else number > row[column]):
+                        row[column] = number  # NaN, once there, compares as neither
+            rows.append(row)
+        return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
     def _blocks(self, batch: Batch, index: int, request: Request, dtype: torch.dtype) -> Iterator[Tensor]:
         """Runs of a tensor's numbers in ``dtype``: its own memory where nothing has to be done to them."""
@@ -229,7 +237,12 @@ class Eager:
         found: Look = {}
         wide = block.dtype == torch.float64
         table, rest = (block, None) if wide else _runs(block)
-        if request.squares:
+        if request.zeros_by_squares(block.dtype):
+            size = block.numel()
+            squares = torch.mul(block, block, out=self._buffer("magnitude", block.dtype, size)[:size])
+            found[Column.SQUARE_SUM] = _sum(*_runs(squares))
+            found[Column.NEAR_ZERO] = squares.le_(threshold_of_squares(request.eps)).sum()
+        elif request.squares:
             found[Column.SQUARE_SUM] = table.square().sum() if wide else _sum_of_squares(table, rest)
         if request.extremes:
             # aminmax is one call, and slower than the two
@@ -237,7 +250,7 @@ class Eager:
             found[Column.MAX] = block.amax()
         if request.sums:
             found[Column.SUM] = table.sum() if wide else _sum(table, rest)
-        if request.magnitudes:
+        if request.magnitudes and Column.NEAR_ZERO not in found:
             size = block.numel()
             magnitude = torch.abs(block, out=self._buffer("magnitude", block.dtype, size)[:size])
             found[Column.ABS_SUM] = magnitude.sum() if wide else _sum(*_runs(magnitude))

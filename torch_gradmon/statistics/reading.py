@@ -115,6 +115,22 @@ def flat_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return a, b
 
 
+#: Between these the square of a float32 number is normal, so that it tells numbers apart that are neighbours.
+SMALLEST_SQUARED, LARGEST_SQUARED = 2.0**-62, 2.0**63
+
+
+@lru_cache(maxsize=64)
+def threshold_of_squares(eps: float) -> float:
+    """What the float32 square of a float32 number is not above just where ``|x| <= eps``, for ``eps`` from
+    :data:`SMALLEST_SQUARED` to :data:`LARGEST_SQUARED`.
+
+    Neighbours differ by at least 2^-24 of themselves, their squares by more than one unit in the last place, which rounding
+    cannot close.
+    """
+    limit = torch.tensor(threshold(eps, torch.float32), dtype=torch.float32, device="cpu")
+    return float(limit * limit)
+
+
 @lru_cache(maxsize=64)
 def threshold(eps: float, dtype: torch.dtype) -> float:
     """The largest number of ``dtype`` that is not above ``eps``: the comparison then equals the one in real numbers."""
