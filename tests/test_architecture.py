@@ -214,7 +214,8 @@ def test_importing_the_package_imports_no_optional_package() -> None:
 HOST_READS = {
     ("statistics.closely", "doubts", "bool"): "one flag per call on CPU tensors, where host and device share memory",
     ("statistics.closely", "doubts", "tolist"): "behind that flag, or of one row, on CPU only",
-    ("statistics.eager", "_by_block", "item"): "sums of a block, on CPU only",
+    ("statistics.eager", "_row", "item"): "sums of a block, on CPU only",
+    ("statistics.eager", "_look", "item"): "whether a block has small squares, on CPU only",
     ("statistics.reading", "threshold", "float"): "of four bytes, not of a tensor",
     ("statistics.reading", "threshold_of_squares", "float"): "of a number made on the host, once",
     ("capture.parameters", "_rows", "to cpu"): "numbers of rows, made on the host",

@@ -16,7 +16,7 @@ from ..names import Key
 from ..plan import evaluate_view
 from ..record import Table
 from ..statistics.moments import VIEWS, Column
-from ..statistics.reading import refusal
+from ..statistics.reading import is_plain, refusal
 from ..step import StepBuffer
 from .measuring import Measurer, untouched_rng
 from .outputs import tensors_of
@@ -79,6 +79,7 @@ class ModuleValues:
         self._asked: dict[tuple[str, str], tuple[Asked, ...]] = {}
         self._owner: dict[tuple[str, str], tuple[str, bool]] = {}
         self._dead: dict[str, DeadUnits] = {}
+        self._rows: list[tuple[str, str, frozenset[Column], list[float]]] = []
         self._staging: Staging[tuple[str, str, frozenset[Column]]] = Staging()
         self.traced: set[tuple[str, str]] = set()
 
@@ -128,6 +129,8 @@ class ModuleValues:
             inverse_scale: what to multiply by first.
         """
         assert self._buffer is not None
+        if path is None and inverse_scale is None and isinstance(value, Tensor) and self._measured_quickly(source, name, value):
+            return
         items = list(self._items(source, name, value, call, path))
         if not items and (source, name) not in self._buffer.absent:
             what = "output" if source == n.ACTIVATION else "value"
@@ -183,11 +186,8 @@ class ModuleValues:
         for item in items:
             if not item.asked.views:
                 continue
-            if item.other is None and inverse_scale is None and self._staging.takes(item.tensor):
-                if not self._staging.has_room(item.tensor):
-                    self._measure_staged()
-                self._staging.put((source, item.path, item.asked.columns), item.tensor)
-            else:
+            alone = item.other is None and inverse_scale is None
+            if not (alone and self._put_aside(source, item.path, item.asked.columns, item.tensor)):
                 groups.setdefault(item.tensor.device, []).append(item)
         for device, members in groups.items():
             columns = members[0].asked.columns.union(*(item.asked.columns for item in members[1:]))
@@ -199,9 +199,36 @@ class ModuleValues:
             if item.asked.others:
                 self._measure_others(source, item, inverse_scale)
 
+    def _measured_quickly(self, source: str, name: str, tensor: Tensor) -> bool:
+        """The usual case, in few calls, for between two large matrix products each of them costs ten times what it does else:
+        one tensor, of which nothing but views of its statistics is asked.
+        """
+        asked = self._asked_of(source, name)
+        if len(asked) != 1 or asked[0].split or asked[0].others or not is_plain(tensor):
+            return False
+        self._owner[source, name] = name, False
+        return self._put_aside(source, name, asked[0].columns, tensor)
+
+    def _put_aside(self, source: str, path: str, columns: frozenset[Column], tensor: Tensor) -> bool:
+        """Measure a large CPU tensor into plain numbers, or let a small one wait; False where neither can be done."""
+        if self._staging.takes(tensor):
+            if not self._staging.has_room(tensor):
+                self._measure_staged()
+            self._staging.put((source, path, columns), tensor)
+            return True
+        row = self._measurer.built_in.row_of(tensor, columns)
+        if row is not None:
+            self._rows.append((source, path, columns, row))
+        return row is not None
+
     def _measure_staged(self) -> None:
-        """The small tensors that wait, all at once."""
+        """What was measured on the host, and the small tensors that wait, all at once."""
         assert self._buffer is not None
+        if self._rows:
+            table = torch.tensor([row for *_, row in self._rows], dtype=torch.float64, device="cpu")
+            for (source, path, columns, _), row in zip(self._rows, table.unsqueeze(1), strict=True):
+                self._buffer.merge_rows(source, [path], row, columns)
+            self._rows = []
         if not (waiting := self._staging.drain()):
             return
         columns = frozenset().union(*{of for (_, _, of), _ in waiting})

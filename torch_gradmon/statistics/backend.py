@@ -71,6 +71,14 @@ class Statistics:
             self._complaints.add("triton", "Triton cannot be used, which makes statistics on the GPU slower, not wrong", error)
             return self._eager
 
+    def row_of(self, tensor: Tensor, columns: frozenset[Column]) -> list[float] | None:
+        """The row of one large CPU tensor as numbers, or None where :meth:`measure` has to be asked. See :meth:`Eager.row_of`."""
+        backend = self._of.get("cpu", self._eager)
+        if not tensor.is_cpu or not isinstance(backend, Eager):
+            return None
+        with self._lock:
+            return backend.row_of(tensor, columns, self.eps)
+
     def measure(
         self,
         tensors: Sequence[Tensor],

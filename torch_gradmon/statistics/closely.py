@@ -23,7 +23,7 @@ def doubts(rows: Tensor, columns: frozenset[Column]) -> tuple[list[int], list[in
     """
     if len(rows) == 1:  # as in a hook, where a dozen calls would cost more than reading the tensor
         (row,) = rows.tolist()
-        nonfinite, imprecise = _doubt(row, columns)
+        nonfinite, imprecise = doubt(row, columns)
         return ([0], []) if nonfinite else ([], [0] if imprecise else [])
     unsure, narrow = _doubts(rows, columns)
     if not bool((unsure | narrow).any()):
@@ -52,8 +52,8 @@ def _doubts(rows: Tensor, columns: frozenset[Column]) -> tuple[Tensor, Tensor]:
     return nonfinite, imprecise
 
 
-def _doubt(row: Sequence[float], columns: frozenset[Column]) -> tuple[bool, bool]:
-    """The same for one row, in plain numbers."""
+def doubt(row: Sequence[float], columns: frozenset[Column]) -> tuple[bool, bool]:
+    """Of one row in plain numbers: whether its tensor holds NaN or Inf, else whether float32 is too narrow for it."""
     count = row[Column.COUNT]
     if not count:
         return False, False

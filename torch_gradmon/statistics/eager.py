@@ -21,10 +21,10 @@ from torch import Tensor
 
 from ..modes import unseen
 from .batch import Batch, Request
-from .closely import closely, doubts
+from .closely import closely, doubt, doubts
 from .moments import ALL_COLUMNS, SUMMED, Column, from_columns, identity
 from .packing import CAPACITY, Chunk, Layout
-from .reading import threshold, threshold_of_squares
+from .reading import NARROW, is_plain, threshold, threshold_of_squares
 
 #: Elements per block and thread on CPU: 4 MB of float32 beside as much scratch, which the third-level cache holds.
 #: Smaller blocks cost more in calls than they save in cache misses.
@@ -68,6 +68,7 @@ class Eager:
     def __init__(self) -> None:
         self._scratch: dict[tuple[str, torch.dtype], Tensor] = {}
         self._layouts: OrderedDict[tuple[object, ...], Layout] = OrderedDict()
+        self._request = Request(frozenset(), 0.0, None)
 
     def measure(
         self,
@@ -204,25 +205,39 @@ class Eager:
 
     # --- large tensors -------------------------------------------------------------------------------------------------------------
 
+    def row_of(self, tensor: Tensor, columns: frozenset[Column], eps: float) -> list[float] | None:
+        """The row of one large CPU tensor as numbers, with as few calls as can be: for hooks, which have one tensor at a time.
+
+        Returns:
+            Eight numbers, the same as of :meth:`measure`; None where that has to be asked.
+        """
+        if tensor.numel() <= SMALL or tensor.dtype not in NARROW or not is_plain(tensor) or not tensor.is_contiguous():
+            return None
+        request = self._request
+        if request.columns != columns or request.eps != eps:
+            request = self._request = Request(columns, eps, None)
+        row = self._row(tensor.detach().view(-1), None, request, torch.float32)
+        return None if any(doubt(row, columns)) else row
+
     def _by_block(self, batch: Batch, request: Request, dtype: torch.dtype) -> Tensor:
-        rows = []
-        for index in range(len(batch.values)):
-            row = [0.0] * SUMMED + [math.inf, -math.inf]
-            for block in self._blocks(batch, index, request, dtype):
-                row[Column.COUNT] += block.numel()
-                # on the host, where these few numbers cost less than the calls that would merge them as tensors
-                for column, value in self._look(block, request).items():
-                    number: float = value.item()
-                    if column < SUMMED:
-                        row[column] += number
-                    elif number != number or (number < row[column] if column is Column.MIN else number > row[column]):
-                        row[column] = number  # NaN, once there, compares as neither
-            rows.append(row)
+        rows = [self._row(*batch.flat(index), request, dtype) for index in range(len(batch.values))]
         return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
-    def _blocks(self, batch: Batch, index: int, request: Request, dtype: torch.dtype) -> Iterator[Tensor]:
+    def _row(self, values: Tensor, minus: Tensor | None, request: Request, dtype: torch.dtype) -> list[float]:
+        row = [0.0] * SUMMED + [math.inf, -math.inf]
+        for block in self._blocks(values, minus, request, dtype):
+            row[Column.COUNT] += block.numel()
+            # on the host, where these few numbers cost less than the calls that would merge them as tensors
+            for column, value in self._look(block, request).items():
+                number: float = value.item()
+                if column < SUMMED:
+                    row[column] += number
+                elif number != number or (number < row[column] if column is Column.MIN else number > row[column]):
+                    row[column] = number  # NaN, once there, compares as neither
+        return row
+
+    def _blocks(self, values: Tensor, minus: Tensor | None, request: Request, dtype: torch.dtype) -> Iterator[Tensor]:
         """Runs of a tensor's numbers in ``dtype``: its own memory where nothing has to be done to them."""
-        values, minus = batch.flat(index)
         size = _even_share(values.numel(), CPU_BLOCK * _threads())
         for start in range(0, values.numel(), size):
             block = request.unscaled(values[start : start + size])
@@ -241,7 +256,9 @@ class Eager:
             size = block.numel()
             squares = torch.mul(block, block, out=self._buffer("magnitude", block.dtype, size)[:size])
             found[Column.SQUARE_SUM] = _sum(*_runs(squares))
-            found[Column.NEAR_ZERO] = squares.le_(threshold_of_squares(request.eps)).sum()
+            limit = threshold_of_squares(request.eps)
+            if not squares.amin().item() > limit:  # most tensors have none, and this is half of what counting takes
+                found[Column.NEAR_ZERO] = squares.le_(limit).sum()
         elif request.squares:
             found[Column.SQUARE_SUM] = table.square().sum() if wide else _sum_of_squares(table, rest)
         if request.extremes:
@@ -250,7 +267,7 @@ class Eager:
             found[Column.MAX] = block.amax()
         if request.sums:
             found[Column.SUM] = table.sum() if wide else _sum(table, rest)
-        if request.magnitudes and Column.NEAR_ZERO not in found:
+        if request.magnitudes and not request.zeros_by_squares(block.dtype):
             size = block.numel()
             magnitude = torch.abs(block, out=self._buffer("magnitude", block.dtype, size)[:size])
             found[Column.ABS_SUM] = magnitude.sum() if wide else _sum(*_runs(magnitude))
