@@ -59,7 +59,7 @@ class ActivationCapture:
         self._hooks: dict[tuple[str, str, int], torch.utils.hooks.RemovableHandle] = {}
         self._on_tensors: list[torch.utils.hooks.RemovableHandle] = []
         self._gate = Gate()
-        self._taps: dict[str, Tap] = {}
+        self._taps: dict[tuple[str, str], Tap] = {}
         self._buffer: StepBuffer | None = None
         self._calls: Counter[tuple[str, str]] = Counter()
         self._probes: Sequence[Any] = ()
@@ -90,7 +90,7 @@ class ActivationCapture:
         buffer = self._buffer
         if buffer is None:
             return
-        for name, tap in self._taps.items():
+        for (_, name), tap in self._taps.items():
             for path in tap.collect(buffer, n.ACTIVATION):
                 self.values.adopt(n.ACTIVATION, name, path, _INSIDE_COMPILE)
                 self._seen |= name != n.ROOT
@@ -117,7 +117,7 @@ class ActivationCapture:
     @property
     def has_graphs(self) -> bool:
         """Whether any graph has a hook of ours in it."""
-        return any(tap.paths for tap in self._taps.values())
+        return any(tap.is_traced for tap in self._taps.values())
 
     @property
     def paused(self) -> bool:
@@ -154,18 +154,17 @@ class ActivationCapture:
         for (kind, name, number), module in wanted.items():
             if (kind, name, number) in new:
                 viewed = any(m.source == n.ACTIVATION and m.function is None and m.matches(name) for m in metrics)
-                self._hooks[kind, name, number] = self._hang(kind, name, module, root if viewed else None)
+                self._hooks[kind, name, number] = self._hang(kind, name, module, root, viewed)
         if needs_root and (new or not self._after_root):  # behind the hook on the root's own output
             self._after_root.remove()
             self._after_root.add(root.register_forward_hook(ModuleHook(self._root_ended), always_call=True))
         self._has_compiled_parts = self.attention.compiled = is_compiled(root)
 
-    def _hang(self, kind: str, name: str, module: nn.Module, root: nn.Module | None) -> torch.utils.hooks.RemovableHandle:
+    def _hang(self, kind: str, name: str, module: nn.Module, root: nn.Module, views: bool) -> torch.utils.hooks.RemovableHandle:
+        tap = Tap(name, self._gate, root, self._measurer.built_in.eps, views and kind in _OUTPUTS)
+        self._taps[kind, name] = tap
         if kind in _INPUTS:
-            return module.register_forward_pre_hook(ModuleHook(self._called, name), with_kwargs=True)
-        tap = None
-        if root is not None:
-            tap = self._taps[name] = Tap(name, self._gate, root, self._measurer.built_in.eps)
+            return module.register_forward_pre_hook(ModuleHook(self._called, name, tap=tap), with_kwargs=True)
         return module.register_forward_hook(ModuleHook(self._returned, name, tap=tap))
 
     def _stays(self, metrics: Iterable[Metric]) -> bool:
@@ -179,7 +178,7 @@ class ActivationCapture:
         A compiled model would be compiled again whenever a module's hooks change, so there they stay, which costs it nothing;
         and until a forward was seen nobody knows.
         """
-        return bool(self._hooks) and self._forward_seen and not self._has_compiled_parts and not self._others_compile()
+        return bool(self._hooks) and self._forward_seen and not self._has_compiled_parts and not self.has_graphs
 
     def rest(self, metrics: Sequence[Metric]) -> None:
         """Take away the hooks that only monitored steps need."""

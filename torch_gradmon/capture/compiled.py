@@ -53,20 +53,28 @@ class Tap:
         gate: lets values through.
         root: the watched model; a graph of an evaluation pass gets nothing.
         eps: an element counts as near zero when ``|x| <= eps``.
+        measures: whether anything is asked for that a graph can have.
+
+    Attributes:
+        paths: of the slots, in order.
+        refused: why a path has none.
+        is_traced: whether the hook is part of any graph.
     """
 
-    def __init__(self, name: str, gate: Gate, root: nn.Module, eps: float) -> None:
-        self.name = name
+    def __init__(self, name: str, gate: Gate, root: nn.Module, eps: float, measures: bool) -> None:
+        self.name, self._measures = name, measures
         self.eps = threshold(eps, torch.float64)
         self._gate = gate
         self._root = weakref.ref(unwrapped(root))
         self.paths: list[str] = []
         self.refused: dict[str, str] = {}
+        self.is_traced = False
 
     def trace(self, output: Any) -> None:
         """Traced: add the statistics of each tensor in ``output`` to its slots."""
+        self._note()
         root = self._root()
-        if root is None or not root.training or not torch.is_grad_enabled():
+        if not self._measures or root is None or not root.training or not torch.is_grad_enabled():
             return
         with torch.no_grad():
             for path, tensor in tensors_of(output, self.name):
@@ -74,6 +82,11 @@ class Tap:
                 if place >= 0:
                     sums, extremes = getattr(self, f"sums_{place}"), getattr(self, f"extremes_{place}")
                     _add(tensor.detach(), sums, extremes, getattr(self, f"flag_{place}"), self.eps)
+
+    def _note(self) -> int:
+        """Not traced but called while tracing."""
+        self.is_traced = True
+        return 0
 
     def _allot(self, path: str, dtype: str, device: torch.device) -> int:
         """Not traced but called while tracing, and its result a constant of the graph: make slots, or refuse with -1."""
@@ -94,7 +107,8 @@ class Tap:
         self.paths.append(path)
         return place
 
-    _allot._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result imports the compiler
+    # what torch.compiler.assume_constant_result does, after importing the compiler, which takes a second
+    _note._dynamo_marked_constant = _allot._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def collect(self, buffer: StepBuffer, source: str) -> set[str]:
         """Bring what the graphs wrote into ``buffer``, and empty the slots: the paths. Does not synchronise."""
