@@ -73,6 +73,7 @@ FLOORS = [
         "capture.hooks",
         "capture.outputs",
         "capture.scaling",
+        "capture.spying",
         "capture.staging",
         "capture.units",
     ],

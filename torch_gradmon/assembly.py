@@ -16,7 +16,10 @@ from .statistics.moments import ALWAYS, VIEWS
 from .summary import Facts, Summary
 from .summary import key as summary_key
 
-_UNDEFINED = {"grad_momentum_cosine": "the gradient or the momentum is zero", kurtosis.NAME: "all its elements are equal"}
+_UNDEFINED = {
+    "grad_momentum_cosine": "the gradient or the momentum is zero",
+    kurtosis.NAME: "all its elements are equal",
+}
 _CLASS_OF_HISTOGRAM = f"{histogram.NAME}."
 
 
@@ -105,11 +108,11 @@ def missing(
             continue
         if metric.source in n.ATTENTION_SOURCES.values():
             if not any(key.source == metric.source for key in record.values):  # which modules attend only calls can tell
-                found[Key(metric.source, metric.pattern.pattern, "")] = _why_absent(metric, "", record, absent)
+                found[Key(metric.source, metric.pattern.pattern, "")] = _why_absent(metric, "", record, absent, ())
             continue
         for name in names.get(metric.source, ()):
             if metric.matches(name):
-                found[Key(metric.source, name, metric.name)] = _why_absent(metric, name, record, absent)
+                found[Key(metric.source, name, metric.name)] = _why_absent(metric, name, record, absent, names[metric.source])
     # tensors in containers are named by their path, and an aggregation that returns a dict adds to the metric's name
     known = {source: frozenset(of) for source, of in names.items()}
     children = {
@@ -129,12 +132,19 @@ def _owner(path: str, known: frozenset[str]) -> str:
     return path
 
 
-def _why_absent(metric: Metric, name: str, record: StepRecord, absent: Mapping[tuple[str, str], str]) -> str:
+def _why_absent(
+    metric: Metric, name: str, record: StepRecord, absent: Mapping[tuple[str, str], str], known: Sequence[str]
+) -> str:
     if not metric.due(record.step):
         return f"measured on every {metric.every}th step"
     for place in (f"{name}/{metric.name}", name, ""):
         if (metric.source, place) in absent:
             return absent[metric.source, place]
+    if metric.source in n.MODULE_SOURCES:  # of a container, what is said of the first tensor in it
+        for (source, place), reason in absent.items():
+            path, _, of = place.rpartition("/")
+            if source == metric.source and of == metric.name and path != name and _owner(path, frozenset(known)) == name:
+                return reason
     table = record.tables.get(metric.source)
     if table is not None and name in table.names:
         if metric.name == "ratio":

@@ -132,6 +132,7 @@ class Follower:
             self.session.forward_unseen()
         self._ensure_open()
         self._backwards += 1
+        self.session.activations.was_trained = True
         self._backward_since = True
         if self._more_are_to_come():
             return
@@ -167,9 +168,15 @@ class Follower:
         """The root's forward begins; where that is no news, nothing happens."""
         self._attachment.forward_began(module)
 
+    def part_called(self, module: nn.Module) -> None:
+        """A part of the model is called, by somebody else than the root."""
+        if not self.session.open:
+            self._attachment.forward_began(module)
+
     def inverse_scale(self) -> torch.Tensor | None:
         """What gradients inside of the model have to be multiplied by at this moment."""
-        return self._attachment.inverse_scale(None)
+        # of the first optimizer, since another one under the same scaler may have been unscaled, and stepped
+        return self._attachment.inverse_scale(next(iter(self.optimizers()), None))
 
     def _shares(self) -> Iterator[tuple[Optimizer | None, list[int]]]:
         for optimizer in self.optimizers():
@@ -285,4 +292,5 @@ class Follower:
         if self.session.scaler is None:
             self.session.scaler = scaler
         self.session.gradients.forget_scaled(reason)
+        self.session.activations.forget_scaled(reason)
         self.guard.complaints.add("scaler", f"{reason}; gradients before clipping are missing in step {self.session.step}")

@@ -75,6 +75,8 @@ class Inventory:
                 if slots.get(name) != id(child):
                     return False
             for name, parameter in module._parameters.items():
+                if parameter is not None and not isinstance(parameter, nn.Parameter):
+                    continue  # torch.func.functional_call puts plain tensors there for the time of a call
                 expected = slots.get(name)
                 if expected != (None if parameter is None else (id(parameter), parameter.requires_grad)):
                     return False

@@ -36,6 +36,7 @@ class Metric:
         documentation: one line.
         every: computed on steps that are divisible by it.
         split_calls: of a module: the calls of one forward have keys of their own, ``name@0`` and so on.
+        built_in: its function is ours, and says nothing of a tensor without elements.
         per_head: of attention: the values of single heads are shown too.
         shown: belongs into ``get_step_metrics()``; otherwise it goes to the run directory only.
     """
@@ -52,6 +53,7 @@ class Metric:
     shown: bool = True
     split_calls: bool = False
     per_head: bool = False
+    built_in: bool = False
 
     def matches(self, name: str) -> bool:
         """Whether this metric applies to the tensor or module of that canonical name."""

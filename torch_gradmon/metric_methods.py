@@ -9,7 +9,7 @@ from typing import Any
 
 from . import check
 from . import names as n
-from .errors import GradmonWarning, nearest
+from .errors import GradmonWarning, display, nearest
 from .metric import Metric
 from .mixin import has_mixin
 from .planner import Planner
@@ -146,6 +146,8 @@ class MetricMethods:
 
         Inside ``torch.compile`` built-ins of outputs that are views of the statistics are measured, and nothing else.
         """
+        if not isinstance(of, (str, Iterable)):
+            raise TypeError(f"of must name one or several of {', '.join(n.MODULE_KINDS)}, got {display(of)}")
         kinds = (of,) if isinstance(of, str) else tuple(of)
         for kind in kinds:
             if kind not in n.MODULE_KINDS:
@@ -187,8 +189,10 @@ class MetricMethods:
                 ``.activation``; without it these are ``{module}.query`` and so on, all heads together.
             every: only on steps that are divisible by it.
 
-        It costs about as much as attention itself; see :mod:`torch_gradmon.statistics.attention` for memory. Calls inside
-        ``torch.compile`` are not seen, nor those that ``nn.MultiheadAttention`` makes where ``need_weights`` is True.
+        While the model's training forward runs, a function that passes calls on stands in for torch's, in every module that has
+        it among its globals; what keeps it elsewhere, such as in an attribute, calls it unseen. It costs about as much as
+        attention itself; see :mod:`torch_gradmon.statistics.attention` for memory. Calls inside ``torch.compile`` are not seen,
+        and ``nn.MultiheadAttention`` makes none where ``need_weights`` is True.
         """
         if metric_name not in n.ATTENTION_SOURCES:
             raise ValueError(f"there is no attention metric {metric_name!r}{nearest(str(metric_name), n.ATTENTION_SOURCES)}")

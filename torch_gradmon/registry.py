@@ -99,7 +99,7 @@ class Registry:
             TypeError: a name, pattern, function or aggregation of the wrong type.
             ValueError: an empty name or one with a slash, an unknown built-in, an invalid pattern, an unknown reducer.
         """
-        _check_name(name)
+        _check_name(name, source)
         pattern = compile_pattern(regex)
         if function is not None and not callable(function):
             raise TypeError(
@@ -140,6 +140,7 @@ class Registry:
             shown,
             split_calls,
             per_head,
+            built_in=True,
         )
 
     def add(self, new: Sequence[Metric], tensors: Mapping[str, Sequence[str]] | None = None) -> None:
@@ -208,11 +209,14 @@ def _refuse_overlaps(metrics: Sequence[Metric], new: Iterable[Metric], tensors: 
                 )
 
 
-def _check_name(name: object) -> None:
+def _check_name(name: object, source: str) -> None:
     if not isinstance(name, str):
         raise TypeError(f"metric_name must be a str, got {display(name)}")
     if not name or "/" in name or name != name.strip():
         raise ValueError(f"metric_name={name!r} must be a non-empty string without slashes and outer spaces, such as 'norm'")
+    for other in (*n.TENSOR_SOURCES, *n.ATTENTION_SOURCES.values()):
+        if other.startswith(f"{source}_") and f"{source}_{name}".startswith(f"{other}_"):
+            raise ValueError(f"metric_name={name!r} of {source!r} reads like a metric of {other!r}; choose another name")
 
 
 def _first_common(a: Metric, b: Metric, tensors: Iterable[str] | None) -> str | None:

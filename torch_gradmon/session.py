@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import names as n
 from .budget import Budget
 from .capture.activations import ActivationCapture
 from .capture.gradients import GradientCapture
@@ -136,8 +135,16 @@ class Session:
 
     def rearm(self) -> None:
         """What is to be measured changed: hang what it takes, unless that has time until the next step."""
-        if not self.open and self.follower is not None and self._is_monitored(self.next_step):
+        module, inventory = self.planner.module, self.planner.inventory
+        if self.follower is None or module is None or inventory is None:
+            return
+        if not self.open and self._is_monitored(self.next_step):
             self._arm()
+        elif (
+            self.open and self._buffer is not None
+        ):  # what is due in the open step stays, but the next one needs its hooks in time
+            metrics = self.planner.module_metrics()
+            self.activations.install(module, inventory, metrics, self.planner.version, has_mixin(module))
 
     def _disarm(self) -> None:
         self._armed_for = -1
@@ -271,11 +278,9 @@ class Session:
 
     @guarded
     def record_attention(self, name: str, named: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
-        """Measure one call of attention, unless that happens by itself."""
-        if not self.activations.attention.sees(name):
-            call = {"query": named["query"], "key": named["key"], **arguments}
-            with unseen():
-                self.activations.attention.record(name, named, call, [*n.ATTENTION_SOURCES.values()], per_head=True)
+        """Measure one call of attention, unless it was seen by itself."""
+        with unseen():
+            self.activations.attention.tell(name, named, {"query": named["query"], "key": named["key"], **arguments})
 
     def log(self, key: Key, value: Any, aggregation: Aggregation) -> None:
         """A value for the step in flight or, between its end and the next forward, for the step that just ended."""
@@ -348,6 +353,7 @@ class Session:
         self.follower = Follower(self, module, optimizers, scaler)
         self._armed_for = -1
         self.activations.inverse_scale, self.activations.opening = self.follower.inverse_scale, self.follower.root_called
+        self.activations.part_called = self.follower.part_called
         self._arm()  # also where the first step is not monitored: a model that will be compiled takes only the hooks that it has then
         self.guard.cost()
 
@@ -359,7 +365,8 @@ class Session:
             scaler = None if (alive := session()) is None else alive.scaler
             return None if (scale := scale_of(scaler)) is None else reciprocal(scale)
 
-        self.activations.inverse_scale, self.activations.opening = inverse_scale, lambda _: None
+        self.activations.inverse_scale = inverse_scale
+        self.activations.opening = self.activations.part_called = lambda _: None
 
     def set_reference(self, module: nn.Module | None, follows: bool) -> None:
         """Compare with ``module`` from now on; ``follows`` keeps it in the mode of the watched model."""

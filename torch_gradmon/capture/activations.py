@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from .reference import ReferencePass
 
 _OUTPUTS = (n.ACTIVATION, n.ACTIVATION_GRADIENT, n.ACTIVATION_DIFFERENCE)
 _INPUTS = (n.INPUT, n.INPUT_GRADIENT)
+_MARK = "torch_gradmon"
+_GRADIENTS = (n.ACTIVATION_GRADIENT, n.INPUT_GRADIENT)
 _INSIDE_COMPILE = "inside torch.compile only the statistics of outputs are measured, and no functions, gradients or inputs"
 _NOT_SEEN = (
     "no hook on a module was called: a model that torch.compile had traced before the monitor came calls none; "
@@ -46,18 +49,23 @@ class ActivationCapture:
     Attributes:
         inverse_scale: gives what gradients have to be multiplied by.
         opening: told that the root is called, before anything else.
+        part_called: told that a part is, while no step is open.
+        was_trained: whether the model has had a training forward or a backward pass in this step.
     """
 
     def __init__(self, measurer: Measurer, guard: Guard) -> None:
         self._measurer, self._guard = measurer, guard
         self.values = ModuleValues(measurer)
         self.reference = ReferencePass(measurer.complaints)
-        self.attention = AttentionRecorder(measurer.complaints, self.values)
+        self.attention = AttentionRecorder(measurer.complaints, self.values, guard, self._is_in_forward)
         self.inverse_scale: Callable[[], Tensor | None] = lambda: None
         self.opening: Callable[[nn.Module], object] = lambda _: None
+        self.was_trained = False
+        self.part_called: Callable[[nn.Module], object] = lambda _: None
         self._before_root, self._after_root = Handles(), Handles()
         self._hooks: dict[tuple[str, str, int], torch.utils.hooks.RemovableHandle] = {}
-        self._on_tensors: list[torch.utils.hooks.RemovableHandle] = []
+        self._on_tensors: dict[tuple[str, str, int, int], tuple[weakref.ref[Tensor], Any]] = {}
+        self._round = 0
         self._gate = Gate()
         self._taps: dict[tuple[str, str], Tap] = {}
         self._buffer: StepBuffer | None = None
@@ -74,12 +82,14 @@ class ActivationCapture:
 
     def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: Inventory) -> None:
         """Start a step with the metrics that are due in it."""
-        self._buffer = buffer
+        self._buffer, self.was_trained = buffer, False
+        self._round += 1
+        self._calls.clear()
         self.values.begin(buffer, metrics, inventory.modules)
         self.attention.begin(buffer, metrics, inventory)
         self._compares = any(metric.source == n.ACTIVATION_DIFFERENCE for metric in metrics)
         self._due = any(metric.source in n.MODULE_SOURCES for metric in metrics)
-        gradients = any(metric.source in (n.ACTIVATION_GRADIENT, n.INPUT_GRADIENT) for metric in metrics)
+        gradients = any(metric.source in _GRADIENTS for metric in metrics)
         self._probes = _leaves(inventory) if gradients else ()
         if self._compares and not self.reference:
             buffer.absent[n.ACTIVATION_DIFFERENCE, ""] = "no reference module is set; see set_reference_module()"
@@ -95,16 +105,26 @@ class ActivationCapture:
                 self.values.adopt(n.ACTIVATION, name, path, _INSIDE_COMPILE)
                 self._seen |= name != n.ROOT
         hooked = any(name != n.ROOT for _, name, _ in self._hooks)  # the root's hooks are called whatever was traced
-        if self._due and hooked and not self._seen and self._others_compile():
+        if self._due and hooked and not self._seen and self.was_trained and self._others_compile():
             for source in n.MODULE_SOURCES:
                 buffer.absent.setdefault((source, ""), _NOT_SEEN)
             self._measurer.complaints.add("compiled", f"activations are missing: {_NOT_SEEN}")
-        for handle in self._on_tensors:
-            handle.remove()
+        self._forget_tensors()
         self.values.end()
+        self.attention.compiled |= self.has_graphs
         self.attention.end()
-        self._on_tensors, self._buffer, self._seen = [], None, False
+        self._buffer, self._seen, self._probes, self.was_trained = None, False, (), False
         self.reference.forget()
+
+    def _forget_tensors(self) -> None:
+        for _, handle in self._on_tensors.values():
+            handle.remove()
+        self._on_tensors = {}
+
+    def forget_scaled(self, reason: str) -> None:
+        """The gradients measured so far in this step were divided by a wrong scale, or by none: drop them."""
+        if self._buffer is not None:
+            self.values.forget(_GRADIENTS, reason)
 
     def _others_compile(self) -> bool:
         return compiled_graphs() > self._measurer.built_in.compiled_graphs
@@ -149,23 +169,29 @@ class ActivationCapture:
             self._hooks.pop(key).remove()
         needs_root = root_too or bool(wanted) or self._stays(metrics)
         if needs_root and not self._before_root:
-            self._before_root.add(root.register_forward_pre_hook(ModuleHook(self._root_began), prepend=True, with_kwargs=True))
-        new = wanted.keys() - self._hooks.keys()
+            self._before_root.add(root.register_forward_pre_hook(self._began_hook(root), prepend=True, with_kwargs=True))
+        new, taken = wanted.keys() - self._hooks.keys(), frozenset(inventory.modules)
         for (kind, name, number), module in wanted.items():
             if (kind, name, number) in new:
                 viewed = any(m.source == n.ACTIVATION and m.function is None and m.matches(name) for m in metrics)
-                self._hooks[kind, name, number] = self._hang(kind, name, module, root, viewed)
+                self._hooks[kind, name, number] = self._hang(kind, name, module, root, viewed, taken)
         if needs_root and (new or not self._after_root):  # behind the hook on the root's own output
             self._after_root.remove()
             self._after_root.add(root.register_forward_hook(ModuleHook(self._root_ended), always_call=True))
         self._has_compiled_parts = self.attention.compiled = is_compiled(root)
 
-    def _hang(self, kind: str, name: str, module: nn.Module, root: nn.Module, views: bool) -> torch.utils.hooks.RemovableHandle:
-        tap = Tap(name, self._gate, root, self._measurer.built_in.eps, views and kind in _OUTPUTS)
+    def _hang(
+        self, kind: str, name: str, module: nn.Module, root: nn.Module, views: bool, taken: Container[str]
+    ) -> torch.utils.hooks.RemovableHandle:
+        tap = Tap(name, self._gate, root, self._measurer.built_in.eps, views and kind in _OUTPUTS, taken)
         self._taps[kind, name] = tap
         if kind in _INPUTS:
             return module.register_forward_pre_hook(ModuleHook(self._called, name, tap=tap), with_kwargs=True)
         return module.register_forward_hook(ModuleHook(self._returned, name, tap=tap))
+
+    def _began_hook(self, root: nn.Module) -> ModuleHook:
+        tap = self._taps["", n.ROOT] = Tap(n.ROOT, self._gate, root, self._measurer.built_in.eps, False, ())
+        return ModuleHook(self._root_began, tap=tap)
 
     def _stays(self, metrics: Iterable[Metric]) -> bool:
         """Whether the root needs hooks that are there before a step is known to be monitored."""
@@ -207,6 +233,7 @@ class ActivationCapture:
             return
         self._root_trains = module.training and torch.is_grad_enabled()
         self._forward_seen = True
+        self.was_trained |= self._root_trains
         self._calls.clear()
         if self._buffer is None or self._paused or not self._root_trains:
             return
@@ -217,7 +244,7 @@ class ActivationCapture:
                 self.reference.run(module, self._is_compared, args, kwargs)
             finally:
                 self._paused = False
-        self.attention.enter()
+        self.attention.enter(module)
         self._guard.account(time.perf_counter() - start)
 
     def _is_compared(self, name: str) -> bool:
@@ -233,6 +260,10 @@ class ActivationCapture:
     def in_training(self) -> bool:
         """False inside an evaluation pass and inside recomputation, which happens while a backward pass runs."""
         return self._root_trains is not False and torch._C._current_graph_task_id() == -1
+
+    def _is_in_forward(self) -> bool:
+        """Whether the root's training forward is running, and not in a recomputation."""
+        return self._root_trains is True and torch._C._current_graph_task_id() == -1 and not self._paused
 
     def _root_ended(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if torch._C._current_graph_task_id() == -1:
@@ -251,7 +282,12 @@ class ActivationCapture:
 
     def _take(self, name: str, module: nn.Module, value: Any, source: str, gradient_source: str) -> None:
         self._seen |= name != n.ROOT
+        if self._buffer is None and self._root_trains is None:
+            self.part_called(module)  # where a model is called by its parts, this may be the beginning of a step
         if self._buffer is None or self._paused:
+            return
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            self._buffer.absent.setdefault((source, name), "inside a torch.func transform")
             return
         start, grad = time.perf_counter(), torch.is_grad_enabled()
         try:
@@ -261,7 +297,8 @@ class ActivationCapture:
             if recomputed or trains:
                 call = -1 if recomputed else self._calls[source, name]
                 self._calls[source, name] += not recomputed
-                if self.values.wants(gradient_source, name):
+                # without gradients this is the first pass of a re-entrant checkpoint, whose recomputation has them
+                if grad and self.values.wants(gradient_source, name):
                     self._follow_gradients(gradient_source, name, value, call)
                 if not recomputed:
                     torch._C._set_grad_enabled(False)  # the context manager costs as much as a small operation
@@ -276,7 +313,7 @@ class ActivationCapture:
     def _measure(self, source: str, name: str, value: Any, call: int) -> None:
         if self.values.wants(source, name):
             self.values.measure(source, name, value, call)
-        if source == n.ACTIVATION and self._compares and self._is_compared(name):
+        if source == n.ACTIVATION and self._compares and self.reference and self._is_compared(name):
             self.values.measure_pairs(name, value, call, self._other)
 
     def _other(self, path: str) -> Tensor | str:
@@ -297,13 +334,32 @@ class ActivationCapture:
 
     def _follow_gradients(self, source: str, name: str, value: Any, call: int) -> None:
         # never full backward hooks of modules: they put a node of their own into the graph
+        recomputed = call < 0
+        within = recomputed and self._accumulates()
         for path, tensor in tensors_of(value, name):
-            if tensor.requires_grad and torch._C._functorch.peek_interpreter_stack() is None:
-                hook = Hook(self._gradient_came, source, name, path, call)
-                self._on_tensors.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
+            # once for each tensor, which may go into several forwards, or into one and its recomputation
+            if not tensor.requires_grad or self._follows(source, path, None if recomputed else call, tensor):
+                continue
+            hook = Hook(self._gradient_came, source, name, path, call, within)
+            handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+            self._on_tensors[source, path, call, id(tensor)] = weakref.ref(tensor), handle
+            if tensor.grad_fn is not None:
+                _marks(tensor).add((id(self), self._round, tensor.output_nr, source, path, call))
 
-    def _gradient_came(self, source: str, name: str, path: str, call: int, gradient: Tensor | None) -> None:
-        if self._buffer is None or self._paused or gradient is None or not self._accumulates():
+    def _follows(self, source: str, path: str, call: int | None, tensor: Tensor) -> bool:
+        """Whether this tensor has a hook for this place already; None for any call."""
+        if tensor.grad_fn is not None:  # a tensor that was saved for a recomputation may come back as another object
+            node = (id(self), self._round, tensor.output_nr, source, path)
+            return any(mark[:-1] == node and call in (None, mark[-1]) for mark in _marks(tensor))
+        leaf = (source, path, id(tensor))
+        return any(
+            (of, at, number) == leaf and call in (None, when) and reference() is tensor
+            for (of, at, when, number), (reference, _) in self._on_tensors.items()
+        )
+
+    def _gradient_came(self, source: str, name: str, path: str, call: int, within: bool, gradient: Tensor | None) -> None:
+        """``within``: the pass that recomputed this ends in parameters, though the inner one need not."""
+        if self._buffer is None or self._paused or gradient is None or not (within or self._accumulates()):
             return
         start = time.perf_counter()
         try:
@@ -319,6 +375,13 @@ class ActivationCapture:
         if self._task[0] != task:
             self._task = task, any(_is_executed(node) for node in self._probes)
         return self._task[1]
+
+
+def _marks(tensor: Tensor) -> set[tuple[Any, ...]]:
+    """What is noted at the node of the graph that made ``tensor``, and goes with it."""
+    metadata: dict[str, Any] = tensor.grad_fn.metadata  # type: ignore[assignment, union-attr]
+    marks: set[tuple[Any, ...]] = metadata.setdefault(_MARK, set())
+    return marks
 
 
 def _leaves(inventory: Inventory) -> list[Any]:

@@ -199,6 +199,8 @@ class Attachment:
         """The root is called: tell the loop, unless this is evaluation or recomputation. A second time does nothing."""
         self._shield()
         loop = self._loop()
+        if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None:
+            return  # a transform or a trace is no training
         if loop is None or not module.training or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
         if not self.in_closure:

@@ -7,6 +7,7 @@ the device lets them through on monitored steps only. So there is one graph, wha
 from __future__ import annotations
 
 import weakref
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from ..names import WRAPPERS
 from ..statistics.moments import ALL_COLUMNS, Column
 from ..statistics.reading import accumulator_dtype, threshold
 from ..step import StepBuffer
-from .outputs import tensors_of
+from .outputs import rest_of, tensors_of
 
 _SUMS = (Column.COUNT, Column.SUM, Column.ABS_SUM, Column.SQUARE_SUM, Column.NEAR_ZERO, Column.NONFINITE)
 
@@ -54,6 +55,7 @@ class Tap:
         root: the watched model; a graph of an evaluation pass gets nothing.
         eps: an element counts as near zero when ``|x| <= eps``.
         measures: whether anything is asked for that a graph can have.
+        taken: names of modules, which no path may have.
 
     Attributes:
         paths: of the slots, in order.
@@ -61,8 +63,8 @@ class Tap:
         is_traced: whether the hook is part of any graph.
     """
 
-    def __init__(self, name: str, gate: Gate, root: nn.Module, eps: float, measures: bool) -> None:
-        self.name, self._measures = name, measures
+    def __init__(self, name: str, gate: Gate, root: nn.Module, eps: float, measures: bool, taken: Container[str]) -> None:
+        self.name, self._measures, self._taken = name, measures, taken
         self.eps = threshold(eps, torch.float64)
         self._gate = gate
         self._root = weakref.ref(unwrapped(root))
@@ -98,6 +100,7 @@ class Tap:
         if reason:
             self.refused[path] = reason
             return -1
+        path = self.name + rest_of(path, self.name, self._taken)
         place = len(self.paths)
         with torch.utils._python_dispatch._disable_current_modes():
             wide = accumulator_dtype(device)
@@ -143,12 +146,18 @@ def _add(tensor: Tensor, sums: Tensor, extremes: Tensor, flag: Tensor, eps: floa
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The model inside of what DDP, ``torch.compile`` and the like put around it."""
-    while len(module._modules) == 1 and (name := next(iter(module._modules))) in WRAPPERS:
-        inner = module._modules[name]
-        if inner is None:
-            break
-        module = inner
-    return module
+    *_, inner = wrapped_by(module)
+    return inner
+
+
+def wrapped_by(module: nn.Module) -> Iterator[nn.Module]:
+    """The module, and what it is the wrapper of."""
+    yield module
+    while len(module._modules) == 1 and not module._parameters:
+        ((name, inner),) = module._modules.items()
+        if name not in WRAPPERS or inner is None:
+            return
+        yield (module := inner)
 
 
 def is_compiled(module: nn.Module) -> bool:

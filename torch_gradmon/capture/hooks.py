@@ -31,6 +31,8 @@ def compiled_graphs() -> int:
 class Hook:
     """Calls ``method`` of an object that it holds weakly, with ``extra`` arguments first."""
 
+    __torch_unserializable__ = True  # a tensor that is pickled with it leaves it behind, and torch need not warn of that
+
     def __init__(self, method: Callable[..., Any], *extra: object) -> None:
         self._method = weakref.WeakMethod(method)
         self._extra = extra
@@ -70,6 +72,8 @@ class ModuleHook(Hook):
         if torch.compiler.is_compiling():
             if self._tap is not None and not torch.compiler.is_exporting():
                 self._tap.trace(args[-1])
+            return None
+        if torch._C._get_tracing_state() is not None:  # of torch.jit.trace
             return None
         return super().__call__(*args)
 

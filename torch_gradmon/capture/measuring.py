@@ -95,7 +95,9 @@ class Measurer:
                     buffer.absent[plan.source, plan.names[position]] = reason
                     continue
                 if inverse_scale is not None:
-                    value = value * inverse_scale.to(value.dtype)
+                    # in float32 at least, for a narrow dtype has no room for the inverse of any scale
+                    wide = torch.promote_types(value.dtype, torch.float32)
+                    value = value.to(wide) * inverse_scale.to(value.device)
                 inputs = [value] if second is None else [value, second[position]]
                 self.functions(buffer, plan.source, plan.names[position], plan.functions[position], inputs, merging)
 

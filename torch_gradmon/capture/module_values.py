@@ -19,7 +19,7 @@ from ..statistics.moments import VIEWS, Column
 from ..statistics.reading import is_plain, refusal
 from ..step import StepBuffer
 from .measuring import Measurer, untouched_rng
-from .outputs import tensors_of
+from .outputs import rest_of, tensors_of
 from .staging import Staging
 from .units import DEAD, WINDOW, DeadUnits
 
@@ -79,6 +79,7 @@ class ModuleValues:
         self._asked: dict[tuple[str, str], tuple[Asked, ...]] = {}
         self._owner: dict[tuple[str, str], tuple[str, bool]] = {}
         self._dead: dict[str, DeadUnits] = {}
+        self._seen_units: set[str] = set()
         self._rows: list[tuple[str, str, frozenset[Column], list[float]]] = []
         self._staging: Staging[tuple[str, str, frozenset[Column]]] = Staging()
         self.traced: set[tuple[str, str]] = set()
@@ -93,7 +94,8 @@ class ModuleValues:
         """End the step; its values can still be evaluated."""
         if self._buffer is not None:
             self._measure_staged()
-            for path, units in self._dead.items():
+            for path in self._seen_units:
+                units = self._dead[path]
                 share = units.end_step()
                 if share is not None:
                     self._buffer.put_value(Key(n.ACTIVATION, path, "dead"), share)
@@ -101,6 +103,15 @@ class ModuleValues:
                     reason = f"it takes {WINDOW} monitored steps, and {units.steps} were seen"
                     self._buffer.absent[n.ACTIVATION, f"{path}/dead"] = reason
         self._buffer = None
+        self._seen_units.clear()
+
+    def forget(self, sources: tuple[str, ...], reason: str) -> None:
+        """Drop what was measured of ``sources`` in this step, for this reason."""
+        assert self._buffer is not None
+        self._measure_staged()
+        for source in sources:
+            self._buffer.clear(source)
+            self._buffer.absent[source, ""] = reason
 
     def adopt(self, source: str, name: str, path: str, why: str) -> None:
         """Rows of ``path`` came from elsewhere, statistics only; ``why`` the rest of what is asked of the module is absent."""
@@ -175,7 +186,8 @@ class ModuleValues:
                 if each.split and call < 0:
                     self._buffer.absent[source, name] = "in a recomputation it is not known which call this is"
                     continue
-                place = f"{name}@{call}{plain[len(name) :]}" if each.split else plain
+                rest = rest_of(plain, name, self._modules)
+                place = f"{name}@{call}{rest}" if each.split else name + rest
                 self._owner[source, place] = name, each.split
                 yield _Item(each, name, plain, place, tensor.detach())
 
@@ -247,13 +259,19 @@ class ModuleValues:
                 module = self._modules.get(item.name)
                 units = self._dead[item.path] = DeadUnits(None if module is None else module())
             units.see(item.tensor, self._measurer.built_in.eps)
-        if item.asked.functions:
+            self._seen_units.add(item.path)
+        functions = item.asked.functions
+        if item.tensor.numel() == 0 and (own := [metric for metric in functions if metric.built_in]):
+            functions = tuple(metric for metric in functions if not metric.built_in)
+            for left_out in own:
+                self._buffer.absent.setdefault((source, f"{item.path}/{left_out.name}"), "it has no elements")
+        if functions:
             tensor = item.tensor
             if inverse_scale is not None:  # in float32 at least, for float16 has no room for the inverse of a large scale
                 tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * inverse_scale.to(tensor.device)
             inputs = [tensor] if item.other is None else [tensor, item.other]
             with untouched_rng():
-                self._measurer.functions(self._buffer, source, item.path, item.asked.functions, inputs, merging=True)
+                self._measurer.functions(self._buffer, source, item.path, functions, inputs, merging=True)
 
     # --- what is asked for -----------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -29,3 +29,13 @@ def tensors_of(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Ten
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             for field in dataclasses.fields(value):
                 yield from tensors_of(getattr(value, field.name, None), f"{path}.{field.name}", depth + 1)
+
+
+def rest_of(path: str, name: str, taken: Container[str]) -> str:
+    """What ``path`` adds to the ``name`` that it begins with; in brackets where a module has that path for a name.
+
+    >>> rest_of("head.logits", "head", {"head"}), rest_of("head.logits", "head", {"head", "head.logits"})
+    ('.logits', '[logits]')
+    """
+    rest = path[len(name) :]
+    return f"[{rest[1:]}]" if rest.startswith(".") and path in taken else rest

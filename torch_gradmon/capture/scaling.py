@@ -30,6 +30,8 @@ class Scales:
 
     def mistake(self, optimizer: Optimizer, calling: torch.amp.GradScaler | None) -> str | None:
         """Only when an optimizer steps it is certain which scaler drives it, if any: what was wrong about what was assumed."""
+        if calling is not None and not calling.is_enabled():
+            calling = None  # which is how most loops without mixed precision are written
         if calling is not None and self.scaler is None:
             return "a GradScaler was noticed only in this step; pass scaler= to attach() or watch()"
         if calling is not None and calling is not self.scaler:

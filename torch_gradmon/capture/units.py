@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..registry import BuiltIn
-from ..statistics.reading import accumulator_dtype
+from ..statistics.reading import NARROW, accumulator_dtype, threshold
 
 #: A unit that was silent for so many monitored steps in a row counts as dead.
 WINDOW = 100
@@ -27,6 +27,9 @@ _CHANNELS_FIRST = (
     nn.GroupNorm,
     nn.modules.pooling._MaxPoolNd,
     nn.modules.pooling._AvgPoolNd,
+    nn.modules.pooling._AdaptiveMaxPoolNd,
+    nn.modules.pooling._AdaptiveAvgPoolNd,
+    nn.modules.pooling._LPPoolNd,
 )
 
 
@@ -39,7 +42,8 @@ class _Saturation:
 
 
 def _share_outside(x: Tensor, low: float, high: float) -> Tensor:
-    return ((x < low + MARGIN) | (x > high - MARGIN)).to(accumulator_dtype(x.device))
+    wide = x.to(accumulator_dtype(x.device))  # where the bounds are what they are
+    return ((wide < low + MARGIN) | (wide > high - MARGIN)).to(wide.dtype)
 
 
 class DeadUnits:
@@ -55,6 +59,8 @@ class DeadUnits:
     def __init__(self, module: Any) -> None:
         self._module_has_channels = isinstance(module, _CHANNELS_FIRST)
         self._module_is_linear = isinstance(module, nn.Linear)
+        convolves = isinstance(module, nn.modules.conv._ConvNd)
+        self._dim_of_one_sample = len(module.kernel_size) + 1 if convolves else -1
         self._alive: Tensor | None = None
         self._silent: Tensor | None = None
         self.steps = 0
@@ -63,10 +69,16 @@ class DeadUnits:
         """One output of this step; a unit is alive where ``|x| > eps`` or NaN for any sample. Does not synchronise."""
         if output.dim() == 0:
             return
+        if output.layout != torch.strided:
+            output = output.to_dense()
         channels = self._module_has_channels or (output.dim() >= 4 and not self._module_is_linear)
         units = 1 if channels and output.dim() >= 3 else output.dim() - 1
+        if output.dim() == self._dim_of_one_sample:
+            units = 0
         others = [dim for dim in range(output.dim()) if dim != units]
-        awake = (output.detach().abs() <= eps).logical_not()
+        magnitude = output.detach().abs()
+        magnitude = magnitude.float() if magnitude.dtype in NARROW else magnitude
+        awake = (magnitude <= threshold(eps, magnitude.dtype)).logical_not()
         alive = awake.any(dim=others) if others else awake
         if self._alive is None or self._alive.shape != alive.shape or self._alive.device != alive.device:
             self._alive, self._silent, self.steps = alive, None, 0

@@ -16,20 +16,15 @@ _FIELDS = 5
 def central_sums(tensor: Tensor) -> Tensor:
     """Count, mean, and the sums of the second, third and fourth powers of ``x - mean``: ``[5]``, float64 where the device has it.
 
-    Two passes. Does not synchronise. Complex tensors count as twice as many real numbers.
-
-    Raises:
-        ValueError: a tensor without elements.
+    Two passes. Does not synchronise. Complex tensors count as twice as many real numbers; without elements all are zero.
     """
     values, implied = flat_values(tensor)
     dtype = accumulator_dtype(values.device)
     count = values.numel() + implied
-    if count == 0:
-        raise ValueError("a tensor without elements has no kurtosis")
     blocks = torch.split(values, _CPU_BLOCK if values.device.type == "cpu" else _DEVICE_BLOCK)
     mean = torch.zeros((), dtype=dtype, device=values.device)
     for block in blocks:
-        mean += block.to(dtype).sum() / count
+        mean += block.to(dtype).sum() / max(count, 1)
     powers = implied * torch.stack([mean**2, -(mean**3), mean**4])
     for block in blocks:
         distance = block.to(dtype) - mean
@@ -45,11 +40,13 @@ def kurtosis(parts: Tensor) -> Tensor:
         parts: ``[n * 5]``, what :func:`central_sums` gave for each micro-batch.
 
     The sums are moved to the common mean by the formulas of Pebay (2008, Sandia report SAND2008-6212). Infinite where all
-    elements are equal: then it does not exist.
+    elements are equal, but for what rounding makes of that, or where there are none: then it does not exist.
     """
     counts, means, second, third, fourth = parts.reshape(-1, _FIELDS).unbind(1)
     total = counts.sum()
-    shift = means - (counts * means).sum() / total
+    mean = (counts * means).sum() / total
+    shift = means - mean
     squares = (second + counts * shift**2).sum()
     fourths = (fourth + 4 * shift * third + 6 * shift**2 * second + counts * shift**4).sum()
-    return torch.where(squares == 0, torch.inf, total * fourths / squares**2)
+    rounding = total * (8 * torch.finfo(parts.dtype).eps * mean).square()
+    return torch.where((squares <= rounding) | (total == 0), torch.inf, total * fourths / squares**2)
