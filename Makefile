@@ -32,6 +32,7 @@ bench: $(BENCH)/.ready
 	$(BENCH)/bin/python benchmarks/import_time.py
 	$(BENCH)/bin/python -m benchmarks.run
 	$(BENCH)/bin/python -m benchmarks.sinks
+	$(BENCH)/bin/python -m benchmarks.activations
 	$(BENCH)/bin/python -m benchmarks.report
 
 # the pictures of the README

@@ -114,6 +114,33 @@ def markdown(results: Sequence[Result]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+def watched_table(section: Mapping[str, Any]) -> Iterator[str]:
+    """A row for each way to watch activations."""
+    yield f"| {section['title']} | added, ms | reads of all outputs | difference of forwards, ms | % of a step |"
+    yield "| --- | ---: | ---: | ---: | ---: |"
+    for each in section["contenders"].values():
+        cells = (with_spread(each[column]) for column in ("ms", "ratio", "difference_ms", "added_pct"))
+        yield f"| {' | '.join([each['label'], *cells])} |"
+    yield ""
+    yield from faster_table([section])
+    yield (
+        f"\n{section['outputs']} outputs of {section['elements']:,} numbers; the floor takes {with_spread(section['floor_ms'])} ms, "
+        f"a bare forward {with_spread(section['forward_ms'])} ms, a bare step {with_spread(section['step_ms'])} ms, "
+        f"the stopwatch {figure(section['stopwatch_ms']['median'])} ms."
+    )
+
+
+def activations_markdown(result: Result) -> str:
+    """All that the README says about what activations cost."""
+    machine = result["machine"]
+    parts = [
+        f"{machine['processor']} ({machine['cores']} cores), torch {machine['torch']}; {result['date']}. Medians, quartiles in brackets."
+    ]
+    for section in result["activations"]:
+        parts += [f"**{section['threads']} thread{'s' * (section['threads'] > 1)}**", "\n".join(watched_table(section))]
+    return "\n\n".join(parts)
+
+
 def sinks_table(result: Result) -> Iterator[str]:
     """A row for each sink, and for each number of values what it costs, by hand, and as a quotient."""
     sizes = sorted({section["values"] for section in result["sinks"]})
@@ -167,8 +194,10 @@ def main() -> None:
     readme = ROOT / "README.md"
     text = update_readme(readme.read_text(encoding="utf-8"), "benchmark", markdown(results))
     sinks = json.loads((RESULTS / "sinks.json").read_text(encoding="utf-8"))
-    readme.write_text(update_readme(text, "sinks", sinks_markdown(sinks)), encoding="utf-8")
-    print(f"wrote {PLOT.relative_to(ROOT)} and the table in README.md")
+    text = update_readme(text, "sinks", sinks_markdown(sinks))
+    activations = json.loads((RESULTS / "activations.json").read_text(encoding="utf-8"))
+    readme.write_text(update_readme(text, "activations", activations_markdown(activations)), encoding="utf-8")
+    print(f"wrote {PLOT.relative_to(ROOT)} and the tables in README.md")
 
 
 if __name__ == "__main__":

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import activations, rivals, watched
-from benchmarks.activations import compare, judge, table
+from benchmarks.activations import compare, judge
 from benchmarks.contenders import FIVE
 from benchmarks.models import GPT, Sizes
+from benchmarks.report import activations_markdown, watched_table
 from benchmarks.timing import Floor, Samples
 from benchmarks.watched import Cost, Side, clock, outputs
 from benchmarks.watchers import METRICS, WATCHERS, Watcher, own
@@ -246,17 +247,23 @@ def made_up(which: str, threads: int) -> dict[str, Any]:
     }
 
 
-def test_aims_are_judged_against_the_lean_functions() -> None:
-    assert list(judge([made_up("five", 1), made_up("norm", 1), made_up("five", 2)])) == [
+def test_aims_are_judged_against_both_ways_to_write_the_functions() -> None:
+    lines = list(judge([made_up("five", 1), made_up("norm", 1), made_up("five", 2)]))
+    assert len(lines) == 8
+    lean = [line for line in lines if "module_monitor," in line]
+    assert lean == [
         "1 thread, eager: aimed at 3.5 times less than torch_module_monitor, measured 4.20 (2.10 to 8.40), met by 20 %",
         "1 thread, fused: aimed at 7 times less than torch_module_monitor, measured 5.60 (2.80 to 11.2), missed by 20 %",
         "2 threads, eager: aimed at 3.5 times less than torch_module_monitor, measured 4.20 (2.10 to 8.40), met by 20 %",
         "2 threads, fused: aimed at 7 times less than torch_module_monitor, measured 5.60 (2.80 to 11.2), missed by 20 %",
     ]
+    assert all("torch_module_monitor_plain" in line for line in lines if line not in lean)
 
 
 def test_the_table_has_a_row_for_each() -> None:
-    text = "\n".join(table(made_up("five", 1)))
+    text = "\n".join(watched_table(made_up("five", 1)))
+    result = {"machine": {"processor": "P", "cores": 2, "torch": "2"}, "date": "2026-01-01", "activations": [made_up("five", 1)]}
+    assert text in activations_markdown(result)
     assert (
         "| torch_gradmon, eager | 40.0 (20.0 to 80.0) | 8.00 (4.00 to 16.0) | 44.0 (22.0 to 88.0) | 5.00 (2.50 to 10.0) |" in text
     )
