@@ -63,7 +63,9 @@ class Spy:
 
 
 def _places_of(function: Any) -> list[tuple[dict[str, Any], str]]:
-    scopes = [vars(module) for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
+    # not in torch's C++ parts, which hand what stands there to modes that override functions
+    modules = [m for name, m in list(sys.modules.items()) if isinstance(m, types.ModuleType) and not name.startswith("torch._C")]
+    scopes = [vars(module) for module in modules]
     return [(scope, name) for scope in scopes for name, value in list(scope.items()) if value is function]
 
 
