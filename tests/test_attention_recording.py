@@ -13,12 +13,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._subclasses import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention as imported
 from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, load_run, monitor_scaled_dot_product_attention
+from torch_gradmon.statistics import attention
 from torch_gradmon.statistics.attention import QUANTITIES
 from torch_gradmon.statistics.moments import Column
 
@@ -26,17 +30,26 @@ from . import loops
 from .families import BY_NAME, Family
 from .test_attention_statistics import oracle
 
+NO_CALL = "no call of scaled_dot_product_attention was seen in training; what holds the function in an attribute calls it unseen"
 METRICS = ("entropy", "entropy_normalized", "max_logit", "first_key")
 Call = tuple[Tensor, Tensor, dict[str, Any]]
 modes = torch._C._len_torch_function_stack
+#: In a list, where no replacement of the function reaches.
+ORIGINAL = [F.scaled_dot_product_attention]
+
+
+def altered() -> bool:
+    """Whether anything of torch is other than it was, for the recording's sake."""
+    names = (F.scaled_dot_product_attention, imported, torch._C._nn.scaled_dot_product_attention)
+    return any(function is not ORIGINAL[0] for function in names) or modes() > 0
 
 
 class Attention(nn.Module):
     """Two heads of self attention; what it gives to the call is noted beside."""
 
-    def __init__(self, **call: Any) -> None:
+    def __init__(self, attend: Callable[..., Tensor] | None = None, **call: Any) -> None:
         super().__init__()
-        self.qkv, self.call, self.met = nn.Linear(8, 24), call, []
+        self.qkv, self.attend, self.call, self.met = nn.Linear(8, 24), attend, call, []
 
     def split(self, x: Tensor) -> list[Tensor]:
         q, k, v = [part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1)]
@@ -45,7 +58,8 @@ class Attention(nn.Module):
         return [q, k, v]
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(*self.split(x), **self.call).transpose(1, 2).flatten(-2)
+        attend = self.attend or F.scaled_dot_product_attention
+        return attend(*self.split(x), **self.call).transpose(1, 2).flatten(-2)
 
 
 def expected(calls: dict[str, list[Call]], heads: bool = True, metrics: tuple[str, ...] = METRICS) -> dict[str, float]:
@@ -64,8 +78,8 @@ def expected(calls: dict[str, list[Call]], heads: bool = True, metrics: tuple[st
     return found
 
 
-def check(found: dict[str, float], calls: dict[str, list[Call]], **options: Any) -> None:
-    assert {**found} == pytest.approx(expected(calls, **options), rel=1e-5, abs=1e-6)
+def check(found: dict[str, float], calls: dict[str, list[Call]]) -> None:
+    assert found == pytest.approx(expected(calls), rel=1e-5, abs=1e-6)
 
 
 def watched(model: nn.Module, heads: bool = True, **options: Any) -> tuple[ModuleMonitor, torch.optim.Optimizer]:
@@ -140,6 +154,17 @@ def test_every_key_of_every_kind_of_call(kind: str, dtype: torch.dtype, sizes: t
     assert monitor.missing() == {}
 
 
+def test_under_autocast_it_is_what_the_call_attends_with() -> None:
+    model, query, key = Holder(Given()), torch.randn(2, 4, 6, 8), torch.randn(2, 4, 6, 8)
+    monitor, optimizer = watched(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(query, key, {})  # given in float32, as behind a norm or a rotation
+    assert output.dtype == torch.bfloat16
+    output.float().sum().backward()
+    optimizer.step()
+    check(monitor.get_step_metrics(), {"layer": [(query.bfloat16(), key.bfloat16(), {})]})
+
+
 # --- who made the call ------------------------------------------------------------------------------------------------------------
 
 
@@ -150,11 +175,6 @@ class Imported(Attention):
 
 def helper(query: Tensor, *others: Tensor) -> Tensor:
     return (lambda: F.scaled_dot_product_attention(query, *others))()
-
-
-class ByFunction(Attention):
-    def forward(self, x: Tensor) -> Tensor:
-        return helper(*self.split(x)).transpose(1, 2).flatten(-2)
 
 
 def decorated(function: Any) -> Any:
@@ -175,11 +195,9 @@ class Core(nn.Module):
 
 class ByMethod(Attention):
     def __init__(self) -> None:
-        super().__init__()
-        self.core = Core()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.core.attend(*self.split(x)).transpose(1, 2).flatten(-2)
+        core = Core()
+        super().__init__(core.attend)
+        self.core = core
 
 
 def _replaced() -> Attention:
@@ -196,23 +214,35 @@ class Twice(Attention):
 class Checkpointed(Attention):
     """Called once plainly and once under a checkpoint: what is counted twice weighs more."""
 
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.reentrant = reentrant
+    reentrant = False
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(9 * x) + checkpoint(super().forward, self.qkv(x)[..., :8], use_reentrant=self.reentrant)
 
 
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+class Differentiated(Attention):
+    """Recomputes within its forward, where it takes a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(9 * x)
+        z = checkpoint(super().forward, y, use_reentrant=False)
+        return z + torch.autograd.grad(z.sum(), y, retain_graph=True)[0]
+
+
 CALLERS: dict[str, tuple[Callable[[], Attention], str]] = {
     "F": (Attention, "layer"),
     "imported": (Imported, "layer"),
-    "function": (ByFunction, "layer"),
+    "function": (lambda: Attention(helper), "layer"),
     "method": (ByMethod, "layer.core"),
     "replaced forward": (_replaced, "layer"),
     "two calls": (Twice, "layer"),
-    "reentrant checkpoint": (lambda: Checkpointed(True), "layer"),
-    "checkpoint": (lambda: Checkpointed(False), "layer"),
+    "reentrant checkpoint": (Reentrant, "layer"),
+    "checkpoint": (Checkpointed, "layer"),
+    "gradient inside": (Differentiated, "layer"),
     "dropout": (lambda: Attention(dropout_p=0.5, is_causal=True), "layer"),
 }
 
@@ -280,7 +310,7 @@ def test_multihead_attention_of_torch(kind: str, batch_first: bool) -> None:
         optimizer.step()
         check(monitor.get_step_metrics(), {} if weights else calls)
     assert set(monitor.missing()) == {f"attention_{metric}/.*" for metric in METRICS}
-    assert set(monitor.missing().values()) == {"the model made no call of scaled_dot_product_attention in training"}
+    assert set(monitor.missing().values()) == {NO_CALL}
 
 
 class Layers(nn.Module):
@@ -346,7 +376,16 @@ def test_what_is_no_training_of_the_model_is_not_recorded(aside: Callable[..., N
         optimizer.step()
         aside(model, monitor, 9 * x)
         check(monitor.get_step_metrics(), {"layer": met})
-        assert modes() == 0
+        assert not altered()
+
+
+def test_calls_of_others_inside_of_the_forward_are_nobodys() -> None:
+    model, other = Shared(), Attention()
+    model.first.register_forward_pre_hook(lambda module, args: (args[0] + other(9 * args[0]),))
+    monitor, optimizer = watched(model, excluded_modules_regex="other")
+    step(model, optimizer, torch.randn(3, 5, 8))
+    assert (len(other.met), len(model.other.met)) == (2, 1)
+    check(monitor.get_step_metrics(), {"first": model.first.met})
 
 
 def test_steps_that_are_not_monitored_and_metrics_that_are_not_due_or_do_not_match() -> None:
@@ -355,8 +394,8 @@ def test_steps_that_are_not_monitored_and_metrics_that_are_not_due_or_do_not_mat
     monitor = ModuleMonitor(model, every=2).attach(optimizer)
     monitor.add_attention_metric("entropy", "other", every=4)
     monitor.add_attention_metric("first_key", "^first$")
-    depths: list[int] = []
-    model.other.register_forward_hook(lambda *_: depths.append(modes()))
+    seen: list[bool] = []
+    model.other.register_forward_hook(lambda *_: seen.append(altered()))
     for number in range(5):
         model.first.met, model.other.met = [], []
         step(model, optimizer, torch.randn(3, 5, 8))
@@ -365,7 +404,7 @@ def test_steps_that_are_not_monitored_and_metrics_that_are_not_due_or_do_not_mat
         first = expected(calls, heads=False, metrics=("first_key",))
         assert monitor.get_step_metrics() == pytest.approx({**entropy, **first}, rel=1e-5)
         assert monitor.missing() == ({"attention_entropy/other": "measured on every 4th step"} if number == 2 else {})
-    assert depths == [1, 0, 1, 0, 1]
+    assert seen == [True, False, True, False, True]
 
 
 # --- where the values go ----------------------------------------------------------------------------------------------------------
@@ -466,40 +505,39 @@ def test_training_is_the_same_bit_for_bit(recompute: str, amp: bool, monkeypatch
     with torch.autocast("cpu", torch.bfloat16, enabled=amp):
         plain, watched = (loops.train("attends", recompute=recompute, scaler=amp, monitored=w) for w in (None, watch))
     assert loops.differences(plain, watched) == []
-    assert modes() == 0
+    assert not altered()
     for found in monitors[0].get_all_metrics().values():
         assert {f"attention_{m}/{of}.head_1" for m in METRICS for of in ("[root module]", "torchs")} <= found.keys()
 
 
-def _whole(model: Any) -> tuple[Any, Any]:
-    run = torch.compile(model, backend="aot_eager", fullgraph=True)
-    return run, run
+def _whole(model: Any) -> Any:
+    return torch.compile(model, backend="aot_eager", fullgraph=True)
 
 
-def _in_place(model: Any) -> tuple[Any, Any]:
+def _in_place(model: Any) -> Any:
     model.compile(backend="aot_eager", fullgraph=True)
-    return model, model
+    return model
 
 
-def _part(model: Any) -> tuple[Any, Any]:
-    model.layer.compile(backend="aot_eager", fullgraph=True)
-    return model, model
+def _part(model: Any) -> Any:
+    _in_place(model.layer)
+    return model
 
 
 @pytest.mark.parametrize("compiled", [_whole, _in_place, _part])
-def test_in_a_compiled_model_it_is_absent_and_compiles_nothing(compiled: Callable[..., tuple[Any, Any]]) -> None:
+def test_in_a_compiled_model_it_is_absent_and_compiles_nothing(compiled: Callable[[Any], Any]) -> None:
     graphs = []
     for monitored in (False, True):
         torch._dynamo.reset()
         counters.clear()
         torch.manual_seed(3)
-        seen, run = compiled(Holder(Net()))
-        monitor, optimizer = watched(seen, every=2)
+        model = compiled(Holder(Net()))
+        monitor, optimizer = watched(model, every=2)
         if not monitored:
             monitor.detach()
         for _ in range(3):
-            step(run, optimizer, torch.randn(3, 5, 8))
-        left = [p.detach().clone() for p in run.parameters()]
+            step(model, optimizer, torch.randn(3, 5, 8))
+        left = [p.detach().clone() for p in model.parameters()]
         graphs.append((counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), left))
     assert [found[:2] for found in graphs] == [(1, 0)] * 2
     assert all(map(torch.equal, graphs[0][2], graphs[1][2]))
@@ -523,20 +561,16 @@ def test_a_call_costs_one_product_of_blocks(blocks: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(attention, "LOGITS_PER_BLOCK", logits // blocks)
     model, x = Holder(Attention()), torch.randn(2, 128, 8)
     assert _forward_of(model, x) == (0, pytest.approx(24 * 4 * 2 * 128, rel=0.1))
-    watched(model)
+    kept = watched(model)
     products, most = _forward_of(model, x)
     assert products == blocks
-    assert most <= max(4 * logits // blocks, 2 * 24 * 4 * 2 * 128)
-
-
-def _nested(model: nn.Module) -> Tensor:
-    parts = [torch.randn(5, 8), torch.randn(3, 8)]
-    return torch.nested.nested_tensor(parts, layout=torch.jagged)
+    assert most <= max(4 * logits // blocks, 24 * 4 * 2 * 128)
+    assert kept
 
 
 class Jagged(Attention):
     def forward(self, x: Tensor) -> Tensor:
-        y = self.qkv(x)[..., :8].unflatten(-1, (2, 4)).transpose(1, 2)
+        y = self.qkv(x).unflatten(-1, (2, 12)).transpose(1, 2)
         return F.scaled_dot_product_attention(y, y, y).transpose(1, 2).flatten(-2).values()
 
 
@@ -555,13 +589,13 @@ class Flat(Attention):
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:There is a performance drop")
-@pytest.mark.parametrize("kind", [Jagged, Mapped, Attention, "fake"])
-def test_tensors_that_cannot_be_measured_are_left_alone(kind: Any) -> None:
-    with FakeTensorMode() if kind == "fake" else contextlib.nullcontext():
-        model = Holder(Attention() if kind == "fake" else kind()).to("meta" if kind is Attention else "cpu")
+@pytest.mark.parametrize("kind", ["meta", "fake", "nested", "vmap"])
+def test_tensors_that_cannot_be_measured_are_left_alone(kind: str) -> None:
+    with {"meta": torch.device("meta"), "fake": FakeTensorMode()}.get(kind, contextlib.nullcontext()):
+        model = Holder({"nested": Jagged, "vmap": Mapped}.get(kind, Attention)())
         monitor, optimizer = watched(model)
-        x = torch.randn(2, 5, 8, device="meta" if kind is Attention else "cpu")
-        if kind is Jagged:
+        x = torch.randn(2, 5, 8)
+        if kind == "nested":
             x = torch.nested.nested_tensor([x[0], x[1, :3]], layout=torch.jagged)
         for _ in range(2):
             step(model, optimizer, x)
@@ -591,18 +625,8 @@ class Sees(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        self.calls += function is imported
-        return 2 * result if function is imported else result
-
-
-class Within(Attention):
-    def __init__(self, mode: Callable[[], Any]) -> None:
-        super().__init__()
-        self.mode = mode
-
-    def forward(self, x: Tensor) -> Tensor:
-        with self.mode():
-            return super().forward(x)
+        self.calls += function is ORIGINAL[0]
+        return 2 * result if function is ORIGINAL[0] else result
 
 
 @pytest.mark.parametrize("inner", [False, True], ids=["around", "inside"])
@@ -617,36 +641,36 @@ def test_other_modes_work_and_nest(kind: str, inner: bool) -> None:
         torch.set_default_device(None)
 
     mode = {"device": lambda: torch.device("cpu"), "own": lambda: sees, "default device": default_device}[kind]
-    layer = Within(mode if inner else contextlib.nullcontext)
-    model, x = Holder(layer), torch.randn(3, 5, 8)
-    with contextlib.nullcontext() if inner else mode():
+    within, around = (mode, contextlib.nullcontext) if inner else (contextlib.nullcontext, mode)
+
+    def attend(*qkv: Tensor) -> Tensor:
+        with within():
+            return F.scaled_dot_product_attention(*qkv)
+
+    model, x = Holder(Attention(attend)), torch.randn(3, 5, 8)
+    with around():
         plain = model(x)
         monitor, optimizer = watched(model)
         before = modes()
         found = model(x)
         assert modes() == before
-    assert modes() == 0
+    assert not altered()
     assert torch.equal(found, plain)
     assert sees.calls == (2 if kind == "own" else 0)
     optimizer.step()
-    check(monitor.get_step_metrics(), {"layer": layer.met[1:]})
-
-
-class Fails(Attention):
-    def forward(self, x: Tensor) -> Tensor:
-        super().forward(x)
-        raise ZeroDivisionError
+    check(monitor.get_step_metrics(), {"layer": model.layer.met[1:]})
 
 
 def test_the_mode_is_gone_when_the_forward_raises() -> None:
-    model = Holder(Fails())
+    model = Holder(Attention())
+    model.layer.register_forward_hook(lambda *_: 1 // 0)
     monitor, optimizer = watched(model)
     with torch.device("meta"):
         for _ in range(2):
             with pytest.raises(ZeroDivisionError):
                 model(torch.randn(3, 5, 8, device="cpu"))
             assert modes() == 1
-    assert modes() == 0
+    assert not altered()
     assert torch.empty(1).device.type == "cpu"
     optimizer.step()
     check(monitor.get_step_metrics(), {"layer": model.layer.met})
@@ -661,7 +685,7 @@ def test_monitored_models_inside_of_each_other() -> None:
             monitor.add_attention_metric(metric, heads=True)
         monitor.begin_step(0)
     outer(torch.randn(3, 5, 8))
-    assert modes() == 0
+    assert not altered()
     for monitor, prefix in zip(monitors, ("other.layer.", "", "other.layer."), strict=True):
         monitor.end_step()
         first = {"first": outer.first.met} if prefix else {}

@@ -58,8 +58,6 @@ def heaviest(directory: Path) -> loops.Watch:
     return watch
 
 
-# of a reference that checkpoints by the old way, which runs without gradients
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @pytest.mark.parametrize("setting", [*CHOSEN, *SLOW], ids=str)
 def test_training_is_the_same_bit_for_bit(setting: loops.Setting, tmp_path: Path) -> None:
     plain = loops.train(**dict(setting.parts()))

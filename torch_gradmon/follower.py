@@ -117,11 +117,14 @@ class Follower:
             if self._attempted or self._begun:
                 self.session.end()  # its end was not seen, as when a scaler is not updated
         self._ensure_open()
-        self.session.activations.training_began()
         if not self.optimizers():
             self.orphaned = True
             message = "the attached optimizers are gone, and no step can end any more; call detach(), then attach() the new ones"
             self.guard.complaints.add("optimizers", message)
+
+    def root_began(self) -> None:
+        """It was the root's own hook that told of it."""
+        self.session.activations.training_began()
 
     @guarded
     def backward_ended(self) -> None:
@@ -175,8 +178,9 @@ class Follower:
 
     def inverse_scale(self) -> torch.Tensor | None:
         """What gradients inside of the model have to be multiplied by at this moment."""
-        # of the first optimizer, since another one under the same scaler may have been unscaled, and stepped
-        return self._attachment.inverse_scale(next(iter(self.optimizers()), None))
+        # of one that has yet to step, since others under the same scaler may have been unscaled, and stepped
+        scales = (self._attachment.inverse_scale(optimizer) for optimizer in self.optimizers())
+        return next((scale for scale in scales if scale is not None), None)
 
     def _shares(self) -> Iterator[tuple[Optimizer | None, list[int]]]:
         for optimizer in self.optimizers():
@@ -188,7 +192,7 @@ class Follower:
         """One backward pass brought a gradient for the parameter at ``position``."""
         if not self.session.paused:
             self._ensure_open()
-            self.session.gradients.local(position, gradient, self._attachment.inverse_scale(None))
+            self.session.gradients.local(position, gradient, self.inverse_scale())
 
     @guarded
     def gradient_accumulated(self, position: int, parameter: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections import Counter
@@ -16,6 +17,7 @@ from ..guard import Guard
 from ..inventory import Inventory
 from ..metric import Metric
 from ..modes import unseen
+from ..statistics.moments import Column
 from ..step import StepBuffer
 from .attention import AttentionRecorder
 from .compiled import Gate, Tap, is_compiled
@@ -64,9 +66,11 @@ class ActivationCapture:
         self.part_called: Callable[[nn.Module], object] = lambda _: None
         self._before_root, self._after_root = Handles(), Handles()
         self._hooks: dict[tuple[str, str, int], torch.utils.hooks.RemovableHandle] = {}
-        self._on_tensors: dict[tuple[str, str, int, int], tuple[weakref.ref[Tensor], Any]] = {}
+        self._on_tensors: list[torch.utils.hooks.RemovableHandle] = []
+        self._leaves: dict[tuple[str, str, int, int], weakref.ref[Tensor]] = {}
         self._round = 0
         self._gate = Gate()
+        self._lock = threading.RLock()  # hooks may fire on several threads, and what they share has room for one
         self._taps: dict[tuple[str, str], Tap] = {}
         self._buffer: StepBuffer | None = None
         self._calls: Counter[tuple[str, str]] = Counter()
@@ -90,7 +94,7 @@ class ActivationCapture:
         self._compares = any(metric.source == n.ACTIVATION_DIFFERENCE for metric in metrics)
         self._due = any(metric.source in n.MODULE_SOURCES for metric in metrics)
         gradients = any(metric.source in _GRADIENTS for metric in metrics)
-        self._probes = _leaves(inventory) if gradients else ()
+        self._probes = _accumulators(inventory) if gradients else ()
         if self._compares and not self.reference:
             buffer.absent[n.ACTIVATION_DIFFERENCE, ""] = "no reference module is set; see set_reference_module()"
         self.let_through(self._due)
@@ -102,8 +106,9 @@ class ActivationCapture:
             return
         for (_, name), tap in self._taps.items():
             for path in tap.collect(buffer, n.ACTIVATION):
-                self.values.adopt(n.ACTIVATION, name, path, _INSIDE_COMPILE)
+                self.values.adopt(n.ACTIVATION, name, path, tap.columns, _INSIDE_COMPILE)
                 self._seen |= name != n.ROOT
+            self._seen |= bool(tap.refused)
         hooked = any(name != n.ROOT for _, name, _ in self._hooks)  # the root's hooks are called whatever was traced
         if self._due and hooked and not self._seen and self.was_trained and self._others_compile():
             for source in n.MODULE_SOURCES:
@@ -114,12 +119,13 @@ class ActivationCapture:
         self.attention.compiled |= self.has_graphs
         self.attention.end()
         self._buffer, self._seen, self._probes, self.was_trained = None, False, (), False
+        self._root_trains = None  # also where a forward was interrupted
         self.reference.forget()
 
     def _forget_tensors(self) -> None:
-        for _, handle in self._on_tensors.values():
+        for handle in self._on_tensors:
             handle.remove()
-        self._on_tensors = {}
+        self._on_tensors, self._leaves = [], {}
 
     def forget_scaled(self, reason: str) -> None:
         """The gradients measured so far in this step were divided by a wrong scale, or by none: drop them."""
@@ -162,6 +168,8 @@ class ActivationCapture:
         wanted: dict[tuple[str, str, int], nn.Module] = {}
         for name, reference in inventory.modules.items():
             module = reference()
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # refuses hooks of Python
             for sources in (_OUTPUTS, _INPUTS):
                 if module is not None and any(metric.source in sources and metric.matches(name) for metric in metrics):
                     wanted[sources[0], name, id(module)] = module
@@ -173,24 +181,25 @@ class ActivationCapture:
         new, taken = wanted.keys() - self._hooks.keys(), frozenset(inventory.modules)
         for (kind, name, number), module in wanted.items():
             if (kind, name, number) in new:
-                viewed = any(m.source == n.ACTIVATION and m.function is None and m.matches(name) for m in metrics)
-                self._hooks[kind, name, number] = self._hang(kind, name, module, root, viewed, taken)
+                views = [m for m in metrics if m.source == n.ACTIVATION and m.function is None and m.matches(name)]
+                columns = frozenset[Column]().union(*(view.columns for view in views)) if kind in _OUTPUTS else frozenset()
+                self._hooks[kind, name, number] = self._hang(kind, name, module, root, columns, taken)
         if needs_root and (new or not self._after_root):  # behind the hook on the root's own output
             self._after_root.remove()
             self._after_root.add(root.register_forward_hook(ModuleHook(self._root_ended), always_call=True))
         self._has_compiled_parts = self.attention.compiled = is_compiled(root)
 
     def _hang(
-        self, kind: str, name: str, module: nn.Module, root: nn.Module, views: bool, taken: Container[str]
+        self, kind: str, name: str, module: nn.Module, root: nn.Module, columns: frozenset[Column], taken: Container[str]
     ) -> torch.utils.hooks.RemovableHandle:
-        tap = Tap(name, self._gate, root, self._measurer.built_in.eps, views and kind in _OUTPUTS, taken)
+        tap = Tap(name, self._gate, root, self._measurer.built_in.eps, columns, taken)
         self._taps[kind, name] = tap
         if kind in _INPUTS:
             return module.register_forward_pre_hook(ModuleHook(self._called, name, tap=tap), with_kwargs=True)
         return module.register_forward_hook(ModuleHook(self._returned, name, tap=tap))
 
     def _began_hook(self, root: nn.Module) -> ModuleHook:
-        tap = self._taps["", n.ROOT] = Tap(n.ROOT, self._gate, root, self._measurer.built_in.eps, False, ())
+        tap = self._taps["", n.ROOT] = Tap(n.ROOT, self._gate, root, self._measurer.built_in.eps, frozenset(), ())
         return ModuleHook(self._root_began, tap=tap)
 
     def _stays(self, metrics: Iterable[Metric]) -> bool:
@@ -281,8 +290,12 @@ class ActivationCapture:
         self._take(name, module, output, n.ACTIVATION, n.ACTIVATION_GRADIENT)
 
     def _take(self, name: str, module: nn.Module, value: Any, source: str, gradient_source: str) -> None:
+        with self._lock:
+            self._take_alone(name, module, value, source, gradient_source)
+
+    def _take_alone(self, name: str, module: nn.Module, value: Any, source: str, gradient_source: str) -> None:
         self._seen |= name != n.ROOT
-        if self._buffer is None and self._root_trains is None:
+        if self._buffer is None and not self._forward_seen:
             self.part_called(module)  # where a model is called by its parts, this may be the beginning of a step
         if self._buffer is None or self._paused:
             return
@@ -341,9 +354,10 @@ class ActivationCapture:
             if not tensor.requires_grad or self._follows(source, path, None if recomputed else call, tensor):
                 continue
             hook = Hook(self._gradient_came, source, name, path, call, within)
-            handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-            self._on_tensors[source, path, call, id(tensor)] = weakref.ref(tensor), handle
-            if tensor.grad_fn is not None:
+            self._on_tensors.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
+            if tensor.grad_fn is None:
+                self._leaves[source, path, call, id(tensor)] = weakref.ref(tensor)
+            else:
                 _marks(tensor).add((id(self), self._round, tensor.output_nr, source, path, call))
 
     def _follows(self, source: str, path: str, call: int | None, tensor: Tensor) -> bool:
@@ -354,7 +368,7 @@ class ActivationCapture:
         leaf = (source, path, id(tensor))
         return any(
             (of, at, number) == leaf and call in (None, when) and reference() is tensor
-            for (of, at, when, number), (reference, _) in self._on_tensors.items()
+            for (of, at, when, number), reference in self._leaves.items()
         )
 
     def _gradient_came(self, source: str, name: str, path: str, call: int, within: bool, gradient: Tensor | None) -> None:
@@ -363,7 +377,7 @@ class ActivationCapture:
             return
         start = time.perf_counter()
         try:
-            with torch.no_grad(), unseen():
+            with self._lock, torch.no_grad(), unseen():
                 self.values.measure(source, name, gradient, call, path, self.inverse_scale())
         except Exception as error:
             self._measurer.complaints.add(f"{source}:{name}", f"the {source} of {name} could not be measured", error)
@@ -384,7 +398,7 @@ def _marks(tensor: Tensor) -> set[tuple[Any, ...]]:
     return marks
 
 
-def _leaves(inventory: Inventory) -> list[Any]:
+def _accumulators(inventory: Inventory) -> list[Any]:
     """The graph nodes that accumulate into the model's parameters."""
     parameters = [parameter for reference in inventory.references if (parameter := reference()) is not None]
     return [torch.autograd.graph.get_gradient_edge(p).node for p in parameters if p.requires_grad]

@@ -54,6 +54,9 @@ class Loop(Protocol):
     def forward_began(self) -> None:
         """The root module is called in training."""
 
+    def root_began(self) -> None:
+        """That was told by the hook of the root itself."""
+
     def backward_ended(self) -> None:
         """One backward pass is over, and its gradients are accumulated and reduced."""
 
@@ -193,19 +196,22 @@ class Attachment:
 
     @_harmless
     def _forward_began(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self.forward_began(module)
+        loop = self._loop()
+        if self.forward_began(module) and loop is not None:
+            loop.root_began()
 
-    def forward_began(self, module: nn.Module) -> None:
-        """The root is called: tell the loop, unless this is evaluation or recomputation. A second time does nothing."""
+    def forward_began(self, module: nn.Module) -> bool:
+        """The root is called: tell the loop, unless this is evaluation or recomputation; whether it was told."""
         self._shield()
         loop = self._loop()
         if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None:
-            return  # a transform or a trace is no training
+            return False  # a transform or a trace is no training
         if loop is None or not module.training or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
-            return
+            return False
         if not self.in_closure:
             self._depth.clear()  # an optimizer that raised in its step left its depth behind
         loop.forward_began()
+        return True
 
     # --- optimizers ----------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 import time
@@ -33,7 +34,7 @@ _PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "
 #: Frames above a call in which its module is looked for.
 _DEPTH = 24
 _NOT_IN_GRAPHS = "calls of scaled_dot_product_attention are not seen in a model of which any part is compiled"
-_NO_CALL = "the model made no call of scaled_dot_product_attention in training"
+_NO_CALL = "no call of scaled_dot_product_attention was seen in training; what holds the function in an attribute calls it unseen"
 
 
 class AttentionRecorder:
@@ -56,6 +57,7 @@ class AttentionRecorder:
         self._names: dict[int, str] = {}
         self._inventory: weakref.ref[Inventory] | None = None
         self._spy = Spy(F, "scaled_dot_product_attention", self._saw)
+        weakref.finalize(self, self._spy.leave)  # after an interrupt in the middle of a forward
         self._thread = 0
         self._told: set[str] = set()
         self._heard: set[str] = set()
@@ -125,7 +127,10 @@ class AttentionRecorder:
                 return None
             code = frame.f_code
             if code.co_argcount:
-                first = frame.f_locals.get(code.co_varnames[0])
+                values = frame.f_locals
+                first = values.get(code.co_varnames[0])
+                if code.co_flags & inspect.CO_OPTIMIZED and isinstance(values, dict):
+                    values.clear()  # a snapshot that would keep all of them alive until the frame is left
                 if isinstance(first, nn.Module):
                     return self._names.get(id(first))
             frame = frame.f_back

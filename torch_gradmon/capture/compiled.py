@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..names import WRAPPERS
-from ..statistics.moments import ALL_COLUMNS, Column
+from ..statistics.moments import ALWAYS, Column
 from ..statistics.reading import accumulator_dtype, threshold
 from ..step import StepBuffer
 from .outputs import rest_of, tensors_of
@@ -54,7 +54,7 @@ class Tap:
         gate: lets values through.
         root: the watched model; a graph of an evaluation pass gets nothing.
         eps: an element counts as near zero when ``|x| <= eps``.
-        measures: whether anything is asked for that a graph can have.
+        columns: what is asked for that a graph can have.
         taken: names of modules, which no path may have.
 
     Attributes:
@@ -63,8 +63,13 @@ class Tap:
         is_traced: whether the hook is part of any graph.
     """
 
-    def __init__(self, name: str, gate: Gate, root: nn.Module, eps: float, measures: bool, taken: Container[str]) -> None:
-        self.name, self._measures, self._taken = name, measures, taken
+    def __init__(
+        self, name: str, gate: Gate, root: nn.Module, eps: float, columns: frozenset[Column], taken: Container[str]
+    ) -> None:
+        self.name, self._taken = name, taken
+        self.columns = columns | ALWAYS if columns else columns
+        self._sums = tuple(column in self.columns for column in _SUMS)
+        self._extremes = Column.MIN in columns or Column.MAX in columns
         self.eps = threshold(eps, torch.float64)
         self._gate = gate
         self._root = weakref.ref(unwrapped(root))
@@ -76,14 +81,15 @@ class Tap:
         """Traced: add the statistics of each tensor in ``output`` to its slots."""
         self._note()
         root = self._root()
-        if not self._measures or root is None or not root.training or not torch.is_grad_enabled():
+        if not self.columns or root is None or not root.training or not torch.is_grad_enabled():
             return
         with torch.no_grad():
             for path, tensor in tensors_of(output, self.name):
                 place = self._allot(path, str(tensor.dtype), tensor.device)
                 if place >= 0:
                     sums, extremes = getattr(self, f"sums_{place}"), getattr(self, f"extremes_{place}")
-                    _add(tensor.detach(), sums, extremes, getattr(self, f"flag_{place}"), self.eps)
+                    flag = getattr(self, f"flag_{place}")
+                    _add(tensor.detach(), sums, extremes if self._extremes else None, flag, self.eps, self._sums)
 
     def _note(self) -> int:
         """Not traced but called while tracing."""
@@ -97,6 +103,8 @@ class Tap:
             reason = f"a tensor of {dtype}, which is not measured inside torch.compile"
         elif torch._C._functorch.peek_interpreter_stack() is not None:
             reason = "inside a torch.func transform"
+        elif _in_closed_part():
+            reason = "inside of a part of a graph that may not write to anything, such as a branch of torch.cond"
         if reason:
             self.refused[path] = reason
             return -1
@@ -118,7 +126,7 @@ class Tap:
         for place, path in enumerate(self.paths):
             sums, extremes = getattr(self, f"sums_{place}"), getattr(self, f"extremes_{place}")
             row = torch.cat([sums, -extremes[:1], extremes[1:]])
-            buffer.merge_rows(source, [path], row.unsqueeze(0), ALL_COLUMNS)
+            buffer.merge_rows(source, [path], row.unsqueeze(0), self.columns)
             sums.zero_()
             extremes.fill_(-torch.inf)
         for path, reason in self.refused.items():
@@ -126,20 +134,32 @@ class Tap:
         return set(self.paths)
 
 
-def _add(tensor: Tensor, sums: Tensor, extremes: Tensor, flag: Tensor, eps: float) -> None:
+def _in_closed_part() -> bool:
+    """Whether what is being traced is a graph inside of another one; those of checkpoints may write, others may not."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    tracer = InstructionTranslator.current_tx().output.current_tracer
+    while tracer.parent is not None:
+        if "checkpoint" not in str(tracer.source_target):
+            return True
+        tracer = tracer.parent
+    return False
+
+
+def _add(tensor: Tensor, sums: Tensor, extremes: Tensor | None, flag: Tensor, eps: float, wanted: tuple[bool, ...]) -> None:
     """Traced. By ``where`` and not by multiplication, since 0 times NaN is NaN."""
     wide = tensor.to(sums.dtype)
-    finite, magnitude = wide.isfinite(), wide.abs()
+    finite, magnitude, nothing = wide.isfinite(), wide.abs(), sums.new_zeros(())
     found = [
         torch.full((), wide.numel(), dtype=sums.dtype, device=wide.device),
-        wide.sum(),
-        magnitude.sum(),
-        (wide * wide).sum(),
-        (magnitude <= eps).sum(dtype=sums.dtype),
+        wide.sum() if wanted[1] else nothing,
+        magnitude.sum() if wanted[2] else nothing,
+        (wide * wide).sum() if wanted[3] else nothing,
+        (magnitude <= eps).sum(dtype=sums.dtype) if wanted[4] else nothing,
         finite.logical_not().sum(dtype=sums.dtype),
     ]
     sums.add_(torch.where(flag, torch.stack(found), 0.0))
-    if wide.numel() > 0:
+    if extremes is not None and wide.numel() > 0:
         largest = [torch.where(finite, -wide, -torch.inf).amax(), torch.where(finite, wide, -torch.inf).amax()]
         extremes.copy_(torch.maximum(extremes, torch.where(flag, torch.stack(largest), -torch.inf)))
 

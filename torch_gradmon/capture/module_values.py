@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from ..metric import Metric
 from ..names import Key
 from ..plan import evaluate_view
 from ..record import Table
-from ..statistics.moments import VIEWS, Column
+from ..statistics.moments import ALL_COLUMNS, VIEWS, Column
 from ..statistics.reading import is_plain, refusal
 from ..step import StepBuffer
 from .measuring import Measurer, untouched_rng
@@ -68,7 +68,7 @@ class ModuleValues:
         measurer: does the work.
 
     Attributes:
-        traced: source and path of rows that a compiled graph wrote; those without a count were not called.
+        traced: source and path of rows that a compiled graph wrote, and which columns; those without a count were not called.
     """
 
     def __init__(self, measurer: Measurer) -> None:
@@ -82,11 +82,14 @@ class ModuleValues:
         self._seen_units: set[str] = set()
         self._rows: list[tuple[str, str, frozenset[Column], list[float]]] = []
         self._staging: Staging[tuple[str, str, frozenset[Column]]] = Staging()
-        self.traced: set[tuple[str, str]] = set()
+        self.traced: dict[tuple[str, str], frozenset[Column]] = {}
 
     def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], modules: Mapping[str, weakref.ref[nn.Module]]) -> None:
         """Start a step with the metrics that are due in it; ``modules`` by name."""
         self._buffer = buffer
+        self._rows = []  # what is there was left behind by an interrupt while a step ended
+        self._staging.drain()
+        self._seen_units.clear()
         if metrics != self._metrics or modules is not self._modules:
             self._metrics, self._modules, self._asked = metrics, modules, {}
 
@@ -113,14 +116,15 @@ class ModuleValues:
             self._buffer.clear(source)
             self._buffer.absent[source, ""] = reason
 
-    def adopt(self, source: str, name: str, path: str, why: str) -> None:
-        """Rows of ``path`` came from elsewhere, statistics only; ``why`` the rest of what is asked of the module is absent."""
+    def adopt(self, source: str, name: str, path: str, columns: frozenset[Column], why: str) -> None:
+        """Rows of ``path`` came from elsewhere, these columns only; ``why`` the rest of what is asked of the module is absent."""
         assert self._buffer is not None
         self._owner[source, path] = name, False
-        self.traced.add((source, path))
+        self.traced[source, path] = columns
         for other in n.MODULE_SOURCES:
             for asked in self._asked_of(other, name):
-                views = asked.views if other != source or asked.split else ()
+                there = other == source and not asked.split
+                views = [view for view in asked.views if not (there and view.columns <= columns)]
                 for metric in [*(m.name for m in (*views, *asked.functions)), *(["dead"] if asked.dead else [])]:
                     self._buffer.absent[other, f"{name}/{metric}"] = why
 
@@ -168,7 +172,8 @@ class ModuleValues:
 
     def named(self, tensors: Mapping[str, Tensor]) -> None:
         """Measure tensors that are no module's output, each under a name of its own."""
-        items = [item for name, tensor in tensors.items() for item in self._items(n.ACTIVATION, name, tensor, 0)]
+        names = {name: name if name not in self._modules else "[".join(name.rsplit(".", 1)) + "]" for name in tensors}
+        items = [item for name, tensor in tensors.items() for item in self._items(n.ACTIVATION, names[name], tensor, 0)]
         self.measure_items(n.ACTIVATION, items)
 
     def _items(self, source: str, name: str, value: Any, call: int, path: str | None = None) -> Iterator[_Item]:
@@ -237,10 +242,10 @@ class ModuleValues:
         """What was measured on the host, and the small tensors that wait, all at once."""
         assert self._buffer is not None
         if self._rows:
-            table = torch.tensor([row for *_, row in self._rows], dtype=torch.float64, device="cpu")
-            for (source, path, columns, _), row in zip(self._rows, table.unsqueeze(1), strict=True):
+            measured, self._rows = self._rows, []
+            table = torch.tensor([row for *_, row in measured], dtype=torch.float64, device="cpu")
+            for (source, path, columns, _), row in zip(measured, table.unsqueeze(1), strict=True):
                 self._buffer.merge_rows(source, [path], row, columns)
-            self._rows = []
         if not (waiting := self._staging.drain()):
             return
         columns = frozenset().union(*{of for (_, _, of), _ in waiting})
@@ -291,7 +296,7 @@ class ModuleValues:
 
         It drops rows of modules that were not called.
         """
-        asked, owner, traced = self._asked, dict(self._owner), frozenset(self.traced)
+        asked, owner, traced = self._asked, dict(self._owner), dict(self.traced)
 
         def evaluate(tables: dict[str, Table]) -> dict[Key, float]:
             values: dict[Key, float] = {}
@@ -301,8 +306,11 @@ class ModuleValues:
                     places: dict[str, list[int]] = {}
                     for place, path in enumerate(table.names):
                         name, split = owner[source, path]
+                        columns = traced.get((source, path), ALL_COLUMNS)
                         for each in asked[source, name]:
                             for metric in each.views if each.split == split else ():
+                                if not metric.columns <= columns:
+                                    continue
                                 places.setdefault(metric.name, []).append(place)
                     values.update(_evaluated(source, table, places))
             return values
@@ -310,7 +318,7 @@ class ModuleValues:
         return evaluate
 
 
-def _called(source: str, table: Table, traced: frozenset[tuple[str, str]]) -> Table:
+def _called(source: str, table: Table, traced: Container[tuple[str, str]]) -> Table:
     if not traced:
         return table
     counts = table.rows[:, Column.COUNT].tolist()

@@ -38,4 +38,8 @@ def rest_of(path: str, name: str, taken: Container[str]) -> str:
     ('.logits', '[logits]')
     """
     rest = path[len(name) :]
-    return f"[{rest[1:]}]" if rest.startswith(".") and path in taken else rest
+    ends = [place for place in range(len(name) + 1, len(path) + 1) if place == len(path) or path[place] in ".[@"]
+    if not rest.startswith(".") or not any(path[:end] in taken for end in ends):
+        return rest
+    first = ends[0] - len(name)
+    return f"[{rest[1:first]}]{rest[first:]}"

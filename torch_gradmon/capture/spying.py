@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,44 +23,64 @@ class Spy:
     Args:
         home: where the function is at home.
         name: its name there.
-        saw: called with the arguments and the result of each call.
+        saw: called with the arguments and the result of each call; a method does not keep its object alive.
     """
 
     def __init__(self, home: types.ModuleType, name: str, saw: Callable[[tuple[Any, ...], Mapping[str, Any], Any], None]) -> None:
         self._home, self._name = home, name
+        self._saw = weakref.WeakMethod(saw) if isinstance(saw, types.MethodType) else lambda: saw
         self._places: list[tuple[dict[str, Any], str]] = []
-        self._original: Any = None
+        self._stand_in: _StandIn | None = None
         self._searched = 0
-        self._is_in = False
-
-        def stand_in(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or not self._is_in:
-                return self._original(*args, **kwargs)
-            result = self._original(*args, **kwargs)
-            saw(args, kwargs, result)
-            return result
-
-        self._stand_in = stand_in
 
     def enter(self) -> None:
         """Take the function's place, until :meth:`leave`."""
         self.leave()
-        original = getattr(self._home, self._name)
-        if original is not self._original or self._searched != len(sys.modules):
-            self._original, self._searched = original, len(sys.modules)
+        original = _needed(getattr(self._home, self._name))
+        if self._stand_in is None or original is not self._stand_in.original or self._searched != len(sys.modules):
+            self._searched = len(sys.modules)
             self._places = list(_places_of(original))
-        self._is_in = True
-        for scope, name in self._places:
-            if scope.get(name) is original:
-                scope[name] = self._stand_in
+            self._stand_in = _StandIn(original, self._saw)
+        self._stand_in.is_in = True
+        self._put(self._stand_in.function, instead_of=original)
 
     def leave(self) -> None:
         """Give the place back, where nobody has taken it since; calling it again does nothing."""
-        if self._is_in:
-            self._is_in = False
-            for scope, name in self._places:
-                if scope.get(name) is self._stand_in:
-                    scope[name] = self._original
+        stand_in = self._stand_in
+        if stand_in is not None and stand_in.is_in:
+            stand_in.is_in = False
+            self._put(_needed(stand_in.original), instead_of=stand_in.function)
+
+    def _put(self, function: Any, instead_of: Any) -> None:
+        for scope, name in self._places:
+            if scope.get(name) is instead_of:
+                scope[name] = function
+
+
+class _StandIn:
+    """Calls one function for ever, so that whoever keeps it calls the right one.
+
+    The compiler reads through a function, and not through an object that can be called.
+    """
+
+    def __init__(self, original: Any, listener: Callable[[], Callable[..., None] | None]) -> None:
+        self.original, self.is_in = original, False
+
+        def function(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if not torch.compiler.is_compiling() and self.is_in and (saw := listener()) is not None:
+                saw(args, kwargs, result)
+            return result
+
+        function.stand_in = self  # type: ignore[attr-defined]
+        self.function = function
+
+
+def _needed(function: Any) -> Any:
+    """What a stand-in that nobody needs any more stands for."""
+    while (stand_in := getattr(function, "stand_in", None)) is not None and not stand_in.is_in:
+        function = stand_in.original
+    return function
 
 
 def _places_of(function: Any) -> list[tuple[dict[str, Any], str]]:
