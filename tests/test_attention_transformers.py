@@ -60,9 +60,9 @@ KINDS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
         ("model.encoder.layers.0.self_attn", "model.decoder.layers.0.self_attn", "model.decoder.layers.0.encoder_attn"),
     ),
 }
+NO_CALL = "no call of scaled_dot_product_attention was seen in training; what holds the function in an attribute calls it unseen"
 _NO_DROPOUT = ("attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob", "dropout_rate")
-_NO_DROPOUT += ("dropout", "attention_dropout", "activation_dropout")NO_CALL = "no call of scaled_dot_product_attention was seen in training; what holds the function in an attribute calls it unseen"
-
+_NO_DROPOUT += ("dropout", "attention_dropout", "activation_dropout")
 
 
 def tiny(kind: str, attention: str = "sdpa", dropout: bool = False) -> Any:
@@ -177,7 +177,5 @@ def test_eager_attention_is_absent_with_a_reason(kind: str) -> None:
     monitor, optimizer = watched(model)
     step(model, optimizer, batch())
     assert monitor.get_step_metrics() == {}
-    reason = (
-        NO_CALL
-    )
+    reason = NO_CALL
     assert monitor.missing() == {f"attention_{metric}/.*": reason for metric in METRICS}
