@@ -43,7 +43,8 @@ def norm(tensor: Tensor) -> Any:
 
 def test_two_monitors_of_one_model_see_its_attention_and_go_without_a_trace() -> None:
     model, original = nn.Sequential(Attention()), [F.scaled_dot_product_attention]
-    (first, optimizer), (second, kept) = watched(model), watched(model)
+    first, optimizer = watched(model)
+    second = ModuleMonitor(model).attach(optimizer)
     first.add_attention_metric("entropy")
     second.add_attention_metric("entropy")
     step(model, optimizer)
@@ -54,7 +55,6 @@ def test_two_monitors_of_one_model_see_its_attention_and_go_without_a_trace() ->
     assert "attention_entropy/0/mean" in second.get_step_metrics()
     first.detach()
     second.detach()
-    del kept
     assert F.scaled_dot_product_attention is original[0]
     model(X)
 
