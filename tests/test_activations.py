@@ -828,12 +828,13 @@ def _clones(model: nn.Module, optimizer: SGD, x: Tensor) -> int:
     return sum(math.prod(e.input_shapes[0]) >= x.numel() for e in copies if e.input_shapes)
 
 
-def test_nothing_is_cloned_for_the_statistics() -> None:
+@pytest.mark.parametrize("batch", [128, 2100], ids=["small", "large"])
+def test_nothing_is_cloned_for_the_statistics(batch: int) -> None:
     def net() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
 
-    x = torch.randn(128, 64)
+    x = torch.randn(batch, 64)
     bare = net()
     model = net()
     optimizer, monitor = watched(model, *KINDS)
