@@ -67,7 +67,7 @@ class Adapted(nn.Module):
         return self.head(self.act(x))
 
 
-@pytest.mark.parametrize("reentrant", [None, False], ids=["plain", "nonreentrant"])
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["plain", "nonreentrant", "reentrant"])
 def test_gradients_outside_of_the_checkpoint_that_has_all_that_is_trained(reentrant: bool | None) -> None:
     model, twin = Adapted(reentrant), Twin(Adapted(None))
     optimizer, monitor = watched(model, *GRADIENTS)

@@ -222,6 +222,7 @@ HOST_READS = {
     ("capture.parameters", "_rows", "to cpu"): "numbers of rows, made on the host",
     ("capture.gradients", "_compared", "tolist"): "whether sums are the same, on CPU only",
     ("capture.activations", "end", "bool"): "of a dict",
+    ("capture.activations", "_accumulates", "bool"): "of a list",
     ("capture.activations", "_stays", "bool"): "whether a reference is set",
     ("capture.activations", "may_rest", "bool"): "of a dict",
     ("capture.activations", "_is_executed", "bool"): "of what the engine says",

@@ -69,6 +69,7 @@ class ActivationCapture:
         self._on_tensors: list[torch.utils.hooks.RemovableHandle] = []
         self._leaves: dict[tuple[str, str, int, int], weakref.ref[Tensor]] = {}
         self._round = 0
+        self._reentrant = False
         self._gate = Gate()
         self._lock = threading.RLock()  # hooks may fire on several threads, and what they share has room for one
         self._taps: dict[tuple[str, str], Tap] = {}
@@ -88,6 +89,7 @@ class ActivationCapture:
         """Start a step with the metrics that are due in it."""
         self._buffer, self.was_trained = buffer, False
         self._round += 1
+        self._reentrant = False
         self._calls.clear()
         self.values.begin(buffer, metrics, inventory.modules)
         self.attention.begin(buffer, metrics, inventory)
@@ -309,6 +311,8 @@ class ActivationCapture:
             trains = self._root_trains if self._root_trains is not None else module.training and grad
             if recomputed or trains:
                 call = -1 if recomputed else self._calls[source, name]
+                if not grad and not recomputed and any(p.requires_grad for p in module.parameters(recurse=False)):
+                    self._reentrant = True
                 self._calls[source, name] += not recomputed
                 # without gradients this is the first pass of a re-entrant checkpoint, whose recomputation has them
                 if grad and self.values.wants(gradient_source, name):
@@ -387,7 +391,10 @@ class ActivationCapture:
         """Whether the running backward pass is one: ``autograd.grad``, as for a gradient penalty, ends in no parameter."""
         task = torch._C._current_graph_task_id()
         if self._task[0] != task:
-            self._task = task, any(_is_executed(node) for node in self._probes)
+            found = any(_is_executed(node) for node in self._probes)
+            # parameters in a re-entrant checkpoint are no leaves of the outer graph, and nothing but backward() goes through one
+            whole = self._reentrant and torch.autograd.Variable._execution_engine.is_checkpoint_valid()
+            self._task = task, bool(self._probes) and (found or whole)
         return self._task[1]
 
 
