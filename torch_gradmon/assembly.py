@@ -102,19 +102,19 @@ def missing(
     absent: Mapping[tuple[str, str], str],
 ) -> dict[Key, str]:
     """Why each key that was asked for is not in ``record``."""
+    known = {source: frozenset(of) for source, of in names.items()}
     found = {summary_key(name): absent.get((n.SUMMARY, name), "not measured in this step") for name in summary}
     for metric in metrics:
         if not metric.shown:
             continue
         if metric.source in n.ATTENTION_SOURCES.values():
             if not any(key.source == metric.source for key in record.values):  # which modules attend only calls can tell
-                found[Key(metric.source, metric.pattern.pattern, "")] = _why_absent(metric, "", record, absent, ())
+                found[Key(metric.source, metric.pattern.pattern, "")] = _why_absent(metric, "", record, absent, frozenset())
             continue
         for name in names.get(metric.source, ()):
             if metric.matches(name):
-                found[Key(metric.source, name, metric.name)] = _why_absent(metric, name, record, absent, names[metric.source])
+                found[Key(metric.source, name, metric.name)] = _why_absent(metric, name, record, absent, known[metric.source])
     # tensors in containers are named by their path, and an aggregation that returns a dict adds to the metric's name
-    known = {source: frozenset(of) for source, of in names.items()}
     children = {
         (key.source, key.metric.partition(".")[0], _owner(key.name, known.get(key.source, frozenset()))) for key in record.values
     }
@@ -133,7 +133,7 @@ def _owner(path: str, known: frozenset[str]) -> str:
 
 
 def _why_absent(
-    metric: Metric, name: str, record: StepRecord, absent: Mapping[tuple[str, str], str], known: Sequence[str]
+    metric: Metric, name: str, record: StepRecord, absent: Mapping[tuple[str, str], str], known: frozenset[str]
 ) -> str:
     if not metric.due(record.step):
         return f"measured on every {metric.every}th step"
@@ -143,7 +143,7 @@ def _why_absent(
     if metric.source in n.MODULE_SOURCES:  # of a container, what is said of the first tensor in it
         for (source, place), reason in absent.items():
             path, _, of = place.rpartition("/")
-            if source == metric.source and of == metric.name and path != name and _owner(path, frozenset(known)) == name:
+            if source == metric.source and of == metric.name and path != name and _owner(path, known) == name:
                 return reason
     table = record.tables.get(metric.source)
     if table is not None and name in table.names:

@@ -90,8 +90,15 @@ class Inventory:
 
 def _is_wrapped(name: str, modules: Mapping[str, nn.Module]) -> bool:
     """Whether the module is all that a wrapper such as DDP or a compiled module holds, which then stands for it."""
-    parent, _, own = name.rpartition(".")
-    return own in WRAPPERS and len(modules[parent]._modules) == 1 and not modules[parent]._parameters
+    return bool(name) and wrapped_in(modules[name.rpartition(".")[0]]) is modules[name]
+
+
+def wrapped_in(module: nn.Module) -> nn.Module | None:
+    """What a wrapper such as DDP or a compiled module holds, where that is all; None for any other module."""
+    if len(module._modules) != 1 or module._parameters:
+        return None
+    ((name, inner),) = module._modules.items()
+    return inner if name in WRAPPERS else None
 
 
 def _slots(module: nn.Module) -> Iterator[tuple[str, object]]:

@@ -66,7 +66,7 @@ class ActivationCapture:
         self.part_called: Callable[[nn.Module], object] = lambda _: None
         self._before_root, self._after_root = Handles(), Handles()
         self._hooks: dict[tuple[str, str, int], torch.utils.hooks.RemovableHandle] = {}
-        self._on_tensors: list[torch.utils.hooks.RemovableHandle] = []
+        self._on_tensors = Handles()
         self._leaves: dict[tuple[str, str, int, int], weakref.ref[Tensor]] = {}
         self._round = 0
         self._reentrant = False
@@ -116,18 +116,14 @@ class ActivationCapture:
             for source in n.MODULE_SOURCES:
                 buffer.absent.setdefault((source, ""), _NOT_SEEN)
             self._measurer.complaints.add("compiled", f"activations are missing: {_NOT_SEEN}")
-        self._forget_tensors()
+        self._on_tensors.remove()
+        self._leaves = {}
         self.values.end()
         self.attention.compiled |= self.has_graphs
         self.attention.end()
         self._buffer, self._seen, self._probes, self.was_trained = None, False, (), False
         self._root_trains = None  # also where a forward was interrupted
         self.reference.forget()
-
-    def _forget_tensors(self) -> None:
-        for handle in self._on_tensors:
-            handle.remove()
-        self._on_tensors, self._leaves = [], {}
 
     def forget_scaled(self, reason: str) -> None:
         """The gradients measured so far in this step were divided by a wrong scale, or by none: drop them."""
@@ -255,7 +251,7 @@ class ActivationCapture:
                 self.reference.run(module, self._is_compared, args, kwargs)
             finally:
                 self._paused = False
-        self.attention.enter(module)
+        self.attention.enter()
         self._guard.account(time.perf_counter() - start)
 
     def _is_compared(self, name: str) -> bool:
@@ -358,7 +354,7 @@ class ActivationCapture:
             if not tensor.requires_grad or self._follows(source, path, None if recomputed else call, tensor):
                 continue
             hook = Hook(self._gradient_came, source, name, path, call, within)
-            self._on_tensors.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
+            self._on_tensors.add(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
             if tensor.grad_fn is None:
                 self._leaves[source, path, call, id(tensor)] = weakref.ref(tensor)
             else:

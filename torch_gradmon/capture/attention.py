@@ -88,7 +88,7 @@ class AttentionRecorder:
         self._buffer = None
         self.leave()
 
-    def enter(self, root: nn.Module) -> None:
+    def enter(self) -> None:
         """From here on every call of this thread is recorded, until :meth:`leave`."""
         if self._metrics and not self.compiled:
             if is_called_by_compiler():

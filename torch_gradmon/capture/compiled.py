@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..names import WRAPPERS
+from ..inventory import wrapped_in
 from ..statistics.moments import ALWAYS, Column
 from ..statistics.reading import accumulator_dtype, threshold
 from ..step import StepBuffer
@@ -173,10 +173,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def wrapped_by(module: nn.Module) -> Iterator[nn.Module]:
     """The module, and what it is the wrapper of."""
     yield module
-    while len(module._modules) == 1 and not module._parameters:
-        ((name, inner),) = module._modules.items()
-        if name not in WRAPPERS or inner is None:
-            return
+    while (inner := wrapped_in(module)) is not None:
         yield (module := inner)
 
 

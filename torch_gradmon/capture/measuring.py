@@ -95,9 +95,7 @@ class Measurer:
                     buffer.absent[plan.source, plan.names[position]] = reason
                     continue
                 if inverse_scale is not None:
-                    # in float32 at least, for a narrow dtype has no room for the inverse of any scale
-                    wide = torch.promote_types(value.dtype, torch.float32)
-                    value = value.to(wide) * inverse_scale.to(value.device)
+                    value = unscaled(value, inverse_scale)
                 inputs = [value] if second is None else [value, second[position]]
                 self.functions(buffer, plan.source, plan.names[position], plan.functions[position], inputs, merging)
 
@@ -145,6 +143,11 @@ class Measurer:
             raise ValueError("it changes its input in place, which would change the training; use abs() instead of abs_()")
         self._proven.add(key)
         return value
+
+
+def unscaled(tensor: Tensor, inverse_scale: Tensor) -> Tensor:
+    """``tensor`` times ``inverse_scale``, in float32 at least: a narrow dtype has no room for the inverse of any scale."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * inverse_scale.to(tensor.device)
 
 
 def _tensors_in(values: Sequence[Any]) -> list[Tensor]:

@@ -18,7 +18,7 @@ from ..record import Table
 from ..statistics.moments import ALL_COLUMNS, VIEWS, Column
 from ..statistics.reading import is_plain, refusal
 from ..step import StepBuffer
-from .measuring import Measurer, untouched_rng
+from .measuring import Measurer, unscaled, untouched_rng
 from .outputs import rest_of, tensors_of
 from .staging import Staging
 from .units import DEAD, WINDOW, DeadUnits
@@ -172,8 +172,10 @@ class ModuleValues:
 
     def named(self, tensors: Mapping[str, Tensor]) -> None:
         """Measure tensors that are no module's output, each under a name of its own."""
-        names = {name: name if name not in self._modules else "[".join(name.rsplit(".", 1)) + "]" for name in tensors}
-        items = [item for name, tensor in tensors.items() for item in self._items(n.ACTIVATION, names[name], tensor, 0)]
+        items: list[_Item] = []
+        for name, tensor in tensors.items():
+            of = name.rpartition(".")[0]
+            items += self._items(n.ACTIVATION, of + rest_of(name, of, self._modules), tensor, 0)
         self.measure_items(n.ACTIVATION, items)
 
     def _items(self, source: str, name: str, value: Any, call: int, path: str | None = None) -> Iterator[_Item]:
@@ -271,9 +273,7 @@ class ModuleValues:
             for left_out in own:
                 self._buffer.absent.setdefault((source, f"{item.path}/{left_out.name}"), "it has no elements")
         if functions:
-            tensor = item.tensor
-            if inverse_scale is not None:  # in float32 at least, for float16 has no room for the inverse of a large scale
-                tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * inverse_scale.to(tensor.device)
+            tensor = item.tensor if inverse_scale is None else unscaled(item.tensor, inverse_scale)
             inputs = [tensor] if item.other is None else [tensor, item.other]
             with untouched_rng():
                 self._measurer.functions(self._buffer, source, item.path, functions, inputs, merging=True)

@@ -21,6 +21,7 @@ from ..errors import Complaints, GradmonWarning, SpikeError
 from ..modes import unseen
 from ..names import canonical_names
 from ..statistics.reading import PLAIN, refusal
+from .compiled import is_compiled
 from .hooks import Handles, ModuleHook
 from .measuring import untouched_rng
 from .outputs import tensors_of
@@ -245,7 +246,7 @@ def _apart(module: nn.Module) -> Iterator[None]:
         stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
         stack.enter_context(torch.random.fork_rng(devices, enabled=bool(devices), device_type="cuda"))
-        if any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in module.modules()):
+        if is_compiled(module):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 

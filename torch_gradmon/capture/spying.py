@@ -39,7 +39,7 @@ class Spy:
         original = _needed(getattr(self._home, self._name))
         if self._stand_in is None or original is not self._stand_in.original or self._searched != len(sys.modules):
             self._searched = len(sys.modules)
-            self._places = list(_places_of(original))
+            self._places = _places_of(original)
             self._stand_in = _StandIn(original, self._saw)
         self._stand_in.is_in = True
         self._put(self._stand_in.function, instead_of=original)

@@ -6,7 +6,8 @@ on in float64. Where that is not enough for what is promised (relative 1e-6, the
 again in float64, and where it holds NaN or Inf a slower way, right for any values, takes its place. torch's own ``vector_norm``
 is 0.16 % low at 3e7 float32 elements on CPU (pytorch issue 169237).
 
-Nothing here reads a value back to the host, except one flag per call on CPU tensors, where host and device are the same memory.
+Nothing here reads a value back to the host, except of CPU tensors, where host and device are the same memory: sums of their
+blocks, and what asks for a second look.
 """
 
 from __future__ import annotations
