@@ -215,6 +215,7 @@ def test_importing_the_package_imports_no_optional_package() -> None:
 HOST_READS = {
     ("statistics.closely", "doubts", "bool"): "one flag per call on CPU tensors, where host and device share memory",
     ("statistics.closely", "doubts", "tolist"): "behind that flag, or of one row, on CPU only",
+    ("statistics.fused", "_scale", "item"): "of a scale that is on the CPU",
     ("statistics.eager", "_row", "item"): "sums of a block, on CPU only",
     ("statistics.eager", "_look", "item"): "whether a block has small squares, on CPU only",
     ("statistics.reading", "threshold", "float"): "of four bytes, not of a tensor",

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
+import textwrap
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +20,9 @@ from tests import oracle
 from torch_gradmon import GradmonWarning, ModuleMonitor
 from torch_gradmon.errors import Complaints, NotMeasurable
 from torch_gradmon.statistics.backend import Statistics
-from torch_gradmon.statistics.eager import SMALL, Eager
+from torch_gradmon.statistics.batch import Batch, Request
+from torch_gradmon.statistics.eager import DEFAULT_EPS, SMALL, Eager
+from torch_gradmon.statistics.fused import Fused, compiled
 from torch_gradmon.statistics.moments import ALL_COLUMNS, VIEWS, Column, identity
 
 
@@ -69,51 +75,84 @@ def test_without_tensors_there_are_no_rows() -> None:
 # --- the compiled kernel -----------------------------------------------------------------------------------------------------
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-pytestmark_compiled = [
-    needs_compiler,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch's compiler uses what torch deprecates
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+NARROW = [torch.float32, torch.bfloat16, torch.float16]
+#: Around the vectors, the runs of them and the chunks that the kernel cuts tensors into.
+SIZES = [1, 5, 15, 16, 17, 255, 256, 257, 5000, 65_535, 65_536, 65_537, 3_000_000]
 
 
 @pytest.fixture(scope="module")
-def fused() -> Iterator[Any]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from torch_gradmon.statistics.fused import Fused
-
-        yield Fused()
-        torch._dynamo.reset()
+def fused() -> Fused:
+    return Fused()
 
 
+@needs_compiler
 class TestCompiled:
-    """All in one class, so that the kernel is compiled once."""
-
-    pytestmark = pytestmark_compiled
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-    @pytest.mark.parametrize("size", [SMALL + 1, 512 * 100, 512 * 100 + 1, 3_000_000], ids=str)
-    def test_random_numbers(self, fused: Any, dtype: torch.dtype, size: int) -> None:
+    @pytest.mark.parametrize("dtype", NARROW, ids=str)
+    @pytest.mark.parametrize("size", SIZES, ids=str)
+    def test_random_numbers(self, fused: Fused, dtype: torch.dtype, size: int) -> None:
         x = (torch.randn(size) * 1e-3).to(dtype)
         x[::7] = 0
         oracle.check(views(fused.measure([x])[0]), x)
+        row = fused.row_of(x, ALL_COLUMNS, DEFAULT_EPS)
+        if row is not None:  # None: somebody has to look closer
+            oracle.check(views(torch.tensor(row, dtype=torch.float64)), x)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    def test_every_number_of_16_bits_is_read_as_what_it_is(self, fused: Fused, dtype: torch.dtype) -> None:
+        every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+        wanted = every[every.isfinite()]
+        for place in (0, 16):  # in a whole vector, and in the rest of one
+            padded = torch.zeros(len(wanted), place + 1, dtype=dtype)
+            padded[:, 0] = wanted
+            table = [row.contiguous() for row in padded]
+            rows = fused._first_look(Batch.read(table, None), Request(ALL_COLUMNS, DEFAULT_EPS, None))
+            assert torch.equal(rows[:, Column.SUM], wanted.double())
+            assert torch.equal(rows[:, Column.ABS_SUM], wanted.double().abs())
+
+    @pytest.mark.parametrize("offset", [1, 3, 7])
+    def test_memory_that_is_not_aligned(self, fused: Fused, offset: int) -> None:
+        for dtype in NARROW:
+            x = torch.randn(10_000).to(dtype)[offset:]
+            oracle.check(views(fused.measure([x])[0]), x)
+
+    def test_a_negative_view_has_its_own_sign(self, fused: Fused) -> None:
+        x = torch._neg_view(torch.rand(1000) + 1)
+        assert fused.row_of(x, ALL_COLUMNS, DEFAULT_EPS) is None
+        oracle.check(views(fused.measure([x])[0]), x)
+
+    @pytest.mark.parametrize("size", [100, 100_000, 1_000_003], ids=str)
+    def test_the_row_is_the_same_to_the_bit_alone_together_and_with_any_threads(self, fused: Fused, size: int) -> None:
+        x, threads = torch.randn(size), torch.get_num_threads()
+        alone = fused.row_of(x, ALL_COLUMNS, DEFAULT_EPS)
+        try:
+            for number in (1, 2, 3):
+                torch.set_num_threads(number)
+                assert fused.row_of(x, ALL_COLUMNS, DEFAULT_EPS) == alone
+                together = fused.measure([torch.randn(7), x, torch.randn(300_000), x])
+                assert together[1].tolist() == together[3].tolist() == alone
+        finally:
+            torch.set_num_threads(threads)
 
     @pytest.mark.parametrize("value", [0.1, -7e-5, 123.4, 1e-25, 1e25, 0.0])
-    def test_constants_large_and_tiny(self, fused: Any, value: float) -> None:
+    def test_constants_large_and_tiny(self, fused: Fused, value: float) -> None:
         x = torch.full((1_000_000,), value)
         oracle.check(views(fused.measure([x])[0]), x)
 
     @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-    def test_nan_and_inf(self, fused: Any, bad: float) -> None:
+    def test_nan_and_inf(self, fused: Fused, bad: float) -> None:
         x = torch.randn(200_000)
         x[77_777] = bad
         oracle.check(views(fused.measure([x])[0]), x)
 
-    def test_a_small_std_beside_a_large_mean(self, fused: Any) -> None:
-        x = 1 + 1e-4 * torch.randn(500_000)
-        oracle.check(views(fused.measure([x])[0]), x)
+    @pytest.mark.parametrize("dtype", NARROW, ids=str)
+    @pytest.mark.parametrize("size", [9, 300, 500_000, 3_000_000], ids=str)
+    def test_a_small_std_beside_a_large_mean(self, fused: Fused, size: int, dtype: torch.dtype) -> None:
+        for spread in (1e-4, 0.0):
+            x = (0.1 + spread * torch.randn(size)).to(dtype)
+            for row in (fused.measure([x])[0], torch.tensor(fused.row_of(x, ALL_COLUMNS, DEFAULT_EPS), dtype=torch.float64)):
+                oracle.check(views(row), x)
 
-    def test_near_zero_in_real_numbers(self, fused: Any) -> None:
+    def test_near_zero_in_real_numbers(self, fused: Fused) -> None:
         # 1e-8 is no float32: its neighbours below and above must fall on different sides
         below = torch.tensor(1e-8).item() if torch.tensor(1e-8).item() <= 1e-8 else None
         limit = torch.tensor(1e-8)
@@ -123,7 +162,7 @@ class TestCompiled:
         x[:100] = torch.nextafter(limit, torch.tensor(1.0))
         assert fused.measure([x])[0, Column.NEAR_ZERO] == 51_100
 
-    def test_many_kinds_at_once(self, fused: Any) -> None:
+    def test_many_kinds_at_once(self, fused: Fused) -> None:
         wanted = torch.randn(300, 400)
         tensors = [wanted, torch.randn(5), torch.randn(SMALL * 2).double(), wanted.t(), wanted[:, ::2], torch.empty(0)]
         rows = fused.measure(tensors)
@@ -137,34 +176,63 @@ class TestCompiled:
             oracle.check(views(row), x.double() * 0.125)
 
     @pytest.mark.parametrize("columns", [{Column.SQUARE_SUM}, {Column.SUM, Column.MAX}, {Column.NEAR_ZERO}, set()], ids=str)
-    def test_any_columns_of_any_size(self, fused: Any, columns: set[Column]) -> None:
+    def test_any_columns_of_any_size(self, fused: Fused, columns: set[Column]) -> None:
         tensors = [torch.randn(size) for size in (200_001, 200_192, 256 * 800, 7)]
         rows, every = fused.measure(tensors, frozenset(columns)), fused.measure(tensors)
         wanted = sorted({*columns, Column.COUNT, Column.NONFINITE})
         torch.testing.assert_close(rows[:, wanted], every[:, wanted], rtol=1e-6, atol=0)
 
-    def test_the_last_row_of_a_long_half_precision_tensor(self, fused: Any) -> None:
-        x = torch.full((2**24 + 256,), 2.0**-20, dtype=torch.bfloat16)
-        x[-256:] = torch.randn(256).to(torch.bfloat16)
-        oracle.check(views(fused.measure([x])[0]), x)
+    def test_scale_and_difference_of_each_dtype(self, fused: Fused) -> None:
+        scale = torch.tensor(0.37)
+        for dtype in NARROW:
+            x, y = torch.randn(70_001).to(dtype), torch.randn(70_001).to(dtype)
+            oracle.check(views(fused.measure([x], inverse_scale=scale)[0]), x.float() * scale)
+            oracle.check(views(fused.measure([x], minus=[y])[0]), x.float() - y.float())
+            both = fused.measure([x], inverse_scale=scale, minus=[y])[0]
+            oracle.check(views(both), x.float() * scale - y.float())
+            row = fused.row_of(x, ALL_COLUMNS, DEFAULT_EPS, scale)
+            assert row is not None
+            oracle.check(views(torch.tensor(row, dtype=torch.float64)), x.float() * scale)
 
-    def test_a_difference_needs_no_more_scratch_than_with_stock_operations(self, fused: Any) -> None:
+    def test_a_difference_to_another_dtype(self, fused: Fused) -> None:
+        x, y = torch.randn(1000).bfloat16(), torch.randn(1000)
+        oracle.check(views(fused.measure([x], minus=[y])[0]), x.float() - y)
+
+    def test_memory_that_was_freed_is_not_read(self, fused: Fused) -> None:
+        x = torch.randn(1000)
+        x.untyped_storage().resize_(0)
+        assert fused.row_of(x, ALL_COLUMNS, DEFAULT_EPS) is None
+
+    def test_it_makes_no_copy(self, fused: Fused) -> None:
         x = torch.randn(5_000_000)
-        fused.measure([x], minus=[torch.ones_like(x)])
-        assert fused._scratch["block", torch.float32].nbytes < x.nbytes / 3
+        with _Passes() as passes:
+            fused.measure([x], minus=[torch.ones_like(x)])  # looked at twice, since the mean is large
+        assert passes.made <= x.numel() + 100  # the ones
 
-    def test_the_kernel_is_compiled_once_for_all_sizes(self, fused: Any) -> None:
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            for size in (SMALL + 512, 512 * 999, 2_000_000, 2_000_001):
-                fused.measure([torch.randn(size)])
+    @pytest.mark.slow
+    def test_loading_it_leaves_subnormal_numbers_alone_and_starts_no_threads_of_its_own(self) -> None:
+        program = """
+            import os, sys, torch
+            threads = lambda: len(os.listdir("/proc/self/task"))
+            torch.set_num_threads(2)
+            x = torch.randn(4_000_000)
+            (x @ x, x.exp().sum())
+            tiny, before = torch.full((64,), 1e-40), threads()
+            from torch_gradmon.statistics.fused import Fused
+            Fused().measure([x] * 4)
+            assert (tiny * 1.0).gt(0).all()
+            assert threads() == before, (before, threads())
+            assert "torch._inductor.codecache" not in sys.modules
+        """
+        subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
 
     def test_a_monitor_that_uses_it_measures_the_same_and_changes_nothing(self) -> None:
         states = []
-        for compiled in (False, True):
+        for with_kernel in (False, True):
             torch.manual_seed(1)
             model = nn.Sequential(nn.Linear(300, 200), nn.Tanh(), nn.Linear(200, 3))
             optimizer = torch.optim.AdamW(model.parameters())
-            monitor = ModuleMonitor(model, compile_statistics=compiled)
+            monitor = ModuleMonitor(model, compile_statistics=with_kernel)
             monitor.add_gradient_metric("norm")
             monitor.attach(optimizer)
             for _ in range(3):
@@ -180,13 +248,31 @@ class TestCompiled:
 
 
 def test_without_a_compiler_it_says_so_and_measures(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._inductor import config
-
-    monkeypatch.setattr(config.cpp, "cxx", ("/nowhere/c++",))
-    with pytest.warns(GradmonWarning, match=r"(?i)could not be compiled.*compiler"):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    compiled.cache_clear()
+    with pytest.warns(GradmonWarning, match=r"(?i)could not be compiled.*no C\+\+ compiler was found"):
         statistics = Statistics(Complaints(), compiled=True)
     x = torch.randn(100_000)
     oracle.check(views(statistics.measure([x], ALL_COLUMNS)[0]), x)
+
+
+@needs_compiler
+def test_a_compiler_without_openmp_or_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    apple, broken = tmp_path / "apple", tmp_path / "broken"
+    apple.write_text('#!/bin/sh\ncase "$*" in *-fopenmp*) echo no openmp >&2; exit 1;; esac\nexec g++ "$@"\n')
+    broken.write_text("#!/bin/sh\necho the words of the compiler >&2\nexit 1\n")
+    for script in (apple, broken):
+        script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(apple))
+    compiled.cache_clear()
+    x = torch.randn(1_000_000)
+    oracle.check(views(Fused().measure([x])[0]), x)
+    monkeypatch.setenv("CXX", str(broken))
+    compiled.cache_clear()
+    with pytest.raises(RuntimeError, match="the words of the compiler"):
+        Fused()
+    compiled.cache_clear()
 
 
 # --- the cost, in counts -----------------------------------------------------------------------------------------------------

@@ -205,8 +205,7 @@ class ModuleValues:
         for item in items:
             if not item.asked.views:
                 continue
-            alone = item.other is None and inverse_scale is None
-            if not (alone and self._put_aside(source, item.path, item.asked.columns, item.tensor)):
+            if item.other is not None or not self._put_aside(source, item.path, item.asked.columns, item.tensor, inverse_scale):
                 groups.setdefault(item.tensor.device, []).append(item)
         for device, members in groups.items():
             columns = members[0].asked.columns.union(*(item.asked.columns for item in members[1:]))
@@ -228,17 +227,22 @@ class ModuleValues:
         self._owner[source, name] = name, False
         return self._put_aside(source, name, asked[0].columns, tensor)
 
-    def _put_aside(self, source: str, path: str, columns: frozenset[Column], tensor: Tensor) -> bool:
-        """Measure a large CPU tensor into plain numbers, or let a small one wait; False where neither can be done."""
-        if self._staging.takes(tensor):
-            if not self._staging.has_room(tensor):
-                self._measure_staged()
-            self._staging.put((source, path, columns), tensor)
-            return True
-        row = self._measurer.built_in.row_of(tensor, columns)
+    def _put_aside(
+        self, source: str, path: str, columns: frozenset[Column], tensor: Tensor, inverse_scale: Tensor | None = None
+    ) -> bool:
+        """Measure a CPU tensor into plain numbers, or let a small one wait; False where neither can be done."""
+        if inverse_scale is not None and not inverse_scale.is_cpu:
+            return False
+        row = self._measurer.built_in.row_of(tensor, columns, inverse_scale)
         if row is not None:
             self._rows.append((source, path, columns, row))
-        return row is not None
+            return True
+        if not self._staging.takes(tensor):
+            return False
+        if not self._staging.has_room(tensor):
+            self._measure_staged()
+        self._staging.put((source, path, columns), tensor, inverse_scale)
+        return True
 
     def _measure_staged(self) -> None:
         """What was measured on the host, and the small tensors that wait, all at once."""

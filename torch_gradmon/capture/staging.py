@@ -31,12 +31,14 @@ class Staging(Generic[T]):
         """Whether it can be put without emptying the buffer first."""
         return self._used + tensor.numel() <= CAPACITY
 
-    def put(self, item: T, tensor: Tensor) -> None:
-        """Copy ``tensor``, for which there is room."""
+    def put(self, item: T, tensor: Tensor, inverse_scale: Tensor | None = None) -> None:
+        """Copy ``tensor``, for which there is room; times ``inverse_scale``, in float32 as ``GradScaler.unscale_`` does."""
         if self._pool is None:
             with torch.inference_mode(False):  # it will be written to outside of that mode
                 self._pool = torch.empty(CAPACITY, dtype=torch.float32, device="cpu")
         copy = self._pool[self._used : self._used + tensor.numel()].view(tensor.shape).copy_(tensor)
+        if inverse_scale is not None:
+            copy.mul_(inverse_scale)
         self._used += tensor.numel()
         self._waiting.append((item, copy))
 

@@ -36,9 +36,6 @@ class Statistics:
         complaints: where it is said, once, that a faster way cannot be had.
         eps: an element counts as near zero when ``|x| <= eps``.
         compiled: compile a kernel for large CPU tensors, now.
-
-    Attributes:
-        compiled_graphs: how many graphs ``torch.compile`` has made for this.
     """
 
     def __init__(self, complaints: Complaints, eps: float = DEFAULT_EPS, compiled: bool = False) -> None:
@@ -47,17 +44,14 @@ class Statistics:
         self._eager = Eager()
         self._of: dict[str, Backend] = {}
         self._lock = threading.Lock()  # forward hooks may fire on several threads, and the scratch memory is shared
-        self.compiled_graphs = 0
         if compiled:
             self._of["cpu"] = self._fused()
 
     def _fused(self) -> Backend:
         try:
-            from .fused import Fused  # the compiler takes a second to import
+            from .fused import Fused
 
-            fused = Fused(self.eps)
-            self.compiled_graphs = fused.graphs
-            return fused
+            return Fused()
         except Exception as error:
             self._complaints.add("compile", "the statistics could not be compiled, which makes them slower, not wrong", error)
             return self._eager
@@ -71,13 +65,13 @@ class Statistics:
             self._complaints.add("triton", "Triton cannot be used, which makes statistics on the GPU slower, not wrong", error)
             return self._eager
 
-    def row_of(self, tensor: Tensor, columns: frozenset[Column]) -> list[float] | None:
-        """The row of one large CPU tensor as numbers, or None where :meth:`measure` has to be asked. See :meth:`Eager.row_of`."""
+    def row_of(self, tensor: Tensor, columns: frozenset[Column], inverse_scale: Tensor | None = None) -> list[float] | None:
+        """The row of one CPU tensor as numbers, or None where :meth:`measure` has to be asked. See :meth:`Eager.row_of`."""
         backend = self._of.get("cpu", self._eager)
         if not tensor.is_cpu or not isinstance(backend, Eager):
             return None
         with self._lock:
-            return backend.row_of(tensor, columns, self.eps)
+            return backend.row_of(tensor, columns, self.eps, inverse_scale)
 
     def measure(
         self,

@@ -206,7 +206,9 @@ class Eager:
 
     # --- large tensors -------------------------------------------------------------------------------------------------------------
 
-    def row_of(self, tensor: Tensor, columns: frozenset[Column], eps: float) -> list[float] | None:
+    def row_of(
+        self, tensor: Tensor, columns: frozenset[Column], eps: float, inverse_scale: Tensor | None = None
+    ) -> list[float] | None:
         """The row of one large CPU tensor as numbers, with as few calls as can be: for hooks, which have one tensor at a time.
 
         Returns:
@@ -215,7 +217,9 @@ class Eager:
         if tensor.numel() <= SMALL or tensor.dtype not in NARROW or not is_plain(tensor) or not tensor.is_contiguous():
             return None
         request = self._request
-        if request.columns != columns or request.eps != eps:
+        if inverse_scale is not None:
+            request = Request(columns, eps, inverse_scale)
+        elif request.columns != columns or request.eps != eps:
             request = self._request = Request(columns, eps, None)
         row = self._row(tensor.detach().view(-1), None, request, torch.float32)
         return None if any(doubt(row, columns)) else row

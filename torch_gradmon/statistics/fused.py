@@ -1,116 +1,136 @@
-"""Measure large CPU tensors by one compiled kernel, which reads them once: twice as fast as stock operations, after a compilation.
+"""Measure CPU tensors by one call of a kernel in C++, however many tensors there are: one read of memory, all columns.
 
-Opt-in, since the compiler of torch needs one for C++ and takes ten seconds in every process.
+Opt-in, since it needs a C++ compiler and about a second when the monitor is made. Nothing but the memory of the tensors is
+shared with the kernel, so that no compiler of torch, and no header, has a part in it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import shutil
+import subprocess
 import tempfile
-import warnings
+from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
 
 import torch
-import torch._dynamo
-import torch._inductor
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..modes import unseen
-from .batch import Request
-from .eager import DEFAULT_EPS, Eager, Look
-from .moments import ALL_COLUMNS, Column
-from .reading import LANES, NARROW, threshold
+from .batch import Batch, Request
+from .closely import doubt
+from .eager import Eager
+from .moments import WIDTH, Column
+from .reading import is_plain, threshold
 
-#: Elements per row of the kernel: sums in float32 run over this many, one vector register after the other, and go on in float64.
-_ROW = 32 * LANES
-#: Elements per call, which costs some 50 microseconds; the kernel needs no scratch memory.
-_CALL = 1 << 24
-#: A compiled kernel, which takes and returns lists.
-Kernel = Callable[[list[Tensor]], list[Tensor]]
-#: What it returns, in order.
-_COLUMNS = (Column.SUM, Column.ABS_SUM, Column.SQUARE_SUM, Column.NEAR_ZERO, Column.MIN, Column.MAX)
+_SOURCE = Path(__file__).with_suffix(".cpp")
+#: How the kernel tells the dtypes apart.
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+#: No -ffast-math: linked into a library it would have the whole process flush subnormal numbers to zero.
+_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC")
+#: Tried in turn: Apple's compiler has no OpenMP, and not every one knows the processor that it runs on.
+_EXTRA = (("-march=native", "-fopenmp"), ("-march=native",), ())
+_TIMEOUT_S = 120
+_Row = ctypes.c_double * WIDTH
+_Entry = ctypes.c_int64 * 5
+#: count, entries, scale or None, limit, threads, rows
+Kernel = Callable[[int, object, object, float, int, object], None]
 
 
 class Fused(Eager):
-    """:class:`Eager`, with a compiled kernel for tensors of more than 131,072 elements in float32, bfloat16 or float16.
-
-    Args:
-        eps: the kernel is compiled for it; measuring with another one compiles again.
-
-    Attributes:
-        graphs: how many graphs ``torch.compile`` has made for the kernel.
+    """:class:`Eager`, with a compiled kernel for float32, bfloat16 and float16.
 
     Raises:
-        Exception: whatever torch raises where there is no compiler.
+        RuntimeError: there is no compiler, or it fails; the message has its words.
+        OSError: what it made cannot be loaded.
     """
 
-    def __init__(self, eps: float = DEFAULT_EPS) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._kernels: dict[tuple[float, torch.dtype], Kernel] = {}
-        counters = torch._dynamo.utils.counters["stats"]
-        before = counters["unique_graphs"]
-        self._kernel(threshold(eps, torch.float32), torch.float32)
-        self.graphs = counters["unique_graphs"] - before
+        self._kernel = compiled()
+        self._entry, self._one_row = _Entry(), _Row()
 
-    def _kernel(self, limit: float, dtype: torch.dtype) -> Kernel:
-        kernel = self._kernels.get((limit, dtype))
-        if kernel is None:
-            kernel = self._kernels[limit, dtype] = _built(limit, dtype)
-        return kernel
+    def row_of(
+        self, tensor: Tensor, columns: frozenset[Column], eps: float, inverse_scale: Tensor | None = None
+    ) -> list[float] | None:
+        """The row of one CPU tensor of any size as numbers; see :meth:`Eager.row_of`."""
+        if not (is_plain(tensor) and _is_readable(tensor)):
+            return None
+        scale, limit, threads = _scale(inverse_scale), threshold(eps, torch.float32), torch.get_num_threads()
+        for wide in (False, True):
+            self._entry[:] = [tensor.data_ptr(), 0, tensor.numel(), _KINDS[tensor.dtype], wide]
+            self._kernel(1, self._entry, scale, limit, threads, self._one_row)
+            row = list(self._one_row)
+            nonfinite, imprecise = doubt(row, columns)
+            if nonfinite:
+                return None
+            if not imprecise:
+                break
+        return row
 
-    def _blocks(self, values: Tensor, minus: Tensor | None, request: Request, dtype: torch.dtype) -> Iterator[Tensor]:
-        if minus is not None or request.inverse_scale is not None or dtype != torch.float32 or values.dtype not in NARROW:
-            yield from super()._blocks(values, minus, request, dtype)
-            return
-        whole = values.numel() // _ROW * _ROW
-        for start in range(0, whole, _CALL):
-            yield values[start : min(start + _CALL, whole)]
-        if whole < values.numel():
-            yield values[whole:]
+    def _first_look(self, batch: Batch, request: Request) -> Tensor:
+        entries, kept, places = array("q"), [], []
+        for index, (tensor, other) in self._taken(batch):
+            minus, wide = 0 if other is None else other.data_ptr(), batch.wide[index]
+            entries.extend((tensor.data_ptr(), minus, tensor.numel(), _KINDS[tensor.dtype], wide))
+            kept.append((tensor, other))  # copies, some of them, that have to outlive the call
+            places.append(index)
+        if not places:
+            return super()._first_look(batch, request)
+        rows = torch.empty(len(places), WIDTH, dtype=torch.float64, device="cpu")
+        limit, scale = threshold(request.eps, torch.float32), _scale(request.inverse_scale)
+        self._kernel(len(places), entries.buffer_info()[0], scale, limit, torch.get_num_threads(), rows.data_ptr())
+        if len(places) == len(batch.values):
+            return batch.add_implicit_zeros(rows)
+        both = torch.empty(len(batch.values), WIDTH, dtype=torch.float64, device="cpu")
+        rest = sorted(set(range(len(batch.values))) - set(places))
+        both[places], both[rest] = rows, super()._first_look(batch.take(rest), request)
+        return both
 
-    def _look(self, block: Tensor, request: Request) -> Look:
-        if block.dtype not in NARROW:
-            return super()._look(block, request)
-        if block.numel() % _ROW or block.numel() < 2 * _ROW:  # the end of a tensor, which has to have what the kernel gives
-            return super()._look(block.float(), replace(request, columns=ALL_COLUMNS))
-        (found,) = self._kernel(threshold(request.eps, torch.float32), block.dtype)([block.view(-1, _ROW)])
-        return dict(zip(_COLUMNS, found.unbind(0), strict=True))
-
-
-class _Look(nn.Module):
-    """What is compiled: rows ``[n, _ROW]`` to the six columns of all of them together."""
-
-    def __init__(self, limit: float) -> None:
-        super().__init__()
-        self._limit = limit
-
-    def forward(self, table: Tensor) -> Tensor:
-        """Sums in float32 along the rows, then in float64."""
-        table = table.float()
-        magnitude = table.abs()
-        return torch.stack(
-            [
-                table.sum(1).double().sum(),
-                magnitude.sum(1).double().sum(),
-                table.square().sum(1).double().sum(),
-                (magnitude <= self._limit).float().sum(1).double().sum(),
-                table.amin(1).amin().double(),
-                table.amax(1).amax().double(),
-            ]
-        )
+    @staticmethod
+    def _taken(batch: Batch) -> Iterator[tuple[int, tuple[Tensor, Tensor | None]]]:
+        """The tensors that the kernel can take, by position, each with what is to be subtracted."""
+        for index, tensor in enumerate(batch.values):
+            pair = tensor, None if batch.minus is None else batch.minus[index]
+            if tensor.dtype in _KINDS and not _are_readable(*pair):
+                pair = batch.flat(index)
+            if _are_readable(*pair):
+                yield index, pair
 
 
-def _built(limit: float, dtype: torch.dtype) -> Kernel:
-    """Compiled ahead of time: a function that ``torch.compile`` makes spends more on its guards than the kernel takes."""
-    example = torch.zeros(64, _ROW, dtype=dtype, device="cpu")
-    rows = torch.export.Dim("rows", min=2)
-    with torch.no_grad(), unseen(), warnings.catch_warnings(), tempfile.TemporaryDirectory() as place:
-        warnings.simplefilter("ignore")  # torch's own, of what its parts do
-        program = torch.export.export(_Look(limit), (example,), dynamic_shapes=({0: rows},))
-        path = torch._inductor.aoti_compile_and_package(
-            program, package_path=os.path.join(place, "look.pt2"), inductor_configs={"cpp.dynamic_threads": True}
-        )
-        # its __call__ goes through pytrees, a quarter of the time that a tensor of average size takes
-        run: Kernel = torch._inductor.aoti_load_package(path).loader.run
-    return run
+def _are_readable(tensor: Tensor, other: Tensor | None) -> bool:
+    return _is_readable(tensor) and (other is None or (_is_readable(other) and other.dtype == tensor.dtype))
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    """Whether the numbers of a plain tensor are in memory in a row, as they are: a negative view has them with the other sign."""
+    in_order = tensor.dtype in _KINDS and tensor.is_contiguous() and not tensor.is_neg()
+    return in_order and (tensor.data_ptr() != 0 or tensor.numel() == 0)
+
+
+def _scale(inverse_scale: Tensor | None) -> ctypes.Array[ctypes.c_float] | None:
+    return None if inverse_scale is None else (ctypes.c_float * 1)(inverse_scale.item())
+
+
+@lru_cache(maxsize=1)
+def compiled() -> Kernel:
+    """The kernel, compiled once in a process."""
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("C", ""), "g++", "clang++", "c++"))), None)
+    if compiler is None:
+        raise RuntimeError("no C++ compiler was found: neither $C, g++, clang++ nor c++")
+    said = ""
+    with tempfile.TemporaryDirectory() as place:
+        library = os.path.join(place, "torch_gradmon_fused.so")
+        for extra in _EXTRA:
+            command = [compiler, *_FLAGS, *extra, "-o", library, str(_SOURCE)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+            if done.returncode == 0:
+                kernel = ctypes.CDLL(library).torch_gradmon_rows
+                pointer = ctypes.c_void_p
+                kernel.argtypes = [ctypes.c_int64, pointer, pointer, ctypes.c_float, ctypes.c_int, pointer]
+                kernel.restype = None
+                return kernel
+            said = said or done.stderr.strip()
+    raise RuntimeError(f"{compiler} failed:\n{said[:2000]}")

@@ -1,0 +1,228 @@
+// Rows of statistics of tensors in CPU memory, each element read once. Compiled where it runs, by fused.py beside it.
+//
+// A tensor is cut into chunks by its own size alone, and the rows of its chunks are merged in order: whatever it is measured
+// together with, and by however many threads, its row is the same to the last bit.
+//
+// NaN and Inf are not looked for: whoever reads a row sees them by its sums, which they turn NaN or infinite.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+namespace {
+
+// GCC and Clang cut vectors of 64 bytes into what the processor has: one register of AVX-512, two of AVX2, four of NEON.
+constexpr int LANES = 16;
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+typedef double Doubles __attribute__((vector_size(8 * LANES)));
+
+// Vectors whose lanes are summed, in float32 if that will do, before they go on in float64: rounding loses at most
+// RUN / 2^25 = 4.8e-7 of the magnitudes. Sums in float64 alone gain as well by being cut in two.
+constexpr int64_t RUN = 16;
+// Elements: 256 kB of float32. Chunks are what threads share out.
+constexpr int64_t CHUNK = 1 << 16;
+// Below so many elements in all, waking other threads would cost more than they save.
+constexpr int64_t ALONE = 1 << 17;
+
+// The columns of a row, as torch_gradmon.statistics.moments.Column numbers them.
+enum Column { COUNT, SUM, ABS_SUM, SQUARE_SUM, NEAR_ZERO, NONFINITE, MIN, MAX, COLUMNS };
+
+// --- elements as they are stored, LANES at a time, in float32 -------------------------------------------------------------------
+
+template <class Vector>
+Vector load(const void* from) {
+    Vector vector;
+    std::memcpy(&vector, from, sizeof vector);
+    return vector;
+}
+
+struct Float32 {
+    typedef float Stored;
+    static Floats vector(const Stored* from) { return load<Floats>(from); }
+};
+
+struct BFloat16 {
+    typedef uint16_t Stored;
+    static Floats vector(const Stored* from) { return (Floats)(__builtin_convertvector(load<Halves>(from), Bits) << 16); }
+};
+
+struct Float16 {
+    typedef uint16_t Stored;
+    static Floats vector(const Stored* from) {
+        const Bits half = __builtin_convertvector(load<Halves>(from), Bits);
+        const Bits magnitude = (half & 0x7fff) << 13;
+        // The exponents' offsets differ by 112. A subnormal has no leading one: it gets one, which is subtracted again.
+        const Bits normal = magnitude + (112u << 23);
+        const Bits subnormal = (Bits)((Floats)(normal + (1u << 23)) - (Floats)(Bits{} + (113u << 23)));
+        const Bits is_small = (Bits)(magnitude < (1u << 23)), is_special = (Bits)(magnitude >= (31u << 23));
+        const Bits finite = (is_small & subnormal) | (~is_small & normal);
+        return (Floats)(finite | (is_special & 0x7f800000) | (half & 0x8000) << 16);
+    }
+};
+
+// --- chunks -------------------------------------------------------------------------------------------------------------------
+
+// What is done to elements first: they are multiplied by a scale, and those of another tensor are subtracted.
+struct Change {
+    float scale;
+    bool minus;
+};
+
+template <class Kind, bool CHANGED>
+Floats read(const typename Kind::Stored* values, const typename Kind::Stored* minus, int64_t index, Change change) {
+    Floats x = Kind::vector(values + index);
+    if (CHANGED) {
+        x = x * change.scale;
+        if (change.minus) x = x - Kind::vector(minus + index);
+    }
+    return x;
+}
+
+Floats magnitude(Floats x) { return (Floats)((Bits)x & 0x7fffffff); }
+
+// What the sums of a run are computed in.
+template <bool WIDE>
+struct Sums {
+    typedef Floats Vector;
+    static Vector of(Floats x) { return x; }
+};
+
+template <>
+struct Sums<true> {
+    typedef Doubles Vector;
+    static Vector of(Floats x) { return __builtin_convertvector(x, Doubles); }
+};
+
+template <class Kind, bool CHANGED, bool WIDE>
+void look_at(const void* address, const void* other, int64_t length, Change change, float limit, double* row) {
+    const auto* values = static_cast<const typename Kind::Stored*>(address);
+    const auto* minus = static_cast<const typename Kind::Stored*>(other);
+    double sums[LANES] = {}, abs_sums[LANES] = {}, square_sums[LANES] = {};
+    Ints near = {};
+    Floats smallest = Floats{} + std::numeric_limits<float>::infinity();
+    Floats largest = -smallest;
+    const int64_t whole = length / LANES * LANES;
+    for (int64_t start = 0; start < whole; start += RUN * LANES) {
+        typename Sums<WIDE>::Vector sum = {}, abs_sum = {}, square_sum = {};
+        const int64_t end = std::min(whole, start + RUN * LANES);
+        for (int64_t i = start; i < end; i += LANES) {
+            const Floats x = read<Kind, CHANGED>(values, minus, i, change);
+            const Floats m = magnitude(x);
+            const auto summand = Sums<WIDE>::of(x);
+            sum += summand;
+            abs_sum += Sums<WIDE>::of(m);
+            square_sum += summand * summand;
+            near -= m <= limit;  // true is -1
+            smallest = x < smallest ? x : smallest;
+            largest = x > largest ? x : largest;
+        }
+        for (int lane = 0; lane < LANES; ++lane) {
+            sums[lane] += sum[lane];
+            abs_sums[lane] += abs_sum[lane];
+            square_sums[lane] += square_sum[lane];
+        }
+    }
+    std::fill(row, row + MIN, 0.0);
+    row[COUNT] = static_cast<double>(length);
+    row[MIN] = std::numeric_limits<double>::infinity();
+    row[MAX] = -row[MIN];
+    for (int lane = 0; lane < LANES; ++lane) {
+        row[SUM] += sums[lane];
+        row[ABS_SUM] += abs_sums[lane];
+        row[SQUARE_SUM] += square_sums[lane];
+        row[NEAR_ZERO] += near[lane];
+        row[MIN] = std::min<double>(row[MIN], smallest[lane]);
+        row[MAX] = std::max<double>(row[MAX], largest[lane]);
+    }
+    if (whole == length) return;
+    // the rest, in float64: of a few elements the mean may be large beside the spread, for which float32 is too narrow
+    typename Kind::Stored last[LANES] = {}, last_minus[LANES] = {};
+    std::copy(values + whole, values + length, last);
+    if (CHANGED && change.minus) std::copy(minus + whole, minus + length, last_minus);
+    const Floats rest = read<Kind, CHANGED>(last, last_minus, 0, change);
+    for (int lane = 0; lane < length - whole; ++lane) {
+        const double x = rest[lane], m = x < 0 ? -x : x;
+        row[SUM] += x;
+        row[ABS_SUM] += m;
+        row[SQUARE_SUM] += x * x;
+        row[NEAR_ZERO] += m <= limit;
+        row[MIN] = std::min(row[MIN], x);
+        row[MAX] = std::max(row[MAX], x);
+    }
+}
+
+// A tensor, as the caller describes it; dtype is an index of LOOKS, and wide whether its sums need float64 throughout.
+struct Entry {
+    int64_t address, other, length, dtype, wide;
+};
+
+typedef void (*Look)(const void*, const void*, int64_t, Change, float, double*);
+#define TORCH_GRADMON_LOOKS(Kind) \
+    {{look_at<Kind, false, false>, look_at<Kind, false, true>}, {look_at<Kind, true, false>, look_at<Kind, true, true>}}
+constexpr Look LOOKS[][2][2] = {TORCH_GRADMON_LOOKS(Float32), TORCH_GRADMON_LOOKS(BFloat16), TORCH_GRADMON_LOOKS(Float16)};
+constexpr int64_t SIZES[] = {4, 2, 2};
+
+struct Chunk {
+    int64_t entry, start;
+};
+
+void look_at_chunk(const Entry* entries, Chunk chunk, const float* scale, float limit, double* row) {
+    const Entry& entry = entries[chunk.entry];
+    const Change change = {scale ? *scale : 1.0f, entry.other != 0};
+    const int64_t offset = chunk.start * SIZES[entry.dtype];
+    const bool changed = scale || change.minus;
+    LOOKS[entry.dtype][changed][entry.wide](
+        reinterpret_cast<const void*>(entry.address + offset),
+        reinterpret_cast<const void*>(entry.other + offset),
+        std::min(CHUNK, entry.length - chunk.start),
+        change,
+        limit,
+        row);
+}
+
+void merge(double* into, const double* row) {
+    for (int column = 0; column < MIN; ++column) into[column] += row[column];
+    into[MIN] = std::min(into[MIN], row[MIN]);
+    into[MAX] = std::max(into[MAX], row[MAX]);
+}
+
+}  // namespace
+
+// Writes a row of eight numbers for each of ``count`` tensors.
+//
+// scale: what every element is multiplied by, or null. limit: magnitudes up to here count as near zero.
+extern "C" void torch_gradmon_rows(
+    int64_t count, const int64_t* table, const float* scale, float limit, int threads, double* rows) {
+    const Entry* entries = reinterpret_cast<const Entry*>(table);
+    std::vector<Chunk> chunks;
+    int64_t elements = 0;
+    for (int64_t entry = 0; entry < count; ++entry) {
+        elements += entries[entry].length;
+        int64_t start = 0;
+        do {  // an empty tensor has one chunk too
+            chunks.push_back({entry, start});
+            start += CHUNK;
+        } while (start < entries[entry].length);
+    }
+    const int64_t all = static_cast<int64_t>(chunks.size());
+    std::vector<double> parts(all * COLUMNS);
+    if (threads == 1 || elements <= ALONE) {
+        for (int64_t i = 0; i < all; ++i) look_at_chunk(entries, chunks[i], scale, limit, &parts[i * COLUMNS]);
+    } else {
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
+        for (int64_t i = 0; i < all; ++i) look_at_chunk(entries, chunks[i], scale, limit, &parts[i * COLUMNS]);
+    }
+    for (int64_t i = 0; i < all; ++i) {
+        double* row = rows + chunks[i].entry * COLUMNS;
+        if (chunks[i].start == 0) {
+            std::copy(&parts[i * COLUMNS], &parts[(i + 1) * COLUMNS], row);
+        } else {
+            merge(row, &parts[i * COLUMNS]);
+        }
+    }
+}
