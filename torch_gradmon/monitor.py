@@ -65,8 +65,8 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
             :class:`Event`, or None.
         history: how many steps :meth:`get_all_metrics` remembers.
         run_dir: the run directory that takes every step; None for none.
-        compile_statistics: compile a kernel for the statistics of large tensors on the CPU, here and now: it takes ten seconds
-            and a C++ compiler, and halves what a monitored step costs. Without a compiler it warns and goes on.
+        compile_statistics: compile a kernel for the statistics of tensors on the CPU, here and now: it takes g++ or clang++ and
+            about a second, once in a process, and then a third of the time or less. Without a compiler it warns and goes on.
         overhead_budget: share of the training's time that the monitor's own time on the host may take, such as 0.01; while it
             takes more, fewer of the steps that the cadence asks for are monitored (every 2nd, 4th, ...), which is said.
 
