@@ -164,10 +164,12 @@ class TestCompiled:
 
     def test_many_kinds_at_once(self, fused: Fused) -> None:
         wanted = torch.randn(300, 400)
-        tensors = [wanted, torch.randn(5), torch.randn(SMALL * 2).double(), wanted.t(), wanted[:, ::2], torch.empty(0)]
+        sparse = torch.sparse_coo_tensor([[1, 3]], [2.0, 5.0], (100,))
+        tensors = [wanted, torch.randn(5), torch.randn(SMALL * 2).double(), wanted.t(), wanted[:, ::2], torch.empty(0), sparse]
         rows = fused.measure(tensors)
         for row, x in zip(rows, tensors, strict=True):
-            oracle.check(views(row), x)
+            oracle.check(views(row), x.to_dense())
+        tensors.pop()
         less = [torch.randn_like(x) for x in tensors]
         for row, x, y in zip(fused.measure(tensors, minus=less), tensors, less, strict=True):
             oracle.check(views(row), x.double() - y.double())
@@ -197,6 +199,34 @@ class TestCompiled:
     def test_a_difference_to_another_dtype(self, fused: Fused) -> None:
         x, y = torch.randn(1000).bfloat16(), torch.randn(1000)
         oracle.check(views(fused.measure([x], minus=[y])[0]), x.float() - y)
+
+    def test_a_partner_of_another_shape_is_refused_as_by_stock_operations(self, fused: Fused) -> None:
+        with pytest.raises(RuntimeError, match="size"):
+            fused.measure([torch.randn(300_000)], minus=[torch.randn(10)])
+
+    def test_a_scaled_difference_is_rounded_as_torch_rounds_it(self, fused: Fused) -> None:
+        x, scale = torch.randn(100_000), torch.tensor(0.37)
+        row = fused.measure([x], inverse_scale=scale, minus=[x * scale])[0]
+        assert row[Column.ABS_SUM] == 0
+
+    def test_the_row_is_the_same_whatever_columns_are_asked_for(self, fused: Fused) -> None:
+        x = torch.randn(10_000) + 3  # looked at twice, since the mean is large
+        for columns in ({Column.SQUARE_SUM}, {Column.SUM, Column.SQUARE_SUM}, ALL_COLUMNS):
+            assert fused.measure([x], frozenset(columns))[0].tolist() == fused.row_of(x, frozenset(columns), DEFAULT_EPS)
+            assert torch.equal(fused.measure([x], frozenset(columns)), fused.measure([x]))
+
+    def test_all_threads_take_subnormal_numbers_for_what_the_caller_does(self, fused: Fused) -> None:
+        x, threads = torch.full((4_000_000,), 1e-40), torch.get_num_threads()
+        if not torch.set_flush_denormal(True):
+            pytest.skip("this processor does not flush")
+        try:
+            torch.set_num_threads(1)
+            expected = fused.row_of(x, ALL_COLUMNS, 0.0)
+            torch.set_num_threads(2)
+            assert all(fused.row_of(x, ALL_COLUMNS, 0.0) == expected for _ in range(5))
+        finally:
+            torch.set_flush_denormal(False)
+            torch.set_num_threads(threads)
 
     def test_memory_that_was_freed_is_not_read(self, fused: Fused) -> None:
         x = torch.randn(1000)
@@ -268,10 +298,14 @@ def test_a_compiler_without_openmp_or_that_fails(monkeypatch: pytest.MonkeyPatch
     compiled.cache_clear()
     x = torch.randn(1_000_000)
     oracle.check(views(Fused().measure([x])[0]), x)
-    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setenv("CXX", f"{shutil.which('g++')} -D_GLIBCXX_ASSERTIONS")  # as hardened compilers have it
     compiled.cache_clear()
-    with pytest.raises(RuntimeError, match="the words of the compiler"):
-        Fused()
+    oracle.check(views(Fused().measure([x])[0]), x)
+    for name, words in ((str(broken), "the words of the compiler"), ("/nowhere/g++ -m64", r"\$CXX .*not found.*/nowhere/g\+\+")):
+        monkeypatch.setenv("CXX", name)
+        compiled.cache_clear()
+        with pytest.raises(RuntimeError, match=words):
+            Fused()
     compiled.cache_clear()
 
 

@@ -1,7 +1,8 @@
 // Rows of statistics of tensors in CPU memory, each element read once. Compiled where it runs, by fused.py beside it.
 //
 // A tensor is cut into chunks by its own size alone, and the rows of its chunks are merged in order: whatever it is measured
-// together with, and by however many threads, its row is the same to the last bit.
+// together with, and by however many threads, its row is the same to the last bit. (Not contracted to fused multiply-adds, which
+// would round a scaled difference once where torch rounds it twice.)
 //
 // NaN and Inf are not looked for: whoever reads a row sees them by its sums, which they turn NaN or infinite.
 
@@ -10,6 +11,16 @@
 #include <cstring>
 #include <limits>
 #include <vector>
+
+// Subnormal numbers count as zero in threads that ask for it (torch.set_flush_denormal), and all threads have to agree.
+#if defined(__SSE__)
+#include <xmmintrin.h>
+#define TORCH_GRADMON_MODE _mm_getcsr()
+#define TORCH_GRADMON_SET_MODE(mode) _mm_setcsr(mode)
+#else
+#define TORCH_GRADMON_MODE 0u
+#define TORCH_GRADMON_SET_MODE(mode) (void)(mode)
+#endif
 
 namespace {
 
@@ -214,15 +225,23 @@ extern "C" void torch_gradmon_rows(
     if (threads == 1 || elements <= ALONE) {
         for (int64_t i = 0; i < all; ++i) look_at_chunk(entries, chunks[i], scale, limit, &parts[i * COLUMNS]);
     } else {
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
-        for (int64_t i = 0; i < all; ++i) look_at_chunk(entries, chunks[i], scale, limit, &parts[i * COLUMNS]);
+        const unsigned mode = TORCH_GRADMON_MODE;
+#pragma omp parallel num_threads(threads)
+        {
+            const unsigned own = TORCH_GRADMON_MODE;
+            TORCH_GRADMON_SET_MODE(mode);
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t i = 0; i < all; ++i) look_at_chunk(entries, chunks[i], scale, limit, &parts[i * COLUMNS]);
+            TORCH_GRADMON_SET_MODE(own);
+        }
     }
     for (int64_t i = 0; i < all; ++i) {
+        const double* part = parts.data() + i * COLUMNS;
         double* row = rows + chunks[i].entry * COLUMNS;
         if (chunks[i].start == 0) {
-            std::copy(&parts[i * COLUMNS], &parts[(i + 1) * COLUMNS], row);
+            std::copy(part, part + COLUMNS, row);
         } else {
-            merge(row, &parts[i * COLUMNS]);
+            merge(row, part);
         }
     }
 }

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
 from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -22,17 +24,17 @@ from torch import Tensor
 from .batch import Batch, Request
 from .closely import doubt
 from .eager import Eager
-from .moments import WIDTH, Column
+from .moments import ALL_COLUMNS, WIDTH, Column
 from .reading import is_plain, threshold
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 #: How the kernel tells the dtypes apart.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 #: No -ffast-math: linked into a library it would have the whole process flush subnormal numbers to zero.
-_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC")
+_FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC")
 #: Tried in turn: Apple's compiler has no OpenMP, and not every one knows the processor that it runs on.
 _EXTRA = (("-march=native", "-fopenmp"), ("-march=native",), ())
-_TIMEOUT_S = 120
+_TIMEOUT_S = 60
 _Row = ctypes.c_double * WIDTH
 _Entry = ctypes.c_int64 * 5
 #: count, entries, scale or None, limit, threads, rows
@@ -44,7 +46,6 @@ class Fused(Eager):
 
     Raises:
         RuntimeError: there is no compiler, or it fails; the message has its words.
-        OSError: what it made cannot be loaded.
     """
 
     def __init__(self) -> None:
@@ -55,7 +56,7 @@ class Fused(Eager):
     def row_of(
         self, tensor: Tensor, columns: frozenset[Column], eps: float, inverse_scale: Tensor | None = None
     ) -> list[float] | None:
-        """The row of one CPU tensor of any size as numbers; see :meth:`Eager.row_of`."""
+        """The row of one CPU tensor of any size as numbers; see :meth:`Eager.row_of`. All columns, whichever are asked for."""
         if not (is_plain(tensor) and _is_readable(tensor)):
             return None
         scale, limit, threads = _scale(inverse_scale), threshold(eps, torch.float32), torch.get_num_threads()
@@ -63,12 +64,16 @@ class Fused(Eager):
             self._entry[:] = [tensor.data_ptr(), 0, tensor.numel(), _KINDS[tensor.dtype], wide]
             self._kernel(1, self._entry, scale, limit, threads, self._one_row)
             row = list(self._one_row)
-            nonfinite, imprecise = doubt(row, columns)
+            nonfinite, imprecise = doubt(row, ALL_COLUMNS)
             if nonfinite:
                 return None
             if not imprecise:
                 break
         return row
+
+    def _measure(self, batch: Batch, request: Request, device: torch.device) -> Tensor:
+        # all columns come along, so all of them decide who needs a second look: a row is the same whatever is asked for
+        return super()._measure(batch, replace(request, columns=ALL_COLUMNS), device)
 
     def _first_look(self, batch: Batch, request: Request) -> Tensor:
         entries, kept, places = array("q"), [], []
@@ -86,7 +91,8 @@ class Fused(Eager):
             return batch.add_implicit_zeros(rows)
         both = torch.empty(len(batch.values), WIDTH, dtype=torch.float64, device="cpu")
         rest = sorted(set(range(len(batch.values))) - set(places))
-        both[places], both[rest] = rows, super()._first_look(batch.take(rest), request)
+        both[places] = batch.take(places).add_implicit_zeros(rows)
+        both[rest] = super()._first_look(batch.take(rest), request)
         return both
 
     @staticmethod
@@ -101,7 +107,9 @@ class Fused(Eager):
 
 
 def _are_readable(tensor: Tensor, other: Tensor | None) -> bool:
-    return _is_readable(tensor) and (other is None or (_is_readable(other) and other.dtype == tensor.dtype))
+    if other is not None and not (_is_readable(other) and (other.dtype, other.shape) == (tensor.dtype, tensor.shape)):
+        return False
+    return _is_readable(tensor)
 
 
 def _is_readable(tensor: Tensor) -> bool:
@@ -117,20 +125,35 @@ def _scale(inverse_scale: Tensor | None) -> ctypes.Array[ctypes.c_float] | None:
 @lru_cache(maxsize=1)
 def compiled() -> Kernel:
     """The kernel, compiled once in a process."""
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("C", ""), "g++", "clang++", "c++"))), None)
-    if compiler is None:
-        raise RuntimeError("no C++ compiler was found: neither $C, g++, clang++ nor c++")
-    said = ""
+    compiler, said = _compiler(), ""
     with tempfile.TemporaryDirectory() as place:
-        library = os.path.join(place, "torch_gradmon_fused.so")
-        for extra in _EXTRA:
-            command = [compiler, *_FLAGS, *extra, "-o", library, str(_SOURCE)]
+        for number, extra in enumerate(_EXTRA):
+            library = os.path.join(place, f"torch_gradmon_{number}.so")
+            command = [*compiler, *_FLAGS, *extra, "-o", library, str(_SOURCE)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-            if done.returncode == 0:
-                kernel = ctypes.CDLL(library).torch_gradmon_rows
-                pointer = ctypes.c_void_p
-                kernel.argtypes = [ctypes.c_int64, pointer, pointer, ctypes.c_float, ctypes.c_int, pointer]
-                kernel.restype = None
-                return kernel
-            said = said or done.stderr.strip()
-    raise RuntimeError(f"{compiler} failed:\n{said[:2000]}")
+            try:
+                if done.returncode == 0:
+                    return _loaded(library)
+                said = said or done.stderr.strip()
+            except OSError as error:
+                said = said or str(error)
+    raise RuntimeError(f"{' '.join(compiler)} failed:\n{said[:2000]}")
+
+
+def _compiler() -> list[str]:
+    if wanted := shlex.split(os.environ.get("CXX", "")):
+        if shutil.which(wanted[0]) is None:
+            raise RuntimeError(f"the compiler that $CXX names was not found: {' '.join(wanted)}")
+        return wanted
+    found = next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
+    if found is None:
+        raise RuntimeError("no C++ compiler was found: neither g++, clang++ nor c++; $CXX may name one")
+    return [found]
+
+
+def _loaded(library: str) -> Kernel:
+    kernel = ctypes.CDLL(library).torch_gradmon_rows
+    pointer = ctypes.c_void_p
+    kernel.argtypes = [ctypes.c_int64, pointer, pointer, ctypes.c_float, ctypes.c_int, pointer]
+    kernel.restype = None
+    return kernel
