@@ -7,7 +7,7 @@ VENV := .venv
 BARE := .venv-bare
 BENCH := .venv-bench
 
-.PHONY: demo test test-all lint bench images browser clean
+.PHONY: demo test test-all lint bench bench-spikes images browser clean
 
 demo: $(VENV)/.ready
 	$(VENV)/bin/gradmon demo
@@ -34,6 +34,10 @@ bench: $(BENCH)/.ready
 	$(BENCH)/bin/python -m benchmarks.sinks
 	$(BENCH)/bin/python -m benchmarks.activations
 	$(BENCH)/bin/python -m benchmarks.report
+
+# spike rules on labelled curves of real runs and on made-up ones
+bench-spikes: $(BENCH)/.ready
+	$(BENCH)/bin/python -m benchmarks.spikes
 
 # the pictures of the README
 images: $(VENV)/.ready browser

@@ -186,6 +186,7 @@ def load() -> list[dict[str, Any]]:
 def main() -> None:
     """Write the plot and the README's table."""
     from .plot import draw
+    from .spikes.table import markdown as spikes_markdown
 
     results = load()
     if not results:
@@ -195,6 +196,8 @@ def main() -> None:
     text = update_readme(readme.read_text(encoding="utf-8"), "benchmark", markdown(results))
     sinks = json.loads((RESULTS / "sinks.json").read_text(encoding="utf-8"))
     text = update_readme(text, "sinks", sinks_markdown(sinks))
+    spikes = json.loads((RESULTS / "spikes.json").read_text(encoding="utf-8"))
+    text = update_readme(text, "spikes", spikes_markdown(spikes))
     activations = json.loads((RESULTS / "activations.json").read_text(encoding="utf-8"))
     readme.write_text(update_readme(text, "activations", activations_markdown(activations)), encoding="utf-8")
     print(f"wrote {PLOT.relative_to(ROOT)} and the tables in README.md")

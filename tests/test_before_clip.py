@@ -154,7 +154,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def test_with_a_closure_it_is_the_norm_of_its_last_evaluation(name: str, micro_batches: int, by_keyword: bool) -> None:
     model = MLP.model()
     optimizer = OPTIMIZERS[name](model.parameters())
-    monitor = gradmon.watch(model, optimizer)
+    monitor = gradmon.watch(model, optimizer, on_spike=None)  # L-BFGS diverges here
     for step in range(5):
         batches = MLP.batches(micro_batches, seed=step)
         norms = []

@@ -240,6 +240,29 @@ def test_a_function_on_spike_keeps_nothing_alive() -> None:
     assert [reference() for reference in alive] == [None] * 3
 
 
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("when", ["before", "inside", "after"])
+def test_a_tag_goes_to_its_step_wherever_the_loop_gives_it(when: str, every: int) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = gradmon.ModuleMonitor(model, every=every, on_spike=None)
+    monitor.attach(optimizer)
+    tags = {}
+    for step in range(6):
+        if when == "before":
+            monitor.tag(batch=step)
+        loss = model(torch.randn(2, 3)).sum()
+        if when == "inside":
+            monitor.tag(batch=step)
+        loss.backward()
+        optimizer.step()
+        if when == "after":
+            monitor.tag(batch=step)
+        if (record := monitor._session.ledger.last) is not None:
+            tags[record.step] = record.context.get("tags")
+    assert tags == {step: {"batch": step} for step in range(0, 6, every)}
+
+
 def test_a_tag_of_a_step_that_is_not_monitored_goes_to_no_other_step() -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

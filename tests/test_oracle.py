@@ -321,6 +321,7 @@ def test_the_fourteen_whole_model_values(family: str, max_norm: float | None) ->
     assert max_norm is None or 0 < sum(shares) < len(shares)
 
 
+@pytest.mark.filterwarnings("ignore:.*the spike detector of grad_norm has nothing to judge")
 def test_the_monitors_share_of_the_time_is_never_above_the_whole() -> None:
     model, optimizer, monitor = watched(BY_NAME["mlp"])
     monitor.add_preset("standard")

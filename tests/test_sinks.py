@@ -494,7 +494,7 @@ def test_a_sink_is_told_of_spikes_whatever_keys_and_every_say(monitor: ModuleMon
         monitor.end_step()
     monitor.detach()
     assert [step for step, _ in told] == [50]
-    assert told[0][1].startswith("step 50: loss = 100 lies")
+    assert told[0][1].startswith("step 50: loss = 100 is 90.9 times the usual 1.1")
 
 
 def test_jsonl_goes_on_behind_a_line_that_was_cut_short(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def missing(
             continue
         if metric.source in n.ATTENTION_SOURCES.values():
             if not any(key.source == metric.source for key in record.values):  # which modules attend only calls can tell
-                found[Key(metric.source, metric.pattern.pattern, "")] = _why_absent(metric, "", record, absent, frozenset())
+                found[Key(metric.source, metric.pattern.pattern, "")] = _why_no_attention(metric, record, absent, known)
             continue
         for name in names.get(metric.source, ()):
             if metric.matches(name):
@@ -123,6 +123,21 @@ def missing(
         for key, reason in found.items()
         if key not in record.values and (key.source, key.metric.partition(".")[0], key.name) not in children
     }
+
+
+def _why_no_attention(
+    metric: Metric, record: StepRecord, absent: Mapping[tuple[str, str], str], known: Mapping[str, frozenset[str]]
+) -> str:
+    """Which modules attend only their calls tell, so that the reason is one for the pattern; then what is said of modules."""
+    reason = _why_absent(metric, "", record, absent, frozenset())
+    said = {place: why for (source, place), why in absent.items() if source == metric.source and place and metric.matches(place)}
+    outermost = [place for place in said if place.rpartition(".")[0] not in said]
+    reasons = [f"{place} is {said[place]}" for place in outermost[:3]]
+    if len(outermost) > 3:
+        reasons.append(f"and {len(outermost) - 3} more")
+    if not said or any(metric.matches(name) for name in known.get(metric.source, ())):
+        reasons.insert(0, reason)
+    return "; ".join(reasons)
 
 
 def _owner(path: str, known: frozenset[str]) -> str:

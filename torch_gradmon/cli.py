@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from . import __version__
+from .run import load_run
+from .story import tell
 
 _EXAMPLES = """\
 examples:
   gradmon demo                             train a small GPT under watch: about a minute on a CPU, no network
   gradmon demo --steps 101 --run-dir runs/short
   gradmon demo --svg table.svg             keep the printed tables as a picture
+  gradmon why runs/first                   tell the story of the last spike in a run directory
+  gradmon why runs/first --step 300        tell the story of that step
 """
 #: What optional packages the demo needs.
 _EXTRAS = ("rich", "tqdm")
@@ -33,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command is None:
         parser.error("name a command, such as demo")
     try:
-        return _demo(options)
+        return _demo(options) if options.command == "demo" else _why(options)
     except KeyboardInterrupt:
         return _fail("stopped", 130)
     except (OSError, ValueError) as error:
@@ -58,7 +63,20 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--run-dir", default="runs/demo", metavar="DIR", help="where to keep the run (default: %(default)s)")
     demo.add_argument("--svg", metavar="FILE", help="also write the printed tables as a picture")
     demo.add_argument("--seed", type=int, default=0, metavar="N", help="of parameters and batches (default: %(default)s)")
+    why = commands.add_parser(
+        "why",
+        help="tell the story of a spike",
+        description="Tell the story of a spike: the signals around it, which parameters moved first, and what came after.",
+    )
+    why.add_argument("run", metavar="RUN", help="a run directory; the run may still go on")
+    why.add_argument("--step", type=int, metavar="S", help="the step to tell of (default: that of the last spike)")
     return parser
+
+
+def _why(options: argparse.Namespace) -> int:
+    with contextlib.closing(load_run(options.run)) as run:
+        print(tell(run, options.step))
+    return 0
 
 
 def _positive(text: str) -> int:

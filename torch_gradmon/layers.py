@@ -14,7 +14,7 @@ from torch import Tensor
 from . import names as n
 from .errors import GradmonWarning, nearest
 from .names import Key, block_of, compile_pattern
-from .record import Event, StepRecord, Table
+from .record import Table
 from .statistics.moments import Column, merge_by_group
 
 TOP = 10
@@ -98,17 +98,3 @@ def top_shares(table: Table | None, count: int) -> list[tuple[str, float]]:
         return []
     best = squares.topk(min(count, len(squares)))
     return [(table.names[i], s / total) for s, i in zip(best.values.tolist(), best.indices.tolist(), strict=True)]
-
-
-def describe(event: Event, record: StepRecord) -> str:
-    """A spike in words: what, how far from normal, and which parameters hold most of the gradient."""
-    words = f"step {event.step}: {event.reason}"
-    table = record.tables.get(n.GRADIENT_BEFORE_CLIP)
-    if table is None:
-        return words
-    spoiled = [name for name, count in zip(table.names, table.rows[:, Column.NONFINITE].tolist(), strict=True) if count]
-    if spoiled:
-        shown = ", ".join(spoiled[:3]) + (f" and {len(spoiled) - 3} more" if len(spoiled) > 3 else "")
-        return f"{words}; NaN or Inf in the gradient of {shown}"
-    top = ", ".join(f"{name} {share:.0%}" for name, share in top_shares(table, 3))
-    return f"{words}; of the squared norm hold {top}" if top else words

@@ -5,23 +5,26 @@ from __future__ import annotations
 import functools
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from .assembly import missing
 from .errors import GradmonWarning, SpikeError
 from .guard import Guard
-from .layers import Layers, describe
+from .layers import Layers
 from .merging import Aggregation
 from .metric import Metric
-from .names import Key
+from .names import SUMMARY, Key
 from .record import Event, StepRecord
 from .sinks.outbox import Outbox
 from .spikes.detector import SpikeDetector
 from .spikes.judges import Judges
 from .step import StepBuffer
+from .story import Recent
 from .summary import Summary
+
+_NO_SIGNAL = "no step so far has it; log it with log_scalar(), or add the metric that it is a key of"
 
 
 @dataclass
@@ -54,6 +57,7 @@ class Ledger:
         self._guard = guard
         self._records: OrderedDict[int, StepRecord] = OrderedDict()
         self._late: StepBuffer | None = None
+        self._signals: Mapping[str, float] = {}
         self._preset_signals: set[str] = set()
 
     def enter(self, record: StepRecord, signals: Mapping[str, float], buffer: StepBuffer) -> None:
@@ -63,7 +67,8 @@ class Ledger:
         record, events = self.judges.judge(record, signals, self.absent)
         self._late = buffer.scalars()
         self._keep(record)
-        self._tell(record, events)
+        self._signals = signals
+        self._tell(events)
 
     def finish(self) -> None:
         """Nothing more can come for the step that has ended: judge the signals that came late, and send it out."""
@@ -72,7 +77,11 @@ class Ledger:
             record, events = self.judges.judge(self.last, {}, self.absent)
             if record is not self.last:
                 self._keep(record, amend=True)
-            self._tell(record, events)
+            self._tell(events)
+            self._warn(self.judges.aftermath(record, self._signals))
+            for signal in self.judges.silent():
+                why = self.absent.get((SUMMARY, signal.removeprefix(f"{SUMMARY}/")), _NO_SIGNAL)
+                self._guard.complaints.add(f"signal:{signal}", f"the spike detector of {signal} has nothing to judge: {why}")
         self.outbox.publish()
 
     def add(self, key: Key, value: Any, aggregation: Aggregation) -> None:
@@ -111,18 +120,20 @@ class Ledger:
             self._records.popitem(last=False)
         self.outbox.put(record, functools.partial(_shown, self._options.show, record), amend)
 
-    def _tell(self, record: StepRecord, events: Iterable[Event]) -> None:
+    def _warn(self, told: Iterable[str]) -> None:
+        for words in told if self._options.on_spike == "warn" else ():
+            warnings.warn(f"torch_gradmon: {words}", GradmonWarning, stacklevel=2)
+
+    def _tell(self, events: Sequence[Event]) -> None:
+        self._warn(self.judges.news(events))
         for event in events:
-            words = describe(event, record)
             if callable(self._options.on_spike):
                 try:
                     self._options.on_spike(event)
                 except Exception as error:
                     self._guard.complaints.add("on_spike", "the function on_spike failed; training goes on", error)
             elif self._options.on_spike == "raise":
-                raise SpikeError(words)
-            elif self._options.on_spike == "warn":
-                warnings.warn(f"torch_gradmon: {words}", GradmonWarning, stacklevel=2)
+                raise SpikeError(str(event))
 
     # --- for whoever asks ------------------------------------------------------------------------------------------------------
 
@@ -133,6 +144,10 @@ class Ledger:
     def history(self) -> dict[int, dict[str, float]]:
         """The same for the last steps; another thread may ask while training goes on."""
         return {step: self.shown(record) for step, record in list(self._records.items())}
+
+    def recent(self) -> Recent:
+        """What is remembered of the last steps, to tell stories of."""
+        return Recent(self._records, self.judges.gradients, self.judges.suspects)
 
     def missing(self, metrics: Iterable[Metric], names: Mapping[str, Any]) -> dict[str, str]:
         """Why each of ``metrics`` has no value in the step that ended last, by key."""
@@ -150,16 +165,16 @@ class Ledger:
         Raises:
             ValueError: the user has brought one for this signal already.
         """
-        there = detector.signal in self.judges.detectors
+        there = detector.name in self.judges.detectors
         if of_preset:
             self.judges.shows_main = True
         if there and of_preset:
             return
-        if there and detector.signal not in self._preset_signals:
-            raise ValueError(f"there is a detector for {detector.signal!r} already; a signal has one")
-        (self._preset_signals.add if of_preset else self._preset_signals.discard)(detector.signal)
-        self.judges.detectors[detector.signal] = detector
-        self.summary.signals.add(detector.signal)
+        if there and detector.name not in self._preset_signals:
+            raise ValueError(f"there is a detector for {detector.name!r} already; a signal has one")
+        (self._preset_signals.add if of_preset else self._preset_signals.discard)(detector.name)
+        self.judges.detectors[detector.name] = detector
+        self.summary.signals.add(detector.name.removeprefix(f"{SUMMARY}/"))
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and lists."""

@@ -23,6 +23,8 @@ class Event:
         score: how far from normal, in the rule's own unit.
         threshold: the score above which the rule calls it a spike.
         reason: the same in words.
+        usual: what was normal, in units of the signal; None where the rule does not say.
+        where: which layers moved, in words; empty where that is not known.
     """
 
     step: int
@@ -31,6 +33,11 @@ class Event:
     score: float
     threshold: float
     reason: str
+    usual: float | None = None
+    where: str = ""
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.reason}" + (f"; {self.where}" if self.where else "")
 
 
 @dataclass(frozen=True)

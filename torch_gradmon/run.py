@@ -15,6 +15,7 @@ from .errors import display, nearest
 from .names import Key, format_key, parse_key
 from .plan import evaluate_view
 from .record import Event, Table
+from .spikes.suspects import REMEMBERED, Gradients, Suspect
 from .statistics.moments import ALWAYS, VIEWS, Column
 from .store import file_in, unpack
 
@@ -104,6 +105,17 @@ class Run:
         """
         row = self._db.execute(f"{_ROWS} WHERE segment = ? AND step = ? AND source = ?", (*self._where(step), source)).fetchone()
         return None if row is None else self._table(*row)
+
+    def suspects(self, step: int) -> list[Suspect]:
+        """The parameters of a step in the order of suspicion, see :class:`torch_gradmon.spikes.suspects.Suspect`.
+
+        Raises:
+            KeyError: the step is not in the run.
+        """
+        self._where(step)
+        before = [number for number in self.steps if number <= step][-REMEMBERED:]
+        tables = ((number, self.table(n.GRADIENT_BEFORE_CLIP, number) or self.table(n.GRADIENT, number)) for number in before)
+        return Gradients((number, table) for number, table in tables if table is not None).suspects(step)
 
     def _table(self, segment: int, step: int, mask: int, tensors: bytes, counts: bytes, same_as: str, data: bytes) -> Table:
         if same_as:

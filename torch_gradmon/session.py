@@ -73,6 +73,7 @@ class Session:
         self._ended: int | None = None
         self._early: StepBuffer | None = None
         self._tags: dict[str, Any] = {}
+        self._told_ahead: set[str] = set()  # names of tags that the loop gives before a step's forward
         self._unseen_refusals: Tensor | None = None
         self._armed_for = -1
         self._asked: tuple[int, bool] | None = None
@@ -326,9 +327,18 @@ class Session:
         return not self.open and (self.ledger.last is not None or self._in_flight is not None)
 
     def tag(self, tags: Mapping[str, Any]) -> None:
-        """Facts for the run directory about the step that a scalar logged now would belong to."""
-        if self.open or self.step is None:
+        """Facts for the run directory about the step that a scalar logged now would belong to; between two steps about the coming
+        one, if that is how they were given at first.
+        """
+        if self.step is None:
+            self._told_ahead |= tags.keys()
+        if not self.open:
+            self._tags.update((name, value) for name, value in tags.items() if name in self._told_ahead)
+            tags = {name: value for name, value in tags.items() if name not in self._told_ahead}
+        if self.open:
             self._tags.update(tags)
+        elif not tags:
+            return
         elif (flight := self._in_flight) is not None:
             flight.tags.update(tags)
         else:

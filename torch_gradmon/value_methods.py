@@ -14,6 +14,7 @@ from .layers import top_shares
 from .names import Key
 from .registry import checked_aggregation
 from .session import Session
+from .story import tell
 
 
 class ValueMethods:
@@ -78,7 +79,11 @@ class ValueMethods:
         self._session.log(key, value, aggregation)
 
     def tag(self, **facts: Any) -> None:
-        """Facts about the step in flight, such as ``batch_ids=[...]``, for the run directory."""
+        """Facts about the step in flight, such as ``batch_ids=[...]``, for the run directory and the story of a spike.
+
+        Between two steps it means the step that just ended; but a name that was first given before any forward, as where a loop
+        tags each batch as it comes, means the step to come.
+        """
         self._session.tag(facts)
 
     def missing(self) -> dict[str, str]:
@@ -95,6 +100,19 @@ class ValueMethods:
         of a metric function that raised, ``internal:...`` failures of the monitor itself.
         """
         return {cause: count for cause, count in self._session.guard.complaints.counts.items() if count}
+
+    def why(self, step: int | None = None) -> str:
+        """The story of a step, by default of the last spike, on one screen: what was said of it, the signals around it, which
+        parameters left their own normal and since when, and what came after. For ``print``.
+
+        The signals of the last ``history`` steps are remembered, and the gradients of 64; :func:`load_run` and the command
+        ``gradmon why`` tell of every step in a run directory.
+
+        Raises:
+            ValueError: the step is not remembered, or there was no spike.
+        """
+        self._session.settle_now()
+        return tell(self._session.ledger.recent(), step)
 
     def top_parameters(self, count: int = 10) -> list[tuple[str, float]]:
         """The parameters with the largest share of the squared gradient norm in the step that ended last, largest first."""

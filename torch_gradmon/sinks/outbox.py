@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import Complaints, GradmonWarning
-from ..layers import describe
 from ..record import StepRecord
 from ..store import RunStore
 from .delivery import PATIENCE
@@ -81,7 +80,7 @@ class Outbox:
         if self._waiting is not None:
             (record, shown), self._waiting = self._waiting, None
             values = shown() if self.outlets else {}
-            texts = [(event, describe(event, record)) for event in record.events] if self.outlets else []
+            texts = [(event, str(event)) for event in record.events] if self.outlets else []
             first: Warning | None = None
             for outlet in self.outlets:
                 try:

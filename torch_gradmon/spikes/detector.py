@@ -1,32 +1,17 @@
-"""A detector watches one signal with one rule and turns its scores into verdicts."""
+"""A detector watches one signal, or all signals that a pattern matches, and turns the scores of a rule into verdicts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import display
 from ..record import Event
-from .rules import MedianMad, Rule
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What a detector says of one value.
-
-    Attributes:
-        is_spike: the verdict.
-        score: infinite for NaN and Inf, None while the rule warms up.
-        threshold: of the score.
-        reason: in words; empty when there is no spike.
-    """
-
-    is_spike: bool
-    score: float | None
-    threshold: float
-    reason: str
+from .hampel import Hampel
+from .rules import Asked, Rule
+from .verdicts import Each, Verdict, judged
 
 
 class SpikeDetector:
@@ -34,21 +19,31 @@ class SpikeDetector:
 
     >>> detector = SpikeDetector()
     >>> verdicts = [detector.update(step, value) for step, value in enumerate([1.0, 1.1, 0.9, 1.0] * 10 + [9.0])]
-    >>> [v.is_spike for v in verdicts].index(True)
-    40
+    >>> [step for step, verdict in enumerate(verdicts) if verdict.is_spike]
+    [40]
+    >>> verdicts[40].reason
+    'grad_norm = 9 is 9 times the usual 1 (score 19.2, threshold 5.5)'
 
     Args:
-        rule: an object with ``score`` and ``update``, see :mod:`torch_gradmon.spikes.rules`; :class:`MedianMad` by default.
-        signal: name of a whole-model value, such as ``grad_norm``, that a monitor feeds to it.
+        rule: an object with ``score``, ``update`` and ``threshold``, such as ``MedianMad()``, see :mod:`torch_gradmon.spikes`; or
+            a function of the value that tells whether it is a spike. By default :class:`Hampel`, and where the signal's name ends
+            in ``loss`` its preset for losses.
+        signal: what a monitor feeds to it: the name of a whole-model value, such as ``grad_norm``, of a scalar that is logged by
+            hand, such as ``loss``, or a key, such as ``update/h.0.attn.weight/norm``. A compiled pattern, such as
+            ``re.compile("^gradient/.*/norm$")``, watches every key that it is found in, each with a rule of its own.
+
+    Raises:
+        TypeError, ValueError: an argument is not of these kinds.
     """
 
-    def __init__(self, rule: Rule | None = None, signal: str = "grad_norm") -> None:
-        if rule is not None and not (callable(getattr(rule, "score", None)) and callable(getattr(rule, "update", None))):
-            raise TypeError(f"rule must have the methods score and update, such as MedianMad(), got {display(rule)}")
-        if not isinstance(signal, str) or not signal:
-            raise ValueError(f"signal must be the name of a value, such as 'grad_norm', got {display(signal)}")
-        self.rule: Rule = MedianMad() if rule is None else rule
+    def __init__(self, rule: Rule | Callable[[float], Any] | None = None, signal: str | re.Pattern[str] = "grad_norm") -> None:
+        if not (isinstance(signal, (str, re.Pattern)) and signal):
+            raise ValueError(
+                f"signal must be the name of a value, such as 'grad_norm', or a compiled pattern, got {display(signal)}"
+            )
         self.signal = signal
+        self.rule = _rule(rule, signal if isinstance(signal, str) else signal.pattern)
+        self._each = Each(self.rule)
 
     def update(self, step: int, value: float) -> Verdict:
         """Judge ``value``, then learn it. NaN and Inf are spikes of their own kind and are never learned.
@@ -56,28 +51,40 @@ class SpikeDetector:
         Raises:
             TypeError: ``value`` is no number.
         """
-        try:
-            value = float(value)
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"value must be a number, got {display(value)} in step {step}") from error
-        threshold = self.rule.threshold
-        if not math.isfinite(value):
-            return Verdict(True, math.inf, threshold, f"{self.signal} is {value}")
-        score = self.rule.score(value)
-        is_spike = score is not None and score > threshold
-        reason = f"{self.signal} = {value:.4g} lies {score:.1f} robust standard deviations above normal" if is_spike else ""
-        self.rule.update(value, is_spike)
-        return Verdict(is_spike, score, threshold, reason)
+        return judged(self.rule, self.name, step, value)
 
-    def event(self, step: int, value: float, verdict: Verdict) -> Event:
+    def update_all(self, step: int, values: Mapping[str, float]) -> dict[str, Verdict]:
+        """The same for values by key, each with a rule of its own that is made when a key comes first."""
+        return self._each.update(step, values)
+
+    def event(self, step: int, value: float, verdict: Verdict, signal: str | None = None) -> Event:
         """The event that a spike becomes."""
         score = math.inf if verdict.score is None else verdict.score
-        return Event(step, self.signal, value, score, verdict.threshold, verdict.reason)
+        return Event(step, signal or self.name, value, score, verdict.threshold, verdict.reason, verdict.usual)
+
+    @property
+    def name(self) -> str:
+        """The signal, or the pattern."""
+        return self.signal if isinstance(self.signal, str) else self.signal.pattern
 
     def state_dict(self) -> dict[str, Any]:
-        """What the rule has learned, as plain numbers and lists."""
-        return {"signal": self.signal, "rule": self.rule.state_dict()}
+        """What the rules have learned, as plain numbers and lists: for JSON, and for ``torch.load(weights_only=True)``."""
+        return {"signal": self.name, "rule": self.rule.state_dict(), "rules": self._each.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
         self.rule.load_state_dict(state["rule"])
+        self._each.load_state_dict(state.get("rules", {}))
+
+
+def _rule(rule: Rule | Callable[[float], Any] | None, signal: str) -> Rule:
+    if rule is None:
+        return Hampel.for_losses() if signal.lower().endswith("loss") else Hampel()
+    if all(callable(getattr(rule, method, None)) for method in ("score", "update")) and hasattr(rule, "threshold"):
+        return rule  # type: ignore[return-value]
+    if callable(rule) and not isinstance(rule, type):
+        return Asked(rule)
+    raise TypeError(
+        "rule must have the methods score and update and a threshold, such as MedianMad(), or be a function of the value, "
+        f"got {display(rule)}"
+    )

@@ -1,13 +1,19 @@
-"""Rules that tell how far a value lies above normal. A rule scores first and learns afterwards, and never learns NaN or Inf."""
+"""What a rule is, and the simple ones: a limit, a ratio, a cumulative sum, any function.
+
+A rule is a small object: ``score(value)``, then ``update(value)``, once for each value, and a ``threshold`` that scores of spikes
+lie above. It never gets NaN or Inf, which the detector judges by itself. What it learns of a spike is its own affair, and said in
+its docstring: the rules of published code are here as they are, weak points included, so that they can be compared.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from ..errors import display
+from .arguments import positive
+from .hampel import log_of
 
 
 class Rule(Protocol):
@@ -16,10 +22,10 @@ class Rule(Protocol):
     threshold: float
 
     def score(self, value: float) -> float | None:
-        """How far above normal; None while the rule knows too little."""
+        """How far a finite ``value`` lies above normal; None while the rule knows too little. Changes nothing."""
 
-    def update(self, value: float, is_spike: bool) -> None:
-        """Learn a finite value; ``is_spike`` is the verdict on it."""
+    def update(self, value: float) -> None:
+        """Learn a finite ``value``, which was scored before."""
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and lists."""
@@ -28,80 +34,167 @@ class Rule(Protocol):
         """The inverse of :meth:`state_dict`."""
 
 
-class MedianMad:
-    """Robust z-score of the logarithm: ``(log x - median) / max(1.4826 * MAD, floor)`` over the last ``window`` values.
+class Kept:
+    """A rule whose state is in attributes that are numbers, or deques of numbers."""
 
-    Gradient norms are positive and skewed, so their logarithm is what scatters evenly; scaling the signal changes nothing.
-    Values called spikes stay out of the window, but ``accept`` of them in a row are a new level, and the window starts again
-    from them.
-
-    Args:
-        window: how many values are remembered.
-        threshold: robust standard deviations above the median.
-        floor: smallest standard deviation of the logarithm; 0.03 is 3 %. Keeps constant signals quiet.
-        warmup: values before the first score.
-        accept: spikes in a row that become the new normal.
-
-    Source: median and MAD as location and scale are Hampel's identifier (Davies and Gather 1993, The Identification of
-    Multiple Outliers); 1.4826 makes MAD a standard deviation for normal data. The defaults are conventional, not tuned.
-    """
-
-    def __init__(self, window: int = 128, threshold: float = 6.0, floor: float = 0.03, warmup: int = 16, accept: int = 5) -> None:
-        for name, number in (("window", window), ("warmup", warmup), ("accept", accept)):
-            if not isinstance(number, int) or number < 1:
-                raise ValueError(f"{name} must be a positive int, got {display(number)}")
-        for name, real in (("threshold", threshold), ("floor", floor)):
-            if not isinstance(real, (int, float)) or not 0 < real < math.inf:
-                raise ValueError(f"{name} must be a positive number, got {display(real)}")
-        if warmup > window:
-            raise ValueError(f"warmup={warmup} is larger than window={window}: no value would ever be scored")
-        self.threshold = float(threshold)
-        self.floor = float(floor)
-        self.warmup = warmup
-        self.accept = accept
-        self._values: deque[float] = deque(maxlen=window)
-        self._run: list[float] = []
-
-    def score(self, value: float) -> float | None:
-        """Robust standard deviations above the median; negative below it; None in the warm-up."""
-        if len(self._values) < self.warmup:
-            return None
-        median = _median(self._values)
-        deviation = _median(abs(x - median) for x in self._values)
-        return (_log(value) - median) / max(1.4826 * deviation, self.floor)
-
-    def update(self, value: float, is_spike: bool) -> None:
-        """Learn ``value``; a spike is learned only as part of a lasting change of level."""
-        if not is_spike:
-            self._run.clear()
-            self._values.append(_log(value))
-            return
-        self._run.append(_log(value))
-        if len(self._run) >= self.accept:
-            self._values.clear()
-            # repeated up to the warm-up, so that the detector does not go blind on the new level
-            copies = -(-self.warmup // len(self._run))
-            self._values.extend(self._run * copies)
-            self._run.clear()
+    _state: tuple[str, ...] = ()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain lists of numbers."""
-        return {"values": list(self._values), "run": list(self._run)}
+        """Plain numbers and lists."""
+        values = {name: getattr(self, name) for name in self._state}
+        return {name.lstrip("_"): list(value) if isinstance(value, deque) else value for name, value in values.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
-        self._values.clear()
-        self._values.extend(float(x) for x in state["values"])
-        self._run = [float(x) for x in state["run"]]
+        for name in self._state:
+            value, here = state[name.lstrip("_")], getattr(self, name)
+            setattr(self, name, deque(value, maxlen=here.maxlen) if isinstance(here, deque) else value)
 
 
-def _median(values: Iterable[float]) -> float:
-    # the standard library's module for this takes longer to import than most of this package
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+class Threshold(Kept):
+    """A fixed limit: the score is the value. Learns nothing.
+
+    Source: ``skip_grad_norm_threshold`` of xtuner and ``grad_norm_skip_threshold`` of Megatron-LM do this, without a default.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self.threshold = positive("limit", limit)
+        self.baseline = None
+
+    def score(self, value: float) -> float:
+        """The value itself."""
+        return value
+
+    def update(self, value: float) -> None:
+        """Nothing is learned."""
 
 
-def _log(value: float) -> float:
-    # a norm of exactly zero is legal (nothing to learn from that batch) and far below normal, not an error
-    return math.log(value) if value > 0 else -745.0
+class Ratio(Kept):
+    """How many times a running baseline. Spikes stay out of it, but ``accept`` of them in a row are the new baseline.
+
+    Args:
+        limit: the ratio.
+        alpha: weight of a new value in the exponential moving average.
+        warmup: values before the first score.
+        accept: spikes in a row that are accepted.
+
+    Source: the ratio of loss to its moving average in metaseq (pull requests 521 and 542; span 9, that is alpha 0.2), which has
+    no way out of a lasting change; that is this package's.
+    """
+
+    _state = ("_count", "_mean", "_run")
+
+    def __init__(self, limit: float = 5.0, alpha: float = 0.2, warmup: int = 5, accept: int = 5) -> None:
+        self.threshold = positive("limit", limit, above=1.0)
+        self._alpha = share("alpha", alpha)
+        self._warmup = positive("warmup", warmup, whole=True)
+        self._accept = positive("accept", accept, whole=True)
+        self._count, self._mean = 0, 0.0
+        self._run: deque[float] = deque()
+
+    @property
+    def baseline(self) -> float | None:
+        """The moving average."""
+        return self._mean if self._count else None
+
+    def score(self, value: float) -> float | None:
+        """The ratio; nothing is above a baseline that is not positive."""
+        if self._count < self._warmup:
+            return None
+        return value / self._mean if self._mean > 0 else 0.0
+
+    def update(self, value: float) -> None:
+        """Learn ``value``, unless it is a spike."""
+        score = self.score(value)
+        if score is not None and score > self.threshold:
+            self._run.append(value)
+            if len(self._run) >= self._accept:
+                self._mean = math.fsum(self._run) / len(self._run)
+                self._run.clear()
+            return
+        self._run.clear()
+        self._count += 1
+        self._mean = value if self._count == 1 else self._mean + self._alpha * (value - self._mean)
+
+
+class Cusum(Kept):
+    """Cumulative sum of how far the logarithm lies above its mean of some time ago: for slow drifts, of which each step is noise.
+
+    With ``z`` in standard deviations of the reference, ``S = max(0, S + z - allowance)``; the score is ``S``. The reference is
+    the ``span`` values before the last ``span``, so that it follows a decay and not yet a drift upwards. It learns every value;
+    after an alarm it begins anew.
+
+    Args:
+        limit: of the sum. By Siegmund's approximation 12 with an allowance of 1 is one false alarm in some 1e11 values of
+            independent normal noise about a known mean; the mean of 50 is less than that. A shift by 2 standard deviations takes 12.
+        allowance: half of the shift that is to be found, in standard deviations.
+        span: length of the reference, and values before the first score.
+        floor: smallest standard deviation of the logarithm.
+
+    Source: Page (1954, Continuous Inspection Schemes, Biometrika 41); Siegmund (1985, Sequential Analysis). The moving reference
+    is this package's.
+    """
+
+    _state = ("_values", "_sum")
+
+    def __init__(self, limit: float = 12.0, allowance: float = 1.0, span: int = 50, floor: float = 0.03) -> None:
+        self.threshold, self._allowance = positive("limit", limit), positive("allowance", allowance)
+        self._span, self._floor = positive("span", span, whole=True), positive("floor", floor)
+        self._values: deque[float] = deque(maxlen=2 * self._span)
+        self._sum = 0.0
+
+    @property
+    def baseline(self) -> float | None:
+        """The mean that is compared with, in units of the signal."""
+        return math.exp(self._reference()[0]) if self._values else None
+
+    def _reference(self) -> tuple[float, float]:
+        """Mean and standard deviation."""
+        values = list(self._values)[: self._span]
+        mean = math.fsum(values) / len(values)
+        return mean, math.sqrt(math.fsum((x - mean) ** 2 for x in values) / max(1, len(values) - 1))
+
+    def score(self, value: float) -> float | None:
+        """The sum, were ``value`` added."""
+        if len(self._values) < max(2, self._span):
+            return None
+        mean, spread = self._reference()
+        return max(0.0, self._sum + (log_of(value) - mean) / max(spread, self._floor) - self._allowance)
+
+    def update(self, value: float) -> None:
+        """Add ``value`` to the sum."""
+        score = self.score(value)
+        if score is not None and score > self.threshold:
+            self._values.clear()
+            self._sum = 0.0
+            return
+        self._sum = score or 0.0
+        self._values.append(log_of(value))
+
+
+class Asked(Kept):
+    """Any function of the value: it gives True or False, or a score above ``threshold`` for a spike. Learns nothing by itself."""
+
+    def __init__(self, function: Callable[[float], Any], threshold: float = 0.5) -> None:
+        self.threshold = threshold
+        self.baseline = None
+        self._function = function
+
+    def score(self, value: float) -> float | None:
+        """What the function gives, as a number; None stays None."""
+        found = self._function(value)
+        return None if found is None else float(found)
+
+    def update(self, value: float) -> None:
+        """Nothing is learned."""
+
+
+def share(name: str, value: float) -> float:
+    """``value``, if it is between 0 and 1.
+
+    Raises:
+        TypeError, ValueError: it is not.
+    """
+    if not positive(name, value) < 1:
+        raise ValueError(f"{name} must be between 0 and 1, got {value!r}")
+    return float(value)

@@ -1,0 +1,5 @@
+"""``python -m benchmarks.spikes``."""
+
+from .run import main
+
+main()

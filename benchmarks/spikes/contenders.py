@@ -1,0 +1,41 @@
+"""Who is judged. A contender makes a fresh detector for a kind of signal; nothing else of it is known to the benchmark.
+
+One line adds one: ``"Name": always(Rule)`` where a rule takes both kinds alike, else a function of the kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch_gradmon.spikes import Cusum, EmaZScore, MeanStd, MedianMad, Ratio, RollingZScore, Rule, SpikeDetector, Threshold
+
+from .traces import Kind
+
+Factory = Callable[[Kind], SpikeDetector]
+#: What a monitor calls the signal of each kind.
+SIGNALS: dict[Kind, str] = {"gnorm": "grad_norm", "loss": "loss"}
+
+
+def always(rule: Callable[[], Rule]) -> Factory:
+    """The same rule for every kind of signal."""
+    return lambda kind: SpikeDetector(rule(), signal=SIGNALS[kind])
+
+
+CONTENDERS: dict[str, Factory] = {
+    "default": lambda kind: SpikeDetector(signal=SIGNALS[kind]),
+    "MedianMad": always(MedianMad),
+    "Cusum": always(Cusum),
+    "RollingZScore": always(RollingZScore),
+    "EmaZScore": always(EmaZScore),
+    "MeanStd": always(MeanStd),
+    "Ratio": always(Ratio),
+    "Threshold(10)": always(lambda: Threshold(10.0)),
+}
+
+#: Printed with every table and kept in the result: figures on what a rule was tuned on are no evidence for it.
+TUNED_ON = (
+    "default: constants tuned on data/ and on generators much like those of the scenarios, so that its figures there are what it "
+    "was fitted to; seeds 1000 to 1029 were looked at once, and nothing was changed after that; "
+    "MedianMad and Cusum: conventional constants; the others: constants of the published code that each names as its source.\n"
+    "Tune on data/ and on seeds below 1000. Judge with --traces DIR and --held-out 2000, which nobody may tune on."
+)

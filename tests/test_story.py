@@ -1,0 +1,92 @@
+"""The story of a spike: by the monitor that saw it, from the run directory, and on the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import torch_gradmon as gradmon
+from torch_gradmon import ModuleMonitor, SpikeDetector, load_run
+from torch_gradmon.cli import main
+from torch_gradmon.story import tell
+
+
+def _spiked(run_dir: Path | None, steps: int = 50, spoiled: float = 40.0) -> ModuleMonitor:
+    """A run in which the second layer goes wrong in step 39, and all of the model in step 40."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    monitor = gradmon.watch(model, optimizer, on_spike=None, run_dir=run_dir)
+    monitor.add_detector(SpikeDetector(signal="loss"))
+    x = torch.randn(32, 6)
+    for step in range(steps):
+        monitor.tag(batch_ids=[4 * step, 4 * step + 1])
+        hidden = model[1](model[0](x).detach()).square().mean()
+        loss = model(x).square().mean() * (spoiled if step == 40 else 1) + 10 * spoiled * hidden * (step == 39)
+        optimizer.zero_grad()
+        loss.backward()
+        monitor.log_scalar("loss", loss.item())
+        optimizer.step()
+    return monitor
+
+
+def test_the_story_names_what_who_when_and_what_came_after() -> None:
+    text = _spiked(None).why(40)
+    lines = text.splitlines()
+    assert lines[0].startswith("step 40: grad_norm = ")
+    assert lines[1].startswith("step 40: loss = ")
+    assert lines[2] == "  batch_ids [160, 161], lr 1e-06"
+    titles = next(line for line in lines if line.startswith("signal")).split()
+    assert titles == ["signal", "37", "38", "39", "[40]", "41", "42", "43", "44"]
+    first = lines[next(row for row, line in enumerate(lines) if line.startswith("parameter, by suspicion")) + 1].split()
+    assert first[0] in ("1.weight", "1.bias")
+    assert first[-1] == "39"  # it moved the step before
+    assert next(line for line in lines if line.startswith("2.weight")).split()[-2:] == ["this", "step"]
+    assert "after the spike of step 40 grad_norm is back to normal since step 41" in text
+    assert "after the spike of step 40 loss is back to normal since step 41" in text
+
+
+def test_the_last_spike_is_told_of_by_default_and_other_steps_on_request() -> None:
+    monitor = _spiked(None)
+    assert monitor.why() == monitor.why(40)
+    assert monitor.why(20).startswith("step 20: no detector called it a spike")
+    with pytest.raises(ValueError, match="step 77 is not known: 50 steps are known, from 0 to 49"):
+        monitor.why(77)
+    with pytest.raises(ValueError, match="no spike to tell of in the 30 monitored steps from 0 to 29"):
+        _spiked(None, steps=30).why()
+    with pytest.raises(ValueError, match="since no step is known yet"):
+        ModuleMonitor(nn.Linear(1, 1)).why()
+
+
+def test_a_run_directory_tells_the_same_story(tmp_path: Path) -> None:
+    monitor = _spiked(tmp_path)
+    told = monitor.why()
+    monitor.detach()
+    # statistics are stored as float32, of which the story shows four digits
+    assert tell(load_run(tmp_path)) == told
+    assert [event.where for event in load_run(tmp_path).events if event.step == 40] == [
+        event.where for event in monitor._session.ledger.recent().events if event.step == 40
+    ]
+
+
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _spiked(tmp_path).detach()
+    assert main(["why", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("step 40: grad_norm = ")
+    assert main(["why", str(tmp_path), "--step", "39"]) == 0
+    assert capsys.readouterr().out.startswith("step 39: ")
+    for words, message in (
+        (["why", str(tmp_path), "--step", "999"], "step 999 is not known"),
+        (["why", str(tmp_path / "no")], "there is no run in"),
+    ):
+        assert main(words) == 1
+        assert message in capsys.readouterr().err
+
+
+def test_a_step_that_is_not_finite_names_the_parameters() -> None:
+    text = _spiked(None, spoiled=float("inf")).why(40)
+    assert "step 40: grad_norm is nan" in text
+    assert "loss is inf" in text or "loss is nan" in text

@@ -1,0 +1,210 @@
+"""The default rule for many signals at once, such as one norm for each layer: the same verdicts, in a few dozen tensor operations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .hampel import (
+    ACCEPT_AT_ONCE,
+    ACCEPT_IN_THE_END,
+    EARLY_SPREAD,
+    FAR_FROM,
+    FEWEST_RESIDUALS,
+    FIRST,
+    LOG_OF_ZERO,
+    MAD_TO_STD,
+    RECENT,
+    Hampel,
+)
+
+
+class Windows:
+    """For each of ``rows`` signals its last ``size`` values, in order of time and of size; float64 on the CPU."""
+
+    def __init__(self, rows: int, size: int) -> None:
+        self.size = size
+        self.count = torch.zeros(rows, dtype=torch.int64, device="cpu")
+        self._next = torch.zeros(rows, dtype=torch.int64, device="cpu")
+        # what a window lacks is infinite and last in its order
+        self._in_time = torch.full((rows, size), torch.inf, dtype=torch.float64, device="cpu")
+        self._in_order = self._in_time.clone()
+        self._places = torch.arange(size, device="cpu")
+
+    def add(self, rows: Tensor, values: Tensor) -> None:
+        """Take ``values[i]`` for the oldest value of ``rows[i]``; each row once."""
+        every = len(rows) == len(self.count)  # then nothing has to be picked out and put back
+        ordered = self._in_order if every else self._in_order[rows]
+        slots = self._next[rows]
+        oldest = self._in_time[rows, slots].unsqueeze(1)  # infinite while the window is not full: a place that is free
+        gone = torch.searchsorted(ordered, oldest)
+        rest = torch.where(self._places[:-1] >= gone, ordered[:, 1:], ordered[:, :-1])
+        # into an order, a value comes between the two neighbours that it lies between
+        values = values.unsqueeze(1)
+        inserted = ordered if every else torch.empty_like(ordered)
+        torch.minimum(rest[:, :1], values, out=inserted[:, :1])
+        torch.maximum(rest[:, :-1], torch.minimum(rest[:, 1:], values), out=inserted[:, 1:-1])
+        torch.maximum(rest[:, -1:], values, out=inserted[:, -1:])
+        if not every:
+            self._in_order[rows] = inserted
+        self._in_time[rows, slots] = values.squeeze(1)
+        self._next[rows] = (slots + 1) % self.size
+        self.count[rows] = (self.count[rows] + 1).clamp_(max=self.size)
+
+    def clear(self, rows: Tensor) -> None:
+        """Forget the values of ``rows``."""
+        self.count[rows], self._next[rows] = 0, 0
+        self._in_time[rows], self._in_order[rows] = torch.inf, torch.inf
+
+    def median(self) -> Tensor:
+        """``[rows]``; not finite where there is no value."""
+        middle = torch.stack([(self.count - 1).clamp(min=0) // 2, self.count // 2], dim=1)
+        return self._in_order.gather(1, middle.clamp_(max=self.size - 1)).mean(dim=1)
+
+    def median_deviation(self, center: Tensor) -> Tensor:
+        """The median of ``|x - center|``: ``[rows]``; zero where there is no value."""
+        found = torch.zeros_like(center)
+        for count in set(self.count.tolist()):  # most of the time all are full
+            if count:
+                same = self.count == count
+                rows = slice(None) if bool(same.all()) else same.nonzero().squeeze(1)
+                ordered, middle = self._in_order[rows], center[rows].unsqueeze(1)
+                upper = _nearest(ordered, middle, count // 2 + 1, count)
+                found[rows] = upper if count % 2 else (_nearest(ordered, middle, count // 2, count) + upper) / 2
+        return found
+
+    def values(self, row: int) -> list[float]:
+        """The values of one row, oldest first."""
+        count, start = int(self.count[row]), int(self._next[row]) if int(self.count[row]) == self.size else 0
+        return self._in_time[row].roll(-start)[:count].tolist()
+
+    def load(self, row: int, values: list[float]) -> None:
+        """Begin anew with ``values``, at most ``size`` of them."""
+        here = torch.tensor([row], device="cpu")
+        self.clear(here)
+        for value in values:
+            self.add(here, torch.tensor([value], dtype=torch.float64, device="cpu"))
+
+
+def _nearest(ordered: Tensor, center: Tensor, rank: int, count: int) -> Tensor:
+    """The ``rank``-th smallest distance to ``center``: the nearest ``rank`` values are neighbours, so the best such run tells."""
+    starts = count - rank + 1
+    reach = torch.maximum(center - ordered[:, :starts], ordered[:, rank - 1 : rank - 1 + starts] - center)
+    return reach.amin(dim=1)
+
+
+class HampelBank:
+    """:class:`Hampel` for a fixed number of signals that are never negative.
+
+    Args:
+        like: the rule whose settings these are; what it has learned plays no part.
+        signals: how many.
+    """
+
+    def __init__(self, like: Hampel, signals: int) -> None:
+        self.threshold, self._least, self._early = like.threshold, math.log(like.least), like.early
+        sizes = like.sizes
+        self._signals, self._lag = signals, sizes["lag"]
+        self._near, self._far = Windows(signals, sizes["near"]), Windows(signals, sizes["far"])
+        self._residuals = Windows(2 * signals, sizes["window"])  # to the near medians, then to the far ones
+        self._between = torch.zeros(signals, self._lag, dtype=torch.float64, device="cpu")
+        self._recent = torch.zeros(signals, RECENT, dtype=torch.float64, device="cpu")
+        self._flags = torch.zeros(signals, RECENT, dtype=torch.bool, device="cpu")
+        self._queued, self._seen, self._count = (torch.zeros(signals, dtype=torch.int64, device="cpu") for _ in range(3))
+
+    def update(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Judge ``values``, float64 ``[signals]`` on the CPU, then learn them.
+
+        Returns:
+            Scores, infinite for NaN and Inf, NaN where there is none yet; and which values are spikes. Both ``[signals]``.
+        """
+        finite = values.isfinite()
+        positions = torch.where(values > 0, values.log(), LOG_OF_ZERO)
+        medians = torch.stack([self._near.median(), self._far.median()])
+        scores = self._scores(positions, medians)
+        spikes = finite & (scores > self.threshold)
+        self._learn((finite & ~spikes).nonzero().squeeze(1), positions, medians)
+        for row in self._remember(finite.nonzero().squeeze(1), positions, spikes):
+            self._accept(row)
+        return torch.where(finite, scores, torch.inf), spikes | ~finite
+
+    def baselines(self) -> Tensor:
+        """What is usual now, in units of the signals: ``[signals]``."""
+        return self._near.median().exp()
+
+    def _scores(self, positions: Tensor, medians: Tensor) -> Tensor:
+        count = self._count.double()
+        deviations = self._residuals.median_deviation(self._residuals.median())
+        deviations = torch.where(self._residuals.count >= FEWEST_RESIDUALS, deviations, 0.0).view(2, -1)
+        spreads = MAD_TO_STD * deviations * (1 + EARLY_SPREAD / count)
+        near, far = (positions - medians) / torch.maximum(spreads, (self._least + self._early / count) / self.threshold)
+        scores = torch.where(self._count >= FAR_FROM, torch.maximum(near, far), near)
+        return torch.where(self._count >= FIRST, scores, torch.nan)
+
+    def _learn(self, rows: Tensor, positions: Tensor, medians: Tensor) -> None:
+        learned = positions[rows]
+        near, far = rows[self._near.count[rows] >= FIRST], rows[self._far.count[rows] >= FIRST]
+        residuals = torch.cat([positions[near] - medians[0, near], positions[far] - medians[1, far]])
+        self._residuals.add(torch.cat([near, far + self._signals]), residuals)
+        self._near.add(rows, learned)
+        slots = self._queued[rows] % self._lag
+        waited = self._queued[rows] >= self._lag
+        self._far.add(rows[waited], self._between[rows, slots][waited])
+        self._between[rows, slots] = learned
+        self._queued[rows] += 1
+        self._count[rows] += 1
+
+    def _remember(self, rows: Tensor, positions: Tensor, spikes: Tensor) -> list[int]:
+        """Note the last value of ``rows``; those that have a new level."""
+        self._recent[rows] = torch.cat([self._recent[rows, 1:], positions[rows].unsqueeze(1)], dim=1)
+        self._flags[rows] = torch.cat([self._flags[rows, 1:], spikes[rows].unsqueeze(1)], dim=1)
+        self._seen[rows] = (self._seen[rows] + 1).clamp_(max=RECENT)
+        number = self._flags.sum(dim=1)
+        lasting = (number >= ACCEPT_IN_THE_END) & (self._seen == RECENT) & self._flags[:, 0]
+        changed = lasting | (spikes & (number >= ACCEPT_AT_ONCE))
+        touched = torch.zeros_like(changed)
+        touched[rows] = True
+        return (changed & touched).nonzero().squeeze(1).tolist()
+
+    def _accept(self, row: int) -> None:
+        start = RECENT - int(self._seen[row])
+        flags = self._flags[row, start:].tolist()
+        level = self._recent[row, start:].tolist()[flags.index(True) :]
+        self._near.load(row, level)
+        self._far.load(row, level)
+        self._queued[row], self._seen[row], self._flags[row] = 0, 0, False
+
+    # --- as single rules know it -------------------------------------------------------------------------------------------------
+
+    def state(self, signal: int) -> dict[str, Any]:
+        """What :meth:`Hampel.state_dict` of a rule for this signal alone would be."""
+        seen, queued = int(self._seen[signal]), int(self._queued[signal])
+        between = self._between[signal].roll(-(queued % self._lag)) if queued >= self._lag else self._between[signal][:queued]
+        recent = zip(self._recent[signal].tolist(), self._flags[signal].tolist(), strict=True)
+        return {
+            "near": self._near.values(signal),
+            "far": self._far.values(signal),
+            "near_residuals": self._residuals.values(signal),
+            "far_residuals": self._residuals.values(signal + self._signals),
+            "between": between.tolist(),
+            "recent": [[position, flag] for position, flag in recent][RECENT - seen :],
+            "count": int(self._count[signal]),
+            "linear": False,
+        }
+
+    def load(self, signal: int, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state`."""
+        self._near.load(signal, state["near"])
+        self._far.load(signal, state["far"])
+        self._residuals.load(signal, state["near_residuals"])
+        self._residuals.load(signal + self._signals, state["far_residuals"])
+        between = torch.tensor(state["between"], dtype=torch.float64, device="cpu")
+        self._between[signal, : len(between)] = between
+        self._queued[signal], self._count[signal], self._seen[signal] = len(between), state["count"], len(state["recent"])
+        self._flags[signal] = False
+        for place, (position, flag) in enumerate(reversed(state["recent"]), start=1):
+            self._recent[signal, -place], self._flags[signal, -place] = position, flag

@@ -1,0 +1,203 @@
+"""The default rule: how far the logarithm of a value lies above its running medians."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from .arguments import positive
+from .windows import SortedWindow
+
+#: Makes the median of absolute deviations a standard deviation for normal data.
+MAD_TO_STD = 1.4826
+#: Values before the first score: a median of fewer tells nothing.
+FIRST = 3
+#: Residuals before their spread counts.
+FEWEST_RESIDUALS = 5
+#: After n values the spread counts as 1 + EARLY_SPREAD / n times as large.
+EARLY_SPREAD = 16
+#: Values before a value is compared with the far median as well. Norms of the first steps of a warm-up rise like a ramp.
+FAR_FROM = 40
+#: Spikes among the last values after which these are the new level: at once, or once the first of them is that long ago.
+ACCEPT_AT_ONCE, ACCEPT_IN_THE_END, RECENT = 5, 3, 9
+#: What a norm of zero counts as: below the logarithm of any positive number.
+LOG_OF_ZERO = -745.0
+
+
+class Hampel:
+    """Distance of ``log(value)`` to the median of the last values, in robust standard deviations. Made to run unattended.
+
+    A value is compared with two medians: of the ``near`` last values, which follow the decay of the first steps and slow drifts,
+    and of ``far`` values that are ``lag`` values older, which a ramp of 5 % a step has not yet taken along. The score is the larger
+    of ``(log value - median) / spread``, where the spread is 1.4826 times the median absolute deviation of the last ``window``
+    such differences, and at least ``log(least) / threshold``: what is less than ``least`` times as large as usual is no spike,
+    however quiet the signal.
+
+    In the beginning the demands are higher, for the first steps of a training jump about: after ``n`` values the smallest rise is
+    ``log(least) + early / n``, and the spread ``1 + 16 / n`` times as large.
+
+    Values called spikes stay out of the medians and the spread. But where 5 of 9 values, or 3 and the first of them 9 values ago,
+    are spikes, the level has changed: the medians begin again from these values. So a lasting doubling is accepted within 10 steps.
+
+    Multiplying the signal by a constant changes nothing. A signal with negative values cannot be taken the logarithm of: from its
+    first one on the values themselves are compared, and ``least`` is relative to their median.
+
+    Args:
+        threshold: score above which a value is a spike.
+        least: smallest factor above usual that is a spike. 1.5 is for gradient norms; losses need less, see :meth:`for_losses`.
+        early: how much more is asked for in the first steps.
+        near, far, lag, window: numbers of values.
+
+    Source: median and MAD as location and scale make Hampel's identifier (Davies and Gather 1993, The Identification of Multiple
+    Outliers, JASA 88). The two medians, what counts as a change of level, and the defaults are this package's own; they were tuned
+    on the labelled training curves and the scenarios of ``make bench-spikes``.
+
+    Raises:
+        TypeError, ValueError: an argument is no positive number, or ``least`` not above 1.
+    """
+
+    def __init__(
+        self,
+        threshold: float = 5.5,
+        *,
+        least: float = 1.5,
+        early: float = 9.0,
+        near: int = 9,
+        far: int = 7,
+        lag: int = 7,
+        window: int = 127,
+    ) -> None:
+        self.threshold = positive("threshold", threshold)
+        self.least = positive("least", least, above=1.0)
+        self.early = positive("early", early)
+        self.lag = positive("lag", lag, whole=True)
+        self._near = SortedWindow(positive("near", near, above=FIRST - 1, whole=True))
+        self._far = SortedWindow(positive("far", far, above=FIRST - 1, whole=True))
+        size = positive("window", window, above=FEWEST_RESIDUALS - 1, whole=True)
+        self._near_residuals, self._far_residuals = SortedWindow(size), SortedWindow(size)
+        self._between: deque[float] = deque()
+        self._recent: deque[tuple[float, bool]] = deque(maxlen=RECENT)
+        self._count = 0
+        self._linear = False
+        self._scored: tuple[float, float | None] | None = None
+
+    @classmethod
+    def for_losses(cls, threshold: float = 5.5) -> Hampel:
+        """The preset for losses, whose spikes are small beside their level: from 6 % on."""
+        return cls(threshold, least=1.06, early=1.5)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Numbers of values that are remembered, by argument."""
+        return {"near": self._near.size, "far": self._far.size, "lag": self.lag, "window": self._near_residuals.size}
+
+    @property
+    def baseline(self) -> float | None:
+        """What is usual now, in units of the signal."""
+        if not len(self._near):
+            return None
+        return self._near.median() if self._linear else math.exp(self._near.median())
+
+    def score(self, value: float) -> float | None:
+        """Robust standard deviations above normal, negative below it; None for the first three values."""
+        if self._scored is None or self._scored[0] != value:
+            self._scored = value, self._compared(value)  # kept, since update() asks again
+        return self._scored[1]
+
+    def _compared(self, value: float) -> float | None:
+        if self._count < FIRST or (value < 0 and not self._linear):
+            return None
+        position = self._position(value)
+        score = self._score(position, self._near, self._near_residuals)
+        if self._count >= FAR_FROM:
+            score = max(score, self._score(position, self._far, self._far_residuals))
+        return score
+
+    def _score(self, position: float, normal: SortedWindow, residuals: SortedWindow) -> float:
+        median = normal.median()
+        # a rise of the logarithm by so much is one by the factor ``least``
+        unit = abs(median) if self._linear else 1.0
+        spread = unit * (math.log(self.least) + self.early / self._count) / self.threshold
+        if len(residuals) >= FEWEST_RESIDUALS:
+            deviation = residuals.median_deviation(residuals.median())
+            spread = max(spread, MAD_TO_STD * deviation * (1 + EARLY_SPREAD / self._count))
+        rise = position - median
+        return rise / spread if spread > 0 else math.copysign(math.inf, rise) if rise else 0.0
+
+    def update(self, value: float) -> None:
+        """Learn a finite ``value``, unless its score calls it a spike."""
+        if value < 0 and not self._linear:
+            self._restart()
+        score, position = self.score(value), self._position(value)
+        self._scored = None
+        is_spike = score is not None and score > self.threshold
+        self._recent.append((position, is_spike))
+        if not is_spike:
+            self._learn(position)
+        spikes = sum(spike for _, spike in self._recent)
+        lasting = spikes >= ACCEPT_IN_THE_END and len(self._recent) == RECENT and self._recent[0][1]
+        if lasting or (is_spike and spikes >= ACCEPT_AT_ONCE):
+            self._accept()
+
+    def _learn(self, position: float) -> None:
+        if len(self._near) >= FIRST:
+            self._near_residuals.add(position - self._near.median())
+        if len(self._far) >= FIRST:
+            self._far_residuals.add(position - self._far.median())
+        self._count += 1
+        self._near.add(position)
+        self._between.append(position)
+        if len(self._between) > self.lag:
+            self._far.add(self._between.popleft())
+
+    def _accept(self) -> None:
+        """What came since the first of the last spikes is the new level."""
+        recent = list(self._recent)
+        first = next(index for index, (_, is_spike) in enumerate(recent) if is_spike)
+        for normal in (self._near, self._far):
+            normal.clear()
+            normal.extend(position for position, _ in recent[first:])
+        self._between.clear()
+        self._recent.clear()
+
+    def _restart(self) -> None:
+        """The first negative value: logarithms have no use any more."""
+        self._linear, self._count, self._scored = True, 0, None
+        for window in (self._near, self._far, self._near_residuals, self._far_residuals, self._between, self._recent):
+            window.clear()
+
+    def _position(self, value: float) -> float:
+        if self._linear:
+            return value
+        return log_of(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers and lists."""
+        return {
+            "near": self._near.values(),
+            "far": self._far.values(),
+            "near_residuals": self._near_residuals.values(),
+            "far_residuals": self._far_residuals.values(),
+            "between": list(self._between),
+            "recent": [[position, is_spike] for position, is_spike in self._recent],
+            "count": self._count,
+            "linear": self._linear,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        self._scored = None
+        self._near = SortedWindow(self._near.size, map(float, state["near"]))
+        self._far = SortedWindow(self._far.size, map(float, state["far"]))
+        self._near_residuals = SortedWindow(self._near_residuals.size, map(float, state["near_residuals"]))
+        self._far_residuals = SortedWindow(self._far_residuals.size, map(float, state["far_residuals"]))
+        self._between = deque(map(float, state["between"]))
+        self._recent = deque(((float(position), bool(spike)) for position, spike in state["recent"]), maxlen=RECENT)
+        self._count, self._linear = int(state["count"]), bool(state["linear"])
+
+
+def log_of(value: float) -> float:
+    """The logarithm; a norm of exactly zero is legal (nothing to learn from that batch) and far below normal, not an error."""
+    return math.log(value) if value > 0 else LOG_OF_ZERO

@@ -1,0 +1,149 @@
+"""What is said of a value: of one signal by its rule, and of many signals by a rule each."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import display
+from .arguments import times
+from .bank import HampelBank
+from .hampel import Hampel
+from .rules import Rule
+
+#: From so many signals on, judging them one by one takes longer than together.
+_TOGETHER = 100
+
+
+class Verdict(NamedTuple):
+    """What a detector says of one value.
+
+    Attributes:
+        is_spike: the verdict.
+        score: infinite for NaN and Inf, None while the rule warms up.
+        threshold: of the score.
+        reason: in words; empty when there is no spike.
+        usual: what the rule took for normal, in units of the signal; None where it does not say, or there is no spike.
+    """
+
+    is_spike: bool
+    score: float | None
+    threshold: float
+    reason: str
+    usual: float | None = None
+
+
+def judged(rule: Rule, signal: str, step: int, value: float) -> Verdict:
+    """The verdict on ``value``, which is learned afterwards unless it is NaN or infinite.
+
+    Raises:
+        TypeError: it is no number.
+    """
+    try:
+        value = float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"value must be a number, got {display(value)} in step {step}") from error
+    threshold = rule.threshold
+    if not math.isfinite(value):
+        return Verdict(True, math.inf, threshold, f"{signal} is {value}", getattr(rule, "baseline", None))
+    score = rule.score(value)
+    if score is None or not score > threshold:
+        rule.update(value)
+        return Verdict(False, score, threshold, "")
+    usual = getattr(rule, "baseline", None)  # before it learns the spike
+    rule.update(value)
+    return Verdict(True, score, threshold, _words(signal, value, usual, score, threshold), usual)
+
+
+class Each:
+    """A copy of one rule for each signal, made when the signal comes first. Many of the default rule are judged together.
+
+    Args:
+        rule: what is copied.
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+        self._rules: dict[str, Rule] = {}
+        self._bank: HampelBank | None = None
+        self._rows: dict[str, int] = {}
+
+    def update(self, step: int, values: Mapping[str, float]) -> dict[str, Verdict]:
+        """Judge ``values`` by signal, then learn them."""
+        if self._bank is not None and not (values.keys() <= self._rows.keys() and _is_for_a_bank(values)):
+            self._dissolve()
+        if self._bank is None and type(self._rule) is Hampel and len(values) >= _TOGETHER and _is_for_a_bank(values):
+            self._unite(values)
+        if self._bank is not None:
+            return self._together(self._bank, values)
+        return {signal: judged(self._single(signal), signal, step, value) for signal, value in values.items()}
+
+    def _single(self, signal: str) -> Rule:
+        if signal not in self._rules:
+            self._rules[signal] = copy.deepcopy(self._rule)
+        return self._rules[signal]
+
+    def _together(self, bank: HampelBank, values: Mapping[str, float]) -> dict[str, Verdict]:
+        row = torch.full((len(self._rows),), torch.nan, dtype=torch.float64, device="cpu")
+        places = [self._rows[signal] for signal in values]
+        row[places] = torch.tensor(list(values.values()), dtype=torch.float64, device="cpu")
+        usual, threshold = bank.baselines(), bank.threshold
+        scores, spikes = (found[places].tolist() for found in bank.update(row))
+        verdicts = {
+            signal: Verdict(False, None if score != score else score, threshold, "")  # NaN is a score that there is not yet
+            for signal, score in zip(values, scores, strict=True)
+        }
+        for signal in itertools.compress(values, spikes):
+            value, score = values[signal], verdicts[signal].score or math.inf
+            reason, before = f"{signal} is {value}", usual[self._rows[signal]].item()
+            normal = before if math.isfinite(before) else None
+            if math.isfinite(value):
+                reason = _words(signal, value, normal, score, threshold)
+            verdicts[signal] = Verdict(True, score, threshold, reason, normal)
+        return verdicts
+
+    def _unite(self, signals: Mapping[str, float]) -> None:
+        names = dict.fromkeys([*self._rules, *signals])
+        learned = {name: rule.state_dict() for name, rule in self._rules.items()}
+        if any(state["linear"] for state in learned.values()):
+            return
+        assert isinstance(self._rule, Hampel)
+        self._rows = {name: row for row, name in enumerate(names)}
+        self._bank = HampelBank(self._rule, len(names))
+        for name, state in learned.items():
+            self._bank.load(self._rows[name], state)
+        self._rules = {}
+
+    def _dissolve(self) -> None:
+        states = self.state_dict()
+        self._bank, self._rows = None, {}
+        self.load_state_dict(states)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of each rule, by signal."""
+        if self._bank is not None:
+            return {signal: self._bank.state(row) for signal, row in self._rows.items()}
+        return {signal: rule.state_dict() for signal, rule in self._rules.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        self._bank, self._rows, self._rules = None, {}, {}
+        for signal, learned in state.items():
+            self._single(signal).load_state_dict(learned)
+
+
+def _is_for_a_bank(values: Mapping[str, float]) -> bool:
+    # the logarithm of a negative number is nothing, and not a number is no reason to leave
+    return not any(value < 0 and value != -math.inf for value in values.values())
+
+
+def _words(signal: str, value: float, usual: float | None, score: float, threshold: float) -> str:
+    how = f"(score {score:.3g}, threshold {threshold:g})"
+    if usual is None or usual <= 0:
+        return f"{signal} = {value:.4g} lies above normal {how}"
+    return f"{signal} = {value:.4g} is {times(value / usual)} the usual {usual:.4g} {how}"

@@ -1,0 +1,193 @@
+"""The story of one step on one screen: what was said of it, the signals around it, the layers, what came after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from .names import SUMMARY, format_key
+from .record import Event, StepRecord
+from .spikes import aftermath
+from .spikes.suspects import Gradients, Suspect
+
+#: Steps shown before and after the one that is told of, and parameters shown.
+_BEFORE, _AFTER, _LAYERS = 3, 4, 8
+#: Whole-model values that are shown where they are known, besides what spiked and whatever has "loss" in its name.
+_SIGNALS = ("grad_norm", "grad_norm_clipped", "update_norm", "spike_score")
+_NAME_WIDTH, _WIDTH = 40, 10
+
+
+class Source(Protocol):
+    """What a story is made of: a :class:`torch_gradmon.run.Run`, or what a monitor remembers."""
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that are known, ascending."""
+
+    @property
+    def events(self) -> list[Event]:
+        """What the detectors found, in order."""
+
+    def context(self, step: int) -> Mapping[str, Any]:
+        """Facts about a step."""
+
+    def metrics(self, step: int) -> Mapping[str, float]:
+        """Values of a step by key."""
+
+    def suspects(self, step: int) -> Sequence[Suspect]:
+        """The parameters of a step in the order of suspicion; none where nothing is known of its gradients."""
+
+
+class Recent:
+    """What a monitor remembers of its last steps, as a source of stories.
+
+    Args:
+        records: the last records by step.
+        gradients: statistics of the gradients of some of them.
+        suspects: the parameters by suspicion, as they were at the time of a spike.
+    """
+
+    def __init__(
+        self, records: Mapping[int, StepRecord], gradients: Gradients, suspects: Mapping[int, Sequence[Suspect]]
+    ) -> None:
+        self._records, self._gradients, self._suspects = dict(records), gradients, suspects
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that are remembered, ascending."""
+        return sorted(self._records)
+
+    @property
+    def events(self) -> list[Event]:
+        """What the detectors found in them, in order."""
+        return [event for step in self.steps for event in self._records[step].events]
+
+    def context(self, step: int) -> Mapping[str, Any]:
+        """Facts about a step."""
+        return {"applied": self._records[step].applied, **self._records[step].context}
+
+    def metrics(self, step: int) -> Mapping[str, float]:
+        """Values of a step by key."""
+        return {format_key(key): value for key, value in self._records[step].values.items()}
+
+    def suspects(self, step: int) -> Sequence[Suspect]:
+        """The parameters of a step in the order of suspicion; none where its gradients are forgotten."""
+        return self._suspects.get(step) or self._gradients.suspects(step)
+
+
+def tell(source: Source, step: int | None = None) -> str:
+    """The story of ``step``, by default of the last spike.
+
+    Raises:
+        ValueError: the step is not known, or there is no spike to tell of.
+    """
+    known = source.steps
+    if step is None:
+        if not source.events:
+            span = (
+                f"in the {len(known)} monitored steps from {known[0]} to {known[-1]}" if known else "since no step is known yet"
+            )
+            raise ValueError(f"there is no spike to tell of {span}; name a step to look at it all the same")
+        step = source.events[-1].step
+    if step not in known:
+        span = f"{len(known)} steps are known, from {known[0]} to {known[-1]}" if known else "none is"
+        raise ValueError(f"step {step} is not known: {span}")
+    events = [event for event in source.events if event.step == step]
+    around = known[max(0, known.index(step) - _BEFORE) : known.index(step) + _AFTER + 1]
+    return "\n".join(
+        [
+            *_heading(source, step, events),
+            "",
+            *_signals(source, step, around, events),
+            "",
+            *_layers(source.suspects(step), step),
+            *_after(source, known[known.index(step) + 1 :], events),
+        ]
+    )
+
+
+def _heading(source: Source, step: int, events: Sequence[Event]) -> Iterator[str]:
+    yield from [f"step {step}: {event.reason}" for event in events] or [f"step {step}: no detector called it a spike"]
+    context = dict(source.context(step))
+    if context.pop("applied", True) is False:
+        yield "  the step was not applied"
+    tags = context.pop("tags", {})
+    facts = {name: value for name, value in {**tags, **context}.items() if name not in ("time", "overhead_pct")}
+    if facts:
+        yield "  " + ", ".join(f"{name} {_fact(value)}" for name, value in facts.items())
+
+
+def _fact(value: Any) -> str:
+    if isinstance(value, list):
+        shown = ", ".join(map(_fact, value[:8]))
+        return f"[{shown}{', ...' if len(value) > 8 else ''}]" if len(value) != 1 else _fact(value[0])
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _signals(source: Source, step: int, around: Sequence[int], events: Sequence[Event]) -> Iterator[str]:
+    values = {number: source.metrics(number) for number in around}
+    keys = list(dict.fromkeys(key for number in around for key in values[number]))
+    wanted = [event.signal for event in events]
+    names = {key: key.removeprefix(f"{SUMMARY}/") for key in keys}
+    shown = [key for key in keys if names[key] in (*wanted, *_SIGNALS) or key in wanted or ("loss" in key and "/" not in key)]
+    heads = "".join(f"{f'[{number}]' if number == step else number:>{_WIDTH}}" for number in around)
+    yield f"{'signal':<{_NAME_WIDTH}}{heads}"
+    for name in ("lr", "amp_scale"):  # only where it moved: else the heading has it
+        facts = [source.context(number).get(name) for number in around]
+        if any(fact != facts[0] for fact in facts):
+            yield f"{name:<{_NAME_WIDTH}}" + "".join(f"{_fact(fact):>{_WIDTH}}" for fact in facts)
+    for key in shown:
+        row = "".join(f"{_number(values[number].get(key)):>{_WIDTH}}" for number in around)
+        yield f"{_cut(names[key])}{row}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _cut(name: str) -> str:
+    return f"{name if len(name) < _NAME_WIDTH else '…' + name[-_NAME_WIDTH + 2 :]:<{_NAME_WIDTH}}"
+
+
+def _layers(suspects: Sequence[Suspect], step: int) -> Iterator[str]:
+    if not suspects:
+        yield "the gradients of this step are not known (a monitor remembers 64 steps, and 100 with a spike; a run directory all)"
+        return
+    titles = ("norm", "usual", "times", "score", "share", "since")
+    yield f"{'parameter, by suspicion':<{_NAME_WIDTH}}" + "".join(f"{title:>{_WIDTH}}" for title in titles)
+    for suspect in suspects[:_LAYERS]:
+        usual = suspect.usual
+        cells = (
+            _number(suspect.norm),
+            _number(usual),
+            "-" if not usual else f"{suspect.norm / usual:.3g}",
+            "-" if suspect.score is None else f"{suspect.score:.1f}",
+            "-" if suspect.share is None else f"{suspect.share:.1%}",
+            "-" if suspect.since is None else "this step" if suspect.since == step else str(suspect.since),
+        )
+        yield _cut(suspect.name) + "".join(f"{cell:>{_WIDTH}}" for cell in cells)
+    calm = sum(suspect.since is None and not suspect.nonfinite for suspect in suspects)
+    known = (
+        f"{calm} of {len(suspects)} as usual"
+        if suspects[-1].score is not None
+        else "too few steps before are known to say what is usual"
+    )
+    yield (
+        f"{len(suspects)} parameters, {known}" if len(suspects) <= _LAYERS else f"... and {len(suspects) - _LAYERS} more; {known}"
+    )
+
+
+def _after(source: Source, later: Sequence[int], events: Sequence[Event]) -> Iterator[str]:
+    """What became of each signal in the steps after."""
+    for event in events:
+        values = []
+        for number in later:
+            metrics = source.metrics(number)
+            value = metrics.get(event.signal, metrics.get(f"{SUMMARY}/{event.signal}"))
+            if value is not None:
+                values.append((number, value))
+            if len(values) == aftermath.AFTER:
+                break
+        if values:
+            yield ""
+            yield aftermath.in_words(event, values)
