@@ -67,6 +67,7 @@ FLOORS = [
         "spikes.rules",
         "spikes.bank",
         "spikes.aftermath",
+        "spikes.origin",
         "spikes.signals",
         "sinks.comet",
         "sinks.mlflow",
@@ -94,7 +95,7 @@ FLOORS = [
     ["spikes.detector", "sinks.outlet", "capture.hanging", "capture.module_values", "capture.reference"],
     ["spikes", "spikes.judges", "story", "sinks", "sinks.outbox", "capture.attention", "capture.calls"],
     ["capture", "capture.gradients", "capture.parameters", "capture.activations", "follower"],
-    ["ledger"],
+    ["ledger", "closer"],
     ["flight"],
     ["session"],
     ["hand"],
@@ -244,6 +245,7 @@ HOST_READS = {
     ("capture.module_values", "others", "bool"): "of tuples",
     ("capture.module_values", "wants", "bool"): "of a tuple",
     ("capture.module_values", "_called", "tolist"): "of a table, which is on the host",
+    ("capture.module_values", "_measure_staged", "tolist"): "of tensors that are staged, on CPU only",
     ("capture.hooks", "__bool__", "bool"): "of a list",
 }
 _READING_METHODS = {"item", "cpu", "tolist", "numpy", "nonzero_static"}

@@ -26,10 +26,10 @@ def cadence(every: object, monitor_step_fn: Any) -> Callable[[int], bool]:
     return lambda step: step % interval == 0  # type: ignore[operator]
 
 
-def positive_int(name: str, value: object) -> None:
-    """A whole number of at least 1."""
+def positive_int(name: str, value: object, else_: str = "") -> None:
+    """A whole number of at least 1; ``else_`` says what is allowed besides."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}={value!r} must be a positive int")
+        raise ValueError(f"{name}={value!r} must be a positive int{f', {else_}' if else_ else ''}")
 
 
 def share(name: str, value: object) -> None:

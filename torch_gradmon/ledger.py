@@ -58,6 +58,7 @@ class Ledger:
         self._records: OrderedDict[int, StepRecord] = OrderedDict()
         self._late: StepBuffer | None = None
         self._signals: Mapping[str, float] = {}
+        self.has_spiked = False  # since somebody set this to False
         self._preset_signals: set[str] = set()
 
     def enter(self, record: StepRecord, signals: Mapping[str, float], buffer: StepBuffer) -> None:
@@ -125,7 +126,9 @@ class Ledger:
             warnings.warn(f"torch_gradmon: {words}", GradmonWarning, stacklevel=2)
 
     def _tell(self, events: Sequence[Event]) -> None:
-        self._warn(self.judges.news(events))
+        news = self.judges.news(events)
+        self.has_spiked |= bool(news)
+        self._warn(news)
         for event in events:
             if callable(self._options.on_spike):
                 try:

@@ -20,6 +20,7 @@ from .capture.measuring import Measurer
 from .capture.parameters import OPTIMIZER_BUILT_INS
 from .capture.reference import frozen_copy
 from .capture.units import ACTIVATION_BUILT_INS
+from .closer import CloserLook
 from .errors import Complaints, display
 from .guard import Guard
 from .layers import Layers
@@ -69,6 +70,8 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
             about a second, once in a process, and then a third of the time or less. Without a compiler it warns and goes on.
         overhead_budget: share of the training's time that the monitor's own time on the host may take, such as 0.01; while it
             takes more, fewer of the steps that the cadence asks for are monitored (every 2nd, 4th, ...), which is said.
+        closer_look: for how many monitored steps after a spike the outputs of all modules and the gradients of these are measured
+            too, for the run directory and to find where NaN or Inf begin; 0 for none. Not where anything is compiled.
 
     With ``GRADMON_DISABLE=1`` in the environment everything is inert.
 
@@ -96,6 +99,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         run_dir: str | os.PathLike[str] | None = None,
         compile_statistics: bool = False,
         overhead_budget: float | None = None,
+        closer_look: int = 3,
     ) -> None:
         is_monitored = check.cadence(every, monitor_step_fn)
         if overhead_budget is not None:
@@ -111,6 +115,8 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         if not isinstance(eps, (int, float)) or isinstance(eps, bool) or not 0 <= eps < float("inf"):
             raise ValueError(f"eps={eps!r} must be a number of at least 0, such as 1e-8")
         check.positive_int("history", history)
+        if closer_look != 0 or isinstance(closer_look, bool):
+            check.positive_int("closer_look", closer_look, "or 0 for none")
         if isinstance(update_sample, int):
             check.positive_int("update_sample", update_sample)
         elif update_sample is not None:
@@ -133,7 +139,8 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         options = Options(self._shower(key_style, prefix), history, on_spike)
         measurer = Measurer(Statistics(complaints, float(eps), compile_statistics and not inert), complaints)
         ledger = Ledger(options, guard, outbox, chosen_layers)
-        self._session = Session(budget or is_monitored, guard, planner, measurer, ledger, update_sample, budget)
+        closer = CloserLook(planner, closer_look)
+        self._session = Session(budget or is_monitored, guard, planner, measurer, ledger, update_sample, budget, closer)
         self._session.scaler = scaler
         self._registry, self._planner = registry, planner
         # an attached session outlives a monitor that nobody kept, and modules with the mixin ask for the monitor

@@ -79,6 +79,8 @@ class Registry:
     def __init__(self, built_ins: Mapping[str, Mapping[str, BuiltIn]]) -> None:
         self.built_ins = built_ins
         self.metrics: tuple[Metric, ...] = ()
+        self._lent: tuple[Metric, ...] = ()
+        self._once_lent: set[tuple[str, str]] = set()
 
     def make(
         self,
@@ -162,9 +164,22 @@ class Registry:
         known = {(metric.source, metric.name) for metric in shown}
         self.metrics = shown + tuple(metric for metric in new if (metric.source, metric.name) not in known)
 
+    def lend(self, new: Sequence[Metric]) -> None:
+        """Add ``new``, out of sight, until :meth:`take_back`; what is there by source and name already stays as it is."""
+        known = {(metric.source, metric.name) for metric in self.metrics}
+        self._lent = tuple(metric for metric in new if (metric.source, metric.name) not in known)
+        self._once_lent |= {(metric.source, metric.name) for metric in self._lent}
+        self.metrics += self._lent
+
+    def take_back(self) -> None:
+        """End what :meth:`lend` began."""
+        self.metrics = tuple(metric for metric in self.metrics if metric not in self._lent)
+        self._lent = ()
+
     def hidden(self) -> set[tuple[str, str]]:
-        """Source and name of the metrics that are not shown."""
-        return {(metric.source, metric.name) for metric in self.metrics if not metric.shown}
+        """Source and name of the metrics that are not shown, or were lent: their last values may still be on their way."""
+        hidden = self._once_lent.union((metric.source, metric.name) for metric in self.metrics if not metric.shown)
+        return hidden.difference((metric.source, metric.name) for metric in self.metrics if metric.shown)
 
     def check(self, tensors: Mapping[str, Sequence[str]]) -> None:
         """Check all metrics once the names are known.

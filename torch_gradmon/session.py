@@ -22,6 +22,7 @@ from .capture.gradients import GradientCapture
 from .capture.measuring import Measurer
 from .capture.parameters import ParameterCapture
 from .capture.scaling import reciprocal, scale_of
+from .closer import CloserLook
 from .flight import Flight, Flights
 from .follower import Follower
 from .guard import Guard, guarded
@@ -49,9 +50,11 @@ class Session:
         ledger: Ledger,
         update_sample: int | re.Pattern[str] | None,
         budget: Budget | None,
+        closer: CloserLook,
     ) -> None:
         self.is_step_monitored = is_step_monitored
         self.budget = budget
+        self.closer = closer
         self.guard = guard
         self.planner = planner
         self.ledger = ledger
@@ -161,7 +164,9 @@ class Session:
         self.open, self.ledger.last, self._ended = False, None, self.step
         monitored = self._buffer is not None
         if monitored:
+            closer_ends = self.closer.step_ended()
             self._end_monitored()
+            self._look_closer(closer_ends)
         else:
             self._tags = {}
             if self.follower is not None and self.follower.refused:
@@ -197,6 +202,13 @@ class Session:
         self._flights.seal()
         self._flights.land(self._ended, open_to_late_values=True, waiting=self.ledger.is_awaited(self._ended or 0))
         self.ledger.finish()
+        self._look_closer(False)
+
+    def _look_closer(self, ends: bool) -> None:
+        """Where a spike has become known, measure more in the next steps; ``ends`` where they are over."""
+        spiked, self.ledger.has_spiked = self.ledger.has_spiked, False
+        if (spiked and self.closer.begin()) or ends:
+            self.rearm()
 
     def _groups(self) -> list[tuple[str, frozenset[str]]]:
         if self.follower is None or self.planner.inventory is None or self.ledger.layers.choice != "blocks":

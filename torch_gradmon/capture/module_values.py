@@ -80,8 +80,9 @@ class ModuleValues:
         self._owner: dict[tuple[str, str], tuple[str, bool]] = {}
         self._dead: dict[str, DeadUnits] = {}
         self._seen_units: set[str] = set()
-        self._rows: list[tuple[str, str, frozenset[Column], list[float]]] = []
-        self._staging: Staging[tuple[str, str, frozenset[Column]]] = Staging()
+        # in the order in which they came; None for a row that waits in the staging
+        self._rows: list[tuple[str, str, frozenset[Column], list[float] | None]] = []
+        self._staging: Staging[frozenset[Column]] = Staging()
         self.traced: dict[tuple[str, str], frozenset[Column]] = {}
 
     def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], modules: Mapping[str, weakref.ref[nn.Module]]) -> None:
@@ -241,23 +242,25 @@ class ModuleValues:
             return False
         if not self._staging.has_room(tensor):
             self._measure_staged()
-        self._staging.put((source, path, columns), tensor, inverse_scale)
+        self._staging.put(columns, tensor, inverse_scale)
+        self._rows.append((source, path, columns, None))
         return True
 
     def _measure_staged(self) -> None:
         """What was measured on the host, and the small tensors that wait, all at once."""
         assert self._buffer is not None
-        if self._rows:
-            measured, self._rows = self._rows, []
-            table = torch.tensor([row for *_, row in measured], dtype=torch.float64, device="cpu")
-            for (source, path, columns, _), row in zip(measured, table.unsqueeze(1), strict=True):
-                self._buffer.merge_rows(source, [path], row, columns)
-        if not (waiting := self._staging.drain()):
+        measured, self._rows = self._rows, []
+        if not measured:
             return
-        columns = frozenset().union(*{of for (_, _, of), _ in waiting})
-        rows = self._measurer.built_in.measure([tensor for _, tensor in waiting], columns)
-        for ((source, path, _), _), row in zip(waiting, rows.unsqueeze(1), strict=True):
-            self._buffer.merge_rows(source, [path], row, columns)
+        waited: Iterator[list[float]] = iter(())
+        together = frozenset[Column]()
+        if waiting := self._staging.drain():
+            together = together.union(*{of for of, _ in waiting})
+            waited = iter(self._measurer.built_in.measure([tensor for _, tensor in waiting], together).tolist())
+        rows = [next(waited) if row is None else row for *_, row in measured]
+        table = torch.tensor(rows, dtype=torch.float64, device="cpu").unsqueeze(1)
+        for (source, path, columns, own), row in zip(measured, table, strict=True):
+            self._buffer.merge_rows(source, [path], row, together if own is None else columns)
 
     def _measure_others(self, source: str, item: _Item, inverse_scale: Tensor | None) -> None:
         """What is no view of the statistics."""

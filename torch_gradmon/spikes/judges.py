@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -11,6 +12,7 @@ from ..names import GRADIENT, GRADIENT_BEFORE_CLIP, SPIKE_SCORE, SUMMARY, Key
 from ..record import Event, StepRecord
 from .aftermath import Aftermath
 from .detector import SpikeDetector
+from .origin import origin
 from .signals import Matches, value_of
 from .suspects import Gradients, Suspect, in_words
 from .verdicts import Verdict
@@ -44,6 +46,7 @@ class Judges:
         self.suspects: dict[int, list[Suspect]] = {}
         self._aftermath = Aftermath()
         self._before: set[str] = set()
+        self._is_origin_told = False
 
     def begin(self, record: StepRecord, absent: MutableMapping[tuple[str, str], str]) -> None:
         """A step ended with ``record``. One that was not applied is judged by nobody."""
@@ -98,9 +101,18 @@ class Judges:
         """What became of earlier spikes, in words, now that nothing more can come for this step."""
         told = self._aftermath.see(record.step, lambda signal: value_of(signal, record, whole))
         for event in record.events:
-            self._aftermath.follow(event)
+            if event.signal not in self._before:
+                self._aftermath.follow(event)
         self._before = {event.signal for event in record.events}
-        return [words for _, words in told]
+        return [*self._origin(record), *(words for _, words in told)]
+
+    def _origin(self, record: StepRecord) -> Iterator[str]:
+        """Where NaN or Inf began, once for a row of steps that have them."""
+        spoiled = any(not math.isfinite(event.value) for event in record.events)
+        words = origin(record) if spoiled and not self._is_origin_told else ""
+        if words:
+            yield f"step {record.step}: {words}"
+        self._is_origin_told = spoiled and (self._is_origin_told or bool(words))
 
     def silent(self) -> list[str]:
         """Signals that had no value for the third step in a row, now that nothing more can come for this one."""

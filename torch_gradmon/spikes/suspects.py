@@ -38,6 +38,7 @@ class Suspect:
         share: of the squared norm of the whole gradient; None where that is zero or not finite.
         since: step from which on its score is above the threshold without a break, None where it is not above.
         nonfinite: elements that are NaN or infinite.
+        place: in the order of the model's parameters.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Suspect:
     share: float | None
     since: int | None
     nonfinite: int
+    place: int
 
 
 class Gradients:
@@ -84,7 +86,7 @@ class Gradients:
             score = math.inf if spoiled else None if scores is None else float(scores[-1, place])
             share = float(squares[place]) / total if 0 < total < math.inf else None
             norm, before = float(norms[-1, place]), None if usual is None else float(usual[place])
-            found.append(Suspect(table.names[place], norm, before, score, share, since, spoiled))
+            found.append(Suspect(table.names[place], norm, before, score, share, since, spoiled, place))
         return sorted(found, key=_suspicion)
 
 
@@ -132,7 +134,7 @@ def in_words(suspects: Sequence[Suspect], step: int, count: int = 3) -> str:
     spoiled = [suspect.name for suspect in suspects if suspect.nonfinite]
     if spoiled:
         more = f" and {len(spoiled) - count} more" if len(spoiled) > count else ""
-        return f"NaN or Inf in the gradient of {', '.join(spoiled[:count])}{more}"
+        return f"NaN or Inf in the gradient of {', '.join(spoiled[:count])}{more}{_came_from(suspects)}"
     moved = [suspect for suspect in suspects if suspect.since is not None]
     if moved:
         first, *others = [f"{suspect.name} ({_times(suspect)}{_share(suspect)})" for suspect in moved[:count]]
@@ -146,6 +148,19 @@ def in_words(suspects: Sequence[Suspect], step: int, count: int = 3) -> str:
     known = suspects and suspects[0].score is not None
     alone = "no parameter moved by itself; " if known else ""
     return f"{alone}of the squared norm hold {top}" if top else ""
+
+
+def _came_from(suspects: Sequence[Suspect]) -> str:
+    """What the gradients alone tell of where NaN or Inf began: backward() goes from the last parameter to the first."""
+    in_order = sorted(suspects, key=lambda suspect: suspect.place)
+    spoiled = [suspect.nonfinite > 0 for suspect in in_order]
+    if all(spoiled):
+        return "; no parameter's is spared, so it came out of the forward pass or the loss"
+    last = len(spoiled) - 1 - spoiled[::-1].index(True)
+    if last < len(spoiled) - 1 and all(spoiled[: last + 1]):
+        finite = in_order[last + 1].name
+        return f"; nearer to the loss, from {finite} on, all are finite, so it arose at {in_order[last].name}"
+    return ""
 
 
 def _times(suspect: Suspect) -> str:

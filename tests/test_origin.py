@@ -1,0 +1,184 @@
+"""Where NaN or Inf began, and the closer look that is taken after a spike."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torch_gradmon as gradmon
+from torch_gradmon import GradmonWarning, ModuleMonitor, SpikeDetector
+from torch_gradmon.names import ACTIVATION, ACTIVATION_GRADIENT
+from torch_gradmon.spikes.origin import origin
+
+BAD = 20
+
+
+class Part(nn.Module):
+    """A linear layer and a place for an accident."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.accident: Callable[[Tensor], Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y if self.accident is None else self.accident(y)
+
+
+FORWARD: Callable[[Tensor], Tensor] = lambda y: y * torch.nan  # noqa: E731
+BACKWARD: Callable[[Tensor], Tensor] = lambda y: torch.sqrt(y * 0)  # noqa: E731 (finite, with an infinite gradient)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), Part(), nn.Tanh(), nn.Linear(8, 1))
+
+
+def watched(accident: Callable[[Tensor], Tensor], steps: int = 30, preset: str = "standard") -> tuple[ModuleMonitor, list[str]]:
+    """An ordinary loop with the accident in one step; what was said."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    monitor = gradmon.watch(model, optimizer, preset=preset)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", GradmonWarning)
+        for step in range(steps):
+            model[1].accident = accident if step == BAD else None
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+    return monitor, [str(warning.message) for warning in said]
+
+
+def by_hand(
+    accident: Callable[[Tensor], Tensor], closer_look: int = 3
+) -> tuple[list[dict[str, list[str]]], list[str], ModuleMonitor]:
+    """A loop by hand that takes no step with bad gradients, so that the parameters stay as they are; sources by step."""
+    model = net()
+    monitor = ModuleMonitor(model, on_spike="warn", closer_look=closer_look)
+    monitor.add_detector(SpikeDetector())
+    sources = []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", GradmonWarning)
+        for step in range(30):
+            model[1].accident = accident if step >= BAD else None
+            model.zero_grad()
+            monitor.begin_step(step)
+            model(torch.randn(4, 8)).square().mean().backward()
+            monitor.monitor_gradients(before_clip=True)
+            monitor.end_step()
+            assert monitor._session.ledger.last is not None
+            sources.append({source: list(table.names) for source, table in monitor._session.ledger.last.tables.items()})
+    return sources, [str(warning.message) for warning in said], monitor
+
+
+def test_gradients_alone_tell_that_it_came_from_the_forward_pass() -> None:
+    _, said = watched(FORWARD)
+    assert "step 20: grad_norm is nan; NaN or Inf in the gradient of 3.bias, 3.weight, 1.linear.bias and 3 more" in said[0]
+    assert said[0].endswith("no parameter's is spared, so it came out of the forward pass or the loss")
+    assert [text for text in said[1:] if "parameters hold NaN or Inf" in text] == [said[1]]
+    assert said[2].endswith("it did not recover")
+    assert len(said) == 3
+
+
+def test_gradients_alone_tell_where() -> None:
+    _, said = watched(BACKWARD)
+    assert said[0].endswith("nearer to the loss, from 3.weight on, all are finite, so it arose at 1.linear.bias")
+
+
+def test_outputs_that_were_measured_name_the_module_in_the_step_itself() -> None:
+    _, said = watched(FORWARD, preset="full")
+    assert "step 20: the forward pass has its first NaN or Inf in the output of 1 (32 of 32 elements)" in said[1]
+
+
+@pytest.mark.parametrize(
+    ("accident", "words"),
+    [
+        (FORWARD, "step 21: the forward pass has its first NaN or Inf in the output of 1 (32 of 32 elements)"),
+        (
+            BACKWARD,
+            "step 21: the forward pass is finite, and the backward pass has its first NaN or Inf in the gradient of the output of "
+            "1.linear (32 of 32 elements)",
+        ),
+    ],
+)
+def test_where_the_parameters_stay_finite_the_next_step_names_the_module(
+    accident: Callable[[Tensor], Tensor], words: str
+) -> None:
+    _, said, _ = by_hand(accident)
+    assert [text for text in said if words in text] == [said[1]]
+
+
+def test_the_closer_look_is_taken_for_some_steps_and_leaves_nothing_behind() -> None:
+    sources, _, monitor = by_hand(FORWARD)
+    close = [step for step, of in enumerate(sources) if ACTIVATION in of]
+    assert close == [BAD + 1, BAD + 2, BAD + 3]
+    assert set(sources[BAD + 1][ACTIVATION]) == {"0", "1.linear", "1", "2", "3", "[root module]"}
+    assert all(ACTIVATION_GRADIENT in sources[step] for step in close)
+    assert monitor._session.planner.registry.metrics == ()
+    assert not monitor._session.activations._hooks._hooks
+    assert not any("activation" in key for key in monitor.get_step_metrics())
+    assert not any("activation" in key for values in monitor.get_all_metrics().values() for key in values)
+
+
+def test_without_a_closer_look_nothing_more_is_measured() -> None:
+    sources, _, _ = by_hand(FORWARD, closer_look=0)
+    assert not any(ACTIVATION in of for of in sources)
+
+
+def test_a_closer_look_leaves_what_the_user_asked_for_as_it_is() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    monitor = gradmon.watch(model, optimizer, on_spike=None)
+    monitor.add_activation_metric("max", metric_regex="^0$")
+    keys = []
+    for step in range(30):
+        loss = model(torch.randn(4, 8)).square().mean() * (1e4 if step == BAD else 1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        keys.append({key for key in monitor.get_step_metrics() if key.startswith("activation")})
+    assert keys == [{"activation/0/max"}] * 30
+    assert [metric.name for metric in monitor._session.planner.registry.metrics if metric.source == ACTIVATION] == ["max"]
+
+
+def test_the_same_parameters_with_and_without_a_closer_look() -> None:
+    states = []
+    for closer_look in (0, 3):
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        monitor = ModuleMonitor(model, closer_look=closer_look)
+        monitor.add_preset("standard")
+        monitor.attach(optimizer)
+        for step in range(30):
+            loss = model(torch.randn(4, 8)).square().mean() * (1e3 if step == BAD else 1)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        states.append(model.state_dict())
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_the_run_directory_has_what_the_closer_look_saw(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    monitor = gradmon.watch(model, optimizer, on_spike=None, run_dir=tmp_path)
+    for step in range(30):
+        loss = model(torch.randn(4, 8)).square().mean() * (1e4 if step == BAD else 1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    monitor.detach()
+    run = gradmon.load_run(tmp_path)
+    assert sorted(run.series("activation/1.linear/std")) == [BAD + 1, BAD + 2, BAD + 3]
+
+
+def test_a_record_without_nan_has_no_origin() -> None:
+    monitor, _ = watched(lambda y: y, preset="full")
+    assert monitor._session.ledger.last is not None
+    assert origin(monitor._session.ledger.last) == ""

@@ -1,0 +1,46 @@
+"""A closer look after a spike: for some steps what modules return, and the gradients of that, are measured too."""
+
+from __future__ import annotations
+
+from . import names as n
+from .capture.hooks import compiled_graphs
+from .planner import Planner
+
+#: What is measured: one-pass statistics, of which the run directory keeps all.
+_METRICS = {n.ACTIVATION: ("std", "max", "nonfinite"), n.ACTIVATION_GRADIENT: ("norm", "nonfinite")}
+
+
+class CloserLook:
+    """Lends metrics to the registry for the steps after a spike.
+
+    Args:
+        planner: is told that the plan changed.
+        steps: how many monitored steps it takes; none for 0.
+    """
+
+    def __init__(self, planner: Planner, steps: int) -> None:
+        self._planner, self._steps = planner, steps
+        self._left = 0
+
+    def begin(self) -> bool:
+        """A spike came: look closer from the next step on. Returns whether hooks are to be hung for it.
+
+        Not where anything was compiled: a model whose modules get hooks would be compiled again.
+        """
+        if not self._steps or compiled_graphs():
+            return False
+        begins, self._left = not self._left, self._steps
+        if begins:
+            registry = self._planner.registry
+            registry.lend([registry.make(source, name, shown=False) for source, names in _METRICS.items() for name in names])
+            self._planner.changed()
+        return begins
+
+    def step_ended(self) -> bool:
+        """A monitored step ended, and nothing is known of it yet. Returns whether hooks are to be taken away again."""
+        ends = self._left == 1
+        self._left -= self._left > 0
+        if ends:
+            self._planner.registry.take_back()
+            self._planner.changed()
+        return ends
