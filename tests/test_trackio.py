@@ -99,7 +99,7 @@ def test_a_spike_is_an_alert_of_its_step(tmp_path: Path) -> None:
     )
     (alert,) = _table(tmp_path, "alerts")
     assert (alert["title"], alert["level"], alert["step"]) == ("spike in loss", "warn", 50)
-    assert str(alert["text"]).startswith("step 50: loss = 100 lies")
+    assert str(alert["text"]).startswith("step 50: loss = 100 is 90.9 times the usual 1.1")
 
 
 def test_without_a_run_it_says_what_to_do(tmp_path: Path) -> None:
