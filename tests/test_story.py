@@ -90,3 +90,41 @@ def test_a_step_that_is_not_finite_names_the_parameters() -> None:
     text = _spiked(None, spoiled=float("inf")).why(40)
     assert "step 40: grad_norm is nan" in text
     assert "loss is inf" in text or "loss is nan" in text
+
+
+def test_the_random_state_of_a_spike_brings_its_numbers_back(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    monitor = gradmon.watch(model, optimizer, on_spike=None, run_dir=tmp_path)
+    x, outputs = torch.randn(32, 6), {}
+    for step in range(30):
+        outputs[step] = model(x)
+        optimizer.zero_grad()
+        (outputs[step].square().mean() * (100 if step == 25 else 1)).backward()
+        if step == 25:
+            before = {name: value.clone() for name, value in model.state_dict().items()}
+        optimizer.step()
+    monitor.detach()
+    run = load_run(tmp_path)
+    assert [event.step for event in run.events] == [25]
+    model.load_state_dict(before)
+    torch.set_rng_state(run.rng_state(25)["cpu"])
+    assert torch.equal(model(x), outputs[25])
+    with pytest.raises(KeyError, match="no random state is kept of step 24"):
+        run.rng_state(24)
+
+
+def test_a_watched_model_draws_the_numbers_that_it_draws_without_a_monitor() -> None:
+    drawn = []
+    for watched in (False, True):
+        torch.manual_seed(2)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        if watched:
+            gradmon.watch(model, optimizer)
+        for _ in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        drawn.append(torch.get_rng_state())
+    assert torch.equal(*drawn)

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from . import names as n
@@ -93,7 +93,7 @@ class Flight:
             buffer.absent,
         )
         try:
-            ledger.enter(record, signals, buffer)
+            ledger.enter(replace(record, rng=buffer.rng), signals, buffer)
         finally:  # where a spike raises
             if self.late is not None:
                 departure = self.late_departure or self.late.depart()

@@ -116,7 +116,7 @@ class Ledger:
 
     def _keep(self, record: StepRecord, amend: bool = False) -> None:
         self.last = record
-        self._records[record.step] = replace(record, tables={})
+        self._records[record.step] = replace(record, tables={}, rng={})
         while len(self._records) > self._options.history:
             self._records.popitem(last=False)
         self.outbox.put(record, functools.partial(_shown, self._options.show, record), amend)

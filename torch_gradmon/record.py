@@ -68,6 +68,7 @@ class StepRecord:
         events: what the detectors found.
         derived: keys whose values follow from the tables.
         hidden: keys of values that are for the run directory only.
+        rng: states of torch's random generators at the step's beginning, by device; bytes as uint8 tensors.
     """
 
     step: int
@@ -79,3 +80,4 @@ class StepRecord:
     events: tuple[Event, ...] = ()
     derived: frozenset[Key] = frozenset()
     hidden: frozenset[Key] = frozenset()
+    rng: Mapping[str, Tensor] = field(default_factory=dict)

@@ -10,6 +10,8 @@ from array import array
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from . import names as n
 from .errors import display, nearest
 from .names import Key, format_key, parse_key
@@ -105,6 +107,23 @@ class Run:
         """
         row = self._db.execute(f"{_ROWS} WHERE segment = ? AND step = ? AND source = ?", (*self._where(step), source)).fetchone()
         return None if row is None else self._table(*row)
+
+    def rng_state(self, step: int) -> dict[str, torch.Tensor]:
+        """The states of torch's random generators at the beginning of a step with a spike, by device: for ``torch.set_rng_state``.
+
+        Raises:
+            KeyError: the step is not in the run, or none was kept because it had no spike.
+        """
+        states = self._states(self._where(step))
+        if not states:
+            raise KeyError(f"no random state is kept of step {step}: only steps with a spike have one")
+        return {device: torch.tensor(list(state), dtype=torch.uint8, device="cpu") for device, state in states}
+
+    def _states(self, where: tuple[int, int]) -> list[tuple[str, bytes]]:
+        try:
+            return self._db.execute("SELECT device, state FROM rng WHERE segment = ? AND step = ?", where).fetchall()
+        except sqlite3.OperationalError:  # a run of before these were kept
+            return []
 
     def suspects(self, step: int) -> list[Suspect]:
         """The parameters of a step in the order of suspicion, see :class:`torch_gradmon.spikes.suspects.Suspect`.

@@ -29,7 +29,7 @@ from .guard import Guard, guarded
 from .ledger import Ledger
 from .merging import Aggregation
 from .mixin import has_mixin
-from .modes import unseen
+from .modes import rng_states, unseen
 from .names import Key
 from .plan import SourcePlan
 from .planner import Planner
@@ -121,6 +121,7 @@ class Session:
         references = self.planner.inventory.references
         self._plans = self.planner.plans(step, self.ledger.summary)
         self._buffer = StepBuffer(step, self.guard.complaints)
+        self._buffer.rng = rng_states()
         self.gradients.begin(self._buffer, self._plans, references)
         self.parameters.begin(self._buffer, self._plans, references)
         due = tuple(metric for metric in self.planner.module_metrics() if metric.due(step))

@@ -36,6 +36,7 @@ class StepBuffer:
         self.noted: dict[str, Tensor | float] = {}  # facts of the step that are no values
         self.absent: dict[tuple[str, str], str] = {}
         self.refused: dict[str, str] = {}
+        self.rng: dict[str, Tensor] = {}  # states of the random generators when it began
         self.unshown: set[tuple[str, str]] = set()  # source and name of rows whose values are for the run directory only
         self._complaints = complaints
         self._blocks: list[Tensor] = []

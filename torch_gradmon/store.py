@@ -41,6 +41,7 @@ CREATE TABLE IF NOT EXISTS steps (
     PRIMARY KEY (segment, step)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS rows (
     segment INTEGER, step INTEGER, layout INTEGER, data BLOB NOT NULL, PRIMARY KEY (segment, step, layout));
+CREATE TABLE IF NOT EXISTS rng (segment INTEGER, step INTEGER, device TEXT, state BLOB NOT NULL, PRIMARY KEY (segment, step, device));
 CREATE TABLE IF NOT EXISTS scalars (
     segment INTEGER, step INTEGER, key INTEGER, value, PRIMARY KEY (segment, step, key)) WITHOUT ROWID;
 """
@@ -124,6 +125,9 @@ class RunStore:
             counts = fixed_counts(source, table)
             data = (*where, self._layout(source, table, counts), b"" if table.same_as else pack(table, bool(counts)))
             self._db.execute("INSERT OR REPLACE INTO rows VALUES (?, ?, ?, ?)", data)
+        if record.events:
+            states = [(*where, device, bytes(state.tolist())) for device, state in record.rng.items()]
+            self._db.executemany("INSERT OR REPLACE INTO rng VALUES (?, ?, ?, ?)", states)
         self._db.executemany(
             "INSERT OR REPLACE INTO scalars VALUES (?, ?, ?, ?)",
             [
