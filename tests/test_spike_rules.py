@@ -296,8 +296,7 @@ def test_a_bank_gives_the_scores_and_states_of_single_rules(rule: Hampel) -> Non
             states = [bank.state(signal) for signal in range(count)]
             assert alike(states, [single.state_dict() for single in singles])
             bank = HampelBank(rule, count)  # and on from what was saved
-            for signal, state in enumerate(states):
-                bank.load(signal, state)
+            bank.load(states)
 
 
 def test_many_signals_are_judged_together_as_alone_also_where_they_come_go_and_turn_negative() -> None:

@@ -15,9 +15,11 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor, SpikeDetector, SpikeError
+from torch_gradmon.names import GRADIENT, GRADIENT_BEFORE_CLIP
 from torch_gradmon.record import Event, Table
-from torch_gradmon.spikes import MedianMad
+from torch_gradmon.spikes import Hampel, MedianMad
 from torch_gradmon.spikes.aftermath import Aftermath
+from torch_gradmon.spikes.aftermath import in_words as in_words_after
 from torch_gradmon.spikes.suspects import Gradients, in_words
 from torch_gradmon.statistics.moments import ALL_COLUMNS, Column, identity
 
@@ -269,7 +271,7 @@ def test_a_key_is_a_signal_whether_its_metric_is_shown_or_not(metric: str) -> No
 def test_a_pattern_watches_each_key_with_a_rule_of_its_own_and_tells_of_the_worst() -> None:
     monitor, events = _toy(40, SpikeDetector(signal=re.compile(r"^gradient/.*/norm$")))
     assert [(event.step, event.signal) for event in events] == [(39, "gradient/big.weight/norm")]
-    assert "and 1 of 3 other signals spike with it" in events[0].reason  # the bias
+    assert "and 1 of the 3 others spike with it" in events[0].reason  # the bias
     scores = {key: value for key, value in monitor.get_step_metrics().items() if key.startswith("spike_score/")}
     assert scores.keys() == {f"spike_score/gradient/{m}.{p}/norm" for m in ("small", "big") for p in ("weight", "bias")}
     assert scores["spike_score/gradient/small.weight/norm"] < 5.5
@@ -292,7 +294,7 @@ def test_the_state_of_a_pattern_goes_through_json() -> None:
 
 def test_a_signal_that_never_comes_is_said_once_with_the_reason() -> None:
     with pytest.warns(GradmonWarning) as said:
-        _toy(10, SpikeDetector(signal="no_such"), spoil=1)
+        _toy(210, SpikeDetector(signal="no_such"), spoil=1)
     assert [str(w.message) for w in said if "no_such" in str(w.message)] == [
         "torch_gradmon: the spike detector of no_such has nothing to judge: no step so far has it; log it with log_scalar(), "
         "or add the metric that it is a key of"
@@ -326,7 +328,7 @@ def _tables(steps: int, spoil: dict[tuple[int, str], float]) -> Gradients:
             norm = (1 + row) * math.exp(generator.gauss(0, 0.05)) * spoil.get((step, name), 1.0)
             rows[row, Column.COUNT], rows[row, Column.SQUARE_SUM] = 10, norm**2
             rows[row, Column.NONFINITE] = 0 if math.isfinite(norm) else 2
-        gradients.see(step, Table(("in", "mid", "out"), rows, ALL_COLUMNS))
+        gradients.see(step, {GRADIENT_BEFORE_CLIP: Table(("in", "mid", "out"), rows, ALL_COLUMNS)})
     return gradients
 
 
@@ -366,7 +368,7 @@ def test_where_all_rise_together_or_little_is_known_it_says_no_more_than_that() 
 def test_a_rollback_forgets_the_steps_that_are_repeated() -> None:
     gradients = _tables(40, {(step, "in"): 100.0 for step in range(20, 40)})
     again = _tables(20, {}).suspects(19)
-    gradients.see(19, Table(("in", "mid", "out"), identity(3), ALL_COLUMNS))
+    gradients.see(19, {GRADIENT_BEFORE_CLIP: Table(("in", "mid", "out"), identity(3), ALL_COLUMNS)})
     assert gradients.suspects(39) == []
     assert len(again) == 3
 
@@ -403,3 +405,163 @@ def test_a_watched_run_is_told_of_the_spike_and_of_what_came_after() -> None:
         r"step 30: grad_norm = .* is 1,000 times the usual .*; weight \(1,000 times its usual norm, .*\) moved most", spike
     )
     assert re.search(r"after the spike of step 30 grad_norm is back to normal since step 31", after)
+
+
+def _one(name: str, norm: float, bad: int = 0) -> Table:
+    row = identity(1)
+    row[0, Column.COUNT], row[0, Column.SQUARE_SUM], row[0, Column.NONFINITE] = 10, norm**2, bad
+    return Table((name,), row, ALL_COLUMNS)
+
+
+def test_a_layer_that_is_new_or_was_absent_is_no_suspect_for_that() -> None:
+    gradients = Gradients()
+    for step in range(40):
+        names = ("old", *(("expert",) if step in (3, 20, 39) else ()), *(("new",) if step >= 37 else ()))
+        rows = identity(len(names))
+        rows[:, Column.COUNT], rows[:, Column.SQUARE_SUM] = 10, (100.0 if step == 39 else 1 + 0.01 * (step % 3)) ** 2
+        gradients.see(step, {GRADIENT_BEFORE_CLIP: Table(names, rows, ALL_COLUMNS)})
+    suspects = {suspect.name: suspect for suspect in gradients.suspects(39)}
+    assert suspects["old"].since == 39
+    for name in ("new", "expert"):  # seen too seldom to tell
+        assert suspects[name].score is suspects[name].usual is suspects[name].since is None
+    assert gradients.suspects(39)[0].name == "old"
+
+
+def test_a_step_without_a_gradient_is_none_in_which_the_layer_moved() -> None:
+    gradients = Gradients()
+    for step in range(40):
+        names = ("a", "b") if step % 2 or step < 30 else ("b",)
+        rows = identity(len(names))
+        rows[:, Column.COUNT], rows[:, Column.SQUARE_SUM] = 10, 1.0
+        if "a" in names:
+            rows[0, Column.SQUARE_SUM] = 1e4 if step >= 37 else 1.0
+        gradients.see(step, {GRADIENT_BEFORE_CLIP: Table(names, rows, ALL_COLUMNS)})
+    assert [(suspect.name, suspect.since) for suspect in gradients.suspects(39)] == [("a", 37), ("b", None)]
+
+
+def test_a_step_without_unclipped_gradients_does_not_count_once_there_were_any() -> None:
+    gradients = Gradients()
+    for step in range(30):
+        gradients.see(step, {GRADIENT_BEFORE_CLIP: _one("a", 300.0), GRADIENT: _one("a", 1.0)})
+    gradients.see(30, {GRADIENT: _one("a", 1.0)})
+    assert gradients.suspects(30) == []
+    gradients.see(31, {GRADIENT_BEFORE_CLIP: _one("a", 300.0)})
+    (suspect,) = gradients.suspects(31)
+    assert suspect.since is None
+    assert suspect.usual == pytest.approx(300)
+
+
+def test_what_was_clipped_before_the_first_unclipped_gradients_is_forgotten() -> None:
+    gradients = Gradients()
+    for step in range(30):
+        gradients.see(step, {GRADIENT: _one("a", 1.0)})
+    gradients.see(30, {GRADIENT_BEFORE_CLIP: _one("a", 300.0)})
+    (suspect,) = gradients.suspects(30)
+    assert suspect.usual is None
+
+
+def test_norms_that_were_not_measured_are_not_taken_for_zero() -> None:
+    gradients = Gradients()
+    gradients.see(0, {GRADIENT_BEFORE_CLIP: Table(("a",), identity(1), frozenset({Column.MAX}))})
+    assert gradients.suspects(0) == []
+
+
+def test_where_zero_is_usual_it_says_so() -> None:
+    verdict = _verdicts([0.0] * 20 + [1.0])[-1]
+    assert verdict.reason.startswith("grad_norm = 1 lies above normal")
+    gradients = Gradients()
+    for step in range(30):
+        gradients.see(step, {GRADIENT_BEFORE_CLIP: _one("a", 1.0 if step == 29 else 0.0)})
+    assert in_words(gradients.suspects(29), 29) == "a (usually zero, 100% of the square) moved most"
+
+
+class _Rule:
+    threshold = 1.0
+
+    def score(self, value: float) -> float:
+        if value == 7:
+            raise KeyError("oops")
+        return value / 100
+
+    def update(self, value: float) -> None:
+        pass
+
+
+def test_a_rule_that_fails_costs_no_record_is_said_and_is_off() -> None:
+    model = nn.Linear(1, 1)
+    monitor = ModuleMonitor(model)
+    monitor.add_detector(SpikeDetector(_Rule(), signal="mine"))
+    monitor.add_detector(SpikeDetector(signal="other"))
+    with pytest.warns(GradmonWarning, match=r"the spike detector of mine failed and is off.*oops") as said:
+        for step in range(12):
+            monitor.begin_step(step)
+            monitor.log_scalars({"mine": step, "other": 1.0})
+            monitor.end_step()
+    assert len(said) == 1
+    values = monitor.get_all_metrics()
+    assert list(values) == list(range(12))
+    assert [step for step in values if "spike_score/mine" in values[step]] == list(range(7))
+    assert "spike_score/other" in values[11]
+
+
+def test_a_rule_without_state_can_be_saved_with_the_others() -> None:
+    model = nn.Linear(1, 1)
+    monitor = ModuleMonitor(model)
+    monitor.add_detector(SpikeDetector(_Rule(), signal="mine"))
+    monitor.load_state_dict(json.loads(json.dumps(monitor.state_dict())))
+
+
+def test_a_rule_of_the_older_form_is_refused_at_once() -> None:
+    class Older(_Rule):
+        def update(self, value: float, is_spike: bool) -> None:  # type: ignore[override]
+            pass
+
+    with pytest.raises(TypeError, match=r"update of .*Older.* must take the value and nothing else"):
+        SpikeDetector(Older())
+
+
+def test_the_state_of_another_rule_or_of_other_sizes_is_refused() -> None:
+    state = SpikeDetector(MedianMad()).state_dict()
+    with pytest.raises(ValueError, match="is that of the rule MedianMad, and this detector has Hampel"):
+        SpikeDetector().load_state_dict(state)
+    detector = SpikeDetector(Hampel(lag=20))
+    with pytest.raises(ValueError, match=r"remembers .*'lag': 7.* and this one .*'lag': 20"):
+        detector.load_state_dict(SpikeDetector().state_dict())
+
+
+def test_a_rollback_takes_back_what_was_told_of_the_steps_that_come_again() -> None:
+    model = nn.Linear(1, 1)
+    monitor = ModuleMonitor(model)
+    monitor.add_detector(SpikeDetector(signal="loss"))
+
+    def run(steps: range, spike: int) -> None:
+        for step in steps:
+            monitor.begin_step(step)
+            monitor.log_scalar("loss", 50.0 if step == spike else 1.0)
+            monitor.end_step()
+
+    run(range(60), 55)
+    assert monitor.why().startswith("step 55: loss")
+    with pytest.warns(GradmonWarning, match="step 40 comes after step 59"):
+        run(range(40, 52), 45)
+    assert monitor.why().startswith("step 45: loss")
+    assert list(monitor.get_all_metrics()) == list(range(52))
+
+
+def test_a_late_value_of_a_pattern_is_judged_too() -> None:
+    model = nn.Linear(1, 1)
+    monitor = ModuleMonitor(model, on_spike=None)
+    monitor.add_detector(SpikeDetector(signal=re.compile("loss$")))
+    for step in range(40):
+        monitor.begin_step(step)
+        monitor.log_scalar("train_loss", 1.0)
+        monitor._session.end()
+        monitor.log_scalar("val_loss", 30.0 if step == 39 else 1.0)
+        monitor.end_step()
+    assert [event.signal for event in monitor._session.ledger.recent().events] == ["val_loss"]
+
+
+def test_a_loss_that_stays_higher_is_not_called_back_to_normal() -> None:
+    event = Event(30, "loss", 2.8, 9.0, 5.5, "", usual=2.0)
+    assert "is still 1.41 times what was usual" in in_words_after(event, [(31, 2.8), (32, 2.81)])
+    assert "is back to normal since step 32" in in_words_after(event, [(31, 2.8), (32, 2.1)])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
+import sqlite3
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -41,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _demo(options) if options.command == "demo" else _why(options)
     except KeyboardInterrupt:
         return _fail("stopped", 130)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, sqlite3.Error) as error:
         return _fail(str(error), 1)
 
 
@@ -75,6 +77,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _why(options: argparse.Namespace) -> int:
     with contextlib.closing(load_run(options.run)) as run:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a terminal that has no such letter
         print(tell(run, options.step))
     return 0
 

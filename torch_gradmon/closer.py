@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from . import names as n
+from .capture.compiled import is_compiled
 from .capture.hooks import compiled_graphs
 from .planner import Planner
 
@@ -21,13 +22,16 @@ class CloserLook:
     def __init__(self, planner: Planner, steps: int) -> None:
         self._planner, self._steps = planner, steps
         self._left = 0
+        self._graphs = compiled_graphs()
 
     def begin(self) -> bool:
         """A spike came: look closer from the next step on. Returns whether hooks are to be hung for it.
 
-        Not where anything was compiled: a model whose modules get hooks would be compiled again.
+        Not where anything was compiled since there is a monitor, for that may be the model, and one whose modules get hooks would be
+        compiled again.
         """
-        if not self._steps or compiled_graphs():
+        module = self._planner.module
+        if not self._steps or compiled_graphs() > self._graphs or module is None or is_compiled(module):
             return False
         begins, self._left = not self._left, self._steps
         if begins:

@@ -80,7 +80,7 @@ class Ledger:
                 self._keep(record, amend=True)
             self._tell(events)
             self._warn(self.judges.aftermath(record, self._signals))
-            for signal in self.judges.silent():
+            for signal in self.judges.unheard():
                 why = self.absent.get((SUMMARY, signal.removeprefix(f"{SUMMARY}/")), _NO_SIGNAL)
                 self._guard.complaints.add(f"signal:{signal}", f"the spike detector of {signal} has nothing to judge: {why}")
         self.outbox.publish()
@@ -116,6 +116,8 @@ class Ledger:
 
     def _keep(self, record: StepRecord, amend: bool = False) -> None:
         self.last = record
+        while self._records and next(reversed(self._records)) > record.step:  # after a rollback
+            self._records.popitem()
         self._records[record.step] = replace(record, tables={}, rng={})
         while len(self._records) > self._options.history:
             self._records.popitem(last=False)
@@ -128,6 +130,9 @@ class Ledger:
     def _tell(self, events: Sequence[Event]) -> None:
         news = self.judges.news(events)
         self.has_spiked |= bool(news)
+        failures, self.judges.failures = self.judges.failures, []
+        for name, error in failures:
+            self._guard.complaints.add(f"detector:{name}", f"the spike detector of {name} failed and is off", error)
         self._warn(news)
         for event in events:
             if callable(self._options.on_spike):

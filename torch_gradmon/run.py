@@ -8,6 +8,7 @@ import sqlite3
 import sys
 from array import array
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -33,6 +34,9 @@ def load_run(path: str | os.PathLike[str]) -> Run:
 
 
 _ROWS = "SELECT segment, step, columns, tensors, counts, same_as, data FROM rows JOIN layouts ON layout = id"
+
+
+_EVENT = frozenset(field.name for field in fields(Event))
 
 
 class Run:
@@ -73,7 +77,7 @@ class Run:
         found = []
         for segment, step, text in self._db.execute("SELECT segment, step, events FROM steps WHERE events != '[]' ORDER BY step"):
             if self._segment_of.get(step) == segment:
-                found += [Event(**event) for event in json.loads(text)]
+                found += [Event(**{name: value for name, value in event.items() if name in _EVENT}) for event in json.loads(text)]
         return found
 
     def context(self, step: int) -> Mapping[str, Any]:
@@ -132,9 +136,11 @@ class Run:
             KeyError: the step is not in the run.
         """
         self._where(step)
-        before = [number for number in self.steps if number <= step][-REMEMBERED:]
-        tables = ((number, self.table(n.GRADIENT_BEFORE_CLIP, number) or self.table(n.GRADIENT, number)) for number in before)
-        return Gradients((number, table) for number, table in tables if table is not None).suspects(step)
+        gradients = Gradients()
+        for number in [number for number in self.steps if number <= step][-REMEMBERED:]:
+            tables = {source: self.table(source, number) for source in (n.GRADIENT_BEFORE_CLIP, n.GRADIENT)}
+            gradients.see(number, {source: table for source, table in tables.items() if table is not None})
+        return gradients.suspects(step)
 
     def _table(self, segment: int, step: int, mask: int, tensors: bytes, counts: bytes, same_as: str, data: bytes) -> Table:
         if same_as:

@@ -119,7 +119,7 @@ class RunStore:
         events = json.dumps([asdict(event) for event in record.events])
         self._db.execute(
             "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?, ?)",
-            (*where, record.time, record.applied, json.dumps(record.context, default=str), events),
+            (*where, record.time, record.applied, json.dumps(record.context, default=str, skipkeys=True), events),
         )
         for source, table in record.tables.items():
             counts = fixed_counts(source, table)

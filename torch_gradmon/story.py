@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from .names import SUMMARY, format_key
+from .names import SUMMARY, format_key, parse_key
 from .record import Event, StepRecord
 from .spikes import aftermath
 from .spikes.suspects import Gradients, Suspect
@@ -14,7 +14,7 @@ from .spikes.suspects import Gradients, Suspect
 _BEFORE, _AFTER, _LAYERS = 3, 4, 8
 #: Whole-model values that are shown where they are known, besides what spiked and whatever has "loss" in its name.
 _SIGNALS = ("grad_norm", "grad_norm_clipped", "update_norm", "spike_score")
-_NAME_WIDTH, _WIDTH = 40, 10
+_NAME_WIDTH, _WIDTH = 40, 11
 
 
 class Source(Protocol):
@@ -121,7 +121,7 @@ def _fact(value: Any) -> str:
     if isinstance(value, list):
         shown = ", ".join(map(_fact, value[:8]))
         return f"[{shown}{', ...' if len(value) > 8 else ''}]" if len(value) != 1 else _fact(value[0])
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    return f"{value:.6g}" if isinstance(value, float) else " ".join(str(value).split())[:80]
 
 
 def _signals(source: Source, step: int, around: Sequence[int], events: Sequence[Event]) -> Iterator[str]:
@@ -129,11 +129,16 @@ def _signals(source: Source, step: int, around: Sequence[int], events: Sequence[
     keys = list(dict.fromkeys(key for number in around for key in values[number]))
     wanted = [event.signal for event in events]
     names = {key: key.removeprefix(f"{SUMMARY}/") for key in keys}
-    shown = [key for key in keys if names[key] in (*wanted, *_SIGNALS) or key in wanted or ("loss" in key and "/" not in key)]
+    shown = [
+        key
+        for key in keys
+        if names[key] in (*wanted, *_SIGNALS) or key in wanted or ("loss" in key and not parse_key(key).source)
+    ]
     heads = "".join(f"{f'[{number}]' if number == step else number:>{_WIDTH}}" for number in around)
     yield f"{'signal':<{_NAME_WIDTH}}{heads}"
     for name in ("lr", "amp_scale"):  # only where it moved: else the heading has it
         facts = [source.context(number).get(name) for number in around]
+        facts = [fact[0] if isinstance(fact, list) and fact else fact for fact in facts]  # of several groups the first
         if any(fact != facts[0] for fact in facts):
             yield f"{name:<{_NAME_WIDTH}}" + "".join(f"{_fact(fact):>{_WIDTH}}" for fact in facts)
     for key in shown:
@@ -169,7 +174,7 @@ def _layers(suspects: Sequence[Suspect], step: int) -> Iterator[str]:
     calm = sum(suspect.since is None and not suspect.nonfinite for suspect in suspects)
     known = (
         f"{calm} of {len(suspects)} as usual"
-        if suspects[-1].score is not None
+        if any(suspect.score is not None for suspect in suspects)
         else "too few steps before are known to say what is usual"
     )
     yield (

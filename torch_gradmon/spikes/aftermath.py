@@ -11,8 +11,8 @@ from .arguments import times
 
 #: Steps after a spike that are waited for.
 AFTER = 5
-#: Up to so many times what was usual a signal counts as back.
-BACK = 1.5
+#: A signal is back up to so many times what was usual, and so much of the way up to the spike: of a loss a rise by half is much.
+BACK, SHARE_OF_WAY = 1.5, 0.25
 
 
 @dataclass
@@ -30,6 +30,10 @@ class Aftermath:
     def follow(self, event: Event) -> None:
         """A spike."""
         self._cases.setdefault(event.signal, _Case(event))
+
+    def forget(self, step: int) -> None:
+        """This step comes again, or for the first time: spikes of it and of later ones are forgotten."""
+        self._cases = {signal: case for signal, case in self._cases.items() if case.event.step < step}
 
     def see(self, step: int, value_of: Callable[[str], float | None]) -> list[tuple[Event, str]]:
         """A step came; what there is to tell of earlier spikes, in words."""
@@ -53,8 +57,10 @@ def in_words(event: Event, values: list[tuple[int, float]]) -> str:
     if event.usual is None or event.usual <= 0:
         return f"{start} is {now:.4g} in step {last}"
     back = None
+    way = event.value - event.usual
+    limit = min(BACK * event.usual, event.usual + SHARE_OF_WAY * way) if math.isfinite(way) else BACK * event.usual
     for step, value in reversed(values):
-        if not value <= BACK * event.usual:
+        if not value <= limit:
             break
         back = step
     if back is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,11 +55,6 @@ class Windows:
         self._next[rows] = (slots + 1) % self.size
         self.count[rows] = (self.count[rows] + 1).clamp_(max=self.size)
 
-    def clear(self, rows: Tensor) -> None:
-        """Forget the values of ``rows``."""
-        self.count[rows], self._next[rows] = 0, 0
-        self._in_time[rows], self._in_order[rows] = torch.inf, torch.inf
-
     def median(self) -> Tensor:
         """``[rows]``; not finite where there is no value."""
         middle = torch.stack([(self.count - 1).clamp(min=0) // 2, self.count // 2], dim=1)
@@ -82,12 +77,15 @@ class Windows:
         count, start = int(self.count[row]), int(self._next[row]) if int(self.count[row]) == self.size else 0
         return self._in_time[row].roll(-start)[:count].tolist()
 
-    def load(self, row: int, values: list[float]) -> None:
-        """Begin anew with ``values``, at most ``size`` of them."""
-        here = torch.tensor([row], device="cpu")
-        self.clear(here)
-        for value in values:
-            self.add(here, torch.tensor([value], dtype=torch.float64, device="cpu"))
+    def load(self, first: int, rows: Sequence[Sequence[float]]) -> None:
+        """Begin anew with the last ``size`` of each of these values, for the rows from ``first`` on."""
+        kept = [list(values)[-self.size :] for values in rows]
+        padded = [values + [math.inf] * (self.size - len(values)) for values in kept]
+        there = slice(first, first + len(kept))
+        self._in_time[there] = torch.tensor(padded, dtype=torch.float64, device="cpu")
+        self._in_order[there] = self._in_time[there].sort(dim=1).values
+        self.count[there] = torch.tensor([len(values) for values in kept], device="cpu")
+        self._next[there] = self.count[there] % self.size
 
 
 def _nearest(ordered: Tensor, center: Tensor, rank: int, count: int) -> Tensor:
@@ -107,7 +105,7 @@ class HampelBank:
 
     def __init__(self, like: Hampel, signals: int) -> None:
         self.threshold, self._least, self._early = like.threshold, math.log(like.least), like.early
-        sizes = like.sizes
+        sizes = self._sizes = like.sizes
         self._signals, self._lag = signals, sizes["lag"]
         self._near, self._far = Windows(signals, sizes["near"]), Windows(signals, sizes["far"])
         self._residuals = Windows(2 * signals, sizes["window"])  # to the near medians, then to the far ones
@@ -134,7 +132,8 @@ class HampelBank:
 
     def baselines(self) -> Tensor:
         """What is usual now, in units of the signals: ``[signals]``."""
-        return self._near.median().exp()
+        median = self._near.median()
+        return torch.where(median > LOG_OF_ZERO + 1, median.exp(), 0.0)
 
     def _scores(self, positions: Tensor, medians: Tensor) -> Tensor:
         count = self._count.double()
@@ -174,8 +173,8 @@ class HampelBank:
         start = RECENT - int(self._seen[row])
         flags = self._flags[row, start:].tolist()
         level = self._recent[row, start:].tolist()[flags.index(True) :]
-        self._near.load(row, level)
-        self._far.load(row, level)
+        self._near.load(row, [level])
+        self._far.load(row, [level])
         self._queued[row], self._seen[row], self._flags[row] = 0, 0, False
 
     # --- as single rules know it -------------------------------------------------------------------------------------------------
@@ -194,17 +193,19 @@ class HampelBank:
             "recent": [[position, flag] for position, flag in recent][RECENT - seen :],
             "count": int(self._count[signal]),
             "linear": False,
+            "sizes": self._sizes,
         }
 
-    def load(self, signal: int, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state`."""
-        self._near.load(signal, state["near"])
-        self._far.load(signal, state["far"])
-        self._residuals.load(signal, state["near_residuals"])
-        self._residuals.load(signal + self._signals, state["far_residuals"])
-        between = torch.tensor(state["between"], dtype=torch.float64, device="cpu")
-        self._between[signal, : len(between)] = between
-        self._queued[signal], self._count[signal], self._seen[signal] = len(between), state["count"], len(state["recent"])
-        self._flags[signal] = False
-        for place, (position, flag) in enumerate(reversed(state["recent"]), start=1):
-            self._recent[signal, -place], self._flags[signal, -place] = position, flag
+    def load(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """The inverse of :meth:`state`, of all signals."""
+        self._near.load(0, [state["near"] for state in states])
+        self._far.load(0, [state["far"] for state in states])
+        self._residuals.load(0, [state["near_residuals"] for state in states])
+        self._residuals.load(self._signals, [state["far_residuals"] for state in states])
+        for signal, state in enumerate(states):
+            between = torch.tensor(state["between"], dtype=torch.float64, device="cpu")
+            self._between[signal, : len(between)] = between
+            self._queued[signal], self._count[signal], self._seen[signal] = len(between), state["count"], len(state["recent"])
+            self._flags[signal] = False
+            for place, (position, flag) in enumerate(reversed(state["recent"]), start=1):
+                self._recent[signal, -place], self._flags[signal, -place] = position, flag

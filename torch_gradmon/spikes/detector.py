@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -11,7 +12,9 @@ from ..errors import display
 from ..record import Event
 from .hampel import Hampel
 from .rules import Asked, Rule
-from .verdicts import Each, Verdict, judged
+from .verdicts import Each, Verdict, judged, load_state, state_of
+
+_METHODS = ("score", "update")
 
 
 class SpikeDetector:
@@ -25,8 +28,8 @@ class SpikeDetector:
     'grad_norm = 9 is 9 times the usual 1 (score 19.2, threshold 5.5)'
 
     Args:
-        rule: an object with ``score``, ``update`` and ``threshold``, such as ``MedianMad()``, see :mod:`torch_gradmon.spikes`; or
-            a function of the value that tells whether it is a spike. By default :class:`Hampel`, and where the signal's name ends
+        rule: an object like ``MedianMad()``, see :class:`torch_gradmon.spikes.Rule`; or a function of the value that tells whether
+            it is a spike. By default :class:`Hampel`, and where the signal's name ends
             in ``loss`` its preset for losses.
         signal: what a monitor feeds to it: the name of a whole-model value, such as ``grad_norm``, of a scalar that is logged by
             hand, such as ``loss``, or a key, such as ``update/h.0.attn.weight/norm``. A compiled pattern, such as
@@ -37,12 +40,13 @@ class SpikeDetector:
     """
 
     def __init__(self, rule: Rule | Callable[[float], Any] | None = None, signal: str | re.Pattern[str] = "grad_norm") -> None:
-        if not (isinstance(signal, (str, re.Pattern)) and signal):
+        text = signal.pattern if isinstance(signal, re.Pattern) else signal
+        if not (isinstance(text, str) and text):
             raise ValueError(
                 f"signal must be the name of a value, such as 'grad_norm', or a compiled pattern, got {display(signal)}"
             )
         self.signal = signal
-        self.rule = _rule(rule, signal if isinstance(signal, str) else signal.pattern)
+        self.rule = _rule(rule, text.rstrip("$"))
         self._each = Each(self.rule)
 
     def update(self, step: int, value: float) -> Verdict:
@@ -69,22 +73,46 @@ class SpikeDetector:
 
     def state_dict(self) -> dict[str, Any]:
         """What the rules have learned, as plain numbers and lists: for JSON, and for ``torch.load(weights_only=True)``."""
-        return {"signal": self.name, "rule": self.rule.state_dict(), "rules": self._each.state_dict()}
+        return {
+            "signal": self.name,
+            "kind": type(self.rule).__name__,
+            "rule": state_of(self.rule),
+            "rules": self._each.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
-        self.rule.load_state_dict(state["rule"])
+        """The inverse of :meth:`state_dict`.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is no such state, or that of another rule.
+        """
+        kind, own = state.get("kind"), type(self.rule).__name__
+        if kind is not None and kind != own:
+            raise ValueError(f"the state of {self.name} is that of the rule {kind}, and this detector has {own}")
+        if not isinstance(state.get("rules", {}), Mapping):
+            raise TypeError(f"the rules of {self.name} must be a dict of states by signal, got {display(state['rules'])}")
+        load_state(self.rule, state["rule"])
         self._each.load_state_dict(state.get("rules", {}))
 
 
 def _rule(rule: Rule | Callable[[float], Any] | None, signal: str) -> Rule:
     if rule is None:
         return Hampel.for_losses() if signal.lower().endswith("loss") else Hampel()
-    if all(callable(getattr(rule, method, None)) for method in ("score", "update")) and hasattr(rule, "threshold"):
+    if all(callable(getattr(rule, method, None)) for method in _METHODS) and hasattr(rule, "threshold"):
+        _check_update(rule)
         return rule  # type: ignore[return-value]
     if callable(rule) and not isinstance(rule, type):
         return Asked(rule)
     raise TypeError(
-        "rule must have the methods score and update and a threshold, such as MedianMad(), or be a function of the value, "
+        f"rule must have the methods {' and '.join(_METHODS)} and a threshold, such as MedianMad(), or be a function of the value, "
         f"got {display(rule)}"
     )
+
+
+def _check_update(rule: object) -> None:
+    try:
+        inspect.signature(rule.update).bind(0.0)  # type: ignore[attr-defined]
+    except ValueError:  # of what is written in C nobody knows the signature
+        return
+    except TypeError as error:
+        raise TypeError(f"update of {display(rule)} must take the value and nothing else: {error}") from None

@@ -98,7 +98,7 @@ class Hampel:
         """What is usual now, in units of the signal."""
         if not len(self._near):
             return None
-        return self._near.median() if self._linear else math.exp(self._near.median())
+        return self._near.median() if self._linear else value_at(self._near.median())
 
     def score(self, value: float) -> float | None:
         """Robust standard deviations above normal, negative below it; None for the first three values."""
@@ -184,10 +184,21 @@ class Hampel:
             "recent": [[position, is_spike] for position, is_spike in self._recent],
             "count": self._count,
             "linear": self._linear,
+            "sizes": self.sizes,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
+        """The inverse of :meth:`state_dict`.
+
+        Raises:
+            KeyError: a part is missing; nothing was changed.
+            ValueError: it is the state of a rule with other sizes; nothing was changed.
+        """
+        if state["sizes"] != self.sizes:
+            raise ValueError(f"the state is of a Hampel rule that remembers {dict(state['sizes'])}, and this one {self.sizes}")
+        missing = self.state_dict().keys() - state.keys()
+        if missing:
+            raise KeyError(f"the state of a Hampel rule lacks {', '.join(sorted(missing))}")
         self._scored = None
         self._near = SortedWindow(self._near.size, map(float, state["near"]))
         self._far = SortedWindow(self._far.size, map(float, state["far"]))
@@ -201,3 +212,8 @@ class Hampel:
 def log_of(value: float) -> float:
     """The logarithm; a norm of exactly zero is legal (nothing to learn from that batch) and far below normal, not an error."""
     return math.log(value) if value > 0 else LOG_OF_ZERO
+
+
+def value_at(position: float) -> float:
+    """The inverse of :func:`log_of`."""
+    return math.exp(position) if position > LOG_OF_ZERO + 1 else 0.0

@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 
-from ..names import GRADIENT, GRADIENT_BEFORE_CLIP, SPIKE_SCORE, SUMMARY, Key
+from ..names import SPIKE_SCORE, SUMMARY, Key
 from ..record import Event, StepRecord
+from ..summary import DOCUMENTATION
 from .aftermath import Aftermath
 from .detector import SpikeDetector
 from .origin import origin
@@ -20,8 +21,9 @@ from .verdicts import Verdict
 #: The signal whose score is the whole-model value ``gradmon/spike_score``.
 MAIN_SIGNAL = "grad_norm"
 MAIN_SCORE = Key(SUMMARY, "", "spike_score")
-#: Steps in a row without a value, after which it is said: the first ones may have a reason of their own.
-_PATIENCE = 3
+#: Steps without a value of the whole model, after which it is said: the first ones may have a reason of their own. What is logged
+#: by hand may be logged seldom.
+_PATIENCE, _LONG_PATIENCE = 3, 200
 #: Steps with a spike whose suspects are remembered.
 _SPIKES = 100
 
@@ -32,18 +34,22 @@ class Judges:
     A signal may be logged by hand, and so come after the step has ended.
 
     Attributes:
+        failures: detectors that failed, by name, and are off; whoever reads them takes them away.
         gradients: those of the last steps.
         suspects: the parameters by suspicion, for the last steps with a spike.
     """
 
     def __init__(self) -> None:
         self.detectors: dict[str, SpikeDetector] = {}
+        self.failures: list[tuple[str, Exception]] = []
         self.shows_main = False
-        self._waiting: dict[str, SpikeDetector] = {}
-        self._matches: dict[str, Matches] = {}
-        self._silent: Counter[str] = Counter()
         self.gradients = Gradients()
         self.suspects: dict[int, list[Suspect]] = {}
+        self._waiting: dict[str, SpikeDetector] = {}
+        self._judged: dict[str, set[str]] = {}
+        self._matches: dict[str, Matches] = {}
+        self._heard: set[str] = set()
+        self._unheard: Counter[str] = Counter()
         self._aftermath = Aftermath()
         self._before: set[str] = set()
         self._is_origin_told = False
@@ -51,8 +57,11 @@ class Judges:
     def begin(self, record: StepRecord, absent: MutableMapping[tuple[str, str], str]) -> None:
         """A step ended with ``record``. One that was not applied is judged by nobody."""
         if self.detectors:
-            self.gradients.see(record.step, record.tables.get(GRADIENT_BEFORE_CLIP, record.tables.get(GRADIENT)))
-        self._waiting = dict(self.detectors) if record.applied else {}
+            self.gradients.see(record.step, record.tables)
+        # after a rollback, what was told of the steps that come again is of no use
+        self.suspects = {step: found for step, found in self.suspects.items() if step < record.step}
+        self._aftermath.forget(record.step)
+        self._waiting, self._judged = dict(self.detectors) if record.applied else {}, {}
         if not record.applied:
             absent[SUMMARY, "spike_score"] = "the step was not applied"
 
@@ -66,28 +75,42 @@ class Judges:
         scores: dict[Key, float] = {}
         events: list[Event] = []
         for name, detector in list(self._waiting.items()):
-            values = self._values(detector, record, whole)
-            if not values:
+            try:
+                values = self._new_values(detector, record, whole)
+                verdicts = _verdicts(detector, record.step, values)
+                events.extend(_events(detector, record.step, values, verdicts))
+            except Exception as error:  # of a rule of the user's; it must not cost the record
+                self.failures.append((name, error))
+                del self.detectors[name], self._waiting[name]
                 continue
-            del self._waiting[name]
-            self._silent.pop(name, None)
-            verdicts = detector.update_all(record.step, values) if isinstance(detector.signal, re.Pattern) else {}
-            verdicts = verdicts or {name: detector.update(record.step, values[name])}
             for signal, verdict in verdicts.items():
                 key = MAIN_SCORE if signal == MAIN_SIGNAL and self.shows_main else Key(SPIKE_SCORE, signal, "")
                 if verdict.score is not None:
                     scores[key] = verdict.score
                 else:
                     absent[key.source, key.metric or key.name] = "the detector has not seen enough steps yet"
-            events.extend(_events(detector, record.step, values, verdicts))
         if not scores and not events:
             return record, []
-        if events:
+        if any(event.signal not in self._before for event in events):
             suspects = self.suspects[record.step] = self.gradients.suspects(record.step)
             events = [replace(event, where=in_words(suspects, record.step)) for event in events]
             while len(self.suspects) > _SPIKES:
                 del self.suspects[next(iter(self.suspects))]
         return replace(record, values={**record.values, **scores}, events=(*record.events, *events)), events
+
+    def _new_values(self, detector: SpikeDetector, record: StepRecord, whole: Mapping[str, float]) -> dict[str, float]:
+        """The values of its signals in this step that it has not judged yet."""
+        judged = self._judged.setdefault(detector.name, set())
+        if isinstance(detector.signal, re.Pattern):
+            found = self._matches.setdefault(detector.name, Matches(detector.signal)).values(record)
+        else:
+            value = value_of(detector.signal, record, whole)
+            found = {} if value is None else {detector.name: value}
+        new = {signal: value for signal, value in found.items() if signal not in judged}
+        judged.update(new)
+        if new:
+            self._heard.add(detector.name)
+        return new
 
     def news(self, events: Sequence[Event]) -> list[str]:
         """Spikes of this step in the words of one warning, but for signals that spiked in the step before as well."""
@@ -114,18 +137,19 @@ class Judges:
             yield f"step {record.step}: {words}"
         self._is_origin_told = spoiled and (self._is_origin_told or bool(words))
 
-    def silent(self) -> list[str]:
-        """Signals that had no value for the third step in a row, now that nothing more can come for this one."""
-        self._silent.update(self._waiting.keys())
-        waiting, self._waiting = list(self._waiting), {}
-        return [name for name in waiting if self._silent[name] == _PATIENCE]
+    def unheard(self) -> list[str]:
+        """Signals that never had a value, in all the steps that they were waited for; each is named once."""
+        never = self._waiting.keys() - self._heard
+        self._unheard.update(never)
+        self._waiting = {}
+        patience = {name: _PATIENCE if name.removeprefix(f"{SUMMARY}/") in DOCUMENTATION else _LONG_PATIENCE for name in never}
+        return [name for name in never if self._unheard[name] == patience[name]]
 
-    def _values(self, detector: SpikeDetector, record: StepRecord, whole: Mapping[str, float]) -> dict[str, float]:
-        if isinstance(detector.signal, re.Pattern):
-            matches = self._matches.setdefault(detector.name, Matches(detector.signal))
-            return matches.values(record)
-        value = value_of(detector.signal, record, whole)
-        return {} if value is None else {detector.name: value}
+
+def _verdicts(detector: SpikeDetector, step: int, values: Mapping[str, float]) -> dict[str, Verdict]:
+    if isinstance(detector.signal, re.Pattern):
+        return detector.update_all(step, values) if values else {}
+    return {signal: detector.update(step, value) for signal, value in values.items()}
 
 
 def _events(detector: SpikeDetector, step: int, values: Mapping[str, float], verdicts: Mapping[str, Verdict]) -> Iterator[Event]:
@@ -136,5 +160,5 @@ def _events(detector: SpikeDetector, step: int, values: Mapping[str, float], ver
     worst = max(spikes, key=lambda signal: spikes[signal].score or 0.0)
     event = detector.event(step, values[worst], spikes[worst], worst)
     if others := len(spikes) - 1:
-        event = replace(event, reason=f"{event.reason}, and {others} of {len(verdicts) - 1} other signals spike with it")
+        event = replace(event, reason=f"{event.reason}, and {others} of the {len(verdicts) - 1} others spike with it")
     yield event

@@ -109,7 +109,7 @@ class Ratio(Kept):
         if score is not None and score > self.threshold:
             self._run.append(value)
             if len(self._run) >= self._accept:
-                self._mean = math.fsum(self._run) / len(self._run)
+                self._mean = sum(self._run) / len(self._run)
                 self._run.clear()
             return
         self._run.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ..names import SUMMARY, Key, format_key, parse_key
+from ..names import SPIKE_SCORE, SUMMARY, Key, format_key, parse_key
 from ..plan import evaluate_view
 from ..record import StepRecord, Table
 from ..statistics.moments import ALWAYS, VIEWS
@@ -46,6 +46,8 @@ class Matches:
                 pairs = zip(keys, _values(metric, table, rows), strict=True)
                 found.update((key, value) for key, value in pairs if value is not None)
         for key, value in record.values.items():
+            if key.source == SPIKE_SCORE:
+                continue
             if key not in self._of_key:
                 text = format_key(key)
                 self._of_key[key] = text if self._pattern.search(text) else None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..names import GRADIENT, GRADIENT_BEFORE_CLIP
 from ..record import Table
 from ..statistics.moments import Column
 from .arguments import times
@@ -52,16 +53,26 @@ class Suspect:
 
 
 class Gradients:
-    """The statistics of the gradients of the last steps, as a step's record brings them."""
+    """The statistics of the gradients of the last steps, as the records of the steps bring them.
 
-    def __init__(self, steps: Iterable[tuple[int, Table]] = ()) -> None:
-        self._steps: deque[tuple[int, Table]] = deque(steps, maxlen=REMEMBERED)
+    Those before clipping, where there are any: from then on a step without them does not count, so that clipped norms are never
+    compared with unclipped ones.
+    """
 
-    def see(self, step: int, table: Table | None) -> None:
-        """Remember ``table``; without one the step does not count."""
-        if table is not None:
-            if self._steps and self._steps[-1][0] >= step:  # a rollback, or the same step once more
-                self._steps = deque(((s, t) for s, t in self._steps if s < step), maxlen=REMEMBERED)
+    def __init__(self) -> None:
+        self._steps: deque[tuple[int, Table]] = deque(maxlen=REMEMBERED)
+        self._unclipped = False
+
+    def see(self, step: int, tables: Mapping[str, Table]) -> None:
+        """Remember the gradients among ``tables``. A step that comes again, as after a rollback, takes the place of the later ones."""
+        before = tables.get(GRADIENT_BEFORE_CLIP)
+        if before is not None and not self._unclipped:
+            self._unclipped = True
+            self._steps.clear()
+        table = before if self._unclipped else tables.get(GRADIENT)
+        while self._steps and self._steps[-1][0] >= step:
+            self._steps.pop()
+        if table is not None and Column.SQUARE_SUM in table.columns:
             self._steps.append((step, table))
 
     def suspects(self, step: int) -> list[Suspect]:
@@ -74,51 +85,67 @@ class Gradients:
         known = [(number, table) for number, table in self._steps if number <= step]
         if not known or known[-1][0] != step:
             return []
-        table = known[-1][1]
-        norms = torch.stack([_norms(other, table) for _, other in known])  # [steps, parameters]
+        table, numbers = known[-1][1], [number for number, _ in known]
+        norms, spoiled = (torch.stack(rows) for rows in zip(*(_aligned(other, table) for _, other in known), strict=True))
         scores, usual = _scores(norms)
         squares = table.rows[:, Column.SQUARE_SUM]
         total = float(squares.sum())
         found = []
         for place in reversed(range(len(table.names))):
-            spoiled = int(table.rows[place, Column.NONFINITE])
-            since = _since([number for number, _ in known], None if scores is None else scores[:, place])
-            score = math.inf if spoiled else None if scores is None else float(scores[-1, place])
+            bad = int(table.rows[place, Column.NONFINITE])
+            score, normal = float(scores[-1, place]), float(usual[place])
             share = float(squares[place]) / total if 0 < total < math.inf else None
-            norm, before = float(norms[-1, place]), None if usual is None else float(usual[place])
-            found.append(Suspect(table.names[place], norm, before, score, share, since, spoiled, place))
+            found.append(
+                Suspect(
+                    table.names[place],
+                    float(norms[-1, place]),
+                    None if math.isnan(normal) else normal,
+                    math.inf if bad else None if math.isnan(score) else score,
+                    share,
+                    _since(numbers, scores[:, place].tolist(), spoiled[:, place].tolist()),
+                    bad,
+                    place,
+                )
+            )
         return sorted(found, key=_suspicion)
 
 
-def _norms(other: Table, table: Table) -> Tensor:
-    """Norms in ``other`` of the parameters in ``table``; NaN where it has none."""
-    if other.names == table.names:
-        return other.rows[:, Column.SQUARE_SUM].sqrt()
-    place = {name: row for row, name in enumerate(other.names)}
-    squares = [other.rows[place[name], Column.SQUARE_SUM].item() if name in place else math.nan for name in table.names]
-    return torch.tensor(squares, dtype=torch.float64, device="cpu").sqrt()
+def _aligned(other: Table, table: Table) -> tuple[Tensor, Tensor]:
+    """Norms in ``other`` of the parameters in ``table``, NaN where it has none; and whether they hold NaN or Inf."""
+    rows = other.rows
+    if other.names != table.names:
+        place = {name: row for row, name in enumerate(other.names)}
+        absent = torch.full((1, rows.shape[1]), torch.nan, dtype=torch.float64, device="cpu")
+        rows = torch.cat([rows, absent])[[place.get(name, -1) for name in table.names]]
+    return rows[:, Column.SQUARE_SUM].sqrt(), rows[:, Column.NONFINITE] > 0
 
 
-def _scores(norms: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Robust z-scores of the log norms ``[steps, parameters]`` of the last steps, and the usual norms ``[parameters]``."""
-    before = norms[: -1 - BEFORE] if len(norms) > BEFORE + _FEWEST else norms[:-1]
-    if len(before) < _FEWEST:
-        return None, None
+def _scores(norms: Tensor) -> tuple[Tensor, Tensor]:
+    """Robust z-scores of the log norms ``[steps, parameters]`` of the last steps, and the usual norms ``[parameters]``; NaN where
+    too little is known.
+    """
+    before = len(norms) - 1 - BEFORE if len(norms) > BEFORE + _FEWEST else len(norms) - 1
     logs = torch.where(norms > 0, norms.log(), torch.where(norms == 0, LOG_OF_ZERO, torch.nan))
     logs = torch.where(norms.isinf(), torch.nan, logs)
-    median = logs[: len(before)].nanmedian(dim=0).values
-    spread = MAD_TO_STD * (logs[: len(before)] - median).abs().nanmedian(dim=0).values
-    return (logs - median) / spread.clamp(min=_SMALLEST_SPREAD), median.exp()
+    enough = (~logs[:before].isnan()).sum(dim=0) >= _FEWEST
+    if not bool(enough.any()):
+        return torch.full_like(norms, torch.nan), torch.full_like(norms[0], torch.nan)
+    median = torch.where(enough, logs[:before].nanmedian(dim=0).values, torch.nan)
+    spread = MAD_TO_STD * (logs[:before] - median).abs().nanmedian(dim=0).values
+    usual = torch.where(median > LOG_OF_ZERO + 1, median.exp(), torch.where(median.isnan(), torch.nan, 0.0))
+    return (logs - median) / spread.clamp(min=_SMALLEST_SPREAD), usual
 
 
-def _since(steps: Sequence[int], scores: Tensor | None) -> int | None:
-    """The first of the last steps in a row whose scores are above the threshold; a NaN or infinite gradient is."""
+def _since(steps: Sequence[int], scores: Sequence[float], spoiled: Sequence[bool]) -> int | None:
+    """The first of the last steps in a row whose scores are above the threshold, or whose gradients hold NaN or Inf. Steps in which
+    the parameter had no gradient do not count.
+    """
     found = None
-    if scores is not None:
-        for step, score in zip(reversed(steps), reversed(scores.tolist()), strict=True):
-            if score <= THRESHOLD:
-                break
+    for step, score, bad in zip(reversed(steps), reversed(scores), reversed(spoiled), strict=True):
+        if bad or score > THRESHOLD:
             found = step
+        elif not math.isnan(score):
+            break
     return found
 
 
@@ -145,7 +172,7 @@ def in_words(suspects: Sequence[Suspect], step: int, count: int = 3) -> str:
         return f"{first} {how}{rest}{more}"
     largest = sorted((suspect for suspect in suspects if suspect.share), key=lambda suspect: -(suspect.share or 0))[:count]
     top = ", ".join(f"{suspect.name} {suspect.share:.0%}" for suspect in largest)
-    known = suspects and suspects[0].score is not None
+    known = any(suspect.score is not None for suspect in suspects)
     alone = "no parameter moved by itself; " if known else ""
     return f"{alone}of the squared norm hold {top}" if top else ""
 

@@ -46,18 +46,32 @@ def judged(rule: Rule, signal: str, step: int, value: float) -> Verdict:
     """
     try:
         value = float(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(f"value must be a number, got {display(value)} in step {step}") from error
-    threshold = rule.threshold
+    threshold = float(rule.threshold)
     if not math.isfinite(value):
         return Verdict(True, math.inf, threshold, f"{signal} is {value}", getattr(rule, "baseline", None))
-    score = rule.score(value)
+    found = rule.score(value)
+    score = None if found is None else float(found)  # of any kind of number
     if score is None or not score > threshold:
         rule.update(value)
+        score = None if score != score else score
         return Verdict(False, score, threshold, "")
     usual = getattr(rule, "baseline", None)  # before it learns the spike
     rule.update(value)
     return Verdict(True, score, threshold, _words(signal, value, usual, score, threshold), usual)
+
+
+def state_of(rule: Rule) -> dict[str, Any]:
+    """What ``rule`` has learned; nothing where it cannot tell."""
+    tell = getattr(rule, "state_dict", None)
+    return tell() if callable(tell) else {}
+
+
+def load_state(rule: Rule, state: Mapping[str, Any]) -> None:
+    """The inverse of :func:`state_of`."""
+    if callable(getattr(rule, "load_state_dict", None)):
+        rule.load_state_dict(state)
 
 
 class Each:
@@ -114,9 +128,10 @@ class Each:
             return
         assert isinstance(self._rule, Hampel)
         self._rows = {name: row for row, name in enumerate(names)}
-        self._bank = HampelBank(self._rule, len(names))
-        for name, state in learned.items():
-            self._bank.load(self._rows[name], state)
+        with torch.inference_mode(False):  # it will be written to outside of that mode
+            self._bank = HampelBank(self._rule, len(names))
+        unknown = self._rule.__class__().state_dict()
+        self._bank.load([learned.get(name, {**unknown, "sizes": self._rule.sizes}) for name in names])
         self._rules = {}
 
     def _dissolve(self) -> None:
@@ -128,13 +143,13 @@ class Each:
         """The state of each rule, by signal."""
         if self._bank is not None:
             return {signal: self._bank.state(row) for signal, row in self._rows.items()}
-        return {signal: rule.state_dict() for signal, rule in self._rules.items()}
+        return {signal: state_of(rule) for signal, rule in self._rules.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
         self._bank, self._rows, self._rules = None, {}, {}
         for signal, learned in state.items():
-            self._single(signal).load_state_dict(learned)
+            load_state(self._single(signal), learned)
 
 
 def _is_for_a_bank(values: Mapping[str, float]) -> bool:

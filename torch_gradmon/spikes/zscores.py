@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .arguments import positive
-from .hampel import MAD_TO_STD, log_of
+from .hampel import MAD_TO_STD, log_of, value_at
 from .rules import Kept, share
 from .windows import SortedWindow
 
@@ -81,7 +81,7 @@ class RollingZScore(Kept):
         if count < max(2, size // 2):
             return None
         mean = math.fsum(self._values) / count
-        return _distance(value, mean, math.sqrt(math.fsum((x - mean) ** 2 for x in self._values) / (count - 1)))
+        return _distance(value, mean, math.sqrt(math.fsum(_square(x - mean) for x in self._values) / (count - 1)))
 
     def update(self, value: float) -> None:
         """Learn ``value``."""
@@ -126,12 +126,12 @@ class EmaZScore(Kept):
         if score is None:
             self._first.append(value)
             self._mean = math.fsum(self._first) / len(self._first)
-            self._variance = math.fsum((x - self._mean) ** 2 for x in self._first) / len(self._first)
+            self._variance = math.fsum(_square(x - self._mean) for x in self._first) / len(self._first)
             return
         if score > self.threshold:
             value = self._mean + self.threshold**2 / score * math.sqrt(self._variance)
         self._mean = self._alpha * self._mean + (1 - self._alpha) * value
-        self._variance = self._alpha * self._variance + (1 - self._alpha) * (value - self._mean) ** 2
+        self._variance = self._alpha * self._variance + (1 - self._alpha) * _square(value - self._mean)
 
 
 class MedianMad:
@@ -164,7 +164,7 @@ class MedianMad:
     @property
     def baseline(self) -> float | None:
         """The median, in units of the signal."""
-        return math.exp(self._values.median()) if len(self._values) else None
+        return value_at(self._values.median()) if len(self._values) else None
 
     def score(self, value: float) -> float | None:
         """Robust standard deviations above the median; negative below it."""
@@ -200,3 +200,7 @@ class MedianMad:
 def _distance(value: float, mean: float, spread: float) -> float:
     spread = max(spread, _SMALLEST_SPREAD * abs(mean))
     return (value - mean) / spread if spread > 0 else math.copysign(math.inf, value) if value else 0.0
+
+
+def _square(x: float) -> float:
+    return x * x  # infinite where ``**`` would raise
