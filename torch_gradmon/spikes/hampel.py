@@ -30,16 +30,18 @@ class Hampel:
     """Distance of ``log(value)`` to the median of the last values, in robust standard deviations. Made to run unattended.
 
     A value is compared with two medians: of the ``near`` last values, which follow the decay of the first steps and slow drifts,
-    and of ``far`` values that are ``lag`` values older, which a ramp of 5 % a step has not yet taken along. The score is the larger
-    of ``(log value - median) / spread``, where the spread is 1.4826 times the median absolute deviation of the last ``window``
-    such differences, and at least ``log(least) / threshold``: what is less than ``least`` times as large as usual is no spike,
-    however quiet the signal.
+    and, from the 40th value on, of ``far`` values that are ``lag`` values older, which a ramp of 5 % a step has not yet taken along,
+    as those of a warm-up are. The score is the larger of ``(log value - median) / spread``, where the spread is 1.4826 times the
+    median absolute deviation of the last ``window`` such differences, and at least ``log(least) / threshold``: what is less than
+    ``least`` times as large as usual is no spike, however quiet the signal.
 
     In the beginning the demands are higher, for the first steps of a training jump about: after ``n`` values the smallest rise is
     ``log(least) + early / n``, and the spread ``1 + 16 / n`` times as large.
 
     Values called spikes stay out of the medians and the spread. But where 5 of 9 values, or 3 and the first of them 9 values ago,
-    are spikes, the level has changed: the medians begin again from these values. So a lasting doubling is accepted within 10 steps.
+    are spikes, the level has changed: the medians begin again from these values. So a lasting doubling is accepted within 10 steps,
+    now and then, where the noise is a large part of it, within 12. A signal that jumps by its nature, such as every third step of a
+    GAN, is flagged again and again.
 
     Multiplying the signal by a constant changes nothing. A signal with negative values cannot be taken the logarithm of: from its
     first one on the values themselves are compared, and ``least`` is relative to their median.
