@@ -98,7 +98,7 @@ def test_a_constant_signal_stays_quiet_and_a_small_wobble_on_it_too() -> None:
 
 def test_spikes_do_not_widen_what_counts_as_normal() -> None:
     values = _noise(400)
-    spiked = range(50, 400, 7)
+    spiked = range(50, 400, 11)
     for step in spiked:
         values[step] *= 10
     assert _alarms(values) == list(spiked)

@@ -19,6 +19,7 @@ from .hampel import (
     LOG_OF_ZERO,
     MAD_TO_STD,
     RECENT,
+    USUAL,
     Hampel,
 )
 
@@ -112,6 +113,9 @@ class HampelBank:
         self._between = torch.zeros(signals, self._lag, dtype=torch.float64, device="cpu")
         self._recent = torch.zeros(signals, RECENT, dtype=torch.float64, device="cpu")
         self._flags = torch.zeros(signals, RECENT, dtype=torch.bool, device="cpu")
+        # what lay above the threshold, -inf for the others
+        self._peaks = torch.full((signals, sizes["window"]), -torch.inf, dtype=torch.float64, device="cpu")
+        self._turn = torch.zeros(signals, dtype=torch.int64, device="cpu")
         self._queued, self._seen, self._count = (torch.zeros(signals, dtype=torch.int64, device="cpu") for _ in range(3))
 
     def update(self, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,9 +128,13 @@ class HampelBank:
         positions = torch.where(values > 0, values.log(), LOG_OF_ZERO)
         medians = torch.stack([self._near.median(), self._far.median()])
         scores = self._scores(positions, medians)
+        self._excuse(scores, positions)
         spikes = finite & (scores > self.threshold)
+        rows = finite.nonzero().squeeze(1)
+        self._peaks[rows, self._turn[rows]] = torch.where(scores >= self.threshold, positions, -torch.inf)[rows]
+        self._turn[rows] = (self._turn[rows] + 1) % self._peaks.shape[1]
         self._learn((finite & ~spikes).nonzero().squeeze(1), positions, medians)
-        for row in self._remember(finite.nonzero().squeeze(1), positions, spikes):
+        for row in self._remember(rows, positions, spikes):
             self._accept(row)
         return torch.where(finite, scores, torch.inf), spikes | ~finite
 
@@ -143,6 +151,14 @@ class HampelBank:
         near, far = (positions - medians) / torch.maximum(spreads, (self._least + self._early / count) / self.threshold)
         scores = torch.where(self._count >= FAR_FROM, torch.maximum(near, far), near)
         return torch.where(self._count >= FIRST, scores, torch.nan)
+
+    def _excuse(self, scores: Tensor, positions: Tensor) -> None:
+        """Lower the scores of what is usual to the threshold."""
+        high = (scores > self.threshold).nonzero().squeeze(1)
+        if len(high):
+            nearly = (positions[high] - self._least).unsqueeze(1)
+            usual = (self._peaks[high] >= nearly).sum(dim=1) >= USUAL
+            scores[high[usual]] = self.threshold
 
     def _learn(self, rows: Tensor, positions: Tensor, medians: Tensor) -> None:
         learned = positions[rows]
@@ -191,6 +207,7 @@ class HampelBank:
             "far_residuals": self._residuals.values(signal + self._signals),
             "between": between.tolist(),
             "recent": [[position, flag] for position, flag in recent][RECENT - seen :],
+            "peaks": [None if p == -math.inf else p for p in self._peaks[signal].roll(-int(self._turn[signal])).tolist()],
             "count": int(self._count[signal]),
             "linear": False,
             "sizes": self._sizes,
@@ -202,6 +219,8 @@ class HampelBank:
         self._far.load(0, [state["far"] for state in states])
         self._residuals.load(0, [state["near_residuals"] for state in states])
         self._residuals.load(self._signals, [state["far_residuals"] for state in states])
+        peaks = [[-math.inf if peak is None else peak for peak in state["peaks"]] for state in states]
+        self._peaks, self._turn[:] = torch.tensor(peaks, dtype=torch.float64, device="cpu"), 0
         for signal, state in enumerate(states):
             between = torch.tensor(state["between"], dtype=torch.float64, device="cpu")
             self._between[signal, : len(between)] = between

@@ -22,6 +22,8 @@ EARLY_SPREAD = 16
 FAR_FROM = 40
 #: Spikes among the last values after which these are the new level: at once, or once the first of them is that long ago.
 ACCEPT_AT_ONCE, ACCEPT_IN_THE_END, RECENT = 5, 3, 9
+#: Values among the last ``window`` as high as this one, or nearly, after which it is a usual thing and no spike.
+USUAL = 16
 #: What a norm of zero counts as: below the logarithm of any positive number.
 LOG_OF_ZERO = -745.0
 
@@ -40,8 +42,8 @@ class Hampel:
 
     Values called spikes stay out of the medians and the spread. But where 5 of 9 values, or 3 and the first of them 9 values ago,
     are spikes, the level has changed: the medians begin again from these values. So a lasting doubling is accepted within 10 steps,
-    now and then, where the noise is a large part of it, within 12. A signal that jumps by its nature, such as every third step of a
-    GAN, is flagged again and again.
+    now and then, where the noise is a large part of it, within 12. And what comes 16 times in ``window`` values, or nearly as high, is
+    usual: so a signal that jumps by its nature, such as every third step of a GAN, is flagged 16 times and then no more.
 
     Multiplying the signal by a constant changes nothing. A signal with negative values cannot be taken the logarithm of: from its
     first one on the values themselves are compared, and ``least`` is relative to their median.
@@ -81,6 +83,7 @@ class Hampel:
         self._near_residuals, self._far_residuals = SortedWindow(size), SortedWindow(size)
         self._between: deque[float] = deque()
         self._recent: deque[tuple[float, bool]] = deque(maxlen=RECENT)
+        self._peaks: deque[float] = deque([-math.inf] * size, maxlen=size)  # what lay above the threshold; -inf for the others
         self._count = 0
         self._linear = False
         self._scored: tuple[float, float | None] | None = None
@@ -115,7 +118,12 @@ class Hampel:
         score = self._score(position, self._near, self._near_residuals)
         if self._count >= FAR_FROM:
             score = max(score, self._score(position, self._far, self._far_residuals))
-        return score
+        return min(score, self.threshold) if score > self.threshold and self._is_usual(position) else score
+
+    def _is_usual(self, position: float) -> bool:
+        unit = abs(self._near.median()) if self._linear else 1.0
+        nearly = position - unit * math.log(self.least)
+        return sum(peak >= nearly for peak in self._peaks) >= USUAL
 
     def _score(self, position: float, normal: SortedWindow, residuals: SortedWindow) -> float:
         median = normal.median()
@@ -135,6 +143,8 @@ class Hampel:
         score, position = self.score(value), self._position(value)
         self._scored = None
         is_spike = score is not None and score > self.threshold
+        is_high = score is not None and score >= self.threshold
+        self._peaks.append(position if is_high else -math.inf)
         self._recent.append((position, is_spike))
         if not is_spike:
             self._learn(position)
@@ -167,6 +177,7 @@ class Hampel:
     def _restart(self) -> None:
         """The first negative value: logarithms have no use any more."""
         self._linear, self._count, self._scored = True, 0, None
+        self._peaks.extend([-math.inf] * len(self._peaks))
         for window in (self._near, self._far, self._near_residuals, self._far_residuals, self._between, self._recent):
             window.clear()
 
@@ -184,6 +195,7 @@ class Hampel:
             "far_residuals": self._far_residuals.values(),
             "between": list(self._between),
             "recent": [[position, is_spike] for position, is_spike in self._recent],
+            "peaks": [None if peak == -math.inf else peak for peak in self._peaks],
             "count": self._count,
             "linear": self._linear,
             "sizes": self.sizes,
@@ -208,6 +220,8 @@ class Hampel:
         self._far_residuals = SortedWindow(self._far_residuals.size, map(float, state["far_residuals"]))
         self._between = deque(map(float, state["between"]))
         self._recent = deque(((float(position), bool(spike)) for position, spike in state["recent"]), maxlen=RECENT)
+        peaks = (-math.inf if peak is None else float(peak) for peak in state["peaks"])
+        self._peaks = deque(peaks, maxlen=self._peaks.maxlen)
         self._count, self._linear = int(state["count"]), bool(state["linear"])
 
 

@@ -130,8 +130,7 @@ class Each:
         self._rows = {name: row for row, name in enumerate(names)}
         with torch.inference_mode(False):  # it will be written to outside of that mode
             self._bank = HampelBank(self._rule, len(names))
-        unknown = self._rule.__class__().state_dict()
-        self._bank.load([learned.get(name, {**unknown, "sizes": self._rule.sizes}) for name in names])
+        self._bank.load([learned[name] if name in learned else copy.deepcopy(self._rule).state_dict() for name in names])
         self._rules = {}
 
     def _dissolve(self) -> None:
