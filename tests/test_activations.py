@@ -6,9 +6,7 @@ import collections
 import copy
 import dataclasses
 import gc
-import io
 import math
-import pickle
 import warnings
 import weakref
 from collections import Counter
@@ -24,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import torch_gradmon as gradmon
 from tests import oracle
 from tests.families import BY_NAME
+from tests.test_copies import through_bytes, through_torch
 from torch_gradmon import ModuleMonitor
 from torch_gradmon.names import KEY_STYLES, Key, format_key, parse_key
 
@@ -987,18 +986,7 @@ def test_two_values_never_share_a_key() -> None:
 # --- copies, and the end -------------------------------------------------------------------------------------------------------------
 
 
-def _pickled(model: nn.Module) -> nn.Module:
-    return pickle.loads(pickle.dumps(model))
-
-
-def _saved(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("take", [copy.deepcopy, _pickled, _saved])
+@pytest.mark.parametrize("take", [copy.deepcopy, through_bytes, through_torch])
 def test_a_copy_feeds_no_monitor_and_works(take: Callable[[nn.Module], nn.Module]) -> None:
     model = _model("net")
     twin = Twin(model)

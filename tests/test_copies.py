@@ -21,18 +21,18 @@ from torch_gradmon import MonitorMixin
 from .test_life_cycle import one_step, small_model, watched
 
 
-def _through_bytes(model: nn.Module) -> nn.Module:
+def through_bytes(model: nn.Module) -> nn.Module:
     return pickle.loads(pickle.dumps(model))
 
 
-def _through_torch(model: nn.Module) -> nn.Module:
+def through_torch(model: nn.Module) -> nn.Module:
     buffer = io.BytesIO()
     torch.save(model, buffer)
     buffer.seek(0)
     return torch.load(buffer, weights_only=False)
 
 
-@pytest.mark.parametrize("take", [copy.deepcopy, _through_bytes, _through_torch], ids=["deepcopy", "pickle", "torch.save"])
+@pytest.mark.parametrize("take", [copy.deepcopy, through_bytes, through_torch], ids=["deepcopy", "pickle", "torch.save"])
 def test_a_copy_of_a_watched_model_is_a_plain_model(take: Callable[[nn.Module], nn.Module]) -> None:
     model, optimizer, _, monitor = watched()
     one_step(model, optimizer)

@@ -154,17 +154,22 @@ def test_a_reason_says_how_far_from_usual() -> None:
 # --- fed by a monitor ------------------------------------------------------------------------------------------------------------
 
 
-def _train(steps: int, on_spike: object, factor: float = 1e4) -> ModuleMonitor:
-    """A toy run whose step ``steps - 1`` has a huge gradient in ``big.weight``."""
-    model = nn.ModuleDict({"small": nn.Linear(4, 4), "big": nn.Linear(4, 4)})
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    monitor = gradmon.watch(model, optimizer, on_spike=on_spike)
+def _take_steps(model: nn.ModuleDict, optimizer: torch.optim.Optimizer, steps: int, factor: float) -> None:
+    """The last one with a huge gradient in ``big.weight``."""
     for step in range(steps):
         x = torch.randn(16, 4)
         loss = model["small"](x).square().mean() + model["big"](x * (factor if step == steps - 1 else 1)).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+
+
+def _train(steps: int, on_spike: object, factor: float = 1e4) -> ModuleMonitor:
+    """A toy run whose step ``steps - 1`` has a huge gradient in ``big.weight``."""
+    model = nn.ModuleDict({"small": nn.Linear(4, 4), "big": nn.Linear(4, 4)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    monitor = gradmon.watch(model, optimizer, on_spike=on_spike)
+    _take_steps(model, optimizer, steps, factor)
     return monitor
 
 
@@ -250,12 +255,7 @@ def _toy(steps: int, *detectors: SpikeDetector, spoil: float = 1e4) -> tuple[Mod
     for detector in detectors:
         monitor.add_detector(detector)
     monitor.attach(optimizer)
-    for step in range(steps):
-        x = torch.randn(16, 4)
-        loss = model["small"](x).square().mean() + model["big"](x * (spoil if step == steps - 1 else 1)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    _take_steps(model, optimizer, steps, spoil)
     monitor.get_step_metrics()
     return monitor, events
 

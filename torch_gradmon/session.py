@@ -121,7 +121,7 @@ class Session:
         references = self.planner.inventory.references
         self._plans = self.planner.plans(step, self.ledger.summary)
         self._buffer = StepBuffer(step, self.guard.complaints)
-        self._buffer.rng = rng_states()
+        self._buffer.rng = rng_states() if self.ledger.outbox.stores else {}
         self.gradients.begin(self._buffer, self._plans, references)
         self.parameters.begin(self._buffer, self._plans, references)
         due = tuple(metric for metric in self.planner.module_metrics() if metric.due(step))
@@ -345,17 +345,14 @@ class Session:
         """
         if self.step is None:
             self._told_ahead |= tags.keys()
-        if not self.open:
-            self._tags.update((name, value) for name, value in tags.items() if name in self._told_ahead)
-            tags = {name: value for name, value in tags.items() if name not in self._told_ahead}
-        if self.open:
-            self._tags.update(tags)
-        elif not tags:
+        late = {} if self.open else {name: value for name, value in tags.items() if name not in self._told_ahead}
+        self._tags.update((name, value) for name, value in tags.items() if name not in late)
+        if not late:
             return
-        elif (flight := self._in_flight) is not None:
-            flight.tags.update(tags)
+        if (flight := self._in_flight) is not None:
+            flight.tags.update(late)
         else:
-            self.ledger.tag(tags)
+            self.ledger.tag(late)
 
     # --- values of the step that ended ---------------------------------------------------------------------------------------
 

@@ -12,6 +12,8 @@ from .windows import SortedWindow
 
 #: Makes the median of absolute deviations a standard deviation for normal data.
 MAD_TO_STD = 1.4826
+#: Score above which a norm is a spike, and the smallest factor above usual that is one.
+THRESHOLD, LEAST = 5.5, 1.5
 #: Values before the first score: a median of fewer tells nothing.
 FIRST = 3
 #: Residuals before their spread counts.
@@ -64,9 +66,9 @@ class Hampel:
 
     def __init__(
         self,
-        threshold: float = 5.5,
+        threshold: float = THRESHOLD,
         *,
-        least: float = 1.5,
+        least: float = LEAST,
         early: float = 9.0,
         near: int = 9,
         far: int = 7,
@@ -89,7 +91,7 @@ class Hampel:
         self._scored: tuple[float, float | None] | None = None
 
     @classmethod
-    def for_losses(cls, threshold: float = 5.5) -> Hampel:
+    def for_losses(cls, threshold: float = THRESHOLD) -> Hampel:
         """The preset for losses, whose spikes are small beside their level: from 6 % on."""
         return cls(threshold, least=1.06, early=1.5)
 

@@ -102,7 +102,8 @@ class Judges:
         """The values of its signals in this step that it has not judged yet."""
         judged = self._judged.setdefault(detector.name, set())
         if isinstance(detector.signal, re.Pattern):
-            found = self._matches.setdefault(detector.name, Matches(detector.signal)).values(record)
+            matches = self._matches.setdefault(detector.name, Matches(detector.signal))
+            found = matches.values(record, with_tables=not judged)  # nothing comes late to those
         else:
             value = value_of(detector.signal, record, whole)
             found = {} if value is None else {detector.name: value}
@@ -115,10 +116,7 @@ class Judges:
     def news(self, events: Sequence[Event]) -> list[str]:
         """Spikes of this step in the words of one warning, but for signals that spiked in the step before as well."""
         fresh = [event for event in events if event.signal not in self._before]
-        if not fresh:
-            return []
-        where = f"; {fresh[0].where}" if fresh[0].where else ""
-        return [f"step {fresh[0].step}: {'; '.join(event.reason for event in fresh)}{where}"]
+        return [str(replace(fresh[0], reason="; ".join(event.reason for event in fresh)))] if fresh else []
 
     def aftermath(self, record: StepRecord, whole: Mapping[str, float]) -> list[str]:
         """What became of earlier spikes, in words, now that nothing more can come for this step."""

@@ -38,10 +38,10 @@ class Matches:
         self._of_table: dict[str, tuple[Table, list[tuple[str, list[int], list[str]]]]] = {}
         self._of_key: dict[Key, str | None] = {}
 
-    def values(self, record: StepRecord) -> dict[str, float]:
-        """Value by key; what is not defined for a tensor is left out."""
+    def values(self, record: StepRecord, with_tables: bool = True) -> dict[str, float]:
+        """Value by key, those of the statistics ``with_tables`` only; what is not defined for a tensor is left out."""
         found: dict[str, float] = {}
-        for source, table in record.tables.items():
+        for source, table in record.tables.items() if with_tables else ():
             for metric, rows, keys in self._plan(source, table):
                 pairs = zip(keys, _values(metric, table, rows), strict=True)
                 found.update((key, value) for key, value in pairs if value is not None)

@@ -14,7 +14,7 @@ from ..names import GRADIENT, GRADIENT_BEFORE_CLIP
 from ..record import Table
 from ..statistics.moments import Column
 from .arguments import times
-from .hampel import LOG_OF_ZERO, MAD_TO_STD
+from .hampel import LEAST, LOG_OF_ZERO, MAD_TO_STD, THRESHOLD
 
 #: Steps whose gradients are remembered: 13 kB each for 200 parameters.
 REMEMBERED = 64
@@ -22,9 +22,8 @@ REMEMBERED = 64
 BEFORE = 5
 #: Fewest steps that tell what is normal.
 _FEWEST = 8
-#: Score above which a layer moved, and the smallest spread of the logarithm: those of the default rule for gradient norms.
-THRESHOLD = 5.5
-_SMALLEST_SPREAD = math.log(1.5) / THRESHOLD
+#: Of the logarithm, as the default rule has it for gradient norms; a layer moved where its score is above that rule's threshold.
+_SMALLEST_SPREAD = math.log(LEAST) / THRESHOLD
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ def _scores(norms: Tensor) -> tuple[Tensor, Tensor]:
         return torch.full_like(norms, torch.nan), torch.full_like(norms[0], torch.nan)
     median = torch.where(enough, logs[:before].nanmedian(dim=0).values, torch.nan)
     spread = MAD_TO_STD * (logs[:before] - median).abs().nanmedian(dim=0).values
-    usual = torch.where(median > LOG_OF_ZERO + 1, median.exp(), torch.where(median.isnan(), torch.nan, 0.0))
+    usual = torch.where(median <= LOG_OF_ZERO + 1, 0.0, median.exp())
     return (logs - median) / spread.clamp(min=_SMALLEST_SPREAD), usual
 
 

@@ -90,7 +90,7 @@ class Each:
     def update(self, step: int, values: Mapping[str, float]) -> dict[str, Verdict]:
         """Judge ``values`` by signal, then learn them."""
         if self._bank is not None and not (values.keys() <= self._rows.keys() and _is_for_a_bank(values)):
-            self._dissolve()
+            self.load_state_dict(self.state_dict())  # into single rules
         if self._bank is None and type(self._rule) is Hampel and len(values) >= _TOGETHER and _is_for_a_bank(values):
             self._unite(values)
         if self._bank is not None:
@@ -130,13 +130,9 @@ class Each:
         self._rows = {name: row for row, name in enumerate(names)}
         with torch.inference_mode(False):  # it will be written to outside of that mode
             self._bank = HampelBank(self._rule, len(names))
-        self._bank.load([learned[name] if name in learned else copy.deepcopy(self._rule).state_dict() for name in names])
+        new = self._rule.state_dict()
+        self._bank.load([learned.get(name, new) for name in names])
         self._rules = {}
-
-    def _dissolve(self) -> None:
-        states = self.state_dict()
-        self._bank, self._rows = None, {}
-        self.load_state_dict(states)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of each rule, by signal."""
