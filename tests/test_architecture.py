@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_gradmon as gradmon
+
+from .reads import HostReads
 
 PACKAGE = Path(gradmon.__file__).parent
 
@@ -97,6 +98,7 @@ FLOORS = [
     ["capture", "capture.gradients", "capture.parameters", "capture.activations", "follower"],
     ["ledger", "closer"],
     ["flight"],
+    ["recorder"],
     ["session"],
     ["hand"],
     ["clipping", "metric_methods", "value_methods"],
@@ -274,24 +276,6 @@ def test_only_the_arrival_brings_values_to_the_host() -> None:
     assert _host_reads("arrival"), "the search finds nothing any more"
 
 
-class _Reads(TorchDispatchMode):
-    """Counts what brings values from ``device`` to the host: scalars, and copies to another device."""
-
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        self.device = device
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        if function is torch.ops.aten._local_scalar_dense.default and args[0].device.type == self.device:
-            self.counts["scalar"] += 1
-        from_device = any(isinstance(x, torch.Tensor) and x.device.type == self.device for x in args)
-        if from_device and isinstance(result, torch.Tensor) and result.device.type != self.device:
-            self.counts["copy"] += 1
-        return result
-
-
 def _reads_per_step(layers: int, device: str, activations: bool) -> list[Counter[str]]:
     width = 6
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))).to(device)
@@ -302,7 +286,7 @@ def _reads_per_step(layers: int, device: str, activations: bool) -> list[Counter
         monitor.add_activation_metric("norm")
     counts = []
     for _ in range(5):
-        with _Reads(device) as reads:
+        with HostReads(device) as reads:
             optimizer.zero_grad()
             model(torch.randn(4, width, device=device)).square().mean().backward()
             optimizer.step()

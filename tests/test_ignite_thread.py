@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, SpikeDetector
 from torch_gradmon.record import Event
 from torch_gradmon.spikes import Hampel, MeanStd, RollingZScore
+
+from .reads import HostReads
 
 
 def _noise(count: int, level: float = 1.0) -> list[float]:
@@ -113,18 +114,6 @@ def test_9_gradients_under_a_scaler_are_unscaled_wherever_it_is_kept(named: bool
     assert monitor.get_step_metrics()["gradmon/grad_norm"] == pytest.approx(expected, rel=1e-6)
 
 
-class _Scalars(TorchDispatchMode):
-    """Counts how often a tensor is read into a number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += function is torch.ops.aten._local_scalar_dense.default
-        return function(*args, **(kwargs or {}))
-
-
 def test_10_numbers_are_read_once_a_step_and_not_for_each_parameter() -> None:
     counts = []
     for layers in (5, 50):
@@ -135,10 +124,10 @@ def test_10_numbers_are_read_once_a_step_and_not_for_each_parameter() -> None:
         monitor.attach(optimizer)
         for _ in range(2):
             model(torch.randn(2, 8)).sum().backward()
-            with _Scalars() as scalars:
+            with HostReads() as reads:
                 optimizer.step()
         assert len(monitor.get_step_metrics()) == 4 * layers  # weights and biases, before and after clipping
-        counts.append(scalars.count)
+        counts.append(reads.counts["scalar"])
     assert counts[0] == counts[1]
 
 

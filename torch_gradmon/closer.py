@@ -12,39 +12,46 @@ _METRICS = {n.ACTIVATION: ("std", "max", "nonfinite"), n.ACTIVATION_GRADIENT: ("
 
 
 class CloserLook:
-    """Lends metrics to the registry for the steps after a spike.
+    """For some steps after a spike every step is monitored, and the registry is lent more metrics.
 
     Args:
         planner: is told that the plan changed.
-        steps: how many monitored steps it takes; none for 0.
+        steps: how many steps it takes; none for 0.
     """
 
     def __init__(self, planner: Planner, steps: int) -> None:
         self._planner, self._steps = planner, steps
         self._left = 0
+        self._lends = False
         self._graphs = compiled_graphs()
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next step is one of those steps."""
+        return self._left > 0
 
     def begin(self) -> bool:
         """A spike came: look closer from the next step on. Returns whether hooks are to be hung for it.
 
-        Not where anything was compiled since there is a monitor, for that may be the model, and one whose modules get hooks would be
-        compiled again.
+        No metrics are lent where anything was compiled since there is a monitor, for that may be the model, and one whose modules
+        get hooks would be compiled again.
         """
+        self._left = self._steps
         module = self._planner.module
-        if not self._steps or compiled_graphs() > self._graphs or module is None or is_compiled(module):
+        if not self._steps or self._lends or compiled_graphs() > self._graphs or module is None or is_compiled(module):
             return False
-        begins, self._left = not self._left, self._steps
-        if begins:
-            registry = self._planner.registry
-            registry.lend([registry.make(source, name, shown=False) for source, names in _METRICS.items() for name in names])
-            self._planner.changed()
-        return begins
+        registry = self._planner.registry
+        registry.lend([registry.make(source, name, shown=False) for source, names in _METRICS.items() for name in names])
+        self._planner.changed()
+        self._lends = True
+        return True
 
     def step_ended(self) -> bool:
         """A monitored step ended, and nothing is known of it yet. Returns whether hooks are to be taken away again."""
-        ends = self._left == 1
+        ends = self._left == 1 and self._lends
         self._left -= self._left > 0
         if ends:
+            self._lends = False
             self._planner.registry.take_back()
             self._planner.changed()
         return ends

@@ -14,14 +14,15 @@ from .assembly import assemble
 from .guard import Guard
 from .heads import head_values
 from .inventory import Inventory
+from .layers import Layers
 from .ledger import Ledger
 from .merging import Aggregation
 from .names import Key
 from .plan import SourcePlan
-from .record import Table
+from .record import StepRecord, Table
 from .registry import Registry
 from .step import Departure, StepBuffer
-from .summary import Facts
+from .summary import Facts, Summary
 
 
 @dataclass
@@ -36,7 +37,7 @@ class Flight:
         refused: whether the optimizer did not apply the step.
         groups: names of the parameters of each of the optimizers' groups.
         tags: facts for its context.
-        cost: time spent in the monitor, in percent of the time since the last step that was measured.
+        cost: time spent in the monitor, in percent of the time since the last step that was monitored; None for one that was not.
         late: where values that were logged after its end are merged.
         late_departure: the same on their way, once the next step has begun.
         refusals_after: steps that were neither monitored nor applied, between this one and the next one monitored.
@@ -49,7 +50,7 @@ class Flight:
     refused: bool
     groups: list[tuple[str, frozenset[str]]]
     tags: dict[str, Any]
-    cost: float
+    cost: float | None
     late: StepBuffer | None = None
     late_departure: Departure | None = None
     refusals_after: int = 0
@@ -61,9 +62,20 @@ class Flight:
 
     def land(self, ledger: Ledger, registry: Registry) -> None:
         """Make the record and enter it into ``ledger``. Waits for the values."""
+        record, signals = self.record(ledger.summary, ledger.layers, registry)
+        try:
+            ledger.enter(record, signals, self.departure.buffer)
+        finally:  # where a spike raises
+            if self.late is not None:
+                departure = self.late_departure or self.late.depart()
+                ledger.amend(self.late, departure.land()[1])
+            ledger.summary.not_applied += self.refusals_after
+
+    def record(self, summary: Summary, layers: Layers, registry: Registry) -> tuple[StepRecord, dict[str, float]]:
+        """The record, and all whole-model values by name. Waits for the values."""
         buffer = self.departure.buffer
         tables, custom, noted = self.departure.land()
-        ledger.summary.not_applied += int(noted.pop("unseen_refusals", 0))
+        summary.not_applied += int(noted.pop("unseen_refusals", 0))
         edited, found_inf = noted.pop("edited", None), bool(noted.pop("found_inf", 0))
         facts = Facts(
             buffer.step,
@@ -76,7 +88,9 @@ class Flight:
             refused={**{source: why for (source, name), why in buffer.absent.items() if not name}, **buffer.refused},
             context=self._context(noted),
         )
-        if "overhead_pct" in ledger.summary.keys:  # on the dashboard of a preset; in the context of every record
+        if (
+            self.cost is not None and "overhead_pct" in summary.keys
+        ):  # on the dashboard of a preset; in the context of every record
             custom[Key(n.SUMMARY, "", "overhead_pct")] = self.cost
         attention, heads = head_values(tables, buffer.unshown)
         modules = {**self.modules(tables), **attention}
@@ -88,20 +102,14 @@ class Flight:
             modules,
             registry.hidden(),
             heads,
-            ledger.summary,
-            ledger.layers,
+            summary,
+            layers,
             buffer.absent,
         )
-        try:
-            ledger.enter(replace(record, rng=buffer.rng), signals, buffer)
-        finally:  # where a spike raises
-            if self.late is not None:
-                departure = self.late_departure or self.late.depart()
-                ledger.amend(self.late, departure.land()[1])
-            ledger.summary.not_applied += self.refusals_after
+        return replace(record, rng=buffer.rng), signals
 
     def _context(self, noted: Mapping[str, float]) -> dict[str, Any]:
-        context: dict[str, Any] = {"overhead_pct": self.cost}
+        context: dict[str, Any] = {} if self.cost is None else {"overhead_pct": self.cost}
         context.update((name, value) for name, value in noted.items() if "/" not in name)
         if rates := [value for name, value in noted.items() if name.startswith("lr/")]:
             context["lr"] = rates

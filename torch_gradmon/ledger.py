@@ -56,6 +56,7 @@ class Ledger:
         self._options = options
         self._guard = guard
         self._records: OrderedDict[int, StepRecord] = OrderedDict()
+        self._between: OrderedDict[int, StepRecord] = OrderedDict()
         self._late: StepBuffer | None = None
         self._signals: Mapping[str, float] = {}
         self.has_spiked = False  # since somebody set this to False
@@ -68,8 +69,18 @@ class Ledger:
         record, events = self.judges.judge(record, signals, self.absent)
         self._late = buffer.scalars()
         self._keep(record)
+        self.fill(self.judges.taken_recalled())
         self._signals = signals
         self._tell(events)
+
+    def fill(self, records: Iterable[StepRecord]) -> None:
+        """Take steps that were not monitored, now that a spike before or after them makes them interesting. No dashboard gets them."""
+        for record in records:
+            self.judges.gradients.fill(record.step, record.tables)
+            self._between[record.step] = replace(record, tables={})
+            self.outbox.fill(record)
+        while len(self._between) > self._options.history:
+            self._between.popitem(last=False)
 
     def finish(self) -> None:
         """Nothing more can come for the step that has ended: judge the signals that came late, and send it out."""
@@ -78,6 +89,7 @@ class Ledger:
             record, events = self.judges.judge(self.last, {}, self.absent)
             if record is not self.last:
                 self._keep(record, amend=True)
+                self.fill(self.judges.taken_recalled())
             self._tell(events)
             self._warn(self.judges.aftermath(record, self._signals))
             for signal in self.judges.unheard():
@@ -116,8 +128,9 @@ class Ledger:
 
     def _keep(self, record: StepRecord, amend: bool = False) -> None:
         self.last = record
-        while self._records and next(reversed(self._records)) > record.step:  # after a rollback
-            self._records.popitem()
+        for known in (self._records, self._between):
+            while known and next(reversed(known)) > record.step:  # after a rollback
+                known.popitem()
         self._records[record.step] = replace(record, tables={}, rng={})
         while len(self._records) > self._options.history:
             self._records.popitem(last=False)
@@ -155,7 +168,7 @@ class Ledger:
 
     def recent(self) -> Recent:
         """What is remembered of the last steps, to tell stories of."""
-        return Recent(self._records, self.judges.gradients, self.judges.suspects)
+        return Recent({**self._between, **self._records}, self.judges.gradients, self.judges.suspects)
 
     def missing(self, metrics: Iterable[Metric], names: Mapping[str, Any]) -> dict[str, str]:
         """Why each of ``metrics`` has no value in the step that ended last, by key."""

@@ -95,7 +95,7 @@ class LoopMethods:
 
     def is_step_monitored(self, step: int) -> bool:
         """Whether values are, were or would be taken on ``step``."""
-        return not self._session.guard.inert and bool(self._session.is_step_monitored(step))
+        return not self._session.guard.inert and self._session.would_monitor(step)
 
     @property
     def step(self) -> int | None:

@@ -31,6 +31,7 @@ from .mixin import MonitorMixin, link, unlink
 from .names import KEY_STYLES, Key, compile_pattern, format_key
 from .planner import Planner
 from .record import Event
+from .recorder import Recorder
 from .registry import VIEW_BUILT_INS, Registry
 from .session import Session, at_exit
 from .sinks.adapters import adapted
@@ -70,8 +71,13 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
             about a second, once in a process, and then a third of the time or less. Without a compiler it warns and goes on.
         overhead_budget: share of the training's time that the monitor's own time on the host may take, such as 0.01; while it
             takes more, fewer of the steps that the cadence asks for are monitored (every 2nd, 4th, ...), which is said.
-        closer_look: for how many monitored steps after a spike the outputs of all modules and the gradients of these are measured
-            too, for the run directory and to find where NaN or Inf begin; 0 for none. Not where anything is compiled.
+        closer_look: so many steps after a spike are monitored whatever the cadence, and, unless anything is compiled, the outputs
+            of all modules and the gradients of these are measured too, for the run directory and to find where NaN or Inf begin;
+            0 for none.
+        flight_recorder: for a cadence that leaves out steps. Of so many of those before a spike, and as many after it, the
+            statistics of the gradients go to the run directory and into the story of the spike, with what was logged in them.
+            For that they are measured in every step, which costs a pass over the gradients, and kept on the device (13 kB a
+            step for 200 parameters); nothing is copied to the host until there is a spike. 0 for none.
 
     With ``GRADMON_DISABLE=1`` in the environment everything is inert.
 
@@ -100,6 +106,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         compile_statistics: bool = False,
         overhead_budget: float | None = None,
         closer_look: int = 3,
+        flight_recorder: int = 0,
     ) -> None:
         is_monitored = check.cadence(every, monitor_step_fn)
         if overhead_budget is not None:
@@ -117,6 +124,13 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         check.positive_int("history", history)
         if closer_look != 0 or isinstance(closer_look, bool):
             check.positive_int("closer_look", closer_look, "or 0 for none")
+        if flight_recorder != 0 or isinstance(flight_recorder, bool):
+            check.positive_int("flight_recorder", flight_recorder, "or 0 for none")
+            if overhead_budget is not None:
+                raise ValueError(
+                    f"flight_recorder={flight_recorder} measures every step, so overhead_budget={overhead_budget!r} could save nothing "
+                    "by leaving out steps; give one of the two"
+                )
         if isinstance(update_sample, int):
             check.positive_int("update_sample", update_sample)
         elif update_sample is not None:
@@ -140,7 +154,8 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         measurer = Measurer(Statistics(complaints, float(eps), compile_statistics and not inert), complaints)
         ledger = Ledger(options, guard, outbox, chosen_layers)
         closer = CloserLook(planner, closer_look)
-        self._session = Session(budget or is_monitored, guard, planner, measurer, ledger, update_sample, budget, closer)
+        recorder = Recorder(flight_recorder, registry)
+        self._session = Session(budget or is_monitored, guard, planner, measurer, ledger, update_sample, budget, closer, recorder)
         self._session.scaler = scaler
         self._registry, self._planner = registry, planner
         # an attached session outlives a monitor that nobody kept, and modules with the mixin ask for the monitor

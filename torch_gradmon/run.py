@@ -68,7 +68,7 @@ class Run:
 
     @property
     def steps(self) -> list[int]:
-        """The steps that were monitored, ascending."""
+        """The steps that were monitored, or recorded around a spike, ascending."""
         return sorted(self._segment_of)
 
     @property

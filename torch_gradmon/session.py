@@ -26,14 +26,17 @@ from .closer import CloserLook
 from .flight import Flight, Flights
 from .follower import Follower
 from .guard import Guard, guarded
+from .inventory import Inventory
 from .ledger import Ledger
 from .merging import Aggregation
+from .metric import Metric
 from .mixin import has_mixin
 from .modes import rng_states, unseen
 from .names import Key
 from .plan import SourcePlan
 from .planner import Planner
 from .record import StepRecord
+from .recorder import Recorder
 from .sinks.outbox import Outbox
 from .step import StepBuffer
 
@@ -51,8 +54,11 @@ class Session:
         update_sample: int | re.Pattern[str] | None,
         budget: Budget | None,
         closer: CloserLook,
+        recorder: Recorder,
     ) -> None:
         self.is_step_monitored = is_step_monitored
+        self.recorder = recorder
+        ledger.judges.recall = recorder.spiked
         self.budget = budget
         self.closer = closer
         self.guard = guard
@@ -78,7 +84,8 @@ class Session:
         self._tags: dict[str, Any] = {}
         self._told_ahead: set[str] = set()  # names of tags that the loop gives before a step's forward
         self._unseen_refusals: Tensor | None = None
-        self._armed_for = -1
+        self._armed_for: tuple[int, bool] | None = None
+        self._records_only = False  # the open step is not monitored, but recorded in case of a spike
         self._asked: tuple[int, bool] | None = None
 
     # --- the step ------------------------------------------------------------------------------------------------------------
@@ -90,52 +97,72 @@ class Session:
         if self.step is not None and step <= self.step:
             message = f"step {step} comes after step {self.step}; a new segment begins in the run directory"
             self.guard.complaints.add("back", message)
+            self.recorder.forget()
         self.step, self.next_step, self.open = step, step + 1, True
         if self.follower is not None:
             self.follower.step_opened()
         early, self._early = self._early, None
         tags, self._tags = self._tags, {}
-        if self._is_monitored(step):
+        monitored = self._is_monitored(step)
+        self._records_only = not monitored and self._is_recorded()
+        if monitored or self._records_only:
             self._tags = tags
             self._prepare(step)
             if early is not None and self._buffer is not None:
                 self._buffer.absorb(early)
-            return True
-        self.activations.let_through(False)
-        if self._armed_for >= 0 or self.activations.may_rest:
-            self._disarm()
-        return False
+        else:
+            self.activations.let_through(False)
+            if self._armed_for is not None or self.activations.may_rest:
+                self._disarm()
+        return monitored
 
     def _is_monitored(self, step: int) -> bool:
         if self.guard.inert or self.planner.module is None:
             return False
+        if self.closer.goes_on:
+            return True
         if self._asked is None or self._asked[0] != step:  # once for each step, since the answer need not stay the same
             self._asked = step, bool(self.is_step_monitored(step))
         return self._asked[1]
 
+    def would_monitor(self, step: int) -> bool:
+        """Whether ``step`` is monitored by the cadence, or as one of the steps after a spike."""
+        if self.open and step == self.step:
+            return self.takes_values and not self._records_only
+        return (self.closer.goes_on and step == self.next_step) or bool(self.is_step_monitored(step))
+
+    def _is_recorded(self) -> bool:
+        return bool(self.recorder.size) and not self.guard.inert and self.planner.module is not None
+
     def _prepare(self, step: int) -> None:
         self.planner.refresh()
         if self.follower is not None and self.follower.groups_changed():
-            self._armed_for = -1
+            self._armed_for = None
         assert self.planner.inventory is not None
         references = self.planner.inventory.references
-        self._plans = self.planner.plans(step, self.ledger.summary)
+        self._plans = self.planner.plans(step, self.ledger.summary, gradients_only=self._records_only)
         self._buffer = StepBuffer(step, self.guard.complaints)
-        self._buffer.rng = rng_states() if self.ledger.outbox.stores else {}
+        due: tuple[Metric, ...] = ()
+        if not self._records_only:
+            self._buffer.rng = rng_states() if self.ledger.outbox.stores else {}
+            due = tuple(metric for metric in self.planner.module_metrics() if metric.due(step))
         self.gradients.begin(self._buffer, self._plans, references)
         self.parameters.begin(self._buffer, self._plans, references)
-        due = tuple(metric for metric in self.planner.module_metrics() if metric.due(step))
         self.activations.begin(self._buffer, due, self.planner.inventory)
-        self._arm()
+        self._arm(on_modules=not self._records_only)
 
-    def _arm(self) -> None:
-        """Hang the hooks that monitored steps need, where they do not hang already."""
+    def _arm(self, on_modules: bool = True) -> None:
+        """Hang the hooks that monitored steps need, where they do not hang already; ``on_modules`` too, or on parameters only."""
         module, inventory = self.planner.module, self.planner.inventory
-        if self._armed_for != self.planner.version and module is not None and inventory is not None:
-            self._armed_for = self.planner.version
+        wanted = self.planner.version, on_modules
+        if self._armed_for != wanted and module is not None and inventory is not None:
+            before, self._armed_for = self._armed_for, wanted
             metrics = self.planner.module_metrics()
-            self.activations.install(module, inventory, metrics, self.planner.version, has_mixin(module))
-            if self.follower is not None:
+            if on_modules:
+                self.activations.install(module, inventory, metrics, self.planner.version, has_mixin(module))
+            elif self.activations.may_rest:
+                self.activations.rest(metrics)
+            if self.follower is not None and (before is None or before[0] != wanted[0]):
                 self.follower.arm(self.planner)
 
     def rearm(self) -> None:
@@ -145,14 +172,13 @@ class Session:
             return
         if not self.open and self._is_monitored(self.next_step):
             self._arm()
-        elif (
-            self.open and self._buffer is not None
-        ):  # what is due in the open step stays, but the next one needs its hooks in time
+        elif self.open and self._buffer is not None and not self._records_only:
+            # what is due in the open step stays, but the next one needs its hooks in time
             metrics = self.planner.module_metrics()
             self.activations.install(module, inventory, metrics, self.planner.version, has_mixin(module))
 
     def _disarm(self) -> None:
-        self._armed_for = -1
+        self._armed_for = None
         if self.activations.may_rest:
             self.activations.rest(self.planner.module_metrics())
         if self.follower is not None:
@@ -163,23 +189,28 @@ class Session:
         if not self.open:
             return
         self.open, self.ledger.last, self._ended = False, None, self.step
-        monitored = self._buffer is not None
+        monitored = self._buffer is not None and not self._records_only
         if monitored:
             closer_ends = self.closer.step_ended()
             self._end_monitored()
             self._look_closer(closer_ends)
         else:
+            refused = self.follower is not None and self.follower.refused
+            if self._buffer is not None:
+                self._end_recorded(refused)
             self._tags = {}
-            if self.follower is not None and self.follower.refused:
+            if refused:
                 self._flights.count_refusal()
         if self.budget is not None and self.step is not None:
             self.budget.step_ended(self.step, monitored, self.guard.spent(), time.perf_counter())
-        if self.follower is not None and not self.by_hand and self._armed_for < 0 and self._is_monitored(self.next_step):
+        rests = self._armed_for is None or not self._armed_for[1]
+        if self.follower is not None and not self.by_hand and rests and self._is_monitored(self.next_step):
             self._arm()  # the first thing seen of the next step may be its backward pass
         if self.activations.has_graphs and not self.by_hand:  # or its forward, in a compiled graph
             self.activations.let_through(self._is_monitored(self.next_step))
 
-    def _end_monitored(self) -> None:
+    def _close(self) -> tuple[StepBuffer, Inventory, dict[str, Any]]:
+        """Nothing more is measured in this step: its values, the model as it was, and what the loop said of it."""
         for capture in (self.gradients, self.parameters, self.activations):
             capture.end()
         if self.follower is not None:
@@ -189,6 +220,14 @@ class Session:
         inventory = self.planner.inventory
         assert buffer is not None
         assert inventory is not None
+        return buffer, inventory, tags
+
+    def _end_recorded(self, refused: bool) -> None:
+        buffer, inventory, tags = self._close()
+        self.ledger.fill(self.recorder.keep(buffer, self._plans, inventory, refused, tags))
+
+    def _end_monitored(self) -> None:
+        buffer, inventory, tags = self._close()
         refused = self.follower is not None and self.follower.refused
         evaluate = self.activations.values.evaluator()
         departure = buffer.depart()
@@ -208,6 +247,8 @@ class Session:
     def _look_closer(self, ends: bool) -> None:
         """Where a spike has become known, measure more in the next steps; ``ends`` where they are over."""
         spiked, self.ledger.has_spiked = self.ledger.has_spiked, False
+        if spiked:
+            self._asked = None
         if (spiked and self.closer.begin()) or ends:
             self.rearm()
 
@@ -229,11 +270,11 @@ class Session:
     @property
     def listens(self) -> bool:
         """Whether a value from inside a forward counts."""
-        return self.takes_values and not self.paused and self.activations.in_training
+        return self.takes_values and not self._records_only and not self.paused and self.activations.in_training
 
     @property
     def takes_values(self) -> bool:
-        """Whether a monitored step is open."""
+        """Whether a step is open that is monitored, or recorded in case of a spike."""
         return self.open and self._buffer is not None
 
     def note(self, name: str, value: Any) -> None:
@@ -262,12 +303,11 @@ class Session:
     def note_refusal(self, found_inf: Tensor) -> None:
         """A fused optimizer did not apply the step where ``found_inf`` is not zero: a fact that stays on the device."""
         refused = (found_inf > 0).double()
-        if not self.takes_values:
+        if self._buffer is not None and self.open:
+            self._buffer.noted["found_inf"] = refused + self._buffer.noted.get("found_inf", 0.0)
+        if self._buffer is None or not self.open or self._records_only:
             self._unseen_refusals = refused if self._unseen_refusals is None else self._unseen_refusals + refused
-            return
-        assert self._buffer is not None
-        self._buffer.noted["found_inf"] = refused + self._buffer.noted.get("found_inf", 0.0)
-        if self._unseen_refusals is not None:
+        elif self._unseen_refusals is not None:
             self._buffer.noted["unseen_refusals"], self._unseen_refusals = self._unseen_refusals, None
 
     # --- by hand -------------------------------------------------------------------------------------------------------------
@@ -317,7 +357,9 @@ class Session:
             self._early.merge_value(key, value, aggregation)
         elif not self.open:
             flight = self._in_flight
-            if flight is None:
+            if (recorded := self.recorder.open_buffer(self._ended)) is not None:
+                recorded.merge_value(key, value, aggregation)
+            elif flight is None:
                 self.ledger.add(key, value, aggregation)
             else:
                 self._flights.add(flight, key, value, aggregation)
@@ -349,6 +391,8 @@ class Session:
         self._tags.update((name, value) for name, value in tags.items() if name not in late)
         if not late:
             return
+        if self.recorder.tag(self._ended, late):
+            return
         if (flight := self._in_flight) is not None:
             flight.tags.update(late)
         else:
@@ -362,6 +406,11 @@ class Session:
         return None if self.follower is not None and self.follower.orphaned else self.ledger.last
 
     @guarded
+    def recall(self) -> None:
+        """Take what is recorded of the steps that followed a spike, all of it, for nobody may wait for more. Waits for the device."""
+        self.ledger.fill(self.recorder.rest())
+
+    @guarded
     def _settle_fenced(self) -> None:
         self.settle()
 
@@ -371,7 +420,7 @@ class Session:
         """Follow the loop by hooks from now on."""
         self.scaler, self.by_hand = scaler, False
         self.follower = Follower(self, module, optimizers, scaler)
-        self._armed_for = -1
+        self._armed_for = None
         self.activations.inverse_scale, self.activations.opening = self.follower.inverse_scale, self.follower.root_called
         self.activations.part_called = self.follower.part_called
         self._arm()  # also where the first step is not monitored: a model that will be compiled takes only the hooks that it has then
@@ -403,6 +452,7 @@ class Session:
         """End the step, send what waits, and take every hook away."""
         try:
             self.end_step()
+            self.recall()
         finally:
             self._disarm()
             self.activations.remove()
@@ -420,5 +470,6 @@ def at_exit(session: Callable[[], Session | None], outbox: Outbox) -> None:
     try:
         if alive is not None:
             alive.end_step()
+            alive.recall()
     finally:  # also where a spike in the last step is raised
         outbox.close()

@@ -98,13 +98,13 @@ class RunStore:
         with self._db:
             self._db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
 
-    def log(self, record: StepRecord, amend: bool = False) -> None:
-        """Write one step in one transaction. ``amend`` replaces the step that was written last.
+    def log(self, record: StepRecord, amend: bool = False, fill: bool = False) -> None:
+        """Write one step in one transaction. ``amend`` replaces the step that was written last, ``fill`` adds an earlier one.
 
         Raises:
             sqlite3.Error: it could not be written; nothing of it was.
         """
-        if self._last is not None and record.step <= self._last and not amend:
+        if self._last is not None and record.step <= self._last and not (amend or fill):
             self._segment += 1
         where = (self._segment, record.step)
         try:
@@ -113,7 +113,7 @@ class RunStore:
         except sqlite3.Error:
             self._ids.clear()  # ids of a transaction that was rolled back do not exist
             raise
-        self._last = record.step
+        self._last = record.step if self._last is None or not fill else max(record.step, self._last)
 
     def _write(self, where: tuple[int, int], record: StepRecord) -> None:
         events = json.dumps([asdict(event) for event in record.events])

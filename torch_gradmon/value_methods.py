@@ -112,6 +112,7 @@ class ValueMethods:
             ValueError: the step is not remembered, or there was no spike.
         """
         self._session.settle_now()
+        self._session.recall()
         return tell(self._session.ledger.recent(), step)
 
     def top_parameters(self, count: int = 10) -> list[tuple[str, float]]:

@@ -27,6 +27,7 @@ def watch(
     every: int = 1,
     compile_statistics: bool = False,
     overhead_budget: float | None = None,
+    flight_recorder: int = 0,
 ) -> ModuleMonitor:
     """Watch ``model`` from now on; the training loop stays as it is, also its clipping.
 
@@ -41,6 +42,8 @@ def watch(
         every: monitor the steps that are divisible by it.
         compile_statistics: compile a kernel for statistics on the CPU first, see :class:`ModuleMonitor`.
         overhead_budget: share of the time that monitoring may take, such as 0.01; it leaves out steps to keep to it.
+        flight_recorder: with ``every``, how many of the steps in between are kept for the story of a spike, see
+            :class:`ModuleMonitor`.
 
     Returns:
         The monitor, attached. It need not be kept: it lives as long as the optimizer.
@@ -60,6 +63,7 @@ def watch(
         run_dir=run_dir,
         compile_statistics=compile_statistics,
         overhead_budget=overhead_budget,
+        flight_recorder=flight_recorder,
     )
     monitor.add_preset(preset)
     return monitor.attach(*optimizers, scaler=scaler)

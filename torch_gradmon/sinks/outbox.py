@@ -73,6 +73,11 @@ class Outbox:
         elif self.outlets:
             self._complaints.add("late", f"a value for step {record.step} came after the step had gone out to the sinks")
 
+    def fill(self, record: StepRecord) -> None:
+        """Take the record of an earlier step for the run directory, and only for that."""
+        if not self._forked() and self._run_dir is not None:
+            self._write(record, fill=True)
+
     def publish(self) -> None:
         """Send what waits to the sinks."""
         if self._forked():
@@ -92,14 +97,14 @@ class Outbox:
             if first is not None:
                 raise first
 
-    def _write(self, record: StepRecord, amend: bool) -> None:
+    def _write(self, record: StepRecord, amend: bool = False, fill: bool = False) -> None:
         if self._run_dir is None or self._failures >= PATIENCE:
             self._complaints.counts["store"] += self._run_dir is not None
             return
         try:
             if self._store is None:
                 self._store = RunStore(self._run_dir, self._meta)
-            self._store.log(record, amend=amend)
+            self._store.log(record, amend=amend, fill=fill)
             self._failures = 0
         except (sqlite3.Error, OSError) as error:
             self._failures += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 
 from ..names import SPIKE_SCORE, SUMMARY, Key
@@ -34,6 +34,7 @@ class Judges:
     A signal may be logged by hand, and so come after the step has ended.
 
     Attributes:
+        recall: gives records of earlier steps that nobody has seen, called where a spike makes them interesting.
         failures: detectors that failed, by name, and are off; whoever reads them takes them away.
         gradients: those of the last steps.
         suspects: the parameters by suspicion, for the last steps with a spike.
@@ -41,6 +42,8 @@ class Judges:
 
     def __init__(self) -> None:
         self.detectors: dict[str, SpikeDetector] = {}
+        self.recall: Callable[[], Sequence[StepRecord]] = tuple
+        self._recalled: list[StepRecord] = []
         self.failures: list[tuple[str, Exception]] = []
         self.shows_main = False
         self.gradients = Gradients()
@@ -92,11 +95,19 @@ class Judges:
         if not scores and not events:
             return record, []
         if any(event.signal not in self._before for event in events):
+            for earlier in self.recall():
+                self._recalled.append(earlier)
+                self.gradients.fill(earlier.step, earlier.tables)
             suspects = self.suspects[record.step] = self.gradients.suspects(record.step)
             events = [replace(event, where=in_words(suspects, record.step)) for event in events]
             while len(self.suspects) > _SPIKES:
                 del self.suspects[next(iter(self.suspects))]
         return replace(record, values={**record.values, **scores}, events=(*record.events, *events)), events
+
+    def taken_recalled(self) -> list[StepRecord]:
+        """The records that were recalled since this was last asked."""
+        taken, self._recalled = self._recalled, []
+        return taken
 
     def _new_values(self, detector: SpikeDetector, record: StepRecord, whole: Mapping[str, float]) -> dict[str, float]:
         """The values of its signals in this step that it has not judged yet."""

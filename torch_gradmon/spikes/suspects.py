@@ -74,6 +74,14 @@ class Gradients:
         if table is not None and Column.SQUARE_SUM in table.columns:
             self._steps.append((step, table))
 
+    def fill(self, step: int, tables: Mapping[str, Table]) -> None:
+        """Remember an earlier step that nobody has seen yet."""
+        table = tables.get(GRADIENT_BEFORE_CLIP if self._unclipped else GRADIENT)
+        if table is None or Column.SQUARE_SUM not in table.columns or any(known == step for known, _ in self._steps):
+            return
+        steps = sorted([*self._steps, (step, table)], key=lambda known: known[0])
+        self._steps = deque(steps[-REMEMBERED:], maxlen=REMEMBERED)
+
     def suspects(self, step: int) -> list[Suspect]:
         """The parameters in the order of suspicion: those with NaN or Inf, then those that moved, the earliest first, then the
         others. Then the highest score comes first, of scores that differ by less than a fourth the larger share, and last of all

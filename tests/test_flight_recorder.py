@@ -1,0 +1,239 @@
+"""Steps that are not monitored, recorded on the device in case of a spike, and the steps after one that are monitored all the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torch_gradmon as gradmon
+from torch_gradmon import ModuleMonitor, SpikeDetector, load_run
+from torch_gradmon.arrival import Arrival
+from torch_gradmon.names import GRADIENT, GRADIENT_BEFORE_CLIP, PARAMETER, Key
+
+from .reads import HostReads
+
+MOVED, SPIKE, STEPS = 197, 200, 240
+REMEMBERED = 16
+
+
+def _train(steps: int = STEPS, scaler: Any = None, clip: bool = False, **arguments: Any) -> tuple[ModuleMonitor, nn.Sequential]:
+    """A run in which one layer leaves its normal in step 197, which the whole shows in step 200."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    monitor = gradmon.watch(model, optimizer, on_spike=None, **arguments)
+    data = torch.Generator().manual_seed(1)
+    for step in range(steps):
+        x = torch.randn(32, 6, generator=data)
+        loss = model(x).square().mean() * (60 if step == SPIKE else 1)
+        if MOVED <= step <= SPIKE:
+            loss = loss + 400 * model[1](model[0](x).detach()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        monitor.log_scalar("loss", loss.detach())
+        monitor.tag(batch=step)
+    return monitor, model
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_the_steps_around_a_spike_are_there_with_the_numbers_of_a_monitor_that_takes_every_step(
+    tmp_path: Path, clip: bool
+) -> None:
+    seldom, other = _train(every=10, flight_recorder=REMEMBERED, run_dir=tmp_path / "seldom", clip=clip)
+    always, model = _train(run_dir=tmp_path / "always", clip=clip)
+    seldom.detach()
+    always.detach()
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True))
+    run, reference = load_run(tmp_path / "seldom"), load_run(tmp_path / "always")
+    cadence = set(range(0, STEPS, 10))
+    before = [step for step in range(SPIKE) if step not in cadence][-REMEMBERED:]
+    looked_closer = set(range(SPIKE + 1, SPIKE + 4))
+    after = [step for step in range(SPIKE, STEPS) if step not in cadence | looked_closer][:REMEMBERED]
+    assert run.steps == sorted(cadence | looked_closer | {*before, *after})
+    for step in [*before, *after]:
+        for source in (GRADIENT, GRADIENT_BEFORE_CLIP):
+            here, there = run.table(source, step), reference.table(source, step)
+            assert here is not None
+            assert there is not None
+            assert here.columns == there.columns
+            assert torch.equal(here.rows, there.rows)
+        assert run.table(PARAMETER, step) is None
+        values, truth = run.metrics(step), reference.metrics(step)
+        assert values["loss"] == truth["loss"]
+        whole = {key for key in values if key.startswith("gradmon/")}
+        assert whole == {f"gradmon/grad_{name}" for name in ("norm", "max", "nonfinite", "top_share", *["norm_clipped"] * clip)}
+        assert all(values[key] == truth[key] for key in whole)
+        context = run.context(step)
+        assert {name: context[name] for name in ("tags", "lr", "applied", "monitored")} == {
+            "tags": {"batch": step},
+            "lr": [1e-6],
+            "applied": True,
+            "monitored": False,
+        }
+        assert reference.context(step - 1)["time"] <= reference.context(step)["time"]
+    times = [run.context(step)["time"] for step in run.steps]
+    assert times == sorted(times)
+    assert [event.step for event in run.events] == [SPIKE]
+
+
+def test_the_story_knows_that_a_layer_moved_between_two_monitored_steps() -> None:
+    monitor, _ = _train(every=10, flight_recorder=REMEMBERED)
+    text = monitor.why()
+    lines = text.splitlines()
+    first = lines[next(row for row, line in enumerate(lines) if line.startswith("parameter, by suspicion")) + 1].split()
+    assert first[0] in ("1.weight", "1.bias")
+    assert first[-1] == str(MOVED)
+    titles = next(line for line in lines if line.startswith("signal")).split()
+    assert titles == ["signal", "197", "198", "199", "[200]", "201", "202", "203", "204"]
+    without, _ = _train(every=10)
+    assert str(MOVED) not in without.why()
+
+
+def test_dashboards_get_the_cadence_and_the_closer_look_and_nothing_else() -> None:
+    monitor, _ = _train(every=10, flight_recorder=REMEMBERED)
+    assert set(monitor.get_all_metrics()) == {*range(0, STEPS, 10), 201, 202, 203}
+    assert set(_train(every=10, flight_recorder=REMEMBERED, steps=150)[0].get_all_metrics()) == set(range(0, 150, 10))
+
+
+def test_after_a_spike_some_steps_are_monitored_whatever_the_cadence() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    monitor = gradmon.watch(model, optimizer, every=10, on_spike=None)
+    monitored = []
+    for step in range(230):
+        foretold = monitor.is_step_monitored(step)
+        loss = model(torch.ones(8, 4)).square().mean() * (100 if step == SPIKE else 1)
+        assert monitor.is_monitoring() == foretold == monitor.is_step_monitored(step)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert bool(monitor.get_step_metrics()) == foretold
+        if foretold:
+            monitored.append(step)
+    assert monitored == [*range(0, 201, 10), 201, 202, 203, 210, 220]
+
+
+def test_a_recorded_step_sends_nothing_to_the_host_and_keeps_13_kilobytes_for_200_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[int] = []
+    begin = Arrival.__init__
+    monkeypatch.setattr(Arrival, "__init__", lambda self, tensors: (sent.append(len(tensors)), begin(self, tensors))[1])
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(100)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    monitor = gradmon.watch(model, optimizer, every=1000, flight_recorder=8)
+    for _ in range(40):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(sent) == 1
+    kept = monitor._session.recorder._kept
+    assert len(kept) == 8
+    for step in kept:
+        storages = {block.untyped_storage().data_ptr(): block.untyped_storage().nbytes() for block in step.buffer._blocks}
+        assert sum(storages.values()) == 200 * 8 * 8  # rows of 8 columns in float64, once where nothing clips
+    assert len(sent) == 1
+
+
+@pytest.mark.gpu
+def test_a_recorded_step_copies_nothing_from_the_gpu() -> None:
+    model = nn.Linear(4, 4).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    gradmon.watch(model, optimizer, every=1000, flight_recorder=8)
+    for step in range(4):
+        with HostReads("cuda") as reads:
+            model(torch.ones(2, 4, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert step == 0 or not reads.counts
+
+
+def test_without_it_a_step_that_is_not_monitored_measures_nothing() -> None:
+    monitor, _ = _train(steps=15, every=10)
+    assert not monitor._session.recorder._kept
+
+
+def test_steps_that_a_scaler_refuses_are_counted_once_and_kept_as_not_applied(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    monitor = gradmon.watch(
+        model, optimizer, scaler=scaler, every=10, flight_recorder=REMEMBERED, on_spike=None, run_dir=tmp_path
+    )
+    for step in range(206):
+        loss = model(torch.ones(8, 4)).square().mean() * (100 if step == SPIKE else 1) * (torch.inf if step == 195 else 1)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert monitor.get_all_metrics()[200]["gradmon/steps_not_applied"] == 1
+    monitor.detach()
+    run = load_run(tmp_path)
+    assert [step for step in run.steps if not run.context(step)["applied"]] == [195]
+    assert run.context(194)["amp_scale"] == 1024.0
+    assert run.metrics(194)["gradmon/grad_norm"] == pytest.approx(run.metrics(190)["gradmon/grad_norm"], rel=1e-3)
+
+
+def test_a_rollback_forgets_what_comes_again(tmp_path: Path) -> None:
+    model = nn.Linear(4, 1)
+    monitor = ModuleMonitor(model, every=10, flight_recorder=REMEMBERED, run_dir=tmp_path)
+    monitor.add_preset("cheap")
+
+    def step(number: int, factor: float = 1.0) -> None:
+        monitor.begin_step(number)
+        model.zero_grad()
+        (model(torch.ones(8, 4)).square().mean() * factor).backward()
+        monitor.monitor_gradients(before_clip=True)
+        monitor.end_step()
+
+    for number in range(196):
+        step(number)
+    with pytest.warns(gradmon.GradmonWarning, match="comes after step 195"):
+        step(193)
+    for number in range(194, 230):
+        step(number, 100.0 if number == SPIKE else 1.0)
+    monitor.detach()
+    run = load_run(tmp_path)
+    assert run.steps == [*range(0, 191, 10), *range(193, 222)]
+    assert [event.step for event in run.events] == [SPIKE]
+
+
+def test_a_late_signal_brings_the_steps_too() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    monitor = ModuleMonitor(model, every=10, flight_recorder=REMEMBERED, closer_look=0)
+    monitor.add_detector(SpikeDetector(signal="loss"))
+    monitor.add_gradient_metric("norm")
+    monitor.attach(optimizer)
+    for step in range(205):
+        model(torch.ones(8, 4)).square().mean().backward()
+        optimizer.step()
+        monitor.log_scalar("loss", 9.0 if step == SPIKE else 1.0)
+    assert [record for record in monitor._session.ledger._between if record > 195] == [196, 197, 198, 199]
+    assert monitor._session.ledger._between[199].values[Key("", "loss", "")] == 1.0
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "3"])
+def test_what_is_no_number_of_steps_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"flight_recorder={value!r} must be a positive int, or 0 for none"):
+        ModuleMonitor(flight_recorder=value)
+
+
+def test_a_budget_and_a_recorder_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match=r"flight_recorder=8 measures every step, so overhead_budget=0\.01 could save nothing"):
+        ModuleMonitor(flight_recorder=8, overhead_budget=0.01)
+
+
+def test_the_run_directory_has_what_followed_when_the_run_ends_early(tmp_path: Path) -> None:
+    monitor, _ = _train(steps=SPIKE + 8, every=10, flight_recorder=REMEMBERED, run_dir=tmp_path)
+    monitor.detach()
+    assert load_run(tmp_path).steps[-4:] == [204, 205, 206, 207]
