@@ -60,6 +60,7 @@ FLOORS = [
         "sinks.renaming",
         "sinks.wandb_rows",
     ],
+    ["spikes.signals"],
     [
         "presets",
         "planner",
@@ -69,7 +70,6 @@ FLOORS = [
         "spikes.bank",
         "spikes.aftermath",
         "spikes.origin",
-        "spikes.signals",
         "sinks.comet",
         "sinks.mlflow",
         "sinks.tensorboard",

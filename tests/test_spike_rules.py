@@ -29,6 +29,7 @@ from torch_gradmon.spikes import (
     Threshold,
 )
 from torch_gradmon.spikes.bank import HampelBank
+from torch_gradmon.spikes.hampel import value_at
 from torch_gradmon.spikes.verdicts import judged
 from torch_gradmon.spikes.windows import SortedWindow
 
@@ -304,11 +305,13 @@ def test_a_bank_gives_the_scores_and_states_of_single_rules(rule: Hampel) -> Non
     series = [jumpy(seed, steps) for seed in range(count)]
     singles, bank = [copy.deepcopy(rule) for _ in range(count)], HampelBank(rule, count)
     for step in range(steps):
-        found, spikes = bank.update(torch.tensor([values[step] for values in series], dtype=torch.float64))
+        found, spikes, usual = bank.update(torch.tensor([values[step] for values in series], dtype=torch.float64))
         for signal, values in enumerate(series):
             verdict = judged(singles[signal], "x", step, values[step])
             assert alike(found[signal].item(), math.nan if verdict.score is None else verdict.score)
             assert spikes[signal].item() == verdict.is_spike
+            if verdict.is_spike and verdict.usual is not None:
+                assert value_at(usual[signal].item()) == pytest.approx(verdict.usual)
         if step % 40 == 7:
             states = [bank.state(signal) for signal in range(count)]
             assert alike(states, [single.state_dict() for single in singles])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -57,8 +58,40 @@ def test_the_last_spike_is_told_of_by_default_and_other_steps_on_request() -> No
         monitor.why(77)
     with pytest.raises(ValueError, match="no spike to tell of in the 30 monitored steps from 0 to 29"):
         _spiked(None, steps=30).why()
+    monitor = ModuleMonitor(nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="nothing looks for spikes"):
+        monitor.why()
+    monitor.add_preset("cheap")
     with pytest.raises(ValueError, match="since no step is known yet"):
-        ModuleMonitor(nn.Linear(1, 1)).why()
+        monitor.why()
+    with pytest.raises(TypeError, match="step must be an int"):
+        monitor.why(torch.tensor(3))
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_the_story_has_a_row_for_a_signal_of_one_parameter_whether_its_metric_is_shown_or_not(
+    tmp_path: Path, asked: bool
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    monitor = gradmon.watch(model, optimizer, on_spike=None, run_dir=tmp_path)
+    if asked:
+        monitor.add_gradient_metric("rms")
+    monitor.add_detector(SpikeDetector(signal=re.compile(r"^gradient_before_clip/.*/rms$")))
+    x = torch.randn(32, 6)
+    for step in range(50):
+        optimizer.zero_grad()
+        (model(x).square().mean() * (50 if step == 40 else 1)).backward()
+        optimizer.step()
+    told = monitor.why(40)
+    worst = monitor._session.ledger._records[40].events[-1]
+    monitor.detach()
+    for text in (told, tell(load_run(tmp_path), 40)):
+        row = next(line for line in text.splitlines() if line.startswith(worst.signal)).split()
+        assert row[4] == f"{worst.value:.4g}"
+        assert "-" not in row[1:]
+        assert f"after the spike of step 40 {worst.signal} is back to normal since step 41" in text
 
 
 def test_a_run_directory_tells_the_same_story(tmp_path: Path) -> None:

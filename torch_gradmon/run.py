@@ -18,6 +18,7 @@ from .errors import display, nearest
 from .names import Key, format_key, parse_key
 from .plan import evaluate_view
 from .record import Event, Table
+from .spikes.signals import value_in
 from .spikes.suspects import REMEMBERED, Gradients, Suspect
 from .statistics.moments import ALWAYS, VIEWS, Column
 from .store import file_in, unpack
@@ -102,6 +103,16 @@ class Run:
             self._where(step),
         )
         return {format_key(Key(*key)): float(value) for *key, value in rows}
+
+    def value(self, signal: str, step: int) -> float | None:
+        """The value of one key in a step, or of a whole-model value by its name; None where there is none.
+
+        Raises:
+            KeyError: the step is not in the run.
+        """
+        metrics, key = self.metrics(step), parse_key(signal)
+        found = metrics.get(signal, metrics.get(f"{n.SUMMARY}/{signal}"))
+        return value_in(self.table(key.source, step), key) if found is None and key.source in n.TENSOR_SOURCES else found
 
     def table(self, source: str, step: int) -> Table | None:
         """The statistics of ``source`` in a step, or None where they were not measured.

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
-from .names import SUMMARY, format_key, parse_key
+from .names import SUMMARY, Key, format_key, parse_key
 from .record import Event, StepRecord
 from .spikes import aftermath
+from .spikes.signals import value_in, value_of
 from .spikes.suspects import Gradients, Suspect
 
 #: Steps shown before and after the one that is told of, and parameters shown.
 _BEFORE, _AFTER, _LAYERS = 3, 4, 8
+#: Later steps that are looked through for values of a signal that may be logged seldom.
+_READ_ON = 1000
 #: Whole-model values that are shown where they are known, besides what spiked and whatever has "loss" in its name.
 _SIGNALS = ("grad_norm", "grad_norm_clipped", "update_norm", "spike_score")
 _NAME_WIDTH, _WIDTH = 40, 11
@@ -33,6 +37,9 @@ class Source(Protocol):
 
     def metrics(self, step: int) -> Mapping[str, float]:
         """Values of a step by key."""
+
+    def value(self, signal: str, step: int) -> float | None:
+        """The value of one key in a step, or of a whole-model value by its name; None where nothing is known of it."""
 
     def suspects(self, step: int) -> Sequence[Suspect]:
         """The parameters of a step in the order of suspicion; none where nothing is known of its gradients."""
@@ -69,6 +76,14 @@ class Recent:
     def metrics(self, step: int) -> Mapping[str, float]:
         """Values of a step by key."""
         return {format_key(key): value for key, value in self._records[step].values.items()}
+
+    def value(self, signal: str, step: int) -> float | None:
+        """The value of one key in a step, or of a whole-model value by its name; None where nothing is known of it."""
+        key = parse_key(signal)
+        found = value_of(signal, self._records[step], {})
+        if found is None and not key.source:
+            found = self._records[step].values.get(Key(SUMMARY, "", signal))
+        return value_in(self._gradients.table(step), key) if found is None and key.source == self._gradients.source else found
 
     def suspects(self, step: int) -> Sequence[Suspect]:
         """The parameters of a step in the order of suspicion; none where its gradients are forgotten."""
@@ -144,6 +159,10 @@ def _signals(source: Source, step: int, around: Sequence[int], events: Sequence[
     for key in shown:
         row = "".join(f"{_number(values[number].get(key)):>{_WIDTH}}" for number in around)
         yield f"{_cut(names[key])}{row}"
+    for signal in dict.fromkeys(wanted):
+        if signal not in (*shown, *(names[key] for key in shown)):  # of one parameter, which was measured and not asked for
+            row = "".join(f"{_number(source.value(signal, number)):>{_WIDTH}}" for number in around)
+            yield f"{_cut(signal)}{row}"
 
 
 def _number(value: float | None) -> str:
@@ -185,14 +204,8 @@ def _layers(suspects: Sequence[Suspect], step: int) -> Iterator[str]:
 def _after(source: Source, later: Sequence[int], events: Sequence[Event]) -> Iterator[str]:
     """What became of each signal in the steps after."""
     for event in events:
-        values = []
-        for number in later:
-            metrics = source.metrics(number)
-            value = metrics.get(event.signal, metrics.get(f"{SUMMARY}/{event.signal}"))
-            if value is not None:
-                values.append((number, value))
-            if len(values) == aftermath.AFTER:
-                break
+        known = ((number, source.value(event.signal, number)) for number in later[:_READ_ON])
+        values = [*islice(((number, value) for number, value in known if value is not None), aftermath.AFTER)]
         if values:
             yield ""
             yield aftermath.in_words(event, values)

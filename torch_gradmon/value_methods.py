@@ -109,8 +109,12 @@ class ValueMethods:
         ``gradmon why`` tell of every step in a run directory.
 
         Raises:
-            ValueError: the step is not remembered, or there was no spike.
+            TypeError, ValueError: the step is none, or is not remembered; or there was no spike, or nothing that looks for spikes.
         """
+        if step is not None:
+            check.step_number("step", step)
+        elif not self._session.ledger.judges.detectors:
+            raise ValueError("nothing looks for spikes: call add_preset() or add_detector(SpikeDetector()), or name a step")
         self._session.settle_now()
         self._session.recall()
         return tell(self._session.ledger.recent(), step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,15 @@ from .hampel import (
     Hampel,
 )
 
+#: Places of rows, each once, or all rows.
+Rows = Tensor | slice
+_ALL = slice(None)
+
+
+def _rows(chosen: Tensor) -> Rows:
+    """Where ``chosen`` is true; most of the time it is everywhere, and then nothing has to be picked out and put back."""
+    return _ALL if bool(chosen.all()) else chosen.nonzero().squeeze(1)
+
 
 class Windows:
     """For each of ``rows`` signals its last ``size`` values, in order of time and of size; float64 on the CPU."""
@@ -34,44 +43,56 @@ class Windows:
         # what a window lacks is infinite and last in its order
         self._in_time = torch.full((rows, size), torch.inf, dtype=torch.float64, device="cpu")
         self._in_order = self._in_time.clone()
-        self._places = torch.arange(size, device="cpu")
+        self._same_count: int | None = 0  # that of all rows, where it is known to be the same
 
-    def add(self, rows: Tensor, values: Tensor) -> None:
+    def add(self, rows: Rows, values: Tensor) -> None:
         """Take ``values[i]`` for the oldest value of ``rows[i]``; each row once."""
-        every = len(rows) == len(self.count)  # then nothing has to be picked out and put back
-        ordered = self._in_order if every else self._in_order[rows]
-        slots = self._next[rows]
-        oldest = self._in_time[rows, slots].unsqueeze(1)  # infinite while the window is not full: a place that is free
-        gone = torch.searchsorted(ordered, oldest)
-        rest = torch.where(self._places[:-1] >= gone, ordered[:, 1:], ordered[:, :-1])
+        ordered, slots = self._in_order[rows], self._next[rows].unsqueeze(1)  # of all rows these are views
+        values, in_time = values.unsqueeze(1), self._in_time[rows]
+        oldest = in_time.gather(1, slots)  # infinite while the window is not full: a place that is free
+        rest = torch.where(ordered[:, :-1] < oldest, ordered[:, :-1], ordered[:, 1:])
         # into an order, a value comes between the two neighbours that it lies between
-        values = values.unsqueeze(1)
-        inserted = ordered if every else torch.empty_like(ordered)
-        torch.minimum(rest[:, :1], values, out=inserted[:, :1])
-        torch.maximum(rest[:, :-1], torch.minimum(rest[:, 1:], values), out=inserted[:, 1:-1])
-        torch.maximum(rest[:, -1:], values, out=inserted[:, -1:])
-        if not every:
-            self._in_order[rows] = inserted
-        self._in_time[rows, slots] = values.squeeze(1)
-        self._next[rows] = (slots + 1) % self.size
-        self.count[rows] = (self.count[rows] + 1).clamp_(max=self.size)
+        torch.minimum(rest[:, :1], values, out=ordered[:, :1])
+        torch.minimum(rest[:, 1:], values, out=ordered[:, 1:-1])
+        ordered[:, 1:-1].clamp_(min=rest[:, :-1])
+        torch.maximum(rest[:, -1:], values, out=ordered[:, -1:])
+        in_time.scatter_(1, slots, values)
+        self._next[rows] = (slots.squeeze(1) + 1).remainder_(self.size)
+        self.count[rows] += 1
+        self.count.clamp_(max=self.size)
+        if isinstance(rows, Tensor):
+            self._in_order[rows], self._in_time[rows] = ordered, in_time
+            self._same_count = None
+        elif self._same_count is not None:
+            self._same_count = min(self._same_count + 1, self.size)
 
     def median(self) -> Tensor:
         """``[rows]``; not finite where there is no value."""
-        middle = torch.stack([(self.count - 1).clamp(min=0) // 2, self.count // 2], dim=1)
-        return self._in_order.gather(1, middle.clamp_(max=self.size - 1)).mean(dim=1)
+        found = torch.empty_like(self._in_order[:, 0])
+        for count, rows in self._by_count():
+            ordered = self._in_order[rows]
+            found[rows] = (ordered[:, max(count - 1, 0) // 2] + ordered[:, count // 2]) / 2
+        return found
 
     def median_deviation(self, center: Tensor) -> Tensor:
         """The median of ``|x - center|``: ``[rows]``; zero where there is no value."""
         found = torch.zeros_like(center)
-        for count in set(self.count.tolist()):  # most of the time all are full
+        for count, rows in self._by_count():
             if count:
-                same = self.count == count
-                rows = slice(None) if bool(same.all()) else same.nonzero().squeeze(1)
                 ordered, middle = self._in_order[rows], center[rows].unsqueeze(1)
                 upper = _nearest(ordered, middle, count // 2 + 1, count)
                 found[rows] = upper if count % 2 else (_nearest(ordered, middle, count // 2, count) + upper) / 2
         return found
+
+    def _by_count(self) -> Iterator[tuple[int, Rows]]:
+        """Rows by how many values they have; most of the time all are full."""
+        if self._same_count is None and int(self.count.min()) == int(self.count.max()):
+            self._same_count = int(self.count[0])
+        if self._same_count is not None:
+            yield self._same_count, _ALL
+            return
+        for count in sorted(set(self.count.tolist())):
+            yield count, _rows(self.count == count)
 
     def values(self, row: int) -> list[float]:
         """The values of one row, oldest first."""
@@ -87,6 +108,7 @@ class Windows:
         self._in_order[there] = self._in_time[there].sort(dim=1).values
         self.count[there] = torch.tensor([len(values) for values in kept], device="cpu")
         self._next[there] = self.count[there] % self.size
+        self._same_count = None
 
 
 def _nearest(ordered: Tensor, center: Tensor, rank: int, count: int) -> Tensor:
@@ -94,6 +116,14 @@ def _nearest(ordered: Tensor, center: Tensor, rank: int, count: int) -> Tensor:
     starts = count - rank + 1
     reach = torch.maximum(center - ordered[:, :starts], ordered[:, rank - 1 : rank - 1 + starts] - center)
     return reach.amin(dim=1)
+
+
+def _put(target: Tensor, rows: Rows, places: Tensor, values: Tensor) -> None:
+    """In each of ``rows`` of ``target`` one value at one place."""
+    if isinstance(rows, Tensor):
+        target[rows, places] = values
+    else:
+        target.scatter_(1, places.unsqueeze(1), values.unsqueeze(1))
 
 
 class HampelBank:
@@ -118,11 +148,12 @@ class HampelBank:
         self._turn = torch.zeros(signals, dtype=torch.int64, device="cpu")
         self._queued, self._seen, self._count = (torch.zeros(signals, dtype=torch.int64, device="cpu") for _ in range(3))
 
-    def update(self, values: Tensor) -> tuple[Tensor, Tensor]:
+    def update(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Judge ``values``, float64 ``[signals]`` on the CPU, then learn them.
 
         Returns:
-            Scores, infinite for NaN and Inf, NaN where there is none yet; and which values are spikes. Both ``[signals]``.
+            Scores, infinite for NaN and Inf, NaN where there is none yet; which values are spikes; and the logarithms of what
+            was usual before, infinite where nothing was. All ``[signals]``.
         """
         finite = values.isfinite()
         positions = torch.where(values > 0, values.log(), LOG_OF_ZERO)
@@ -130,18 +161,13 @@ class HampelBank:
         scores = self._scores(positions, medians)
         self._excuse(scores, positions)
         spikes = finite & (scores > self.threshold)
-        rows = finite.nonzero().squeeze(1)
-        self._peaks[rows, self._turn[rows]] = torch.where(scores >= self.threshold, positions, -torch.inf)[rows]
+        rows = _rows(finite)
+        _put(self._peaks, rows, self._turn[rows], torch.where(scores >= self.threshold, positions, -torch.inf)[rows])
         self._turn[rows] = (self._turn[rows] + 1) % self._peaks.shape[1]
-        self._learn((finite & ~spikes).nonzero().squeeze(1), positions, medians)
+        self._learn(finite & ~spikes, positions, medians)
         for row in self._remember(rows, positions, spikes):
             self._accept(row)
-        return torch.where(finite, scores, torch.inf), spikes | ~finite
-
-    def baselines(self) -> Tensor:
-        """What is usual now, in units of the signals: ``[signals]``."""
-        median = self._near.median()
-        return torch.where(median > LOG_OF_ZERO + 1, median.exp(), 0.0)
+        return torch.where(finite, scores, torch.inf), spikes | ~finite, medians[0]
 
     def _scores(self, positions: Tensor, medians: Tensor) -> Tensor:
         count = self._count.double()
@@ -160,20 +186,20 @@ class HampelBank:
             usual = (self._peaks[high] >= nearly).sum(dim=1) >= USUAL
             scores[high[usual]] = self.threshold
 
-    def _learn(self, rows: Tensor, positions: Tensor, medians: Tensor) -> None:
-        learned = positions[rows]
-        near, far = rows[self._near.count[rows] >= FIRST], rows[self._far.count[rows] >= FIRST]
-        residuals = torch.cat([positions[near] - medians[0, near], positions[far] - medians[1, far]])
-        self._residuals.add(torch.cat([near, far + self._signals]), residuals)
-        self._near.add(rows, learned)
-        slots = self._queued[rows] % self._lag
-        waited = self._queued[rows] >= self._lag
-        self._far.add(rows[waited], self._between[rows, slots][waited])
-        self._between[rows, slots] = learned
-        self._queued[rows] += 1
-        self._count[rows] += 1
+    def _learn(self, calm: Tensor, positions: Tensor, medians: Tensor) -> None:
+        known = torch.stack([self._near.count, self._far.count]) >= FIRST
+        rows = _rows((known & calm).view(-1))
+        self._residuals.add(rows, (positions - medians).view(-1)[rows])
+        slots = self._queued % self._lag
+        waited = _rows(calm & (self._queued >= self._lag))
+        self._far.add(waited, self._between.gather(1, slots.unsqueeze(1)).squeeze(1)[waited])
+        rows = _rows(calm)
+        self._near.add(rows, positions[rows])
+        _put(self._between, rows, slots[rows], positions[rows])
+        self._queued += calm
+        self._count += calm
 
-    def _remember(self, rows: Tensor, positions: Tensor, spikes: Tensor) -> list[int]:
+    def _remember(self, rows: Rows, positions: Tensor, spikes: Tensor) -> list[int]:
         """Note the last value of ``rows``; those that have a new level."""
         self._recent[rows] = torch.cat([self._recent[rows, 1:], positions[rows].unsqueeze(1)], dim=1)
         self._flags[rows] = torch.cat([self._flags[rows, 1:], spikes[rows].unsqueeze(1)], dim=1)

@@ -24,7 +24,11 @@ def value_of(signal: str, record: StepRecord, whole: Mapping[str, float]) -> flo
         return whole.get(key.metric, record.values.get(key))
     if key in record.values:
         return record.values[key]
-    table = record.tables.get(key.source)
+    return value_in(record.tables.get(key.source), key)
+
+
+def value_in(table: Table | None, key: Key) -> float | None:
+    """The value of ``key``, if it is a built-in metric of a tensor in ``table``."""
     if table is None or key.name not in table.names or not _measured(key.metric, table):
         return None
     return _values(key.metric, table, [table.names.index(key.name)])[0]

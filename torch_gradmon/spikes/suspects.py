@@ -76,11 +76,20 @@ class Gradients:
 
     def fill(self, step: int, tables: Mapping[str, Table]) -> None:
         """Remember an earlier step that nobody has seen yet."""
-        table = tables.get(GRADIENT_BEFORE_CLIP if self._unclipped else GRADIENT)
-        if table is None or Column.SQUARE_SUM not in table.columns or any(known == step for known, _ in self._steps):
+        table = tables.get(self.source)
+        if table is None or Column.SQUARE_SUM not in table.columns or self.table(step) is not None:
             return
         steps = sorted([*self._steps, (step, table)], key=lambda known: known[0])
         self._steps = deque(steps[-REMEMBERED:], maxlen=REMEMBERED)
+
+    def table(self, step: int) -> Table | None:
+        """The statistics of one step, if it is remembered."""
+        return next((table for known, table in self._steps if known == step), None)
+
+    @property
+    def source(self) -> str:
+        """Of which gradients they are."""
+        return GRADIENT_BEFORE_CLIP if self._unclipped else GRADIENT
 
     def suspects(self, step: int) -> list[Suspect]:
         """The parameters in the order of suspicion: those with NaN or Inf, then those that moved, the earliest first, then the

@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..errors import display
 from .arguments import times
 from .bank import HampelBank
-from .hampel import Hampel
+from .hampel import Hampel, value_at
 from .rules import Rule
 
 #: From so many signals on, judging them one by one takes longer than together.
@@ -89,39 +90,49 @@ class Each:
 
     def update(self, step: int, values: Mapping[str, float]) -> dict[str, Verdict]:
         """Judge ``values`` by signal, then learn them."""
-        if self._bank is not None and not (values.keys() <= self._rows.keys() and _is_for_a_bank(values)):
+        row = self._row(values)
+        if self._bank is not None and row is None:
             self.load_state_dict(self.state_dict())  # into single rules
-        if self._bank is None and type(self._rule) is Hampel and len(values) >= _TOGETHER and _is_for_a_bank(values):
+        if self._bank is None and type(self._rule) is Hampel and len(values) >= _TOGETHER:
             self._unite(values)
-        if self._bank is not None:
-            return self._together(self._bank, values)
+            row = self._row(values)
+        if self._bank is not None and row is not None:
+            return self._together(self._bank, row, values)
         return {signal: judged(self._single(signal), signal, step, value) for signal, value in values.items()}
+
+    def _row(self, values: Mapping[str, float]) -> Tensor | None:
+        """What a bank is fed, NaN for signals without a value; None where there is no bank, or none for these values."""
+        if self._bank is None or not values.keys() <= self._rows.keys():
+            return None
+        row = torch.tensor([values.get(signal, math.nan) for signal in self._rows], dtype=torch.float64, device="cpu")
+        return None if _is_negative(row) else row
 
     def _single(self, signal: str) -> Rule:
         if signal not in self._rules:
             self._rules[signal] = copy.deepcopy(self._rule)
         return self._rules[signal]
 
-    def _together(self, bank: HampelBank, values: Mapping[str, float]) -> dict[str, Verdict]:
-        row = torch.full((len(self._rows),), torch.nan, dtype=torch.float64, device="cpu")
-        places = [self._rows[signal] for signal in values]
-        row[places] = torch.tensor(list(values.values()), dtype=torch.float64, device="cpu")
-        usual, threshold = bank.baselines(), bank.threshold
-        scores, spikes = (found[places].tolist() for found in bank.update(row))
+    def _together(self, bank: HampelBank, row: Tensor, values: Mapping[str, float]) -> dict[str, Verdict]:
+        scores, spikes, usual = (found.tolist() for found in bank.update(row))
+        found, threshold = dict(zip(self._rows, scores, strict=True)), bank.threshold
+        # NaN is a score that there is not yet
         verdicts = {
-            signal: Verdict(False, None if score != score else score, threshold, "")  # NaN is a score that there is not yet
-            for signal, score in zip(values, scores, strict=True)
+            signal: Verdict(False, score if (score := found[signal]) == score else None, threshold, "") for signal in values
         }
-        for signal in itertools.compress(values, spikes):
-            value, score = values[signal], verdicts[signal].score or math.inf
-            reason, before = f"{signal} is {value}", usual[self._rows[signal]].item()
-            normal = before if math.isfinite(before) else None
+        for signal in itertools.compress(self._rows, spikes):
+            if signal not in values:
+                continue
+            value, score = values[signal], found[signal]
+            reason, before = f"{signal} is {value}", usual[self._rows[signal]]
+            normal = value_at(before) if math.isfinite(before) else None
             if math.isfinite(value):
                 reason = _words(signal, value, normal, score, threshold)
             verdicts[signal] = Verdict(True, score, threshold, reason, normal)
         return verdicts
 
     def _unite(self, signals: Mapping[str, float]) -> None:
+        if _is_negative(torch.tensor(list(signals.values()), dtype=torch.float64, device="cpu")):
+            return
         names = dict.fromkeys([*self._rules, *signals])
         learned = {name: rule.state_dict() for name, rule in self._rules.items()}
         if any(state["linear"] for state in learned.values()):
@@ -147,9 +158,9 @@ class Each:
             load_state(self._single(signal), learned)
 
 
-def _is_for_a_bank(values: Mapping[str, float]) -> bool:
-    # the logarithm of a negative number is nothing, and not a number is no reason to leave
-    return not any(value < 0 and value != -math.inf for value in values.values())
+def _is_negative(row: Tensor) -> bool:
+    """Whether a bank cannot take it: the logarithm of a negative number is nothing, but not a number is no reason to leave."""
+    return bool(((row < 0) & (row != -math.inf)).any())
 
 
 def _words(signal: str, value: float, usual: float | None, score: float, threshold: float) -> str:
