@@ -182,3 +182,40 @@ def test_a_record_without_nan_has_no_origin() -> None:
     monitor, _ = watched(lambda y: y, preset="full")
     assert monitor._session.ledger.last is not None
     assert origin(monitor._session.ledger.last) == ""
+
+
+def _scaled(accident: Callable[[Tensor], Tensor], init_scale: float) -> tuple[list[str], list[int]]:
+    """A loop under a scaler with the accident in every step from 20 on; what was said, and the steps with outputs."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-12)
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
+    monitor = gradmon.watch(model, optimizer, scaler=scaler)
+    close = []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", GradmonWarning)
+        for step in range(40):
+            model[1].accident = accident if step >= BAD else None
+            optimizer.zero_grad()
+            scaler.scale(model(torch.randn(4, 8)).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            monitor.get_step_metrics()
+            assert monitor._session.ledger.last is not None
+            if ACTIVATION in monitor._session.ledger.last.tables:
+                close.append(step)
+    return [str(warning.message) for warning in said], close
+
+
+def test_steps_that_a_scaler_refuses_again_and_again_are_looked_at_too() -> None:
+    said, close = _scaled(FORWARD, init_scale=1024.0)
+    assert close == [BAD + 3, BAD + 4, BAD + 5]
+    assert [text for text in said if "first NaN or Inf" in text] == [
+        "torch_gradmon: step 23: the forward pass has its first NaN or Inf in the output of 1 (32 of 32 elements); "
+        "4 steps in a row were not applied"
+    ]
+
+
+def test_a_scaler_that_seeks_its_scale_is_no_news() -> None:
+    said, close = _scaled(lambda y: y + (y - y.detach()) * 1e6, init_scale=2.0**125)  # the gradient is large
+    assert close[:3] == [BAD + 3, BAD + 4, BAD + 5]  # later ones follow the spike of the first step that is applied
+    assert not any("first NaN or Inf" in text for text in said)

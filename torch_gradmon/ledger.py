@@ -142,7 +142,7 @@ class Ledger:
 
     def _tell(self, events: Sequence[Event]) -> None:
         news = self.judges.news(events)
-        self.has_spiked |= bool(news)
+        self.has_spiked |= bool(news) or self.judges.looks_closer
         failures, self.judges.failures = self.judges.failures, []
         for name, error in failures:
             self._guard.complaints.add(f"detector:{name}", f"the spike detector of {name} failed and is off", error)

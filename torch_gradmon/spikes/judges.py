@@ -26,6 +26,8 @@ MAIN_SCORE = Key(SUMMARY, "", "spike_score")
 _PATIENCE, _LONG_PATIENCE = 3, 200
 #: Steps with a spike whose suspects are remembered.
 _SPIKES = 100
+#: So many steps in a row that a scaler refused are no longer its search for a scale, and worth a closer look; more, another one.
+_REFUSALS = (3, 30, 300)
 
 
 class Judges:
@@ -56,6 +58,7 @@ class Judges:
         self._aftermath = Aftermath()
         self._before: set[str] = set()
         self._is_origin_told = False
+        self._refused = 0  # steps in a row that were not applied
 
     def begin(self, record: StepRecord, absent: MutableMapping[tuple[str, str], str]) -> None:
         """A step ended with ``record``. One that was not applied is judged by nobody."""
@@ -64,6 +67,7 @@ class Judges:
         # after a rollback, what was told of the steps that come again is of no use
         self.suspects = {step: found for step, found in self.suspects.items() if step < record.step}
         self._aftermath.forget(record.step)
+        self._refused = 0 if record.applied else self._refused + 1
         self._waiting, self._judged = dict(self.detectors) if record.applied else {}, {}
         if not record.applied:
             absent[SUMMARY, "spike_score"] = "the step was not applied"
@@ -129,6 +133,11 @@ class Judges:
         fresh = [event for event in events if event.signal not in self._before]
         return [str(replace(fresh[0], reason="; ".join(event.reason for event in fresh)))] if fresh else []
 
+    @property
+    def looks_closer(self) -> bool:
+        """Whether it is worth a closer look that steps are not applied."""
+        return bool(self.detectors) and self._refused in _REFUSALS
+
     def aftermath(self, record: StepRecord, whole: Mapping[str, float]) -> list[str]:
         """What became of earlier spikes, in words, now that nothing more can come for this step."""
         told = self._aftermath.see(record.step, lambda signal: value_of(signal, record, whole))
@@ -140,10 +149,13 @@ class Judges:
 
     def _origin(self, record: StepRecord) -> Iterator[str]:
         """Where NaN or Inf began, once for a row of steps that have them."""
-        spoiled = any(not math.isfinite(event.value) for event in record.events)
-        words = origin(record) if spoiled and not self._is_origin_told else ""
+        refused = self._refused > _REFUSALS[0]
+        spoiled = refused or any(not math.isfinite(event.value) for event in record.events)
+        # where the scaler only seeks its scale, gradients are infinite, but the forward pass is not
+        words = origin(record, forward_only=refused) if spoiled and not self._is_origin_told else ""
         if words:
-            yield f"step {record.step}: {words}"
+            since = f"; {self._refused} steps in a row were not applied" if refused else ""
+            yield f"step {record.step}: {words}{since}"
         self._is_origin_told = spoiled and (self._is_origin_told or bool(words))
 
     def unheard(self) -> list[str]:

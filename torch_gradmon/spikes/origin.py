@@ -9,22 +9,23 @@ from ..record import StepRecord, Table
 from ..statistics.moments import Column
 
 
-def origin(record: StepRecord) -> str:
-    """Where NaN or Inf began in this step, in words; empty where nothing that was measured holds any.
+def origin(record: StepRecord, forward_only: bool = False) -> str:
+    """Where NaN or Inf began in this step, in words; empty where nothing that was measured holds any. ``forward_only``: in gradients
+    they are no news.
 
     What was spoiled first comes first: parameters before the forward pass, outputs in the order of the forward, and gradients of
     outputs in that of the backward pass, which are the orders of the tables. A module that contains others has the outputs of
     these in its own, so it does not count where one of them is spoiled.
     """
     parameters = _spoiled(record.tables.get(PARAMETER))
-    if parameters and record.applied:
+    if parameters:
         more = f" and {len(parameters) - 3} more" if len(parameters) > 3 else ""
         names = ", ".join(name for name, _, _ in parameters[:3])
         return f"parameters hold NaN or Inf, as a step leaves them that is applied with such gradients: {names}{more}"
     outputs = _innermost(_spoiled(record.tables.get(ACTIVATION)))
     if outputs:
         return f"the forward pass has its first NaN or Inf in the output of {_counted(outputs[0])}"
-    gradients = _innermost(_spoiled(record.tables.get(ACTIVATION_GRADIENT)))
+    gradients = [] if forward_only else _innermost(_spoiled(record.tables.get(ACTIVATION_GRADIENT)))
     if gradients:
         name = _counted(gradients[0])
         return (
