@@ -28,6 +28,7 @@ FLOORS = [
     ["check"],
     ["statistics.moments", "statistics.reading", "statistics.packing"],
     [
+        "distributed",
         "statistics",
         "statistics.kernels",
         "statistics.batch",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from torch import Tensor, nn
 
+from .distributed import Shelf, is_spread
 from .names import ROOT, WRAPPERS, canonical_name, canonical_names
 
 
@@ -29,13 +30,15 @@ class Inventory:
     def __init__(
         self, module: nn.Module, excluded: re.Pattern[str] | None = None, format_name: Callable[[str], str] | None = None
     ) -> None:
-        raw = dict(module.named_parameters())
+        self._shelf = Shelf(module)
+        raw = dict(self._shelf.named_parameters(module))
         short = canonical_names(raw)
         rename = format_name or (lambda name: name)
         self.names: list[str] = []
         self.references: list[weakref.ref[nn.Parameter]] = []
         self.trainable: set[str] = set()
         self.matrices: set[str] = set()
+        self.spread: set[str] = set()  # parameters of which each rank has a part
         self.excluded: set[str] = set()
         self.aliases: dict[str, list[str]] = {}
         name_of: dict[int, str] = {}
@@ -47,12 +50,14 @@ class Inventory:
                 self.trainable.add(name)
             if parameter.dim() >= 2:
                 self.matrices.add(name)
+            if is_spread(parameter):
+                self.spread.add(name)
             if excluded is not None and excluded.search(short[raw_name]):
                 self.excluded.add(name)
         if len(set(self.names)) < len(self.names):
             twice = next(name for name in self.names if self.names.count(name) > 1)
             raise ValueError(f"format_module_name_fn gives the name {twice!r} to more than one parameter; names must differ")
-        for raw_name, parameter in module.named_parameters(remove_duplicate=False):
+        for raw_name, parameter in self._shelf.named_parameters(module, remove_duplicate=False):
             if raw_name not in raw:
                 self.aliases.setdefault(name_of[id(parameter)], []).append(canonical_name(raw_name))
         modules = dict(module.named_modules())
@@ -63,19 +68,26 @@ class Inventory:
             if excluded is None or name == ROOT or not excluded.search(name):
                 self.modules[rename(name)] = weakref.ref(child)
         # what is_current compares: for each module its children and its parameters, by identity
-        self._shape = [(weakref.ref(m), dict(_slots(m))) for m in modules.values()]
+        places = self._shelf.places.keys()
+        self._shape = [(weakref.ref(m), {k: v for k, v in _slots(m) if (id(m), k) not in places}) for m in modules.values()]
+        self._shelved = {id(m): {name for owner, name in places if owner == id(m)} for m in modules.values()} if places else {}
 
     def is_current(self) -> bool:
         """False once a parameter or module was added, removed or replaced, or a parameter froze or thawed."""
+        if not self._shelf.is_current():
+            return False
         for reference, slots in self._shape:
             module = reference()
-            if module is None or len(module._parameters) + len(module._modules) != len(slots):
+            if module is None:
+                return False
+            shelved = self._shelved.get(id(module), ())
+            if len(module._parameters) + len(module._modules) != len(slots) + len(shelved):
                 return False
             for name, child in module._modules.items():
                 if slots.get(name) != id(child):
                     return False
             for name, parameter in module._parameters.items():
-                if parameter is not None and not isinstance(parameter, nn.Parameter):
+                if name in shelved or (parameter is not None and not isinstance(parameter, nn.Parameter)):
                     continue  # torch.func.functional_call puts plain tensors there for the time of a call
                 expected = slots.get(name)
                 if expected != (None if parameter is None else (id(parameter), parameter.requires_grad)):

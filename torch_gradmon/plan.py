@@ -26,6 +26,7 @@ class SourcePlan:
         measured: positions in ``names`` that need a row of statistics.
         views: each built-in with the keys of its values, one for each tensor that it applies to.
         functions: for each position, the metrics with a function.
+        spread: positions of tensors of which each rank has a part, so that their rows are merged over ranks.
     """
 
     source: str
@@ -34,6 +35,12 @@ class SourcePlan:
     measured: tuple[int, ...] = ()
     views: tuple[tuple[Metric, tuple[Key, ...]], ...] = ()
     functions: Mapping[int, tuple[Metric, ...]] = field(default_factory=dict)
+    spread: frozenset[int] = frozenset()
+
+    @property
+    def exchanged(self) -> list[str]:
+        """Names of the tensors whose rows are merged over ranks, the same on all of them."""
+        return [self.names[position] for position in self.measured if position in self.spread]
 
     @property
     def empty(self) -> bool:
@@ -86,6 +93,7 @@ def compile_plan(
     excluded: Container[str] = (),
     always: frozenset[Column] = frozenset(),
     always_on: Container[str] = (),
+    spread: Container[str] = (),
 ) -> SourcePlan:
     """The plan of one source: ``metrics`` against ``names`` less ``excluded``, and the columns ``always`` on ``always_on``."""
     columns = set(always)
@@ -108,4 +116,5 @@ def compile_plan(
         tuple(sorted(measured)),
         tuple(views),
         {position: tuple(found) for position, found in functions.items()},
+        frozenset(position for position, name in enumerate(names) if name in spread),
     )

@@ -96,6 +96,7 @@ class Planner:
                     always=needs.get(source, frozenset()),
                     # a frozen parameter that still has a gradient is moved by the optimizer, and its gradient is clipped
                     always_on=self.inventory.names if source in _GRADIENTS else self.inventory.trainable,
+                    spread=() if source == n.GRADIENT_LOCAL else self.inventory.spread,
                 )
                 for source in n.PARAMETER_SOURCES
             }

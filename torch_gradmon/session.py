@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from . import names as n
 from .budget import Budget
 from .capture.activations import ActivationCapture
 from .capture.gradients import GradientCapture
 from .capture.measuring import Measurer
-from .capture.parameters import ParameterCapture
+from .capture.parameters import SQUARES, ParameterCapture
 from .capture.scaling import reciprocal, scale_of
 from .closer import CloserLook
 from .flight import Flight, Flights
@@ -211,16 +212,27 @@ class Session:
 
     def _close(self) -> tuple[StepBuffer, Inventory, dict[str, Any]]:
         """Nothing more is measured in this step: its values, the model as it was, and what the loop said of it."""
-        for capture in (self.gradients, self.parameters, self.activations):
-            capture.end()
-        if self.follower is not None:
-            self.follower.step_closed()
         buffer, self._buffer = self._buffer, None
         tags, self._tags = self._tags, {}
         inventory = self.planner.inventory
         assert buffer is not None
         assert inventory is not None
+        try:
+            for capture in (self.gradients, self.parameters, self.activations):
+                capture.end()
+            if self.follower is not None:
+                self.follower.step_closed()
+        finally:  # whatever failed here: the other ranks wait
+            self._exchange(buffer)
         return buffer, inventory, tags
+
+    def _exchange(self, buffer: StepBuffer) -> None:
+        """Merge over ranks what each has a part of; which that is the plan says, not what this rank saw."""
+        wanted = {source: (plan.exchanged, plan.columns) for source, plan in self._plans.items() if plan.exchanged}
+        if n.UPDATE in wanted:
+            wanted[n.UPDATE_BASE] = wanted[n.UPDATE][0], SQUARES
+        if wanted:
+            buffer.exchange(self.measurer.ranks, wanted)
 
     def _end_recorded(self, refused: bool) -> None:
         buffer, inventory, tags = self._close()

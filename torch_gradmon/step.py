@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from .arrival import Arrival
+from .distributed import Ranks
 from .errors import Complaints
 from .merging import Aggregation, Pending, as_tensor, finished, merged_parts, part_of
 from .names import Key
 from .record import Table
-from .statistics.moments import Column, merge, merge_by_group
+from .statistics.moments import Column, identity, merge, merge_by_group
+from .statistics.reading import accumulator_dtype
 
 
 class StepBuffer:
@@ -44,6 +46,7 @@ class StepBuffer:
         self._parts: dict[tuple[str, str], list[Tensor]] = {}
         self._columns: dict[str, frozenset[Column]] = {}
         self._pending: dict[Key, Pending] = {}
+        self._exchanged: set[tuple[str, str]] = set()
         self._reused: dict[tuple[str, str], str] = {}
         self._same_value: dict[Key, Key] = {}
 
@@ -100,6 +103,31 @@ class StepBuffer:
         """This tensor cannot be measured, so there are no sums over the whole source either."""
         self.absent[source, name] = reason
         self.refused[source] = f"{name} could not be measured: {reason}"
+
+    def exchange(self, ranks: Ranks, wanted: Mapping[str, tuple[Sequence[str], frozenset[Column]]]) -> None:
+        """Merge rows over ranks: of each source those of the tensors that are ``wanted``, with these columns. A collective, which
+        each rank enters with the same tensors, whether it has a row of each or not. Does not synchronise the device.
+        """
+        own = []
+        columns = frozenset[Column]().union(*(of for _, of in wanted.values()))
+        for source, (names, _) in wanted.items():
+            here = [(row, self._place[source, name]) for row, name in enumerate(names) if (source, name) in self._place]
+            device = self._blocks[here[0][1][0]].device if here else self._device()
+            rows = identity(len(names), device, accumulator_dtype(device))
+            if here:
+                rows[[row for row, _ in here]] = torch.stack([self._blocks[block][row] for _, (block, row) in here]).to(rows)
+            own.append(rows)
+        if not own:
+            return
+        merged = ranks.merged(torch.cat([rows.to(own[0].device) for rows in own]), columns)
+        start = 0
+        for source, (names, of) in wanted.items():
+            self.put_rows(source, names, merged[start : start + len(names)], of)
+            self._exchanged.update((source, name) for name in names)
+            start += len(names)
+
+    def _device(self) -> torch.device:
+        return self._blocks[0].device if self._blocks else torch.device("cpu")
 
     def reuse_rows(self, source: str, names: Iterable[str], of: str) -> None:
         """The rows of ``source`` for ``names`` are those of the source ``of``: nothing is measured or copied."""
@@ -180,7 +208,9 @@ class StepBuffer:
         starts = [0, *accumulate(len(block) for block in blocks)]
         collected: dict[str, dict[str, int]] = {}
         for (source, name), (block, row) in self._place.items():
-            collected.setdefault(source, {})[name] = starts[block] + row
+            place = starts[block] + row
+            if (source, name) not in self._exchanged or rows[place, Column.COUNT] > 0:  # else no rank had any
+                collected.setdefault(source, {})[name] = place
         for offset, (source, name) in enumerate(merged):
             collected.setdefault(source, {})[name] = starts[-2] + offset
         same_as = {source: of for (source, _), of in self._reused.items() if source not in collected}

@@ -52,7 +52,7 @@ class Facts:
         step: its number.
         applied: whether the optimizer applied it.
         updates_void: whether updates of zero were measured, because a fused optimizer found infinite gradients.
-        edited: whether the gradients were changed between backward and the optimizer; None when unknown.
+        edited: whether the gradients were changed between backward and the optimizer; None where only their values tell.
         trainable: names of the trainable parameters.
         matrices: names of the parameters of two or more dimensions.
         groups: names of the parameters of each of the optimizers' groups.
@@ -163,9 +163,9 @@ class Summary:
                 values["grad_top_share"] = before.rows[:, Column.SQUARE_SUM].max().item() / norm**2
             else:
                 absent["grad_top_share"] = f"the gradient norm is {norm}"
-            whole = after is not None and len(after.names) == len(before.names)
-            if facts.applied and facts.edited is not None and after is not None and whole:
-                self._clips.append((facts.edited, facts.edited and _norm(after) < norm * (1 - 1e-6)))
+            if facts.applied and after is not None and len(after.names) == len(before.names):
+                edited = _differ(before, after) if facts.edited is None else facts.edited
+                self._clips.append((edited, edited and _norm(after) < norm * (1 - 1e-6)))
         if not any(was_edited for was_edited, _ in self._clips):
             absent.update(dict.fromkeys(("grad_norm_clipped", "clipped_share"), f"nothing clipped in the last {WINDOW} steps"))
         elif after is None or (before is not None and len(after.names) < len(before.names)):
@@ -222,6 +222,13 @@ def _of(table: Table, names: Set[str]) -> Table:
         return table
     kept = [row for row, name in enumerate(table.names) if name in names]
     return Table(tuple(table.names[row] for row in kept), table.rows[kept], table.columns)
+
+
+def _differ(before: Table, after: Table) -> bool:
+    """Whether the norms of any tensor differ by more than rounding."""
+    place = {name: row for row, name in enumerate(before.names)}
+    then = before.rows[[place[name] for name in after.names], Column.SQUARE_SUM]
+    return not torch.allclose(after.rows[:, Column.SQUARE_SUM], then, rtol=1e-6, atol=0.0, equal_nan=True)
 
 
 def _norm(table: Table) -> float:

@@ -129,8 +129,10 @@ class GradientCapture:
         same, differing = self._compared(unmoved, gradients, inverse_scale)
         if gradients and all(p in self._seen for p in gradients):
             # unscaling in low precision rounds, which is no edit
-            edited = len(unmoved) < len(gradients) or (bool(differing) and not self._scaled)
-            self._buffer.noted["edited"] = max(self._buffer.noted.get("edited", False), edited)
+            touched = {p for p, gradient in gradients.items() if p not in unmoved and _tells_edits(gradient)}
+            edited = bool(touched) or (bool(differing) and not self._scaled)
+            if edited or all(map(_tells_edits, gradients.values())):  # else the values tell, once they are on the host
+                self._buffer.noted["edited"] = max(self._buffer.noted.get("edited", False), edited)
         reused = same if plan.columns <= before.columns else set()
         if reused:
             self._buffer.reuse_rows(GRADIENT, [plan.names[p] for p in plan.measured if p in reused], GRADIENT_BEFORE_CLIP)
@@ -176,8 +178,7 @@ class GradientCapture:
         return True
 
     def _untouched(self, position: int, gradient: Tensor) -> bool:
-        # version counters tell nothing for subclasses (DTensor), and views (DDP's buckets) share one with their neighbours
-        if position not in self._seen or type(gradient) is not Tensor or gradient._is_view():
+        if position not in self._seen or not _tells_edits(gradient):
             return False
         reference, version = self._seen[position]
         return reference() is gradient and version == _version(gradient)
@@ -205,6 +206,13 @@ class GradientCapture:
             self._buffer.clear(GRADIENT_LOCAL, [self._plans[GRADIENT_LOCAL].names[position]])
         self._accumulated[position] = weakref.ref(parameter.grad)
         self._buffer.absorb(held)
+
+
+def _tells_edits(gradient: Tensor) -> bool:
+    """Whether its version counter moves with each edit, and only then: those of subclasses (DTensor) tell nothing, and views (of
+    DDP's buckets) share one with their neighbours.
+    """
+    return type(gradient) is Tensor and not gradient._is_view()
 
 
 def _version(tensor: Tensor) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..distributed import Ranks
 from ..errors import Complaints
 from ..metric import Metric
 from ..names import Key
@@ -19,6 +20,8 @@ from ..statistics.backend import Statistics
 from ..statistics.reading import refusal
 from ..step import StepBuffer
 
+_SPREAD = "its elements are spread over ranks, and of a function of all of them no rank can give the value"
+
 
 class Measurer:
     """Runs the statistics and the metric functions; a function that fails is switched off, and training goes on.
@@ -26,10 +29,12 @@ class Measurer:
     Args:
         built_in: measures what the built-in metrics are made of.
         complaints: where failures are reported.
+        ranks: those over which rows are merged.
     """
 
-    def __init__(self, built_in: Statistics, complaints: Complaints) -> None:
+    def __init__(self, built_in: Statistics, complaints: Complaints, ranks: Ranks | None = None) -> None:
         self.built_in = built_in
+        self.ranks = ranks or Ranks()
         self.complaints = complaints
         self._proven: set[Key] = set()
         self._off: dict[Key, str] = {}
@@ -60,18 +65,22 @@ class Measurer:
     ) -> None:
         """The statistics that the plan wants of ``tensors``."""
         put = buffer.merge_rows if merging else buffer.put_rows
-        groups: dict[torch.device, list[int]] = {}
+        groups: dict[torch.device, dict[int, Tensor]] = {}
         for position in plan.measured:
             if position in tensors:
-                reason = refusal(tensors[position])
+                part = self.ranks.own_part(tensors[position], position in plan.spread)
+                reason = refusal(part)
                 if reason is None:
-                    groups.setdefault(tensors[position].device, []).append(position)
+                    groups.setdefault(part.device, {})[position] = part
                 else:
                     buffer.refuse(plan.source, plan.names[position], reason)
-        for device, positions in groups.items():
-            others = None if minus is None else [minus[p] for p in positions]
+        for device, parts in groups.items():
+            positions = list(parts)
+            others = None
+            if minus is not None:
+                others = [self.ranks.own_part(minus[p], p in plan.spread) for p in positions]
             scale = None if inverse_scale is None else inverse_scale.to(device)
-            rows = self.built_in.measure([tensors[p] for p in positions], plan.columns, scale, others)
+            rows = self.built_in.measure(list(parts.values()), plan.columns, scale, others)
             put(plan.source, [plan.names[p] for p in positions], rows, plan.columns)
 
     def run_functions(
@@ -91,6 +100,11 @@ class Measurer:
         with untouched_rng():
             for position in due:
                 value = tensors[position]
+                if position in plan.spread:
+                    buffer.absent[plan.source, plan.names[position]] = _SPREAD
+                    continue
+                if isinstance(value, Tensor):
+                    value = self.ranks.own_part(value, spread=False)
                 if isinstance(value, Tensor) and (reason := refusal(value)) is not None:
                     buffer.absent[plan.source, plan.names[position]] = reason
                     continue

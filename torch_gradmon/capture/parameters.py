@@ -18,7 +18,8 @@ from ..statistics.norm import inner_product
 from ..step import StepBuffer
 from .measuring import Measurer
 
-_SQUARES = frozenset({Column.COUNT, Column.SQUARE_SUM})
+#: What is measured of the parameters that updates refer to.
+SQUARES = frozenset({Column.COUNT, Column.SQUARE_SUM})
 
 State = Mapping[str, Any]
 
@@ -92,6 +93,11 @@ class ParameterCapture:
         found = {position: self._parameters[position]() for position in positions}
         return {position: parameter.detach() for position, parameter in found.items() if parameter is not None}
 
+    def _parts(self, positions: Iterable[int]) -> dict[int, Tensor]:
+        """Of each what this rank counts."""
+        spread = self._plans[UPDATE].spread
+        return {p: self._measurer.ranks.own_part(parameter, p in spread) for p, parameter in self._live(positions).items()}
+
     def measure(self, positions: Iterable[int]) -> None:
         """Measure the parameters as they are now, and their difference to the reference model."""
         if self._buffer is None:
@@ -117,7 +123,7 @@ class ParameterCapture:
         if self._buffer is None:
             return
         wanted = set(self._plans[UPDATE].positions).intersection(positions) - self._before.keys()
-        for position, parameter in self._live(sorted(wanted)).items():
+        for position, parameter in self._parts(sorted(wanted)).items():
             name = self._plans[UPDATE].names[position]
             if isinstance(self._sample, re.Pattern) and not self._sample.search(name):
                 self._buffer.absent[UPDATE, name] = f"update_sample={self._sample.pattern!r} leaves it out"
@@ -133,10 +139,10 @@ class ParameterCapture:
         self._before = {
             position: copy for position, copy in self._before.items() if position not in before or position in self.shared
         }
-        after = {position: self._rows(parameter) for position, parameter in self._live(before).items()}
+        after = {position: self._rows(parameter) for position, parameter in self._parts(before).items()}
         plan = self._plans[UPDATE]
         self._measurer.statistics(self._buffer, plan, after, minus=before)
-        base = SourcePlan(UPDATE_BASE, plan.names, _SQUARES, plan.measured)
+        base = SourcePlan(UPDATE_BASE, plan.names, SQUARES, plan.measured, spread=plan.spread)
         self._measurer.statistics(self._buffer, base, before)
         for position in plan.functions.keys() & after.keys():
             wide = torch.promote_types(after[position].dtype, torch.float32)

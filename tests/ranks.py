@@ -1,0 +1,110 @@
+"""Real process groups for tests: workers that wait for functions to run together, over gloo on the CPU."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+#: Seconds after which a test counts as hanging; a collective gives up a little earlier.
+LIMIT = 90.0
+_PATIENCE = 5.0
+_groups: dict[int, Group] = {}
+
+
+def on_ranks(count: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT) -> list[Any]:
+    """What ``function(rank, *args)`` returns on each of ``count`` ranks; it must be a function of a module, for it is pickled.
+
+    Raises:
+        AssertionError: it raised on some rank, or hangs.
+    """
+    group = _groups.get(count)
+    if group is None or not group.alive:
+        group = _groups[count] = Group(count)
+    return group.run(function, args, limit)
+
+
+class Group:
+    """So many processes in one process group; they are used by many tests, since each takes seconds to start."""
+
+    def __init__(self, count: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._directory = tempfile.TemporaryDirectory()
+        store = Path(self._directory.name) / "store"
+        pipes = [context.Pipe() for _ in range(count)]
+        self._pipes = [ours for ours, _ in pipes]
+        self._workers = [
+            context.Process(target=_work, args=(rank, count, str(store), theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for worker in self._workers:
+            worker.start()
+        self.alive = True
+        atexit.register(self.kill)
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], limit: float) -> list[Any]:
+        """Run it on each rank."""
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        until = time.monotonic() + limit
+        while len(results) + len(failures) < len(self._pipes) and time.monotonic() < until:
+            for rank, pipe in enumerate(self._pipes):
+                if rank not in results and rank not in failures and pipe.poll(0.01):
+                    good, answer = _received(pipe)
+                    (results if good else failures)[rank] = answer
+                    if not good:  # the others may wait for this one
+                        until = min(until, time.monotonic() + _PATIENCE)
+        if failures or len(results) < len(self._pipes):
+            self.kill()
+            silent = sorted(set(range(len(self._pipes))) - results.keys() - failures.keys())
+            told = [f"rank {rank}:\n{text}" for rank, text in failures.items()]
+            raise AssertionError("\n".join([*told, f"no answer from ranks {silent}"] if silent else told))
+        return [results[rank] for rank in range(len(self._pipes))]
+
+    def kill(self) -> None:
+        """End the processes."""
+        self.alive = False
+        for worker in self._workers:
+            if worker.is_alive():
+                worker.kill()
+        for worker in self._workers:
+            worker.join()
+        self._directory.cleanup()
+
+
+def _received(pipe: Connection) -> tuple[bool, Any]:
+    try:
+        good, answer = pipe.recv()
+    except (EOFError, OSError):
+        return False, "the process has ended"
+    return good, answer
+
+
+def _work(rank: int, count: int, store: str, pipe: Connection) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=timedelta(seconds=LIMIT - 10)
+    )
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, function(rank, *args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))

@@ -1,0 +1,176 @@
+"""Ranks: which elements of a tensor this one counts, and the one exchange at the end of a step.
+
+A tensor that is spread over ranks (a DTensor of FSDP2 or tensor parallelism) is measured where it lies: each rank makes the row
+of its own elements, and rows merge over ranks by the same associative operations by which they merge over micro-batches. Nothing
+as large as a tensor travels, but for gradients that are partial sums (norm weights under sequence parallelism), which have to be
+added up before anything can be said of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .statistics.moments import ALWAYS, SUMMED, Column, identity
+from .statistics.moments import merge as merge_rows
+from .statistics.reading import PLAIN
+
+#: Up to so many bytes from all ranks together each rank gets all of them, in one collective; beyond, two reductions move less.
+GATHERED = 1 << 20
+
+
+def is_spread(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a DTensor of which no rank needs to have all elements."""
+    return _is_dtensor(tensor) and tensor.device_mesh.size() > 1 and not all(p.is_replicate() for p in tensor.placements)  # type: ignore[attr-defined]
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    return type(tensor) not in PLAIN and hasattr(tensor, "_local_tensor") and hasattr(tensor, "placements")
+
+
+class Shelf:
+    """The parameters of modules under ``fully_shard``, which are out of sight while a forward or backward pass runs: in their
+    places stand parameters for the time of the pass, whose storage is freed behind it. The optimizer has those of the shelf.
+
+    Args:
+        root: the watched model.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._kept: list[tuple[Any, int]] = []
+        #: By the id of the module and the parameter's name there.
+        self.places: dict[tuple[int, str], weakref.ref[nn.Parameter]] = {}
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        for module in root.modules() if hasattr(fsdp, "FSDPModule") else ():
+            if isinstance(module, fsdp.FSDPModule):  # type: ignore[union-attr]
+                for group in module._get_fsdp_state()._fsdp_param_groups:
+                    for held in group.fsdp_params:
+                        self._put(held)
+
+    def _put(self, held: Any) -> None:
+        info = held._module_info
+        self._kept.append((weakref.ref(held), id(held.sharded_param)))
+        owners = zip([info.module, *info.shared_modules], [info.param_name, *info.shared_param_names], strict=True)
+        self.places.update(((id(module), name), weakref.ref(held.sharded_param)) for module, name in owners)
+
+    def is_current(self) -> bool:
+        """False once one of them was replaced."""
+        return all((held := kept()) is not None and id(held.sharded_param) == known for kept, known in self._kept)
+
+    def named_parameters(self, root: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of ``root``, as ``nn.Module.named_parameters`` has them between two passes."""
+        seen: set[int] = set()
+        for path, module in root.named_modules(remove_duplicate=remove_duplicate):
+            for name, parameter in module._parameters.items():
+                shelved = self.places.get((id(module), name))
+                there = parameter if shelved is None else shelved()
+                if there is not None and not (remove_duplicate and id(there) in seen):
+                    seen.add(id(there))
+                    yield f"{path}.{name}" if path else name, there
+
+
+class Ranks:
+    """The processes whose rows are merged.
+
+    Args:
+        group: a process group; None for all processes.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self.group = group
+        self._counting: dict[tuple[Any, tuple[Any, ...]], bool] = {}
+
+    @property
+    def count(self) -> int:
+        """How many there are; one where nothing is distributed."""
+        return torch.distributed.get_world_size(self.group) if self._is_distributed() else 1
+
+    @property
+    def rank(self) -> int:
+        """Which of them this is."""
+        return torch.distributed.get_rank(self.group) if self._is_distributed() else 0
+
+    @staticmethod
+    def _is_distributed() -> bool:
+        return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+    def own_part(self, tensor: Tensor, spread: bool) -> Tensor:
+        """The elements of ``tensor`` that this rank counts, as a plain tensor; a plain tensor is returned as it is.
+
+        Args:
+            tensor: of any kind. Partial sums are added up first, which is a collective.
+            spread: whether the rows of all ranks will be merged. Then an element that several ranks have is counted by one of
+                them, and for the others the part is empty. Otherwise each rank counts all elements.
+        """
+        if not _is_dtensor(tensor):
+            return tensor
+        from torch.distributed.tensor import Replicate  # there is a DTensor, so that it is loaded
+
+        sharded: Any = tensor.detach()
+        placements = tuple(Replicate() if p.is_partial() or not spread else p for p in sharded.placements)
+        if placements != tuple(sharded.placements):
+            sharded = sharded.redistribute(placements=placements)
+        local: Tensor = sharded.to_local()
+        if hasattr(local, "wait"):  # of a collective that is still under way
+            local = local.wait()
+        return local if not spread or self._counts(sharded.device_mesh, placements) else local.new_empty(0)
+
+    def _counts(self, mesh: Any, placements: tuple[Any, ...]) -> bool:
+        """Whether this rank is the one that counts its elements: the first on each dimension of the mesh that replicates them,
+        and where the mesh is one of several that have the same, in the one of the first rank.
+        """
+        known = self._counting.get((mesh, placements))
+        if known is None:
+            first = torch.distributed.get_process_group_ranks(self.group or torch.distributed.group.WORLD)[0]
+            coordinate = mesh.get_coordinate()
+            known = (
+                coordinate is not None
+                and first in mesh.mesh.flatten().tolist()
+                and all(place == 0 for place, p in zip(coordinate, placements, strict=True) if p.is_replicate())
+            )
+            self._counting[mesh, placements] = known
+        return known
+
+    def merged(self, rows: Tensor, columns: frozenset[Column]) -> Tensor:
+        """``rows``, ``[n, 8]``, merged with those of the other ranks, which have as many: the same bits on each rank.
+
+        A collective, of ``n`` times the number of ``columns`` float64. Does not synchronise the host with the device.
+        """
+        sent = sorted(columns | ALWAYS)
+        found = identity(len(rows), rows.device, rows.dtype)
+        found[:, sent] = self._exchanged(rows[:, sent].to(self._device), sent).to(rows.device)
+        return found
+
+    def _exchanged(self, rows: Tensor, columns: Sequence[Column]) -> Tensor:
+        if rows.numel() * rows.element_size() * self.count <= GATHERED:
+            flat = rows.new_empty(self.count * rows.numel())
+            gather = getattr(torch.distributed, "all_gather_single", None)  # the newer name; where it is, the older one warns
+            (gather or torch.distributed.all_gather_into_tensor)(flat, rows.reshape(-1), group=self.group)
+            wide = identity(self.count * len(rows), rows.device, rows.dtype)
+            wide[:, columns] = flat.view(-1, len(columns))
+            return merge_rows(wide.view(self.count, len(rows), -1))[:, columns]
+        sums, extremes = [c for c in columns if c < SUMMED], [c for c in columns if c >= SUMMED]
+        place = {column: index for index, column in enumerate(columns)}
+        added = rows[:, [place[c] for c in sums]].contiguous()
+        torch.distributed.all_reduce(added, group=self.group)
+        found = rows.clone()
+        found[:, [place[c] for c in sums]] = added
+        if extremes:
+            signs = rows.new_tensor([-1.0 if c is Column.MIN else 1.0 for c in extremes])
+            largest = rows[:, [place[c] for c in extremes]] * signs
+            torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=self.group)
+            found[:, [place[c] for c in extremes]] = largest * signs
+        return found
+
+    @functools.cached_property
+    def _device(self) -> torch.device:
+        """Where the group's backend takes tensors from: the same kind on each rank, whatever a rank has measured."""
+        if "nccl" in torch.distributed.get_backend(self.group):
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
