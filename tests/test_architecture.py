@@ -29,6 +29,7 @@ FLOORS = [
     ["statistics.moments", "statistics.reading", "statistics.packing"],
     [
         "distributed",
+        "shelf",
         "statistics",
         "statistics.kernels",
         "statistics.batch",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -237,3 +238,139 @@ def test_the_run_directory_has_what_followed_when_the_run_ends_early(tmp_path: P
     monitor, _ = _train(steps=SPIKE + 8, every=10, flight_recorder=REMEMBERED, run_dir=tmp_path)
     monitor.detach()
     assert load_run(tmp_path).steps[-4:] == [204, 205, 206, 207]
+
+
+def _by_hand(monitor: ModuleMonitor, model: nn.Module, number: int, factor: float = 1.0) -> None:
+    monitor.begin_step(number)
+    model.zero_grad()
+    (model(torch.ones(8, 4)).square().mean() * factor).backward()
+    monitor.monitor_gradients(before_clip=True)
+    monitor.log_scalar("factor", factor)
+    monitor.end_step()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_after_a_rollback_nothing_of_the_abandoned_branch_is_told(tmp_path: Path, again: bool) -> None:
+    model = nn.Linear(4, 1)
+    monitor = ModuleMonitor(model, every=10, flight_recorder=REMEMBERED, run_dir=tmp_path)
+    monitor.add_preset("cheap")
+    for number in range(207):
+        _by_hand(monitor, model, number, 100.0 if number == SPIKE else 1.0)
+    with pytest.warns(gradmon.GradmonWarning, match="comes after step 206"):
+        _by_hand(monitor, model, 195, 1.1)
+    for number in range(196, 230):
+        _by_hand(monitor, model, number, 100.0 if again and number == 210 else 1.1)
+    told = monitor.why(200).splitlines()
+    monitor.detach()
+    factors = load_run(tmp_path).series("factor")
+    assert all(factors[step] == 1.0 for step in factors if step < 195)
+    assert all(factors[step] == 1.1 for step in factors if step >= 195 and step != 210)
+    assert set(factors).isdisjoint(range(195, 200)) != again
+    if again:
+        row = next(line for line in told if line.startswith("grad_norm")).split()
+        assert row[1] == row[4]  # of 197 and of 200
+
+
+def test_a_run_that_is_continued_replaces_what_was_recorded_from_there_on(tmp_path: Path) -> None:
+    model = nn.Linear(4, 1)
+    for start, factor in ((0, 1.0), (195, 1.1)):
+        monitor = ModuleMonitor(model, every=10, flight_recorder=REMEMBERED, run_dir=tmp_path)
+        monitor.add_preset("cheap")
+        for number in range(start, start + 207):
+            _by_hand(monitor, model, number, 100.0 if number == SPIKE and not start else factor)
+        monitor.detach()
+    factors = load_run(tmp_path).series("factor")
+    assert {step for step, factor in factors.items() if factor == 1.0} == {*range(0, 191, 10), *range(183, 195)}
+    assert not any(195 <= step < 200 for step in factors)
+
+
+def test_tags_are_taken_as_they_are_when_they_are_given(tmp_path: Path) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    monitor = gradmon.watch(model, optimizer, every=10, flight_recorder=REMEMBERED, on_spike=None, run_dir=tmp_path)
+    ids, number = [0], torch.zeros(())
+    for step in range(205):
+        ids[:] = [step]
+        number.fill_(step)
+        monitor.tag(ids=ids, number=number)
+        optimizer.zero_grad()
+        (model(torch.ones(8, 4)).square().mean() * (100 if step == SPIKE else 1)).backward()
+        optimizer.step()
+    monitor.detach()
+    run = load_run(tmp_path)
+    assert {step: run.context(step)["tags"]["ids"] for step in run.steps} == {step: [step] for step in run.steps}
+    assert run.context(199)["tags"]["number"] == "tensor(199.)"
+
+
+def test_what_is_logged_after_a_story_was_told_still_counts(tmp_path: Path) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    monitor = gradmon.watch(model, optimizer, every=10, flight_recorder=4, on_spike=None, run_dir=tmp_path)
+    for step in range(230):
+        optimizer.zero_grad()
+        (model(torch.ones(8, 4)).square().mean() * (100 if step == SPIKE else 1)).backward()
+        optimizer.step()
+        if step == 205:
+            monitor.why()
+        monitor.log_scalar("late", float(step))
+        monitor.tag(step=step)
+    monitor.detach()
+    run = load_run(tmp_path)
+    recorded = [step for step in run.steps if step % 10 and step not in (201, 202, 203)]
+    assert recorded == [196, 197, 198, 199, 204, 205, 206, 207]
+    assert {step: run.metrics(step)["late"] for step in recorded} == {step: float(step) for step in recorded}
+    assert {run.context(step)["tags"]["step"] for step in recorded} == set(recorded)
+
+
+def test_gradients_are_recorded_whatever_is_watched() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    monitor = ModuleMonitor(model, every=10, flight_recorder=REMEMBERED)
+    monitor.add_detector(SpikeDetector(signal="loss"))
+    monitor.add_gradient_metric("norm")
+    monitor.attach(optimizer)
+    for step in range(205):
+        factor = 100.0 if step == SPIKE else 1.0
+        optimizer.zero_grad()
+        (model(torch.ones(8, 4)).square().mean() * factor).backward()
+        monitor.log_scalar("loss", factor)
+        optimizer.step()
+    row = next(line for line in monitor.why().splitlines() if line.startswith("grad_norm ")).split()
+    assert "-" not in row[1:4]
+
+
+def test_steps_in_which_a_loop_measures_nothing_leave_no_empty_records() -> None:
+    model = nn.Linear(4, 1)
+    monitor = ModuleMonitor(model, every=10, flight_recorder=REMEMBERED, closer_look=0)
+    monitor.add_preset("cheap")
+    for step in range(230):
+        if monitor.begin_step(step):
+            model.zero_grad()
+            (model(torch.ones(8, 4)).square().mean() * (100.0 if step == SPIKE else 1.0)).backward()
+            monitor.monitor_gradients(before_clip=True)
+        monitor.end_step()
+    titles = next(line for line in monitor.why().splitlines() if line.startswith("signal")).split()
+    assert titles[1:6] == ["170", "180", "190", "[200]", "210"]
+
+
+def test_the_steps_after_a_spike_are_not_lost_where_everything_is_collected(tmp_path: Path) -> None:
+    monitor, model = _train(steps=SPIKE + 8, every=10, flight_recorder=REMEMBERED, run_dir=tmp_path)
+    del monitor, model
+    gc.collect()
+    assert load_run(tmp_path).steps[-4:] == [204, 205, 206, 207]
+
+
+def test_what_was_monitored_is_told_afterwards_too() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    monitor = gradmon.watch(model, optimizer, every=10, on_spike="raise")
+    for step in range(206):
+        optimizer.zero_grad()
+        (model(torch.ones(8, 4)).square().mean() * (100 if step == SPIKE else 1)).backward()
+        if step == SPIKE:
+            with pytest.raises(gradmon.SpikeError):
+                optimizer.step()
+            assert [monitor.is_step_monitored(number) for number in range(199, 206)] == [False, *[True] * 4, False, False]
+        else:
+            optimizer.step()
+    assert [monitor.is_step_monitored(number) for number in range(199, 206)] == [False, *[True] * 4, False, False]

@@ -219,3 +219,20 @@ def test_a_scaler_that_seeks_its_scale_is_no_news() -> None:
     said, close = _scaled(lambda y: y + (y - y.detach()) * 1e6, init_scale=2.0**125)  # the gradient is large
     assert close[:3] == [BAD + 3, BAD + 4, BAD + 5]  # later ones follow the spike of the first step that is applied
     assert not any("first NaN or Inf" in text for text in said)
+
+
+def test_refused_steps_in_a_row_are_counted_also_where_they_are_not_monitored() -> None:
+    looked = []
+    for refused in (range(30, 37), (30, 40, 50)):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-12)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        monitor = gradmon.watch(model, optimizer, scaler=scaler, every=10, on_spike=None)
+        for step in range(60):
+            optimizer.zero_grad()
+            loss = model(torch.ones(4, 8)).square().mean() * (torch.inf if step in refused else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        looked.append([step for step in monitor.get_all_metrics() if step % 10])
+    assert looked == [[33, 34, 35], []]

@@ -565,3 +565,28 @@ def test_a_loss_that_stays_higher_is_not_called_back_to_normal() -> None:
     event = Event(30, "loss", 2.8, 9.0, 5.5, "", usual=2.0)
     assert "is still 1.41 times what was usual" in in_words_after(event, [(31, 2.8), (32, 2.81)])
     assert "is back to normal since step 32" in in_words_after(event, [(31, 2.8), (32, 2.1)])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_spike_soon_after_gradients_that_are_not_finite_is_told(bad: float) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    events: list[Event] = []
+    monitor = gradmon.watch(model, optimizer, on_spike=events.append)
+    for step in range(8):
+        optimizer.zero_grad()
+        factor = bad if step in (0, 1) else 100.0 if step == 6 else 1.0
+        (model(torch.ones(8, 4)).square().mean() * factor).backward()
+        optimizer.step()
+    assert 6 in [event.step for event in events]
+    assert not monitor.complaints()
+    assert sorted(monitor.get_all_metrics()) == list(range(8))
+
+
+def test_a_judge_that_fails_costs_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch_gradmon.spikes.judges.in_words", lambda *_: 1 / 0)
+    with pytest.warns(GradmonWarning, match="step 39 could not be judged"):
+        monitor, events = _toy(40, SpikeDetector(signal="gradmon/grad_norm"))
+    assert sorted(monitor.get_all_metrics()) == list(range(40))
+    assert monitor.complaints() == {"internal:judge": 1}
+    assert not events

@@ -26,8 +26,13 @@ class CloserLook:
         self._graphs = compiled_graphs()
 
     @property
+    def left(self) -> int:
+        """How many of the next steps are such steps."""
+        return self._left
+
+    @property
     def goes_on(self) -> bool:
-        """Whether the next step is one of those steps."""
+        """Whether the next step is one of them."""
         return self._left > 0
 
     def begin(self) -> bool:

@@ -9,13 +9,11 @@ added up before anything can be said of them.
 from __future__ import annotations
 
 import functools
-import sys
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .statistics.moments import ALWAYS, SUMMED, Column, identity
 from .statistics.moments import merge as merge_rows
@@ -32,47 +30,6 @@ def is_spread(tensor: Tensor) -> bool:
 
 def _is_dtensor(tensor: Tensor) -> bool:
     return type(tensor) not in PLAIN and hasattr(tensor, "_local_tensor") and hasattr(tensor, "placements")
-
-
-class Shelf:
-    """The parameters of modules under ``fully_shard``, which are out of sight while a forward or backward pass runs: in their
-    places stand parameters for the time of the pass, whose storage is freed behind it. The optimizer has those of the shelf.
-
-    Args:
-        root: the watched model.
-    """
-
-    def __init__(self, root: nn.Module) -> None:
-        self._kept: list[tuple[Any, int]] = []
-        #: By the id of the module and the parameter's name there.
-        self.places: dict[tuple[int, str], weakref.ref[nn.Parameter]] = {}
-        fsdp = sys.modules.get("torch.distributed.fsdp")
-        for module in root.modules() if hasattr(fsdp, "FSDPModule") else ():
-            if isinstance(module, fsdp.FSDPModule):  # type: ignore[union-attr]
-                for group in module._get_fsdp_state()._fsdp_param_groups:
-                    for held in group.fsdp_params:
-                        self._put(held)
-
-    def _put(self, held: Any) -> None:
-        info = held._module_info
-        self._kept.append((weakref.ref(held), id(held.sharded_param)))
-        owners = zip([info.module, *info.shared_modules], [info.param_name, *info.shared_param_names], strict=True)
-        self.places.update(((id(module), name), weakref.ref(held.sharded_param)) for module, name in owners)
-
-    def is_current(self) -> bool:
-        """False once one of them was replaced."""
-        return all((held := kept()) is not None and id(held.sharded_param) == known for kept, known in self._kept)
-
-    def named_parameters(self, root: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of ``root``, as ``nn.Module.named_parameters`` has them between two passes."""
-        seen: set[int] = set()
-        for path, module in root.named_modules(remove_duplicate=remove_duplicate):
-            for name, parameter in module._parameters.items():
-                shelved = self.places.get((id(module), name))
-                there = parameter if shelved is None else shelved()
-                if there is not None and not (remove_duplicate and id(there) in seen):
-                    seen.add(id(there))
-                    yield f"{path}.{name}" if path else name, there
 
 
 class Ranks:
@@ -146,6 +103,12 @@ class Ranks:
         found = identity(len(rows), rows.device, rows.dtype)
         found[:, sent] = self._exchanged(rows[:, sent].to(self._device), sent).to(rows.device)
         return found
+
+    def gathered(self, thing: Any) -> list[Any]:
+        """``thing`` of each rank, pickled on the way. A collective that synchronises the device."""
+        things: list[Any] = [None] * self.count
+        torch.distributed.all_gather_object(things, thing, group=self.group)
+        return things
 
     def _exchanged(self, rows: Tensor, columns: Sequence[Column]) -> Tensor:
         if rows.numel() * rows.element_size() * self.count <= GATHERED:

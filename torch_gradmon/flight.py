@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -125,22 +125,33 @@ class Flights:
         ledger: where records are entered.
         registry: the metrics.
         guard: told of time that was not its own.
+        rest: gives records that are still to be written when everything ends.
     """
 
-    def __init__(self, ledger: Ledger, registry: Registry, guard: Guard) -> None:
+    def __init__(
+        self, ledger: Ledger, registry: Registry, guard: Guard, rest: Callable[[], Sequence[StepRecord]] = tuple
+    ) -> None:
+        self._rest = rest
         self._ledger, self._registry, self._guard = ledger, registry, guard
         self._flying: deque[Flight] = deque()
 
     def __del__(self) -> None:
         # collected without detach(): what is still on its way reaches the run directory
-        if self._flying:
-            with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):
+            rest = self._rest()
+            if self._flying or rest:
                 self.land(None, open_to_late_values=False)
+                self._ledger.fill(rest)
                 self._ledger.outbox.close()
 
     def newest(self, step: int | None) -> Flight | None:
         """The flight of ``step``, if it is the one that departed last."""
         return self._flying[-1] if self._flying and self._flying[-1].step == step else None
+
+    @property
+    def oldest(self) -> int | None:
+        """The oldest step whose values are on their way."""
+        return self._flying[0].step if self._flying else None
 
     def start(self, flight: Flight) -> None:
         """Take charge of ``flight``; where its values are on the host already, its record is made at once."""

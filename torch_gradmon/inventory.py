@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from torch import Tensor, nn
 
-from .distributed import Shelf, is_spread
+from .distributed import is_spread
 from .names import ROOT, WRAPPERS, canonical_name, canonical_names
+from .shelf import Shelf
 
 
 class Inventory:

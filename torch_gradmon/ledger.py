@@ -66,12 +66,30 @@ class Ledger:
         """A step has ended with ``record``; ``signals`` are its whole-model values, ``buffer`` what it was made of."""
         self.absent = buffer.absent
         self.judges.begin(record, self.absent)
-        record, events = self.judges.judge(record, signals, self.absent)
+        record, events = self._judged(record, signals)
         self._late = buffer.scalars()
         self._keep(record)
         self.fill(self.judges.taken_recalled())
         self._signals = signals
         self._tell(events)
+
+    def _judged(self, record: StepRecord, signals: Mapping[str, float]) -> tuple[StepRecord, list[Event]]:
+        try:
+            return self.judges.judge(record, signals, self.absent)
+        except Exception as error:  # the record must not be lost for it
+            self._guard.complaints.add("internal:judge", f"step {record.step} could not be judged", error)
+            return record, []
+
+    def goes_back(self, step: int) -> None:
+        """The run goes back to ``step``: what is known of later ones is of another branch."""
+        for known in (self._records, self._between):
+            while known and next(reversed(known)) >= step:
+                known.popitem()
+        self.judges.forget(step)
+
+    def was_monitored(self, step: int) -> bool:
+        """Whether there is a record of ``step``."""
+        return step in self._records
 
     def fill(self, records: Iterable[StepRecord]) -> None:
         """Take steps that were not monitored, now that a spike before or after them makes them interesting. No dashboard gets them."""
@@ -86,7 +104,7 @@ class Ledger:
         """Nothing more can come for the step that has ended: judge the signals that came late, and send it out."""
         if self.last is not None and self._late is not None:
             self._late = None
-            record, events = self.judges.judge(self.last, {}, self.absent)
+            record, events = self._judged(self.last, {})
             if record is not self.last:
                 self._keep(record, amend=True)
                 self.fill(self.judges.taken_recalled())
@@ -128,9 +146,6 @@ class Ledger:
 
     def _keep(self, record: StepRecord, amend: bool = False) -> None:
         self.last = record
-        for known in (self._records, self._between):
-            while known and next(reversed(known)) > record.step:  # after a rollback
-                known.popitem()
         self._records[record.step] = replace(record, tables={}, rng={})
         while len(self._records) > self._options.history:
             self._records.popitem(last=False)
@@ -142,7 +157,7 @@ class Ledger:
 
     def _tell(self, events: Sequence[Event]) -> None:
         news = self.judges.news(events)
-        self.has_spiked |= bool(news) or self.judges.looks_closer
+        self.has_spiked |= bool(news) or self.judges.looks_closer()
         failures, self.judges.failures = self.judges.failures, []
         for name, error in failures:
             self._guard.complaints.add(f"detector:{name}", f"the spike detector of {name} failed and is off", error)

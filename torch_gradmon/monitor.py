@@ -154,7 +154,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         measurer = Measurer(Statistics(complaints, float(eps), compile_statistics and not inert), complaints)
         ledger = Ledger(options, guard, outbox, chosen_layers)
         closer = CloserLook(planner, closer_look)
-        recorder = Recorder(flight_recorder, registry)
+        recorder = Recorder(flight_recorder, registry, ledger.summary)
         self._session = Session(budget or is_monitored, guard, planner, measurer, ledger, update_sample, budget, closer, recorder)
         self._session.scaler = scaler
         self._registry, self._planner = registry, planner

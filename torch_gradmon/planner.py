@@ -80,10 +80,8 @@ class Planner:
     def plans(self, step: int, summary: Summary, gradients_only: bool = False) -> dict[str, SourcePlan]:
         """The plan of each parameter source for ``step``; or of no metric, only what the summary needs of gradients."""
         assert self.inventory is not None
-        needs = summary.needs(step)
+        needs = summary.needs_of_gradients() if gradients_only else summary.needs(step)
         due = tuple(metric.due(step) and not gradients_only for metric in self.registry.metrics)
-        if gradients_only:
-            needs = {source: columns for source, columns in needs.items() if source in _GRADIENTS}
         found = self._cache.get((due, *needs.items()))
         if found is None:
             metrics = [metric for metric, is_due in zip(self.registry.metrics, due, strict=True) if is_due]

@@ -15,10 +15,7 @@ from .plan import SourcePlan
 from .record import StepRecord
 from .registry import Registry
 from .step import StepBuffer
-from .summary import CHEAP, Summary
-
-#: Whole-model values that take no memory of other steps.
-_OF_ONE_STEP = tuple(name for name in CHEAP if name.startswith("grad_"))
+from .summary import Summary
 
 
 @dataclass
@@ -43,12 +40,14 @@ class Recorder:
     Args:
         size: how many steps; with 0 none is recorded.
         registry: the metrics.
+        summary: that of the monitored steps.
     """
 
-    def __init__(self, size: int, registry: Registry) -> None:
+    def __init__(self, size: int, registry: Registry, summary: Summary) -> None:
         self.size = size
-        self._registry = registry
-        self._kept: deque[_Kept] = deque(maxlen=size)
+        self._registry, self._summary = registry, summary
+        self._kept: deque[_Kept] = deque()
+        self._is_open = False  # late values may come for the last one
         self._due = 0  # of the steps to come, so many belong to a spike
 
     def keep(
@@ -58,21 +57,32 @@ class Recorder:
         inventory: Inventory,
         refused: bool,
         tags: dict[str, Any],
+        in_flight: int | None,
     ) -> list[StepRecord]:
         """A step that is not monitored has ended; its values stay where they are. Does not synchronise.
+
+        ``in_flight``: the oldest monitored step of which it is not known yet whether it has a spike. What came before it is kept.
 
         Returns:
             The records of those that came after a spike, once there are enough of them; this waits for the device.
         """
         self._due -= self._due > 0
-        # by the next step, what was logged after the end of the last of them has come too
-        after = self._bring() if self._due == 1 else []
+        after = self._bring() if self._due == 1 else []  # the last one is closed by now
         self._kept.append(_Kept(buffer, plans, inventory, refused, tags))
+        self._is_open = True
+        before = sum(in_flight is None or step.buffer.step < in_flight for step in self._kept)
+        for _ in range(before - self.size):
+            self._kept.popleft()
         return after
+
+    def close(self) -> None:
+        """The next step begins, so that nothing more can come for the last one."""
+        self._is_open = False
 
     def open_buffer(self, step: int | None) -> StepBuffer | None:
         """Where a late value of ``step`` belongs, if that was the last step kept."""
-        return self._kept[-1].buffer if self._kept and self._kept[-1].buffer.step == step else None
+        is_last = self._is_open and bool(self._kept) and self._kept[-1].buffer.step == step
+        return self._kept[-1].buffer if is_last else None
 
     def tag(self, step: int | None, tags: Mapping[str, Any]) -> bool:
         """Late facts about ``step``; whether it was the last step kept."""
@@ -83,8 +93,9 @@ class Recorder:
 
     def spiked(self) -> list[StepRecord]:
         """A spike was found: the records of what is kept, and later those that come after it. Waits for the device, once."""
-        self._due = self.size + 2
-        return self._bring()
+        brought = self._bring()
+        self._due = self.size + 2 - len(self._kept) if self.size else 0
+        return brought
 
     def rest(self) -> list[StepRecord]:
         """The run ends, or is asked for its story: the records of what came after a spike so far."""
@@ -98,9 +109,12 @@ class Recorder:
     def _bring(self) -> list[StepRecord]:
         kept = list(self._kept)
         self._kept.clear()
+        if kept and self._is_open:  # it will be told of again, with what comes late
+            self._kept.append(kept[-1])
         flights = [step.depart() for step in kept]  # all copies are started before the first one is waited for
-        records = [flight.record(Summary(_OF_ONE_STEP), Layers(None), self._registry)[0] for flight in flights]
+        records = [flight.record(self._summary.of_one_step(), Layers(None), self._registry)[0] for flight in flights]
         return [
             replace(record, time=step.ended, context={**record.context, "monitored": False})
             for record, step in zip(records, kept, strict=True)
+            if record.tables or record.values
         ]

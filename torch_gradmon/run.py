@@ -60,12 +60,21 @@ class Run:
     def _refresh(self) -> None:
         """Look at which steps there are; a segment replaces what earlier ones have from its first step on."""
         self._segment_of: dict[int, int] = {}
+        begins = self._told_begins()
         for segment, first in self._db.execute(
             "SELECT segment, MIN(step) FROM steps GROUP BY segment ORDER BY segment"
         ).fetchall():
+            first = min(first, begins.get(segment, first))
             self._segment_of = {step: older for step, older in self._segment_of.items() if step < first}
             steps = self._db.execute("SELECT step FROM steps WHERE segment = ?", (segment,))
             self._segment_of.update((step, segment) for (step,) in steps)
+
+    def _told_begins(self) -> dict[int, int]:
+        """The first step of segments whose beginning was no monitored step, as far as it was written down."""
+        try:
+            return dict(self._db.execute("SELECT segment, first FROM segments").fetchall())
+        except sqlite3.OperationalError:  # a run of before these were kept
+            return {}
 
     @property
     def steps(self) -> list[int]:

@@ -21,6 +21,7 @@ from .budget import Budget
 from .capture.activations import ActivationCapture
 from .capture.gradients import GradientCapture
 from .capture.measuring import Measurer
+from .capture.outputs import copied
 from .capture.parameters import SQUARES, ParameterCapture
 from .capture.scaling import reciprocal, scale_of
 from .closer import CloserLook
@@ -60,6 +61,7 @@ class Session:
         self.is_step_monitored = is_step_monitored
         self.recorder = recorder
         ledger.judges.recall = recorder.spiked
+        self._stride = 1  # from one step's number to the next one's
         self.budget = budget
         self.closer = closer
         self.guard = guard
@@ -79,7 +81,7 @@ class Session:
         self.open = False
         self._plans: dict[str, SourcePlan] = {}
         self._buffer: StepBuffer | None = None
-        self._flights = Flights(ledger, planner.registry, guard)
+        self._flights = Flights(ledger, planner.registry, guard, recorder.rest)
         self._ended: int | None = None
         self._early: StepBuffer | None = None
         self._tags: dict[str, Any] = {}
@@ -95,10 +97,12 @@ class Session:
         """Open ``step``; a step still open ends first. Returns whether it is monitored."""
         self.end()
         self.finish()
+        self.recorder.close()
         if self.step is not None and step <= self.step:
-            message = f"step {step} comes after step {self.step}; a new segment begins in the run directory"
-            self.guard.complaints.add("back", message)
-            self.recorder.forget()
+            self._go_back(step)
+        elif self.step is None:
+            self.ledger.outbox.goes_back(step)  # where a run is continued
+        self._stride = max(1, step - self.step) if self.step is not None else 1
         self.step, self.next_step, self.open = step, step + 1, True
         if self.follower is not None:
             self.follower.step_opened()
@@ -117,6 +121,14 @@ class Session:
                 self._disarm()
         return monitored
 
+    def _go_back(self, step: int) -> None:
+        message = f"step {step} comes after step {self.step}; a new segment begins in the run directory"
+        self.guard.complaints.add("back", message)
+        self._flights.land(None, open_to_late_values=False)
+        self.recorder.forget()
+        self.ledger.goes_back(step)
+        self.ledger.outbox.goes_back(step)
+
     def _is_monitored(self, step: int) -> bool:
         if self.guard.inert or self.planner.module is None:
             return False
@@ -128,9 +140,13 @@ class Session:
 
     def would_monitor(self, step: int) -> bool:
         """Whether ``step`` is monitored by the cadence, or as one of the steps after a spike."""
-        if self.open and step == self.step:
-            return self.takes_values and not self._records_only
-        return (self.closer.goes_on and step == self.next_step) or bool(self.is_step_monitored(step))
+        if self.step is not None and step <= self.step:
+            is_open = self.open and step == self.step and self.takes_values and not self._records_only
+            return (
+                is_open or self.has_just_monitored(step) or self.ledger.was_monitored(step) or bool(self.is_step_monitored(step))
+            )
+        ahead = step - self.next_step if self.step is None else (step - self.step - 1) // self._stride
+        return ahead < self.closer.left or bool(self.is_step_monitored(step))
 
     def _is_recorded(self) -> bool:
         return bool(self.recorder.size) and not self.guard.inert and self.planner.module is not None
@@ -193,15 +209,12 @@ class Session:
         monitored = self._buffer is not None and not self._records_only
         if monitored:
             closer_ends = self.closer.step_ended()
-            self._end_monitored()
-            self._look_closer(closer_ends)
+            try:
+                self._end_monitored()
+            finally:  # where a spike raises
+                self._look_closer(closer_ends)
         else:
-            refused = self.follower is not None and self.follower.refused
-            if self._buffer is not None:
-                self._end_recorded(refused)
-            self._tags = {}
-            if refused:
-                self._flights.count_refusal()
+            self._end_unmonitored(self.follower is not None and self.follower.refused)
         if self.budget is not None and self.step is not None:
             self.budget.step_ended(self.step, monitored, self.guard.spent(), time.perf_counter())
         rests = self._armed_for is None or not self._armed_for[1]
@@ -234,9 +247,17 @@ class Session:
         if wanted:
             buffer.exchange(self.measurer.ranks, wanted)
 
-    def _end_recorded(self, refused: bool) -> None:
-        buffer, inventory, tags = self._close()
-        self.ledger.fill(self.recorder.keep(buffer, self._plans, inventory, refused, tags))
+    def _end_unmonitored(self, refused: bool) -> None:
+        if self._buffer is not None:
+            buffer, inventory, tags = self._close()
+            found = self.recorder.keep(buffer, self._plans, inventory, refused, tags, self._flights.oldest)
+            self.ledger.fill(found)
+        self._tags = {}
+        if refused:
+            self._flights.count_refusal()
+        self.ledger.judges.ended(applied=not refused)
+        self.ledger.has_spiked |= self.ledger.judges.looks_closer()
+        self._look_closer(False)
 
     def _end_monitored(self) -> None:
         buffer, inventory, tags = self._close()
@@ -388,6 +409,10 @@ class Session:
         flight = self._in_flight
         return self.ledger.absent if flight is None else flight.departure.buffer.absent
 
+    def has_just_monitored(self, step: int) -> bool:
+        """Whether ``step`` is the last one that was monitored, and its values are on their way."""
+        return self._flights.newest(step) is not None
+
     @property
     def has_just_ended(self) -> bool:
         """Whether no step is open, and the last one was monitored."""
@@ -399,6 +424,7 @@ class Session:
         """
         if self.step is None:
             self._told_ahead |= tags.keys()
+        tags = {name: copied(value) for name, value in tags.items()}  # loops fill the same list or tensor again
         late = {} if self.open else {name: value for name, value in tags.items() if name not in self._told_ahead}
         self._tags.update((name, value) for name, value in tags.items() if name not in late)
         if not late:
@@ -419,7 +445,7 @@ class Session:
 
     @guarded
     def recall(self) -> None:
-        """Take what is recorded of the steps that followed a spike, all of it, for nobody may wait for more. Waits for the device."""
+        """Take what is recorded of the steps that followed a spike so far. Waits for the device."""
         self.ledger.fill(self.recorder.rest())
 
     @guarded
@@ -465,6 +491,7 @@ class Session:
         try:
             self.end_step()
             self.recall()
+            self.recorder.forget()
         finally:
             self._disarm()
             self.activations.remove()
@@ -483,5 +510,6 @@ def at_exit(session: Callable[[], Session | None], outbox: Outbox) -> None:
         if alive is not None:
             alive.end_step()
             alive.recall()
+            alive.recorder.forget()
     finally:  # also where a spike in the last step is raised
         outbox.close()

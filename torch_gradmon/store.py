@@ -41,6 +41,7 @@ CREATE TABLE IF NOT EXISTS steps (
     PRIMARY KEY (segment, step)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS rows (
     segment INTEGER, step INTEGER, layout INTEGER, data BLOB NOT NULL, PRIMARY KEY (segment, step, layout));
+CREATE TABLE IF NOT EXISTS segments (segment INTEGER PRIMARY KEY, first INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS rng (segment INTEGER, step INTEGER, device TEXT, state BLOB NOT NULL, PRIMARY KEY (segment, step, device));
 CREATE TABLE IF NOT EXISTS scalars (
     segment INTEGER, step INTEGER, key INTEGER, value, PRIMARY KEY (segment, step, key)) WITHOUT ROWID;
@@ -87,6 +88,9 @@ class RunStore:
         self._segment, self._last = self._db.execute(
             "SELECT segment, step FROM steps ORDER BY segment DESC, step DESC LIMIT 1"
         ).fetchone() or (0, None)
+        begun = self._db.execute("SELECT MAX(segment) FROM segments").fetchone()[0] or 0
+        if begun > self._segment:  # nothing was written in it
+            self._segment, self._last = begun, None
 
     def note(self, facts: Mapping[str, Any]) -> None:
         """Store facts about the run, as JSON.
@@ -97,6 +101,17 @@ class RunStore:
         rows = [(name, json.dumps(value, default=str)) for name, value in facts.items()]
         with self._db:
             self._db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
+
+    def goes_back(self, step: int) -> None:
+        """The steps from ``step`` on are not what was written of them: what comes opens a new segment.
+
+        Raises:
+            sqlite3.Error: it could not be written.
+        """
+        if self._last is not None and step <= self._last:
+            with self._db:
+                self._db.execute("INSERT OR REPLACE INTO segments VALUES (?, ?)", (self._segment + 1, step))
+            self._segment, self._last = self._segment + 1, None
 
     def log(self, record: StepRecord, amend: bool = False, fill: bool = False) -> None:
         """Write one step in one transaction. ``amend`` replaces the step that was written last, ``fill`` adds an earlier one.

@@ -89,22 +89,34 @@ class Summary:
         self.not_applied = 0
         self._clips: deque[tuple[bool, bool]] = deque(maxlen=WINDOW)
 
+    def of_one_step(self) -> Summary:
+        """For a step beside the others: the values of gradients alone; what it is told changes nothing here."""
+        found = Summary(name for name in CHEAP if name.startswith("grad_"))
+        found._clips.extend(self._clips)
+        return found
+
+    def needs_of_gradients(self) -> dict[str, frozenset[Column]]:
+        """The same for gradients, whether or not anybody wants values of them."""
+        square = frozenset({Column.COUNT, Column.SQUARE_SUM})
+        return {
+            n.GRADIENT_BEFORE_CLIP: ALL_COLUMNS if self.all_columns else square | VIEWS["max"].columns,
+            n.GRADIENT: square,
+        }
+
     def needs(self, step: int) -> dict[str, frozenset[Column]]:
         """The statistics that the next values are made of, by source, for all trainable parameters."""
         wanted = self.signals.union(self.keys).intersection(DOCUMENTATION)
         if not wanted:
             return {}
         square = frozenset({Column.COUNT, Column.SQUARE_SUM})
-        needs = {n.GRADIENT_BEFORE_CLIP: square | VIEWS["max"].columns, n.GRADIENT: square}
+        needs = self.needs_of_gradients()
         update_step = step % UPDATE_EVERY == 0
         if "param_norm" in wanted:
             needs[n.PARAMETER] = square
         if update_step and not wanted.isdisjoint(_UPDATE_KEYS):
             needs[n.UPDATE] = square
-        if self.all_columns:
-            needs[n.GRADIENT_BEFORE_CLIP] = ALL_COLUMNS
-            if update_step:
-                needs.update({source: ALL_COLUMNS for source in (n.PARAMETER, n.UPDATE) if source in needs})
+        if self.all_columns and update_step:
+            needs.update({source: ALL_COLUMNS for source in (n.PARAMETER, n.UPDATE) if source in needs})
         return needs
 
     def compute(self, facts: Facts, tables: Mapping[str, Table], base: Table | None, absent: dict[str, str]) -> dict[str, float]:

@@ -31,6 +31,15 @@ def tensors_of(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Ten
                 yield from tensors_of(getattr(value, field.name, None), f"{path}.{field.name}", depth + 1)
 
 
+def copied(value: Any) -> Any:
+    """``value`` as it is now: lists, tuples, dicts and tensors are copied, as deep as they go. Does not synchronise."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: copied(item) for key, item in value.items()}
+    return [copied(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
 def rest_of(path: str, name: str, taken: Container[str]) -> str:
     """What ``path`` adds to the ``name`` that it begins with; in brackets where a module has that path for a name.
 

@@ -73,6 +73,14 @@ class Outbox:
         elif self.outlets:
             self._complaints.add("late", f"a value for step {record.step} came after the step had gone out to the sinks")
 
+    def goes_back(self, step: int) -> None:
+        """The run goes on with ``step``; what the run directory has from there on belongs to another branch."""
+        if not self._forked() and self._store is not None:
+            try:
+                self._store.goes_back(step)
+            except sqlite3.Error as error:
+                self._complaints.add("store", f"the run directory {self._run_dir} could not be written", error)
+
     def fill(self, record: StepRecord) -> None:
         """Take the record of an earlier step for the run directory, and only for that."""
         if not self._forked() and self._run_dir is not None:

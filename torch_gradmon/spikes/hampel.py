@@ -101,6 +101,11 @@ class Hampel:
         return {"near": self._near.size, "far": self._far.size, "lag": self.lag, "window": self._near_residuals.size}
 
     @property
+    def linear(self) -> bool:
+        """Whether a negative value has come, so that values themselves are compared and not their logarithms."""
+        return self._linear
+
+    @property
     def baseline(self) -> float | None:
         """What is usual now, in units of the signal."""
         if not len(self._near):

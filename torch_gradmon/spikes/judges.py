@@ -59,15 +59,14 @@ class Judges:
         self._before: set[str] = set()
         self._is_origin_told = False
         self._refused = 0  # steps in a row that were not applied
+        self._looked_at = 0  # of these, when a closer look was taken last
 
     def begin(self, record: StepRecord, absent: MutableMapping[tuple[str, str], str]) -> None:
         """A step ended with ``record``. One that was not applied is judged by nobody."""
+        self.forget(record.step)  # after a rollback
         if self.detectors:
             self.gradients.see(record.step, record.tables)
-        # after a rollback, what was told of the steps that come again is of no use
-        self.suspects = {step: found for step, found in self.suspects.items() if step < record.step}
-        self._aftermath.forget(record.step)
-        self._refused = 0 if record.applied else self._refused + 1
+        self.ended(record.applied)
         self._waiting, self._judged = dict(self.detectors) if record.applied else {}, {}
         if not record.applied:
             absent[SUMMARY, "spike_score"] = "the step was not applied"
@@ -133,10 +132,22 @@ class Judges:
         fresh = [event for event in events if event.signal not in self._before]
         return [str(replace(fresh[0], reason="; ".join(event.reason for event in fresh)))] if fresh else []
 
-    @property
+    def ended(self, applied: bool) -> None:
+        """A step has ended, monitored or not."""
+        self._refused = 0 if applied else self._refused + 1
+        self._looked_at = 0 if applied else self._looked_at
+
     def looks_closer(self) -> bool:
-        """Whether it is worth a closer look that steps are not applied."""
-        return bool(self.detectors) and self._refused in _REFUSALS
+        """Whether it is worth a closer look that steps are not applied; said once for each number of them that is."""
+        due = max((limit for limit in _REFUSALS if limit <= self._refused), default=0)
+        looks, self._looked_at = due > self._looked_at and bool(self.detectors), max(due, self._looked_at)
+        return looks
+
+    def forget(self, step: int) -> None:
+        """This step comes again: what is known of it and of later ones is of another branch."""
+        self.gradients.forget(step)
+        self.suspects = {known: found for known, found in self.suspects.items() if known < step}
+        self._aftermath.forget(step)
 
     def aftermath(self, record: StepRecord, whole: Mapping[str, float]) -> list[str]:
         """What became of earlier spikes, in words, now that nothing more can come for this step."""

@@ -69,10 +69,14 @@ class Gradients:
             self._unclipped = True
             self._steps.clear()
         table = before if self._unclipped else tables.get(GRADIENT)
-        while self._steps and self._steps[-1][0] >= step:
-            self._steps.pop()
+        self.forget(step)
         if table is not None and Column.SQUARE_SUM in table.columns:
             self._steps.append((step, table))
+
+    def forget(self, step: int) -> None:
+        """This step comes again: forget it, and all that came after it."""
+        while self._steps and self._steps[-1][0] >= step:
+            self._steps.pop()
 
     def fill(self, step: int, tables: Mapping[str, Table]) -> None:
         """Remember an earlier step that nobody has seen yet."""
@@ -154,9 +158,11 @@ def _scores(norms: Tensor) -> tuple[Tensor, Tensor]:
 
 def _since(steps: Sequence[int], scores: Sequence[float], spoiled: Sequence[bool]) -> int | None:
     """The first of the last steps in a row whose scores are above the threshold, or whose gradients hold NaN or Inf. Steps in which
-    the parameter had no gradient do not count.
+    the parameter had no gradient do not count. None where too little is known to say that it moved in the last one.
     """
     found = None
+    if not spoiled[-1] and math.isnan(scores[-1]):
+        return found
     for step, score, bad in zip(reversed(steps), reversed(scores), reversed(spoiled), strict=True):
         if bad or score > THRESHOLD:
             found = step

@@ -131,12 +131,12 @@ class Each:
         return verdicts
 
     def _unite(self, signals: Mapping[str, float]) -> None:
+        if any(isinstance(rule, Hampel) and rule.linear for rule in self._rules.values()):
+            return
         if _is_negative(torch.tensor(list(signals.values()), dtype=torch.float64, device="cpu")):
             return
         names = dict.fromkeys([*self._rules, *signals])
         learned = {name: rule.state_dict() for name, rule in self._rules.items()}
-        if any(state["linear"] for state in learned.values()):
-            return
         assert isinstance(self._rule, Hampel)
         self._rows = {name: row for row, name in enumerate(names)}
         with torch.inference_mode(False):  # it will be written to outside of that mode
