@@ -7,6 +7,8 @@ import math
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -590,3 +592,52 @@ def test_a_judge_that_fails_costs_no_record(monkeypatch: pytest.MonkeyPatch) -> 
     assert sorted(monitor.get_all_metrics()) == list(range(40))
     assert monitor.complaints() == {"internal:judge": 1}
     assert not events
+
+
+@pytest.mark.parametrize("way", ["json", "torch"])
+def test_a_run_that_was_stopped_and_resumed_gives_the_same_verdicts(way: str, tmp_path: Path) -> None:
+    def monitored(model: nn.Module, optimizer: torch.optim.Optimizer) -> ModuleMonitor:
+        monitor = gradmon.watch(model, optimizer, on_spike=None)
+        monitor.add_detector(SpikeDetector(signal="loss"))
+        monitor.add_detector(SpikeDetector(MedianMad(), signal="update_norm"))
+        monitor.add_detector(SpikeDetector(signal=re.compile(r"^gradient_before_clip/.*/max$")))
+        return monitor
+
+    def step(monitor: ModuleMonitor, model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> dict[str, float]:
+        x = torch.randn(16, 4, generator=torch.Generator().manual_seed(number))
+        loss = model(x).square().mean() * (1 + 30 * (number in (44, 75)))
+        optimizer.zero_grad()
+        loss.backward()
+        monitor.log_scalar("loss", loss)
+        optimizer.step()
+        return {key: value for key, value in monitor.get_step_metrics().items() if "overhead" not in key}
+
+    def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        return model, torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    model, optimizer = fresh()
+    through = monitored(model, optimizer)
+    expected = [step(through, model, optimizer, number) for number in range(90)]
+
+    model, optimizer = fresh()
+    first = monitored(model, optimizer)
+    found = [step(first, model, optimizer, number) for number in range(46)]
+    state = first.state_dict()
+    first.detach()
+    if way == "json":
+        state = json.loads(json.dumps(state))
+    else:
+        torch.save(state, tmp_path / "state.pt")
+        state = torch.load(tmp_path / "state.pt", weights_only=True)
+    second = monitored(model, optimizer)
+    second.load_state_dict(state)
+    found += [step(second, model, optimizer, number) for number in range(46, 90)]
+    assert [sorted(values) for values in found] == [sorted(values) for values in expected]
+    for values, others in zip(found, expected, strict=True):
+        assert values == pytest.approx(others, rel=1e-12, abs=1e-12)
+    # of the layers' history only what came since is known, so that their words may differ
+    events = [replace(event, where="") for monitor in (first, second) for event in monitor._session.ledger.recent().events]
+    assert events == [replace(event, where="") for event in through._session.ledger.recent().events]
+    assert {event.step for event in events} >= {44, 75}

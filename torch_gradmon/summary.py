@@ -89,6 +89,11 @@ class Summary:
         self.not_applied = 0
         self._clips: deque[tuple[bool, bool]] = deque(maxlen=WINDOW)
 
+    @property
+    def update_every(self) -> int:
+        """The steps that measure updates: every one where a detector wants them."""
+        return 1 if not self.signals.isdisjoint(_UPDATE_KEYS) else UPDATE_EVERY
+
     def of_one_step(self) -> Summary:
         """For a step beside the others: the values of gradients alone; what it is told changes nothing here."""
         found = Summary(name for name in CHEAP if name.startswith("grad_"))
@@ -110,7 +115,7 @@ class Summary:
             return {}
         square = frozenset({Column.COUNT, Column.SQUARE_SUM})
         needs = self.needs_of_gradients()
-        update_step = step % UPDATE_EVERY == 0
+        update_step = step % self.update_every == 0
         if "param_norm" in wanted:
             needs[n.PARAMETER] = square
         if update_step and not wanted.isdisjoint(_UPDATE_KEYS):
@@ -137,7 +142,7 @@ class Summary:
         else:
             reason = "the parameters were not measured: attach the optimizer, or call monitor.monitor_parameters()"
             absent["param_norm"] = facts.refused.get(n.PARAMETER, reason)
-        if facts.step % UPDATE_EVERY:  # what a metric of the user measured is of his layers, not of the whole model
+        if facts.step % self.update_every:  # what a metric of the user measured is of his layers, not of the whole model
             absent.update(dict.fromkeys(_UPDATE_KEYS, f"updates are measured on every {UPDATE_EVERY}th step"))
         elif not facts.applied:
             absent.update(dict.fromkeys(_UPDATE_KEYS, "the step was not applied"))
