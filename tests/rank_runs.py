@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -231,3 +232,198 @@ def train(rank: int, setting: Setting) -> list[tuple[dict[str, float], dict[str,
         found.append((monitor.get_step_metrics(), expected))
     monitor.detach()
     return found
+
+
+# --- values of a rank's own batches -----------------------------------------------------------------------------------------------
+
+
+class Counts:
+    """Counts our collectives, and the bytes that this rank puts into them."""
+
+    NAMES = ("all_gather_single", "all_gather_into_tensor", "all_reduce", "all_gather_object")
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self._before: dict[str, Any] = {}
+
+    def __enter__(self) -> Counts:
+        for name in self.NAMES:
+            if function := getattr(dist, name, None):
+                self._before[name] = function
+                setattr(dist, name, self._counted(name, function))
+        return self
+
+    def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if sys._getframe(1).f_globals["__name__"].startswith("torch_gradmon"):  # FSDP2 uses the same functions
+                sent = args[1] if "gather" in name else args[0]
+                self.calls.append((name, sent.nbytes if isinstance(sent, Tensor) else -1))
+            return function(*args, **kwargs)
+
+        return counted
+
+    def __exit__(self, *_: object) -> None:
+        for name, function in self._before.items():
+            setattr(dist, name, function)
+
+
+def _wrapped(wrap: str) -> nn.Module:
+    model = Net(idle=False)
+    if wrap == "ddp":
+        return DistributedDataParallel(model)
+    fully_shard(model.first)
+    fully_shard(model)
+    return model
+
+
+def batch_values(rank: int, wrap: str) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    """Activations and logged values, by the monitor and in the naive way over all ranks; the last layer runs on rank 1 alone."""
+    model = _wrapped(wrap)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    monitor = ModuleMonitor(model)
+    for metric in ("norm", "mean", "std", "max", "nonfinite"):
+        monitor.add_activation_metric(metric)
+    monitor.add_activation_metric("peak", lambda x: x.abs().max(), metric_aggregation_fn="max")
+    monitor.add_activation_metric("average", lambda x: x, metric_aggregation_fn="mean")
+    monitor.add_gradient_metric("norm")
+    monitor.attach(optimizer)
+    outputs: dict[str, Tensor] = {}
+    root = getattr(model, "module", model)
+    for name in ("first", "norm", "second", "last"):
+        getattr(root, name).register_forward_hook(lambda _, __, y, name=name: outputs.update({name: y.detach()}))
+    found, expected = [], []
+    for step in range(4):
+        rows = 2 + rank + step  # each rank has as many as it likes
+        x = torch.randn(rows, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        mine = {"mean": float(loss), "sum": float(rows), "min": float(rank + step), "max": float(rank - step)}
+        for reducer, value in mine.items():
+            monitor.log_scalar(f"by {reducer}", value, reduce=reducer)
+        if rank == 1 and step >= 2:
+            monitor.log_scalar("seldom", 10.0 * step, reduce="mean")
+        monitor.log_scalar("own", float(rank))
+        optimizer.step()
+        found.append(monitor.get_step_metrics())
+        everybody: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, (dict(outputs), mine))
+        true: dict[str, float] = {"own": float(rank)}
+        for name in outputs:
+            whole = torch.cat([theirs[name].double().reshape(-1) for theirs, _ in everybody])
+            values = oracle.values(whole)
+            true |= {f"activation/{name}/{metric}": values[metric] for metric in ("norm", "mean", "std", "max", "nonfinite")}
+            true[f"activation/{name}/peak"] = values["max"]
+            true[f"activation/{name}/average"] = values["mean"]
+        numbers = {reducer: [logged[reducer] for _, logged in everybody] for reducer in mine}
+        true |= {"by mean": sum(numbers["mean"]) / len(everybody), "by sum": sum(numbers["sum"])}
+        true |= {"by min": min(numbers["min"]), "by max": max(numbers["max"])}
+        true |= {"seldom": 10.0 * step} if step >= 2 else {}
+        expected.append(true)
+    monitor.detach()
+    return found, expected
+
+
+def counted(rank: int, wrap: str, values: bool) -> list[list[tuple[str, int]]]:
+    """The collectives of ours in each step."""
+    model = _wrapped(wrap)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    monitor = gradmon.watch(model, optimizer, on_spike=None)
+    if values:
+        monitor.add_activation_metric("norm")
+        monitor.add_detector(gradmon.SpikeDetector(signal="loss"))
+    calls = []
+    for _ in range(13):
+        with Counts() as counts:
+            loss = model(torch.ones(4, 5)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            monitor.log_scalar("loss", loss)
+            optimizer.step()
+            monitor.get_step_metrics()
+        calls.append(counts.calls)
+    monitor.detach()
+    return calls
+
+
+def decided(rank: int, wrap: str, late: bool = False) -> tuple[list[tuple[int, str, float]], list[float], dict[str, int]]:
+    """Events, losses and complaints of a run in which one rank's loss is NaN in step 30, and large in step 40."""
+    model = _wrapped(wrap)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    events: list[Any] = []
+    monitor = ModuleMonitor(model, on_spike=events.append)
+    monitor.add_detector(gradmon.SpikeDetector(signal="loss"))
+    monitor.add_preset("cheap")
+    monitor.attach(optimizer)
+    losses = []
+    for step in range(50):
+        loss = model(torch.ones(4, 5)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        logged = float(loss) * (float("nan") if rank == 1 and step == 30 else 50.0 if rank == 1 and step == 40 else 1.0)
+        if not late:
+            monitor.log_scalar("loss", logged)
+        optimizer.step()
+        if late:
+            monitor.log_scalar("loss", logged)
+        losses.append(monitor.get_step_metrics()["loss"])
+    monitor.detach()
+    return [(event.step, event.signal, event.value) for event in events], losses, monitor.complaints()
+
+
+def in_disorder(rank: int, what: str) -> list[dict[str, float]]:
+    """Steps in which this rank does what the other does not."""
+    model = _wrapped("fsdp2")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    monitor = gradmon.watch(model, optimizer, on_spike=None)
+    monitor.add_gradient_metric("norm")
+    monitor.add_activation_metric("norm")
+
+    def fails_once(x: Tensor) -> Tensor:
+        if rank == 1 and what == "raises":
+            raise ValueError("only here")
+        return x.abs().mean()
+
+    monitor.add_activation_metric("custom", fails_once)
+    found = []
+    for step in range(4):
+        optimizer.zero_grad()
+        model(torch.ones(4, 5)).square().mean().backward()
+        if what == "no gradients" and rank == 1 and step == 1:
+            optimizer.zero_grad()
+        if what == "logs" and rank == 1 and step == 1:
+            monitor.log_scalar("only here", 3.0, reduce="sum")
+        if what == "reads" and rank == 0:
+            monitor.get_step_metrics()
+            monitor.missing()
+        optimizer.step()
+        found.append(monitor.get_step_metrics())
+    monitor.detach()
+    return found
+
+
+def alone(rank: int, wrap: str) -> tuple[list[dict[str, float]], dict[str, str], dict[str, int]]:
+    """A monitor on rank 0 only."""
+    from torch_gradmon import agreement
+
+    model = _wrapped(wrap)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    before, agreement.PATIENCE = agreement.PATIENCE, 1.0
+    monitor = gradmon.watch(model, optimizer, on_spike=None) if rank == 0 else None
+    if monitor is not None:
+        monitor.add_detector(gradmon.SpikeDetector(signal="loss"))
+    found, missing = [], {}
+    for _ in range(4):
+        loss = model(torch.ones(4, 5)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if monitor is not None:
+            monitor.log_scalar("loss", loss)
+            found.append(monitor.get_step_metrics())
+            missing = monitor.missing()
+    agreement.PATIENCE = before
+    if monitor is None:
+        return [], {}, {}
+    monitor.detach()
+    return found, missing, monitor.complaints()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .rank_runs import Setting, train
+from .rank_runs import Setting, alone, batch_values, counted, decided, in_disorder, train
 from .ranks import on_ranks
 
 TWO = [
@@ -45,3 +45,74 @@ def test_each_rank_has_the_numbers_of_the_whole(ranks: int, setting: Setting) ->
             unit = expected.get(f"{name}/l1", 0.0) if key.endswith("/mean") else 0.0
             spread = 1e-7 * expected.get(f"{name}/rms", 0.0) if key.endswith("/std") else 0.0
             assert values[0][key] == pytest.approx(value, rel=1e-6, abs=1e-6 * unit + spread + 1e-30), key
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_activations_and_logged_values_are_those_of_all_ranks(ranks: int, wrap: str) -> None:
+    results = on_ranks(ranks, batch_values, wrap)
+    for found, expected in results:
+        for values, true in zip(found, expected, strict=True):
+            assert {key: values.get(key) for key in true} == pytest.approx(true, rel=1e-6, abs=1e-7)
+            assert ("seldom" in values) == ("seldom" in true)
+    own = [[{key: value for key, value in values.items() if key != "own"} for values in found] for found, _ in results]
+    assert all(values == own[0] for values in own)
+
+
+def test_replicated_gradients_are_exchanged_by_nobody() -> None:
+    assert on_ranks(2, counted, "ddp", False) == [[[]] * 13] * 2
+
+
+@pytest.mark.parametrize("values", [False, True])
+def test_one_exchange_a_step_of_parameters_times_columns(values: bool) -> None:
+    first, second = on_ranks(2, counted, "fsdp2", values)
+    assert first == second
+    gather = first[-1][0][0]
+    assert gather in ("all_gather_single", "all_gather_into_tensor")
+    # in the first step the ranks tell each other what there is besides the parameters
+    names = [[name for name, _ in calls] for calls in first]
+    assert names[0] == ([gather, "all_gather_object", gather] if values else [gather])
+    assert names[1:] == [[gather]] * 12
+    others = 5 + 1 if values else 0  # the outputs of four layers and of the root, and the loss
+    for step, calls in enumerate(first):
+        # gradients before and after clipping and parameters; every tenth step updates, and what they refer to
+        sources = 5 if step % 10 == 0 else 3
+        rows = sources * 8 + (others if step else 0) + 1  # the last tells whether a rank has anything new
+        assert calls[0][1] == rows * 8 * 8
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_a_loss_that_is_nan_on_one_rank_is_a_spike_on_all(wrap: str) -> None:
+    results = on_ranks(2, decided, wrap)
+    assert str(results[0][:2]) == str(results[1][:2])  # NaN is not equal to itself
+    events = results[0][0]
+    assert [(step, signal) for step, signal, _ in events] == [(30, "loss"), (40, "loss")]
+    assert not results[0][2]
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_a_loss_that_comes_after_the_exchange_is_judged_by_no_rank_and_that_is_said(wrap: str) -> None:
+    for events, _, complaints in on_ranks(2, decided, wrap, True):
+        assert not events
+        assert complaints["late:loss"] > 40
+
+
+@pytest.mark.parametrize("what", ["raises", "no gradients", "logs", "reads"])
+def test_ranks_that_do_not_see_the_same_keep_step(what: str) -> None:
+    first, second = on_ranks(2, in_disorder, what)
+    drop = {"gradmon/overhead_pct"}
+    for a, b in zip(first, second, strict=True):
+        assert {k: v for k, v in a.items() if k not in drop} == {k: v for k, v in b.items() if k not in drop}
+    assert ("only here" in first[1]) == (what == "logs")
+    assert first[3]["gradient/first.weight/norm"] > 0
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_a_monitor_on_one_rank_alone_hangs_nobody(wrap: str) -> None:
+    found, missing, complaints = on_ranks(2, alone, wrap)[0]
+    assert len(found) == 4
+    assert ("gradmon/grad_norm" in found[-1]) == (wrap == "ddp")
+    assert found[-1]["loss"] > 0
+    assert f"ranks:{'values' if wrap == 'ddp' else 'tensors'}" in complaints
+    if wrap == "fsdp2":
+        assert "not every rank has a monitor" in missing["gradmon/grad_norm"]

@@ -19,8 +19,9 @@ from torch_gradmon.arrival import Arrival
 from torch_gradmon.errors import Complaints
 from torch_gradmon.names import Key
 from torch_gradmon.statistics.backend import Statistics
-from torch_gradmon.statistics.eager import measure
+from torch_gradmon.statistics.eager import DEFAULT_EPS, measure
 from torch_gradmon.statistics.moments import ALL_COLUMNS, VIEWS, Column
+from torch_gradmon.statistics.reading import threshold_of_squares
 from torch_gradmon.step import StepBuffer
 
 KEY = Key("gradient", "w", "mine")
@@ -346,6 +347,7 @@ def test_a_step_reads_no_value_before_its_flush_but_one_flag_for_each_call_on_cp
     monkeypatch.setattr(StepBuffer, "depart", counted)
     x = torch.randn(3, 4)
     monitor.attach(optimizer)
+    threshold_of_squares(DEFAULT_EPS)  # a number that is made once in a process
     with _Counting() as counting:
         model(x).square().sum().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)

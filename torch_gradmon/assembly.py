@@ -116,7 +116,8 @@ def missing(
                 found[Key(metric.source, name, metric.name)] = _why_absent(metric, name, record, absent, known[metric.source])
     # tensors in containers are named by their path, and an aggregation that returns a dict adds to the metric's name
     children = {
-        (key.source, key.metric.partition(".")[0], _owner(key.name, known.get(key.source, frozenset()))) for key in record.values
+        (key.source, key.metric.partition(".")[0], n.owner_of(key.name, known.get(key.source, frozenset())))
+        for key in record.values
     }
     return {
         key: reason
@@ -140,13 +141,6 @@ def _why_no_attention(
     return "; ".join(reasons)
 
 
-def _owner(path: str, known: frozenset[str]) -> str:
-    """The module whose path ``path`` is: ``encoder.layer`` for ``encoder.layer@1[0].hidden``."""
-    while path not in known and (cut := max(map(path.rfind, ".[@"))) > 0:
-        path = path[:cut]
-    return path
-
-
 def _why_absent(
     metric: Metric, name: str, record: StepRecord, absent: Mapping[tuple[str, str], str], known: frozenset[str]
 ) -> str:
@@ -158,7 +152,7 @@ def _why_absent(
     if metric.source in n.MODULE_SOURCES:  # of a container, what is said of the first tensor in it
         for (source, place), reason in absent.items():
             path, _, of = place.rpartition("/")
-            if source == metric.source and of == metric.name and path != name and _owner(path, known) == name:
+            if source == metric.source and of == metric.name and path != name and n.owner_of(path, known) == name:
                 return reason
     table = record.tables.get(metric.source)
     if table is not None and name in table.names:

@@ -95,13 +95,13 @@ class Ranks:
         return known
 
     def merged(self, rows: Tensor, columns: frozenset[Column]) -> Tensor:
-        """``rows``, ``[n, 8]``, merged with those of the other ranks, which have as many: the same bits on each rank.
+        """``rows``, ``[n, 8]`` on :attr:`device`, merged with those of the other ranks, which have as many: the same bits on each.
 
         A collective, of ``n`` times the number of ``columns`` float64. Does not synchronise the host with the device.
         """
         sent = sorted(columns | ALWAYS)
         found = identity(len(rows), rows.device, rows.dtype)
-        found[:, sent] = self._exchanged(rows[:, sent].to(self._device), sent).to(rows.device)
+        found[:, sent] = self._exchanged(rows[:, sent], sent)
         return found
 
     def gathered(self, thing: Any) -> list[Any]:
@@ -132,7 +132,7 @@ class Ranks:
         return found
 
     @functools.cached_property
-    def _device(self) -> torch.device:
+    def device(self) -> torch.device:
         """Where the group's backend takes tensors from: the same kind on each rank, whatever a rank has measured."""
         if "nccl" in torch.distributed.get_backend(self.group):
             return torch.device("cuda", torch.cuda.current_device())

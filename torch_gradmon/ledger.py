@@ -104,7 +104,7 @@ class Ledger:
         """Nothing more can come for the step that has ended: judge the signals that came late, and send it out."""
         if self.last is not None and self._late is not None:
             self._late = None
-            record, events = self._judged(self.last, {})
+            record, events = self._judged(self.last, {}) if self.judges.hears_late else (self.last, [])
             if record is not self.last:
                 self._keep(record, amend=True)
                 self.fill(self.judges.taken_recalled())

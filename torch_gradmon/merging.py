@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .names import Key
+from .statistics.moments import Column, identity
 from .statistics.reading import accumulator_dtype, refusal
 
 Aggregation = str | Callable[..., Any]
@@ -66,6 +67,39 @@ def merged_parts(parts: list[Tensor], aggregation: str) -> Tensor:
     if aggregation in ("mean", "sum"):
         return stacked.sum(dim=0)
     return stacked.amin(dim=0) if aggregation == "min" else stacked.amax(dim=0)
+
+
+def contribution(key: Key, pending: Pending, reducer: str) -> Tensor | None:
+    """What this rank contributes to a value that merges over ranks by ``reducer``, as a row of statistics ``[8]``; None where an
+    aggregation function made several values of it.
+    """
+    if pending.aggregation == reducer == "mean":  # weighted by how many values each rank has
+        total, count = merged_parts(pending.parts, "mean").unbind()
+    else:
+        found = finished(key, pending)
+        if list(found) != [key]:
+            return None
+        total, count = found[key], torch.ones_like(found[key])
+    row = identity(1, total.device, total.dtype)[0]
+    row[Column.COUNT] = count
+    if reducer in _EXTREMES:  # no order holds NaN, so it is told apart
+        row[Column.NONFINITE] = total.isnan()
+        row[_EXTREMES[reducer]] = torch.where(total.isnan(), row[_EXTREMES[reducer]], total)
+    else:
+        row[Column.SUM] = total
+    return row
+
+
+def part_from(row: Tensor, reducer: str) -> Tensor:
+    """The inverse of :func:`contribution`: one part of a value that waits, from the merged rows."""
+    if reducer == "mean":
+        return torch.stack([row[Column.SUM], row[Column.COUNT]])
+    if reducer in _EXTREMES:
+        return torch.where(row[Column.NONFINITE] > 0, torch.nan, row[_EXTREMES[reducer]]).reshape(1)
+    return row[Column.SUM].reshape(1)
+
+
+_EXTREMES = {"min": Column.MIN, "max": Column.MAX}
 
 
 def finished(key: Key, pending: Pending) -> dict[Key, Tensor]:

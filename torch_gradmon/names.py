@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import NamedTuple
 
 from .errors import display
@@ -163,6 +163,13 @@ def parse_key(text: str, style: str = "seed", prefix: str = "") -> Key:
         if inner:
             return Key(head, name, metric)
     return Key("", text, "")
+
+
+def owner_of(path: str, known: Container[str]) -> str:
+    """The module whose path ``path`` is: ``encoder.layer`` for ``encoder.layer@1[0].hidden``."""
+    while path not in known and (cut := max(map(path.rfind, ".[@"))) > 0:
+        path = path[:cut]
+    return path
 
 
 def compile_pattern(pattern: str | re.Pattern[str], argument: str = "metric_regex") -> re.Pattern[str]:

@@ -107,6 +107,11 @@ class Planner:
         """The metrics of what modules take and return, and of attention, in the order in which they were added."""
         return [metric for metric in self.registry.metrics if metric.source in _OF_MODULES]
 
+    @property
+    def measures_batches(self) -> bool:
+        """Whether anything is measured of a rank's own batches, but for what a spike has lent."""
+        return any(metric.source in _OF_MODULES for metric in self.registry.own)
+
     def local_positions(self) -> list[int]:
         """Positions of the parameters whose micro-batch gradients any metric wants, whatever the step."""
         metrics = self.registry.of(n.GRADIENT_LOCAL)

@@ -176,6 +176,11 @@ class Registry:
         self.metrics = tuple(metric for metric in self.metrics if metric not in self._lent)
         self._lent = ()
 
+    @property
+    def own(self) -> tuple[Metric, ...]:
+        """The metrics without those that were lent."""
+        return tuple(metric for metric in self.metrics if metric not in self._lent)
+
     def hidden(self) -> set[tuple[str, str]]:
         """Source and name of the metrics that are not shown, or were lent: their last values may still be on their way."""
         hidden = self._once_lent.union((metric.source, metric.name) for metric in self.metrics if not metric.shown)

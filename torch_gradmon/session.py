@@ -25,6 +25,7 @@ from .capture.outputs import copied
 from .capture.parameters import SQUARES, ParameterCapture
 from .capture.scaling import reciprocal, scale_of
 from .closer import CloserLook
+from .exchange import Exchange
 from .flight import Flight, Flights
 from .follower import Follower
 from .guard import Guard, guarded
@@ -61,6 +62,8 @@ class Session:
         self.is_step_monitored = is_step_monitored
         self.recorder = recorder
         ledger.judges.recall = recorder.spiked
+        self._exchange_of = Exchange(measurer.ranks, guard.complaints)
+        self._reduces = False  # whether values were logged to be merged over ranks
         self._stride = 1  # from one step's number to the next one's
         self.budget = budget
         self.closer = closer
@@ -244,8 +247,11 @@ class Session:
         wanted = {source: (plan.exchanged, plan.columns) for source, plan in self._plans.items() if plan.exchanged}
         if n.UPDATE in wanted:
             wanted[n.UPDATE_BASE] = wanted[n.UPDATE][0], SQUARES
-        if wanted:
-            buffer.exchange(self.measurer.ranks, wanted)
+        judges = self.ledger.judges
+        # where ranks meet anyway, values go along whether anybody has any: a rank cannot know what the others have
+        shares = bool(wanted) or self._reduces or self.planner.measures_batches or judges.watches_values
+        self._exchange_of.run(buffer, wanted, shares and not self._records_only, judges.watches)
+        judges.hears_late = not self._exchange_of.shares_values
 
     def _end_unmonitored(self, refused: bool) -> None:
         if self._buffer is not None:
@@ -369,13 +375,26 @@ class Session:
         with unseen():
             self.activations.attention.tell(name, named, {"query": named["query"], "key": named["key"], **arguments})
 
-    def log(self, key: Key, value: Any, aggregation: Aggregation) -> None:
-        """A value for the step in flight or, between its end and the next forward, for the step that just ended."""
+    def log(self, key: Key, value: Any, aggregation: Aggregation, reducer: str = "") -> None:
+        """A value for the step in flight or, between its end and the next forward, for the step that just ended; merged over
+        ranks by ``reducer``.
+        """
         if self.guard.inert:
             return
+        self._reduces |= bool(reducer)
+        is_late = self._exchange_of.shares_values and not self.open and self.step is not None
+        if is_late and (reducer or self.ledger.judges.watches(key)):
+            text = "/".join(filter(None, key))
+            self.guard.complaints.add(
+                f"late:{text}",
+                f"{text} was logged after optimizer.step(), when the ranks had told each other their values: it is this rank's "
+                "own, and no detector judges it; log it before",
+            )
         try:
             with unseen():
                 self._log(key, value, aggregation)
+                if reducer and (buffer := self._buffer or self._early) is not None:
+                    buffer.share(key, reducer)
         except (TypeError, ValueError, RuntimeError) as error:
             text = "/".join(part for part in key if part)
             self._absent()[key.source, key.name] = str(error)

@@ -6,7 +6,7 @@ to the host at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import Any
@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from .arrival import Arrival
-from .distributed import Ranks
 from .errors import Complaints
-from .merging import Aggregation, Pending, as_tensor, finished, merged_parts, part_of
-from .names import Key
+from .merging import Aggregation, Pending, as_tensor, contribution, finished, merged_parts, part_from, part_of
+from .names import MODULE_SOURCES, PARAMETER_SOURCES, Key
 from .record import Table
 from .statistics.moments import Column, identity, merge, merge_by_group
-from .statistics.reading import accumulator_dtype
+
+#: Sources of values that are those of a rank's own batch.
+SHARED_SOURCES = frozenset(MODULE_SOURCES)
 
 
 class StepBuffer:
@@ -46,7 +47,9 @@ class StepBuffer:
         self._parts: dict[tuple[str, str], list[Tensor]] = {}
         self._columns: dict[str, frozenset[Column]] = {}
         self._pending: dict[Key, Pending] = {}
-        self._exchanged: set[tuple[str, str]] = set()
+        self._exchanged: set[tuple[str, str]] = set()  # tensors whose rows are of all ranks
+        self._reducers: dict[Key, str] = {}
+        self._counts: dict[Key, Tensor] = {}  # of values that are of all ranks, how many contributed
         self._reused: dict[tuple[str, str], str] = {}
         self._same_value: dict[Key, Key] = {}
 
@@ -104,30 +107,56 @@ class StepBuffer:
         self.absent[source, name] = reason
         self.refused[source] = f"{name} could not be measured: {reason}"
 
-    def exchange(self, ranks: Ranks, wanted: Mapping[str, tuple[Sequence[str], frozenset[Column]]]) -> None:
-        """Merge rows over ranks: of each source those of the tensors that are ``wanted``, with these columns. A collective, which
-        each rank enters with the same tensors, whether it has a row of each or not. Does not synchronise the device.
-        """
-        own = []
-        columns = frozenset[Column]().union(*(of for _, of in wanted.values()))
-        for source, (names, _) in wanted.items():
-            here = [(row, self._place[source, name]) for row, name in enumerate(names) if (source, name) in self._place]
-            device = self._blocks[here[0][1][0]].device if here else self._device()
-            rows = identity(len(names), device, accumulator_dtype(device))
-            if here:
-                rows[[row for row, _ in here]] = torch.stack([self._blocks[block][row] for _, (block, row) in here]).to(rows)
-            own.append(rows)
-        if not own:
-            return
-        merged = ranks.merged(torch.cat([rows.to(own[0].device) for rows in own]), columns)
-        start = 0
-        for source, (names, of) in wanted.items():
-            self.put_rows(source, names, merged[start : start + len(names)], of)
-            self._exchanged.update((source, name) for name in names)
-            start += len(names)
+    # --- what ranks exchange -----------------------------------------------------------------------------------------------------
 
-    def _device(self) -> torch.device:
-        return self._blocks[0].device if self._blocks else torch.device("cpu")
+    def refuse_all(self, source: str, reason: str) -> None:
+        """Nothing of ``source`` can be told."""
+        self.clear(source)
+        self.absent[source, ""] = self.refused[source] = reason
+
+    def rows_or_none(self, source: str, names: Sequence[str]) -> Tensor:
+        """The rows that were put for these names, those of no elements for the others: ``[names, 8]``."""
+        places = [(row, self._place[source, name]) for row, name in enumerate(names) if (source, name) in self._place]
+        if not places:
+            return identity(len(names))
+        found = torch.stack([self._blocks[block][row] for _, (block, row) in places])
+        rows = identity(len(names), found.device, found.dtype)
+        rows[[row for row, _ in places]] = found
+        return rows
+
+    def put_exchanged(self, source: str, names: Sequence[str], rows: Tensor, columns: frozenset[Column]) -> None:
+        """The same merged over all ranks; those that no rank has any elements of are dropped on the host."""
+        self.put_rows(source, names, rows, columns)
+        for name in names:
+            self._parts.pop((source, name), None)
+            self._exchanged.add((source, name))
+
+    def loose_rows(self) -> dict[tuple[str, str], Tensor]:
+        """The rows of :meth:`merge_rows` but for those of micro-batches' gradients, merged: ``[8]`` by source and name."""
+        found = {where: parts for where, parts in self._parts.items() if where[0] not in PARAMETER_SOURCES}
+        return {where: merge(torch.stack(parts)) if len(parts) > 1 else parts[0] for where, parts in found.items()}
+
+    def share(self, key: Key, reducer: str) -> None:
+        """The value of ``key`` is merged over ranks by ``reducer``."""
+        self._reducers[key] = reducer
+
+    def shared_values(self, watches: Callable[[Key], bool]) -> dict[Key, tuple[str, Tensor]]:
+        """How each value merges over ranks, and what this one contributes: those that were logged to be shared or that somebody
+        ``watches``, and metrics of what modules take and return that merge by a name.
+        """
+        found: dict[Key, tuple[str, Tensor]] = {}
+        for key, pending in self._pending.items():
+            reducer = self._reducers.get(key) or ("mean" if not key.source and watches(key) else "")
+            if not reducer and key.source in SHARED_SOURCES and isinstance(pending.aggregation, str):
+                reducer = pending.aggregation
+            if reducer and (row := contribution(key, pending, reducer)) is not None:
+                found[key] = reducer, row
+        return found
+
+    def put_shared(self, key: Key, reducer: str, row: Tensor) -> None:
+        """What came of all ranks' contributions; dropped on the host where there was none."""
+        self._pending[key] = Pending(reducer, [part_from(row, reducer)])
+        self._counts[key] = row[Column.COUNT]
 
     def reuse_rows(self, source: str, names: Iterable[str], of: str) -> None:
         """The rows of ``source`` for ``names`` are those of the source ``of``: nothing is measured or copied."""
@@ -192,9 +221,9 @@ class StepBuffer:
         parts = [part for parts in self._parts.values() for part in parts]  # merged on the host: a launch for each costs more
         reduced, children = self._reduced()
         noted = {name: fact for name, fact in self.noted.items() if isinstance(fact, Tensor)}
-        arrival = Arrival([*self._blocks, *parts, *reduced.values(), *noted.values()])
+        arrival = Arrival([*self._blocks, *parts, *reduced.values(), *noted.values(), *self._counts.values()])
         merged = [(where, len(parts)) for where, parts in self._parts.items()]
-        return Departure(self, arrival, merged, list(reduced), children, set(noted))
+        return Departure(self, arrival, merged, list(reduced), children, set(noted), list(self._counts))
 
     def flush(self) -> tuple[dict[str, Table], dict[Key, float], dict[str, float]]:
         """:meth:`depart`, and wait for it: see :meth:`Departure.land`."""
@@ -256,7 +285,7 @@ class Departure:
         buffer: where they were.
         arrival: the copy.
         merged: which tensors have rows that are yet to be merged, and how many; of which keys there are values; the keys that
-            came of each; the noted tensors.
+            came of each; the noted tensors; the values that are of all ranks.
     """
 
     buffer: StepBuffer
@@ -265,6 +294,7 @@ class Departure:
     reduced: list[Key]
     children: dict[Key, list[Key]]
     noted: set[str]
+    counted: list[Key]
 
     def land(self) -> tuple[dict[str, Table], dict[Key, float], dict[str, float]]:
         """Tables by source, custom values and noted facts, on the host. Waits for the copy, once per device."""
@@ -280,4 +310,6 @@ class Departure:
         values = {key: float(next(host)) for key in self.reduced}
         values.update(self.buffer.twins(values, self.children))
         facts = {name: float(next(host) if name in self.noted else fact) for name, fact in self.buffer.noted.items()}
+        contributed = {key: float(next(host)) for key in self.counted}
+        values = {key: value for key, value in values.items() if contributed.get(key, 1.0)}
         return tables, values, facts

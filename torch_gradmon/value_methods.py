@@ -32,24 +32,32 @@ class ValueMethods:
         self._session.settle_now()
         return self._session.ledger.history()
 
-    def log_scalar(self, key: str, value: Any, aggregation_fn: str | Callable[..., Any] | None = None) -> None:
+    def log_scalar(
+        self, key: str, value: Any, aggregation_fn: str | Callable[..., Any] | None = None, *, reduce: str | None = None
+    ) -> None:
         """Log one number under ``key``, merged over micro-batches by ``aggregation_fn`` (by default the mean).
 
         It belongs to the step in flight or, between its end and the next forward, to the step that just ended. A tensor stays
         on its device until the step ends.
 
+        ``reduce``, ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``, merges it over the ranks that log it; it travels with what
+        they tell each other at the end of the step, so it has to be logged before the optimizer steps. Without it a value is
+        this rank's own, but for one that a detector watches, which is merged as the mean.
+
         Raises:
             TypeError: ``key`` is no str, or the value no number.
-            ValueError: a tensor of several elements; :meth:`log_tensor` takes those.
+            ValueError: a tensor of several elements; :meth:`log_tensor` takes those. Or an unknown ``reduce``.
         """
         check.log_key(key)
+        if reduce is not None:
+            check.one_of("reduce", reduce, ("mean", "sum", "min", "max"))
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError(f"log_scalar({key!r}) takes one number, got a tensor of shape {tuple(value.shape)}; use log_tensor")
         if isinstance(value, Tensor) and value.is_complex():
             raise TypeError(f"log_scalar({key!r}) takes a real number, got a complex one, {display(value)}; log its abs()")
         if not isinstance(value, (int, float, Tensor)) and not hasattr(value, "__float__"):
             raise TypeError(f"log_scalar({key!r}) takes a number, got {display(value)}")
-        self.log_key(Key("", key, ""), value, aggregation_fn)
+        self.log_key(Key("", key, ""), value, aggregation_fn, reduce or "")
 
     def log_scalars(self, values: Mapping[str, Any]) -> None:
         """Log several numbers, see :meth:`log_scalar`."""
@@ -73,10 +81,10 @@ class ValueMethods:
         if self._session.listens:
             self.log_key(Key("", key, ""), tensor, aggregation_fn)
 
-    def log_key(self, key: Key, value: Any, aggregation_fn: str | Callable[..., Any] | None = None) -> None:
+    def log_key(self, key: Key, value: Any, aggregation_fn: str | Callable[..., Any] | None = None, reducer: str = "") -> None:
         """Log a value under a key in parts; see :meth:`log_scalar` and :meth:`log_tensor`."""
         aggregation = checked_aggregation(aggregation_fn, "aggregation_fn")
-        self._session.log(key, value, aggregation)
+        self._session.log(key, value, aggregation, reducer)
 
     def tag(self, **facts: Any) -> None:
         """Facts about the step in flight, such as ``batch_ids=[...]``, for the run directory and the story of a spike.

@@ -312,9 +312,10 @@ class ModuleValues:
                     table = tables[source] = _called(source, tables[source], traced)
                     places: dict[str, list[int]] = {}
                     for place, path in enumerate(table.names):
-                        name, split = owner[source, path]
+                        # where only other ranks have called it, its path tells whose it is
+                        name, split = owner.get((source, path)) or (n.owner_of(path, self._modules), "@" in path)
                         columns = traced.get((source, path), ALL_COLUMNS)
-                        for each in asked[source, name]:
+                        for each in asked.get((source, name)) or self._asked_of(source, name):
                             for metric in each.views if each.split == split else ():
                                 if not metric.columns <= columns:
                                     continue

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 
-from ..names import SPIKE_SCORE, SUMMARY, Key
+from ..names import PARAMETER_SOURCES, SPIKE_SCORE, SUMMARY, Key, parse_key
 from ..record import Event, StepRecord
 from ..summary import DOCUMENTATION
 from .aftermath import Aftermath
@@ -45,6 +45,7 @@ class Judges:
     def __init__(self) -> None:
         self.detectors: dict[str, SpikeDetector] = {}
         self.recall: Callable[[], Sequence[StepRecord]] = tuple
+        self.hears_late = True  # whether values are judged that come after the end of a step; ranks could not agree on them
         self._recalled: list[StepRecord] = []
         self.failures: list[tuple[str, Exception]] = []
         self.shows_main = False
@@ -132,6 +133,18 @@ class Judges:
         fresh = [event for event in events if event.signal not in self._before]
         return [str(replace(fresh[0], reason="; ".join(event.reason for event in fresh)))] if fresh else []
 
+    @property
+    def watches_values(self) -> bool:
+        """Whether any detector judges what is not of the model: values that were logged, or whatever a pattern finds."""
+        return any(_is_of_a_batch(detector.signal) for detector in self.detectors.values())
+
+    def watches(self, key: Key) -> bool:
+        """Whether a detector judges the value that was logged under ``key``."""
+        return any(
+            bool(detector.signal.search(key.name)) if isinstance(detector.signal, re.Pattern) else detector.signal == key.name
+            for detector in self.detectors.values()
+        )
+
     def ended(self, applied: bool) -> None:
         """A step has ended, monitored or not."""
         self._refused = 0 if applied else self._refused + 1
@@ -176,6 +189,14 @@ class Judges:
         self._waiting = {}
         patience = {name: _PATIENCE if name.removeprefix(f"{SUMMARY}/") in DOCUMENTATION else _LONG_PATIENCE for name in never}
         return [name for name in never if self._unheard[name] == patience[name]]
+
+
+def _is_of_a_batch(signal: str | re.Pattern[str]) -> bool:
+    """Whether it is, or may be, the value of a rank's own batch."""
+    if isinstance(signal, re.Pattern):
+        return True
+    key = parse_key(signal)
+    return signal not in DOCUMENTATION and key.source != SUMMARY and key.source not in PARAMETER_SOURCES
 
 
 def _verdicts(detector: SpikeDetector, step: int, values: Mapping[str, float]) -> dict[str, Verdict]:

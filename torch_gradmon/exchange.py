@@ -1,0 +1,122 @@
+"""What ranks tell each other at the end of a step, all of it at once.
+
+Rows of the tensors that are spread over ranks stand in the plan. Which modules are called and which values are logged only a step
+can tell, and not each rank may see the same; of these there is a list that all ranks agree on. A rank that has something new says
+so in the exchange, and then all tell each other what is new, and exchange that too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from .agreement import Agreement
+from .distributed import Ranks
+from .errors import Complaints
+from .names import Key
+from .statistics.moments import ALL_COLUMNS, Column, identity
+from .step import StepBuffer
+
+#: Something that all ranks exchange: a tensor by source and name, or a value by source, name, metric and how it merges.
+Entry = tuple[str, ...]
+#: Of each source the names of the tensors whose rows are exchanged, and the columns.
+Tensors = Mapping[str, tuple[Sequence[str], frozenset[Column]]]
+
+_ALONE = {
+    "tensors": "not every rank has a monitor of the same model and metrics, so that nothing can be told of what is spread over ranks",
+    "values": "not every rank has a monitor, so that what this one tells of activations and logged values is of its own batches",
+}
+
+
+class Exchange:
+    """The one exchange of a step. Every rank enters it with the same rows, whatever it has of them.
+
+    Args:
+        ranks: that tell each other.
+        complaints: where it is said that others are missing.
+    """
+
+    def __init__(self, ranks: Ranks, complaints: Complaints) -> None:
+        self.ranks = ranks
+        self._complaints = complaints
+        self._agreement = Agreement(ranks)
+        self._agreed: dict[str, bool] = {}
+        self._entries: list[Entry] = []
+        self.shares_values = False  # whether all ranks have told each other values of their batches
+
+    def run(self, buffer: StepBuffer, tensors: Tensors, shares_values: bool, watches: Callable[[Key], bool]) -> None:
+        """Merge what ``buffer`` has with what it has on the other ranks. Nothing where there are none, or nothing to merge.
+
+        Args:
+            buffer: of the step that ends.
+            tensors: rows that all ranks know to expect.
+            shares_values: whether activations, and values that were logged to be shared, are merged too.
+            watches: whether a logged value is shared in any case, as its mean, since a detector judges it.
+        """
+        if not (tensors or shares_values) or self.ranks.count == 1 or not self._all_take_part(buffer, tensors):
+            return
+        columns = ALL_COLUMNS if shares_values else frozenset[Column]().union(*(of for _, of in tensors.values()))
+        mine = self._shared(buffer, watches) if shares_values else {}
+        has_new = identity(int(shares_values))
+        has_new[:, Column.SUM] = float(not mine.keys() <= set(self._entries))
+        known = [buffer.rows_or_none(source, names) for source, (names, _) in tensors.items()]
+        merged = self._merged([has_new, *known, *_rows(mine, self._entries)], columns)
+        start = len(has_new)
+        for source, (names, of) in tensors.items():
+            buffer.put_exchanged(source, names, merged[start : start + len(names)], of)
+            start += len(names)
+        _take(buffer, self._entries, merged[start:])
+        self.shares_values |= shares_values
+        if shares_values and bool(merged[0, Column.SUM] > 0):
+            self._extend(buffer, mine)
+
+    def _extend(self, buffer: StepBuffer, mine: Mapping[Entry, Tensor]) -> None:
+        """Some rank has something new."""
+        known = set(self._entries)
+        told = self.ranks.gathered([entry for entry in mine if entry not in known])
+        new = sorted({entry for entries in told for entry in entries})
+        self._entries += new
+        _take(buffer, new, self._merged(_rows(mine, new), ALL_COLUMNS))
+
+    def _merged(self, rows: Sequence[Tensor], columns: frozenset[Column]) -> Tensor:
+        return self.ranks.merged(torch.cat([some.to(self.ranks.device, torch.float64) for some in rows]), columns)
+
+    def _all_take_part(self, buffer: StepBuffer, tensors: Tensors) -> bool:
+        what = "tensors" if tensors else "values"
+        if what not in self._agreed:
+            layout = [(source, list(names), sorted(columns)) for source, (names, columns) in tensors.items()]
+            digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:16]
+            self._agreed[what] = self._agreement.on(f"{what}-{digest}")
+            if not self._agreed[what]:
+                self._complaints.add(f"ranks:{what}", _ALONE[what])
+        if not self._agreed[what]:
+            for source in tensors:
+                buffer.refuse_all(source, _ALONE[what])
+        return self._agreed[what]
+
+    def _shared(self, buffer: StepBuffer, watches: Callable[[Key], bool]) -> dict[Entry, Tensor]:
+        """What this rank has of what is not in the plan."""
+        rows: dict[Entry, Tensor] = {(source, name): row for (source, name), row in buffer.loose_rows().items()}
+        for key, (reducer, row) in buffer.shared_values(watches).items():
+            rows[(*key, reducer)] = row
+        return rows
+
+
+def _rows(mine: Mapping[Entry, Tensor], entries: Sequence[Entry]) -> list[Tensor]:
+    nothing = identity(1)[0]
+    return [torch.stack([mine.get(entry, nothing).to("cpu", torch.float64) for entry in entries])] if entries else []
+
+
+def _take(buffer: StepBuffer, entries: Sequence[Entry], rows: Tensor) -> None:
+    tensors: dict[str, list[int]] = {}
+    for place, entry in enumerate(entries):
+        if len(entry) == 2:
+            tensors.setdefault(entry[0], []).append(place)
+        else:
+            *key, reducer = entry
+            buffer.put_shared(Key(*key), reducer, rows[place])
+    for source, places in tensors.items():
+        buffer.put_exchanged(source, [entries[place][1] for place in places], rows[places], ALL_COLUMNS)
