@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -427,3 +428,120 @@ def alone(rank: int, wrap: str) -> tuple[list[dict[str, float]], dict[str, str],
         return [], {}, {}
     monitor.detach()
     return found, missing, monitor.complaints()
+
+
+def logged(rank: int, directory: str, on_all: bool) -> list[int]:
+    """The steps that a sink of this rank got."""
+    model = _wrapped("fsdp2")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    run_dir = f"{directory}/run" if on_all or rank == 0 else None
+    monitor = ModuleMonitor(model, run_dir=run_dir, log_on_all_ranks=on_all, on_spike="warn")
+    monitor.add_preset("standard")
+    steps: list[int] = []
+    monitor.add_sink(lambda values, step: steps.append(step))
+    monitor.attach(optimizer)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(30):
+            optimizer.zero_grad()
+            (model(torch.ones(4, 5)).square().mean() * (100 if step == 20 else 1)).backward()
+            optimizer.step()
+        monitor.detach()
+    assert sum("grad_norm" in str(warning.message) for warning in said) == (2 if on_all or rank == 0 else 0)
+    return steps
+
+
+class Experts(nn.Module):
+    """A layer that all ranks have, and an expert that each rank has for itself."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.shared = nn.Linear(4, 4)
+        torch.manual_seed(1 + rank)
+        self.expert = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.expert(self.shared(x))
+
+
+def with_experts(rank: int) -> tuple[dict[str, float], dict[str, float], dict[str, str]]:
+    """Metrics of a model with an expert on each rank, beside the truth."""
+    inner = Experts(rank)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, ["expert.weight", "expert.bias"])
+    model = DistributedDataParallel(inner)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    monitor = ModuleMonitor(model, rank_distinct_regex=r"^expert\.")
+    monitor.add_preset("standard")
+    for metric in METRICS:
+        monitor.add_gradient_metric(metric)
+    monitor.add_gradient_metric("custom", lambda g: g.abs().max())
+    monitor.attach(optimizer)
+    model(torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))).square().mean().backward()
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, {_short(name): p.grad.clone() for name, p in model.named_parameters()})
+    together = {name: everybody[0][name] for name in everybody[0] if name.startswith("shared")}
+    together |= {name: torch.stack([theirs[name] for theirs in everybody]) for name in everybody[0] if name.startswith("expert")}
+    optimizer.step()
+    expected = truth("gradient", together)
+    expected["gradmon/grad_norm"] = sum(value**2 for key, value in expected.items() if key.endswith("/norm")) ** 0.5
+    return monitor.get_step_metrics(), expected, monitor.missing()
+
+
+def in_groups(rank: int) -> tuple[float, float]:
+    """Two models, each of two ranks; the norm by the monitor and the true one."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "shard"))["shard"]
+    model = Net(width=7, idle=False)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    monitor = ModuleMonitor(model, process_group=groups[rank // 2])
+    monitor.add_preset("cheap")
+    monitor.attach(optimizer)
+    (model(torch.ones(4, 5)).square().mean() * (1 + rank // 2)).backward()
+    true = sum(float(p.grad.full_tensor().double().square().sum()) for p in model.parameters()) ** 0.5
+    optimizer.step()
+    return monitor.get_step_metrics()["gradmon/grad_norm"], true
+
+
+def attached(rank: int, order: str) -> tuple[list[dict[str, float]], list[float], dict[str, int], list[str]]:
+    """A monitor that comes before or after a wrapper, or whose hooks die on the way; norms by the monitor and true ones."""
+    model: nn.Module = Net(idle=False)
+    watched_model = model
+    monitor = ModuleMonitor()
+    if order == "set, then fully_shard":
+        monitor.set_module(model)
+    if order in ("watch, then ddp",):
+        model = DistributedDataParallel(model)
+    elif order == "replaced":
+        pass
+    elif order == "tensor parallel, converted":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        model = watched_model = Sequence()
+        parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    else:
+        fully_shard(model.first)
+        fully_shard(model)
+    if order != "set, then fully_shard":
+        monitor.set_module(watched_model)
+    monitor.add_preset("cheap")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    monitor.attach(optimizer)
+    features = 8 if isinstance(watched_model, Sequence) else 5
+    found, true = [], []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(4):
+            if step == 2 and order == "tensor parallel, converted":
+                model.to(torch.float64)
+            if step == 2 and order == "replaced":
+                model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+                optimizer.param_groups[0]["params"] = list(model.parameters())
+            x = torch.ones(4, features, dtype=next(model.parameters()).dtype)
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            true.append(sum(float(full(p.grad).double().square().sum()) for p in model.parameters()) ** 0.5)
+            optimizer.step()
+            found.append(monitor.get_step_metrics())
+    monitor.detach()
+    return found, true, monitor.complaints(), [str(warning.message) for warning in said]

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from .rank_runs import Setting, alone, batch_values, counted, decided, in_disorder, train
+from torch_gradmon import load_run
+
+from .rank_runs import (
+    Setting,
+    alone,
+    attached,
+    batch_values,
+    counted,
+    decided,
+    in_disorder,
+    in_groups,
+    logged,
+    train,
+    with_experts,
+)
 from .ranks import on_ranks
 
 TWO = [
@@ -116,3 +132,40 @@ def test_a_monitor_on_one_rank_alone_hangs_nobody(wrap: str) -> None:
     assert f"ranks:{'values' if wrap == 'ddp' else 'tensors'}" in complaints
     if wrap == "fsdp2":
         assert "not every rank has a monitor" in missing["gradmon/grad_norm"]
+
+
+@pytest.mark.parametrize("on_all", [False, True])
+def test_the_first_rank_logs_unless_all_are_asked_to(tmp_path: Path, on_all: bool) -> None:
+    first, second = on_ranks(2, logged, str(tmp_path), on_all)
+    assert first == [*range(30)]
+    assert second == ([*range(30)] if on_all else [])
+    directories = [tmp_path / "run" / f"rank{rank}" for rank in range(2)] if on_all else [tmp_path / "run"]
+    runs = [load_run(directory) for directory in directories]
+    for run in runs:
+        assert run.steps == [*range(30)]
+        assert [event.step for event in run.events] == [20]
+        assert run.series("gradient_before_clip/first.weight/norm") == runs[0].series("gradient_before_clip/first.weight/norm")
+    if not on_all:
+        assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_parameters_that_are_others_on_each_rank_are_taken_together() -> None:
+    results = on_ranks(2, with_experts)
+    for values, expected, missing in results:
+        assert {key: values[key] for key in expected} == pytest.approx(expected, rel=1e-6, abs=1e-8)
+        assert "gradient/shared.weight/custom" in values
+        assert "spread over ranks" in missing["gradient/expert.weight/custom"]
+
+
+def test_a_process_group_is_all_that_is_merged_over() -> None:
+    results = on_ranks(4, in_groups)
+    for found, true in results:
+        assert found == pytest.approx(true, rel=1e-6)
+    assert results[2][1] == pytest.approx(2 * results[0][1])
+
+
+@pytest.mark.parametrize("order", ["watch, then ddp", "set, then fully_shard", "replaced", "tensor parallel, converted"])
+def test_a_monitor_may_come_before_or_after_a_wrapper_and_puts_hooks_back_that_died(order: str) -> None:
+    for found, true, complaints, said in on_ranks(2, attached, order):
+        assert [values.get("gradmon/grad_norm") for values in found] == pytest.approx(true, rel=1e-6)
+        assert not complaints, said

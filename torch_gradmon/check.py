@@ -54,6 +54,18 @@ def step_number(name: str, value: object) -> None:
         raise ValueError(f"{name}={value} must not be negative")
 
 
+def process_group(group: object) -> None:
+    """None, or a process group that this process is in."""
+    if group is None:
+        return
+    if not torch.distributed.is_available() or not isinstance(group, torch.distributed.ProcessGroup):
+        raise TypeError(
+            f"process_group must be one of torch.distributed, such as mesh.get_group(), or None for all, got {display(group)}"
+        )
+    if torch.distributed.get_rank(group) < 0:
+        raise ValueError("process_group has not this process in it; give the group of the ranks that train the model together")
+
+
 def one_of(name: str, value: object, known: tuple[str, ...]) -> None:
     """One of ``known``."""
     if value not in known:

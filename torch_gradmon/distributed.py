@@ -9,6 +9,7 @@ added up before anything can be said of them.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,6 +53,11 @@ class Ranks:
     def rank(self) -> int:
         """Which of them this is."""
         return torch.distributed.get_rank(self.group) if self._is_distributed() else 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the one that speaks for all. Before there is a process group, its launcher tells."""
+        return self.rank == 0 if self._is_distributed() else os.environ.get("RANK", "0") == "0"
 
     @staticmethod
     def _is_distributed() -> bool:

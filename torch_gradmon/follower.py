@@ -76,13 +76,12 @@ class Follower:
         self._owned, self._unowned = planner.positions(self.optimizers())
         owners = Counter(position for positions in self._owned.values() for position in positions)
         self.session.parameters.shared = {position for position, count in owners.items() if count > 1}
-        references = planner.inventory.references
+        places = planner.inventory.references
         self._attachment.arm(
-            [parameter for reference in references if (parameter := reference()) is not None],
+            places,
             [
-                (parameter, Hook(self.gradient_came, position), Hook(self.gradient_accumulated, position))
+                (places[position], Hook(self.gradient_came, position), Hook(self.gradient_accumulated, position))
                 for position in planner.local_positions()
-                if (parameter := references[position]()) is not None
             ],
         )
 

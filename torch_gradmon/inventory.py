@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .distributed import is_spread
 from .names import ROOT, WRAPPERS, canonical_name, canonical_names
-from .shelf import Shelf
+from .shelf import Place, Shelf
 
 
 class Inventory:
@@ -23,42 +23,47 @@ class Inventory:
         excluded: no metric applies to a module or parameter in whose canonical name this pattern is found. Whole-model values
             take all parameters all the same.
         format_name: a last say of the user over each canonical name.
+        distinct: a parameter that this finds is another one on each rank, and their elements are taken together.
 
     Raises:
         ValueError: ``format_name`` gives one name to two parameters.
     """
 
     def __init__(
-        self, module: nn.Module, excluded: re.Pattern[str] | None = None, format_name: Callable[[str], str] | None = None
+        self,
+        module: nn.Module,
+        excluded: re.Pattern[str] | None = None,
+        format_name: Callable[[str], str] | None = None,
+        distinct: re.Pattern[str] | None = None,
     ) -> None:
         self._shelf = Shelf(module)
-        raw = dict(self._shelf.named_parameters(module))
+        raw = {name: (parameter, place) for name, parameter, place in self._shelf.parameters(module)}
         short = canonical_names(raw)
         rename = format_name or (lambda name: name)
         self.names: list[str] = []
-        self.references: list[weakref.ref[nn.Parameter]] = []
+        self.references: list[Place] = []
         self.trainable: set[str] = set()
         self.matrices: set[str] = set()
         self.spread: set[str] = set()  # parameters of which each rank has a part
         self.excluded: set[str] = set()
         self.aliases: dict[str, list[str]] = {}
         name_of: dict[int, str] = {}
-        for raw_name, parameter in raw.items():
+        for raw_name, (parameter, place) in raw.items():
             name = name_of[id(parameter)] = rename(short[raw_name])
             self.names.append(name)
-            self.references.append(weakref.ref(parameter))
+            self.references.append(place)
             if parameter.requires_grad:
                 self.trainable.add(name)
             if parameter.dim() >= 2:
                 self.matrices.add(name)
-            if is_spread(parameter):
+            if is_spread(parameter) or (distinct is not None and distinct.search(name)):
                 self.spread.add(name)
             if excluded is not None and excluded.search(short[raw_name]):
                 self.excluded.add(name)
         if len(set(self.names)) < len(self.names):
             twice = next(name for name in self.names if self.names.count(name) > 1)
             raise ValueError(f"format_module_name_fn gives the name {twice!r} to more than one parameter; names must differ")
-        for raw_name, parameter in self._shelf.named_parameters(module, remove_duplicate=False):
+        for raw_name, parameter, _ in self._shelf.parameters(module, remove_duplicate=False):
             if raw_name not in raw:
                 self.aliases.setdefault(name_of[id(parameter)], []).append(canonical_name(raw_name))
         modules = dict(module.named_modules())

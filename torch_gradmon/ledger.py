@@ -152,7 +152,7 @@ class Ledger:
         self.outbox.put(record, functools.partial(_shown, self._options.show, record), amend)
 
     def _warn(self, told: Iterable[str]) -> None:
-        for words in told if self._options.on_spike == "warn" else ():
+        for words in told if self._options.on_spike == "warn" and not self.outbox.is_muted else ():
             warnings.warn(f"torch_gradmon: {words}", GradmonWarning, stacklevel=2)
 
     def _tell(self, events: Sequence[Event]) -> None:

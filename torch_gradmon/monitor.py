@@ -21,6 +21,7 @@ from .capture.parameters import OPTIMIZER_BUILT_INS
 from .capture.reference import frozen_copy
 from .capture.units import ACTIVATION_BUILT_INS
 from .closer import CloserLook
+from .distributed import Ranks
 from .errors import Complaints, display
 from .guard import Guard
 from .layers import Layers
@@ -78,6 +79,12 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
             statistics of the gradients go to the run directory and into the story of the spike, with what was logged in them.
             For that they are measured in every step, which costs a pass over the gradients, and kept on the device (13 kB a
             step for 200 parameters); nothing is copied to the host until there is a spike. 0 for none.
+        process_group: the ranks that train this model together; by default all. Every one of them needs a monitor with the same
+            metrics, unless all that is measured is replicated, as gradients are under DDP.
+        rank_distinct_regex: plain parameters in whose name it is found are other ones on each rank, such as the experts of expert
+            parallelism; the elements of all ranks are taken together. DTensors need no such word.
+        log_on_all_ranks: sinks and run directory are those of the first rank; with this each rank has its own, the run directories
+            under ``rank0``, ``rank1`` and so on.
 
     With ``GRADMON_DISABLE=1`` in the environment everything is inert.
 
@@ -107,6 +114,9 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         overhead_budget: float | None = None,
         closer_look: int = 3,
         flight_recorder: int = 0,
+        process_group: torch.distributed.ProcessGroup | None = None,
+        rank_distinct_regex: str | re.Pattern[str] | None = None,
+        log_on_all_ranks: bool = False,
     ) -> None:
         is_monitored = check.cadence(every, monitor_step_fn)
         if overhead_budget is not None:
@@ -137,6 +147,9 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
             update_sample = compile_pattern(update_sample, "update_sample")
         excluded = None if excluded_modules_regex is None else compile_pattern(excluded_modules_regex, "excluded_modules_regex")
         check.grad_scaler(scaler)
+        check.process_group(process_group)
+        distinct = None if rank_distinct_regex is None else compile_pattern(rank_distinct_regex, "rank_distinct_regex")
+        ranks = Ranks(process_group)
         chosen_layers = Layers(layers)
         if module is not None:
             check.module(module)
@@ -144,14 +157,17 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         complaints = Complaints(raising=on_metric_error == "raise")
         outputs = {**VIEW_BUILT_INS[n.ACTIVATION], **ACTIVATION_BUILT_INS}
         registry = Registry({**VIEW_BUILT_INS, n.ACTIVATION: outputs, n.OPTIMIZER: OPTIMIZER_BUILT_INS})
-        planner = Planner(registry, excluded, format_module_name_fn)
+        planner = Planner(registry, excluded, format_module_name_fn, distinct)
         if module is not None:
             planner.watch(module)  # raises what there is to raise before a run directory is made
-        outbox = Outbox(complaints, None if inert else run_dir, {"torch": torch.__version__, "eps": eps})
+        if run_dir is not None and log_on_all_ranks and ranks.count > 1:
+            run_dir = os.path.join(run_dir, f"rank{ranks.rank}")
+        meta = {"torch": torch.__version__, "eps": eps}
+        outbox = Outbox(complaints, None if inert else run_dir, meta, lambda: not (log_on_all_ranks or ranks.is_first))
         guard = Guard(complaints, inert)
         budget = None if overhead_budget is None else Budget(overhead_budget, is_monitored, complaints)
         options = Options(self._shower(key_style, prefix), history, on_spike)
-        measurer = Measurer(Statistics(complaints, float(eps), compile_statistics and not inert), complaints)
+        measurer = Measurer(Statistics(complaints, float(eps), compile_statistics and not inert), complaints, ranks)
         ledger = Ledger(options, guard, outbox, chosen_layers)
         closer = CloserLook(planner, closer_look)
         recorder = Recorder(flight_recorder, registry, ledger.summary)

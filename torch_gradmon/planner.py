@@ -30,13 +30,20 @@ class Planner:
         registry: the metrics.
         excluded: see :class:`Inventory`.
         format_name: see :class:`Inventory`.
+        distinct: see :class:`Inventory`.
     """
 
-    def __init__(self, registry: Registry, excluded: re.Pattern[str] | None, format_name: Callable[[str], str] | None) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        excluded: re.Pattern[str] | None,
+        format_name: Callable[[str], str] | None,
+        distinct: re.Pattern[str] | None = None,
+    ) -> None:
         self.registry = registry
         self.inventory: Inventory | None = None
         self._module: weakref.ref[nn.Module] | None = None
-        self._excluded, self._format_name = excluded, format_name
+        self._excluded, self._format_name, self._distinct = excluded, format_name, distinct
         self._cache: dict[Any, dict[str, SourcePlan]] = {}
         self.version = 0
 
@@ -56,7 +63,7 @@ class Planner:
             ValueError: metrics of one name overlap on it.
         """
         check.initialised(module)
-        inventory = Inventory(module, self._excluded, self._format_name)
+        inventory = self._taken(module)
         self.registry.check(_matchable(inventory))
         self._module, self.inventory = weakref.ref(module), inventory
         self.changed()
@@ -74,8 +81,11 @@ class Planner:
         """Take the model as it is now, if parameters or modules have come, gone, thawed, frozen or been replaced."""
         module = self.module
         if module is not None and self.inventory is not None and not self.inventory.is_current():
-            self.inventory = Inventory(module, self._excluded, self._format_name)
+            self.inventory = self._taken(module)
             self.changed()
+
+    def _taken(self, module: nn.Module) -> Inventory:
+        return Inventory(module, self._excluded, self._format_name, self._distinct)
 
     def plans(self, step: int, summary: Summary, gradients_only: bool = False) -> dict[str, SourcePlan]:
         """The plan of each parameter source for ``step``; or of no metric, only what the summary needs of gradients."""

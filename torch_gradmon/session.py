@@ -159,6 +159,8 @@ class Session:
         if self.follower is not None and self.follower.groups_changed():
             self._armed_for = None
         assert self.planner.inventory is not None
+        if self.planner.inventory.spread and self.measurer.ranks.count > 1:
+            self.ledger.summary.all_columns = True  # on each rank, whoever has a run directory
         references = self.planner.inventory.references
         self._plans = self.planner.plans(step, self.ledger.summary, gradients_only=self._records_only)
         self._buffer = StepBuffer(step, self.guard.complaints)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from ..check import inside
 from ..errors import GradmonWarning, SpikeError
 from ..guard import Guard
+from ..shelf import Place
 from .hooks import Handles, Hook, ModuleHook, WrappedMethod
 from .scaling import Scales, calling_scaler
 
@@ -44,6 +45,10 @@ def _harmless(method: F) -> F:
             return None
 
     return run  # type: ignore[return-value]
+
+
+def _is_trained(parameter: nn.Parameter | None) -> bool:
+    return parameter is not None and parameter.requires_grad
 
 
 class Loop(Protocol):
@@ -150,17 +155,17 @@ class Attachment:
 
     # --- parameters: armed on monitored steps only -------------------------------------------------------------------------
 
-    def arm(self, parameters: Iterable[nn.Parameter], local: Iterable[tuple[nn.Parameter, Hook, Hook]]) -> None:
+    def arm(self, parameters: Iterable[Place], local: Iterable[tuple[Place, Hook, Hook]]) -> None:
         """Watch for the ends of backward passes; ``local`` adds hooks on each gradient and behind its accumulation."""
         self.disarm()
         accumulated = Hook(self._accumulated)
-        for parameter, on_gradient, on_accumulate in local:
-            if parameter.requires_grad:
-                self._parameters.on_gradient(parameter, on_gradient)
-                self._parameters.on_accumulate(parameter, on_accumulate)
-        for parameter in parameters:
-            if parameter.requires_grad:
-                self._parameters.on_accumulate(parameter, accumulated)
+        for place, on_gradient, on_accumulate in local:
+            if _is_trained(place()):
+                self._parameters.on_gradient(place, on_gradient)
+                self._parameters.on_accumulate(place, on_accumulate)
+        for place in parameters:
+            if _is_trained(place()):
+                self._parameters.on_accumulate(place, accumulated)
 
     def move_last(self, optimizer: Optimizer) -> None:
         """This optimizer turned out to step after the others."""

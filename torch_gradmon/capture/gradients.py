@@ -6,10 +6,11 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..names import GRADIENT, GRADIENT_BEFORE_CLIP, GRADIENT_LOCAL, Key
 from ..plan import SourcePlan
+from ..shelf import Place
 from ..statistics.moments import ALWAYS, Column
 from ..step import StepBuffer
 from .measuring import Measurer
@@ -31,14 +32,14 @@ class GradientCapture:
         self._measurer = measurer
         self._buffer: StepBuffer | None = None
         self._plans: Mapping[str, SourcePlan] = {}
-        self._parameters: Sequence[weakref.ref[nn.Parameter]] = ()
+        self._parameters: Sequence[Place] = ()
         self._seen: _Seen = {}
         self._scaled = False
         self._held: dict[int, tuple[StepBuffer, _Seen, list[int]]] = {}
         self._uncommitted: dict[tuple[int, int], StepBuffer] = {}
         self._accumulated: dict[int, weakref.ref[Tensor]] = {}
 
-    def begin(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], parameters: Sequence[weakref.ref[nn.Parameter]]) -> None:
+    def begin(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], parameters: Sequence[Place]) -> None:
         """Start a step; ``parameters`` are those that the plans' positions speak of."""
         self._buffer, self._plans, self._parameters = buffer, plans, parameters
         self._seen, self._held, self._uncommitted, self._accumulated = {}, {}, {}, {}
@@ -167,7 +168,7 @@ class GradientCapture:
         plan, before = self._plans[GRADIENT], self._plans[GRADIENT_BEFORE_CLIP]
         twins = {(m.name, m.function, m.aggregation) for m in before.functions.get(position, ())}
         metrics = plan.functions[position]
-        if not all((m.name, m.function, m.aggregation) in twins for m in metrics):
+        if position in plan.spread or not all((m.name, m.function, m.aggregation) in twins for m in metrics):
             return False
         name = plan.names[position]
         for metric in metrics:

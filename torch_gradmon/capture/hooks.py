@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ..shelf import Place
+
 
 def _inert(*_: object) -> None:
     return None
@@ -97,7 +99,7 @@ class Handles:
 
     def __init__(self) -> None:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._bare: list[tuple[weakref.ref[torch.Tensor], str]] = []
+        self._bare: list[tuple[Place, str]] = []
 
     def __bool__(self) -> bool:
         return bool(self._handles)
@@ -106,25 +108,27 @@ class Handles:
         """Take charge of ``handle``."""
         self._handles.append(handle)
 
-    def on_accumulate(self, parameter: torch.Tensor, hook: Hook) -> None:
-        """Hang ``hook`` behind the accumulation of this parameter's gradient."""
-        self._on_tensor(parameter, "_post_accumulate_grad_hooks", parameter.register_post_accumulate_grad_hook, hook)
+    def on_accumulate(self, place: Place, hook: Hook) -> None:
+        """Hang ``hook`` behind the accumulation of the gradient of the parameter there."""
+        if (parameter := place()) is not None:
+            self._on_tensor(place, "_post_accumulate_grad_hooks", parameter.register_post_accumulate_grad_hook, hook)
 
-    def on_gradient(self, parameter: torch.Tensor, hook: Hook) -> None:
-        """Hang ``hook`` on the gradient that each backward pass brings for this parameter."""
-        self._on_tensor(parameter, "_backward_hooks", parameter.register_hook, hook)
+    def on_gradient(self, place: Place, hook: Hook) -> None:
+        """Hang ``hook`` on the gradient that each backward pass brings for the parameter there."""
+        if (parameter := place()) is not None:
+            self._on_tensor(place, "_backward_hooks", parameter.register_hook, hook)
 
-    def _on_tensor(self, parameter: torch.Tensor, attribute: str, register: Callable[..., Any], hook: Hook) -> None:
-        if getattr(parameter, attribute) is None:
-            self._bare.append((weakref.ref(parameter), attribute))
+    def _on_tensor(self, place: Place, attribute: str, register: Callable[..., Any], hook: Hook) -> None:
+        if getattr(place(), attribute) is None:
+            self._bare.append((place, attribute))
         self.add(register(hook))
 
     def remove(self) -> None:
         """Remove all hooks; calling it again does nothing."""
         for handle in self._handles:
             handle.remove()
-        for reference, attribute in self._bare:
-            parameter = reference()
+        for place, attribute in self._bare:
+            parameter = place()
             if parameter is not None and not getattr(parameter, attribute):
                 setattr(parameter, attribute, None)
         self._handles, self._bare = [], []

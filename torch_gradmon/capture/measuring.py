@@ -97,10 +97,11 @@ class Measurer:
         due = [position for position in plan.functions if position in tensors]
         if not due:
             return
+        spread = plan.spread if self.ranks.count > 1 else ()
         with untouched_rng():
             for position in due:
                 value = tensors[position]
-                if position in plan.spread:
+                if position in spread:
                     buffer.absent[plan.source, plan.names[position]] = _SPREAD
                     continue
                 if isinstance(value, Tensor):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from ..names import OPTIMIZER, PARAMETER, PARAMETER_DIFFERENCE, UNDEFINED, UPDATE, UPDATE_BASE
 from ..plan import SourcePlan
 from ..registry import BuiltIn
+from ..shelf import Place
 from ..statistics.moments import Column
 from ..statistics.norm import inner_product
 from ..step import StepBuffer
@@ -80,7 +80,7 @@ class ParameterCapture:
             return f"of the parameters that match {self._sample.pattern!r} only"
         return f"of at most {self._sample} rows of each parameter"
 
-    def begin(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], parameters: Sequence[weakref.ref[nn.Parameter]]) -> None:
+    def begin(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], parameters: Sequence[Place]) -> None:
         """Start a step; ``parameters`` are those that the plans' positions speak of."""
         self._buffer, self._plans, self._parameters = buffer, plans, parameters
         self._before = {}

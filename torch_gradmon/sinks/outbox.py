@@ -23,12 +23,20 @@ class Outbox:
         complaints: where failures are reported.
         run_dir: the run directory; None for none.
         meta: facts for the run directory.
+        is_muted: whether another rank speaks for this one.
     """
 
-    def __init__(self, complaints: Complaints, run_dir: str | os.PathLike[str] | None, meta: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        complaints: Complaints,
+        run_dir: str | os.PathLike[str] | None,
+        meta: Mapping[str, Any],
+        is_muted: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._complaints = complaints
+        self._is_muted = is_muted
         self._run_dir, self._meta = run_dir, dict(meta)
-        self._store = None if run_dir is None else RunStore(run_dir, self._meta)
+        self._store = None if run_dir is None or is_muted() else RunStore(run_dir, self._meta)
         self._waiting: tuple[StepRecord, Callable[[], Mapping[str, float]]] | None = None
         self._failures = 0
         self._process = os.getpid()
@@ -39,8 +47,13 @@ class Outbox:
         return os.getpid() != self._process
 
     @property
+    def is_muted(self) -> bool:
+        """Whether another rank speaks for this one."""
+        return self._is_muted()
+
+    @property
     def stores(self) -> bool:
-        """Whether there is a run directory."""
+        """Whether there is a run directory, of this rank or of the one that speaks for it."""
         return self._run_dir is not None
 
     @property
@@ -63,7 +76,7 @@ class Outbox:
 
     def put(self, record: StepRecord, shown: Callable[[], Mapping[str, float]], amend: bool = False) -> None:
         """Take a step's record and a function for what of it is shown. ``amend``: in place of the one that was put last."""
-        if self._forked():
+        if self._forked() or self.is_muted:
             return
         if not amend:
             self.publish()
@@ -83,7 +96,7 @@ class Outbox:
 
     def fill(self, record: StepRecord) -> None:
         """Take the record of an earlier step for the run directory, and only for that."""
-        if not self._forked() and self._run_dir is not None:
+        if not self._forked() and not self.is_muted and self._run_dir is not None:
             self._write(record, fill=True)
 
     def publish(self) -> None:
