@@ -25,6 +25,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor
+from torch_gradmon.distributed import Ranks
+from torch_gradmon.errors import Complaints
+from torch_gradmon.exchange import Exchange
+from torch_gradmon.names import GRADIENT, Key
+from torch_gradmon.statistics.moments import ALL_COLUMNS
+from torch_gradmon.step import StepBuffer
 
 from . import oracle
 
@@ -447,7 +453,8 @@ def logged(rank: int, directory: str, on_all: bool) -> list[int]:
             (model(torch.ones(4, 5)).square().mean() * (100 if step == 20 else 1)).backward()
             optimizer.step()
         monitor.detach()
-    assert sum("grad_norm" in str(warning.message) for warning in said) == (2 if on_all or rank == 0 else 0)
+    told = [str(warning.message) for warning in said if "grad_norm" in str(warning.message)]
+    assert len(told) == (2 if on_all or rank == 0 else 0), told
     return steps
 
 
@@ -545,3 +552,44 @@ def attached(rank: int, order: str) -> tuple[list[dict[str, float]], list[float]
             found.append(monitor.get_step_metrics())
     monitor.detach()
     return found, true, monitor.complaints(), [str(warning.message) for warning in said]
+
+
+def out_of_step(rank: int, apart: int) -> tuple[list[str], dict[str, float], dict[str, int]]:
+    """An exchange of buffers whose steps lie apart; the sources of tables, the values, and the complaints."""
+    complaints = Complaints()
+    ranks = Ranks()
+    buffer = StepBuffer(5 + apart * rank, complaints)
+    buffer.put_rows(GRADIENT, ["a"], torch.ones(1, 8, dtype=torch.float64), ALL_COLUMNS)
+    buffer.merge_value(Key("", "x", ""), 1.0 + rank)
+    buffer.share(Key("", "x", ""), "mean")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        Exchange(ranks, complaints).run(buffer, {GRADIENT: (["a"], ALL_COLUMNS)}, True, lambda _: False)
+        tables, values, _ = buffer.flush()
+    return sorted(tables), {key.name: value for key, value in values.items()}, dict(complaints.counts)
+
+
+def looks_closer(rank: int) -> tuple[list[int], list[int], dict[str, int]]:
+    """The steps in which outputs were measured, and those monitored, of a run with a cadence and a spike in step 200; one rank reads
+    its values at once and has a budget.
+    """
+    model = _wrapped("fsdp2")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        monitor = ModuleMonitor(model, every=10, overhead_budget=1e-6)
+        monitor.add_preset("cheap")
+        monitor.attach(optimizer)
+        close = []
+        for step in range(220):
+            optimizer.zero_grad()
+            (model(torch.ones(4, 5)).square().mean() * (100 if step == 200 else 1)).backward()
+            optimizer.step()
+            if rank == 0:
+                monitor.get_step_metrics()
+            last = monitor._session.ledger.last
+            if last is not None and "activation" in last.tables:
+                close.append(last.step)
+    monitored = sorted(monitor.get_all_metrics())
+    monitor.detach()
+    return close, monitored, monitor.complaints()

@@ -18,6 +18,8 @@ from .rank_runs import (
     in_disorder,
     in_groups,
     logged,
+    looks_closer,
+    out_of_step,
     train,
     with_experts,
 )
@@ -169,3 +171,25 @@ def test_a_monitor_may_come_before_or_after_a_wrapper_and_puts_hooks_back_that_d
     for found, true, complaints, said in on_ranks(2, attached, order):
         assert [values.get("gradmon/grad_norm") for values in found] == pytest.approx(true, rel=1e-6)
         assert not complaints, said
+
+
+def test_monitors_find_each_other_after_one_was_left_alone() -> None:
+    on_ranks(2, alone, "fsdp2")
+    for events, _, complaints in on_ranks(2, decided, "fsdp2"):
+        assert events
+        assert not complaints
+
+
+@pytest.mark.parametrize("apart", [0, 1])
+def test_values_of_different_steps_are_not_merged(apart: int) -> None:
+    for tables, values, complaints in on_ranks(2, out_of_step, apart):
+        assert tables == ([] if apart else ["gradient"])
+        assert values == ({} if apart else {"x": 1.5})
+        assert complaints.get("ranks:skew", 0) == apart
+
+
+def test_ranks_look_closer_together_in_the_step_after_the_next() -> None:
+    for close, monitored, complaints in on_ranks(2, looks_closer):
+        assert close == [202, 203, 204]
+        assert monitored == [*range(0, 201, 10), 202, 203, 204, 210]
+        assert complaints["budget:off"] > 0

@@ -27,10 +27,13 @@ class Agreement:
         """Whether every rank has come here with the same ``what``, and as often: the same answer on each rank that asks.
 
         The first to know writes the answer down, and nobody can write another: either one who saw all come, or one whose
-        patience has ended.
+        patience has ended. Who comes to a question that was given up asks the next one.
         """
         _asked[what] += 1
         store = _store(f"torch_gradmon/{what}/{_asked[what]}")
+        while store.check(["answer"]) and store.get("answer") == b"no":
+            _asked[what] += 1
+            store = _store(f"torch_gradmon/{what}/{_asked[what]}")
         store.add("here", 1)
         until = time.monotonic() + PATIENCE
         while store.add("here", 0) < self._ranks.count and not store.check(["answer"]):

@@ -42,6 +42,11 @@ class Budget:
         self._asked = step, wanted
         return wanted and self._left_out + 1 >= self.interval
 
+    def give_up(self, reason: str) -> None:
+        """Leave out nothing any more."""
+        self.interval, self.share = 1, 1.0
+        self._complaints.add("budget:off", f"overhead_budget has no effect: {reason}")
+
     def step_ended(self, step: int, monitored: bool, spent: float, now: float) -> None:
         """Take note that a step has ended, and decide about the steps to come.
 

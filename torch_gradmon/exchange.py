@@ -18,7 +18,7 @@ from .distributed import Ranks
 from .errors import Complaints
 from .names import Key
 from .statistics.moments import ALL_COLUMNS, Column, identity
-from .step import StepBuffer
+from .step import SKEW, StepBuffer
 
 #: Something that all ranks exchange: a tensor by source and name, or a value by source, name, metric and how it merges.
 Entry = tuple[str, ...]
@@ -45,6 +45,7 @@ class Exchange:
         self._agreement = Agreement(ranks)
         self._agreed: dict[str, bool] = {}
         self._entries: list[Entry] = []
+        self.takes_place = False  # whether there was any exchange
         self.shares_values = False  # whether all ranks have told each other values of their batches
 
     def run(self, buffer: StepBuffer, tensors: Tensors, shares_values: bool, watches: Callable[[Key], bool]) -> None:
@@ -62,6 +63,7 @@ class Exchange:
         mine = self._shared(buffer, watches) if shares_values else {}
         has_new = identity(int(shares_values))
         has_new[:, Column.SUM] = float(not mine.keys() <= set(self._entries))
+        has_new[:, [Column.MIN, Column.MAX]] = float(buffer.step)
         known = [buffer.rows_or_none(source, names) for source, (names, _) in tensors.items()]
         merged = self._merged([has_new, *known, *_rows(mine, self._entries)], columns)
         start = len(has_new)
@@ -70,6 +72,9 @@ class Exchange:
             start += len(names)
         _take(buffer, self._entries, merged[start:])
         self.shares_values |= shares_values
+        self.takes_place = True
+        if shares_values:
+            buffer.noted[SKEW] = merged[0, Column.MAX] - merged[0, Column.MIN]
         if shares_values and bool(merged[0, Column.SUM] > 0):
             self._extend(buffer, mine)
 

@@ -132,6 +132,8 @@ class Flights:
         self, ledger: Ledger, registry: Registry, guard: Guard, rest: Callable[[], Sequence[StepRecord]] = tuple
     ) -> None:
         self._rest = rest
+        self.lockstep = False  # with the other ranks: when values land is told by the steps' numbers, and not by the device
+        self.now = 0  # the step that begins
         self._ledger, self._registry, self._guard = ledger, registry, guard
         self._flying: deque[Flight] = deque()
 
@@ -178,6 +180,9 @@ class Flights:
         else:
             self._ledger.summary.not_applied += 1
 
+    def _may_land(self, flight: Flight) -> bool:
+        return self.now >= flight.step + 2 if self.lockstep else flight.departure.arrival.is_ready()
+
     def land(self, ended: int | None, open_to_late_values: bool, waiting: bool = True) -> None:
         """Make the records of steps that have departed.
 
@@ -187,7 +192,7 @@ class Flights:
             waiting: wait for values; otherwise only for those of the step before the last one.
         """
         while self._flying:
-            if not waiting and len(self._flying) < 2 and not self._flying[0].departure.arrival.is_ready():
+            if not waiting and len(self._flying) < 2 and not self._may_land(self._flying[0]):
                 return
             start = time.perf_counter()
             self._flying[0].departure.arrival.wait()  # interrupted here, the flight is still there

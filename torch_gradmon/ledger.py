@@ -59,7 +59,7 @@ class Ledger:
         self._between: OrderedDict[int, StepRecord] = OrderedDict()
         self._late: StepBuffer | None = None
         self._signals: Mapping[str, float] = {}
-        self.has_spiked = False  # since somebody set this to False
+        self.spiked_in: int | None = None  # a step that makes a closer look worth while, until somebody has taken note of it
         self._preset_signals: set[str] = set()
 
     def enter(self, record: StepRecord, signals: Mapping[str, float], buffer: StepBuffer) -> None:
@@ -157,7 +157,8 @@ class Ledger:
 
     def _tell(self, events: Sequence[Event]) -> None:
         news = self.judges.news(events)
-        self.has_spiked |= bool(news) or self.judges.looks_closer()
+        if (self.judges.looks_closer() or news) and self.last is not None:
+            self.spiked_in = self.last.step
         failures, self.judges.failures = self.judges.failures, []
         for name, error in failures:
             self._guard.complaints.add(f"detector:{name}", f"the spike detector of {name} failed and is off", error)

@@ -99,6 +99,7 @@ class Session:
     def begin(self, step: int) -> bool:
         """Open ``step``; a step still open ends first. Returns whether it is monitored."""
         self.end()
+        self._flights.now = step
         self.finish()
         self.recorder.close()
         if self.step is not None and step <= self.step:
@@ -254,6 +255,9 @@ class Session:
         shares = bool(wanted) or self._reduces or self.planner.measures_batches or judges.watches_values
         self._exchange_of.run(buffer, wanted, shares and not self._records_only, judges.watches)
         judges.hears_late = not self._exchange_of.shares_values
+        self._flights.lockstep = self._exchange_of.takes_place
+        if self.budget is not None and self._flights.lockstep:
+            self.budget.give_up("ranks that tell each other values have to monitor the same steps")
 
     def _end_unmonitored(self, refused: bool) -> None:
         if self._buffer is not None:
@@ -264,7 +268,8 @@ class Session:
         if refused:
             self._flights.count_refusal()
         self.ledger.judges.ended(applied=not refused)
-        self.ledger.has_spiked |= self.ledger.judges.looks_closer()
+        if self.ledger.judges.looks_closer():
+            self.ledger.spiked_in = self.step
         self._look_closer(False)
 
     def _end_monitored(self) -> None:
@@ -283,14 +288,19 @@ class Session:
         self._flights.seal()
         self._flights.land(self._ended, open_to_late_values=True, waiting=self.ledger.is_awaited(self._ended or 0))
         self.ledger.finish()
-        self._look_closer(False)
+        self._look_closer(False, begins=True)
 
-    def _look_closer(self, ends: bool) -> None:
-        """Where a spike has become known, measure more in the next steps; ``ends`` where they are over."""
-        spiked, self.ledger.has_spiked = self.ledger.has_spiked, False
-        if spiked:
-            self._asked = None
-        if (spiked and self.closer.begin()) or ends:
+    def _look_closer(self, ends: bool, begins: bool = False) -> None:
+        """Where a spike has become known, measure more in the next steps; ``ends`` where they are over.
+
+        Ranks do so together: in the step after the next one, when all of them know.
+        """
+        spiked = self.ledger.spiked_in
+        if self._flights.lockstep and spiked is not None and not (begins and self.step is not None and spiked < self.step):
+            spiked = None
+        if spiked is not None:
+            self.ledger.spiked_in = self._asked = None
+        if (spiked is not None and self.closer.begin()) or ends:
             self.rearm()
 
     def _groups(self) -> list[tuple[str, frozenset[str]]]:

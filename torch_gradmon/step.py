@@ -25,6 +25,10 @@ from .statistics.moments import Column, identity, merge, merge_by_group
 SHARED_SOURCES = frozenset(MODULE_SOURCES)
 
 
+#: A noted fact: by how many steps ranks lie apart that have told each other values.
+SKEW = "ranks/skew"
+
+
 class StepBuffer:
     """What was measured in one step.
 
@@ -113,6 +117,12 @@ class StepBuffer:
         """Nothing of ``source`` can be told."""
         self.clear(source)
         self.absent[source, ""] = self.refused[source] = reason
+
+    def out_of_step(self) -> None:
+        """The ranks have told each other values of different steps, which are of no use."""
+        reason = "the ranks are not in the same step: on one of them a step did not end, or ended twice"
+        self._complaints.add("ranks:skew", f"nothing can be told of step {self.step} and those after it, for {reason}")
+        self.absent.update(((source, ""), reason) for source in (*PARAMETER_SOURCES, *MODULE_SOURCES))
 
     def rows_or_none(self, source: str, names: Sequence[str]) -> Tensor:
         """The rows that were put for these names, those of no elements for the others: ``[names, 8]``."""
@@ -310,6 +320,9 @@ class Departure:
         values = {key: float(next(host)) for key in self.reduced}
         values.update(self.buffer.twins(values, self.children))
         facts = {name: float(next(host) if name in self.noted else fact) for name, fact in self.buffer.noted.items()}
+        if facts.pop(SKEW, 0.0):
+            self.buffer.out_of_step()
+            return {}, {}, facts
         contributed = {key: float(next(host)) for key in self.counted}
         values = {key: value for key, value in values.items() if contributed.get(key, 1.0)}
         return tables, values, facts
