@@ -165,6 +165,33 @@ def sinks_markdown(result: Result) -> str:
     )
 
 
+def exchange_table(result: Result) -> Iterator[str]:
+    """A row for each wrapper and number of ranks."""
+    yield _row(
+        ["ranks", "wrapper", "steps", "collectives", "bytes from each rank, counted", "by the formula", "bytes to each rank"]
+    )
+    yield _row(["---:", "---", "---", *("---:" for _ in range(4))])
+    for row in result["rows"]:
+        formula = row["formula"]
+        cells = (row["ranks"], row["wrap"], row["steps"], row["collectives"])
+        yield _row([*map(str, cells), f"{row['sent']:,}", f"{formula['sent']:,}", f"{formula['received']:,}"])
+
+
+def exchange_markdown(result: Result) -> str:
+    """All that the README says about what ranks exchange."""
+    large = "; ".join(
+        f"{row['ranks']:,} ranks: {row['sent'] / 1e3:,.0f} kB from each, {row['received'] / 1e3:,.0f} kB to each, in "
+        f"{row['collectives']} collective{'s' * (row['collectives'] > 1)}"
+        for row in result["of 70B"]
+    )
+    tensors = max(row["tensors"] for row in result["rows"])
+    return (
+        f"A GPT of {tensors} parameters, preset `standard`, with clipping; torch {result['torch']}.\n\n"
+        + "\n".join(exchange_table(result))
+        + f"\n\nBy the formula, a model of 70 billion parameters in 723 tensors would exchange, in most steps: {large}."
+    )
+
+
 def update_readme(text: str, name: str, new: str) -> str:
     """``text`` with ``new`` between the markers of this name.
 
@@ -198,6 +225,8 @@ def main() -> None:
     text = update_readme(text, "sinks", sinks_markdown(sinks))
     spikes = json.loads((RESULTS / "spikes.json").read_text(encoding="utf-8"))
     text = update_readme(text, "spikes", spikes_markdown(spikes))
+    exchange = json.loads((RESULTS / "exchange.json").read_text(encoding="utf-8"))
+    text = update_readme(text, "exchange", exchange_markdown(exchange))
     activations = json.loads((RESULTS / "activations.json").read_text(encoding="utf-8"))
     readme.write_text(update_readme(text, "activations", activations_markdown(activations)), encoding="utf-8")
     print(f"wrote {PLOT.relative_to(ROOT)} and the tables in README.md")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -24,12 +23,14 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_gradmon as gradmon
+from benchmarks import exchange
+from benchmarks.exchange import Collectives
 from torch_gradmon import ModuleMonitor
 from torch_gradmon.distributed import Ranks
 from torch_gradmon.errors import Complaints
 from torch_gradmon.exchange import Exchange
 from torch_gradmon.names import GRADIENT, Key
-from torch_gradmon.statistics.moments import ALL_COLUMNS
+from torch_gradmon.statistics.moments import ALL_COLUMNS, Column, identity
 from torch_gradmon.step import StepBuffer
 
 from . import oracle
@@ -244,37 +245,8 @@ def train(rank: int, setting: Setting) -> list[tuple[dict[str, float], dict[str,
 # --- values of a rank's own batches -----------------------------------------------------------------------------------------------
 
 
-class Counts:
-    """Counts our collectives, and the bytes that this rank puts into them."""
-
-    NAMES = ("all_gather_single", "all_gather_into_tensor", "all_reduce", "all_gather_object")
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, int]] = []
-        self._before: dict[str, Any] = {}
-
-    def __enter__(self) -> Counts:
-        for name in self.NAMES:
-            if function := getattr(dist, name, None):
-                self._before[name] = function
-                setattr(dist, name, self._counted(name, function))
-        return self
-
-    def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            if sys._getframe(1).f_globals["__name__"].startswith("torch_gradmon"):  # FSDP2 uses the same functions
-                sent = args[1] if "gather" in name else args[0]
-                self.calls.append((name, sent.nbytes if isinstance(sent, Tensor) else -1))
-            return function(*args, **kwargs)
-
-        return counted
-
-    def __exit__(self, *_: object) -> None:
-        for name, function in self._before.items():
-            setattr(dist, name, function)
-
-
 def _wrapped(wrap: str) -> nn.Module:
+    """A small model that all ranks have, or that is spread over them."""
     model = Net(idle=False)
     if wrap == "ddp":
         return DistributedDataParallel(model)
@@ -341,7 +313,7 @@ def counted(rank: int, wrap: str, values: bool) -> list[list[tuple[str, int]]]:
         monitor.add_detector(gradmon.SpikeDetector(signal="loss"))
     calls = []
     for _ in range(13):
-        with Counts() as counts:
+        with Collectives() as counts:
             loss = model(torch.ones(4, 5)).square().mean()
             optimizer.zero_grad()
             loss.backward()
@@ -593,3 +565,55 @@ def looks_closer(rank: int) -> tuple[list[int], list[int], dict[str, int]]:
     monitored = sorted(monitor.get_all_metrics())
     monitor.detach()
     return close, monitored, monitor.complaints()
+
+
+def refused(rank: int) -> list[str]:
+    """What is said of wrappers that cannot be watched."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.pipelining import PipelineStage
+
+    said = []
+    model = nn.Sequential(FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")), nn.Linear(4, 4))
+    stage = PipelineStage(nn.Linear(4, 4), rank, dist.get_world_size(), torch.device("cpu"))
+    for thing in (model, stage):
+        try:
+            ModuleMonitor(thing)  # type: ignore[arg-type]
+        except (TypeError, ValueError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def merged(rank: int, seed: int, columns: list[int], gathers: bool) -> tuple[Tensor, Tensor]:
+    """Rows of all ranks merged by the exchange, and by hand; in one collective, or in two as for many ranks."""
+    from torch_gradmon import distributed
+    from torch_gradmon.statistics.moments import merge
+
+    torch.manual_seed(seed)
+    everybody = torch.randn(dist.get_world_size(), 5, 8, dtype=torch.float64)
+    everybody[..., 0] = torch.randint(0, 9, everybody.shape[:2])
+    everybody[torch.rand(everybody.shape) < 0.05] = torch.inf
+    everybody[..., :6][torch.rand(everybody[..., :6].shape) < 0.05] = torch.nan
+    empty = torch.rand(everybody.shape[:2]) < 0.3
+    everybody[empty] = identity(int(empty.sum()))
+    before, distributed.GATHERED = distributed.GATHERED, 1 << 20 if gathers else 0
+    try:
+        found = Ranks().merged(everybody[rank], frozenset(map(Column, columns)))
+    finally:
+        distributed.GATHERED = before
+    return found, merge(everybody)
+
+
+def train_with_reductions(rank: int, setting: Setting) -> list[tuple[dict[str, float], dict[str, float]]]:
+    """:func:`train` as if there were very many ranks."""
+    from torch_gradmon import distributed
+
+    before, distributed.GATHERED = distributed.GATHERED, 0
+    try:
+        return train(rank, setting)
+    finally:
+        distributed.GATHERED = before
+
+
+def bytes_of(rank: int, wrap: str) -> list[list[tuple[str, int]]]:
+    """What the benchmark counts."""
+    return exchange.counted(wrap)

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+#: Those of many ranks.
+RANKS = {"ddp", "fsdp2"}
 NEEDS = {"wandb_run": "wandb", "tensorboard_run": "tensorboard"}
 
 
@@ -22,8 +24,9 @@ def _marked(path: Path) -> object:
 
 
 def _run(example: Path, directory: Path) -> str:
-    settings = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
-    command = [sys.executable, str(example)]
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    many = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if example.stem in RANKS else []
+    command = [sys.executable, *many, str(example)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=directory, timeout=240, check=False, env=settings)
     assert done.returncode == 0, done.stderr
     assert "GradmonWarning" not in done.stderr
@@ -60,3 +63,18 @@ def test_the_wandb_example_loses_no_row_and_alerts(tmp_path: Path) -> None:
     alerts = [record.alert for record in records(tmp_path) if record.WhichOneof("record_type") == "alert"]
     assert alerts
     assert alerts[0].text.startswith("step 300")
+
+
+def test_under_ddp_every_rank_says_the_same_of_a_batch_that_only_one_had(tmp_path: Path) -> None:
+    (example,) = [path for path in EXAMPLES if path.stem == "ddp"]
+    printed = _run(example, tmp_path)
+    assert "step 60: loss = " in printed
+    assert "every rank says the same: True" in printed
+    assert (tmp_path / "runs" / "ddp" / "gradmon.sqlite").exists()
+
+
+def test_under_fsdp2_the_norm_of_a_layer_is_that_of_its_whole_gradient(tmp_path: Path) -> None:
+    (example,) = [path for path in EXAMPLES if path.stem == "fsdp2"]
+    rows = [line.split() for line in _run(example, tmp_path).splitlines() if line.startswith("step")]
+    assert [row[1] for row in rows] == ["0", "20", "40", "60"]
+    assert all(row[-3].rstrip(",") == row[-1] for row in rows)

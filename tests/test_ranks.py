@@ -5,22 +5,32 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
 
-from torch_gradmon import load_run
+from benchmarks.exchange import SOURCES, SOURCES_OF_A_TENTH_STEP, predicted
+from torch_gradmon import ModuleMonitor, load_run
+from torch_gradmon.statistics.moments import ALWAYS, Column
 
 from .rank_runs import (
     Setting,
     alone,
     attached,
     batch_values,
+    bytes_of,
     counted,
     decided,
     in_disorder,
     in_groups,
     logged,
     looks_closer,
+    merged,
     out_of_step,
+    refused,
     train,
+    train_with_reductions,
     with_experts,
 )
 from .ranks import on_ranks
@@ -51,7 +61,35 @@ FOUR = [
 
 @pytest.mark.parametrize(("ranks", "setting"), [*((2, setting) for setting in TWO), *((4, setting) for setting in FOUR)], ids=str)
 def test_each_rank_has_the_numbers_of_the_whole(ranks: int, setting: Setting) -> None:
-    results = on_ranks(ranks, train, setting)
+    _check(on_ranks(ranks, train, setting))
+
+
+@pytest.mark.parametrize("setting", [Setting("fsdp2", clip="torch"), Setting("tp")], ids=str)
+def test_so_it_is_where_ranks_are_so_many_that_rows_are_reduced_and_not_gathered(setting: Setting) -> None:
+    _check(on_ranks(4, train_with_reductions, setting))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**31), st.sets(st.sampled_from(list(Column))), st.booleans())
+def test_rows_of_many_ranks_are_those_of_one(seed: int, columns: set[Column], gathers: bool) -> None:
+    first, second = on_ranks(2, merged, seed, sorted(map(int, columns)), gathers)
+    present = sorted(columns | ALWAYS)
+    assert torch.equal(first[0].nan_to_num(7.0), second[0].nan_to_num(7.0))
+    torch.testing.assert_close(first[0][:, present], first[1][:, present], equal_nan=True, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("wrap", "tensors"), [("DDP", 0), ("FSDP2", 148)])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bytes_are_those_of_the_formula(ranks: int, wrap: str, tensors: int) -> None:
+    results = on_ranks(ranks, bytes_of, wrap)
+    assert all(found == results[0] for found in results)
+    for step, calls in enumerate(results[0]):
+        sources = SOURCES if step % 10 else SOURCES_OF_A_TENTH_STEP
+        formula = predicted(tensors, sources, ranks)
+        assert (len(calls), sum(sent for _, sent in calls)) == (formula["collectives"], formula["sent"])
+
+
+def _check(results: list[list[tuple[dict[str, float], dict[str, float]]]]) -> None:
     for steps in zip(*results, strict=True):
         values = [{key: value for key, value in found.items() if key != "gradmon/overhead_pct"} for found, _ in steps]
         assert all(found == values[0] for found in values), "the ranks differ"
@@ -193,3 +231,17 @@ def test_ranks_look_closer_together_in_the_step_after_the_next() -> None:
         assert close == [202, 203, 204]
         assert monitored == [*range(0, 201, 10), 202, 203, 204, 210]
         assert complaints["budget:off"] > 0
+
+
+def test_what_cannot_be_watched_is_refused_with_what_can() -> None:
+    for fsdp1, pipeline in on_ranks(2, refused):
+        assert fsdp1.startswith("ValueError: a FullyShardedDataParallel (at '0') cannot be watched: FSDP1 keeps")
+        assert "use FSDP2" in fsdp1
+        assert pipeline.startswith("TypeError: a PipelineStage is not measured as a whole; watch the module of this rank's stage")
+
+
+def test_an_engine_of_deepspeed_is_refused_by_its_name() -> None:
+    # the package itself was not run here; its class is DeepSpeedEngine in deepspeed.runtime.engine
+    engine = type("DeepSpeedEngine", (nn.Module,), {"__module__": "deepspeed.runtime.engine"})
+    with pytest.raises(ValueError, match="a DeepSpeedEngine cannot be watched: DeepSpeed's engine steps by itself"):
+        ModuleMonitor(engine())

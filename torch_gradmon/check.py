@@ -85,11 +85,39 @@ def log_key(key: object) -> None:
 
 
 def module(value: object) -> None:
-    """An ``nn.Module``."""
+    """An ``nn.Module`` whose gradients are where they belong."""
+    if type(value).__module__.startswith("torch.distributed.pipelining"):
+        raise TypeError(
+            f"a {type(value).__name__} is not measured as a whole; watch the module of this rank's stage, and name the ranks that share "
+            "it: ModuleMonitor(stage.submod, process_group=...)"
+        )
     if isinstance(value, type) and issubclass(value, nn.Module):
         raise TypeError(f"expected a module, got the class {value.__name__}; pass an instance of it")
     if not isinstance(value, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {display(value)}")
+
+
+#: By the name of a class, and the package that it is of: why it cannot be watched, and what can.
+_REFUSED = {
+    ("FullyShardedDataParallel", "torch."): (
+        "FSDP1 keeps the parameters of many layers in flat ones, whose storage is freed behind each pass; use FSDP2, "
+        "torch.distributed.fsdp.fully_shard"
+    ),
+    ("DeepSpeedEngine", "deepspeed."): (
+        "DeepSpeed's engine steps by itself, and from ZeRO 1 on keeps gradients where no hook of torch sees them; "
+        "watch engine.module with ZeRO off, or use FSDP2"
+    ),
+}
+
+
+def measurable(model: nn.Module) -> None:
+    """A module without wrappers that keep gradients elsewhere."""
+    for path, child in model.named_modules():
+        for kind in type(child).__mro__:
+            for (name, package), why in _REFUSED.items():
+                if kind.__name__ == name and kind.__module__.startswith(package):
+                    where = f" (at {path!r})" if path else ""
+                    raise ValueError(f"a {name}{where} cannot be watched: {why}")
 
 
 def initialised(model: nn.Module) -> None:

@@ -26,7 +26,10 @@ Entry = tuple[str, ...]
 Tensors = Mapping[str, tuple[Sequence[str], frozenset[Column]]]
 
 _ALONE = {
-    "tensors": "not every rank has a monitor of the same model and metrics, so that nothing can be told of what is spread over ranks",
+    "tensors": (
+        "not every rank has a monitor of the same model and metrics, so that nothing can be told of what is spread over ranks; make one "
+        "on each of them, and where a pipeline's stages differ, name the ranks of this stage with process_group="
+    ),
     "values": "not every rank has a monitor, so that what this one tells of activations and logged values is of its own batches",
 }
 

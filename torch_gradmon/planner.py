@@ -62,6 +62,7 @@ class Planner:
         Raises:
             ValueError: metrics of one name overlap on it.
         """
+        check.measurable(module)
         check.initialised(module)
         inventory = self._taken(module)
         self.registry.check(_matchable(inventory))
