@@ -617,3 +617,71 @@ def train_with_reductions(rank: int, setting: Setting) -> list[tuple[dict[str, f
 def bytes_of(rank: int, wrap: str) -> list[list[tuple[str, int]]]:
     """What the benchmark counts."""
     return exchange.counted(wrap)
+
+
+# --- micro-batches ----------------------------------------------------------------------------------------------------------------
+
+FEATURES, MEAN, SPREAD = 50, 0.5, 1.5
+
+
+def noisy(rank: int, micro: int, size: int, divided: bool) -> float:
+    """The noise scale after 300 steps of a model whose gradient is the mean of its inputs, whatever its weights are."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    model: nn.Module = nn.Linear(FEATURES, 1, bias=False)
+    if ranks > 1:
+        model = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    monitor = ModuleMonitor(model)
+    monitor.add_preset("cheap")
+    monitor.add_batch_metrics(batch_size=size)
+    monitor.attach(optimizer)
+    data = torch.Generator().manual_seed(rank)
+    for _ in range(300):
+        optimizer.zero_grad()
+        for number in range(micro):
+            with model.no_sync() if ranks > 1 and number < micro - 1 else contextlib.nullcontext():  # type: ignore[operator]
+                loss = model(MEAN + SPREAD * torch.randn(size, FEATURES, generator=data)).mean()
+                (loss / micro if divided else loss).backward()
+        optimizer.step()
+    found = monitor.get_step_metrics()["gradmon/noise_scale"]
+    monitor.detach()
+    return found
+
+
+def batches_of(rank: int, wrap: str) -> tuple[list[str], Any, dict[str, list[float]]]:
+    """What is said of a spike that one micro-batch of one rank brings; norms by rank, or why there are none; and the true ones."""
+    model = _wrapped(wrap)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    events: list[Any] = []
+    monitor = ModuleMonitor(model, on_spike=events.append)
+    monitor.add_preset("cheap")
+    monitor.add_batch_metrics()
+    monitor.attach(optimizer)
+    data = torch.Generator().manual_seed(rank)
+    norms: list[float] = []
+    for step in range(31):
+        optimizer.zero_grad()
+        norms = []
+        for number in range(2):
+            last = number == 1
+            unsynchronised = model.no_sync if wrap == "ddp" else _unsharded(model)  # type: ignore[union-attr]
+            with contextlib.nullcontext() if last else unsynchronised():
+                loss = model(torch.randn(4, 5, generator=data)).square().mean() * (
+                    200 if (step, rank, number) == (30, 1, 1) else 1
+                )
+                if wrap == "ddp":
+                    parts = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+                    norms.append(sum(float(part.double().square().sum()) for part in parts) ** 0.5)
+                loss.backward()
+        optimizer.step()
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, norms)
+    record = monitor._session.settle_now()
+    assert record is not None
+    found = record.context.get("batch_norms") or monitor.missing()["gradmon/batch_norm_max"]
+    monitor.detach()
+    return (
+        [event.where for event in events if event.step == 30],
+        found,
+        {str(each): norms for each, norms in enumerate(everybody)},
+    )

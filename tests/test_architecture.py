@@ -39,7 +39,7 @@ FLOORS = [
         "metric",
         "record",
     ],
-    ["statistics.closely", "agreement"],
+    ["statistics.closely", "agreement", "batches"],
     ["statistics.eager"],
     ["statistics.fused", "statistics.triton"],
     ["statistics.backend"],

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence, Set
 
 from . import names as n
+from .batches import norms_by_rank
 from .layers import Layers
 from .metric import Metric
 from .names import Key
@@ -41,6 +42,8 @@ def assemble(
     ``absent`` receives reasons for what is not there.
     """
     base = tables.pop(n.UPDATE_BASE, None)
+    batches = tables.pop(n.BATCH_GRADIENT, None)
+    norms = {} if batches is None else norms_by_rank(batches)
     if facts.updates_void:
         tables.pop(n.UPDATE, None)
         custom = {key: value for key, value in custom.items() if key.source != n.UPDATE}
@@ -52,9 +55,9 @@ def assemble(
     # a sum over the model must not be one over the part of it that could be measured
     whole = {source: table for source, table in tables.items() if source not in facts.refused}
     reasons: dict[str, str] = {}
-    summarised = summary.compute(facts, whole, base, reasons)
+    summarised = summary.compute(facts, whole, base, reasons, norms)
     absent.update({(n.SUMMARY, name): reason for name, reason in reasons.items()})
-    values = {summary_key(name): summarised[name] for name in summary.keys if name in summarised}
+    values = {summary_key(name): summarised[name] for name in summary.shown if name in summarised}
     values.update({key: value for key, value in custom.items() if key.source == n.SUMMARY})
     viewed = dict(modules)
     for source, plan in plans.items():
@@ -67,7 +70,8 @@ def assemble(
     hidden = heads
     if unshown:
         hidden |= {key for key in values if (key.source, key.metric.partition(".")[0]) in unshown}
-    record = StepRecord(facts.step, time.time(), facts.applied, values, tables, facts.context, derived=derived, hidden=hidden)
+    context = {**facts.context, "batch_norms": norms} if norms else facts.context
+    record = StepRecord(facts.step, time.time(), facts.applied, values, tables, context, derived=derived, hidden=hidden)
     return record, summarised
 
 

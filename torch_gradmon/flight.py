@@ -38,6 +38,7 @@ class Flight:
         groups: names of the parameters of each of the optimizers' groups.
         tags: facts for its context.
         cost: time spent in the monitor, in percent of the time since the last step that was monitored; None for one that was not.
+        ranks: over how many the values of batches are merged.
         late: where values that were logged after its end are merged.
         late_departure: the same on their way, once the next step has begun.
         refusals_after: steps that were neither monitored nor applied, between this one and the next one monitored.
@@ -51,6 +52,7 @@ class Flight:
     groups: list[tuple[str, frozenset[str]]]
     tags: dict[str, Any]
     cost: float | None
+    ranks: int = 1
     late: StepBuffer | None = None
     late_departure: Departure | None = None
     refusals_after: int = 0
@@ -87,6 +89,7 @@ class Flight:
             groups=self.groups,
             refused={**{source: why for (source, name), why in buffer.absent.items() if not name}, **buffer.refused},
             context=self._context(noted),
+            ranks=self.ranks,
         )
         if (
             self.cost is not None and "overhead_pct" in summary.keys

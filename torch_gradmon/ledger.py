@@ -190,7 +190,7 @@ class Ledger:
         """Why each of ``metrics`` has no value in the step that ended last, by key."""
         if self.last is None:
             return {}
-        reasons = missing(self.last, list(metrics), names, self.summary.keys, self.absent)
+        reasons = missing(self.last, list(metrics), names, self.summary.shown, self.absent)
         # the keys are made as those of the values are
         return dict(zip(self._options.show(dict.fromkeys(reasons, 0.0)), reasons.values(), strict=True))
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from . import check
 from . import names as n
+from .batches import DOCUMENTATION as BATCHES
+from .batches import Batches
 from .errors import GradmonWarning, display, nearest
 from .metric import Metric
 from .mixin import has_mixin
@@ -243,7 +245,7 @@ class MetricMethods:
 
     def describe(self) -> dict[str, str]:
         """What was asked for, with its unit and meaning: documentation by key, patterns in the place of names."""
-        texts = {f"{n.SUMMARY}/{name}": DOCUMENTATION[name] for name in self._session.ledger.summary.keys}
+        texts = {f"{n.SUMMARY}/{name}": {**DOCUMENTATION, **BATCHES}[name] for name in self._session.ledger.summary.shown}
         for metric in self._registry.metrics:
             unit = "" if metric.unit == "1" else f" [{metric.unit}]"
             often = "" if metric.every == 1 else f", on every {metric.every}th step"
@@ -253,6 +255,24 @@ class MetricMethods:
                 if key.startswith((f"{n.SUMMARY}/update_", f"{n.UPDATE}/")):
                     texts[key] += f"; {sample}"
         return texts
+
+    def add_batch_metrics(self, batch_size: int = 1) -> None:
+        """Measure the gradient of each micro-batch on each rank by itself, before it is accumulated and reduced.
+
+        That gives ``gradmon/batch_norm_max`` and the gradient noise scale ``gradmon/noise_scale`` (:class:`torch_gradmon.batches.Batches`
+        has the formula), and the words of a spike name the rank and the micro-batch that it came from. It costs a hook and a pass
+        for each parameter and micro-batch. Not for gradients that exist only reduced, as under FSDP2.
+
+        Args:
+            batch_size: examples in a micro-batch of one rank, the unit of the noise scale; by default it is in micro-batches.
+
+        Raises:
+            ValueError: ``batch_size`` is no positive int.
+        """
+        check.positive_int("batch_size", batch_size)
+        self._session.ledger.summary.batches = Batches(batch_size)
+        self._planner.measures_each_batch = True
+        self._planner.changed()
 
     def add_preset(self, name: str) -> None:
         """Whole-model values under ``gradmon/``: ``"cheap"`` (nine, of gradients only), ``"standard"`` (fourteen), or ``"full"``

@@ -33,6 +33,8 @@ SUMMARY = "gradmon"
 SPIKE_SCORE = "spike_score"
 #: Internal: statistics of the updated parameters before the update. No keys come of it.
 UPDATE_BASE = "update_base"
+#: Internal: a row for the gradient of each micro-batch, named by rank and number.
+BATCH_GRADIENT = "batch_gradient"
 
 #: Sources whose keys are ``source/name/metric``.
 TENSOR_SOURCES = (

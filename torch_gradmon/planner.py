@@ -46,6 +46,7 @@ class Planner:
         self._excluded, self._format_name, self._distinct = excluded, format_name, distinct
         self._cache: dict[Any, dict[str, SourcePlan]] = {}
         self.version = 0
+        self.measures_each_batch = False  # the gradients of each micro-batch by itself
 
     @property
     def module(self) -> nn.Module | None:
@@ -121,14 +122,20 @@ class Planner:
     @property
     def measures_batches(self) -> bool:
         """Whether anything is measured of a rank's own batches, but for what a spike has lent."""
-        return any(metric.source in _OF_MODULES for metric in self.registry.own)
+        return self.measures_each_batch or any(metric.source in _OF_MODULES for metric in self.registry.own)
 
     def local_positions(self) -> list[int]:
-        """Positions of the parameters whose micro-batch gradients any metric wants, whatever the step."""
-        metrics = self.registry.of(n.GRADIENT_LOCAL)
-        names = [] if self.inventory is None else self.inventory.names
-        excluded = set() if self.inventory is None else self.inventory.excluded
-        return [p for p, name in enumerate(names) if name not in excluded and any(m.matches(name) for m in metrics)]
+        """Positions of the parameters whose micro-batch gradients anybody wants, whatever the step; not those that are spread over
+        ranks, whose gradients exist only reduced.
+        """
+        if self.inventory is None:
+            return []
+        metrics, inventory = self.registry.of(n.GRADIENT_LOCAL), self.inventory
+
+        def is_wanted(name: str) -> bool:
+            return self.measures_each_batch or (name not in inventory.excluded and any(m.matches(name) for m in metrics))
+
+        return [p for p, name in enumerate(inventory.names) if name not in inventory.spread and is_wanted(name)]
 
     def positions(self, optimizers: Iterable[Optimizer]) -> tuple[dict[int, list[int]], list[int]]:
         """Positions of each optimizer's parameters by its id, and those of parameters that none of them has."""

@@ -169,6 +169,7 @@ class Session:
         if not self._records_only:
             self._buffer.rng = rng_states() if self.ledger.outbox.stores else {}
             due = tuple(metric for metric in self.planner.module_metrics() if metric.due(step))
+        self.gradients.measures_batches = self.planner.measures_each_batch and not self._records_only
         self.gradients.begin(self._buffer, self._plans, references)
         self.parameters.begin(self._buffer, self._plans, references)
         self.activations.begin(self._buffer, due, self.planner.inventory)
@@ -277,7 +278,8 @@ class Session:
         refused = self.follower is not None and self.follower.refused
         evaluate = self.activations.values.evaluator()
         departure = buffer.depart()
-        self._flights.start(Flight(departure, self._plans, inventory, evaluate, refused, self._groups(), tags, self.guard.cost()))
+        cost, ranks = self.guard.cost(), self.measurer.ranks.count
+        self._flights.start(Flight(departure, self._plans, inventory, evaluate, refused, self._groups(), tags, cost, ranks))
 
     def settle(self) -> None:
         """Make the record of the step that has ended, if it was not made yet. Waits for its values."""

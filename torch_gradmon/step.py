@@ -168,6 +168,10 @@ class StepBuffer:
         self._pending[key] = Pending(reducer, [part_from(row, reducer)])
         self._counts[key] = row[Column.COUNT]
 
+    def parts_of(self, source: str) -> list[Tensor]:
+        """The rows of :meth:`merge_rows` of all tensors of a source: ``[8]`` each."""
+        return [row for (of, _), rows in self._parts.items() if of == source for row in rows]
+
     def reuse_rows(self, source: str, names: Iterable[str], of: str) -> None:
         """The rows of ``source`` for ``names`` are those of the source ``of``: nothing is measured or copied."""
         for name in names:

@@ -12,8 +12,8 @@ from .spikes import aftermath
 from .spikes.signals import value_in, value_of
 from .spikes.suspects import Gradients, Suspect
 
-#: Steps shown before and after the one that is told of, and parameters shown.
-_BEFORE, _AFTER, _LAYERS = 3, 4, 8
+#: Steps shown before and after the one that is told of, and parameters and ranks shown.
+_BEFORE, _AFTER, _LAYERS, _RANKS = 3, 4, 8, 8
 #: Later steps that are looked through for values of a signal that may be logged seldom.
 _READ_ON = 1000
 #: Whole-model values that are shown where they are known, besides what spiked and whatever has "loss" in its name.
@@ -126,10 +126,14 @@ def _heading(source: Source, step: int, events: Sequence[Event]) -> Iterator[str
     context = dict(source.context(step))
     if context.pop("applied", True) is False:
         yield "  the step was not applied"
-    tags = context.pop("tags", {})
+    tags, norms = context.pop("tags", {}), context.pop("batch_norms", {})
     facts = {name: value for name, value in {**tags, **context}.items() if name not in ("time", "overhead_pct")}
     if facts:
         yield "  " + ", ".join(f"{name} {_fact(value)}" for name, value in facts.items())
+    for rank, each in list(norms.items())[:_RANKS]:
+        yield f"  norms of the micro-batches of rank {rank}: {', '.join(map(_number, each[:8]))}{', ...' if len(each) > 8 else ''}"
+    if len(norms) > _RANKS:
+        yield f"  ... and {len(norms) - _RANKS} more ranks"
 
 
 def _fact(value: Any) -> str:

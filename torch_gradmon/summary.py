@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from . import names as n
+from .batches import DOCUMENTATION as BATCHES
+from .batches import Batches
 from .names import Key
 from .record import Table
 from .statistics.moments import ALL_COLUMNS, VIEWS, Column
@@ -58,6 +60,7 @@ class Facts:
         groups: names of the parameters of each of the optimizers' groups.
         refused: a reason by source, where some of its tensors could not be measured.
         context: learning rates and the like, for the record.
+        ranks: over how many the values of batches are merged.
     """
 
     step: int
@@ -69,6 +72,7 @@ class Facts:
     updates_void: bool = False
     refused: Mapping[str, str] = field(default_factory=dict)
     context: Mapping[str, Any] = field(default_factory=dict)
+    ranks: int = 1
 
 
 class Summary:
@@ -87,7 +91,13 @@ class Summary:
         self.signals: set[str] = set()
         self.all_columns = all_columns
         self.not_applied = 0
+        self.batches: Batches | None = None
         self._clips: deque[tuple[bool, bool]] = deque(maxlen=WINDOW)
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """The names of all values that are asked for."""
+        return self.keys if self.batches is None else (*self.keys, *BATCHES)
 
     @property
     def update_every(self) -> int:
@@ -111,10 +121,12 @@ class Summary:
     def needs(self, step: int) -> dict[str, frozenset[Column]]:
         """The statistics that the next values are made of, by source, for all trainable parameters."""
         wanted = self.signals.union(self.keys).intersection(DOCUMENTATION)
-        if not wanted:
+        if not wanted and self.batches is None:
             return {}
         square = frozenset({Column.COUNT, Column.SQUARE_SUM})
         needs = self.needs_of_gradients()
+        if self.batches is not None:
+            needs[n.GRADIENT_LOCAL] = square
         update_step = step % self.update_every == 0
         if "param_norm" in wanted:
             needs[n.PARAMETER] = square
@@ -124,7 +136,14 @@ class Summary:
             needs.update({source: ALL_COLUMNS for source in (n.PARAMETER, n.UPDATE) if source in needs})
         return needs
 
-    def compute(self, facts: Facts, tables: Mapping[str, Table], base: Table | None, absent: dict[str, str]) -> dict[str, float]:
+    def compute(
+        self,
+        facts: Facts,
+        tables: Mapping[str, Table],
+        base: Table | None,
+        absent: dict[str, str],
+        batch_norms: Mapping[str, Sequence[float]] | None = None,
+    ) -> dict[str, float]:
         """The values of one step by name, also those that are not among ``keys``.
 
         Args:
@@ -132,11 +151,14 @@ class Summary:
             tables: statistics by source, of all parameters or not at all.
             base: statistics of the updated parameters before the update.
             absent: receives a reason for each key that is not there.
+            batch_norms: of the gradients of micro-batches, by rank.
         """
         values: dict[str, float] = {}
         self.not_applied += not facts.applied
         values["steps_not_applied"] = float(self.not_applied)
         self._gradients(values, tables.get(n.GRADIENT_BEFORE_CLIP), tables.get(n.GRADIENT), facts, absent)
+        if self.batches is not None:
+            values |= self.batches.compute(batch_norms or {}, values.get("grad_norm"), facts.ranks, absent)
         if (table := tables.get(n.PARAMETER)) is not None:
             values["param_norm"] = _norm(_of(table, facts.trainable))
         else:
@@ -224,13 +246,16 @@ class Summary:
 
     def state_dict(self) -> dict[str, Any]:
         """Counters and the clipping window, as plain numbers."""
-        return {"not_applied": self.not_applied, "clips": [[int(a), int(b)] for a, b in self._clips]}
+        batches = {} if self.batches is None else {"batches": self.batches.state_dict()}
+        return {"not_applied": self.not_applied, "clips": [[int(a), int(b)] for a, b in self._clips], **batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
         self.not_applied = int(state["not_applied"])
         self._clips.clear()
         self._clips.extend((bool(a), bool(b)) for a, b in state["clips"])
+        if self.batches is not None and "batches" in state:
+            self.batches.load_state_dict(state["batches"])
 
 
 def _of(table: Table, names: Set[str]) -> Table:

@@ -8,15 +8,16 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..names import GRADIENT, GRADIENT_BEFORE_CLIP, GRADIENT_LOCAL, Key
+from ..names import BATCH_GRADIENT, GRADIENT, GRADIENT_BEFORE_CLIP, GRADIENT_LOCAL, Key
 from ..plan import SourcePlan
 from ..shelf import Place
-from ..statistics.moments import ALWAYS, Column
+from ..statistics.moments import ALWAYS, Column, merge
 from ..step import StepBuffer
 from .measuring import Measurer
 
 #: What tells an edited gradient from its former self.
 _WITNESSES = frozenset({Column.SUM, Column.SQUARE_SUM})
+_SQUARES = ALWAYS | {Column.SQUARE_SUM}
 _Seen = dict[int, tuple["weakref.ref[Tensor]", int]]
 
 
@@ -38,11 +39,13 @@ class GradientCapture:
         self._held: dict[int, tuple[StepBuffer, _Seen, list[int]]] = {}
         self._uncommitted: dict[tuple[int, int], StepBuffer] = {}
         self._accumulated: dict[int, weakref.ref[Tensor]] = {}
+        self.measures_batches = False  # each micro-batch by itself
+        self._batches: dict[int, list[Tensor]] = {}  # rows of its gradients, by backward pass
 
     def begin(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], parameters: Sequence[Place]) -> None:
         """Start a step; ``parameters`` are those that the plans' positions speak of."""
         self._buffer, self._plans, self._parameters = buffer, plans, parameters
-        self._seen, self._held, self._uncommitted, self._accumulated = {}, {}, {}, {}
+        self._seen, self._held, self._uncommitted, self._accumulated, self._batches = {}, {}, {}, {}, {}
         self._scaled = False
 
     def not_measured(self, positions: Sequence[int], inverse_scale: Tensor | None) -> list[int]:
@@ -66,7 +69,12 @@ class GradientCapture:
 
     def end(self) -> None:
         """End the step, and let go of everything that it held."""
-        self._buffer, self._seen, self._held, self._uncommitted, self._accumulated = None, {}, {}, {}, {}
+        if self._buffer is not None:
+            rank = self._measurer.ranks.rank
+            for number, rows in enumerate(self._batches.values()):
+                self._buffer.merge_rows(BATCH_GRADIENT, [f"{rank}/{number}"], merge(torch.stack(rows)).unsqueeze(0), _SQUARES)
+        self._buffer, self._seen, self._held, self._uncommitted = None, {}, {}, {}
+        self._accumulated, self._batches = {}, {}
 
     def _gradients(self, positions: Iterable[int]) -> dict[int, Tensor]:
         found = {}
@@ -201,11 +209,15 @@ class GradientCapture:
         parameter = self._parameters[position]() if self._parameters else None
         if held is None or self._buffer is None or parameter is None or parameter.grad is None:
             return
-        accumulated = self._accumulated.get(position)
-        if accumulated is not None and accumulated() is not parameter.grad:
+        accumulated, task = self._accumulated.get(position), torch._C._current_graph_task_id()
+        # DDP may have put a view of its bucket in the place of the gradient, which is no other one for that
+        if accumulated is not None and accumulated() is not parameter.grad and not parameter.grad._is_view():
             # what was accumulated before was thrown away since, and so are its micro-batches
             self._buffer.clear(GRADIENT_LOCAL, [self._plans[GRADIENT_LOCAL].names[position]])
+            self._batches = {each: rows for each, rows in self._batches.items() if each == task}
         self._accumulated[position] = weakref.ref(parameter.grad)
+        if self.measures_batches and (rows := held.parts_of(GRADIENT_LOCAL)):
+            self._batches.setdefault(task, []).extend(rows)
         self._buffer.absorb(held)
 
 

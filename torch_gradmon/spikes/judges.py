@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 
+from ..batches import in_words as batch_in_words
 from ..names import PARAMETER_SOURCES, SPIKE_SCORE, SUMMARY, Key, parse_key
 from ..record import Event, StepRecord
 from ..summary import DOCUMENTATION
@@ -103,7 +104,8 @@ class Judges:
                 self._recalled.append(earlier)
                 self.gradients.fill(earlier.step, earlier.tables)
             suspects = self.suspects[record.step] = self.gradients.suspects(record.step)
-            events = [replace(event, where=in_words(suspects, record.step)) for event in events]
+            told = (in_words(suspects, record.step), batch_in_words(record.context.get("batch_norms", {})))
+            events = [replace(event, where="; ".join(filter(None, told))) for event in events]
             while len(self.suspects) > _SPIKES:
                 del self.suspects[next(iter(self.suspects))]
         return replace(record, values={**record.values, **scores}, events=(*record.events, *events)), events
