@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import torch_gradmon as gradmon
-from torch_gradmon import summary
+from torch_gradmon import batches, summary
 from torch_gradmon.presets import PRESETS
 from torch_gradmon.sinks.outlet import LARGEST
 from torch_gradmon.sinks.wandb_rows import AXIS
@@ -211,4 +211,4 @@ def test_every_documented_whole_model_key_appears(clip: bool) -> None:
 def test_the_readme_names_no_key_that_does_not_exist() -> None:
     named = set(re.findall(r"\bgradmon/([a-z][a-z0-9_]*)", _readme()))
     of_sinks = {AXIS.removeprefix("gradmon/"), f"grad_norm{LARGEST}"}
-    assert named <= set(summary.DOCUMENTATION) | of_sinks
+    assert named <= set(summary.DOCUMENTATION) | set(batches.DOCUMENTATION) | of_sinks
