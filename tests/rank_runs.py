@@ -685,3 +685,44 @@ def batches_of(rank: int, wrap: str) -> tuple[list[str], Any, dict[str, list[flo
         found,
         {str(each): norms for each, norms in enumerate(everybody)},
     )
+
+
+def changed_on_the_way(rank: int) -> list[tuple[set[str], set[str]]]:
+    """A metric that is added, and a parameter that thaws, between two steps: parameters that have a norm before clipping, and those
+    that have a gradient.
+    """
+    model = Net(width=7, idle=False)
+    fully_shard(model.first)
+    fully_shard(model)
+    model.second.weight.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    monitor = ModuleMonitor(model)
+    monitor.add_gradient_metric("norm")
+    monitor.attach(optimizer)
+    found = []
+    for step in range(4):
+        if step == 1:
+            monitor.add_gradient_metric("max")
+        if step == 2:
+            model.second.weight.requires_grad_(True)
+        optimizer.zero_grad()
+        model(torch.ones(4, 5)).square().mean().backward()
+        true = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+        optimizer.step()
+        keys = [key.split("/") for key in monitor.get_step_metrics()]
+        found.append(({key[1] for key in keys if key[0] == "gradient_before_clip"}, true))
+    monitor.detach()
+    return found
+
+
+def recorded(rank: int, directory: str, every: int) -> None:
+    """A run with a spike in step 200, with a cadence and a recorder or without."""
+    model = _wrapped("fsdp2")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    arguments = {"every": every, "flight_recorder": 4} if every > 1 else {}
+    monitor = gradmon.watch(model, optimizer, on_spike=None, run_dir=f"{directory}/{every}", **arguments)  # type: ignore[arg-type]
+    for step in range(212):
+        optimizer.zero_grad()
+        (model(torch.ones(4, 5)).square().mean() * (100 if step == 200 else 1)).backward()
+        optimizer.step()
+    monitor.detach()

@@ -20,6 +20,7 @@ from .rank_runs import (
     attached,
     batch_values,
     bytes_of,
+    changed_on_the_way,
     counted,
     decided,
     in_disorder,
@@ -28,6 +29,7 @@ from .rank_runs import (
     looks_closer,
     merged,
     out_of_step,
+    recorded,
     refused,
     train,
     train_with_reductions,
@@ -245,3 +247,23 @@ def test_an_engine_of_deepspeed_is_refused_by_its_name() -> None:
     engine = type("DeepSpeedEngine", (nn.Module,), {"__module__": "deepspeed.runtime.engine"})
     with pytest.raises(ValueError, match="a DeepSpeedEngine cannot be watched: DeepSpeed's engine steps by itself"):
         ModuleMonitor(engine())
+
+
+def test_what_changes_on_the_way_is_followed_also_where_parameters_are_on_the_shelf() -> None:
+    for found in on_ranks(2, changed_on_the_way):
+        assert all(keys == true for keys, true in found)
+        assert len(found[3][1]) == len(found[0][1]) + 1
+
+
+def test_steps_that_are_recorded_for_a_spike_are_those_of_all_ranks(tmp_path: Path) -> None:
+    for every in (1, 10):
+        on_ranks(2, recorded, str(tmp_path), every)
+    always, seldom = (load_run(tmp_path / str(every)) for every in (1, 10))
+    around = [step for step in seldom.steps if seldom.context(step).get("monitored") is False]
+    assert around == [196, 197, 198, 199, 201, 205, 206, 207]
+    for step in around:
+        assert seldom.metrics(step)["gradmon/grad_norm"] == always.metrics(step)["gradmon/grad_norm"]
+        here, there = (run.table("gradient_before_clip", step) for run in (seldom, always))
+        assert here is not None
+        assert there is not None
+        assert torch.equal(here.rows, there.rows)
