@@ -687,10 +687,8 @@ def batches_of(rank: int, wrap: str) -> tuple[list[str], Any, dict[str, list[flo
     )
 
 
-def changed_on_the_way(rank: int) -> list[tuple[set[str], set[str]]]:
-    """A metric that is added, and a parameter that thaws, between two steps: parameters that have a norm before clipping, and those
-    that have a gradient.
-    """
+def changed_on_the_way(rank: int) -> list[tuple[dict[str, float], dict[str, float]]]:
+    """A metric that is added, and a parameter that thaws, between two steps: norms before clipping, and the true ones."""
     model = Net(width=7, idle=False)
     fully_shard(model.first)
     fully_shard(model)
@@ -707,10 +705,11 @@ def changed_on_the_way(rank: int) -> list[tuple[set[str], set[str]]]:
             model.second.weight.requires_grad_(True)
         optimizer.zero_grad()
         model(torch.ones(4, 5)).square().mean().backward()
-        true = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+        true = {name: float(gradient.double().norm()) for name, gradient in _gradients(model).items()}
         optimizer.step()
-        keys = [key.split("/") for key in monitor.get_step_metrics()]
-        found.append(({key[1] for key in keys if key[0] == "gradient_before_clip"}, true))
+        values = monitor.get_step_metrics()
+        keys = {name: f"gradient_before_clip/{name}/norm" for name, _ in model.named_parameters()}
+        found.append(({name: values[key] for name, key in keys.items() if key in values}, true))
     monitor.detach()
     return found
 
