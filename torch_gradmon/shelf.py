@@ -47,6 +47,10 @@ class OnShelf:
         return None if held is None else held.sharded_param
 
 
+def _told(parameter: nn.Parameter) -> tuple[int, bool]:
+    return id(parameter), parameter.requires_grad
+
+
 class Shelf:
     """The parameters of modules under ``fully_shard``, those that the optimizer has.
 
@@ -55,7 +59,7 @@ class Shelf:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        self._kept: list[tuple[OnShelf, int]] = []
+        self._kept: list[tuple[OnShelf, tuple[int, bool]]] = []
         #: By the id of the module and the parameter's name there.
         self.places: dict[tuple[int, str], OnShelf] = {}
         fsdp = sys.modules.get("torch.distributed.fsdp")
@@ -67,13 +71,13 @@ class Shelf:
 
     def _put(self, held: Any) -> None:
         info, place = held._module_info, OnShelf(held)
-        self._kept.append((place, id(held.sharded_param)))
+        self._kept.append((place, _told(held.sharded_param)))
         owners = zip([info.module, *info.shared_modules], [info.param_name, *info.shared_param_names], strict=True)
         self.places.update(((id(module), name), place) for module, name in owners)
 
     def is_current(self) -> bool:
-        """False once one of them was replaced."""
-        return all(id(place()) == known for place, known in self._kept)
+        """False once one of them was replaced, froze or thawed."""
+        return all((parameter := place()) is not None and _told(parameter) == known for place, known in self._kept)
 
     def parameters(self, root: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter, Place]]:
         """Those of ``root`` with names and places, as ``nn.Module.named_parameters`` has them between two passes."""
