@@ -150,6 +150,11 @@ BAD: list[tuple[Call, type[Exception], tuple[str, ...]]] = [
     (lambda w: w.free.add_activation_metric("sparsty"), ValueError, ("'sparsty'", "did you mean sparsity?")),
     (lambda w: w.free.add_parameter_difference_metric("x", every="2"), ValueError, ("every='2'", "positive int")),
     (lambda w: w.free.add_preset("minimal"), ValueError, ("'minimal'", "'cheap', 'standard', 'full'")),
+    (lambda w: w.free.add_batch_metrics(0), ValueError, ("batch_size=0", "positive int")),
+    (lambda w: ModuleMonitor(flight_recorder=-1), ValueError, ("flight_recorder=-1", "or 0 for none")),
+    (lambda w: ModuleMonitor(process_group=3), TypeError, ("process_group", "mesh.get_group()", "3")),
+    (lambda w: ModuleMonitor(rank_distinct_regex="("), ValueError, ("rank_distinct_regex",)),
+    (lambda w: w.attached.log_scalar("x", 1.0, reduce="average"), ValueError, ("reduce", "mean")),
     # modules
     (lambda w: w.free.set_module(None), TypeError, ("None", "torch.nn.Module")),
     (lambda w: w.free.set_module(nn.Linear(1, 1)), ValueError, ("Sequential", "detach()", "another ModuleMonitor")),
