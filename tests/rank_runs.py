@@ -725,3 +725,39 @@ def recorded(rank: int, directory: str, every: int) -> None:
         (model(torch.ones(4, 5)).square().mean() * (100 if step == 200 else 1)).backward()
         optimizer.step()
     monitor.detach()
+
+
+def shardwise(rank: int, wrap: str) -> tuple[dict[str, float], dict[str, float], dict[str, str]]:
+    """Functions of the parts of tensors, beside their values on whole tensors; and why there is none of what was not declared."""
+    wrapped = WRAPS[wrap]()
+    model = wrapped.model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = ModuleMonitor(model)
+    functions: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+        "positive": (lambda x: (x > 0).double().mean(), "mean"),
+        "elementwise": (lambda x: x.double().square(), "mean"),
+        "peak": (lambda x: x.abs().amax(), "max"),
+        "low": (lambda x: x.amin(), "min"),
+        "total": (lambda x: x.double().sum(), "sum"),
+    }
+    for name, (function, reducer) in functions.items():
+        for add in (monitor.add_gradient_metric, monitor.add_parameter_metric, monitor.add_update_metric):
+            add(name, function, metric_aggregation_fn=reducer, shardwise=True)
+    monitor.add_gradient_metric("median", lambda x: x.median())
+    monitor.attach(optimizer)
+    features = 5 if isinstance(model, Net) else 8
+    model(batches()[0][..., :features].tensor_split(wrapped.part[1])[wrapped.part[0]]).square().mean().backward()
+    gradients = _gradients(model)
+    before = {name: full(parameter) for name, parameter in model.named_parameters()}
+    optimizer.step()
+    moved = {name: full(parameter) - before[name] for name, parameter in model.named_parameters() if name in gradients}
+    sources = {"gradient_before_clip": gradients, "gradient": gradients, "parameter": before, "update": moved}
+    expected = {
+        f"{source}/{name}/{metric}": float(function(tensor).double().mean())
+        for source, tensors in sources.items()
+        for name, tensor in tensors.items()
+        for metric, (function, _) in functions.items()
+    }
+    values, missing = monitor.get_step_metrics(), monitor.missing()
+    monitor.detach()
+    return values, expected, missing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from .rank_runs import (
     out_of_step,
     recorded,
     refused,
+    shardwise,
     train,
     train_with_reductions,
     with_experts,
@@ -268,3 +270,18 @@ def test_steps_that_are_recorded_for_a_spike_are_those_of_all_ranks(tmp_path: Pa
         assert here is not None
         assert there is not None
         assert torch.equal(here.rows, there.rows)
+
+
+@pytest.mark.parametrize("wrap", ["fsdp2", "tp"])
+def test_a_function_that_is_declared_shardwise_has_the_value_of_the_whole_tensor(wrap: str) -> None:
+    for values, expected, missing in on_ranks(2, shardwise, wrap):
+        assert {key: values.get(key) for key in expected} == pytest.approx(expected, rel=1e-5, abs=1e-7)
+        name = "first.weight" if wrap == "fsdp2" else "up.weight"
+        assert f"gradient/{name}/median" not in values
+        assert "shardwise=True declares" in missing[f"gradient/{name}/median"]
+
+
+@pytest.mark.parametrize("arguments", [{}, {"metric_fn": torch.median, "metric_aggregation_fn": lambda values: values.max()}])
+def test_what_cannot_be_merged_is_not_shardwise(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"shardwise=True is for a metric_fn whose values on parts of a tensor merge by 'mean'"):
+        ModuleMonitor().add_gradient_metric("norm", **arguments, shardwise=True)

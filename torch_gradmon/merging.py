@@ -48,10 +48,12 @@ def as_tensor(value: Any, key: Key) -> Tensor:
         ) from error
 
 
-def part_of(values: Tensor, aggregation: Aggregation) -> Tensor:
-    """What one micro-batch contributes: reduced at once, since the tensor behind it will not wait."""
+def part_of(values: Tensor, aggregation: Aggregation, weight: int = 1) -> Tensor:
+    """What one micro-batch contributes: reduced at once, since the tensor behind it will not wait. ``weight`` counts in a mean, where
+    it is one value that stands for so many.
+    """
     if aggregation == "mean":
-        return torch.stack([values.sum(), torch.full_like(values[0], values.numel())])
+        return torch.stack([values.sum(), torch.full_like(values[0], values.numel())]) * (weight if values.numel() == 1 else 1)
     if aggregation == "sum":
         return values.sum().reshape(1)
     if aggregation == "min":

@@ -38,6 +38,7 @@ class Metric:
         split_calls: of a module: the calls of one forward have keys of their own, ``name@0`` and so on.
         built_in: its function is ours, and says nothing of a tensor without elements.
         per_head: of attention: the values of single heads are shown too.
+        shardwise: of a tensor that is spread over ranks, its function is called for each rank's part, and the values are merged.
         shown: belongs into ``get_step_metrics()``; otherwise it goes to the run directory only.
     """
 
@@ -54,6 +55,7 @@ class Metric:
     split_calls: bool = False
     per_head: bool = False
     built_in: bool = False
+    shardwise: bool = False
 
     def matches(self, name: str) -> bool:
         """Whether this metric applies to the tensor or module of that canonical name."""

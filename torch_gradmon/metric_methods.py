@@ -41,8 +41,10 @@ def _adder(source: str, documentation: str) -> Callable[..., None]:
         metric_aggregation_fn: AggregationFunction = None,
         *,
         every: int = 1,
+        shardwise: bool = False,
     ) -> None:
-        self._add([source], metric_name, metric_fn, metric_regex, metric_aggregation_fn, every)
+        options = {"shardwise": check.flag(shardwise=shardwise)} if shardwise is not False else {}
+        self._add([source], metric_name, metric_fn, metric_regex, metric_aggregation_fn, every, **options)
 
     add.__doc__ = documentation
     return add
@@ -62,7 +64,10 @@ class MetricMethods:
     * ``metric_aggregation_fn``: how the values of micro-batches and elements become one: ``"mean"`` (by elements), ``"sum"``,
       ``"min"``, ``"max"``, or a function of all values as one flat tensor that returns a number or a dict of numbers.
 
-    and ``every``: computed only on steps that are divisible by it.
+    and ``every``: computed only on steps that are divisible by it. Where a tensor is spread over ranks, a function gives no value,
+    unless it was declared ``shardwise``: then it is called for each rank's part, and the values are merged by
+    ``metric_aggregation_fn``, ``"mean"`` weighted by the elements of the parts. That is right for a share or a largest
+    magnitude, and wrong for a quantile.
 
     All raise ``TypeError`` or ``ValueError`` before anything is changed: a name that is empty, has a slash or names no
     built-in, a pattern that does not compile, a function that cannot be called, the same name twice on one tensor.
@@ -81,6 +86,7 @@ class MetricMethods:
         *,
         stages: Iterable[str] = ("before_clip", "after_clip"),
         every: int = 1,
+        shardwise: bool = False,
     ) -> None:
         """Of the gradient: ``gradient_before_clip/{param}/{metric}`` and, as the optimizer uses it, ``gradient/{param}/{metric}``.
 
@@ -96,7 +102,8 @@ class MetricMethods:
             sources.append(n.GRADIENT_STAGES[stage])
         if not sources:
             raise ValueError("stages is empty; name at least one of local, before_clip, after_clip")
-        self._add(sources, metric_name, metric_fn, metric_regex, metric_aggregation_fn, every)
+        options = {"shardwise": check.flag(shardwise=shardwise)}
+        self._add(sources, metric_name, metric_fn, metric_regex, metric_aggregation_fn, every, **options)
 
     add_parameter_metric = _adder(
         n.PARAMETER,

@@ -94,6 +94,7 @@ class Registry:
         shown: bool = True,
         split_calls: bool = False,
         per_head: bool = False,
+        shardwise: bool = False,
     ) -> Metric:
         """A checked metric, not yet added.
 
@@ -106,6 +107,11 @@ class Registry:
         if function is not None and not callable(function):
             raise TypeError(
                 f"metric_fn of {name!r} must be callable or None for the built-in of that name, got {display(function)}"
+            )
+        if shardwise and (function is None or callable(aggregation)):
+            raise ValueError(
+                f"shardwise=True is for a metric_fn whose values on parts of a tensor merge by 'mean', 'sum', 'min' or 'max'; {name!r} has "
+                f"metric_fn={display(function)} and metric_aggregation_fn={display(aggregation)}"
             )
         asked, aggregation = aggregation, checked_aggregation(aggregation, "metric_aggregation_fn")
         if function is not None:
@@ -120,6 +126,7 @@ class Registry:
                 every=every,
                 shown=shown,
                 split_calls=split_calls,
+                shardwise=shardwise,
             )
         built_in = self.built_ins.get(source, {}).get(name)
         if built_in is None:

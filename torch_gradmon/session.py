@@ -253,7 +253,8 @@ class Session:
             wanted[n.UPDATE_BASE] = wanted[n.UPDATE][0], SQUARES
         judges = self.ledger.judges
         # where ranks meet anyway, values go along whether anybody has any: a rank cannot know what the others have
-        shares = bool(wanted) or self._reduces or self.planner.measures_batches or judges.watches_values
+        spread = self.planner.inventory is not None and bool(self.planner.inventory.spread)
+        shares = spread or self._reduces or self.planner.measures_batches or judges.watches_values
         self._exchange_of.run(buffer, wanted, shares and not self._records_only, judges.watches)
         judges.hears_late = not self._exchange_of.shares_values
         self._flights.lockstep = self._exchange_of.takes_place

@@ -182,12 +182,12 @@ class StepBuffer:
         """The custom value of ``key`` is that of the key ``of``."""
         self._same_value[key] = of
 
-    def put_value(self, key: Key, value: Any, aggregation: Aggregation = "mean") -> None:
+    def put_value(self, key: Key, value: Any, aggregation: Aggregation = "mean", weight: int = 1) -> None:
         """A scalar, or a tensor whose elements are reduced by ``aggregation``; replaces what is there."""
         self._pending.pop(key, None)
-        self.merge_value(key, value, aggregation)
+        self.merge_value(key, value, aggregation, weight)
 
-    def merge_value(self, key: Key, value: Any, aggregation: Aggregation = "mean") -> None:
+    def merge_value(self, key: Key, value: Any, aggregation: Aggregation = "mean", weight: int = 1) -> None:
         """A scalar or tensor of one micro-batch; merged with the others of this step by ``aggregation``.
 
         Raises:
@@ -195,7 +195,7 @@ class StepBuffer:
             ValueError: a tensor without elements.
         """
         self.has_new = True
-        self._merge(key, [part_of(as_tensor(value, key), aggregation)], aggregation)
+        self._merge(key, [part_of(as_tensor(value, key), aggregation, weight)], aggregation)
 
     def _merge(self, key: Key, parts: list[Tensor], aggregation: Aggregation) -> None:
         pending = self._pending.setdefault(key, Pending(aggregation, []))

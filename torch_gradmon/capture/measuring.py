@@ -20,7 +20,10 @@ from ..statistics.backend import Statistics
 from ..statistics.reading import refusal
 from ..step import StepBuffer
 
-_SPREAD = "its elements are spread over ranks, and of a function of all of them no rank can give the value"
+_SPREAD = (
+    "its elements are spread over ranks, and of a function of all of them no rank can give the value; shardwise=True declares that "
+    "the values of parts can be merged"
+)
 
 
 class Measurer:
@@ -102,7 +105,8 @@ class Measurer:
             for position in due:
                 value = tensors[position]
                 if position in spread:
-                    buffer.absent[plan.source, plan.names[position]] = _SPREAD
+                    seconds = None if second is None else second[position]
+                    self._shardwise(buffer, plan, position, value, seconds, inverse_scale, merging)
                     continue
                 if isinstance(value, Tensor):
                     value = self.ranks.own_part(value, spread=False)
@@ -114,6 +118,34 @@ class Measurer:
                 inputs = [value] if second is None else [value, second[position]]
                 self.functions(buffer, plan.source, plan.names[position], plan.functions[position], inputs, merging)
 
+    def _shardwise(
+        self,
+        buffer: StepBuffer,
+        plan: SourcePlan,
+        position: int,
+        value: Any,
+        second: Tensor | None,
+        inverse_scale: Tensor | None,
+        merging: bool,
+    ) -> None:
+        """The functions that may be called for the part that this rank has of a tensor; their values travel to the other ranks."""
+        name, metrics = plan.names[position], plan.functions[position]
+        for metric in metrics:
+            if not metric.shardwise:
+                buffer.absent[plan.source, f"{name}/{metric.name}"] = _SPREAD
+        wanted = [metric for metric in metrics if metric.shardwise]
+        if not wanted:
+            return
+        inputs = [_each_tensor(x, lambda t: self.ranks.own_part(t, spread=True)) for x in (value, second) if x is not None]
+        weight = max((tensor.numel() for tensor in _tensors_in(inputs)), default=0)
+        if not weight:  # another rank has it
+            return
+        if inverse_scale is not None:
+            inputs = [unscaled(tensor, inverse_scale) for tensor in inputs]
+        self.functions(buffer, plan.source, name, wanted, inputs, merging, weight)
+        for metric in wanted:
+            buffer.share(Key(plan.source, name, metric.name), str(metric.aggregation))
+
     def functions(
         self,
         buffer: StepBuffer,
@@ -122,8 +154,9 @@ class Measurer:
         metrics: Sequence[Metric],
         inputs: Sequence[Any],
         merging: bool = False,
+        weight: int = 1,
     ) -> None:
-        """Put the value of each metric function of ``inputs`` into the buffer."""
+        """Put the value of each metric function of ``inputs`` into the buffer; ``weight``: of a single value, in a mean."""
         for metric in metrics:
             key, cause = Key(source, name, metric.name), f"metric:{source}:{metric.name}"
             if key in self._off:
@@ -135,7 +168,7 @@ class Measurer:
                 if value is None:
                     buffer.absent[key.source, f"{name}/{metric.name}"] = "its function returned nothing"
                 else:
-                    (buffer.merge_value if merging else buffer.put_value)(key, value, metric.aggregation)
+                    (buffer.merge_value if merging else buffer.put_value)(key, value, metric.aggregation, weight)
             except Exception as error:
                 self._off[key] = f"its function raised {type(error).__name__}: {error}"
                 buffer.absent[key.source, f"{name}/{metric.name}"] = self._off[key]
