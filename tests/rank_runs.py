@@ -731,7 +731,7 @@ def shardwise(rank: int, wrap: str) -> tuple[dict[str, float], dict[str, float],
     """Functions of the parts of tensors, beside their values on whole tensors; and why there is none of what was not declared."""
     wrapped = WRAPS[wrap]()
     model = wrapped.model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     monitor = ModuleMonitor(model)
     functions: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
         "positive": (lambda x: (x > 0).double().mean(), "mean"),
@@ -744,6 +744,8 @@ def shardwise(rank: int, wrap: str) -> tuple[dict[str, float], dict[str, float],
         for add in (monitor.add_gradient_metric, monitor.add_parameter_metric, monitor.add_update_metric):
             add(name, function, metric_aggregation_fn=reducer, shardwise=True)
     monitor.add_gradient_metric("median", lambda x: x.median())
+    for built_in in ("exp_avg_norm", "exp_avg_sq_norm", "grad_momentum_cosine"):
+        monitor.add_optimizer_metric(built_in)
     monitor.attach(optimizer)
     features = 5 if isinstance(model, Net) else 8
     model(batches()[0][..., :features].tensor_split(wrapped.part[1])[wrapped.part[0]]).square().mean().backward()
@@ -758,6 +760,13 @@ def shardwise(rank: int, wrap: str) -> tuple[dict[str, float], dict[str, float],
         for name, tensor in tensors.items()
         for metric, (function, _) in functions.items()
     }
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            state = optimizer.state[parameter]
+            first, second, gradient = (full(x).double() for x in (state["exp_avg"], state["exp_avg_sq"], parameter.grad))
+            expected[f"optimizer/{name}/exp_avg_norm"] = float(first.norm())
+            expected[f"optimizer/{name}/exp_avg_sq_norm"] = float(second.norm())
+            expected[f"optimizer/{name}/grad_momentum_cosine"] = float((first * gradient).sum() / first.norm() / gradient.norm())
     values, missing = monitor.get_step_metrics(), monitor.missing()
     monitor.detach()
     return values, expected, missing

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .names import Key
+from .names import UNDEFINED, Key
 from .statistics.moments import Column, identity
 from .statistics.reading import accumulator_dtype, refusal
 
@@ -71,6 +71,22 @@ def merged_parts(parts: list[Tensor], aggregation: str) -> Tensor:
     return stacked.amin(dim=0) if aggregation == "min" else stacked.amax(dim=0)
 
 
+def cosine(product: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Of two vectors by their inner products. There is no angle to nothing; only the device knows, and no cosine is infinite, so
+    that marks it.
+    """
+    lengths = (first * second).sqrt()
+    return torch.where(lengths == 0, UNDEFINED, product / lengths)
+
+
+def row_of_sums(sums: Tensor) -> Tensor:
+    """Up to three sums that add up over ranks, as a row of statistics ``[8]``."""
+    row = identity(1, sums.device, sums.dtype)[0]
+    row[Column.COUNT] = 1
+    row[Column.SUM : Column.SUM + len(sums)] = sums
+    return row
+
+
 def contribution(key: Key, pending: Pending, reducer: str) -> Tensor | None:
     """What this rank contributes to a value that merges over ranks by ``reducer``, as a row of statistics ``[8]``; None where an
     aggregation function made several values of it.
@@ -96,6 +112,10 @@ def part_from(row: Tensor, reducer: str) -> Tensor:
     """The inverse of :func:`contribution`: one part of a value that waits, from the merged rows."""
     if reducer == "mean":
         return torch.stack([row[Column.SUM], row[Column.COUNT]])
+    if reducer == "norm":
+        return row[Column.SUM].sqrt().reshape(1)
+    if reducer == "cosine":
+        return cosine(*row[Column.SUM : Column.SUM + 3].unbind()).reshape(1)
     if reducer in _EXTREMES:
         return torch.where(row[Column.NONFINITE] > 0, torch.nan, row[_EXTREMES[reducer]]).reshape(1)
     return row[Column.SUM].reshape(1)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from .arrival import Arrival
 from .errors import Complaints
-from .merging import Aggregation, Pending, as_tensor, contribution, finished, merged_parts, part_from, part_of
+from .merging import Aggregation, Pending, as_tensor, contribution, finished, merged_parts, part_from, part_of, row_of_sums
+from .metric import REDUCERS
 from .names import MODULE_SOURCES, PARAMETER_SOURCES, Key
 from .record import Table
 from .statistics.moments import Column, identity, merge, merge_by_group
@@ -53,6 +54,7 @@ class StepBuffer:
         self._pending: dict[Key, Pending] = {}
         self._exchanged: set[tuple[str, str]] = set()  # tensors whose rows are of all ranks
         self._reducers: dict[Key, str] = {}
+        self._contributions: dict[Key, tuple[str, Tensor]] = {}
         self._counts: dict[Key, Tensor] = {}  # of values that are of all ranks, how many contributed
         self._reused: dict[tuple[str, str], str] = {}
         self._same_value: dict[Key, Key] = {}
@@ -146,6 +148,10 @@ class StepBuffer:
         found = {where: parts for where, parts in self._parts.items() if where[0] not in PARAMETER_SOURCES}
         return {where: merge(torch.stack(parts)) if len(parts) > 1 else parts[0] for where, parts in found.items()}
 
+    def contribute(self, key: Key, reducer: str, sums: Tensor) -> None:
+        """What the parts of tensors on this rank add to a value of the whole, which is a ``"norm"`` or ``"cosine"``."""
+        self._contributions[key] = reducer, row_of_sums(sums)
+
     def share(self, key: Key, reducer: str) -> None:
         """The value of ``key`` is merged over ranks by ``reducer``."""
         self._reducers[key] = reducer
@@ -154,7 +160,7 @@ class StepBuffer:
         """How each value merges over ranks, and what this one contributes: those that were logged to be shared or that somebody
         ``watches``, and metrics of what modules take and return that merge by a name.
         """
-        found: dict[Key, tuple[str, Tensor]] = {}
+        found = dict(self._contributions)
         for key, pending in self._pending.items():
             reducer = self._reducers.get(key) or ("mean" if not key.source and watches(key) else "")
             if not reducer and key.source in SHARED_SOURCES and isinstance(pending.aggregation, str):
@@ -165,7 +171,7 @@ class StepBuffer:
 
     def put_shared(self, key: Key, reducer: str, row: Tensor) -> None:
         """What came of all ranks' contributions; dropped on the host where there was none."""
-        self._pending[key] = Pending(reducer, [part_from(row, reducer)])
+        self._pending[key] = Pending(reducer if reducer in REDUCERS else "sum", [part_from(row, reducer)])
         self._counts[key] = row[Column.COUNT]
 
     def parts_of(self, source: str) -> list[Tensor]:

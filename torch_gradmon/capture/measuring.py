@@ -108,8 +108,7 @@ class Measurer:
                     seconds = None if second is None else second[position]
                     self._shardwise(buffer, plan, position, value, seconds, inverse_scale, merging)
                     continue
-                if isinstance(value, Tensor):
-                    value = self.ranks.own_part(value, spread=False)
+                value = _each_tensor(value, lambda t: self.ranks.own_part(t, spread=False))
                 if isinstance(value, Tensor) and (reason := refusal(value)) is not None:
                     buffer.absent[plan.source, plan.names[position]] = reason
                     continue
@@ -130,18 +129,23 @@ class Measurer:
     ) -> None:
         """The functions that may be called for the part that this rank has of a tensor; their values travel to the other ranks."""
         name, metrics = plan.names[position], plan.functions[position]
+        summable = [metric for metric in metrics if hasattr(metric.function, "contribution")]
         for metric in metrics:
-            if not metric.shardwise:
+            if not metric.shardwise and metric not in summable:
                 buffer.absent[plan.source, f"{name}/{metric.name}"] = _SPREAD
         wanted = [metric for metric in metrics if metric.shardwise]
-        if not wanted:
+        if not wanted and not summable:
             return
         inputs = [_each_tensor(x, lambda t: self.ranks.own_part(t, spread=True)) for x in (value, second) if x is not None]
-        weight = max((tensor.numel() for tensor in _tensors_in(inputs)), default=0)
-        if not weight:  # another rank has it
+        part = inputs[0]["param"] if isinstance(inputs[0], Mapping) else inputs[0]
+        if not (weight := part.numel()):  # another rank has it
             return
         if inverse_scale is not None:
             inputs = [unscaled(tensor, inverse_scale) for tensor in inputs]
+        for metric in summable:
+            found = metric.function.contribution(*inputs)  # type: ignore[union-attr]
+            if found is not None:
+                buffer.contribute(Key(plan.source, name, metric.name), *found)
         self.functions(buffer, plan.source, name, wanted, inputs, merging, weight)
         for metric in wanted:
             buffer.share(Key(plan.source, name, metric.name), str(metric.aggregation))

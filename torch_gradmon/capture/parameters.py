@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..names import OPTIMIZER, PARAMETER, PARAMETER_DIFFERENCE, UNDEFINED, UPDATE, UPDATE_BASE
+from ..merging import cosine
+from ..names import OPTIMIZER, PARAMETER, PARAMETER_DIFFERENCE, UPDATE, UPDATE_BASE
 from ..plan import SourcePlan
 from ..registry import BuiltIn
 from ..shelf import Place
@@ -24,32 +25,56 @@ SQUARES = frozenset({Column.COUNT, Column.SQUARE_SUM})
 State = Mapping[str, Any]
 
 
-def _state_norm(*names: str) -> Any:
-    def norm(state: State) -> Tensor | None:
-        found = next((state[name] for name in names if isinstance(state.get(name), Tensor)), None)
+class StateNorm:
+    """The norm of the first of these tensors that the optimizer keeps."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+
+    def _tensor(self, state: State) -> Tensor | None:
+        return next((state[name] for name in self._names if isinstance(state.get(name), Tensor)), None)
+
+    def __call__(self, state: State) -> Tensor | None:
+        """0-d, or None where there is no such state."""
+        found = self._tensor(state)
         return None if found is None else inner_product(found, found).sqrt()
 
-    return norm
+    def contribution(self, state: State) -> tuple[str, Tensor] | None:
+        """What the parts of tensors on one rank contribute, and how contributions merge."""
+        found = self._tensor(state)
+        return None if found is None else ("norm", torch.stack([inner_product(found, found)]))
 
 
-def _cosine(state: State) -> Tensor | None:
-    gradient = state["grad"]
-    momentum = next((state[name] for name in ("exp_avg", "momentum_buffer") if isinstance(state.get(name), Tensor)), None)
-    if gradient is None or momentum is None or momentum.shape != gradient.shape:
-        return None
-    lengths = (inner_product(gradient, gradient) * inner_product(momentum, momentum)).sqrt()
-    # there is no angle to nothing; only the device knows, and no cosine is infinite, so that marks it
-    return torch.where(lengths == 0, UNDEFINED, inner_product(gradient, momentum) / lengths)
+class Cosine:
+    """The cosine between the gradient and the momentum."""
+
+    def _sums(self, state: State) -> Tensor | None:
+        gradient = state["grad"]
+        momentum = next((state[name] for name in ("exp_avg", "momentum_buffer") if isinstance(state.get(name), Tensor)), None)
+        if gradient is None or momentum is None or momentum.shape != gradient.shape:
+            return None
+        pairs = (gradient, momentum), (gradient, gradient), (momentum, momentum)
+        return torch.stack([inner_product(a, b) for a, b in pairs])
+
+    def __call__(self, state: State) -> Tensor | None:
+        """0-d, or None where there is no momentum."""
+        sums = self._sums(state)
+        return None if sums is None else cosine(*sums.unbind())
+
+    def contribution(self, state: State) -> tuple[str, Tensor] | None:
+        """What the parts of tensors on one rank contribute, and how contributions merge."""
+        sums = self._sums(state)
+        return None if sums is None else ("cosine", sums)
 
 
 #: Of the optimizer's state after the step, which includes this step's gradient. The cosine is the one that MosaicML Composer
 #: logs as ``cosine/moment_grad``.
 OPTIMIZER_BUILT_INS = {
-    "exp_avg_norm": BuiltIn(frozenset(), "1", "norm of the first moment or momentum", _state_norm("exp_avg", "momentum_buffer")),
+    "exp_avg_norm": BuiltIn(frozenset(), "1", "norm of the first moment or momentum", StateNorm("exp_avg", "momentum_buffer")),
     "exp_avg_sq_norm": BuiltIn(
-        frozenset(), "1", "norm of the second moment of Adam and its kin", _state_norm("exp_avg_sq", "square_avg")
+        frozenset(), "1", "norm of the second moment of Adam and its kin", StateNorm("exp_avg_sq", "square_avg")
     ),
-    "grad_momentum_cosine": BuiltIn(frozenset(), "1", "cosine between the gradient and the momentum", _cosine),
+    "grad_momentum_cosine": BuiltIn(frozenset(), "1", "cosine between the gradient and the momentum", Cosine()),
 }
 
 
