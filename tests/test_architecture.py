@@ -101,6 +101,7 @@ FLOORS = [
     ["ledger", "closer"],
     ["flight"],
     ["recorder", "exchange"],
+    ["step_values"],
     ["session"],
     ["hand"],
     ["clipping", "metric_methods", "value_methods"],
