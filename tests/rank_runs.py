@@ -30,6 +30,7 @@ from torch_gradmon.distributed import Ranks
 from torch_gradmon.errors import Complaints
 from torch_gradmon.exchange import Exchange
 from torch_gradmon.names import GRADIENT, Key
+from torch_gradmon.session import at_exit
 from torch_gradmon.statistics.moments import ALL_COLUMNS, Column, identity
 from torch_gradmon.step import StepBuffer
 
@@ -770,3 +771,149 @@ def shardwise(rank: int, wrap: str) -> tuple[dict[str, float], dict[str, float],
     values, missing = monitor.get_step_metrics(), monitor.missing()
     monitor.detach()
     return values, expected, missing
+
+
+# --- what a stranger found --------------------------------------------------------------------------------------------------------
+
+
+def clipped_exactly(rank: int, wrap: str) -> list[str]:
+    """What is said of an exact clip of gradients that are spread over ranks, which leaves them as they are."""
+    wrapped = WRAPS[wrap]()
+    optimizer = torch.optim.SGD(wrapped.model.parameters(), lr=0.1)
+    monitor = gradmon.watch(wrapped.model, optimizer)
+    features = 5 if isinstance(wrapped.model, Net) else 8
+    wrapped.model(torch.ones(4, 3, features)).square().mean().backward()
+    before = _gradients(wrapped.model)
+    said = []
+    for order in (2.0, torch.inf):
+        try:
+            monitor.clip_grad_norm_(0.5, order, exact=True)
+        except ValueError as error:
+            said.append(str(error))
+    after = _gradients(wrapped.model)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    monitor.detach()
+    return said
+
+
+def left_in_the_middle(rank: int, how: str) -> bool:
+    """One rank leaves in the middle of a step, and waits for nobody."""
+    model = _wrapped("fsdp2")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    monitor = gradmon.watch(model, optimizer)
+    monitor.add_activation_metric("norm")
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(4, 5)).square().mean().backward()
+        if step < 2:
+            optimizer.step()
+    if rank == 1:
+        if how == "detach":
+            monitor.detach()
+        else:
+            at_exit(lambda: monitor._session, monitor._session.ledger.outbox)
+    dist.barrier()
+    return bool(monitor.get_all_metrics()[1])
+
+
+def badly_aggregated(rank: int) -> list[dict[str, float]]:
+    """A value whose aggregation function raises on one rank, and one that is as it should be."""
+    model = _wrapped("ddp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    monitor = ModuleMonitor(model)
+    monitor.add_activation_metric("norm")
+    monitor.attach(optimizer)
+
+    def total(values: Tensor) -> Tensor:
+        if rank == 1:
+            raise ValueError("only here")
+        return values.sum()
+
+    found = []
+    for _ in range(3):
+        model(torch.ones(4, 5)).square().mean().backward()
+        monitor.log_scalar("bad", 1.0, total, reduce="mean")
+        monitor.log_scalar("good", 1.0 + rank, reduce="mean")
+        optimizer.step()
+        found.append(monitor.get_step_metrics())
+    monitor.detach()
+    return found
+
+
+def alone_with_partial_sums(rank: int) -> tuple[list[set[str]], dict[str, str]]:
+    """A monitor on the first rank alone, of a model whose gradients have to be added up over ranks."""
+    from torch_gradmon import agreement
+
+    before, agreement.PATIENCE = agreement.PATIENCE, 1.0
+    wrapped = WRAPS["tp"](sequence=True)
+    optimizer = torch.optim.SGD(wrapped.model.parameters(), lr=0.1)
+    monitor = gradmon.watch(wrapped.model, optimizer) if rank == 0 else None
+    keys, missing = [], {}
+    for _ in range(3):
+        optimizer.zero_grad()
+        wrapped.model(torch.ones(4, 4, 8)).square().mean().backward()
+        optimizer.step()
+        if monitor is not None:
+            keys.append(set(monitor.get_step_metrics()))
+            missing = monitor.missing()
+    if monitor is not None:
+        monitor.detach()
+    agreement.PATIENCE = before
+    return keys, missing
+
+
+def logged_between(rank: int, wrap: str, directory: str) -> None:
+    """Values that are logged in steps that are recorded, and in those that are monitored."""
+    model = _wrapped(wrap)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    monitor = gradmon.watch(model, optimizer, every=10, flight_recorder=4, on_spike=None, run_dir=f"{directory}/{wrap}")
+    monitor.add_detector(gradmon.SpikeDetector(signal="loss"))
+    for step in range(206):
+        optimizer.zero_grad()
+        (model(torch.ones(4, 5)).square().mean() * (100 if step == 200 else 1)).backward()
+        monitor.log_scalar("mean", float(step + rank), reduce="mean")
+        monitor.log_scalar("loss", 1.0 + rank)
+        optimizer.step()
+    monitor.detach()
+
+
+def with_a_plain_reference(rank: int) -> tuple[dict[str, float], dict[str, str], dict[str, int]]:
+    """Differences of spread parameters to a reference that is not spread."""
+    model = _wrapped("fsdp2")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    monitor = ModuleMonitor(model)
+    monitor.add_gradient_metric("norm")
+    monitor.add_parameter_difference_metric("norm")
+    monitor.set_reference_module(Net(idle=False))
+    monitor.attach(optimizer)
+    model(torch.ones(4, 5)).square().mean().backward()
+    optimizer.step()
+    found = monitor.get_step_metrics(), monitor.missing(), monitor.complaints()
+    monitor.detach()
+    return found
+
+
+def watched_in_part(rank: int) -> list[tuple[dict[str, float], dict[str, float]]]:
+    """A part of a model whose parameters a module above it keeps: norms of gradients and updates, and the true ones."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(5, 7), nn.Tanh()), nn.Linear(7, 1))
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    monitor = gradmon.watch(model[0], optimizer, on_spike=None)
+    monitor.add_gradient_metric("norm")
+    monitor.add_update_metric("norm")
+    found = []
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(4, 5) * (1 + step)).square().mean().backward()
+        true = {f"gradient/{name}/norm": float(full(p.grad).double().norm()) for name, p in model[0].named_parameters()}
+        before = {name: full(p).double() for name, p in model[0].named_parameters()}
+        optimizer.step()
+        true |= {
+            f"update/{name}/norm": float((full(p).double() - before[name]).norm()) for name, p in model[0].named_parameters()
+        }
+        found.append((monitor.get_step_metrics(), true))
+    assert monitor._planner.inventory is not None
+    assert monitor._planner.inventory.spread == {"0.weight", "0.bias"}
+    monitor.detach()
+    return found

@@ -18,15 +18,20 @@ from torch_gradmon.statistics.moments import ALWAYS, Column
 from .rank_runs import (
     Setting,
     alone,
+    alone_with_partial_sums,
     attached,
+    badly_aggregated,
     batch_values,
     bytes_of,
     changed_on_the_way,
+    clipped_exactly,
     counted,
     decided,
     in_disorder,
     in_groups,
+    left_in_the_middle,
     logged,
+    logged_between,
     looks_closer,
     merged,
     out_of_step,
@@ -35,6 +40,8 @@ from .rank_runs import (
     shardwise,
     train,
     train_with_reductions,
+    watched_in_part,
+    with_a_plain_reference,
     with_experts,
 )
 from .ranks import on_ranks
@@ -285,3 +292,52 @@ def test_a_function_that_is_declared_shardwise_has_the_value_of_the_whole_tensor
 def test_what_cannot_be_merged_is_not_shardwise(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"shardwise=True is for a metric_fn whose values on parts of a tensor merge by 'mean'"):
         ModuleMonitor().add_gradient_metric("norm", **arguments, shardwise=True)
+
+
+@pytest.mark.parametrize("wrap", ["fsdp2", "tp"])
+def test_an_exact_clip_of_what_is_spread_is_refused_and_changes_nothing(wrap: str) -> None:
+    for said in on_ranks(2, clipped_exactly, wrap):
+        assert (
+            said
+            == ["exact=True cannot measure gradients that are spread over ranks; use exact=False, which clips as torch does"] * 2
+        )
+
+
+@pytest.mark.parametrize("how", ["detach", "at the interpreter's end"])
+def test_who_leaves_in_the_middle_of_a_step_waits_for_nobody(how: str) -> None:
+    assert on_ranks(2, left_in_the_middle, how) == [True, True]
+
+
+def test_an_aggregation_that_fails_on_one_rank_holds_nobody_up() -> None:
+    for found in on_ranks(2, badly_aggregated):
+        assert [values["good"] for values in found] == [1.5] * 3
+        assert all("activation/first/norm" in values for values in found)
+
+
+def test_a_lone_monitor_adds_up_nothing() -> None:
+    keys, missing = on_ranks(2, alone_with_partial_sums)[0]
+    assert len(keys) == 3
+    assert not any("gradmon/grad_norm" in each for each in keys)
+    assert missing["gradmon/grad_norm"]
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_what_is_logged_in_recorded_steps_is_merged_too(tmp_path: Path, wrap: str) -> None:
+    on_ranks(2, logged_between, wrap, str(tmp_path))
+    run = load_run(tmp_path / wrap)
+    assert any(run.context(step).get("monitored") is False for step in run.steps)
+    assert run.series("mean") == {step: step + 0.5 for step in run.steps}
+    assert run.series("loss") == dict.fromkeys(run.steps, 1.5)
+
+
+def test_a_reference_that_is_not_spread_is_no_reference_to_what_is() -> None:
+    for values, missing, complaints in on_ranks(2, with_a_plain_reference):
+        assert values["gradient/first.weight/norm"] > 0
+        assert "not spread over ranks in the same way" in missing["parameter_difference/first.weight/norm"]
+        assert not complaints
+
+
+def test_a_part_of_a_model_whose_parameters_are_kept_above_it_is_measured_where_they_lie() -> None:
+    for found in on_ranks(2, watched_in_part):
+        for values, true in found:
+            assert {key: values.get(key) for key in true} == pytest.approx(true, rel=1e-6)

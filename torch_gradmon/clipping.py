@@ -22,6 +22,10 @@ def clip(
         raise ValueError(
             f"exact=True knows the norm of order {norm_type} of real gradients only; use exact=False for complex ones"
         )
+    if exact and hand.are_spread(parameters):
+        raise ValueError(
+            "exact=True cannot measure gradients that are spread over ranks; use exact=False, which clips as torch does"
+        )
     hand.measure_before_clip(parameters)
     if exact:
         total = hand.exact_norm(parameters, norm_type)

@@ -26,10 +26,11 @@ GATHERED = 1 << 20
 
 def is_spread(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a DTensor of which no rank needs to have all elements."""
-    return _is_dtensor(tensor) and tensor.device_mesh.size() > 1 and not all(p.is_replicate() for p in tensor.placements)  # type: ignore[attr-defined]
+    return is_dtensor(tensor) and tensor.device_mesh.size() > 1 and not all(p.is_replicate() for p in tensor.placements)  # type: ignore[attr-defined]
 
 
-def _is_dtensor(tensor: Tensor) -> bool:
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether ``tensor`` lies on a mesh of ranks."""
     return type(tensor) not in PLAIN and hasattr(tensor, "_local_tensor") and hasattr(tensor, "placements")
 
 
@@ -42,6 +43,7 @@ class Ranks:
 
     def __init__(self, group: Any = None) -> None:
         self.group = group
+        self.is_alone = False  # whether other ranks are known to have no monitor
         self._counting: dict[tuple[Any, tuple[Any, ...]], bool] = {}
 
     @property
@@ -71,13 +73,15 @@ class Ranks:
             spread: whether the rows of all ranks will be merged. Then an element that several ranks have is counted by one of
                 them, and for the others the part is empty. Otherwise each rank counts all elements.
         """
-        if not _is_dtensor(tensor):
+        if not is_dtensor(tensor):
             return tensor
         from torch.distributed.tensor import Replicate  # there is a DTensor, so that it is loaded
 
         sharded: Any = tensor.detach()
         placements = tuple(Replicate() if p.is_partial() or not spread else p for p in sharded.placements)
         if placements != tuple(sharded.placements):
+            if self.is_alone:
+                return tensor  # nobody would come to the collective; such a tensor is refused
             sharded = sharded.redistribute(placements=placements)
         local: Tensor = sharded.to_local()
         if hasattr(local, "wait"):  # of a collective that is still under way

@@ -51,7 +51,9 @@ class Exchange:
         self.takes_place = False  # whether there was any exchange
         self.shares_values = False  # whether all ranks have told each other values of their batches
 
-    def run(self, buffer: StepBuffer, tensors: Tensors, shares_values: bool, watches: Callable[[Key], bool]) -> None:
+    def run(
+        self, buffer: StepBuffer, tensors: Tensors, shares_values: bool, watches: Callable[[Key], bool], may_extend: bool = True
+    ) -> None:
         """Merge what ``buffer`` has with what it has on the other ranks. Nothing where there are none, or nothing to merge.
 
         Args:
@@ -59,8 +61,13 @@ class Exchange:
             tensors: rows that all ranks know to expect.
             shares_values: whether activations, and values that were logged to be shared, are merged too.
             watches: whether a logged value is shared in any case, as its mean, since a detector judges it.
+            may_extend: whether the list of what is shared may grow in this step, which synchronises with the device.
         """
-        if not (tensors or shares_values) or self.ranks.count == 1 or not self._all_take_part(buffer, tensors):
+        if not (tensors or shares_values) or self.ranks.count == 1:
+            return
+        if not self.all_take_part("tensors" if tensors else "values"):
+            for source in tensors:
+                buffer.refuse_all(source, _ALONE["tensors"])
             return
         columns = ALL_COLUMNS if shares_values else frozenset[Column]().union(*(of for _, of in tensors.values()))
         mine = self._shared(buffer, watches) if shares_values else {}
@@ -78,7 +85,7 @@ class Exchange:
         self.takes_place = True
         if shares_values:
             buffer.noted[SKEW] = merged[0, Column.MAX] - merged[0, Column.MIN]
-        if shares_values and bool(merged[0, Column.SUM] > 0):
+        if shares_values and may_extend and bool(merged[0, Column.SUM] > 0):
             self._extend(buffer, mine)
 
     def _extend(self, buffer: StepBuffer, mine: Mapping[Entry, Tensor]) -> None:
@@ -92,17 +99,14 @@ class Exchange:
     def _merged(self, rows: Sequence[Tensor], columns: frozenset[Column]) -> Tensor:
         return self.ranks.merged(torch.cat([some.to(self.ranks.device, torch.float64) for some in rows]), columns)
 
-    def _all_take_part(self, buffer: StepBuffer, tensors: Tensors) -> bool:
-        what = "tensors" if tensors else "values"
+    def all_take_part(self, what: str, layout: object = ()) -> bool:
+        """Whether every rank exchanges ``"tensors"`` of this layout, or ``"values"``. Asked once; who is alone waits for a while."""
         if what not in self._agreed:
-            layout = [(source, list(names), sorted(columns)) for source, (names, columns) in tensors.items()]
             digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:16]
-            self._agreed[what] = self._agreement.on(f"{what}-{digest}")
+            self._agreed[what] = self.ranks.count == 1 or self._agreement.on(f"{what}-{digest}")
             if not self._agreed[what]:
                 self._complaints.add(f"ranks:{what}", _ALONE[what])
-        if not self._agreed[what]:
-            for source in tensors:
-                buffer.refuse_all(source, _ALONE[what])
+                self.ranks.is_alone |= what == "tensors"
         return self._agreed[what]
 
     def _shared(self, buffer: StepBuffer, watches: Callable[[Key], bool]) -> dict[Entry, Tensor]:

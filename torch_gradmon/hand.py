@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .capture.scaling import is_unscaled, reciprocal, scale_of
+from .distributed import is_dtensor
 from .guard import guarded
 from .session import Session
 from .statistics.norm import NORM_COLUMNS, exact_norm, norm_of_rows
@@ -47,6 +48,12 @@ class Hand:
             positions = self.session.planner.inventory.positions(parameters)
             parts = self._by_scale(positions)
             self._measure_gradients(True, [p for some, scale in parts for p in self.session.gradients.not_measured(some, scale)])
+
+    def are_spread(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether of any of these parameters each rank has a part, or another one."""
+        inventory, several = self.session.planner.inventory, self.session.measurer.ranks.count > 1
+        known = [] if inventory is None else [inventory.names[position] for position in inventory.positions(parameters)]
+        return any(map(is_dtensor, parameters)) or (several and inventory is not None and not inventory.spread.isdisjoint(known))
 
     def exact_norm(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
         """Total norm of these parameters' gradients: from what :meth:`measure_before_clip` has just measured, where it has all.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from torch import Tensor, nn
 
-from .distributed import is_spread
+from .distributed import is_dtensor, is_spread
 from .names import ROOT, WRAPPERS, canonical_name, canonical_names
 from .shelf import Place, Shelf
 
@@ -45,6 +45,7 @@ class Inventory:
         self.trainable: set[str] = set()
         self.matrices: set[str] = set()
         self.spread: set[str] = set()  # parameters of which each rank has a part
+        self.on_mesh = False  # whether any parameter lies on a mesh of ranks
         self.excluded: set[str] = set()
         self.aliases: dict[str, list[str]] = {}
         name_of: dict[int, str] = {}
@@ -56,6 +57,7 @@ class Inventory:
                 self.trainable.add(name)
             if parameter.dim() >= 2:
                 self.matrices.add(name)
+            self.on_mesh |= is_dtensor(parameter)
             if is_spread(parameter) or (distinct is not None and distinct.search(name)):
                 self.spread.add(name)
             if excluded is not None and excluded.search(short[raw_name]):
@@ -76,6 +78,13 @@ class Inventory:
         # what is_current compares: for each module its children and its parameters, by identity
         places = self._shelf.places.keys()
         self._shape = [(weakref.ref(m), {k: v for k, v in _slots(m) if (id(m), k) not in places}) for m in modules.values()]
+        # for the time of a pass plain parameters stand in for spread ones that a module above keeps, out of our sight
+        self._stood_in_for = {
+            (id(m), name): parameter.shape
+            for m in modules.values()
+            for name, parameter in m._parameters.items()
+            if parameter is not None and (id(m), name) not in places and is_spread(parameter)
+        }
         self._shelved = {id(m): {name for owner, name in places if owner == id(m)} for m in modules.values()} if places else {}
 
     def is_current(self) -> bool:
@@ -96,9 +105,14 @@ class Inventory:
                 if name in shelved or (parameter is not None and not isinstance(parameter, nn.Parameter)):
                     continue  # torch.func.functional_call puts plain tensors there for the time of a call
                 expected = slots.get(name)
-                if expected != (None if parameter is None else (id(parameter), parameter.requires_grad)):
+                actual = None if parameter is None else (id(parameter), parameter.requires_grad)
+                if expected != actual and not self._stands_in(parameter, id(module), name):
                     return False
         return True
+
+    def _stands_in(self, parameter: Tensor | None, owner: int, name: str) -> bool:
+        shape = self._stood_in_for.get((owner, name))
+        return parameter is not None and not is_dtensor(parameter) and parameter.shape == shape
 
     def positions(self, parameters: Iterable[Tensor]) -> list[int]:
         """Positions in :attr:`names` of those of ``parameters`` that belong to the model, ascending."""

@@ -116,11 +116,12 @@ class LoopMethods:
         Args:
             max_norm, norm_type, error_if_nonfinite: as there.
             parameters: whose gradients to clip; by default those of the watched model.
-            exact: clip by, and return, the exact norm: torch's is 0.16 % low at 3e7 elements on CPU. For the norms 1, 2, inf.
+            exact: clip by, and return, the exact norm: torch's is 0.16 % low at 3e7 elements on CPU. For the norms 1, 2, inf, and
+                not for gradients that are spread over ranks.
 
         Raises:
             ValueError: no module is watched and no ``parameters`` are given, a ``max_norm`` that is negative or NaN, or an
-                ``exact`` norm of another order.
+                ``exact`` norm of another order, or of gradients that are spread over ranks.
             RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
         """
         module = self._planner.module

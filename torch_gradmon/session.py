@@ -61,6 +61,7 @@ class Session(StepValues):
         self.recorder = recorder
         ledger.judges.recall = recorder.spiked
         self._exchange_of = Exchange(measurer.ranks, guard.complaints)
+        self._leaving = False  # whether an open step is closed because the run ends
         self._reduces = False  # whether values were logged to be merged over ranks
         self._stride = 1  # from one step's number to the next one's
         self.budget = budget
@@ -161,6 +162,8 @@ class Session(StepValues):
         if self.planner.inventory.spread and self.measurer.ranks.count > 1:
             self.ledger.summary.all_columns = True  # on each rank, whoever has a run directory
         references = self.planner.inventory.references
+        if self.planner.inventory.on_mesh:  # before anything is added up over ranks
+            self._exchange_of.all_take_part("tensors", self._layout())
         self._plans = self.planner.plans(step, self.ledger.summary, gradients_only=self._records_only)
         self._buffer = StepBuffer(step, self.guard.complaints)
         due: tuple[Metric, ...] = ()
@@ -241,8 +244,24 @@ class Session(StepValues):
             if self.follower is not None:
                 self.follower.step_closed()
         finally:  # whatever failed here: the other ranks wait
-            self._exchange(buffer)
+            if self._leaving:
+                self._refuse_exchange(buffer)
+            else:
+                self._exchange(buffer)
         return buffer, inventory, tags
+
+    def _refuse_exchange(self, buffer: StepBuffer) -> None:
+        """The run ends in the middle of a step, on this rank at least, and nobody may come to the exchange."""
+        if self.measurer.ranks.count > 1:
+            for source, plan in self._plans.items():
+                if plan.exchanged:
+                    buffer.refuse_all(source, "the run ended in the middle of the step")
+
+    def _layout(self) -> list[object]:
+        """What all ranks must have in common to exchange rows of tensors."""
+        assert self.planner.inventory is not None
+        metrics = [(m.source, m.name, m.pattern.pattern, m.every) for m in self.planner.registry.own]
+        return [self.planner.inventory.names, sorted(self.planner.inventory.spread), metrics, sorted(self.ledger.summary.shown)]
 
     def _exchange(self, buffer: StepBuffer) -> None:
         """Merge over ranks what each has a part of; which that is the plan says, not what this rank saw."""
@@ -253,7 +272,7 @@ class Session(StepValues):
         # where ranks meet anyway, values go along whether anybody has any: a rank cannot know what the others have
         spread = self.planner.inventory is not None and bool(self.planner.inventory.spread)
         shares = spread or self._reduces or self.planner.measures_batches or judges.watches_values
-        self._exchange_of.run(buffer, wanted, shares and not self._records_only, judges.watches)
+        self._exchange_of.run(buffer, wanted, shares, judges.watches, may_extend=not self._records_only)
         judges.hears_late = not self._exchange_of.shares_values
         self._flights.lockstep = self._exchange_of.takes_place
         if self.budget is not None and self._flights.lockstep:
@@ -377,11 +396,19 @@ class Session(StepValues):
         self.planner.changed()
         self.rearm()
 
-    def detach(self) -> None:
-        """End the step, send what waits, and take every hook away."""
+    def leave(self) -> None:
+        """End the step in flight, if any, and take what is recorded."""
+        self._leaving = True
         try:
             self.end_step()
             self.recall()
+        finally:
+            self._leaving = False
+
+    def detach(self) -> None:
+        """End the step, send what waits, and take every hook away."""
+        try:
+            self.leave()
             self.recorder.forget()
         finally:
             self._disarm()
@@ -399,8 +426,7 @@ def at_exit(session: Callable[[], Session | None], outbox: Outbox) -> None:
     alive = session()
     try:
         if alive is not None:
-            alive.end_step()
-            alive.recall()
+            alive.leave()
             alive.recorder.forget()
     finally:  # also where a spike in the last step is raised
         outbox.close()

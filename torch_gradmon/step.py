@@ -6,6 +6,7 @@ to the host at once.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
@@ -165,8 +166,10 @@ class StepBuffer:
             reducer = self._reducers.get(key) or ("mean" if not key.source and watches(key) else "")
             if not reducer and key.source in SHARED_SOURCES and isinstance(pending.aggregation, str):
                 reducer = pending.aggregation
-            if reducer and (row := contribution(key, pending, reducer)) is not None:
-                found[key] = reducer, row
+            if reducer:
+                with contextlib.suppress(Exception):  # of an aggregation of the user's; it is told of when the step departs
+                    if (row := contribution(key, pending, reducer)) is not None:
+                        found[key] = reducer, row
         return found
 
     def put_shared(self, key: Key, reducer: str, row: Tensor) -> None:

@@ -139,6 +139,9 @@ class ParameterCapture:
             if other is None or other.shape != parameters[position].shape:
                 why = "has no such parameter" if other is None else f"has another shape there, {tuple(other.shape)}"
                 self._buffer.absent[PARAMETER_DIFFERENCE, name] = f"the reference module {why}"
+            elif getattr(other, "placements", None) != getattr(parameters[position], "placements", None):
+                why = "the reference module's is not spread over ranks in the same way"
+                self._buffer.absent[PARAMETER_DIFFERENCE, name] = why
             else:
                 there[position], reference[position] = parameters[position], other.detach().to(parameters[position].device)
         self._measurer.measure(self._buffer, plan, there, minus=reference)

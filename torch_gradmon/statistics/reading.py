@@ -61,7 +61,7 @@ def refusal(tensor: Tensor) -> str | None:
     if is_functorch_wrapped(tensor):
         return "inside a torch.func transform"
     if hasattr(tensor, "_local_tensor") or hasattr(tensor, "_local_shards"):
-        return "a sharded tensor (DTensor); sharded training is not measured yet"
+        return "a tensor that is spread over ranks (DTensor)"
     if type(tensor).__name__ == "FakeTensor":
         return "a fake tensor, which has no values"
     if tensor.is_nested:
