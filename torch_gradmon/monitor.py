@@ -62,7 +62,8 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         eps: an element counts as near zero when ``|x| <= eps``.
         update_sample: bounds what update metrics copy: an int for at most so many rows of each parameter (slices of the first
             dimension, evenly spread; of one that is spread over ranks, of each rank's part), or a pattern for the names of the
-            parameters to take. Update values are then those of the sample. By default one copy of all parameters with an update metric is held during the optimizer's step.
+            parameters to take. Update values are then those of the sample. By default one copy of all parameters with an update
+            metric is held during the optimizer's step.
         layers: per-layer values to show besides those asked for: ``"blocks"``, ``"top"``, ``"all"`` or a pattern.
         on_spike: what a spike does: ``"warn"``, ``"raise"`` (:class:`SpikeError` when the step ends), a function of the
             :class:`Event`, or None.
