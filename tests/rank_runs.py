@@ -917,3 +917,30 @@ def watched_in_part(rank: int) -> list[tuple[dict[str, float], dict[str, float]]
     assert monitor._planner.inventory.spread == {"0.weight", "0.bias"}
     monitor.detach()
     return found
+
+
+def converted(rank: int, spread: bool) -> tuple[list[float | None], list[float], str, list[str]]:
+    """A model all of whose hooks die in a conversion before step 3: norms before clipping, true ones, why one is absent, warnings."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8))
+    if spread:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    monitor = gradmon.watch(model, optimizer, on_spike=None)
+    found, true, why = [], [], ""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(6):
+            if step == 3:
+                torch.__future__.set_swap_module_params_on_conversion(not spread)
+                model.to(torch.float64)
+                torch.__future__.set_swap_module_params_on_conversion(False)
+            optimizer.zero_grad()
+            model(torch.ones(2, 8, dtype=next(model.parameters()).dtype)).square().mean().backward()
+            true.append(sum(float(gradient.double().square().sum()) for gradient in _gradients(model).values()) ** 0.5)
+            optimizer.step()
+            found.append(monitor.get_step_metrics().get("gradmon/grad_norm"))
+            why = monitor.missing().get("gradmon/grad_norm", why)
+    monitor.detach()
+    return found, true, why, [str(warning.message) for warning in said if "hooks" in str(warning.message)]

@@ -25,6 +25,7 @@ from .rank_runs import (
     bytes_of,
     changed_on_the_way,
     clipped_exactly,
+    converted,
     counted,
     decided,
     in_disorder,
@@ -341,3 +342,13 @@ def test_a_part_of_a_model_whose_parameters_are_kept_above_it_is_measured_where_
     for found in on_ranks(2, watched_in_part):
         for values, true in found:
             assert {key: values.get(key) for key in true} == pytest.approx(true, rel=1e-6)
+
+
+@pytest.mark.parametrize("spread", [True, False])
+def test_hooks_that_died_in_a_conversion_are_put_back_and_that_is_said_once(spread: bool) -> None:
+    for found, true, why, said in on_ranks(2, converted, spread):
+        assert found.pop(3) is None
+        assert found == pytest.approx([norm for step, norm in enumerate(true) if step != 3], rel=1e-6)
+        assert why == "the hooks on parameters had died, as in a conversion of DTensors by .to(); they are put back"
+        assert len(said) == 1
+        assert said[0].endswith("gradients before clipping are missing in step 3")

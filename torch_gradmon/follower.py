@@ -41,6 +41,7 @@ class Follower:
         self._begun: set[int] = set()
         self._groups: list[int] = []
         self._backward_since = self._parameters_measured = False
+        self._forward_seen = self._hooks_lived = False
         self._done: set[int] = set()
         self._owned: dict[int, list[int]] = {}
         self._unowned: list[int] = []
@@ -61,10 +62,11 @@ class Follower:
         """A step was opened."""
         self._attempted = self.refused = False
         self._begun, self._done, self._backwards = set(), set(), 0
-        self._parameters_measured = False
+        self._parameters_measured = self._forward_seen = False
 
     def step_closed(self) -> None:
         """The step was closed."""
+        self._hooks_lived = bool(self._backwards)
         if self._backwards:
             self._learned += 1
             self._fewest = min(self._backwards, self._fewest or self._backwards)
@@ -116,6 +118,7 @@ class Follower:
             if self._attempted or self._begun:
                 self.session.end()  # its end was not seen, as when a scaler is not updated
         self._ensure_open()
+        self._forward_seen = True
         if not self.optimizers():
             self.orphaned = True
             message = "the attached optimizers are gone, and no step can end any more; call detach(), then attach() the new ones"
@@ -207,6 +210,8 @@ class Follower:
         if not self.session.takes_values:
             return
         self._note_rates(optimizer)
+        if self._forward_seen and not self._backwards and self._hooks_lived and not has_closure:
+            self._revive_hooks(optimizer)
         if self._backwards and self._more_are_to_come():
             reason = (
                 f"this step had {self._backwards} backward passes where none had fewer than {self._fewest} before; "
@@ -221,6 +226,15 @@ class Follower:
         if not has_closure:
             self.session.gradients.after_clip(positions, self._attachment.inverse_scale(optimizer))
             self._done.add(id(optimizer))
+
+    def _revive_hooks(self, optimizer: Optimizer) -> None:
+        """There were backward passes in the step before, and now there are gradients and nothing was seen of a backward pass."""
+        if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
+            self._attachment.revive()
+            reason = "the hooks on parameters had died, as in a conversion of DTensors by .to(); they are put back"
+            self.session.explain(GRADIENT_BEFORE_CLIP, reason)
+            message = f"{reason}; gradients before clipping are missing in step {self.session.step}"
+            self.guard.complaints.add("hooks", message)
 
     def _measure_parameters(self) -> None:
         """All of them, once a step: before the first of several optimizers has changed anything."""

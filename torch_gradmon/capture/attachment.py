@@ -102,6 +102,7 @@ class Attachment:
         self.optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._handles = Handles()
         self._parameters = Handles()
+        self._armed: tuple[list[Place], list[tuple[Place, Hook, Hook]]] = [], []
         self._tasks: set[int] = set()
         self._depth: dict[int, int] = {}
         self._stepped: set[int] = set()
@@ -158,6 +159,8 @@ class Attachment:
     def arm(self, parameters: Iterable[Place], local: Iterable[tuple[Place, Hook, Hook]]) -> None:
         """Watch for the ends of backward passes; ``local`` adds hooks on each gradient and behind its accumulation."""
         self.disarm()
+        self._armed = list(parameters), list(local)
+        parameters, local = self._armed
         accumulated = Hook(self._accumulated)
         for place, on_gradient, on_accumulate in local:
             if _is_trained(place()):
@@ -166,6 +169,19 @@ class Attachment:
         for place in parameters:
             if _is_trained(place()):
                 self._parameters.on_accumulate(place, accumulated)
+
+    def revive(self) -> None:
+        """Hang the hooks on parameters again, which fire no more though they are there."""
+        places, local = self._armed
+        for place in places:
+            if (parameter := place()) is not None:
+                for attribute in ("_post_accumulate_grad_hooks", "_backward_hooks"):
+                    if (
+                        hooks := getattr(parameter, attribute)
+                    ) is not None:  # those of others too: it is the assignment that counts
+                        setattr(parameter, attribute, None)
+                        setattr(parameter, attribute, hooks)
+        self.arm(places, local)
 
     def move_last(self, optimizer: Optimizer) -> None:
         """This optimizer turned out to step after the others."""
