@@ -30,7 +30,10 @@ class Agreement:
         patience has ended. Who comes to a question that was given up asks the next one.
         """
         _asked[what] += 1
-        store = _store(f"torch_gradmon/{what}/{_asked[what]}")
+        try:
+            store = _store(f"torch_gradmon/{what}/{_asked[what]}")
+        except (ImportError, RuntimeError, ValueError):  # it is private, and some backends have none: then nobody can be asked
+            return True
         while store.check(["answer"]) and store.get("answer") == b"no":
             _asked[what] += 1
             store = _store(f"torch_gradmon/{what}/{_asked[what]}")

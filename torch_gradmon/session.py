@@ -286,10 +286,12 @@ class Session(StepValues):
         self._tags = {}
         if refused:
             self._flights.count_refusal()
-        self.ledger.judges.ended(applied=not refused)
-        if self.ledger.judges.looks_closer():
-            self.ledger.spiked_in = self.step
-        self._look_closer(False)
+        judges = self.ledger.judges
+        if refused or judges.refused:
+            judges.ended(applied=not refused)
+            if judges.looks_closer():
+                self.ledger.spiked_in = self.step
+                self._look_closer(False)
 
     def _end_monitored(self) -> None:
         buffer, inventory, tags = self._close()
@@ -316,6 +318,8 @@ class Session(StepValues):
         Ranks do so together: in the step after the next one, when all of them know.
         """
         spiked = self.ledger.spiked_in
+        if spiked is None and not ends:
+            return
         if self._flights.lockstep and spiked is not None and not (begins and self.step is not None and spiked < self.step):
             spiked = None
         if spiked is not None:

@@ -41,6 +41,7 @@ class Judges:
         failures: detectors that failed, by name, and are off; whoever reads them takes them away.
         gradients: those of the last steps.
         suspects: the parameters by suspicion, for the last steps with a spike.
+        refused: steps in a row that were not applied.
     """
 
     def __init__(self) -> None:
@@ -60,8 +61,8 @@ class Judges:
         self._aftermath = Aftermath()
         self._before: set[str] = set()
         self._is_origin_told = False
-        self._refused = 0  # steps in a row that were not applied
-        self._looked_at = 0  # of these, when a closer look was taken last
+        self.refused = 0
+        self._looked_at = 0  # how many there were when a closer look was taken last
 
     def begin(self, record: StepRecord, absent: MutableMapping[tuple[str, str], str]) -> None:
         """A step ended with ``record``. One that was not applied is judged by nobody."""
@@ -149,12 +150,12 @@ class Judges:
 
     def ended(self, applied: bool) -> None:
         """A step has ended, monitored or not."""
-        self._refused = 0 if applied else self._refused + 1
+        self.refused = 0 if applied else self.refused + 1
         self._looked_at = 0 if applied else self._looked_at
 
     def looks_closer(self) -> bool:
         """Whether it is worth a closer look that steps are not applied; said once for each number of them that is."""
-        due = max((limit for limit in _REFUSALS if limit <= self._refused), default=0)
+        due = max((limit for limit in _REFUSALS if limit <= self.refused), default=0)
         looks, self._looked_at = due > self._looked_at and bool(self.detectors), max(due, self._looked_at)
         return looks
 
@@ -175,12 +176,12 @@ class Judges:
 
     def _origin(self, record: StepRecord) -> Iterator[str]:
         """Where NaN or Inf began, once for a row of steps that have them."""
-        refused = self._refused > _REFUSALS[0]
+        refused = self.refused > _REFUSALS[0]
         spoiled = refused or any(not math.isfinite(event.value) for event in record.events)
         # where the scaler only seeks its scale, gradients are infinite, but the forward pass is not
         words = origin(record, forward_only=refused) if spoiled and not self._is_origin_told else ""
         if words:
-            since = f"; {self._refused} steps in a row were not applied" if refused else ""
+            since = f"; {self.refused} steps in a row were not applied" if refused else ""
             yield f"step {record.step}: {words}{since}"
         self._is_origin_told = spoiled and (self._is_origin_told or bool(words))
 
