@@ -944,3 +944,53 @@ def converted(rank: int, spread: bool) -> tuple[list[float | None], list[float],
             why = monitor.missing().get("gradmon/grad_norm", why)
     monitor.detach()
     return found, true, why, [str(warning.message) for warning in said if "hooks" in str(warning.message)]
+
+
+def unchanged(rank: int, setting: Setting, every: int) -> bool:
+    """Whether training ends with the same bits, on this rank, with a monitor of everything and without one."""
+    return all(torch.equal(a, b) for a, b in zip(_trained(setting, None, rank), _trained(setting, every, rank), strict=True))
+
+
+def _trained(setting: Setting, every: int | None, rank: int) -> list[Tensor]:
+    """This rank's parameters and the state of its random generator after a training; ``every``: the monitor's cadence."""
+    torch.manual_seed(0)
+    wrapped = WRAPS[setting.wrap](**dict(setting.arguments))
+    model = wrapped.model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    monitor = None
+    if every is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            monitor = ModuleMonitor(model, every=every, flight_recorder=4 if every > 1 else 0)
+            monitor.add_preset("full")
+            monitor.add_batch_metrics()
+            monitor.add_detector(gradmon.SpikeDetector(signal="loss"))
+            monitor.add_gradient_metric("random", lambda x: x.abs().mean() + torch.rand(()), shardwise=True)
+            monitor.attach(optimizer)
+    features = 5 if isinstance(getattr(model, "module", model), Net) else 8
+    torch.manual_seed(1 + rank)
+    for number, whole in enumerate([*batches(), *batches()]):
+        share, shares = wrapped.part
+        optimizer.zero_grad()
+        mine = whole[..., :features].tensor_split(shares)[share].tensor_split(setting.micro)
+        for micro, x in enumerate(mine):
+            with wrapped.unsynchronised() if micro < setting.micro - 1 else contextlib.nullcontext():
+                y = model(x, rank == 0) if setting.extra else model(x)
+                loss = nn.functional.dropout(y, 0.1).square().mean() / setting.micro
+                loss.backward()
+        if monitor is not None:
+            monitor.log_scalar("loss", loss.detach(), reduce="mean")
+        if setting.clip:
+            clip = torch.nn.utils.clip_grad_norm_ if setting.clip == "torch" or monitor is None else None
+            if clip is None:
+                assert monitor is not None
+                monitor.clip_grad_norm_(1e-3)
+            else:
+                clip(model.parameters(), 1e-3)
+        optimizer.step()
+        if monitor is not None and number == 3:
+            monitor.get_step_metrics()
+    if monitor is not None:
+        monitor.detach()
+    local = [parameter.to_local() if hasattr(parameter, "to_local") else parameter for parameter in model.parameters()]
+    return [*(parameter.detach().clone() for parameter in local), torch.get_rng_state()]

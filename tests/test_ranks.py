@@ -41,6 +41,7 @@ from .rank_runs import (
     shardwise,
     train,
     train_with_reductions,
+    unchanged,
     watched_in_part,
     with_a_plain_reference,
     with_experts,
@@ -352,3 +353,9 @@ def test_hooks_that_died_in_a_conversion_are_put_back_and_that_is_said_once(spre
         assert why == "the hooks on parameters had died, as in a conversion of DTensors by .to(); they are put back"
         assert len(said) == 1
         assert said[0].endswith("gradients before clipping are missing in step 3")
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(("ranks", "setting"), [*((2, setting) for setting in TWO), *((4, setting) for setting in FOUR)], ids=str)
+def test_training_is_the_same_bit_for_bit_on_every_rank(ranks: int, setting: Setting, every: int) -> None:
+    assert on_ranks(ranks, unchanged, setting, every) == [True] * ranks
