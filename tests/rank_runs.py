@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -184,6 +185,18 @@ def batches() -> Tensor:
     return torch.randn(STEPS, BATCH, 4, 8, generator=torch.Generator().manual_seed(1))
 
 
+def of_everybody(thing: Any) -> list[Any]:
+    """``thing`` of each rank, without NumPy."""
+    sent = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(sent)]))
+    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+    padded[: len(sent)] = sent
+    found = [torch.zeros_like(padded) for _ in sizes]
+    dist.all_gather(found, padded)
+    return [pickle.loads(bytes(each[: int(size)].tolist())) for each, size in zip(found, sizes, strict=True)]
+
+
 def full(tensor: Tensor) -> Tensor:
     """All elements, on each rank."""
     whole = tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()
@@ -286,8 +299,7 @@ def batch_values(rank: int, wrap: str) -> tuple[list[dict[str, float]], list[dic
         monitor.log_scalar("own", float(rank))
         optimizer.step()
         found.append(monitor.get_step_metrics())
-        everybody: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everybody, (dict(outputs), mine))
+        everybody = of_everybody((dict(outputs), mine))
         true: dict[str, float] = {"own": float(rank)}
         for name in outputs:
             whole = torch.cat([theirs[name].double().reshape(-1) for theirs, _ in everybody])
@@ -458,8 +470,7 @@ def with_experts(rank: int) -> tuple[dict[str, float], dict[str, float], dict[st
     monitor.add_gradient_metric("custom", lambda g: g.abs().max())
     monitor.attach(optimizer)
     model(torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))).square().mean().backward()
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, {_short(name): p.grad.clone() for name, p in model.named_parameters()})
+    everybody = of_everybody({_short(name): p.grad.clone() for name, p in model.named_parameters()})
     together = {name: everybody[0][name] for name in everybody[0] if name.startswith("shared")}
     together |= {name: torch.stack([theirs[name] for theirs in everybody]) for name in everybody[0] if name.startswith("expert")}
     optimizer.step()
@@ -675,8 +686,7 @@ def batches_of(rank: int, wrap: str) -> tuple[list[str], Any, dict[str, list[flo
                     norms.append(sum(float(part.double().square().sum()) for part in parts) ** 0.5)
                 loss.backward()
         optimizer.step()
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, norms)
+    everybody = of_everybody(norms)
     record = monitor._session.settle_now()
     assert record is not None
     found = record.context.get("batch_norms") or monitor.missing()["gradmon/batch_norm_max"]

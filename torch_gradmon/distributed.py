@@ -9,6 +9,7 @@ added up before anything can be said of them.
 from __future__ import annotations
 
 import functools
+import json
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -115,18 +116,28 @@ class Ranks:
         return found
 
     def gathered(self, thing: Any) -> list[Any]:
-        """``thing`` of each rank, pickled on the way. A collective that synchronises the device."""
-        things: list[Any] = [None] * self.count
-        torch.distributed.all_gather_object(things, thing, group=self.group)
-        return things
+        """``thing`` of each rank, as JSON has it. Two collectives, which synchronise the device.
+
+        ``torch.distributed.all_gather_object`` would take NumPy, which the core does without.
+        """
+        sent = torch.frombuffer(bytearray(json.dumps(thing).encode()), dtype=torch.uint8)
+        sizes = self._gathered(torch.tensor([len(sent)], dtype=torch.int64, device="cpu")).flatten().tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
+        padded[: len(sent)] = sent
+        found = self._gathered(padded).to("cpu")
+        return [json.loads(bytes(row[:size].tolist())) for row, size in zip(found, sizes, strict=True)]
+
+    def _gathered(self, own: Tensor) -> Tensor:
+        """``own``, one dimension, of each rank: ``[ranks, n]``."""
+        flat = torch.empty(self.count * own.numel(), dtype=own.dtype, device=self.device)
+        gather = getattr(torch.distributed, "all_gather_single", None)  # the newer name; where it is, the older one warns
+        (gather or torch.distributed.all_gather_into_tensor)(flat, own.to(self.device), group=self.group)
+        return flat.view(self.count, -1)
 
     def _exchanged(self, rows: Tensor, columns: Sequence[Column]) -> Tensor:
         if rows.numel() * rows.element_size() * self.count <= GATHERED:
-            flat = rows.new_empty(self.count * rows.numel())
-            gather = getattr(torch.distributed, "all_gather_single", None)  # the newer name; where it is, the older one warns
-            (gather or torch.distributed.all_gather_into_tensor)(flat, rows.reshape(-1), group=self.group)
             wide = identity(self.count * len(rows), rows.device, rows.dtype)
-            wide[:, columns] = flat.view(-1, len(columns))
+            wide[:, columns] = self._gathered(rows.reshape(-1)).view(-1, len(columns))
             return merge_rows(wide.view(self.count, len(rows), -1))[:, columns]
         sums, extremes = [c for c in columns if c < SUMMED], [c for c in columns if c >= SUMMED]
         place = {column: index for index, column in enumerate(columns)}

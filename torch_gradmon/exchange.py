@@ -92,7 +92,7 @@ class Exchange:
         """Some rank has something new."""
         known = set(self._entries)
         told = self.ranks.gathered([entry for entry in mine if entry not in known])
-        new = sorted({entry for entries in told for entry in entries})
+        new = sorted({tuple(entry) for entries in told for entry in entries})
         self._entries += new
         _take(buffer, new, self._merged(_rows(mine, new), ALL_COLUMNS))
 
