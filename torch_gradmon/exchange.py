@@ -99,10 +99,10 @@ class Exchange:
     def _merged(self, rows: Sequence[Tensor], columns: frozenset[Column]) -> Tensor:
         return self.ranks.merged(torch.cat([some.to(self.ranks.device, torch.float64) for some in rows]), columns)
 
-    def all_take_part(self, what: str, layout: object = ()) -> bool:
+    def all_take_part(self, what: str, layout: Callable[[], object] = tuple) -> bool:
         """Whether every rank exchanges ``"tensors"`` of this layout, or ``"values"``. Asked once; who is alone waits for a while."""
         if what not in self._agreed:
-            digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:16]
+            digest = hashlib.sha256(repr(layout()).encode()).hexdigest()[:16]
             self._agreed[what] = self.ranks.count == 1 or self._agreement.on(f"{what}-{digest}")
             if not self._agreed[what]:
                 self._complaints.add(f"ranks:{what}", _ALONE[what])

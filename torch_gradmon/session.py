@@ -163,7 +163,7 @@ class Session(StepValues):
             self.ledger.summary.all_columns = True  # on each rank, whoever has a run directory
         references = self.planner.inventory.references
         if self.planner.inventory.on_mesh:  # before anything is added up over ranks
-            self._exchange_of.all_take_part("tensors", self._layout())
+            self._exchange_of.all_take_part("tensors", self._layout)
         self._plans = self.planner.plans(step, self.ledger.summary, gradients_only=self._records_only)
         self._buffer = StepBuffer(step, self.guard.complaints)
         due: tuple[Metric, ...] = ()
@@ -406,6 +406,7 @@ class Session(StepValues):
         try:
             self.end_step()
             self.recall()
+            self.recorder.forget()
         finally:
             self._leaving = False
 
@@ -413,7 +414,6 @@ class Session(StepValues):
         """End the step, send what waits, and take every hook away."""
         try:
             self.leave()
-            self.recorder.forget()
         finally:
             self._disarm()
             self.activations.remove()
@@ -431,6 +431,5 @@ def at_exit(session: Callable[[], Session | None], outbox: Outbox) -> None:
     try:
         if alive is not None:
             alive.leave()
-            alive.recorder.forget()
     finally:  # also where a spike in the last step is raised
         outbox.close()

@@ -25,8 +25,6 @@ from .statistics.moments import Column, identity, merge, merge_by_group
 
 #: Sources of values that are those of a rank's own batch.
 SHARED_SOURCES = frozenset(MODULE_SOURCES)
-
-
 #: A noted fact: by how many steps ranks lie apart that have told each other values.
 SKEW = "ranks/skew"
 

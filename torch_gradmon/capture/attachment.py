@@ -176,9 +176,9 @@ class Attachment:
         for place in places:
             if (parameter := place()) is not None:
                 for attribute in ("_post_accumulate_grad_hooks", "_backward_hooks"):
-                    if (
-                        hooks := getattr(parameter, attribute)
-                    ) is not None:  # those of others too: it is the assignment that counts
+                    # those of others too: it is the assignment that counts
+                    hooks = getattr(parameter, attribute)
+                    if hooks is not None:
                         setattr(parameter, attribute, None)
                         setattr(parameter, attribute, hooks)
         self.arm(places, local)
