@@ -1,5 +1,6 @@
 """See what gradients, parameters, updates and activations do while a PyTorch model trains."""
 
+from .acting.policy import Rollback, RolledBack, Skip
 from .attention import monitor_scaled_dot_product_attention
 from .errors import GradmonWarning, SpikeError
 from .mixin import MonitorMixin
@@ -16,7 +17,10 @@ __all__ = [
     "JsonlSink",
     "ModuleMonitor",
     "MonitorMixin",
+    "Rollback",
+    "RolledBack",
     "Run",
+    "Skip",
     "SpikeDetector",
     "SpikeError",
     "TensorBoardSink",

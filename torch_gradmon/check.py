@@ -38,6 +38,15 @@ def share(name: str, value: object) -> None:
         raise ValueError(f"{name}={value!r} must be a share between 0 and 1, such as 0.01 for one percent")
 
 
+def reaction(on_spike: object, actions: tuple[type, ...]) -> None:
+    """What a spike does: a word, a function, or one of ``actions``."""
+    if on_spike is None or callable(on_spike) or isinstance(on_spike, actions):
+        if isinstance(on_spike, type) and issubclass(on_spike, actions):
+            raise TypeError(f"on_spike must be an instance, {on_spike.__name__}(), got the class")
+        return
+    one_of("on_spike", on_spike, ("warn", "skip", "raise"))
+
+
 def flag(**named: object) -> bool:
     """True or False."""
     ((name, value),) = named.items()

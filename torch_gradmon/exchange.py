@@ -30,6 +30,10 @@ _ALONE = {
         "not every rank has a monitor of the same model and metrics, so that nothing can be told of what is spread over ranks; make one "
         "on each of them, and where a pipeline's stages differ, name the ranks of this stage with process_group="
     ),
+    "decisions": (
+        "not every rank has a monitor that acts on spikes in the same way, so nothing is done about them on this one; give on_spike= and "
+        "the same detectors on each rank"
+    ),
     "values": "not every rank has a monitor, so that what this one tells of activations and logged values is of its own batches",
 }
 
@@ -52,7 +56,13 @@ class Exchange:
         self.shares_values = False  # whether all ranks have told each other values of their batches
 
     def run(
-        self, buffer: StepBuffer, tensors: Tensors, shares_values: bool, watches: Callable[[Key], bool], may_extend: bool = True
+        self,
+        buffer: StepBuffer,
+        tensors: Tensors,
+        shares_values: bool,
+        watches: Callable[[Key], bool],
+        may_extend: bool = True,
+        asked: str = "",
     ) -> None:
         """Merge what ``buffer`` has with what it has on the other ranks. Nothing where there are none, or nothing to merge.
 
@@ -61,11 +71,12 @@ class Exchange:
             tensors: rows that all ranks know to expect.
             shares_values: whether activations, and values that were logged to be shared, are merged too.
             watches: whether a logged value is shared in any case, as its mean, since a detector judges it.
+            asked: what all ranks are known to take part in; by default they are asked for tensors or for values.
             may_extend: whether the list of what is shared may grow in this step, which synchronises with the device.
         """
         if not (tensors or shares_values) or self.ranks.count == 1:
             return
-        if not self.all_take_part("tensors" if tensors else "values"):
+        if not self.all_take_part(asked or ("tensors" if tensors else "values")):
             for source in tensors:
                 buffer.refuse_all(source, _ALONE["tensors"])
             return
@@ -100,7 +111,9 @@ class Exchange:
         return self.ranks.merged(torch.cat([some.to(self.ranks.device, torch.float64) for some in rows]), columns)
 
     def all_take_part(self, what: str, layout: Callable[[], object] = tuple) -> bool:
-        """Whether every rank exchanges ``"tensors"`` of this layout, or ``"values"``. Asked once; who is alone waits for a while."""
+        """Whether every rank exchanges ``"tensors"`` of this layout, ``"values"`` or ``"decisions"``. Asked once; who is alone waits
+        for a while.
+        """
         if what not in self._agreed:
             digest = hashlib.sha256(repr(layout()).encode()).hexdigest()[:16]
             self._agreed[what] = self.ranks.count == 1 or self._agreement.on(f"{what}-{digest}")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from . import names as n
+from .acting.policy import Act
 from .assembly import assemble
 from .guard import Guard
 from .heads import head_values
@@ -39,6 +40,8 @@ class Flight:
         tags: facts for its context.
         cost: time spent in the monitor, in percent of the time since the last step that was monitored; None for one that was not.
         ranks: over how many the values of batches are merged.
+        act: what was done about it, where it is a spike.
+        skipped: how many steps were skipped so far, where they may be.
         late: where values that were logged after its end are merged.
         late_departure: the same on their way, once the next step has begun.
         refusals_after: steps that were neither monitored nor applied, between this one and the next one monitored.
@@ -53,6 +56,8 @@ class Flight:
     tags: dict[str, Any]
     cost: float | None
     ranks: int = 1
+    act: Act | None = None
+    skipped: int | None = None
     late: StepBuffer | None = None
     late_departure: Departure | None = None
     refusals_after: int = 0
@@ -71,17 +76,17 @@ class Flight:
             if self.late is not None:
                 departure = self.late_departure or self.late.depart()
                 ledger.amend(self.late, departure.land()[1])
-            ledger.summary.not_applied += self.refusals_after
+            ledger.summary.refused_unseen(self.refusals_after)
 
     def record(self, summary: Summary, layers: Layers, registry: Registry) -> tuple[StepRecord, dict[str, float]]:
         """The record, and all whole-model values by name. Waits for the values."""
         buffer = self.departure.buffer
         tables, custom, noted = self.departure.land()
-        summary.not_applied += int(noted.pop("unseen_refusals", 0))
+        summary.refused_unseen(int(noted.pop("unseen_refusals", 0)))
         edited, found_inf = noted.pop("edited", None), bool(noted.pop("found_inf", 0))
         facts = Facts(
             buffer.step,
-            applied=not self.refused and not found_inf,
+            applied=not self.refused and not found_inf and not (self.act is not None and self.act.skipped),
             updates_void=found_inf,
             edited=None if edited is None else bool(edited),
             trainable=self.inventory.trainable,
@@ -90,11 +95,14 @@ class Flight:
             refused={**{source: why for (source, name), why in buffer.absent.items() if not name}, **buffer.refused},
             context=self._context(noted),
             ranks=self.ranks,
+            refusal=self.refused or found_inf,
         )
         if (
             self.cost is not None and "overhead_pct" in summary.keys
         ):  # on the dashboard of a preset; in the context of every record
             custom[Key(n.SUMMARY, "", "overhead_pct")] = self.cost
+        if self.skipped is not None:
+            custom[Key(n.SUMMARY, "", "steps_skipped")] = float(self.skipped)
         attention, heads = head_values(tables, buffer.unshown)
         modules = {**self.modules(tables), **attention}
         record, signals = assemble(
@@ -116,6 +124,8 @@ class Flight:
         context.update((name, value) for name, value in noted.items() if "/" not in name)
         if rates := [value for name, value in noted.items() if name.startswith("lr/")]:
             context["lr"] = rates
+        if self.act is not None:
+            context.update(self.act.context())
         if self.tags:
             context["tags"] = self.tags
         return context
@@ -181,7 +191,7 @@ class Flights:
         if self._flying:
             self._flying[-1].refusals_after += 1
         else:
-            self._ledger.summary.not_applied += 1
+            self._ledger.summary.refused_unseen(1)
 
     def _may_land(self, flight: Flight) -> bool:
         return self.now >= flight.step + 2 if self.lockstep else flight.departure.arrival.is_ready()

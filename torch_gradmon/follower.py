@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from .capture.attachment import Attachment
 from .capture.hooks import Hook
+from .errors import SpikeError
 from .guard import guarded
 from .names import GRADIENT_BEFORE_CLIP
 from .planner import Planner
@@ -43,6 +44,7 @@ class Follower:
         self._backward_since = self._parameters_measured = False
         self._forward_seen = self._hooks_lived = False
         self._done: set[int] = set()
+        self._decided: set[int] = set()  # whose closure was called once
         self._owned: dict[int, list[int]] = {}
         self._unowned: list[int] = []
         self._backwards = self._learned = 0
@@ -61,7 +63,7 @@ class Follower:
     def step_opened(self) -> None:
         """A step was opened."""
         self._attempted = self.refused = False
-        self._begun, self._done, self._backwards = set(), set(), 0
+        self._begun, self._done, self._decided, self._backwards = set(), set(), set(), 0
         self._parameters_measured = self._forward_seen = False
 
     def step_closed(self) -> None:
@@ -118,6 +120,8 @@ class Follower:
             if self._attempted or self._begun:
                 self.session.end()  # its end was not seen, as when a scaler is not updated
         self._ensure_open()
+        if not self._forward_seen:
+            self.session.first_forward()
         self._forward_seen = True
         if not self.optimizers():
             self.orphaned = True
@@ -202,13 +206,13 @@ class Follower:
         self.session.gradients.commit_local(position)
 
     @guarded
-    def step_began(self, optimizer: Optimizer, has_closure: bool) -> None:
-        """Measure parameters, and gradients unless the closure has yet to compute them."""
+    def step_began(self, optimizer: Optimizer, has_closure: bool) -> bool:
+        """Measure parameters, and gradients unless the closure has yet to compute them; whether nothing is to change."""
         if not has_closure and self._steps_late(optimizer):
-            return
+            return False
         self._ensure_open()
         if not self.session.takes_values:
-            return
+            return False
         self._note_rates(optimizer)
         if self._forward_seen and not self._backwards and self._hooks_lived and not has_closure:
             self._revive_hooks(optimizer)
@@ -225,7 +229,28 @@ class Follower:
         self.session.parameters.before_step(positions)
         if not has_closure:
             self.session.gradients.after_clip(positions, self._attachment.inverse_scale(optimizer))
+            skips = self._skips(optimizer)
             self._done.add(id(optimizer))
+            return skips
+        return False
+
+    def _skips(self, optimizer: Optimizer, refused: bool = False) -> bool:
+        """Whether the step is a spike, and this optimizer is to change nothing."""
+        others = [type(other).__name__ for other in self.optimizers() if id(other) in self._done and other is not optimizer]
+        has_scaler = isinstance(getattr(optimizer, "found_inf", None), torch.Tensor)  # of a fused one, whose step looks at it
+        try:
+            return self.session.decide(has_scaler, refused, " and ".join(others))
+        except SpikeError:
+            if self._leads:
+                self._attempted = True
+                self.session.attempted += 1
+                self.session.end()
+            raise
+
+    @property
+    def holds_scaler(self) -> bool:
+        """Whether the step is skipped, and no other optimizer of it was refused, for which the scaler has to learn."""
+        return self.session.skips and not self.refused
 
     def _revive_hooks(self, optimizer: Optimizer) -> None:
         """There were backward passes in the step before, and now there are gradients and nothing was seen of a backward pass."""
@@ -267,9 +292,15 @@ class Follower:
         return self._attachment.optimizers[-1]() is optimizer
 
     @guarded
-    def closure_ended(self, optimizer: Optimizer) -> None:
-        """The optimizer's gradients are there now. A closure that is called several times leaves its last ones."""
+    def closure_ended(self, optimizer: Optimizer) -> bool:
+        """The optimizer's gradients are there now. A closure that is called several times leaves its last ones; the first ones
+        decide whether nothing is to change.
+        """
         self.session.gradients.after_clip(self._positions_at(optimizer), self._attachment.inverse_scale(optimizer))
+        if id(optimizer) in self._decided:
+            return self.session.skips
+        self._decided.add(id(optimizer))
+        return self._skips(optimizer)
 
     @guarded
     def step_ended(self, optimizer: Optimizer, found_inf: torch.Tensor | None) -> None:
@@ -289,11 +320,13 @@ class Follower:
         self._note_rates(optimizer)
         self._measure_parameters()
         self.session.gradients.after_clip(self._positions_at(optimizer), None)
+        self._skips(optimizer, refused=True)  # nothing is left to skip, but other ranks may wait
         self._attempt_over(optimizer)
 
     def _attempt_over(self, optimizer: Optimizer) -> None:
         if self._is_last(optimizer):
             self._attempted, self._backward_since = True, False
+            self.session.attempt_over(self.refused)
             if self._leads and not self._attachment.in_scaler_step:
                 self.session.end()
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .acting.policy import Policy, policy_of
 from .assembly import missing
 from .errors import GradmonWarning, SpikeError
 from .guard import Guard
@@ -33,7 +34,7 @@ class Options:
 
     show: Callable[[Mapping[Key, float]], dict[str, float]]
     history: int = 1000
-    on_spike: str | Callable[[Event], Any] | None = None
+    on_spike: str | Policy | Callable[[Event], Any] | None = None
 
 
 class Ledger:
@@ -71,7 +72,13 @@ class Ledger:
         self._keep(record)
         self.fill(self.judges.taken_recalled())
         self._signals = signals
-        self._tell(events)
+        self._tell(events, record.context.get("action", ""))
+
+    def learn(self, record: StepRecord, signals: Mapping[str, float]) -> None:
+        """A step that is not monitored, whose values the detectors are to know all the same."""
+        self.judges.begin(record, {})
+        self._judged(record, signals)
+        self._warn(self.judges.aftermath(record, signals))
 
     def _judged(self, record: StepRecord, signals: Mapping[str, float]) -> tuple[StepRecord, list[Event]]:
         try:
@@ -152,11 +159,27 @@ class Ledger:
         self.outbox.put(record, functools.partial(_shown, self._options.show, record), amend)
 
     def _warn(self, told: Iterable[str]) -> None:
-        for words in told if self._options.on_spike == "warn" and not self.outbox.is_muted else ():
+        for words in told if (self._options.on_spike == "warn" or self._acts) and not self.outbox.is_muted else ():
             warnings.warn(f"torch_gradmon: {words}", GradmonWarning, stacklevel=2)
 
-    def _tell(self, events: Sequence[Event]) -> None:
+    @property
+    def _acts(self) -> bool:
+        """Whether something is done about spikes before they change the model."""
+        return policy_of(self._options.on_spike) is not None
+
+    def _tell(self, events: Sequence[Event], action: str = "") -> None:
         news = self.judges.news(events)
+        if self.last is not None and action:  # each is told, as a rank knows it
+            reasons = [event.reason for event in events] or [self.last.skipped]
+            where = next((event.where for event in events if event.where), "")
+            news = [f"step {self.last.step}: " + "; ".join(filter(None, (*reasons, where, action)))]
+        elif events and self._acts:
+            signals = ", ".join(event.signal for event in events)
+            self._guard.complaints.add(
+                f"late:{signals}",
+                f"that {signals} spiked in step {events[0].step} became known only when the optimizer had stepped, so that nothing was "
+                "done about it; what is logged has to be logged before optimizer.step()",
+            )
         if (self.judges.looks_closer() or news) and self.last is not None:
             self.spiked_in = self.last.step
         failures, self.judges.failures = self.judges.failures, []

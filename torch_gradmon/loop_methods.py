@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import check
+from .acting.policy import Counts, RolledBack
 from .clipping import clip
 from .errors import display
 from .hand import Hand
@@ -96,6 +97,27 @@ class LoopMethods:
     def is_step_monitored(self, step: int) -> bool:
         """Whether values are, were or would be taken on ``step``."""
         return not self._session.guard.inert and self._session.would_monitor(step)
+
+    @property
+    def step_skipped(self) -> bool:
+        """Whether the last step was skipped because of a spike, with ``on_spike="skip"``; known once ``optimizer.step()`` returns.
+
+        For what the loop does besides, such as ``if not monitor.step_skipped: scheduler.step()``. A GradScaler that refuses a step
+        is no skip.
+        """
+        return self._session.skips
+
+    @property
+    def rolled_back(self) -> RolledBack | None:
+        """Where the last step took the model back to, with ``on_spike=Rollback()``; None where it did not."""
+        actor = self._session.actor
+        return None if actor is None else actor.rolled_back
+
+    @property
+    def counts(self) -> Counts:
+        """How many steps were attempted, applied, skipped, refused, and had NaN or Inf. Synchronises at most once a step."""
+        self._session.settle_now()
+        return self._session.counts()
 
     @property
     def step(self) -> int | None:

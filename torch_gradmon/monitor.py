@@ -14,6 +14,8 @@ from torch import nn
 
 from . import check
 from . import names as n
+from .acting.actor import Actor
+from .acting.policy import Policy, Rollback, Skip, policy_of
 from .budget import Budget
 from .capture.compiled import unwrapped
 from .capture.measuring import Measurer
@@ -23,6 +25,7 @@ from .capture.units import ACTIVATION_BUILT_INS
 from .closer import CloserLook
 from .distributed import Ranks
 from .errors import Complaints, display
+from .exchange import Exchange
 from .guard import Guard
 from .layers import Layers
 from .ledger import Ledger, Options
@@ -43,6 +46,9 @@ from .spikes.detector import SpikeDetector
 from .statistics.backend import Statistics
 from .statistics.eager import DEFAULT_EPS
 from .value_methods import ValueMethods
+
+#: Parts of a state that one of a monitor that did not act on spikes, or of an earlier version, has not.
+_NEWER = {"attempted", "acting"}
 
 
 class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
@@ -66,7 +72,8 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
             metric is held during the optimizer's step.
         layers: per-layer values to show besides those asked for: ``"blocks"``, ``"top"``, ``"all"`` or a pattern.
         on_spike: what a spike does: ``"warn"``, ``"raise"`` (:class:`SpikeError` when the step ends), a function of the
-            :class:`Event`, or None.
+            :class:`Event`, or None. ``"skip"``, :class:`Skip` and :class:`Rollback` decide before the optimizer steps, in every
+            step whatever the cadence, from gradients and from what was logged by then; this waits for the device.
         history: how many steps :meth:`get_all_metrics` remembers.
         run_dir: the run directory that takes every step; None for none.
         compile_statistics: compile a kernel for the statistics of tensors on the CPU, here and now: it takes g++ or clang++ and
@@ -108,7 +115,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         eps: float = DEFAULT_EPS,
         update_sample: int | str | re.Pattern[str] | None = None,
         layers: str | re.Pattern[str] | None = None,
-        on_spike: str | Callable[[Event], Any] | None = None,
+        on_spike: str | Policy | Callable[[Event], Any] | None = None,
         history: int = 1000,
         run_dir: str | os.PathLike[str] | None = None,
         compile_statistics: bool = False,
@@ -124,8 +131,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
             check.share("overhead_budget", overhead_budget)
         check.one_of("on_metric_error", on_metric_error, ("warn", "raise"))
         check.one_of("key_style", key_style, KEY_STYLES)
-        if on_spike is not None and not callable(on_spike):
-            check.one_of("on_spike", on_spike, ("warn", "raise"))
+        check.reaction(on_spike, (Skip, Rollback))
         if not isinstance(prefix, str):
             raise TypeError(f"prefix must be a str, got {display(prefix)}")
         if format_module_name_fn is not None and not callable(format_module_name_fn):
@@ -172,7 +178,13 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         ledger = Ledger(options, guard, outbox, chosen_layers)
         closer = CloserLook(planner, closer_look)
         recorder = Recorder(flight_recorder, registry, ledger.summary)
-        self._session = Session(budget or is_monitored, guard, planner, measurer, ledger, update_sample, budget, closer, recorder)
+        policy = policy_of(on_spike)
+        actor = None if policy is None or inert else Actor(policy, ledger.judges, Exchange(ranks, complaints), complaints)
+        if actor is not None:  # whatever is shown and whoever judges: these decide
+            ledger.summary.signals |= {"grad_norm", "grad_nonfinite"}
+        self._session = Session(
+            budget or is_monitored, guard, planner, measurer, ledger, update_sample, budget, closer, recorder, actor
+        )
         self._session.scaler = scaler
         self._registry, self._planner = registry, planner
         # an attached session outlives a monitor that nobody kept, and modules with the mixin ask for the monitor
@@ -371,7 +383,10 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
     def state_dict(self) -> dict[str, Any]:
         """Step number, counters and what the detectors learned, as plain numbers and lists."""
         self._session.settle_now()
-        return {"next_step": self._session.next_step, **self._session.ledger.state_dict()}
+        actor = self._session.actor
+        acting = {} if actor is None else {"acting": actor.state_dict()}
+        steps = {"next_step": self._session.next_step, "attempted": self._session.attempted}
+        return {**steps, **self._session.ledger.state_dict(), **acting}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where :meth:`state_dict` was taken: the next step has the number after the last one.
@@ -394,7 +409,8 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         part = ""
         try:
             for part in before:
-                self._load_part(part, state[part])
+                if part in state or part not in _NEWER:
+                    self._load_part(part, state[part])
         except (KeyError, TypeError, ValueError) as error:
             for each, value in before.items():
                 self._load_part(each, value)
@@ -405,6 +421,11 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
     def _load_part(self, part: str, value: Any) -> None:
         if part == "next_step":
             self._session.next_step = int(value)
+        elif part == "attempted":
+            self._session.attempted = int(value)
+        elif part == "acting":
+            assert self._session.actor is not None
+            self._session.actor.load_state_dict(value)
         else:
             self._session.ledger.load_part(part, value)
 

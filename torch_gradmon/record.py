@@ -25,6 +25,7 @@ class Event:
         reason: the same in words.
         usual: what was normal, in units of the signal; None where the rule does not say.
         where: which layers moved, in words; empty where that is not known.
+        action: what was done about it, in words; empty where nothing was.
     """
 
     step: int
@@ -35,9 +36,10 @@ class Event:
     reason: str
     usual: float | None = None
     where: str = ""
+    action: str = ""
 
     def __str__(self) -> str:
-        return f"step {self.step}: {self.reason}" + (f"; {self.where}" if self.where else "")
+        return f"step {self.step}: " + "; ".join(filter(None, (self.reason, self.where, self.action)))
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class StepRecord:
     Attributes:
         step: its number.
         time: seconds since the epoch, when it ended.
-        applied: False when the optimizer did not apply it (an infinite gradient under a GradScaler).
+        applied: False when the optimizer did not apply it (an infinite gradient under a GradScaler, or a skip).
         values: all values by key, plain floats.
         tables: statistics by source.
         context: learning rates, loss scale, tags: in every record, on no dashboard.
@@ -81,3 +83,8 @@ class StepRecord:
     derived: frozenset[Key] = frozenset()
     hidden: frozenset[Key] = frozenset()
     rng: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def skipped(self) -> str:
+        """Why it was skipped; empty where it was not."""
+        return str(self.context.get("skipped", ""))

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import names as n
+from .acting.actor import Actor
+from .acting.policy import Counts
 from .budget import Budget
 from .capture.activations import ActivationCapture
 from .capture.gradients import GradientCapture
@@ -56,9 +58,11 @@ class Session(StepValues):
         budget: Budget | None,
         closer: CloserLook,
         recorder: Recorder,
+        actor: Actor | None = None,
     ) -> None:
         self.is_step_monitored = is_step_monitored
-        self.recorder = recorder
+        self.recorder, self.actor = recorder, actor
+        self.attempted = 0
         ledger.judges.recall = recorder.spiked
         self._exchange_of = Exchange(measurer.ranks, guard.complaints)
         self._leaving = False  # whether an open step is closed because the run ends
@@ -107,6 +111,8 @@ class Session(StepValues):
             self.ledger.outbox.goes_back(step)  # where a run is continued
         self._stride = max(1, step - self.step) if self.step is not None else 1
         self.step, self.next_step, self.open = step, step + 1, True
+        if self.actor is not None:
+            self.actor.step_opened()
         if self.follower is not None:
             self.follower.step_opened()
         early, self._early = self._early, None
@@ -152,7 +158,8 @@ class Session(StepValues):
         return ahead < self.closer.left or bool(self.is_step_monitored(step))
 
     def _is_recorded(self) -> bool:
-        return bool(self.recorder.size) and not self.guard.inert and self.planner.module is not None
+        wanted = bool(self.recorder.size) or (self.actor is not None and self.follower is not None)
+        return wanted and not self.guard.inert and self.planner.module is not None
 
     def _prepare(self, step: int) -> None:
         self.planner.refresh()
@@ -283,6 +290,8 @@ class Session(StepValues):
             buffer, inventory, tags = self._close()
             found = self.recorder.keep(buffer, self._plans, inventory, refused, tags, self._flights.oldest)
             self.ledger.fill(found)
+            if self.actor is not None and self.actor.known is not None and not refused:
+                self.ledger.learn(*self.actor.known)
         self._tags = {}
         if refused:
             self._flights.count_refusal()
@@ -299,7 +308,12 @@ class Session(StepValues):
         evaluate = self.activations.values.evaluator()
         departure = buffer.depart()
         cost, ranks = self.guard.cost(), self.measurer.ranks.count
-        self._flights.start(Flight(departure, self._plans, inventory, evaluate, refused, self._groups(), tags, cost, ranks))
+        act = skipped = None
+        if self.actor is not None:
+            act, skipped = self.actor.act, self.actor.skipped
+        self._flights.start(
+            Flight(departure, self._plans, inventory, evaluate, refused, self._groups(), tags, cost, ranks, act, skipped)
+        )
 
     def settle(self) -> None:
         """Make the record of the step that has ended, if it was not made yet. Waits for its values."""
@@ -335,12 +349,51 @@ class Session(StepValues):
         members = [frozenset(inventory.names[p] for p in inventory.positions(group["params"])) for group in groups]
         return [(f"group_{number}", names) for number, names in enumerate(members)]
 
+    # --- acting on a spike ---------------------------------------------------------------------------------------------------
+
+    def first_forward(self) -> None:
+        """The first training forward of the step is about to run."""
+        if self.actor is not None and self.open and self.planner.module is not None:
+            self.actor.buffers.remember(self.planner.module, self.planner.version)
+
+    @property
+    def skips(self) -> bool:
+        """Whether the step in flight, or the one that ended last, is skipped."""
+        return self.actor is not None and self.actor.skips
+
+    def decide(self, has_scaler: bool, refused: bool, stepped: str) -> bool:
+        """Whether an optimizer that is about to step is to change nothing; see :meth:`Actor.decide`."""
+        if self.actor is None or self._buffer is None or self.paused or not self.open:
+            return False
+        try:
+            return self.actor.decide(self._buffer, self._plans, has_scaler, refused, stepped)
+        finally:
+            if self.actor.act is not None:
+                self._records_only = False  # what is done about a step is recorded, whatever the cadence
+
+    def counts(self) -> Counts:
+        """Of the steps so far, as far as their values have come."""
+        summary, actor = self.ledger.summary, self.actor
+        skipped, rollbacks = (0, 0) if actor is None else (actor.skipped, actor.rollbacks)
+        applied, refused = self.attempted - summary.not_applied, summary.not_applied - skipped
+        return Counts(self.attempted, applied, skipped, refused, summary.nonfinite, rollbacks)
+
+    def attempt_over(self, refused: bool) -> None:
+        """All optimizers have been called."""
+        self.attempted += 1
+        module = self.planner.module
+        if self.actor is not None and self.follower is not None and module is not None and self.step is not None and self.open:
+            self.actor.attempt_over(self.step, not (refused or self.actor.skips), module, self.follower.optimizers())
+
     # --- by hand -------------------------------------------------------------------------------------------------------------
 
     @guarded
     def begin_step(self, step: int) -> bool:
         """From now on steps begin and end by hand."""
         self.by_hand = True
+        if self.actor is not None and self.follower is None:
+            message = "nothing can be done about spikes, for the optimizers are not known: call attach() besides begin_step()"
+            self.guard.complaints.add("acting", message)
         return self.begin(step)
 
     @guarded
@@ -422,6 +475,8 @@ class Session(StepValues):
                 self.follower.remove()
                 self.follower = None
                 self._scale_by_hand()
+            if self.actor is not None:
+                self.actor.close()
             self.ledger.outbox.close()
 
 
@@ -432,4 +487,6 @@ def at_exit(session: Callable[[], Session | None], outbox: Outbox) -> None:
         if alive is not None:
             alive.leave()
     finally:  # also where a spike in the last step is raised
+        if alive is not None and alive.actor is not None:
+            alive.actor.close()
         outbox.close()

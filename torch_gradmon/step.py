@@ -234,8 +234,22 @@ class StepBuffer:
     def scalars(self) -> StepBuffer:
         """A buffer that goes on with the values that were logged by hand."""
         more = StepBuffer(self.step, self._complaints)
-        more._pending = {key: pending for key, pending in self._pending.items() if not key.source}
+        more._pending = {key: Pending(p.aggregation, list(p.parts)) for key, p in self._pending.items() if not key.source}
         return more
+
+    def part(self, sources: Iterable[str]) -> StepBuffer:
+        """A buffer with the rows that were put for ``sources`` so far, and the values that were logged by hand. This one stays as it
+        is.
+        """
+        wanted, found = set(sources), self.scalars()
+        found._blocks = list(self._blocks)
+        found._place = {where: place for where, place in self._place.items() if where[0] in wanted}
+        found._drop_replaced()
+        found._columns = {source: columns for source, columns in self._columns.items() if source in wanted}
+        found._reused = {where: of for where, of in self._reused.items() if where[0] in wanted and of in wanted}
+        found._reducers = dict(self._reducers)
+        found.refused = {source: reason for source, reason in self.refused.items() if source in wanted}
+        return found
 
     def depart(self) -> Departure:
         """Start the one copy to the host; after it nothing may be put here. Does not synchronise."""

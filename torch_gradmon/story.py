@@ -122,9 +122,14 @@ def tell(source: Source, step: int | None = None) -> str:
 
 
 def _heading(source: Source, step: int, events: Sequence[Event]) -> Iterator[str]:
-    yield from [f"step {step}: {event.reason}" for event in events] or [f"step {step}: no detector called it a spike"]
     context = dict(source.context(step))
-    if context.pop("applied", True) is False:
+    action, skipped = context.pop("action", ""), context.pop("skipped", "")
+    unknown = skipped or "no detector called it a spike"  # on this rank
+    yield from [f"step {step}: {event.reason}" for event in events] or [f"step {step}: {unknown}"]
+    applied = context.pop("applied", True)
+    if action:
+        yield f"  {action}"
+    elif not applied:
         yield "  the step was not applied"
     tags, norms = context.pop("tags", {}), context.pop("batch_norms", {})
     facts = {name: value for name, value in {**tags, **context}.items() if name not in ("time", "overhead_pct")}

@@ -30,7 +30,7 @@ DOCUMENTATION = {
     "update_ratio_p10": "10th percentile of the update ratio over parameters of two or more dimensions",
     "update_ratio_p90": "90th percentile of the update ratio over parameters of two or more dimensions",
     "spike_score": "how far grad_norm lies above normal, in robust standard deviations of its logarithm",
-    "steps_not_applied": "steps so far that the optimizer did not apply (infinite gradients under a GradScaler)",
+    "steps_not_applied": "steps so far that were not applied (infinite gradients under a GradScaler, or skipped after a spike)",
     "overhead_pct": "time spent in the monitor's own code, in percent of the time since the last step",
 }
 CHEAP = tuple(k for k in DOCUMENTATION if not k.startswith(("param_", "update_")))
@@ -61,6 +61,7 @@ class Facts:
         refused: a reason by source, where some of its tensors could not be measured.
         context: learning rates and the like, for the record.
         ranks: over how many the values of batches are merged.
+        refusal: whether a GradScaler did not let the optimizer apply it.
     """
 
     step: int
@@ -73,6 +74,7 @@ class Facts:
     refused: Mapping[str, str] = field(default_factory=dict)
     context: Mapping[str, Any] = field(default_factory=dict)
     ranks: int = 1
+    refusal: bool = False
 
 
 class Summary:
@@ -91,6 +93,7 @@ class Summary:
         self.signals: set[str] = set()
         self.all_columns = all_columns
         self.not_applied = 0
+        self.nonfinite = 0  # steps whose gradients held NaN or Inf
         self.batches: Batches | None = None
         self._clips: deque[tuple[bool, bool]] = deque(maxlen=WINDOW)
 
@@ -109,6 +112,11 @@ class Summary:
         found = Summary(name for name in CHEAP if name.startswith("grad_"))
         found._clips.extend(self._clips)
         return found
+
+    def refused_unseen(self, steps: int) -> None:
+        """So many steps that were not measured were refused by a GradScaler."""
+        self.not_applied += steps
+        self.nonfinite += steps
 
     def needs_of_gradients(self) -> dict[str, frozenset[Column]]:
         """The same for gradients, whether or not anybody wants values of them."""
@@ -157,6 +165,7 @@ class Summary:
         self.not_applied += not facts.applied
         values["steps_not_applied"] = float(self.not_applied)
         self._gradients(values, tables.get(n.GRADIENT_BEFORE_CLIP), tables.get(n.GRADIENT), facts, absent)
+        self.nonfinite += bool(values.get("grad_nonfinite")) or facts.refusal
         if self.batches is not None:
             values |= self.batches.compute(batch_norms or {}, values.get("grad_norm"), facts.ranks, absent)
         if (table := tables.get(n.PARAMETER)) is not None:
@@ -191,16 +200,11 @@ class Summary:
             reason = facts.refused.get(n.GRADIENT_BEFORE_CLIP, reason)
             absent.update(dict.fromkeys(("grad_norm", "grad_max", "grad_nonfinite", "grad_top_share", "spike_score"), reason))
         else:
-            values["grad_norm"] = norm = _norm(before)
-            values["grad_nonfinite"] = before.rows[:, Column.NONFINITE].sum().item()
-            finite = VIEWS["max"].defined(before.rows)
-            if bool(finite.any()):
-                values["grad_max"] = VIEWS["max"].compute(before.rows[finite]).max().item()
-            else:
+            values |= gradient_values(before)
+            norm = values["grad_norm"]
+            if "grad_max" not in values:
                 absent["grad_max"] = "no gradient has a finite element"
-            if 0 < norm < float("inf"):
-                values["grad_top_share"] = before.rows[:, Column.SQUARE_SUM].max().item() / norm**2
-            else:
+            if "grad_top_share" not in values:
                 absent["grad_top_share"] = f"the gradient norm is {norm}"
             if facts.applied and after is not None and len(after.names) == len(before.names):
                 edited = _differ(before, after) if facts.edited is None else facts.edited
@@ -247,15 +251,27 @@ class Summary:
     def state_dict(self) -> dict[str, Any]:
         """Counters and the clipping window, as plain numbers."""
         batches = {} if self.batches is None else {"batches": self.batches.state_dict()}
-        return {"not_applied": self.not_applied, "clips": [[int(a), int(b)] for a, b in self._clips], **batches}
+        counts = {"not_applied": self.not_applied, "nonfinite": self.nonfinite}
+        return {**counts, "clips": [[int(a), int(b)] for a, b in self._clips], **batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
-        self.not_applied = int(state["not_applied"])
+        self.not_applied, self.nonfinite = int(state["not_applied"]), int(state.get("nonfinite", 0))
         self._clips.clear()
         self._clips.extend((bool(a), bool(b)) for a, b in state["clips"])
         if self.batches is not None and "batches" in state:
             self.batches.load_state_dict(state["batches"])
+
+
+def gradient_values(before: Table) -> dict[str, float]:
+    """Those whole-model values that follow from the gradients before clipping, by name; what is not defined is left out."""
+    values = {"grad_norm": _norm(before), "grad_nonfinite": before.rows[:, Column.NONFINITE].sum().item()}
+    finite = VIEWS["max"].defined(before.rows)
+    if VIEWS["max"].columns <= before.columns and bool(finite.any()):
+        values["grad_max"] = VIEWS["max"].compute(before.rows[finite]).max().item()
+    if 0 < values["grad_norm"] < float("inf"):
+        values["grad_top_share"] = before.rows[:, Column.SQUARE_SUM].max().item() / values["grad_norm"] ** 2
+    return values
 
 
 def _of(table: Table, names: Set[str]) -> Table:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from . import check
+from .acting.policy import Policy
 from .monitor import ModuleMonitor
 from .presets import PRESETS
 from .record import Event
@@ -22,7 +23,7 @@ def watch(
     scaler: torch.amp.GradScaler | None = None,
     preset: str = "standard",
     layers: str | re.Pattern[str] | None = None,
-    on_spike: str | Callable[[Event], Any] | None = "warn",
+    on_spike: str | Policy | Callable[[Event], Any] | None = "warn",
     run_dir: str | os.PathLike[str] | None = None,
     every: int = 1,
     compile_statistics: bool = False,
@@ -37,7 +38,7 @@ def watch(
         scaler: the GradScaler that drives them.
         preset: ``"cheap"``, ``"standard"`` or ``"full"``, see :meth:`ModuleMonitor.add_preset`.
         layers: per-layer values to show: ``"blocks"``, ``"top"``, ``"all"`` or a pattern; the run directory has all of them.
-        on_spike: ``"warn"``, ``"raise"``, a function of the event, or None.
+        on_spike: ``"warn"``, ``"skip"`` (or :class:`Skip`, or :class:`Rollback`), ``"raise"``, a function of the event, or None.
         run_dir: where every step is kept, for :func:`load_run`.
         every: monitor the steps that are divisible by it.
         compile_statistics: compile a kernel for statistics on the CPU first, see :class:`ModuleMonitor`.

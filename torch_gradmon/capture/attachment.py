@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
+from ..acting.aside import ScalerAsItWas, SetAside
 from ..check import inside
 from ..errors import GradmonWarning, SpikeError
 from ..guard import Guard
@@ -65,11 +66,15 @@ class Loop(Protocol):
     def backward_ended(self) -> None:
         """One backward pass is over, and its gradients are accumulated and reduced."""
 
-    def step_began(self, optimizer: Optimizer, has_closure: bool) -> None:
-        """The optimizer is about to step, or to call its closure."""
+    @property
+    def holds_scaler(self) -> bool:
+        """Whether the step that ends is as if it had never been, for the scaler too."""
 
-    def closure_ended(self, optimizer: Optimizer) -> None:
-        """The closure has computed the gradients that the optimizer will use."""
+    def step_began(self, optimizer: Optimizer, has_closure: bool) -> bool:
+        """The optimizer is about to step, or to call its closure; whether it is to change nothing."""
+
+    def closure_ended(self, optimizer: Optimizer) -> bool:
+        """The closure has computed the gradients that the optimizer will use; whether it is to change nothing."""
 
     def step_ended(self, optimizer: Optimizer, found_inf: torch.Tensor | None) -> None:
         """The optimizer has stepped, unless ``found_inf`` (of a fused optimizer under a GradScaler) is not zero."""
@@ -105,6 +110,7 @@ class Attachment:
         self._armed: tuple[list[Place], list[tuple[Place, Hook, Hook]]] = [], []
         self._tasks: set[int] = set()
         self._depth: dict[int, int] = {}
+        self._aside: dict[int, SetAside] = {}
         self._stepped: set[int] = set()
         self.scales = Scales()
         self.in_closure = False
@@ -149,6 +155,7 @@ class Attachment:
     def remove(self) -> None:
         """Take all hooks away; calling it again does nothing."""
         self.disarm()
+        self._heal()
         self._handles.remove()
         for wrapped in reversed(self._wrapped):
             wrapped.remove()
@@ -206,9 +213,15 @@ class Attachment:
             # DDP copies the reduced gradients back in a callback of its own; one queued from within a callback comes after it
             engine.queue_callback(lambda: engine.queue_callback(self._backward_ended))
 
+    def _heal(self) -> None:
+        """An optimizer that raised in its step left its depth behind, and its gradients aside."""
+        self._depth.clear()
+        while self._aside:
+            self._aside.popitem()[1].put_back()
+
     def _backward_ended(self) -> None:
         if not self.in_closure:
-            self._depth.clear()  # an optimizer that raised in its step left its depth behind
+            self._heal()
         loop = self._loop()
         if loop is not None:
             loop.backward_ended()
@@ -230,7 +243,7 @@ class Attachment:
         if loop is None or not module.training or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return False
         if not self.in_closure:
-            self._depth.clear()  # an optimizer that raised in its step left its depth behind
+            self._heal()
         loop.forward_began()
         return True
 
@@ -249,7 +262,8 @@ class Attachment:
             loop.scale_mistaken(reason, calling)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         # a subclass may take something else there, which is none of our business
-        loop.step_began(optimizer, callable(closure))
+        if loop.step_began(optimizer, callable(closure)):
+            self._set_aside(optimizer)
         if not callable(closure):
             return None
         wrapped = self._followed(closure, optimizer)
@@ -265,16 +279,25 @@ class Attachment:
             finally:
                 self.in_closure = False
             loop = self._loop()
-            if loop is not None:
-                loop.closure_ended(optimizer)
+            if loop is not None and loop.closure_ended(optimizer):
+                self._set_aside(optimizer)
             return loss
 
         return followed
+
+    def _set_aside(self, optimizer: Optimizer) -> None:
+        aside = self._aside.get(id(optimizer))
+        if aside is None:
+            self._aside[id(optimizer)] = SetAside(optimizer)
+        else:
+            aside.again()
 
     @_harmless
     def _step_ended(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         depth = self._depth[id(optimizer)] = max(0, self._depth.get(id(optimizer), 1) - 1)
         loop = self._loop()
+        if depth == 0 and (aside := self._aside.pop(id(optimizer), None)) is not None:
+            aside.put_back()
         if loop is not None and depth == 0:
             found_inf = getattr(optimizer, "found_inf", None)
             loop.step_ended(optimizer, found_inf if isinstance(found_inf, torch.Tensor) else None)
@@ -296,8 +319,14 @@ class Attachment:
         return result
 
     def _scaler_update(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        original(*args, **kwargs)
         loop = self._loop()
+        scaler = self.scales.scaler
+        # what the loop itself sets the scale to stands
+        held = loop is not None and loop.holds_scaler and scaler is not None and not args and not kwargs
+        before = ScalerAsItWas(scaler) if held and scaler is not None else None
+        original(*args, **kwargs)
+        if before is not None:
+            before.put_back()
         if loop is not None:
             loop.scaler_updated()
 

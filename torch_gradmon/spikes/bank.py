@@ -155,12 +155,7 @@ class HampelBank:
             Scores, infinite for NaN and Inf, NaN where there is none yet; which values are spikes; and the logarithms of what
             was usual before, infinite where nothing was. All ``[signals]``.
         """
-        finite = values.isfinite()
-        positions = torch.where(values > 0, values.log(), LOG_OF_ZERO)
-        medians = torch.stack([self._near.median(), self._far.median()])
-        scores = self._scores(positions, medians)
-        self._excuse(scores, positions)
-        spikes = finite & (scores > self.threshold)
+        finite, positions, medians, scores, spikes = self._judge(values)
         rows = _rows(finite)
         _put(self._peaks, rows, self._turn[rows], torch.where(scores >= self.threshold, positions, -torch.inf)[rows])
         self._turn[rows] = (self._turn[rows] + 1) % self._peaks.shape[1]
@@ -168,6 +163,19 @@ class HampelBank:
         for row in self._remember(rows, positions, spikes):
             self._accept(row)
         return torch.where(finite, scores, torch.inf), spikes | ~finite, medians[0]
+
+    def judged(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What :meth:`update` would return; nothing is learned."""
+        finite, _, medians, scores, spikes = self._judge(values)
+        return torch.where(finite, scores, torch.inf), spikes | ~finite, medians[0]
+
+    def _judge(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        finite = values.isfinite()
+        positions = torch.where(values > 0, values.log(), LOG_OF_ZERO)
+        medians = torch.stack([self._near.median(), self._far.median()])
+        scores = self._scores(positions, medians)
+        self._excuse(scores, positions)
+        return finite, positions, medians, scores, finite & (scores > self.threshold)
 
     def _scores(self, positions: Tensor, medians: Tensor) -> Tensor:
         count = self._count.double()

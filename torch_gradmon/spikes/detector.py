@@ -12,7 +12,7 @@ from ..errors import display
 from ..record import Event
 from .hampel import Hampel
 from .rules import Asked, Rule
-from .verdicts import Each, Verdict, judged, load_state, state_of
+from .verdicts import Each, Verdict, foreseen, judged, learn, load_state, state_of
 
 _METHODS = ("score", "update")
 
@@ -48,6 +48,7 @@ class SpikeDetector:
         self.signal = signal
         self.rule = _rule(rule, text.rstrip("$"))
         self._each = Each(self.rule)
+        self._foreseen: tuple[int, float, Verdict] | None = None
 
     def update(self, step: int, value: float) -> Verdict:
         """Judge ``value``, then learn it. NaN and Inf are spikes of their own kind and are never learned.
@@ -55,7 +56,25 @@ class SpikeDetector:
         Raises:
             TypeError: ``value`` is no number.
         """
+        known, self._foreseen = self._foreseen, None
+        if known is not None and known[:2] == (step, value):  # a rule may be any function, which is asked once for each value
+            learn(self.rule, value)
+            return known[2]
         return judged(self.rule, self.name, step, value)
+
+    def foresee(self, step: int, value: float) -> Verdict:
+        """The verdict that :meth:`update` will give for this value; nothing is learned.
+
+        Raises:
+            TypeError: ``value`` is no number.
+        """
+        if self._foreseen is None or self._foreseen[:2] != (step, value):
+            self._foreseen = step, value, foreseen(self.rule, self.name, step, value)
+        return self._foreseen[2]
+
+    def foresee_all(self, step: int, values: Mapping[str, float]) -> dict[str, Verdict]:
+        """The same for values by key."""
+        return self._each.foresee(step, values)
 
     def update_all(self, step: int, values: Mapping[str, float]) -> dict[str, Verdict]:
         """The same for values by key, each with a rule of its own that is made when a key comes first."""
@@ -91,6 +110,7 @@ class SpikeDetector:
             raise ValueError(f"the state of {self.name} is that of the rule {kind}, and this detector has {own}")
         if not isinstance(state.get("rules", {}), Mapping):
             raise TypeError(f"the rules of {self.name} must be a dict of states by signal, got {display(state['rules'])}")
+        self._foreseen = None
         load_state(self.rule, state["rule"])
         self._each.load_state_dict(state.get("rules", {}))
 

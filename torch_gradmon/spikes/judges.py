@@ -69,10 +69,27 @@ class Judges:
         self.forget(record.step)  # after a rollback
         if self.detectors:
             self.gradients.see(record.step, record.tables)
-        self.ended(record.applied)
-        self._waiting, self._judged = dict(self.detectors) if record.applied else {}, {}
-        if not record.applied:
+        counts = record.applied or bool(record.skipped)  # what a scaler refused is no news of the training
+        self.ended(applied=counts)
+        self._waiting, self._judged = dict(self.detectors) if counts else {}, {}
+        if not counts:
             absent[SUMMARY, "spike_score"] = "the step was not applied"
+
+    def foresee(self, record: StepRecord, whole: Mapping[str, float]) -> list[Event]:
+        """The events that :meth:`judge` will find in what ``record`` and ``whole`` have by now. Nothing is learned.
+
+        Raises:
+            Exception: whatever a rule of the user's raises.
+        """
+        events: list[Event] = []
+        for detector in self.detectors.values():
+            values = self._values(detector, record, whole)
+            if isinstance(detector.signal, re.Pattern):
+                verdicts = detector.foresee_all(record.step, values) if values else {}
+            else:
+                verdicts = {signal: detector.foresee(record.step, value) for signal, value in values.items()}
+            events.extend(_events(detector, record.step, values, verdicts))
+        return events
 
     def judge(
         self, record: StepRecord, whole: Mapping[str, float], absent: MutableMapping[tuple[str, str], str]
@@ -109,6 +126,7 @@ class Judges:
             events = [replace(event, where="; ".join(filter(None, told))) for event in events]
             while len(self.suspects) > _SPIKES:
                 del self.suspects[next(iter(self.suspects))]
+        events = [replace(event, action=record.context.get("action", "")) for event in events]
         return replace(record, values={**record.values, **scores}, events=(*record.events, *events)), events
 
     def taken_recalled(self) -> list[StepRecord]:
@@ -119,17 +137,21 @@ class Judges:
     def _new_values(self, detector: SpikeDetector, record: StepRecord, whole: Mapping[str, float]) -> dict[str, float]:
         """The values of its signals in this step that it has not judged yet."""
         judged = self._judged.setdefault(detector.name, set())
-        if isinstance(detector.signal, re.Pattern):
-            matches = self._matches.setdefault(detector.name, Matches(detector.signal))
-            found = matches.values(record, with_tables=not judged)  # nothing comes late to those
-        else:
-            value = value_of(detector.signal, record, whole)
-            found = {} if value is None else {detector.name: value}
+        found = self._values(detector, record, whole, with_tables=not judged)  # nothing comes late to those
         new = {signal: value for signal, value in found.items() if signal not in judged}
         judged.update(new)
         if new:
             self._heard.add(detector.name)
         return new
+
+    def _values(
+        self, detector: SpikeDetector, record: StepRecord, whole: Mapping[str, float], with_tables: bool = True
+    ) -> dict[str, float]:
+        """The values of its signals."""
+        if isinstance(detector.signal, re.Pattern):
+            return self._matches.setdefault(detector.name, Matches(detector.signal)).values(record, with_tables)
+        value = value_of(detector.signal, record, whole)
+        return {} if value is None else {detector.name: value}
 
     def news(self, events: Sequence[Event]) -> list[str]:
         """Spikes of this step in the words of one warning, but for signals that spiked in the step before as well."""

@@ -45,6 +45,23 @@ def judged(rule: Rule, signal: str, step: int, value: float) -> Verdict:
     Raises:
         TypeError: it is no number.
     """
+    verdict = foreseen(rule, signal, step, value)
+    learn(rule, value)
+    return verdict
+
+
+def learn(rule: Rule, value: float) -> None:
+    """Let ``rule`` learn ``value``, which was scored before."""
+    if math.isfinite(value := float(value)):
+        rule.update(value)
+
+
+def foreseen(rule: Rule, signal: str, step: int, value: float) -> Verdict:
+    """The verdict on ``value``; nothing is learned.
+
+    Raises:
+        TypeError: it is no number.
+    """
     try:
         value = float(value)
     except (TypeError, ValueError, OverflowError) as error:
@@ -55,11 +72,9 @@ def judged(rule: Rule, signal: str, step: int, value: float) -> Verdict:
     found = rule.score(value)
     score = None if found is None else float(found)  # of any kind of number
     if score is None or not score > threshold:
-        rule.update(value)
         score = None if score != score else score
         return Verdict(False, score, threshold, "")
     usual = getattr(rule, "baseline", None)  # before it learns the spike
-    rule.update(value)
     return Verdict(True, score, threshold, _words(signal, value, usual, score, threshold), usual)
 
 
@@ -97,8 +112,17 @@ class Each:
             self._unite(values)
             row = self._row(values)
         if self._bank is not None and row is not None:
-            return self._together(self._bank, row, values)
+            return self._told(self._bank, self._bank.update(row), values)
         return {signal: judged(self._single(signal), signal, step, value) for signal, value in values.items()}
+
+    def foresee(self, step: int, values: Mapping[str, float]) -> dict[str, Verdict]:
+        """The verdicts that :meth:`update` will give; nothing is learned."""
+        row = self._row(values)
+        if self._bank is not None and row is None:
+            self.load_state_dict(self.state_dict())  # into single rules
+        if self._bank is not None and row is not None:
+            return self._told(self._bank, self._bank.judged(row), values)
+        return {signal: foreseen(self._single(signal), signal, step, value) for signal, value in values.items()}
 
     def _row(self, values: Mapping[str, float]) -> Tensor | None:
         """What a bank is fed, NaN for signals without a value; None where there is no bank, or none for these values."""
@@ -112,8 +136,8 @@ class Each:
             self._rules[signal] = copy.deepcopy(self._rule)
         return self._rules[signal]
 
-    def _together(self, bank: HampelBank, row: Tensor, values: Mapping[str, float]) -> dict[str, Verdict]:
-        scores, spikes, usual = (found.tolist() for found in bank.update(row))
+    def _told(self, bank: HampelBank, judged: tuple[Tensor, ...], values: Mapping[str, float]) -> dict[str, Verdict]:
+        scores, spikes, usual = (found.tolist() for found in judged)
         found, threshold = dict(zip(self._rows, scores, strict=True)), bank.threshold
         # NaN is a score that there is not yet
         verdicts = {
