@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import itertools
 import math
 import pickle
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import torch_gradmon as gradmon
-from torch_gradmon import ModuleMonitor, Skip, SpikeDetector, SpikeError
+from torch_gradmon import ModuleMonitor, Skip, SpikeDetector
 from torch_gradmon.spikes import Threshold
 
 pytestmark = pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning", "ignore:.*closure.*:UserWarning")
@@ -100,7 +96,9 @@ class Task:
 
 def _bytes(value: Any) -> bytes:
     if isinstance(value, Tensor):
-        return pickle.dumps((str(value.dtype), tuple(value.shape))) + bytes(value.detach().flatten().contiguous().view(torch.uint8).tolist())
+        return pickle.dumps((str(value.dtype), tuple(value.shape))) + bytes(
+            value.detach().flatten().contiguous().view(torch.uint8).tolist()
+        )
     if isinstance(value, dict):
         return b"{" + b",".join(_bytes(k) + b":" + _bytes(v) for k, v in value.items()) + b"}"
     if isinstance(value, (list, tuple)):
@@ -115,7 +113,12 @@ def _skips(task: Any, skip: Any = None, **more: Any) -> ModuleMonitor:
 
 
 #: What runs for a thousand steps always; the others do in the slow tests.
-LONG = {("AdamW", "fused", "none"), ("Adam", "plain", "scaler"), ("SGD", "foreach", "accumulation"), ("LBFGS", "plain", "closure")}
+LONG = {
+    ("AdamW", "fused", "none"),
+    ("Adam", "plain", "scaler"),
+    ("SGD", "foreach", "accumulation"),
+    ("LBFGS", "plain", "closure"),
+}
 
 
 @pytest.mark.parametrize(("name", "flag", "mode"), _variants())

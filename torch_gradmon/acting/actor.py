@@ -97,9 +97,7 @@ class Actor:
         spoiled = self.known is not None and _nonfinite(self.known[0]) > 0
         severity = _CALM if not events else _NONFINITE if spoiled else _SPIKE
         severity, reason = self._vote(severity, reason, refused)
-        if severity == _CALM or refused:
-            return False
-        return self._answer(buffer.step, severity, reason, stepped)
+        return severity != _CALM and self._answer(buffer.step, severity, reason, stepped)
 
     def _layout(self) -> list[object]:
         return [repr(self.policy), sorted(self._judges.detectors)]
@@ -178,7 +176,10 @@ class Actor:
                 self._in_a_row = 0
             elif self._snapshots.is_due(step):
                 self._in_a_row = 0
-                self._snapshots.take(step, self._batches, model, optimizers)
+                try:
+                    self._snapshots.take(step, self._batches, model, optimizers)
+                except Exception as error:  # a full disk, or what cannot be copied
+                    self._complaints.add("snapshot", f"no snapshot could be taken after step {step}", error)
         elif applied:
             self._in_a_row = 0  # accepted
         elif self.skips and self._snapshots is not None:
@@ -188,15 +189,21 @@ class Actor:
         assert isinstance(self.policy, Rollback)
         assert self._snapshots is not None
         assert self.act is not None
-        to = self._snapshots.choose(step)
+        ranks = self._exchange.ranks
+        to = self._snapshots.choose(step, set(self._snapshots.steps).intersection(*ranks.gathered(self._snapshots.steps)))
         if to is None:
             return
+        failure: Exception | None = None
         try:
-            before = self._snapshots.go_back(to, step, model, optimizers)
-        except ValueError as error:
+            self._snapshots.load(to, model, optimizers)
+        except Exception as error:
+            failure = error
+        if failures := list(filter(None, ranks.gathered(str(failure or "")))):  # all go back, or none
             self._snapshots.forget()
-            self._complaints.add("rollback", f"step {step} is skipped, but the model could not go back to step {to}", error)
+            message = f"step {step} is skipped, but the model could not go back to step {to}: {failures[0]}"
+            self._complaints.add("rollback", message)
             return
+        before = self._snapshots.go_back(step, model, optimizers)
         self.rollbacks += 1
         self.rolled_back = RolledBack(step, to, self._batches - before, self.policy.pass_over)
         self._batches += self.policy.pass_over

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,11 +39,14 @@ class Snapshots:
     def __init__(self, policy: Rollback, rank: int) -> None:
         self._policy, self._rank = policy, rank
         self._kept: list[_Kept] = []  # oldest first
+        self._loaded: Mapping[str, Any] = {}
         self._since = 0  # the step after which the last one was taken, or at which it was gone back to one
         self._used: int | None = None  # the one gone back to last, if none was taken since
 
-    def __len__(self) -> int:
-        return len(self._kept)
+    @property
+    def steps(self) -> list[int]:
+        """After which steps those that are kept were taken, ascending."""
+        return [kept.step for kept in self._kept]
 
     def is_due(self, step: int) -> bool:
         """Whether one is to be taken after ``step``."""
@@ -69,8 +72,11 @@ class Snapshots:
         directory.mkdir(parents=True, exist_ok=True)
         file = directory / f"rank{self._rank}-step{step}.pt"
         partial = file.with_suffix(".part")
-        torch.save(taken, partial)
-        os.replace(partial, file)  # a killed run leaves no half of one
+        try:
+            torch.save(taken, partial)
+            os.replace(partial, file)  # a killed run leaves no half of one
+        finally:
+            partial.unlink(missing_ok=True)
         return lambda: torch.load(file, map_location="cpu", weights_only=False), file  # our own, written by this process
 
     def _drop(self, place: int) -> None:
@@ -79,25 +85,23 @@ class Snapshots:
             with contextlib.suppress(OSError):
                 dropped.file.unlink()
 
-    def choose(self, step: int) -> int | None:
-        """Which snapshot a spike in ``step`` goes back to, by the step that it was taken after; None where there is none.
+    def choose(self, step: int, known: Collection[int]) -> int | None:
+        """Which of the ``known`` snapshots a spike in ``step`` goes back to, by the step that it was taken after; None without any.
 
         The newest that is old enough, else the oldest; but one before that which was gone back to since the last one was taken.
         """
-        steps = [kept.step for kept in self._kept]
+        steps = sorted(known)
         if self._used is not None:
             steps = [taken for taken in steps if taken < self._used] or steps[:1]
         old = [taken for taken in steps if step - taken >= self._policy.age]
         return max(old) if old else min(steps, default=None)
 
-    def go_back(self, to: int, step: int, model: nn.Module, optimizers: Sequence[Optimizer]) -> int:
-        """Put everything back as it was after step ``to``; the spike was in ``step``. Later snapshots are dropped.
-
-        Returns:
-            After how many batches the snapshot was taken.
+    def load(self, to: int, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Get ready to go back to what there was after step ``to``. Later snapshots are dropped.
 
         Raises:
             ValueError: the model or its optimizers have other tensors since; nothing was changed.
+            OSError: the file is gone.
         """
         while self._kept[-1].step > to:
             self._drop(-1)
@@ -106,10 +110,19 @@ class Snapshots:
         shapes, known = [_local(t).shape for t in there], [t.shape for t in saved["tensors"]]
         counts, before = [len(_parameters(o)) for o in optimizers], [len(states) for states in saved["optimizers"]]
         if shapes != known or counts != before:
-            raise ValueError(f"parameters or buffers have come, gone or changed their shape since the snapshot of step {to}")
+            raise ValueError("parameters or buffers have come, gone or changed their shape since")
+        self._loaded = saved
+
+    def go_back(self, step: int, model: nn.Module, optimizers: Sequence[Optimizer]) -> int:
+        """Put everything back as it is in what was loaded; the spike was in ``step``.
+
+        Returns:
+            After how many batches the snapshot was taken.
+        """
+        saved, self._loaded = self._loaded, {}
         restore = _Restore()
         with torch.no_grad():
-            for tensor, value in zip(there, saved["tensors"], strict=True):
+            for tensor, value in zip(_tensors(model, optimizers), saved["tensors"], strict=True):
                 _local(tensor).copy_(value)
             for optimizer, states in zip(optimizers, saved["optimizers"], strict=True):
                 for parameter, state in zip(_parameters(optimizer), states, strict=True):
@@ -125,7 +138,7 @@ class Snapshots:
             for each, state in zip(self._policy.also, saved["also"], strict=True):
                 each.load_state_dict(_copied(state))
         self._since = step  # the next one is as many steps away as ever
-        self._used = to
+        self._used = self._kept[-1].step
         return self._kept[-1].batches
 
     def forget(self) -> None:
