@@ -50,7 +50,7 @@ def _same(a: nn.Module, b: nn.Module) -> bool:
 
 
 def _states(optimizer: torch.optim.Optimizer) -> list[Any]:
-    return [[v for v in state.values()] for state in optimizer.state_dict()["state"].values()]
+    return [list(state.values()) for state in optimizer.state_dict()["state"].values()]
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -237,7 +237,8 @@ class Follower:
     def _skips(self, optimizer: Optimizer, refused: bool = False) -> bool:
         """Whether the step is a spike, and this optimizer is to change nothing."""
         others = [type(other).__name__ for other in self.optimizers() if id(other) in self._done and other is not optimizer]
-        has_scaler = isinstance(getattr(optimizer, "found_inf", None), torch.Tensor)  # of a fused one, whose step looks at it
+        # a fused one looks at it in its step; what another one was refused for is no news
+        has_scaler = self.refused or isinstance(getattr(optimizer, "found_inf", None), torch.Tensor)
         try:
             return self.session.decide(has_scaler, refused, " and ".join(others))
         except SpikeError:
@@ -250,7 +251,12 @@ class Follower:
     @property
     def holds_scaler(self) -> bool:
         """Whether the step is skipped, and no other optimizer of it was refused, for which the scaler has to learn."""
-        return self.session.skips and not self.refused
+        return self.session.skips and (not self.refused or self.overrules_scaler)
+
+    @property
+    def overrules_scaler(self) -> bool:
+        """Whether it is skipped since the scalers of the ranks disagreed."""
+        return self.session.actor is not None and self.session.actor.overrules_scaler
 
     def _revive_hooks(self, optimizer: Optimizer) -> None:
         """There were backward passes in the step before, and now there are gradients and nothing was seen of a backward pass."""

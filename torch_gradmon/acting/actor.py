@@ -43,6 +43,7 @@ class Actor:
         act: what became of the step in flight, or of the one that ended last, if it is a spike.
         rolled_back: the same, where it went back to a snapshot.
         known: what was known of the step when it was decided, as a record and whole-model values.
+        overrules_scaler: whether ranks' scalers disagreed about the step, which is therefore skipped.
         skipped, rollbacks: how many so far.
     """
 
@@ -52,6 +53,7 @@ class Actor:
         self.act: Act | None = None
         self.rolled_back: RolledBack | None = None
         self.known: tuple[StepRecord, dict[str, float]] | None = None
+        self.overrules_scaler = False
         self.skipped = self.rollbacks = 0
         self._judges, self._exchange, self._complaints = judges, exchange, complaints
         self._snapshots = Snapshots(policy, exchange.ranks.rank) if isinstance(policy, Rollback) else None
@@ -62,7 +64,7 @@ class Actor:
 
     def step_opened(self) -> None:
         """A step begins."""
-        self.act, self.rolled_back, self.known = None, None, None
+        self.act, self.rolled_back, self.known, self.overrules_scaler = None, None, None, False
 
     @property
     def skips(self) -> bool:
@@ -134,6 +136,7 @@ class Actor:
         merged = ranks.merged(row, frozenset({Column.MIN, Column.MAX}))
         worst, any_refused, all_refused = merged[0, Column.MAX].item(), merged[1, Column.MAX].item(), merged[1, Column.MIN].item()
         some_refused = any_refused > 0 and not all_refused
+        self.overrules_scaler |= some_refused
         if worst == _CALM and not some_refused:
             return _CALM, ""
         if refused:

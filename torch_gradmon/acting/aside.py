@@ -75,12 +75,12 @@ class ScalerAsItWas:
         found = [tensor for state in states for tensor in state.get("found_inf_per_device", {}).values()]
         self._found_inf = torch.stack([tensor.to(found[0].device).max() for tensor in found]).max() if found else None
 
-    def put_back(self) -> None:
-        """Undo the update."""
+    def put_back(self, overruled: bool) -> None:
+        """Undo the update, ``overruled`` also where it found infinite gradients: on this rank, and others did not."""
         for name, before in self._kept:
             now = _of(self._scaler, name)
             if now is not None:
-                refused = None if self._found_inf is None else self._found_inf.to(now.device) > 0
+                refused = None if self._found_inf is None or overruled else self._found_inf.to(now.device) > 0
                 now.copy_(before if refused is None else torch.where(refused, now, before))
 
 

@@ -70,6 +70,10 @@ class Loop(Protocol):
     def holds_scaler(self) -> bool:
         """Whether the step that ends is as if it had never been, for the scaler too."""
 
+    @property
+    def overrules_scaler(self) -> bool:
+        """Whether that holds although this rank's scaler refused it."""
+
     def step_began(self, optimizer: Optimizer, has_closure: bool) -> bool:
         """The optimizer is about to step, or to call its closure; whether it is to change nothing."""
 
@@ -322,11 +326,11 @@ class Attachment:
         loop = self._loop()
         scaler = self.scales.scaler
         # what the loop itself sets the scale to stands
-        held = loop is not None and loop.holds_scaler and scaler is not None and not args and not kwargs
+        held = loop is not None and loop.holds_scaler and not args and not kwargs
         before = ScalerAsItWas(scaler) if held and scaler is not None else None
         original(*args, **kwargs)
-        if before is not None:
-            before.put_back()
+        if loop is not None and before is not None:
+            before.put_back(loop.overrules_scaler)
         if loop is not None:
             loop.scaler_updated()
 
