@@ -13,6 +13,8 @@ import pytest
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 #: Those of many ranks.
 RANKS = {"ddp", "fsdp2"}
+#: What makes them quick.
+ARGUMENTS = {"skip": ["--seeds", "1"]}
 NEEDS = {"wandb_run": "wandb", "tensorboard_run": "tensorboard"}
 
 
@@ -26,7 +28,7 @@ def _marked(path: Path) -> object:
 def _run(example: Path, directory: Path) -> str:
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     many = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if example.stem in RANKS else []
-    command = [sys.executable, *many, str(example)]
+    command = [sys.executable, *many, str(example), *ARGUMENTS.get(example.stem, [])]
     done = subprocess.run(command, capture_output=True, text=True, cwd=directory, timeout=240, check=False, env=settings)
     assert done.returncode == 0, done.stderr
     assert "GradmonWarning" not in done.stderr

@@ -1,7 +1,7 @@
 """What reviewers asked of a gradient monitor for ignite (pytorch/ignite pull request 3624), demand by demand.
 
-The numbers are used in the names of the tests. Demands 6 (skip the batch) and 14 (many ranks) are for what acts on a spike, and
-for what runs on many ranks.
+The numbers are used in the names of the tests. Demand 14 (many ranks) is for what runs on many ranks, and so is the other half of
+demand 6, in ``test_skip_ranks.py``.
 """
 
 from __future__ import annotations
@@ -79,6 +79,29 @@ def test_5_a_value_is_compared_first_and_learned_afterwards() -> None:
     detector = SpikeDetector(MeanStd())
     _alarms(detector, values)
     assert detector.update(50, 9.0).score == pytest.approx((9.0 - mean) / std)
+
+
+@pytest.mark.parametrize("bad", [1e6, math.nan])
+def test_6_the_batch_is_skipped_with_nothing_written_into_the_train_step(bad: float) -> None:
+    models = []
+    for batches in (range(20), [number for number in range(20) if number != 15]):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        monitor = gradmon.watch(model, optimizer, on_spike="skip")
+        for number in batches:
+            x = torch.randn(8, 3, generator=torch.Generator().manual_seed(number))
+            optimizer.zero_grad()
+            ((model(x) - 1).square().mean() * (bad if number == 15 else 1.0)).backward()
+            if number == 15:
+                with pytest.warns(gradmon.GradmonWarning, match="step 15: grad_norm .* skipped"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+        assert monitor.counts.skipped == (15 in batches)
+        monitor.detach()
+        models.append(model)
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
 
 
 @pytest.mark.parametrize("window", [0, -3, 2.5, "10", None])

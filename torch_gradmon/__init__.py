@@ -1,6 +1,6 @@
 """See what gradients, parameters, updates and activations do while a PyTorch model trains."""
 
-from .acting.policy import Rollback, RolledBack, Skip
+from .acting.policy import Counts, Rollback, RolledBack, Skip
 from .attention import monitor_scaled_dot_product_attention
 from .errors import GradmonWarning, SpikeError
 from .mixin import MonitorMixin
@@ -13,6 +13,7 @@ from .watch import watch
 __version__ = "0.1.0"
 
 __all__ = [
+    "Counts",
     "GradmonWarning",
     "JsonlSink",
     "ModuleMonitor",
