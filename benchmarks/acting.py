@@ -1,0 +1,97 @@
+"""What it costs to decide about every step before the optimizer takes it, and to keep snapshots to go back to.
+
+    python -m benchmarks.acting
+
+A 10M GPT trains in several copies, step by step in turns; counted is the monitor's own time in each. Writes
+``benchmarks/results/acting.json``.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import gc
+import json
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import torch_gradmon as gradmon
+
+from .machine import machine
+from .models import GPT, GPT_10M
+from .timing import clock_for, spread
+from .training import Side
+
+RESULTS = Path(__file__).parent / "results" / "acting.json"
+STEPS, _WARM_UP, _SEQUENCES = 60, 3, 8
+#: Of so many steps one is monitored where there is a cadence, and a snapshot is taken.
+EVERY = 10
+WATCHED: dict[str, dict[str, Any]] = {
+    'on_spike="warn"': {"on_spike": "warn"},
+    'on_spike="skip"': {"on_spike": "skip"},
+    f'on_spike="warn", every={EVERY}': {"on_spike": "warn", "every": EVERY},
+    f'on_spike="skip", every={EVERY}': {"on_spike": "skip", "every": EVERY},
+    f"on_spike=Rollback(every={EVERY})": {"on_spike": gradmon.Rollback(every=EVERY)},
+}
+
+
+def measure(threads: int, steps: int = STEPS) -> dict[str, Any]:
+    """Milliseconds of the monitor's own time, in steps that are monitored and take no snapshot, and in the others."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    bare = Side(GPT(GPT_10M))
+    sides = {name: Side(copy.deepcopy(bare.model)) for name in WATCHED}
+    monitors = {name: gradmon.watch(sides[name].model, sides[name].optimizer, **WATCHED[name]) for name in WATCHED}
+    clock = clock_for(torch.device("cpu"))
+    generator = torch.Generator().manual_seed(1)
+    own: dict[str, list[float]] = {name: [] for name in WATCHED}
+    whole: list[float] = []
+    for step in range(_WARM_UP + steps):
+        text = (GPT_10M.vocabulary ** torch.rand(_SEQUENCES, GPT_10M.context + 1, generator=generator)).long().sub_(1)
+        run = {name: partial(side.step, text[:, :-1], text[:, 1:]) for name, side in sides.items()}
+        gc.collect()
+        whole.append(1e3 * clock(partial(bare.step, text[:, :-1], text[:, 1:])))
+        for name in sorted(WATCHED, reverse=bool(step % 2)):
+            guard = monitors[name]._session.guard
+            before = guard.spent()
+            run[name]()
+            own[name].append(1e3 * (guard.spent() - before))
+    if any(monitor.counts.skipped for monitor in monitors.values()):
+        raise SystemExit("a step was skipped, which is not what is measured here")
+    same = all(torch.equal(a, b) for s in sides.values() for a, b in zip(bare.model.parameters(), s.model.parameters(), strict=True))
+    for monitor in monitors.values():
+        monitor.detach()
+    measured = range(_WARM_UP, _WARM_UP + steps)
+    between = [step for step in measured if step % EVERY]
+    rows = {
+        name: {
+            "own_ms": spread([own[name][step] for step in between]),
+            "own_pct": spread([100 * own[name][step] / whole[step] for step in between]),
+            "on_every_tenth_ms": spread([own[name][step] for step in measured if step % EVERY == 0]),
+        }
+        for name in WATCHED
+    }
+    state = sum(p.numel() * p.element_size() for p in bare.model.parameters()) * 3  # Adam keeps two moments
+    return {"threads": threads, "step_ms": spread([whole[s] for s in measured]), "rows": rows, "same_bits": same, "snapshot_bytes": state}
+
+
+def main() -> None:
+    """Measure and write."""
+    start = time.perf_counter()
+    sections = [measure(threads) for threads in (1, 2)]
+    date = datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat()
+    result = {"date": date, "machine": machine(), "steps": STEPS, "sections": sections}
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    for section in sections:
+        print(section["threads"], "threads, same bits:", section["same_bits"])
+        for name, row in section["rows"].items():
+            print(f"  {name:<36}", {kind: round(values["median"], 3) for kind, values in row.items()})
+    print(f"{time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
