@@ -786,26 +786,6 @@ def shardwise(rank: int, wrap: str) -> tuple[dict[str, float], dict[str, float],
 # --- what a stranger found --------------------------------------------------------------------------------------------------------
 
 
-def clipped_exactly(rank: int, wrap: str) -> list[str]:
-    """What is said of an exact clip of gradients that are spread over ranks, which leaves them as they are."""
-    wrapped = WRAPS[wrap]()
-    optimizer = torch.optim.SGD(wrapped.model.parameters(), lr=0.1)
-    monitor = gradmon.watch(wrapped.model, optimizer)
-    features = 5 if isinstance(wrapped.model, Net) else 8
-    wrapped.model(torch.ones(4, 3, features)).square().mean().backward()
-    before = _gradients(wrapped.model)
-    said = []
-    for order in (2.0, torch.inf):
-        try:
-            monitor.clip_grad_norm_(0.5, order, exact=True)
-        except ValueError as error:
-            said.append(str(error))
-    after = _gradients(wrapped.model)
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    monitor.detach()
-    return said
-
-
 def left_in_the_middle(rank: int, how: str) -> bool:
     """One rank leaves in the middle of a step, and waits for nobody."""
     model = _wrapped("fsdp2")

@@ -55,7 +55,7 @@ FLOORS = [
     ["statistics.eager"],
     ["statistics.fused", "statistics.triton"],
     ["statistics.backend"],
-    ["statistics.norm", "spikes.hampel"],
+    ["statistics.norm", "adaptive_clipping", "spikes.hampel"],
     [
         "plan",
         "registry",

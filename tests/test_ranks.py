@@ -24,7 +24,6 @@ from .rank_runs import (
     batch_values,
     bytes_of,
     changed_on_the_way,
-    clipped_exactly,
     converted,
     counted,
     decided,
@@ -294,15 +293,6 @@ def test_a_function_that_is_declared_shardwise_has_the_value_of_the_whole_tensor
 def test_what_cannot_be_merged_is_not_shardwise(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"shardwise=True is for a metric_fn whose values on parts of a tensor merge by 'mean'"):
         ModuleMonitor().add_gradient_metric("norm", **arguments, shardwise=True)
-
-
-@pytest.mark.parametrize("wrap", ["fsdp2", "tp"])
-def test_an_exact_clip_of_what_is_spread_is_refused_and_changes_nothing(wrap: str) -> None:
-    for said in on_ranks(2, clipped_exactly, wrap):
-        assert (
-            said
-            == ["exact=True cannot measure gradients that are spread over ranks; use exact=False, which clips as torch does"] * 2
-        )
 
 
 @pytest.mark.parametrize("how", ["detach", "at the interpreter's end"])

@@ -1,6 +1,7 @@
 """See what gradients, parameters, updates and activations do while a PyTorch model trains."""
 
 from .acting.policy import Counts, Rollback, RolledBack, Skip
+from .adaptive_clipping import AdaGC, ZClip
 from .attention import monitor_scaled_dot_product_attention
 from .errors import GradmonWarning, SpikeError
 from .mixin import MonitorMixin
@@ -13,6 +14,7 @@ from .watch import watch
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaGC",
     "Counts",
     "GradmonWarning",
     "JsonlSink",
@@ -27,6 +29,7 @@ __all__ = [
     "TensorBoardSink",
     "TrackioSink",
     "WandbSink",
+    "ZClip",
     "load_run",
     "monitor_scaled_dot_product_attention",
     "watch",

@@ -7,32 +7,109 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .adaptive_clipping import AdaptiveClip
+from .distributed import is_dtensor
 from .hand import Hand
-from .statistics.norm import NORM_COLUMNS
+from .statistics.norm import NORM_COLUMNS, norm_of_rows
+
+_NARROW = frozenset({torch.bfloat16, torch.float16})
 
 
 def clip(
-    hand: Hand, parameters: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool, exact: bool
+    hand: Hand,
+    parameters: Sequence[Tensor],
+    max_norm: float | str | AdaptiveClip,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    exact: bool | None,
 ) -> Tensor:
-    """Measure the gradients of ``parameters`` before and after clipping them as torch does; see ``ModuleMonitor``."""
-    norm_type, max_norm = float(norm_type), float(max_norm)
-    if exact and norm_type not in NORM_COLUMNS:
+    """Measure the gradients of ``parameters`` before and after clipping them, as torch does or adaptively; see ``ModuleMonitor``."""
+    norm_type = float(norm_type)
+    if isinstance(max_norm, str):
+        max_norm = hand.session.clip_named(max_norm)
+    if isinstance(max_norm, AdaptiveClip):
+        if norm_type != 2.0 or exact is False:
+            given = "exact=False" if exact is False else f"norm_type={norm_type}"
+            raise ValueError(f"an adaptive clip goes by the exact norm of order 2, got {given}; leave it out")
+        total = _clip_adaptively(hand, list(dict.fromkeys(parameters)), max_norm, error_if_nonfinite)
+    else:
+        total = (_clip_exactly if exact else _clip_as_torch)(hand, parameters, float(max_norm), norm_type, error_if_nonfinite)
+    hand.measure_after_clip()
+    return total
+
+
+def _clip_as_torch(
+    hand: Hand, parameters: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+) -> Tensor:
+    hand.measure_before_clip(parameters)
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+
+
+def _clip_exactly(
+    hand: Hand, parameters: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+) -> Tensor:
+    if norm_type not in NORM_COLUMNS:
         raise ValueError(f"exact=True knows the norms 1, 2 and inf, got norm_type={norm_type}; use exact=False for others")
-    if exact and norm_type != 2.0 and any(p.is_complex() for p in parameters):
+    if norm_type != 2.0 and any(p.is_complex() for p in parameters):
         raise ValueError(
             f"exact=True knows the norm of order {norm_type} of real gradients only; use exact=False for complex ones"
         )
-    if exact and hand.are_spread(parameters):
-        raise ValueError(
-            "exact=True cannot measure gradients that are spread over ranks; use exact=False, which clips as torch does"
-        )
-    hand.measure_before_clip(parameters)
-    if exact:
-        total = hand.exact_norm(parameters, norm_type)
-        if error_if_nonfinite and not bool(torch.isfinite(total)):
-            raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {float(total)}, so it cannot clip them")
+    _, total = _measured(hand, parameters, norm_type, error_if_nonfinite)
+    if not any(map(is_dtensor, parameters)):
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
-    else:
-        total = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
-    hand.measure_after_clip()
+    else:  # torch multiplies a DTensor by nothing but a DTensor
+        _scale(parameters, torch.clamp(max_norm / (total + 1e-6), max=1.0))
     return total
+
+
+def _clip_adaptively(hand: Hand, parameters: Sequence[Tensor], adaptive: AdaptiveClip, error_if_nonfinite: bool) -> Tensor:
+    rows, total = _measured(hand, parameters, 2.0, error_if_nonfinite)
+    if len(rows):
+        factors, told = adaptive.factors(rows, hand.names_of(parameters))
+        _scale(parameters, factors)
+        hand.tell(told)
+    return total
+
+
+def _measured(hand: Hand, parameters: Sequence[Tensor], norm_type: float, error_if_nonfinite: bool) -> tuple[Tensor, Tensor]:
+    """A row for each parameter's gradient, none where no gradient is anywhere, and the total norm."""
+    spread = hand.spread_among(parameters)
+    hand.measure_before_clip(parameters)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients and not spread:
+        return torch.empty(0, 8, device="cpu"), torch.tensor(0.0, device="cpu")
+    rows = hand.rows(parameters, norm_type, spread)
+    total = norm_of_rows(rows, norm_type, any(g.dtype in (torch.float64, torch.complex128) for g in gradients))
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {float(total)}, so it cannot clip them")
+    return rows, total
+
+
+@torch.no_grad()
+def _scale(parameters: Sequence[Tensor], factors: Tensor) -> None:
+    """Multiply the gradients in place by ``factors``, 0-d for all of them or one for each; of DTensors what is on this rank."""
+    groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[int]]] = {}
+    for place, parameter in enumerate(parameters):
+        if parameter.grad is not None:
+            part = _local(parameter.grad)
+            parts, places = groups.setdefault((part.device, part.dtype), ([], []))
+            parts.append(part)
+            places.append(place)
+    for (device, dtype), (parts, places) in groups.items():
+        here = factors.to(device, torch.promote_types(dtype.to_real(), torch.float32))
+        each = [here] * len(parts) if here.dim() == 0 else [here[place] for place in places]
+        if dtype in _NARROW:  # on a GPU the factor would be rounded to so few bits first
+            for part, factor in zip(parts, each, strict=True):
+                part.copy_(part.float() * factor)
+        elif any(part.layout != torch.strided for part in parts):
+            for part, factor in zip(parts, each, strict=True):
+                part.mul_(factor)
+        else:
+            torch._foreach_mul_(parts, here if here.dim() == 0 else each)
+
+
+def _local(gradient: Tensor) -> Tensor:
+    if not is_dtensor(gradient):
+        return gradient
+    part: Tensor = gradient.to_local()  # type: ignore[attr-defined]
+    return part.wait() if hasattr(part, "wait") else part

@@ -7,11 +7,15 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from .adaptive_clipping import Told
 from .capture.scaling import is_unscaled, reciprocal, scale_of
-from .distributed import is_dtensor
+from .distributed import is_dtensor, is_spread
 from .guard import guarded
+from .names import SUMMARY, Key
 from .session import Session
-from .statistics.norm import NORM_COLUMNS, exact_norm, norm_of_rows
+from .statistics.moments import identity
+from .statistics.norm import NORM_COLUMNS, rows_of
+from .statistics.reading import accumulator_dtype
 
 
 class Hand:
@@ -49,33 +53,81 @@ class Hand:
             parts = self._by_scale(positions)
             self._measure_gradients(True, [p for some, scale in parts for p in self.session.gradients.not_measured(some, scale)])
 
-    def are_spread(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether of any of these parameters each rank has a part, or another one."""
-        inventory, several = self.session.planner.inventory, self.session.measurer.ranks.count > 1
-        known = [] if inventory is None else [inventory.names[position] for position in inventory.positions(parameters)]
-        return any(map(is_dtensor, parameters)) or (several and inventory is not None and not inventory.spread.isdisjoint(known))
+    def names_of(self, parameters: Sequence[Tensor]) -> list[str]:
+        """The canonical name of each; one that is not of the watched model is called by its place."""
+        self.session.planner.refresh()
+        inventory, places = self.session.planner.inventory, self._positions()
+        return [
+            inventory.names[places[id(p)]] if inventory is not None and id(p) in places else f"parameters[{index}]"
+            for index, p in enumerate(parameters)
+        ]
 
-    def exact_norm(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
-        """Total norm of these parameters' gradients: from what :meth:`measure_before_clip` has just measured, where it has all.
+    def _positions(self) -> dict[int, int]:
+        inventory = self.session.planner.inventory
+        return {} if inventory is None else {id(reference()): place for place, reference in enumerate(inventory.references)}
+
+    def spread_among(self, parameters: Sequence[Tensor]) -> list[int]:
+        """Places of those of which each rank has a part, or another one. All ranks ask this together.
+
+        Raises:
+            ValueError: there are such, and not every rank is known to come to the exchange of what each has.
+        """
+        inventory, ranks = self.session.planner.inventory, self.session.measurer.ranks
+        distinct = set() if inventory is None or ranks.count == 1 else inventory.spread
+        names = self.names_of(parameters) if distinct else []
+        found = [i for i, p in enumerate(parameters) if is_spread(p) or (distinct and names[i] in distinct)]
+        if found and ranks.count == 1:
+            raise ValueError(
+                "the exact norm of gradients that are spread over ranks takes a monitor of these ranks, and process_group= names this "
+                "one alone; name them all, or use a number for max_norm and exact=False, which clips as torch does"
+            )
+        if ranks.count > 1 and (found or any(map(is_dtensor, parameters))) and not self.session.ranks_take_part():
+            raise ValueError(
+                "the exact norm of gradients that are spread over ranks takes a monitor of the same model and metrics on every rank; make "
+                "one on each of them, or use a number for max_norm and exact=False, which clips as torch does"
+            )
+        return found
+
+    def rows(self, parameters: Sequence[Tensor], norm_type: float, spread: Sequence[int]) -> Tensor:
+        """Rows ``[len(parameters), 8]`` of the gradients with the ``NORM_COLUMNS`` of this order, on the first one's device; those of no
+        elements where there is none. From what :meth:`measure_before_clip` has just measured, where it has all.
+
+        Where any are ``spread`` a collective, after which each rank has the rows of the whole.
 
         Raises:
             ValueError: a gradient that cannot be measured.
         """
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        rows = self._rows_now(parameters, norm_type)
-        if rows is not None:
-            return norm_of_rows(rows, norm_type, any(g.dtype in (torch.float64, torch.complex128) for g in gradients))
-        return exact_norm(gradients, norm_type, self.session.measurer.built_in)
+        ranks, apart = self.session.measurer.ranks, set(spread)
+        gradients = {place: p.grad for place, p in enumerate(parameters) if p.grad is not None}
+        found = self._rows_now(parameters, norm_type) if gradients else None
+        if found is None:
+            parts = [ranks.own_part(gradient, place in apart) for place, gradient in gradients.items()]
+            found = rows_of(parts, norm_type, self.session.measurer.built_in)
+        if len(gradients) < len(parameters):
+            device = next(iter(gradients.values())).device if gradients else parameters[0].device
+            known, found = found, identity(len(parameters), device, accumulator_dtype(device))
+            if gradients:
+                found[list(gradients)] = known
+        if spread:
+            places = list(spread)
+            merged = ranks.merged(found[places].to(ranks.device, torch.float64), NORM_COLUMNS[norm_type])
+            found[places] = merged.to(found)
+        return found
 
     @guarded
     def _rows_now(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor | None:
-        inventory = self.session.planner.inventory
-        if inventory is None or not self.session.takes_values:
+        if not self.session.takes_values:
             return None
-        positions = inventory.positions(parameters)
-        if len(positions) != len(parameters):
+        places = self._positions()
+        positions = [places[id(p)] for p in parameters if id(p) in places]
+        if len(set(positions)) != len(parameters):
             return None  # some are not of the watched model, or named twice, which torch counts twice
         return self.session.gradients.rows_now(positions, NORM_COLUMNS[norm_type])
+
+    @guarded
+    def tell(self, told: Sequence[Told]) -> None:
+        """Whole-model values of the step in flight, which stay on the device until it is over."""
+        self.session.tell({Key(SUMMARY, "", one.name): one for one in told})
 
     def measure_after_clip(self) -> None:
         """Measure the clipped gradients, where no optimizer's hook will."""

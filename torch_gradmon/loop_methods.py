@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from . import check
 from .acting.policy import Counts, RolledBack
+from .adaptive_clipping import AdaptiveClip
 from .clipping import clip
 from .errors import display
 from .hand import Hand
@@ -126,24 +127,34 @@ class LoopMethods:
 
     def clip_grad_norm_(
         self,
-        max_norm: float,
+        max_norm: float | str | AdaptiveClip,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
         parameters: Any = None,
         *,
-        exact: bool = False,
+        exact: bool | None = None,
     ) -> Tensor:
         """Measure the gradients, then clip them: bit for bit what ``torch.nn.utils.clip_grad_norm_`` does and returns.
 
+        With a GradScaler after ``scaler.unscale_``, as there. Waits for the device only with ``error_if_nonfinite``, and
+        where gradients that are spread over ranks travel by a backend of the CPU.
+
         Args:
-            max_norm, norm_type, error_if_nonfinite: as there.
+            max_norm: as there; or ``"zclip"``, ``"adagc"``, a :class:`ZClip` or an :class:`AdaGC`, which follow the gradients and
+                clip by exact norms. What those by name have learned is part of :meth:`ModuleMonitor.state_dict`; an object of
+                yours has one of its own, and is meant for the same parameters in every step. They add ``gradmon/clip_limit``
+                (ZClip: the norm above which this step is clipped) or ``gradmon/clipped_parameters`` (AdaGC: how many were scaled
+                down) to the record of the step.
+            norm_type, error_if_nonfinite: as there.
             parameters: whose gradients to clip; by default those of the watched model.
-            exact: clip by, and return, the exact norm: torch's is 0.16 % low at 3e7 elements on CPU. For the norms 1, 2, inf, and
-                not for gradients that are spread over ranks.
+            exact: clip by, and return, the exact norm: torch's is 0.16 % low at 3e7 elements on CPU. For the norms 1, 2, inf. Where
+                gradients are spread over ranks, every rank has to call this. By default only adaptive clips do so.
 
         Raises:
-            ValueError: no module is watched and no ``parameters`` are given, a ``max_norm`` that is negative or NaN, or an
-                ``exact`` norm of another order, or of gradients that are spread over ranks.
+            TypeError: ``max_norm`` is none of these.
+            ValueError: no module is watched and no ``parameters`` are given, a ``max_norm`` of an unknown name, an adaptive one
+                with another ``norm_type`` than 2 or ``exact=False``, an ``exact`` norm of another order, or one of gradients that
+                cannot be measured or are spread over ranks of which not all have a monitor. Nothing is changed then.
             RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
         """
         module = self._planner.module

@@ -48,7 +48,7 @@ from .statistics.eager import DEFAULT_EPS
 from .value_methods import ValueMethods
 
 #: Parts of a state that one of a monitor that did not act on spikes, or of an earlier version, has not.
-_NEWER = {"attempted", "acting"}
+_NEWER = {"attempted", "acting", "clipping"}
 
 
 class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
@@ -381,12 +381,13 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
     # --- resume --------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Step number, counters and what the detectors learned, as plain numbers and lists."""
+        """Step number, counters and what the detectors and the adaptive clips by name learned, as plain numbers and lists."""
         self._session.settle_now()
         actor = self._session.actor
         acting = {} if actor is None else {"acting": actor.state_dict()}
         steps = {"next_step": self._session.next_step, "attempted": self._session.attempted}
-        return {**steps, **self._session.ledger.state_dict(), **acting}
+        clips = {name: clip.state_dict() for name, clip in self._session.clips.items()}
+        return {**steps, **self._session.ledger.state_dict(), **acting, "clipping": clips}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where :meth:`state_dict` was taken: the next step has the number after the last one.
@@ -423,6 +424,8 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
             self._session.next_step = int(value)
         elif part == "attempted":
             self._session.attempted = int(value)
+        elif part == "clipping":
+            self._session.load_clips(value)
         elif part == "acting":
             assert self._session.actor is not None
             self._session.actor.load_state_dict(value)

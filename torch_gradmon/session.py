@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from . import names as n
 from .acting.actor import Actor
 from .acting.policy import Counts
+from .adaptive_clipping import AdaptiveClip, adaptive_clip
 from .budget import Budget
 from .capture.activations import ActivationCapture
 from .capture.gradients import GradientCapture
@@ -63,6 +64,7 @@ class Session(StepValues):
         self.is_step_monitored = is_step_monitored
         self.recorder, self.actor = recorder, actor
         self.attempted = 0
+        self.clips: dict[str, AdaptiveClip] = {}  # those that were asked for by name
         ledger.judges.recall = recorder.spiked
         self._exchange_of = Exchange(measurer.ranks, guard.complaints)
         self._leaving = False  # whether an open step is closed because the run ends
@@ -170,7 +172,7 @@ class Session(StepValues):
             self.ledger.summary.all_columns = True  # on each rank, whoever has a run directory
         references = self.planner.inventory.references
         if self.planner.inventory.on_mesh:  # before anything is added up over ranks
-            self._exchange_of.all_take_part("tensors", self._layout)
+            self.ranks_take_part()
         self._plans = self.planner.plans(step, self.ledger.summary, gradients_only=self._records_only)
         self._buffer = StepBuffer(step, self.guard.complaints)
         due: tuple[Metric, ...] = ()
@@ -264,9 +266,14 @@ class Session(StepValues):
                 if plan.exchanged:
                     buffer.refuse_all(source, "the run ended in the middle of the step")
 
+    def ranks_take_part(self) -> bool:
+        """Whether every rank exchanges rows of tensors, of the same model and metrics. All ask together, and once."""
+        return self._exchange_of.all_take_part("tensors", self._layout)
+
     def _layout(self) -> list[object]:
         """What all ranks must have in common to exchange rows of tensors."""
-        assert self.planner.inventory is not None
+        if self.planner.inventory is None:  # nothing is watched, and gradients are clipped all the same
+            return []
         metrics = [(m.source, m.name, m.pattern.pattern, m.every) for m in self.planner.registry.own]
         return [self.planner.inventory.names, sorted(self.planner.inventory.spread), metrics, sorted(self.ledger.summary.shown)]
 
@@ -370,6 +377,27 @@ class Session(StepValues):
         finally:
             if self.actor.act is not None:
                 self._records_only = False  # what is done about a step is recorded, whatever the cadence
+
+    def clip_named(self, name: str) -> AdaptiveClip:
+        """The adaptive clip of that name, which lives as long as the session.
+
+        Raises:
+            ValueError: there is none of that name.
+        """
+        if name not in self.clips:
+            self.clips[name] = adaptive_clip(name)
+        return self.clips[name]
+
+    def load_clips(self, states: Mapping[str, Any]) -> None:
+        """The adaptive clips by name are those of ``states``, and no others; where that fails nothing is changed.
+
+        Raises:
+            KeyError, TypeError, ValueError: no such states.
+        """
+        clips = {name: adaptive_clip(name) for name in states}
+        for name, state in states.items():
+            clips[name].load_state_dict(state)
+        self.clips = clips
 
     def counts(self) -> Counts:
         """Of the steps so far, as far as their values have come."""

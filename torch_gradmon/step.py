@@ -54,7 +54,7 @@ class StepBuffer:
         self._exchanged: set[tuple[str, str]] = set()  # tensors whose rows are of all ranks
         self._reducers: dict[Key, str] = {}
         self._contributions: dict[Key, tuple[str, Tensor]] = {}
-        self._counts: dict[Key, Tensor] = {}  # of values that are of all ranks, how many contributed
+        self._counts: dict[Key, Tensor] = {}  # of values that may not exist: how many ranks contributed, or whether
         self._reused: dict[tuple[str, str], str] = {}
         self._same_value: dict[Key, Key] = {}
 
@@ -174,6 +174,11 @@ class StepBuffer:
         """What came of all ranks' contributions; dropped on the host where there was none."""
         self._pending[key] = Pending(reducer if reducer in REDUCERS else "sum", [part_from(row, reducer)])
         self._counts[key] = row[Column.COUNT]
+
+    def put_where(self, key: Key, value: Tensor, there: Tensor) -> None:
+        """A value that exists only where ``there``, 0-d, is true, which the device knows; replaces what is there."""
+        self.put_value(key, value)
+        self._counts[key] = there
 
     def parts_of(self, source: str) -> list[Tensor]:
         """The rows of :meth:`merge_rows` of all tensors of a source: ``[8]`` each."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .adaptive_clipping import Told
 from .capture.activations import ActivationCapture
 from .capture.outputs import copied
 from .exchange import Exchange
@@ -155,6 +156,16 @@ class StepValues:
             return self._buffer.absent
         flight = self._in_flight
         return self.ledger.absent if flight is None else flight.departure.buffer.absent
+
+    def tell(self, told: Mapping[Key, Told]) -> None:
+        """Values of the step in flight that the device has; those that need not exist replace each other, the rest adds up."""
+        if not (self.open and self._buffer is not None):
+            return
+        for key, one in told.items():
+            if one.there is None:
+                self._buffer.merge_value(key, one.value, "sum")
+            else:
+                self._buffer.put_where(key, one.value, one.there)
 
     def has_just_monitored(self, step: int) -> bool:
         """Whether ``step`` is the last one that was monitored, and its values are on their way."""

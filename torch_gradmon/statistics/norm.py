@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import NotMeasurable
 from .backend import Statistics
 from .eager import CPU_BLOCK
-from .moments import ALWAYS, Column
+from .moments import ALWAYS, Column, identity
 from .reading import accumulator_dtype, flat_pair
 
 #: The columns from which a norm of this order follows, and those that decide whether float32 is wide enough: with all of them
@@ -22,29 +22,33 @@ NORM_COLUMNS = {
 }
 
 
-def exact_norm(gradients: Sequence[Tensor], norm_type: float, statistics: Statistics) -> Tensor:
-    """Total norm of ``gradients`` of order 1, 2 or inf: 0-d, float32 or wider, on the first gradient's device.
-
-    Accumulated in float64; NaN or Inf where an element is. Does not synchronise.
+def rows_of(gradients: Sequence[Tensor], norm_type: float, statistics: Statistics) -> Tensor:
+    """Rows ``[len(gradients), 8]`` with the ``NORM_COLUMNS`` of this order, on the first gradient's device. Does not synchronise.
 
     Raises:
         ValueError: a gradient that cannot be measured.
     """
-    if not gradients:
-        return torch.tensor(0.0, device="cpu")
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for gradient in gradients:
-        by_device.setdefault(gradient.device, []).append(gradient)
+    by_device: dict[torch.device, list[int]] = {}
+    for place, gradient in enumerate(gradients):
+        by_device.setdefault(gradient.device, []).append(place)
     try:
-        found = [statistics.measure(some, NORM_COLUMNS[norm_type]) for some in by_device.values()]
+        found = [statistics.measure([gradients[i] for i in some], NORM_COLUMNS[norm_type]) for some in by_device.values()]
     except NotMeasurable as error:
-        raise ValueError(f"exact=True cannot measure {error}; use exact=False") from error
-    rows = torch.cat([rows.to(gradients[0].device) for rows in found])
-    return norm_of_rows(rows, norm_type, any(g.dtype in (torch.float64, torch.complex128) for g in gradients))
+        raise ValueError(
+            f"the exact norm of these gradients cannot be measured, for one is {error}; use a number for max_norm and exact=False"
+        ) from error
+    if len(found) <= 1:
+        return found[0] if found else identity(0)
+    order = {place: row for row, place in enumerate(place for some in by_device.values() for place in some)}
+    return torch.cat([rows.to(gradients[0].device) for rows in found])[[order[place] for place in range(len(gradients))]]
 
 
 def norm_of_rows(rows: Tensor, norm_type: float, wide: bool) -> Tensor:
-    """The same from rows ``[n, 8]`` that have the ``NORM_COLUMNS`` of this order; in float64 if ``wide``."""
+    """Total norm of order 1, 2 or inf from rows ``[n, 8]`` that have the ``NORM_COLUMNS`` of this order: 0-d, float32, or float64 if
+    ``wide``.
+
+    Accumulated in float64; NaN or Inf where an element is. Does not synchronise.
+    """
     if norm_type == 1.0:
         total = rows[:, Column.ABS_SUM].sum()
     elif norm_type == 2.0:
