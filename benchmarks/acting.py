@@ -62,7 +62,9 @@ def measure(threads: int, steps: int = STEPS) -> dict[str, Any]:
             own[name].append(1e3 * (guard.spent() - before))
     if any(monitor.counts.skipped for monitor in monitors.values()):
         raise SystemExit("a step was skipped, which is not what is measured here")
-    same = all(torch.equal(a, b) for s in sides.values() for a, b in zip(bare.model.parameters(), s.model.parameters(), strict=True))
+    same = all(
+        torch.equal(a, b) for s in sides.values() for a, b in zip(bare.model.parameters(), s.model.parameters(), strict=True)
+    )
     for monitor in monitors.values():
         monitor.detach()
     measured = range(_WARM_UP, _WARM_UP + steps)
@@ -76,7 +78,13 @@ def measure(threads: int, steps: int = STEPS) -> dict[str, Any]:
         for name in WATCHED
     }
     state = sum(p.numel() * p.element_size() for p in bare.model.parameters()) * 3  # Adam keeps two moments
-    return {"threads": threads, "step_ms": spread([whole[s] for s in measured]), "rows": rows, "same_bits": same, "snapshot_bytes": state}
+    return {
+        "threads": threads,
+        "step_ms": spread([whole[s] for s in measured]),
+        "rows": rows,
+        "same_bits": same,
+        "snapshot_bytes": state,
+    }
 
 
 def main() -> None:

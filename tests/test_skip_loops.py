@@ -165,6 +165,26 @@ def test_gradients_are_there_again_after_the_step() -> None:
     assert seen == [[True] * 4] * 3
 
 
+@pytest.mark.parametrize("make", [gradmon.ZClip, gradmon.AdaGC])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_an_adaptive_clip_forgets_the_batch(make: Any, by_name: bool) -> None:
+    states = []
+    for batches in (range(12), [*range(8), *range(10, 12)]):
+        model = _model()
+        optimizer = _adam(model)
+        monitor = _watched(model, optimizer, closer_look=0)
+        own = make(warmup=5)
+        for step in batches:
+            optimizer.zero_grad()
+            (model(_batch(step)).square().mean() * (BAD if step in (8, 9) else 1.0)).backward()
+            monitor.clip_grad_norm_(make.__name__.lower() if by_name else own)
+            optimizer.step()
+        assert monitor.counts.skipped == (2 if len(batches) == 12 else 0)
+        states.append(monitor.state_dict()["clipping"] if by_name else own.state_dict())
+    assert states[0] == states[1]
+    assert states[0]
+
+
 # --- the cap ---------------------------------------------------------------------------------------------------------------------
 
 

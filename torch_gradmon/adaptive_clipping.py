@@ -43,6 +43,14 @@ class AdaptiveClip:
         """
         raise NotImplementedError
 
+    def kept(self) -> Any:
+        """What was learned so far, for :meth:`put_back`. Does not synchronise."""
+        raise NotImplementedError
+
+    def put_back(self, kept: Any) -> None:
+        """Forget what was learned since: the step is skipped."""
+        raise NotImplementedError
+
     def state_dict(self) -> dict[str, Any]:
         """What was learned, as plain numbers. Synchronises with the device."""
         raise NotImplementedError
@@ -115,6 +123,14 @@ class ZClip(AdaptiveClip):
             allowed, there = learned.clamp(max=self.max_norm), torch.ones_like(judges)
         self._state = torch.where(learns, torch.stack([count + 1, mean, variance]), state)
         return torch.where(learns & (allowed < norm), allowed / norm, 1.0), [Told("clip_limit", limit, there)]
+
+    def kept(self) -> Tensor:
+        """See :meth:`AdaptiveClip.kept`."""
+        return self._state  # which is replaced, and never written into
+
+    def put_back(self, kept: Tensor) -> None:
+        """See :meth:`AdaptiveClip.put_back`."""
+        self._state = kept
 
     def state_dict(self) -> dict[str, Any]:
         """How many norms were learned, their mean and variance. Synchronises with the device."""
@@ -200,6 +216,14 @@ class AdaGC(AdaptiveClip):
             places = places.to(like.device, non_blocking=True)
             self._asked = asked, places
         return places
+
+    def kept(self) -> tuple[dict[str, int], Tensor]:
+        """See :meth:`AdaptiveClip.kept`."""
+        return dict(self._row), self._state.clone()
+
+    def put_back(self, kept: tuple[dict[str, int], Tensor]) -> None:
+        """See :meth:`AdaptiveClip.put_back`."""
+        self._row, self._state, self._asked = *kept, None
 
     def state_dict(self) -> dict[str, Any]:
         """Of each parameter the average and how many norms it comes of. Synchronises with the device."""

@@ -65,6 +65,7 @@ def _clip_exactly(
 def _clip_adaptively(hand: Hand, parameters: Sequence[Tensor], adaptive: AdaptiveClip, error_if_nonfinite: bool) -> Tensor:
     rows, total = _measured(hand, parameters, 2.0, error_if_nonfinite)
     if len(rows):
+        hand.session.clips_with(adaptive)
         factors, told = adaptive.factors(rows, hand.names_of(parameters))
         _scale(parameters, factors)
         hand.tell(told)

@@ -65,6 +65,7 @@ class Session(StepValues):
         self.recorder, self.actor = recorder, actor
         self.attempted = 0
         self.clips: dict[str, AdaptiveClip] = {}  # those that were asked for by name
+        self._clipped: dict[int, tuple[AdaptiveClip, Any]] = {}  # those used in this step, and what they knew before
         ledger.judges.recall = recorder.spiked
         self._exchange_of = Exchange(measurer.ranks, guard.complaints)
         self._leaving = False  # whether an open step is closed because the run ends
@@ -113,6 +114,7 @@ class Session(StepValues):
             self.ledger.outbox.goes_back(step)  # where a run is continued
         self._stride = max(1, step - self.step) if self.step is not None else 1
         self.step, self.next_step, self.open = step, step + 1, True
+        self._clipped = {}
         if self.actor is not None:
             self.actor.step_opened()
         if self.follower is not None:
@@ -377,6 +379,15 @@ class Session(StepValues):
         finally:
             if self.actor.act is not None:
                 self._records_only = False  # what is done about a step is recorded, whatever the cadence
+            if self.actor.skips:
+                for adaptive, kept in self._clipped.values():
+                    adaptive.put_back(kept)
+                self._clipped = {}
+
+    def clips_with(self, adaptive: AdaptiveClip) -> None:
+        """An adaptive clip is about to learn from the step in flight, which may be skipped."""
+        if self.actor is not None and self.open and id(adaptive) not in self._clipped:
+            self._clipped[id(adaptive)] = adaptive, adaptive.kept()
 
     def clip_named(self, name: str) -> AdaptiveClip:
         """The adaptive clip of that name, which lives as long as the session.
