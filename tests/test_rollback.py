@@ -179,10 +179,10 @@ def test_what_else_belongs_to_a_run_goes_back_with_it() -> None:
         rates.append(optimizer.param_groups[0]["lr"])
         averages.append(copy.deepcopy(average.state_dict()))
     assert monitor.rolled_back is not None
-    # the snapshot was taken in optimizer.step(), before the scheduler's
-    assert rates[-1] == pytest.approx(0.9**5)
-    assert scheduler.last_epoch == 5
-    assert all(torch.equal(value, averages[4][name]) for name, value in average.state_dict().items())
+    # the snapshot was taken when step 6 began, with all that the loop had done in step 5
+    assert rates[-1] == pytest.approx(0.9**6)
+    assert scheduler.last_epoch == 6
+    assert all(torch.equal(value, averages[5][name]) for name, value in average.state_dict().items())
 
 
 def test_without_them_the_rate_stays_as_the_loop_has_set_it() -> None:

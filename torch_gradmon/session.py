@@ -116,7 +116,7 @@ class Session(StepValues):
         self.step, self.next_step, self.open = step, step + 1, True
         self._clipped = {}
         if self.actor is not None:
-            self.actor.step_opened()
+            self.actor.step_opened(self.planner.module, [] if self.follower is None else self.follower.optimizers())
         if self.follower is not None:
             self.follower.step_opened()
         early, self._early = self._early, None

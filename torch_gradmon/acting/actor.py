@@ -59,12 +59,23 @@ class Actor:
         self._snapshots = Snapshots(policy, exchange.ranks.rank) if isinstance(policy, Rollback) else None
         self._in_a_row = 0
         self._batches = 0  # that came, or were passed over
+        self._worth_keeping: int | None = None  # the step before, if a snapshot is due after it
 
     # --- the step ------------------------------------------------------------------------------------------------------------
 
-    def step_opened(self) -> None:
-        """A step begins."""
+    def step_opened(self, model: nn.Module | None, optimizers: Sequence[Optimizer]) -> None:
+        """A step begins, and with it the loop has done all that belongs to the one before: the time for a snapshot of it, which waits
+        for the device.
+        """
         self.act, self.rolled_back, self.known, self.overrules_scaler = None, None, None, False
+        step, self._worth_keeping = self._worth_keeping, None
+        if step is None or self._snapshots is None or model is None:
+            return
+        self._in_a_row = 0
+        try:
+            self._snapshots.take(step, self._batches, model, optimizers)
+        except Exception as error:  # a full disk, or what cannot be copied
+            self._complaints.add("snapshot", f"no snapshot could be taken after step {step}", error)
 
     @property
     def skips(self) -> bool:
@@ -171,18 +182,14 @@ class Actor:
     # --- after the step --------------------------------------------------------------------------------------------------------
 
     def attempt_over(self, step: int, applied: bool, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """All optimizers have stepped, or have not: go back to a snapshot, or take one. Waits for the device where it does."""
+        """All optimizers have stepped, or have not: go back to a snapshot where there was a spike."""
         self.buffers.forget()
         self._batches += 1
         if applied and self.act is None:
             if self._snapshots is None:
                 self._in_a_row = 0
             elif self._snapshots.is_due(step):
-                self._in_a_row = 0
-                try:
-                    self._snapshots.take(step, self._batches, model, optimizers)
-                except Exception as error:  # a full disk, or what cannot be copied
-                    self._complaints.add("snapshot", f"no snapshot could be taken after step {step}", error)
+                self._worth_keeping = step
         elif applied:
             self._in_a_row = 0  # accepted
         elif self.skips and self._snapshots is not None:

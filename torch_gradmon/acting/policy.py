@@ -41,8 +41,9 @@ class Skip:
 class Rollback:
     """``on_spike=Rollback()``: a spike takes the model back to a snapshot, and the data go on behind it.
 
-    A snapshot has the model's parameters and buffers and the optimizers' state, of each rank its own part. The step with the spike
-    is skipped, as by :class:`Skip`; then all of it is put back in place, and ``monitor.rolled_back`` says how far back that was and
+    A snapshot has the parameters that the optimizers step, the model's buffers and the optimizers' state, of each rank its own part.
+    It is taken when the next step begins, so that it has what the loop did after ``optimizer.step()``. The step with the spike is
+    skipped, as by :class:`Skip`; then all of it is put back in place, and ``monitor.rolled_back`` says how far back that was and
     how many batches to pass over. A second spike before there is a new snapshot goes back to the snapshot before. Until there is
     one, the step is skipped.
 
@@ -104,7 +105,7 @@ class RolledBack:
 
     Attributes:
         step: the step with the spike.
-        to_step: the model is as it was after this step.
+        to_step: the model is as it was after this step, when the next one began.
         seen: steps whose batches came since then, the one with the spike included. A loader that goes back to ``to_step`` has to
             pass over these too; one that simply goes on has passed over them.
         pass_over: batches to pass over after those, as ``Rollback(pass_over=)`` says.

@@ -149,9 +149,12 @@ class Snapshots:
 
 
 def _tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Tensor]:
-    """What training changes, besides the optimizers' state; each once."""
+    """What training changes, besides the optimizers' state; each once.
+
+    The parameters are those that the optimizers have: in the forward of FSDP2 the model has others.
+    """
     owned = [parameter for optimizer in optimizers for parameter in _parameters(optimizer)]
-    return list({id(tensor): tensor for tensor in (*model.parameters(), *owned, *model.buffers())}.values())
+    return list({id(tensor): tensor for tensor in (*owned, *model.buffers())}.values())
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
