@@ -57,6 +57,7 @@ FLOORS = [
     ["statistics.backend"],
     ["statistics.norm", "adaptive_clipping", "spikes.hampel"],
     [
+        "clips",
         "plan",
         "registry",
         "inventory",
@@ -113,7 +114,8 @@ FLOORS = [
     ["ledger", "closer"],
     ["flight"],
     ["recorder", "exchange"],
-    ["acting.actor", "step_values"],
+    ["acting.actor", "step_exchange"],
+    ["step_values"],
     ["session"],
     ["hand"],
     ["clipping", "metric_methods", "value_methods"],

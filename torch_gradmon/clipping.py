@@ -26,7 +26,7 @@ def clip(
     """Measure the gradients of ``parameters`` before and after clipping them, as torch does or adaptively; see ``ModuleMonitor``."""
     norm_type = float(norm_type)
     if isinstance(max_norm, str):
-        max_norm = hand.session.clip_named(max_norm)
+        max_norm = hand.session.clips.named(max_norm)
     if isinstance(max_norm, AdaptiveClip):
         if norm_type != 2.0 or exact is False:
             given = "exact=False" if exact is False else f"norm_type={norm_type}"
@@ -65,7 +65,7 @@ def _clip_exactly(
 def _clip_adaptively(hand: Hand, parameters: Sequence[Tensor], adaptive: AdaptiveClip, error_if_nonfinite: bool) -> Tensor:
     rows, total = _measured(hand, parameters, 2.0, error_if_nonfinite)
     if len(rows):
-        hand.session.clips_with(adaptive)
+        hand.session.clips.learns(adaptive)
         factors, told = adaptive.factors(rows, hand.names_of(parameters))
         _scale(parameters, factors)
         hand.tell(told)

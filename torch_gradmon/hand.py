@@ -81,7 +81,7 @@ class Hand:
                 "the exact norm of gradients that are spread over ranks takes a monitor of these ranks, and process_group= names this "
                 "one alone; name them all, or use a number for max_norm and exact=False, which clips as torch does"
             )
-        if ranks.count > 1 and (found or any(map(is_dtensor, parameters))) and not self.session.ranks_take_part():
+        if ranks.count > 1 and (found or any(map(is_dtensor, parameters))) and not self.session.together.ranks_take_part():
             raise ValueError(
                 "the exact norm of gradients that are spread over ranks takes a monitor of the same model and metrics on every rank; make "
                 "one on each of them, or use a number for max_norm and exact=False, which clips as torch does"

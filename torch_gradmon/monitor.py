@@ -386,8 +386,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         actor = self._session.actor
         acting = {} if actor is None else {"acting": actor.state_dict()}
         steps = {"next_step": self._session.next_step, "attempted": self._session.attempted}
-        clips = {name: clip.state_dict() for name, clip in self._session.clips.items()}
-        return {**steps, **self._session.ledger.state_dict(), **acting, "clipping": clips}
+        return {**steps, **self._session.ledger.state_dict(), **acting, "clipping": self._session.clips.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where :meth:`state_dict` was taken: the next step has the number after the last one.
@@ -425,7 +424,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         elif part == "attempted":
             self._session.attempted = int(value)
         elif part == "clipping":
-            self._session.load_clips(value)
+            self._session.clips.load_state_dict(value)
         elif part == "acting":
             assert self._session.actor is not None
             self._session.actor.load_state_dict(value)

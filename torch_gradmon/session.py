@@ -9,23 +9,22 @@ from __future__ import annotations
 import re
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import names as n
 from .acting.actor import Actor
 from .acting.policy import Counts
-from .adaptive_clipping import AdaptiveClip, adaptive_clip
 from .budget import Budget
 from .capture.activations import ActivationCapture
 from .capture.gradients import GradientCapture
 from .capture.measuring import Measurer
-from .capture.parameters import SQUARES, ParameterCapture
+from .capture.parameters import ParameterCapture
 from .capture.scaling import reciprocal, scale_of
+from .clips import Clips
 from .closer import CloserLook
 from .exchange import Exchange
 from .flight import Flight, Flights
@@ -42,6 +41,7 @@ from .record import StepRecord
 from .recorder import Recorder
 from .sinks.outbox import Outbox
 from .step import StepBuffer
+from .step_exchange import StepExchange
 from .step_values import StepValues
 
 
@@ -64,12 +64,9 @@ class Session(StepValues):
         self.is_step_monitored = is_step_monitored
         self.recorder, self.actor = recorder, actor
         self.attempted = 0
-        self.clips: dict[str, AdaptiveClip] = {}  # those that were asked for by name
-        self._clipped: dict[int, tuple[AdaptiveClip, Any]] = {}  # those used in this step, and what they knew before
+        self.clips = Clips(may_forget=actor is not None)
         ledger.judges.recall = recorder.spiked
-        self._exchange_of = Exchange(measurer.ranks, guard.complaints)
-        self._leaving = False  # whether an open step is closed because the run ends
-        self._reduces = False  # whether values were logged to be merged over ranks
+        self.together = StepExchange(Exchange(measurer.ranks, guard.complaints), planner, ledger)
         self._stride = 1  # from one step's number to the next one's
         self.budget = budget
         self.closer = closer
@@ -114,7 +111,7 @@ class Session(StepValues):
             self.ledger.outbox.goes_back(step)  # where a run is continued
         self._stride = max(1, step - self.step) if self.step is not None else 1
         self.step, self.next_step, self.open = step, step + 1, True
-        self._clipped = {}
+        self.clips.step_opened()
         if self.actor is not None:
             self.actor.step_opened(self.planner.module, [] if self.follower is None else self.follower.optimizers())
         if self.follower is not None:
@@ -174,7 +171,7 @@ class Session(StepValues):
             self.ledger.summary.all_columns = True  # on each rank, whoever has a run directory
         references = self.planner.inventory.references
         if self.planner.inventory.on_mesh:  # before anything is added up over ranks
-            self.ranks_take_part()
+            self.together.ranks_take_part()
         self._plans = self.planner.plans(step, self.ledger.summary, gradients_only=self._records_only)
         self._buffer = StepBuffer(step, self.guard.complaints)
         due: tuple[Metric, ...] = ()
@@ -255,44 +252,11 @@ class Session(StepValues):
             if self.follower is not None:
                 self.follower.step_closed()
         finally:  # whatever failed here: the other ranks wait
-            if self._leaving:
-                self._refuse_exchange(buffer)
-            else:
-                self._exchange(buffer)
+            self.together.run(buffer, self._plans, may_extend=not self._records_only)
+            self._flights.lockstep = self.together.exchange.takes_place
+            if self.budget is not None and self._flights.lockstep:
+                self.budget.give_up("ranks that tell each other values have to monitor the same steps")
         return buffer, inventory, tags
-
-    def _refuse_exchange(self, buffer: StepBuffer) -> None:
-        """The run ends in the middle of a step, on this rank at least, and nobody may come to the exchange."""
-        if self.measurer.ranks.count > 1:
-            for source, plan in self._plans.items():
-                if plan.exchanged:
-                    buffer.refuse_all(source, "the run ended in the middle of the step")
-
-    def ranks_take_part(self) -> bool:
-        """Whether every rank exchanges rows of tensors, of the same model and metrics. All ask together, and once."""
-        return self._exchange_of.all_take_part("tensors", self._layout)
-
-    def _layout(self) -> list[object]:
-        """What all ranks must have in common to exchange rows of tensors."""
-        if self.planner.inventory is None:  # nothing is watched, and gradients are clipped all the same
-            return []
-        metrics = [(m.source, m.name, m.pattern.pattern, m.every) for m in self.planner.registry.own]
-        return [self.planner.inventory.names, sorted(self.planner.inventory.spread), metrics, sorted(self.ledger.summary.shown)]
-
-    def _exchange(self, buffer: StepBuffer) -> None:
-        """Merge over ranks what each has a part of; which that is the plan says, not what this rank saw."""
-        wanted = {source: (plan.exchanged, plan.columns) for source, plan in self._plans.items() if plan.exchanged}
-        if n.UPDATE in wanted:
-            wanted[n.UPDATE_BASE] = wanted[n.UPDATE][0], SQUARES
-        judges = self.ledger.judges
-        # where ranks meet anyway, values go along whether anybody has any: a rank cannot know what the others have
-        spread = self.planner.inventory is not None and bool(self.planner.inventory.spread)
-        shares = spread or self._reduces or self.planner.measures_batches or judges.watches_values
-        self._exchange_of.run(buffer, wanted, shares, judges.watches, may_extend=not self._records_only)
-        judges.hears_late = not self._exchange_of.shares_values
-        self._flights.lockstep = self._exchange_of.takes_place
-        if self.budget is not None and self._flights.lockstep:
-            self.budget.give_up("ranks that tell each other values have to monitor the same steps")
 
     def _end_unmonitored(self, refused: bool) -> None:
         if self._buffer is not None:
@@ -380,35 +344,7 @@ class Session(StepValues):
             if self.actor.act is not None:
                 self._records_only = False  # what is done about a step is recorded, whatever the cadence
             if self.actor.skips:
-                for adaptive, kept in self._clipped.values():
-                    adaptive.put_back(kept)
-                self._clipped = {}
-
-    def clips_with(self, adaptive: AdaptiveClip) -> None:
-        """An adaptive clip is about to learn from the step in flight, which may be skipped."""
-        if self.actor is not None and self.open and id(adaptive) not in self._clipped:
-            self._clipped[id(adaptive)] = adaptive, adaptive.kept()
-
-    def clip_named(self, name: str) -> AdaptiveClip:
-        """The adaptive clip of that name, which lives as long as the session.
-
-        Raises:
-            ValueError: there is none of that name.
-        """
-        if name not in self.clips:
-            self.clips[name] = adaptive_clip(name)
-        return self.clips[name]
-
-    def load_clips(self, states: Mapping[str, Any]) -> None:
-        """The adaptive clips by name are those of ``states``, and no others; where that fails nothing is changed.
-
-        Raises:
-            KeyError, TypeError, ValueError: no such states.
-        """
-        clips = {name: adaptive_clip(name) for name in states}
-        for name, state in states.items():
-            clips[name].load_state_dict(state)
-        self.clips = clips
+                self.clips.put_back()
 
     def counts(self) -> Counts:
         """Of the steps so far, as far as their values have come."""
@@ -494,13 +430,13 @@ class Session(StepValues):
 
     def leave(self) -> None:
         """End the step in flight, if any, and take what is recorded."""
-        self._leaving = True
+        self.together.leaving = True
         try:
             self.end_step()
             self.recall()
             self.recorder.forget()
         finally:
-            self._leaving = False
+            self.together.leaving = False
 
     def detach(self) -> None:
         """End the step, send what waits, and take every hook away."""

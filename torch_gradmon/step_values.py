@@ -10,7 +10,6 @@ from torch import Tensor
 from .adaptive_clipping import Told
 from .capture.activations import ActivationCapture
 from .capture.outputs import copied
-from .exchange import Exchange
 from .flight import Flight, Flights
 from .guard import Guard, guarded
 from .ledger import Ledger
@@ -19,6 +18,7 @@ from .modes import unseen
 from .names import Key
 from .recorder import Recorder
 from .step import StepBuffer
+from .step_exchange import StepExchange
 
 
 class StepValues:
@@ -35,8 +35,7 @@ class StepValues:
     _records_only: bool
     _ended: int | None
     _flights: Flights
-    _exchange_of: Exchange
-    _reduces: bool
+    together: StepExchange
     _tags: dict[str, Any]
     _told_ahead: set[str]
     _unseen_refusals: Tensor | None
@@ -110,8 +109,8 @@ class StepValues:
         """
         if self.guard.inert:
             return
-        self._reduces |= bool(reducer)
-        is_late = self._exchange_of.shares_values and not self.open and self.step is not None
+        self.together.reduces |= bool(reducer)
+        is_late = self.together.exchange.shares_values and not self.open and self.step is not None
         if is_late and (reducer or self.ledger.judges.watches(key)):
             text = "/".join(filter(None, key))
             self.guard.complaints.add(

@@ -1,0 +1,61 @@
+"""Where the steps of all ranks meet: what they must have in common, and what is merged when a step ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from . import names as n
+from .capture.parameters import SQUARES
+from .exchange import Exchange
+from .ledger import Ledger
+from .plan import SourcePlan
+from .planner import Planner
+from .step import StepBuffer
+
+
+class StepExchange:
+    """Merges the values of a step over ranks; which these are the plan says, not what this rank saw.
+
+    Attributes:
+        exchange: with the other ranks.
+        reduces: whether values were logged to be merged over ranks.
+        leaving: whether the run ends on this rank, maybe in the middle of a step, so that nobody may come to the exchange.
+    """
+
+    def __init__(self, exchange: Exchange, planner: Planner, ledger: Ledger) -> None:
+        self.exchange = exchange
+        self.reduces = self.leaving = False
+        self._planner, self._ledger = planner, ledger
+
+    def ranks_take_part(self) -> bool:
+        """Whether every rank exchanges rows of tensors, of the same model and metrics. All ask together, and once."""
+        return self.exchange.all_take_part("tensors", self._layout)
+
+    def _layout(self) -> list[object]:
+        """What all ranks must have in common to exchange rows of tensors."""
+        inventory = self._planner.inventory
+        if inventory is None:  # nothing is watched, and gradients are clipped all the same
+            return []
+        metrics = [(m.source, m.name, m.pattern.pattern, m.every) for m in self._planner.registry.own]
+        return [inventory.names, sorted(inventory.spread), metrics, sorted(self._ledger.summary.shown)]
+
+    def run(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], may_extend: bool) -> None:
+        """The step of ``buffer`` ends. ``may_extend``: whether the list of what is shared may grow."""
+        if self.leaving:
+            self._refuse(buffer, plans)
+            return
+        wanted = {source: (plan.exchanged, plan.columns) for source, plan in plans.items() if plan.exchanged}
+        if n.UPDATE in wanted:
+            wanted[n.UPDATE_BASE] = wanted[n.UPDATE][0], SQUARES
+        judges, inventory = self._ledger.judges, self._planner.inventory
+        # where ranks meet anyway, values go along whether anybody has any: a rank cannot know what the others have
+        spread = inventory is not None and bool(inventory.spread)
+        shares = spread or self.reduces or self._planner.measures_batches or judges.watches_values
+        self.exchange.run(buffer, wanted, shares, judges.watches, may_extend)
+        judges.hears_late = not self.exchange.shares_values
+
+    def _refuse(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan]) -> None:
+        if self.exchange.ranks.count > 1:
+            for source, plan in plans.items():
+                if plan.exchanged:
+                    buffer.refuse_all(source, "the run ended in the middle of the step")
