@@ -34,6 +34,7 @@ bench: $(BENCH)/.ready
 	$(BENCH)/bin/python -m benchmarks.sinks
 	$(BENCH)/bin/python -m benchmarks.activations
 	$(BENCH)/bin/python -m benchmarks.exchange
+	$(BENCH)/bin/python -m benchmarks.acting
 	$(BENCH)/bin/python -m benchmarks.report
 
 # spike rules on labelled curves of real runs and on made-up ones

@@ -23,6 +23,7 @@ import torch_gradmon as gradmon
 
 from .machine import machine
 from .models import GPT, GPT_10M
+from .report import Result, _row, figure, with_spread
 from .timing import clock_for, spread
 from .training import Side
 
@@ -85,6 +86,34 @@ def measure(threads: int, steps: int = STEPS) -> dict[str, Any]:
         "same_bits": same,
         "snapshot_bytes": state,
     }
+
+
+def markdown(result: Result) -> str:
+    """All that the README says about it."""
+    machine, sections = result["machine"], result["sections"]
+    heads = [f"{section['threads']} thread{'s' * (section['threads'] > 1)}" for section in sections]
+    titles = [*(f"ms, {head}" for head in heads), *(f"% of a step, {head}" for head in heads)]
+    lines = [
+        _row(["the monitor's own time", *titles, f"ms in every {EVERY}th step"]),
+        _row(["---", *("---:" for _ in range(len(titles) + 1))]),
+    ]
+    for name in sections[0]["rows"]:
+        rows = [section["rows"][name] for section in sections]
+        cells = [*(with_spread(row["own_ms"]) for row in rows), *(with_spread(row["own_pct"]) for row in rows)]
+        lines.append(_row([f"`{name}`", *cells, with_spread(rows[0]["on_every_tenth_ms"])]))
+    steps = ", ".join(
+        f"{figure(section['step_ms']['median'])} ms with {head}" for section, head in zip(sections, heads, strict=True)
+    )
+    size = sections[0]["snapshot_bytes"] / 1e6
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"A 10M GPT with AdamW and clipping, whose step takes {steps} without a monitor; a snapshot has {size:,.0f} MB. "
+            f"{machine['processor']} ({machine['cores']} cores), torch {machine['torch']}; {result['date']}. Medians, quartiles in "
+            "brackets.",
+        ]
+    )
 
 
 def main() -> None:

@@ -212,6 +212,7 @@ def load() -> list[dict[str, Any]]:
 
 def main() -> None:
     """Write the plot and the README's table."""
+    from .acting import markdown as acting_markdown
     from .plot import draw
     from .spikes.table import markdown as spikes_markdown
 
@@ -227,6 +228,8 @@ def main() -> None:
     text = update_readme(text, "spikes", spikes_markdown(spikes))
     exchange = json.loads((RESULTS / "exchange.json").read_text(encoding="utf-8"))
     text = update_readme(text, "exchange", exchange_markdown(exchange))
+    acting = json.loads((RESULTS / "acting.json").read_text(encoding="utf-8"))
+    text = update_readme(text, "acting", acting_markdown(acting))
     activations = json.loads((RESULTS / "activations.json").read_text(encoding="utf-8"))
     readme.write_text(update_readme(text, "activations", activations_markdown(activations)), encoding="utf-8")
     print(f"wrote {PLOT.relative_to(ROOT)} and the tables in README.md")
