@@ -175,7 +175,7 @@ def went_back(rank: int, wrap: str, directory: str, lost: str) -> tuple[list[int
         numbers = iter(range(20) if monitor is not None else [*range(11), *range(14, 20)])
         for number in numbers:
             if lost and rank == 1 and number == 12:
-                for file in Path(directory).glob(f"rank1-*{lost}*"):
+                for file in Path(directory).glob(f"rank1-*/*{lost}*"):
                     file.unlink()
             optimizer.zero_grad()
             _backward(model, number, BAD if rank == 1 and number == 12 and monitor is not None else 1.0)

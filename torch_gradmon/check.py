@@ -44,7 +44,11 @@ def reaction(on_spike: object, actions: tuple[type, ...]) -> None:
         if isinstance(on_spike, type) and issubclass(on_spike, actions):
             raise TypeError(f"on_spike must be an instance, {on_spike.__name__}(), got the class")
         return
-    one_of("on_spike", on_spike, ("warn", "skip", "raise"))
+    hint = "; to go back to a snapshot, give a torch_gradmon.Rollback()" if "roll" in str(on_spike).lower() else ""
+    try:
+        one_of("on_spike", on_spike, ("warn", "skip", "raise"))
+    except ValueError as error:
+        raise ValueError(f"{error}{hint}") from None
 
 
 def flag(**named: object) -> bool:

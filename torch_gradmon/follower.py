@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .acting.policy import View
 from .capture.attachment import Attachment
 from .capture.hooks import Hook
 from .errors import SpikeError
@@ -45,11 +46,13 @@ class Follower:
         self._forward_seen = self._hooks_lived = False
         self._done: set[int] = set()
         self._decided: set[int] = set()  # whose closure was called once
+        self._refused: set[int] = set()  # whom the scaler did not let step
         self._owned: dict[int, list[int]] = {}
         self._unowned: list[int] = []
         self._backwards = self._learned = 0
         self._fewest: int | None = None
         self._attachment = Attachment(self, module, optimizers, scaler)
+        self._attachment.tells_of_calls = session.actor is not None
 
     # --- for the session -----------------------------------------------------------------------------------------------------
 
@@ -63,7 +66,7 @@ class Follower:
     def step_opened(self) -> None:
         """A step was opened."""
         self._attempted = self.refused = False
-        self._begun, self._done, self._decided, self._backwards = set(), set(), set(), 0
+        self._begun, self._done, self._decided, self._refused, self._backwards = set(), set(), set(), set(), 0
         self._parameters_measured = self._forward_seen = False
 
     def step_closed(self) -> None:
@@ -116,17 +119,23 @@ class Follower:
     def forward_began(self) -> None:
         """A training forward."""
         if self._leads and self.session.open and not self._attachment.in_closure:
-            self.refused |= bool(self._begun)  # an optimizer raised in its step
+            if self._begun and not self._attempted:
+                self.refused = True  # an optimizer raised in its step
+                self.session.attempted += 1
             if self._attempted or self._begun:
                 self.session.end()  # its end was not seen, as when a scaler is not updated
         self._ensure_open()
-        if not self._forward_seen:
-            self.session.first_forward()
         self._forward_seen = True
         if not self.optimizers():
             self.orphaned = True
             message = "the attached optimizers are gone, and no step can end any more; call detach(), then attach() the new ones"
             self.guard.complaints.add("optimizers", message)
+
+    @guarded
+    def root_in_training(self) -> None:
+        """The root is called in training mode: what it does to its buffers may have to be undone."""
+        if not self.session.open or not (self._leads or self._backwards):  # it is what the step begins with
+            self.session.buffers_may_move()
 
     def root_began(self) -> None:
         """It was the root's own hook that told of it."""
@@ -209,7 +218,7 @@ class Follower:
     def step_began(self, optimizer: Optimizer, has_closure: bool) -> bool:
         """Measure parameters, and gradients unless the closure has yet to compute them; whether nothing is to change."""
         if not has_closure and self._steps_late(optimizer):
-            return False
+            return self.session.skips
         self._ensure_open()
         if not self.session.takes_values:
             return False
@@ -237,16 +246,30 @@ class Follower:
     def _skips(self, optimizer: Optimizer, refused: bool = False) -> bool:
         """Whether the step is a spike, and this optimizer is to change nothing."""
         others = [type(other).__name__ for other in self.optimizers() if id(other) in self._done and other is not optimizer]
-        # a fused one looks at it in its step; what another one was refused for is no news
-        has_scaler = self.refused or isinstance(getattr(optimizer, "found_inf", None), torch.Tensor)
+        has_scaler = isinstance(getattr(optimizer, "found_inf", None), torch.Tensor)  # of a fused one, whose step looks at it
+        left = {id(each): self._attachment.leftovers(each) for each in self.optimizers()}
+        own = left.pop(id(optimizer), [])
+        view = View(has_scaler, refused, " and ".join(others), self._of_no_concern(left), bool(own))
         try:
-            return self.session.decide(has_scaler, refused, " and ".join(others))
+            skips = self.session.decide(view)
         except SpikeError:
+            self._attempted = True
+            self.session.attempted += 1
             if self._leads:
-                self._attempted = True
-                self.session.attempted += 1
                 self.session.end()
             raise
+        if own and not skips:
+            self._attachment.accept()
+        return skips
+
+    def _of_no_concern(self, left: Mapping[int, Sequence[torch.Tensor]]) -> frozenset[str]:
+        """Names of the parameters whose gradients another optimizer has from a skipped step, or will not use, since it was refused."""
+        inventory = self.session.planner.inventory
+        if inventory is None:
+            return frozenset()
+        positions = {p for parameters in left.values() if parameters for p in inventory.positions(parameters)}
+        positions |= {p for refused in self._refused for p in self._owned.get(refused, [])}
+        return frozenset(inventory.names[p] for p in positions)
 
     @property
     def holds_scaler(self) -> bool:
@@ -306,6 +329,11 @@ class Follower:
         if id(optimizer) in self._decided:
             return self.session.skips
         self._decided.add(id(optimizer))
+        if self.session.actor is not None and self._attachment.was_changed(optimizer):
+            kind = type(optimizer).__name__
+            message = f"{kind} writes to the parameters before its closure is called, so that its steps cannot be skipped"
+            self.guard.complaints.add("skip:closure", f"{message}; attach the optimizer that it wraps instead")
+            return False
         return self._skips(optimizer)
 
     @guarded
@@ -327,12 +355,14 @@ class Follower:
         self._measure_parameters()
         self.session.gradients.after_clip(self._positions_at(optimizer), None)
         self._skips(optimizer, refused=True)  # nothing is left to skip, but other ranks may wait
+        self._refused.add(id(optimizer))
         self._attempt_over(optimizer)
 
     def _attempt_over(self, optimizer: Optimizer) -> None:
         if self._is_last(optimizer):
+            if self.session.open and not self._attempted:
+                self.session.attempt_over(self.refused)
             self._attempted, self._backward_since = True, False
-            self.session.attempt_over(self.refused)
             if self._leads and not self._attachment.in_scaler_step:
                 self.session.end()
 

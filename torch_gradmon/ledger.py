@@ -25,6 +25,8 @@ from .step import StepBuffer
 from .story import Recent
 from .summary import Summary
 
+#: Of skipped steps in a row, those that are worth a warning.
+_TOLD = frozenset({1, 2, 3, 4, 10, 30, 100, 300, 1000, 3000, 10_000})
 _NO_SIGNAL = "no step so far has it; log it with log_scalar(), or add the metric that it is a key of"
 
 
@@ -169,15 +171,17 @@ class Ledger:
 
     def _tell(self, events: Sequence[Event], action: str = "") -> None:
         news = self.judges.news(events)
-        if self.last is not None and action:  # each is told, as a rank knows it
+        if self.last is not None and action:  # as a rank knows it, though not hundreds in a row
+            if self.last.context["in_a_row"] not in _TOLD:
+                return
             reasons = [event.reason for event in events] or [self.last.skipped]
             where = next((event.where for event in events if event.where), "")
             news = [f"step {self.last.step}: " + "; ".join(filter(None, (*reasons, where, action)))]
-        elif events and self._acts:
-            signals = ", ".join(event.signal for event in events)
+        elif self._acts and (late := [event for event in events if event.signal not in self.judges.foreseen]):
+            signals = ", ".join(event.signal for event in late)
             self._guard.complaints.add(
                 f"late:{signals}",
-                f"that {signals} spiked in step {events[0].step} became known only when the optimizer had stepped, so that nothing was "
+                f"that {signals} spiked in step {late[0].step} became known only when the optimizer had stepped, so that nothing was "
                 "done about it; what is logged has to be logged before optimizer.step()",
             )
         if (self.judges.looks_closer() or news) and self.last is not None:

@@ -173,12 +173,13 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         outbox = Outbox(complaints, None if inert else run_dir, meta, lambda: not (log_on_all_ranks or ranks.is_first))
         guard = Guard(complaints, inert)
         budget = None if overhead_budget is None else Budget(overhead_budget, is_monitored, complaints)
-        options = Options(self._shower(key_style, prefix), history, on_spike)
+        policy = policy_of(on_spike)
+        kept = policy.without_others() if isinstance(policy, Rollback) else on_spike
+        options = Options(self._shower(key_style, prefix), history, kept)
         measurer = Measurer(Statistics(complaints, float(eps), compile_statistics and not inert), complaints, ranks)
         ledger = Ledger(options, guard, outbox, chosen_layers)
         closer = CloserLook(planner, closer_look)
         recorder = Recorder(flight_recorder, registry, ledger.summary)
-        policy = policy_of(on_spike)
         actor = None if policy is None or inert else Actor(policy, ledger.judges, Exchange(ranks, complaints), complaints)
         if actor is not None:  # whatever is shown and whoever judges: these decide
             ledger.summary.signals |= {"grad_norm", "grad_nonfinite"}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .acting.actor import Actor
-from .acting.policy import Counts
+from .acting.policy import Counts, View
 from .budget import Budget
 from .capture.activations import ActivationCapture
 from .capture.gradients import GradientCapture
@@ -64,6 +64,7 @@ class Session(StepValues):
         self.is_step_monitored = is_step_monitored
         self.recorder, self.actor = recorder, actor
         self.attempted = 0
+        self._buffers_known = False  # as they were before the batch came
         self.clips = Clips(may_forget=actor is not None)
         ledger.judges.recall = recorder.spiked
         self.together = StepExchange(Exchange(measurer.ranks, guard.complaints), planner, ledger)
@@ -136,6 +137,8 @@ class Session(StepValues):
         self.guard.complaints.add("back", message)
         self._flights.land(None, open_to_late_values=False)
         self.recorder.forget()
+        if self.actor is not None:
+            self.actor.goes_back()
         self.ledger.goes_back(step)
         self.ledger.outbox.goes_back(step)
 
@@ -324,9 +327,14 @@ class Session(StepValues):
 
     # --- acting on a spike ---------------------------------------------------------------------------------------------------
 
-    def first_forward(self) -> None:
-        """The first training forward of the step is about to run."""
-        if self.actor is not None and self.open and self.planner.module is not None:
+    def buffers_may_move(self) -> None:
+        """The model is about to run in training mode."""
+        if not self._buffers_known:
+            self._remember_buffers()
+            self._buffers_known = True
+
+    def _remember_buffers(self) -> None:
+        if self.actor is not None and self.planner.module is not None:
             self.actor.buffers.remember(self.planner.module, self.planner.version)
 
     @property
@@ -334,12 +342,12 @@ class Session(StepValues):
         """Whether the step in flight, or the one that ended last, is skipped."""
         return self.actor is not None and self.actor.skips
 
-    def decide(self, has_scaler: bool, refused: bool, stepped: str) -> bool:
+    def decide(self, view: View) -> bool:
         """Whether an optimizer that is about to step is to change nothing; see :meth:`Actor.decide`."""
         if self.actor is None or self._buffer is None or self.paused or not self.open:
             return False
         try:
-            return self.actor.decide(self._buffer, self._plans, has_scaler, refused, stepped)
+            return self.actor.decide(self._buffer, self._plans, view)
         finally:
             if self.actor.act is not None:
                 self._records_only = False  # what is done about a step is recorded, whatever the cadence
@@ -359,6 +367,9 @@ class Session(StepValues):
         module = self.planner.module
         if self.actor is not None and self.follower is not None and module is not None and self.step is not None and self.open:
             self.actor.attempt_over(self.step, not (refused or self.actor.skips), module, self.follower.optimizers())
+            if not self._buffers_known:  # of a model that is called by its parts nobody sees when that begins
+                self._remember_buffers()
+            self._buffers_known = False
 
     # --- by hand -------------------------------------------------------------------------------------------------------------
 
@@ -401,6 +412,7 @@ class Session(StepValues):
         self.scaler, self.by_hand = scaler, False
         self.follower = Follower(self, module, optimizers, scaler)
         self._armed_for = None
+        self._remember_buffers()
         self.activations.inverse_scale, self.activations.opening = self.follower.inverse_scale, self.follower.root_called
         self.activations.part_called = self.follower.part_called
         self._arm()  # also where the first step is not monitored: a model that will be compiled takes only the hooks that it has then

@@ -123,7 +123,7 @@ def tell(source: Source, step: int | None = None) -> str:
 
 def _heading(source: Source, step: int, events: Sequence[Event]) -> Iterator[str]:
     context = dict(source.context(step))
-    action, skipped = context.pop("action", ""), context.pop("skipped", "")
+    action, skipped, _ = context.pop("action", ""), context.pop("skipped", ""), context.pop("in_a_row", 0)
     unknown = skipped or "no detector called it a spike"  # on this rank
     yield from [f"step {step}: {event.reason}" for event in events] or [f"step {step}: {unknown}"]
     applied = context.pop("applied", True)

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from .. import names as n
 from ..errors import Complaints, SpikeError
 from ..exchange import Exchange
 from ..plan import SourcePlan
-from ..record import Event, StepRecord
+from ..record import StepRecord
 from ..spikes.judges import Judges
-from ..statistics.moments import Column, identity
 from ..step import StepBuffer
-from ..summary import gradient_values
 from .buffers import Buffers
-from .policy import Act, Policy, Rollback, RolledBack
+from .policy import Act, Policy, Rollback, RolledBack, View
 from .snapshots import Snapshots
-
-#: What is known of a step before its optimizer steps.
-_SOURCES = (n.GRADIENT_BEFORE_CLIP, n.GRADIENT)
-#: What a rank says: nothing, that it saw a spike, or one of NaN and Inf.
-_CALM, _SPIKE, _NONFINITE = 0.0, 1.0, 2.0
-#: After so many steps in a row that cannot be accepted it is said again.
-_TOLD = (1, 3, 30, 300, 3000)
+from .votes import CALM, NONFINITE, Votes
 
 
 class Actor:
@@ -42,20 +32,17 @@ class Actor:
     Attributes:
         act: what became of the step in flight, or of the one that ended last, if it is a spike.
         rolled_back: the same, where it went back to a snapshot.
-        known: what was known of the step when it was decided, as a record and whole-model values.
-        overrules_scaler: whether ranks' scalers disagreed about the step, which is therefore skipped.
         skipped, rollbacks: how many so far.
     """
 
     def __init__(self, policy: Policy, judges: Judges, exchange: Exchange, complaints: Complaints) -> None:
-        self.policy = policy
+        self.policy = policy.without_others() if isinstance(policy, Rollback) else policy
         self.buffers = Buffers()
         self.act: Act | None = None
         self.rolled_back: RolledBack | None = None
-        self.known: tuple[StepRecord, dict[str, float]] | None = None
-        self.overrules_scaler = False
         self.skipped = self.rollbacks = 0
-        self._judges, self._exchange, self._complaints = judges, exchange, complaints
+        self._votes = Votes(judges, exchange, complaints, policy.settings)
+        self._ranks, self._complaints = exchange.ranks, complaints
         self._snapshots = Snapshots(policy, exchange.ranks.rank) if isinstance(policy, Rollback) else None
         self._in_a_row = 0
         self._batches = 0  # that came, or were passed over
@@ -67,7 +54,8 @@ class Actor:
         """A step begins, and with it the loop has done all that belongs to the one before: the time for a snapshot of it, which waits
         for the device.
         """
-        self.act, self.rolled_back, self.known, self.overrules_scaler = None, None, None, False
+        self.act = self.rolled_back = self._votes.known = None
+        self._votes.split = False
         step, self._worth_keeping = self._worth_keeping, None
         if step is None or self._snapshots is None or model is None:
             return
@@ -82,81 +70,41 @@ class Actor:
         """Whether the step in flight, or the one that ended last, is skipped."""
         return self.act is not None and self.act.skipped
 
-    def decide(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], has_scaler: bool, refused: bool, stepped: str) -> bool:
+    @property
+    def known(self) -> tuple[StepRecord, dict[str, float]] | None:
+        """What was known of the step when it was decided, as a record and whole-model values."""
+        return self._votes.known
+
+    @property
+    def overrules_scaler(self) -> bool:
+        """Whether ranks' scalers disagreed about the step, which is therefore skipped."""
+        return self._votes.split
+
+    def decide(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], view: View) -> bool:
         """Whether the optimizer that is about to step is to change nothing. Synchronises; a collective, or two.
 
         Args:
             buffer: what was measured in the step so far.
             plans: what was to be.
-            has_scaler: a GradScaler looks after infinite gradients, in the optimizer's own step.
-            refused: it has refused this step.
-            stepped: which optimizers have stepped already in this step, in words.
+            view: the optimizer.
 
         Raises:
             SpikeError: the policy says to stop.
         """
-        if self.skips:
-            return True  # all ranks know
-        if not self._exchange.all_take_part("decisions", self._layout):
-            return False
-        events: list[Event] = []
-        try:
-            record, whole = self._look(buffer, plans)
-            self.known = record, whole
-            events = self._seen(record, whole, has_scaler) if not refused else []
-        except Exception as error:  # the others wait for this rank's vote
-            self._complaints.add("internal:decide", f"whether step {buffer.step} is a spike could not be told", error)
-        reason = "; ".join(event.reason for event in events)
-        spoiled = self.known is not None and _nonfinite(self.known[0]) > 0
-        severity = _CALM if not events else _NONFINITE if spoiled else _SPIKE
-        severity, reason = self._vote(severity, reason, refused)
-        return severity != _CALM and self._answer(buffer.step, severity, reason, stepped)
+        if not self.skips:  # else all ranks know
+            if not self._votes.are_common:
+                return False
+            severity, reason = self._votes.cast(buffer, plans, view)
+            if severity == CALM or not self._answer(buffer.step, severity, reason, view.stepped):
+                return False
+        self._put_buffers_back()
+        return True
 
-    def _layout(self) -> list[object]:
-        return [repr(self.policy), sorted(self._judges.detectors)]
-
-    def _look(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan]) -> tuple[StepRecord, dict[str, float]]:
-        """What is known now, merged over ranks: a record of it, and the whole-model values."""
-        part = buffer.part(_SOURCES)
-        spread = {source: (plans[source].exchanged, plans[source].columns) for source in _SOURCES if plans[source].exchanged}
-        self._exchange.run(part, spread, self._judges.watches_values, self._judges.watches, asked="decisions")
-        tables, values, _ = part.flush()
-        refused = {*part.refused, *(source for (source, name) in part.absent if not name)}
-        before = tables.get(n.GRADIENT_BEFORE_CLIP)
-        whole = {} if before is None or n.GRADIENT_BEFORE_CLIP in refused else gradient_values(before)
-        return StepRecord(buffer.step, 0.0, True, values, tables), whole
-
-    def _seen(self, record: StepRecord, whole: Mapping[str, float], has_scaler: bool) -> list[Event]:
-        events = self._judges.foresee(record, whole)
-        count = _nonfinite(record)
-        if count and has_scaler:
-            return []  # infinite gradients are the scaler's own affair
-        if count and not any(not math.isfinite(event.value) for event in events):
-            reason = f"{count:,} elements of the gradients are NaN or infinite"
-            events.append(Event(record.step, "grad_nonfinite", math.nan, math.inf, 0.0, reason))
-        return events
-
-    def _vote(self, severity: float, reason: str, refused: bool) -> tuple[float, str]:
-        """What all ranks say together: the worst of it, and why."""
-        ranks = self._exchange.ranks
-        if ranks.count == 1:
-            return severity, reason
-        row = identity(2, ranks.device)
-        row[0, Column.MAX] = severity
-        row[1, [Column.MIN, Column.MAX]] = float(refused)
-        merged = ranks.merged(row, frozenset({Column.MIN, Column.MAX}))
-        worst, any_refused, all_refused = merged[0, Column.MAX].item(), merged[1, Column.MAX].item(), merged[1, Column.MIN].item()
-        some_refused = any_refused > 0 and not all_refused
-        self.overrules_scaler |= some_refused
-        if worst == _CALM and not some_refused:
-            return _CALM, ""
-        if refused:
-            reason = "the scaler did not let the optimizer step"
-        told = {rank: words for rank, words in enumerate(ranks.gathered(reason)) if words}
-        if len(told) == ranks.count and len(set(told.values())) == 1:
-            return max(worst, _SPIKE), next(iter(told.values()))
-        words = "; ".join(f"rank {rank}: {words}" for rank, words in list(told.items())[:3])
-        return _NONFINITE if some_refused else worst, words + (f"; and {len(told) - 3} more ranks" if len(told) > 3 else "")
+    def _put_buffers_back(self) -> None:
+        if failed := self.buffers.put_back():
+            names = ", ".join(failed[:3])
+            message = f"buffers of the model ({names}) could not be made what they were before a step that was skipped"
+            self._complaints.add("buffers", message)
 
     def _answer(self, step: int, severity: float, reason: str, stepped: str) -> bool:
         policy = self.policy
@@ -164,18 +112,19 @@ class Actor:
         if policy.limit is not None and self._in_a_row > policy.limit:
             row = f"the {_ordinal(self._in_a_row)} spike in a row"
             if policy.then == "stop":
-                self.act = Act(reason, f"stopped, for it is {row}", skipped=True)
+                self.act = Act(reason, f"stopped, for it is {row}", True, self._in_a_row)
                 self.skipped += 1
+                self._put_buffers_back()
                 raise SpikeError(f"step {step}: {reason}; this is {row}, and {policy!r} says to stop")
-            if severity < _NONFINITE:
-                self.act = Act(reason, f"accepted, for it is {row}", skipped=False)
+            if severity < NONFINITE:
+                self.act = Act(reason, f"accepted, for it is {row}", False, self._in_a_row)
                 return False
-            if self._in_a_row - policy.limit in _TOLD:
-                message = f"{self._in_a_row} steps in a row hold NaN or Inf and are skipped; none of them can be accepted"
-                self._complaints.say(f"step {step}: {message}")
-        self.buffers.put_back()
-        number = f", {self._in_a_row} in a row" if self._in_a_row > 1 else ""
-        self.act = Act(reason, f"skipped{number}{f', but {stepped} had stepped before' if stepped else ''}", skipped=True)
+        words = f"skipped, {self._in_a_row} in a row" if self._in_a_row > 1 else "skipped"
+        if policy.limit is not None and self._in_a_row > policy.limit:
+            words += "; what holds NaN or Inf is never accepted"
+        if stepped:
+            words += f", but {stepped} had stepped before"
+        self.act = Act(reason, words, True, self._in_a_row)
         self.skipped += 1
         return True
 
@@ -183,7 +132,8 @@ class Actor:
 
     def attempt_over(self, step: int, applied: bool, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """All optimizers have stepped, or have not: go back to a snapshot where there was a spike."""
-        self.buffers.forget()
+        if self.skips:
+            self._put_buffers_back()  # a forward may have followed the decision
         self._batches += 1
         if applied and self.act is None:
             if self._snapshots is None:
@@ -199,25 +149,39 @@ class Actor:
         assert isinstance(self.policy, Rollback)
         assert self._snapshots is not None
         assert self.act is not None
-        ranks = self._exchange.ranks
-        to = self._snapshots.choose(step, set(self._snapshots.steps).intersection(*ranks.gathered(self._snapshots.steps)))
+        snapshots = self._snapshots
+        to = self._snapshots.choose(step, set(self._snapshots.steps).intersection(*self._ranks.gathered(self._snapshots.steps)))
         if to is None:
             return
-        failure: Exception | None = None
-        try:
-            self._snapshots.load(to, model, optimizers)
-        except Exception as error:
-            failure = error
-        if failures := list(filter(None, ranks.gathered(str(failure or "")))):  # all go back, or none
+        if failures := self._on_all(lambda: snapshots.load(to, model, optimizers)):  # all go back, or none
             self._snapshots.forget()
-            message = f"step {step} is skipped, but the model could not go back to step {to}: {failures[0]}"
-            self._complaints.add("rollback", message)
+            self._complaints.add(
+                "rollback", f"step {step} is skipped, but the model could not go back to step {to}: {failures[0]}"
+            )
             return
-        before = self._snapshots.go_back(step, model, optimizers)
+        before = self._snapshots.batches_of(to)
+        if failures := self._on_all(lambda: snapshots.go_back(step, model, optimizers)):
+            message = f"not all of the model went back to step {to}, and what it is now is of no use: {failures[0]}"
+            self._complaints.add("rollback:partly", message)
         self.rollbacks += 1
         self.rolled_back = RolledBack(step, to, self._batches - before, self.policy.pass_over)
         self._batches += self.policy.pass_over
-        self.act = Act(self.act.reason, f"went back to the state after step {to}", skipped=True)
+        self.act = Act(self.act.reason, f"went back to the state after step {to}", True, self.act.in_a_row)
+
+    def _on_all(self, action: Callable[[], object]) -> list[str]:
+        """Do it on each rank; what went wrong, on any of them."""
+        failure = ""
+        try:
+            action()
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+        return list(filter(None, self._ranks.gathered(failure)))
+
+    def goes_back(self) -> None:
+        """The loop has gone back by itself: snapshots are of another branch."""
+        self._worth_keeping = None
+        if self._snapshots is not None:
+            self._snapshots.forget()
 
     def close(self) -> None:
         """The run ends."""
@@ -234,11 +198,7 @@ class Actor:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
         self._in_a_row, self.skipped, self.rollbacks = int(state["in_a_row"]), int(state["skipped"]), int(state["rollbacks"])
-
-
-def _nonfinite(record: StepRecord) -> int:
-    """Elements of the gradients that are NaN or infinite."""
-    return max((int(table.rows[:, Column.NONFINITE].sum().item()) for table in record.tables.values()), default=0)
+        self.goes_back()
 
 
 def _ordinal(number: int) -> str:

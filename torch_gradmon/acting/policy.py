@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import check
 from ..errors import display
@@ -23,8 +24,11 @@ class Skip:
     Args:
         limit: so many steps in a row are skipped at most; None for no limit. A refusal of the GradScaler is no skip.
         then: what becomes of the next spike in that row: ``"accept"`` applies it, and skips may follow again; ``"stop"`` raises
-            :class:`torch_gradmon.SpikeError` out of ``optimizer.step()``, on every rank. A step whose gradients hold NaN or Inf is
-            never accepted, for it would make NaN of the model: it is skipped however many came before, and that is said.
+            :class:`torch_gradmon.SpikeError` out of ``optimizer.step()``, on every rank. A step whose gradients, as the optimizer would
+            use them, hold NaN or Inf is never accepted, for it would make NaN of the model: it is skipped however many came before.
+
+    Of several optimizers in a step each is judged when it is about to step; where one is skipped, those after it in the step are too.
+    With a closure, what its first call brings decides; L-BFGS, which calls it again, may still find NaN in a later call.
 
     Raises:
         ValueError: an argument is not what it should be.
@@ -35,6 +39,11 @@ class Skip:
 
     def __post_init__(self) -> None:
         _check_limit(self.limit, self.then)
+
+    @property
+    def settings(self) -> tuple[object, ...]:
+        """What has to be the same on all ranks."""
+        return self.limit, self.then
 
 
 @dataclass(frozen=True)
@@ -56,9 +65,10 @@ class Rollback:
         margin: a snapshot is gone back to when it is at least so many steps old, if there is such a one; by default half of
             ``every``. What a spike comes from may have begun before it.
         pass_over: so many more batches to pass over after the one that spiked, for ``monitor.rolled_back``.
-        directory: keep the snapshots there instead of in memory, a file for each and each rank, which are removed in the end.
+        directory: keep the snapshots there instead of in memory, in a new directory for each rank, which is removed in the end.
         also: objects with ``state_dict`` and ``load_state_dict`` that go back as well, such as LR schedulers or an average of the
-            model. With any, the optimizers' options such as ``lr`` go back too; without, they stay as the loop has set them.
+            model, which are not kept alive. With any, the optimizers' options such as ``lr`` go back too; without, they stay as the
+            loop has set them.
         limit: so many times it goes back without a new snapshot in between; None for no limit.
         then: as in :class:`Skip`.
 
@@ -86,14 +96,24 @@ class Rollback:
         if not isinstance(self.also, (tuple, list)):
             raise TypeError(f"also must be a tuple of objects such as LR schedulers, got {display(self.also)}")
         for each in self.also:
-            if not (callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None))):
+            methods = (getattr(each, name, None) for name in ("state_dict", "load_state_dict"))
+            if isinstance(each, type) or not all(map(callable, methods)):
                 raise TypeError(f"also takes objects with state_dict() and load_state_dict(), got {display(each)}")
         _check_limit(self.limit, self.then)
+
+    @property
+    def settings(self) -> tuple[object, ...]:
+        """What has to be the same on all ranks."""
+        return self.keep, self.every, self.margin, self.pass_over, len(self.also), self.limit, self.then
 
     @property
     def age(self) -> int:
         """How old a snapshot should be."""
         return self.every // 2 if self.margin is None else self.margin
+
+    def without_others(self) -> Rollback:
+        """The same without ``also``: a scheduler holds the optimizer, and that the model."""
+        return dataclasses.replace(self, also=())
 
 
 Policy = Skip | Rollback
@@ -146,15 +166,36 @@ class Act:
         reason: what spiked, in words.
         words: what was done about it.
         skipped: whether the step was not applied.
+        in_a_row: how many such steps this one ends.
     """
 
     reason: str
     words: str
     skipped: bool
+    in_a_row: int
 
-    def context(self) -> Mapping[str, str]:
+    def context(self) -> Mapping[str, str | int]:
         """Facts for the record of the step."""
-        return {"action": self.words, **({"skipped": self.reason} if self.skipped else {})}
+        return {"action": self.words, "in_a_row": self.in_a_row, **({"skipped": self.reason} if self.skipped else {})}
+
+
+class View(NamedTuple):
+    """What is known of an optimizer that is about to step.
+
+    Attributes:
+        has_scaler: a GradScaler looks after infinite gradients, in the optimizer's own step.
+        refused: a GradScaler has refused its step.
+        stepped: which optimizers have stepped already in this step, in words.
+        leftovers: names of parameters whose gradients are of no concern: of an earlier, skipped step, or of an optimizer that was
+            refused.
+        unzeroed: the same is true of its own gradients, which it would use.
+    """
+
+    has_scaler: bool = False
+    refused: bool = False
+    stepped: str = ""
+    leftovers: frozenset[str] = frozenset()
+    unzeroed: bool = False
 
 
 def policy_of(on_spike: object) -> Policy | None:

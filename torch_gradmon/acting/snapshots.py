@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import shutil
+import tempfile
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..distributed import is_dtensor
+from .buffers import is_fixed
 from .policy import Rollback
 
 Load = Callable[[], Mapping[str, Any]]
@@ -37,10 +41,12 @@ class Snapshots:
     """
 
     def __init__(self, policy: Rollback, rank: int) -> None:
-        self._policy, self._rank = policy, rank
+        self._keep, self._every, self._age, self._rank = policy.keep, policy.every, policy.age, rank
+        self._also = [_weakly(each) for each in policy.also]
+        self._parent, self._directory = policy.directory, ""
         self._kept: list[_Kept] = []  # oldest first
         self._loaded: Mapping[str, Any] = {}
-        self._since = 0  # the step after which the last one was taken, or at which it was gone back to one
+        self._since: int | None = None  # the step after which the last one was taken, or at which it was gone back to one
         self._used: int | None = None  # the one gone back to last, if none was taken since
 
     @property
@@ -50,27 +56,29 @@ class Snapshots:
 
     def is_due(self, step: int) -> bool:
         """Whether one is to be taken after ``step``."""
-        return not self._kept or step - self._since >= self._policy.every
+        return self._since is None or step - self._since >= self._every
 
     def take(self, step: int, batches: int, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Copy everything to the host, after ``step`` and so many batches. Waits for the device."""
+        self._since, self._used = step, None  # also where it fails: not to try again in every step
         taken = {
             "tensors": [_on_host(tensor) for tensor in _tensors(model, optimizers)],
             "optimizers": [[_copied(optimizer.state.get(p)) for p in _parameters(optimizer)] for optimizer in optimizers],
             "options": [[{k: _copied(v) for k, v in g.items() if k != "params"} for g in o.param_groups] for o in optimizers],
-            "also": [_copied(each.state_dict()) for each in self._policy.also],
+            "also": [_copied(each.state_dict()) for each in self._others()],
         }
         self._kept.append(_Kept(step, batches, *self._stored(step, taken)))
-        self._since, self._used = step, None
-        while len(self._kept) > self._policy.keep:
+        while len(self._kept) > self._keep:
             self._drop(0)
 
     def _stored(self, step: int, taken: Mapping[str, Any]) -> tuple[Load, Path | None]:
-        if self._policy.directory is None:
+        if self._parent is None:
             return lambda: taken, None
-        directory = Path(self._policy.directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        file = directory / f"rank{self._rank}-step{step}.pt"
+        if not self._directory:  # one of its own: another run may be given the same path
+            Path(self._parent).mkdir(parents=True, exist_ok=True)
+            self._directory = tempfile.mkdtemp(prefix=f"rank{self._rank}-", dir=self._parent)
+            self._remove = weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
+        file = Path(self._directory) / f"step{step}.pt"
         partial = file.with_suffix(".part")
         try:
             torch.save(taken, partial)
@@ -93,8 +101,12 @@ class Snapshots:
         steps = sorted(known)
         if self._used is not None:
             steps = [taken for taken in steps if taken < self._used] or steps[:1]
-        old = [taken for taken in steps if step - taken >= self._policy.age]
+        old = [taken for taken in steps if step - taken >= self._age]
         return max(old) if old else min(steps, default=None)
+
+    def batches_of(self, step: int) -> int:
+        """After how many batches the snapshot of ``step`` was taken."""
+        return next(kept.batches for kept in self._kept if kept.step == step)
 
     def load(self, to: int, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Get ready to go back to what there was after step ``to``. Later snapshots are dropped.
@@ -113,13 +125,15 @@ class Snapshots:
             raise ValueError("parameters or buffers have come, gone or changed their shape since")
         self._loaded = saved
 
-    def go_back(self, step: int, model: nn.Module, optimizers: Sequence[Optimizer]) -> int:
+    def go_back(self, step: int, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Put everything back as it is in what was loaded; the spike was in ``step``.
 
-        Returns:
-            After how many batches the snapshot was taken.
+        Raises:
+            Exception: whatever the ``load_state_dict`` of somebody else's object raises, when all else has gone back.
         """
         saved, self._loaded = self._loaded, {}
+        self._since = step  # the next one is as many steps away as ever
+        self._used = self._kept[-1].step
         restore = _Restore()
         with torch.no_grad():
             for tensor, value in zip(_tensors(model, optimizers), saved["tensors"], strict=True):
@@ -130,22 +144,28 @@ class Snapshots:
                         optimizer.state.pop(parameter, None)
                     else:
                         optimizer.state[parameter] = restore(optimizer.state.get(parameter), state, parameter)
-        if self._policy.also:
+        if self._also:
             for optimizer, groups in zip(optimizers, saved["options"], strict=True):
                 for group, options in zip(optimizer.param_groups, groups, strict=True):
                     for name, value in options.items():
                         group[name] = restore(group.get(name), value, None)
-            for each, state in zip(self._policy.also, saved["also"], strict=True):
+            for each, state in zip(self._others(), saved["also"], strict=True):
                 each.load_state_dict(_copied(state))
-        self._since = step  # the next one is as many steps away as ever
-        self._used = self._kept[-1].step
-        return self._kept[-1].batches
+
+    def _others(self) -> list[Any]:
+        found = [reference() for reference in self._also]
+        if any(each is None for each in found):
+            raise ValueError("an object of also= is gone; keep it in a variable of the loop")
+        return found
 
     def forget(self) -> None:
         """Drop all of them, and their files."""
         while self._kept:
             self._drop(0)
-        self._used = None
+        if self._directory:
+            self._directory = ""
+            self._remove()
+        self._used = self._since = None
 
 
 def _tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Tensor]:
@@ -154,7 +174,15 @@ def _tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Tensor]:
     The parameters are those that the optimizers have: in the forward of FSDP2 the model has others.
     """
     owned = [parameter for optimizer in optimizers for parameter in _parameters(optimizer)]
-    return list({id(tensor): tensor for tensor in (*owned, *model.buffers())}.values())
+    buffers = (buffer for buffer in model.buffers() if not is_fixed(buffer))
+    return list({id(tensor): tensor for tensor in (*owned, *buffers)}.values())
+
+
+def _weakly(thing: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(thing)
+    except TypeError:  # some take no references
+        return lambda: thing
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar
 
@@ -17,7 +18,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
-from ..acting.aside import ScalerAsItWas, SetAside
+from ..acting.aside import PutBack, ScalerAsItWas, SetAside, versions
 from ..check import inside
 from ..errors import GradmonWarning, SpikeError
 from ..guard import Guard
@@ -59,6 +60,9 @@ class Loop(Protocol):
 
     def forward_began(self) -> None:
         """The root module is called in training."""
+
+    def root_in_training(self) -> None:
+        """The root is called in training mode, be it without gradients."""
 
     def root_began(self) -> None:
         """That was told by the hook of the root itself."""
@@ -115,8 +119,11 @@ class Attachment:
         self._tasks: set[int] = set()
         self._depth: dict[int, int] = {}
         self._aside: dict[int, SetAside] = {}
+        self._skipped: dict[int, list[PutBack]] = {}  # gradients of each optimizer that belong to a skipped step
+        self._before_closure: dict[int, list[int]] = {}
         self._stepped: set[int] = set()
         self.scales = Scales()
+        self.tells_of_calls = False  # of the root in training mode, be it without gradients
         self.in_closure = False
         self.in_scaler_step = False
         self._wrapped: list[WrappedMethod] = []
@@ -218,10 +225,36 @@ class Attachment:
             engine.queue_callback(lambda: engine.queue_callback(self._backward_ended))
 
     def _heal(self) -> None:
-        """An optimizer that raised in its step left its depth behind, and its gradients aside."""
+        """An optimizer that raised in its step left its depth behind, and its gradients aside: they are not put back, for the loop may
+        have zeroed what it found.
+        """
         self._depth.clear()
         while self._aside:
-            self._aside.popitem()[1].put_back()
+            self._aside.popitem()[1].undo()
+
+    def leftovers(self, optimizer: Optimizer) -> list[torch.Tensor]:
+        """The parameters of ``optimizer`` that still have the gradients of a step that was skipped."""
+        self._skipped[id(optimizer)] = [left for left in self._skipped.get(id(optimizer), []) if left.is_there()]
+        found = (left.parameter() for left in self._skipped[id(optimizer)])
+        return [parameter for parameter in found if parameter is not None]
+
+    def accept(self) -> None:
+        """What is left of skipped steps may be used after all."""
+        self._skipped = {}
+
+    def was_changed(self, optimizer: Optimizer) -> bool:
+        """Whether ``optimizer`` has written to its parameters before its closure had computed gradients."""
+        return self._before_closure.get(id(optimizer), []) != versions(optimizer)
+
+    def _in_order(self, optimizer: Optimizer, hooks: str, last: bool) -> None:
+        """Ours last of the hooks before a step, and first of those behind it: others find the gradients that we set aside."""
+        known = getattr(optimizer, hooks, None)
+        if isinstance(known, OrderedDict) and known:
+            end = next(reversed(known) if last else iter(known))
+            if not hasattr(known[end], "keeps_alive"):
+                mine = [name for name, hook in known.items() if getattr(hook, "keeps_alive", None) is self._loop()]
+                for name in mine:
+                    known.move_to_end(name, last)
 
     def _backward_ended(self) -> None:
         if not self.in_closure:
@@ -235,6 +268,8 @@ class Attachment:
     @_harmless
     def _forward_began(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         loop = self._loop()
+        if self.tells_of_calls and loop is not None and module.training and torch._C._current_graph_task_id() == -1:
+            loop.root_in_training()
         if self.forward_began(module) and loop is not None:
             loop.root_began()
 
@@ -266,8 +301,11 @@ class Attachment:
             loop.scale_mistaken(reason, calling)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         # a subclass may take something else there, which is none of our business
+        self._in_order(optimizer, "_optimizer_step_post_hooks", last=False)  # not the hooks that are being called
         if loop.step_began(optimizer, callable(closure)):
             self._set_aside(optimizer)
+        elif callable(closure):
+            self._before_closure[id(optimizer)] = versions(optimizer)
         if not callable(closure):
             return None
         wrapped = self._followed(closure, optimizer)
@@ -300,8 +338,15 @@ class Attachment:
     def _step_ended(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         depth = self._depth[id(optimizer)] = max(0, self._depth.get(id(optimizer), 1) - 1)
         loop = self._loop()
+        self._in_order(optimizer, "_optimizer_step_pre_hooks", last=True)
         if depth == 0 and (aside := self._aside.pop(id(optimizer), None)) is not None:
-            aside.put_back()
+            self._skipped[id(optimizer)] = aside.put_back()
+            if aside.changed_parameters and loop is not None:
+                loop.guard.complaints.add(
+                    "skip:changed",
+                    f"{type(optimizer).__name__} changed parameters in a step that was to be skipped, although it had no gradients; "
+                    "attach the optimizer that it wraps instead",
+                )
         if loop is not None and depth == 0:
             found_inf = getattr(optimizer, "found_inf", None)
             loop.step_ended(optimizer, found_inf if isinstance(found_inf, torch.Tensor) else None)

@@ -41,6 +41,7 @@ class Judges:
         failures: detectors that failed, by name, and are off; whoever reads them takes them away.
         gradients: those of the last steps.
         suspects: the parameters by suspicion, for the last steps with a spike.
+        foreseen: signals that there were values for before the optimizer stepped.
         refused: steps in a row that were not applied.
     """
 
@@ -53,6 +54,8 @@ class Judges:
         self.shows_main = False
         self.gradients = Gradients()
         self.suspects: dict[int, list[Suspect]] = {}
+        self.foreseen: set[str] = set()
+        self._off: dict[str, SpikeDetector] = {}  # that have failed; what ranks exchange must not depend on it
         self._waiting: dict[str, SpikeDetector] = {}
         self._judged: dict[str, set[str]] = {}
         self._matches: dict[str, Matches] = {}
@@ -76,20 +79,31 @@ class Judges:
             absent[SUMMARY, "spike_score"] = "the step was not applied"
 
     def foresee(self, record: StepRecord, whole: Mapping[str, float]) -> list[Event]:
-        """The events that :meth:`judge` will find in what ``record`` and ``whole`` have by now. Nothing is learned.
-
-        Raises:
-            Exception: whatever a rule of the user's raises.
-        """
+        """The events that :meth:`judge` will find in what ``record`` and ``whole`` have by now. Nothing is learned."""
         events: list[Event] = []
-        for detector in self.detectors.values():
-            values = self._values(detector, record, whole)
-            if isinstance(detector.signal, re.Pattern):
-                verdicts = detector.foresee_all(record.step, values) if values else {}
-            else:
-                verdicts = {signal: detector.foresee(record.step, value) for signal, value in values.items()}
-            events.extend(_events(detector, record.step, values, verdicts))
+        self.foreseen = set()
+        for name, detector in list(self.detectors.items()):
+            try:
+                values = self._values(detector, record, whole)
+                if isinstance(detector.signal, re.Pattern):
+                    verdicts = detector.foresee_all(record.step, values) if values else {}
+                else:
+                    verdicts = {signal: detector.foresee(record.step, value) for signal, value in values.items()}
+                events.extend(_events(detector, record.step, values, verdicts))
+                self.foreseen |= values.keys()
+            except Exception as error:  # of a rule of the user's; the others are asked all the same
+                self._switch_off(name, error)
         return events
+
+    def _switch_off(self, name: str, error: Exception) -> None:
+        self.failures.append((name, error))
+        self._off[name] = self.detectors.pop(name)
+        self._waiting.pop(name, None)
+
+    @property
+    def signals(self) -> list[str]:
+        """What detectors there are, with those that have failed, which on other ranks they need not have."""
+        return sorted({**self._off, **self.detectors})
 
     def judge(
         self, record: StepRecord, whole: Mapping[str, float], absent: MutableMapping[tuple[str, str], str]
@@ -106,8 +120,7 @@ class Judges:
                 verdicts = _verdicts(detector, record.step, values)
                 events.extend(_events(detector, record.step, values, verdicts))
             except Exception as error:  # of a rule of the user's; it must not cost the record
-                self.failures.append((name, error))
-                del self.detectors[name], self._waiting[name]
+                self._switch_off(name, error)
                 continue
             for signal, verdict in verdicts.items():
                 key = MAIN_SCORE if signal == MAIN_SIGNAL and self.shows_main else Key(SPIKE_SCORE, signal, "")
@@ -161,13 +174,13 @@ class Judges:
     @property
     def watches_values(self) -> bool:
         """Whether any detector judges what is not of the model: values that were logged, or whatever a pattern finds."""
-        return any(_is_of_a_batch(detector.signal) for detector in self.detectors.values())
+        return any(_is_of_a_batch(detector.signal) for detector in (*self.detectors.values(), *self._off.values()))
 
     def watches(self, key: Key) -> bool:
         """Whether a detector judges the value that was logged under ``key``."""
         return any(
             bool(detector.signal.search(key.name)) if isinstance(detector.signal, re.Pattern) else detector.signal == key.name
-            for detector in self.detectors.values()
+            for detector in (*self.detectors.values(), *self._off.values())
         )
 
     def ended(self, applied: bool) -> None:
