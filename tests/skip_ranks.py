@@ -136,11 +136,32 @@ def stopped(rank: int, wrap: str) -> tuple[int, bool]:
     raise AssertionError
 
 
-def refused_by_one(rank: int, wrap: str) -> tuple[list[bool], bool, tuple[int, ...]]:
+def with_a_failing_rule(rank: int, policy: Any) -> tuple[list[bool], dict[str, int]]:
+    """The rule of rank 1 for a logged value fails in step 3, and step 5 is a spike by another rule."""
+    warnings.simplefilter("ignore")
+    model = _model("ddp")
+    optimizer = _optimizer(model)
+    monitor = ModuleMonitor(model, on_spike=policy, closer_look=0)
+    monitor.add_detector(SpikeDetector(Threshold(LIMIT)))
+    monitor.add_detector(SpikeDetector(Fails(LIMIT, rank == 1), signal="loss"))
+    monitor.attach(optimizer)
+    flags = []
+    for step in range(8):
+        optimizer.zero_grad()
+        loss = _backward(model, step, BAD if step == 5 else 1.0)
+        monitor.log_scalar("loss", loss.clamp(max=1.0))
+        optimizer.step()
+        flags.append(monitor.step_skipped)
+    found = monitor.complaints()
+    monitor.detach()
+    return flags, found
+
+
+def refused_by_one(rank: int, wrap: str, fused: bool) -> tuple[list[bool], bool, tuple[int, ...]]:
     """The scaler of rank 1 alone refuses step 2: which steps were skipped, and whether the ranks are still the same."""
     warnings.simplefilter("ignore")
     model = _model(wrap)
-    optimizer = _optimizer(model, foreach=False)
+    optimizer = _optimizer(model, **({"fused": True} if fused else {"foreach": False}))
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     monitor = _watch(model, optimizer, Skip(), scaler=scaler)
     flags = []
@@ -188,6 +209,43 @@ def went_back(rank: int, wrap: str, directory: str, lost: str) -> tuple[list[int
         if monitor is not None:
             monitor.detach()
     return went, _equal(*ends)
+
+
+def with_other_snapshots(rank: int, what: str, directory: str) -> tuple[list[int], bool]:
+    """To which steps this rank went back, and whether the ranks are the same in the end.
+
+    ``what``: of rank 1 ``"taking"`` the snapshot of step 10 fails, or ``"other"`` an object that belongs to it, or ``"directory"``
+    the directory is another one.
+    """
+    warnings.simplefilter("ignore")
+
+    class Other:
+        def state_dict(self) -> dict[str, int]:
+            if what == "taking" and rank == 1 and step == 11:
+                raise OSError("no space left")
+            return {}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            if what == "other" and rank == 1:
+                raise ValueError("not here")
+
+    other = Other()
+    model = _model("ddp")
+    optimizer = _optimizer(model)
+    place = f"{directory}/{rank}" if what == "directory" else None
+    monitor = _watch(model, optimizer, Rollback(every=5, margin=0, also=(other,), directory=place))
+    went = []
+    for step in range(16):
+        optimizer.zero_grad()
+        _backward(model, step, BAD if step == 13 else 1.0)
+        optimizer.step()
+        if monitor.rolled_back is not None:
+            went.append(monitor.rolled_back.to_step)
+    monitor.detach()
+    sums = torch.stack([part.double().sum() for part in _parts(model, optimizer)])
+    gathered = [torch.zeros_like(sums) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, sums)
+    return went, torch.equal(*gathered)
 
 
 def disagreeing(rank: int, how: str) -> tuple[list[bool], dict[str, int]]:

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from torch_gradmon import Skip
 
 from .ranks import on_ranks
-from .skip_ranks import POISONED, collectives, disagreeing, poisoned, refused_by_one, stopped, went_back
+from .skip_ranks import (
+    POISONED,
+    collectives,
+    disagreeing,
+    poisoned,
+    refused_by_one,
+    stopped,
+    went_back,
+    with_a_failing_rule,
+    with_other_snapshots,
+)
 
 EXPECTED = [step in POISONED for step in range(8)]
 
@@ -32,8 +43,17 @@ def test_all_stop_in_the_same_step_with_nothing_changed(wrap: str) -> None:
     assert on_ranks(2, stopped, wrap) == [(5, True)] * 2
 
 
-def test_a_step_that_one_ranks_scaler_refuses_is_skipped_by_the_others() -> None:
-    first, second = on_ranks(2, refused_by_one, "ddp")
+@pytest.mark.parametrize("policy", [Skip(), "warn"])
+def test_a_rule_that_fails_on_one_rank_changes_nothing_of_what_ranks_exchange(policy: Any) -> None:
+    first, second = on_ranks(2, with_a_failing_rule, policy)
+    assert first[0] == second[0] == [step == 5 and policy != "warn" for step in range(8)]
+    assert second[1]["detector:loss"] == 1
+    assert "detector:loss" not in first[1]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_one_ranks_scaler_refuses_is_skipped_by_the_others(fused: bool) -> None:
+    first, second = on_ranks(2, refused_by_one, "ddp", fused)
     assert first[0] == [False, False, True, False, False]
     assert first[1]
     assert second[1]
@@ -51,6 +71,11 @@ def test_a_snapshot_that_one_rank_has_lost_is_gone_back_to_by_none(tmp_path: Pat
     """The step is skipped then, on all ranks."""
     found = on_ranks(2, went_back, "ddp", str(tmp_path), "step10")
     assert [went for went, _ in found] == [[], []]
+
+
+@pytest.mark.parametrize(("what", "expected"), [("taking", [5]), ("other", [10]), ("directory", [10])])
+def test_where_snapshots_differ_all_go_back_to_one_that_all_have(what: str, expected: list[int], tmp_path: Path) -> None:
+    assert on_ranks(2, with_other_snapshots, what, str(tmp_path)) == [(expected, True)] * 2
 
 
 @pytest.mark.parametrize("how", ["none", "warns", "otherwise"])
