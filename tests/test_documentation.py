@@ -7,6 +7,7 @@ import importlib
 import pkgutil
 import re
 import shlex
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +111,11 @@ def test_the_python_in_the_readme_runs_from_top_to_bottom(tmp_path: Path, monkey
     namespace = _world()
     for language, code, line, reason in _blocks(_readme()):
         if language in {"python", "py", "python3"} and reason is None:
-            # line numbers of the README in a traceback
-            exec(compile("\n" * (line - 1) + code, str(README), "exec"), namespace)
+            with warnings.catch_warnings():
+                if 'on_spike="skip"' in code:  # where a skip is shown, it is told
+                    warnings.filterwarnings("ignore", "torch_gradmon: (step 30: .*; skipped$|after the spike of step 30)")
+                # line numbers of the README in a traceback
+                exec(compile("\n" * (line - 1) + code, str(README), "exec"), namespace)
 
 
 def test_blocks_that_do_not_run_compile_and_say_why() -> None:
@@ -211,4 +215,17 @@ def test_every_documented_whole_model_key_appears(clip: bool) -> None:
 def test_the_readme_names_no_key_that_does_not_exist() -> None:
     named = set(re.findall(r"\bgradmon/([a-z][a-z0-9_]*)", _readme()))
     of_sinks = {AXIS.removeprefix("gradmon/"), f"grad_norm{LARGEST}"}
-    assert named <= set(summary.DOCUMENTATION) | set(batches.DOCUMENTATION) | of_sinks
+    assert named <= set(summary.DOCUMENTATION) | set(summary.ON_REQUEST) | set(batches.DOCUMENTATION) | of_sinks
+
+
+def test_what_is_there_on_request_is_described() -> None:
+    model = BY_NAME["mlp"].model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = gradmon.watch(model, optimizer, preset="cheap", on_spike="skip")
+    for batch in BY_NAME["mlp"].batches(2):
+        BY_NAME["mlp"].loss(model, batch).backward()
+        monitor.clip_grad_norm_(gradmon.ZClip(max_norm=1.0))
+        monitor.clip_grad_norm_("adagc")
+        optimizer.step()
+    described = monitor.describe()
+    assert {f"gradmon/{name}" for name in summary.ON_REQUEST} <= described.keys() & monitor.get_step_metrics().keys()

@@ -19,7 +19,7 @@ from .presets import PRESETS
 from .registry import Registry
 from .session import Session
 from .spikes.detector import SpikeDetector
-from .summary import DOCUMENTATION
+from .summary import DOCUMENTATION, ON_REQUEST
 
 MetricFunction = Callable[..., Any] | None
 Pattern = str | re.Pattern[str]
@@ -252,7 +252,12 @@ class MetricMethods:
 
     def describe(self) -> dict[str, str]:
         """What was asked for, with its unit and meaning: documentation by key, patterns in the place of names."""
-        texts = {f"{n.SUMMARY}/{name}": {**DOCUMENTATION, **BATCHES}[name] for name in self._session.ledger.summary.shown}
+        known = {**DOCUMENTATION, **BATCHES, **ON_REQUEST}
+        told = self._session.ledger.last  # what is asked for by other means than a metric shows there
+        on_request = (
+            [] if told is None else [key.metric for key in told.values if key.source == n.SUMMARY and key.metric in ON_REQUEST]
+        )
+        texts = {f"{n.SUMMARY}/{name}": known[name] for name in (*self._session.ledger.summary.shown, *on_request)}
         for metric in self._registry.metrics:
             unit = "" if metric.unit == "1" else f" [{metric.unit}]"
             often = "" if metric.every == 1 else f", on every {metric.every}th step"

@@ -33,6 +33,12 @@ DOCUMENTATION = {
     "steps_not_applied": "steps so far that were not applied (infinite gradients under a GradScaler, or skipped after a spike)",
     "overhead_pct": "time spent in the monitor's own code, in percent of the time since the last step",
 }
+#: Of what is asked for by other means than a preset; present where it is in use.
+ON_REQUEST = {
+    "steps_skipped": "steps so far that were skipped because of a spike",
+    "clip_limit": "norm above which an adaptive clip of the total norm clips this step; absent in its warm-up",
+    "clipped_parameters": "parameters whose gradients an adaptive clip has scaled down in this step",
+}
 CHEAP = tuple(k for k in DOCUMENTATION if not k.startswith(("param_", "update_")))
 STANDARD = tuple(DOCUMENTATION)
 #: The update keys need a copy of the parameters, so they come with every tenth step.
