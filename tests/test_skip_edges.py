@@ -183,6 +183,22 @@ def test_a_spike_of_the_one_is_not_one_of_the_other_in_the_next_step(by: float) 
     assert skipped == [4, 7]
 
 
+def test_a_spike_that_is_accepted_is_so_for_all_optimizers_of_the_step() -> None:
+    model = _net()
+    ours = [torch.optim.SGD(model[1].parameters(), lr=1e-12), torch.optim.SGD(model[4].parameters(), lr=1e-12)]
+    monitor = _watched(model, *ours, skip=Skip(limit=1))
+    skipped = []
+    for step in range(6):
+        (model(_batch(step)).square().mean() * BAD).backward()
+        for optimizer in ours:
+            optimizer.step()
+            optimizer.zero_grad()
+        skipped.append(monitor.step_skipped)
+    assert skipped == [True, False] * 3
+    assert monitor.counts.skipped == monitor.counts.applied == 3
+    assert "the 2nd spike in a row" in monitor.why(5)
+
+
 def test_what_a_forward_after_the_decision_did_is_undone_too() -> None:
     """The critic's step is skipped; the generator's forward comes after that, and its step is skipped with it."""
     model, reference = _Gan(), _Gan()

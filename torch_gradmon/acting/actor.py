@@ -108,7 +108,9 @@ class Actor:
 
     def _answer(self, step: int, severity: float, reason: str, stepped: str) -> bool:
         policy = self.policy
-        self._in_a_row += 1
+        if self.act is not None and severity < NONFINITE:
+            return False  # it was accepted when an earlier optimizer stepped
+        self._in_a_row += self.act is None
         if policy.limit is not None and self._in_a_row > policy.limit:
             row = f"the {_ordinal(self._in_a_row)} spike in a row"
             if policy.then == "stop":
