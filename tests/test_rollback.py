@@ -213,6 +213,50 @@ def test_a_model_that_has_changed_since_is_left_alone_and_that_is_said() -> None
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items() if "running" not in name)
 
 
+def test_what_was_one_tensor_and_is_two_is_put_back_as_two() -> None:
+    """And the other way round: into a tensor that stands for two values by now only one of them is written."""
+
+    class Shares(torch.optim.SGD):
+        pass
+
+    model = _model()
+    optimizer = Shares(model.parameters(), lr=0.1)
+    parameter = model[0].weight
+    optimizer.state[parameter] = {"a": torch.ones(3), "b": torch.full((3,), 2.0)}
+    snapshots = Snapshots(Rollback(every=1), 0)
+    snapshots.take(0, 0, model, [optimizer])
+    one = torch.zeros(3)
+    optimizer.state[parameter] = {"a": one, "b": one}
+    snapshots.load(0, model, [optimizer])
+    snapshots.go_back(1, model, [optimizer])
+    assert {name: value.tolist() for name, value in optimizer.state[parameter].items()} == {"a": [1.0] * 3, "b": [2.0] * 3}
+
+
+def test_a_snapshot_can_be_gone_back_to_twice() -> None:
+    """What is loaded into somebody else's object is a copy, which that may change."""
+
+    class Keeps:
+        def __init__(self) -> None:
+            self.values = [0.0]
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"values": self.values}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.values = state["values"]
+
+    kept = Keeps()
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    monitor = _watched(model, optimizer, Rollback(every=100, margin=0, keep=1, also=(kept,)))
+    for step in range(8):
+        _step(model, optimizer, step, BAD if step in (3, 6) else 1.0)
+        if monitor.rolled_back is not None:
+            assert kept.values == [0.0]
+        kept.values[0] += step
+    assert monitor.counts.rolled_back == 2
+
+
 def test_snapshots_share_no_memory_with_the_run() -> None:
     task = Task("LBFGS", "plain", "closure")
     snapshots = Snapshots(Rollback(keep=2, every=1), 0)

@@ -247,6 +247,25 @@ def test_a_step_that_one_optimizer_was_refused_moves_the_scale_though_another_on
     assert scaler.get_scale() == 32.0
 
 
+def test_infinite_gradients_lower_the_scale_also_in_a_step_that_is_skipped_for_its_loss() -> None:
+    """A fused optimizer looks for them itself, so that the scaler's finding is on the device only."""
+    model = _net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    monitor = ModuleMonitor(model, on_spike="skip")
+    monitor.add_detector(SpikeDetector(Threshold(5.0), signal="loss"))
+    monitor.attach(optimizer, scaler=scaler)
+    other = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    scaler.scale(model(_batch(0)).square().mean()).backward()
+    other.param_groups[0]["params"][0].grad = torch.tensor([math.inf])
+    monitor.log_scalar("loss", 9.0)
+    scaler.step(other)  # which nobody watches, under the same scaler
+    scaler.step(optimizer)
+    scaler.update()
+    assert monitor.step_skipped
+    assert scaler.get_scale() == 32.0
+
+
 def test_the_same_gradients_are_not_applied_by_a_second_step() -> None:
     model = _net()
     optimizer = _sgd(model)
