@@ -123,6 +123,18 @@ def _from_outside(model: nn.Module, x: Tensor) -> Tensor:
     return checkpoint(model, x, use_reentrant=True)
 
 
+def test_statistics_of_norms_are_copied_however_large_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch_gradmon.acting.buffers.COPIED", 0)
+    model = _net()
+    optimizer = _sgd(model)
+    monitor = _watched(model, optimizer)
+    before = copy.deepcopy(model.state_dict())
+    _step(model, optimizer, 0, math.nan)
+    assert monitor.step_skipped
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert monitor.complaints() == {}
+
+
 @pytest.mark.parametrize("call", [_parts, _after_a_look_ahead, _from_outside])
 def test_statistics_are_put_back_however_the_model_is_called(call: Any) -> None:
     model, reference = _net(), _net()
@@ -235,16 +247,19 @@ def test_a_step_that_one_optimizer_was_refused_moves_the_scale_though_another_on
     monitor = ModuleMonitor(model, on_spike="skip")
     monitor.add_detector(SpikeDetector(Threshold(5.0), signal="loss"))
     monitor.attach(*ours, scaler=scaler)
-    before = copy.deepcopy(model[4].state_dict())
-    scaler.scale(model(_batch(0)).square().mean()).backward()
-    model[1].weight.grad[0, 0] = math.inf
-    monitor.log_scalar("loss", 9.0)
-    for optimizer in ours:
-        scaler.step(optimizer)
-    scaler.update()
-    assert monitor.step_skipped
-    assert all(torch.equal(before[name], value) for name, value in model[4].state_dict().items())
-    assert scaler.get_scale() == 32.0
+    for loss, scale in ((1.0, 32.0), (9.0, 16.0)):
+        before = copy.deepcopy(model[4].state_dict())
+        model.zero_grad()
+        scaler.scale(model(_batch(0)).square().mean()).backward()
+        model[1].weight.grad[0, 0] = math.inf
+        monitor.log_scalar("loss", loss)
+        for optimizer in ours:
+            scaler.step(optimizer)
+        scaler.update()
+        # infinite gradients of the one, which was refused, are no spike of the other
+        assert monitor.step_skipped == (loss > 5)
+        assert monitor.step_skipped == all(torch.equal(before[name], value) for name, value in model[4].state_dict().items())
+        assert scaler.get_scale() == scale
 
 
 def test_infinite_gradients_lower_the_scale_also_in_a_step_that_is_skipped_for_its_loss() -> None:

@@ -273,8 +273,8 @@ class Follower:
 
     @property
     def holds_scaler(self) -> bool:
-        """Whether the step is skipped, and no other optimizer of it was refused, for which the scaler has to learn."""
-        return self.session.skips and (not self.refused or self.overrules_scaler)
+        """Whether the step is skipped, which is no good step for the scaler to count."""
+        return self.session.skips
 
     @property
     def overrules_scaler(self) -> bool:

@@ -72,7 +72,7 @@ class Loop(Protocol):
 
     @property
     def holds_scaler(self) -> bool:
-        """Whether the step that ends is as if it had never been, for the scaler too."""
+        """Whether the step that ends is as if it had never been, for the scaler too, unless it found infinite gradients."""
 
     @property
     def overrules_scaler(self) -> bool:
