@@ -11,7 +11,15 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon import JsonlSink, ModuleMonitor, MonitorMixin, SpikeDetector, load_run, monitor_scaled_dot_product_attention
+from torch_gradmon import (
+    JsonlSink,
+    ModuleMonitor,
+    MonitorMixin,
+    RefinedCoordinateCheck,
+    SpikeDetector,
+    load_run,
+    monitor_scaled_dot_product_attention,
+)
 from torch_gradmon.spikes import MedianMad
 
 
@@ -194,6 +202,10 @@ BAD: list[tuple[Call, type[Exception], tuple[str, ...]]] = [
     (lambda w: w.free.add_activation_metric("norm", of="input", split_calls=1), TypeError, ("split_calls", "1", "True or False")),
     (lambda w: w.free.add_activation_metric("dead", of="input"), ValueError, ("input", "'dead'", "metric_fn")),
     (lambda w: w.free.add_activation_difference_metric("nrom"), ValueError, ("'nrom'", "did you mean norm")),
+    (lambda w: w.free.add_coordinate_metric("l2nrom"), ValueError, ("'l2nrom'", "did you mean l2norm")),
+    (lambda w: RefinedCoordinateCheck(w.model), TypeError, ("Sequential", "ModuleMonitor")),
+    (lambda w: RefinedCoordinateCheck(ModuleMonitor()), ValueError, ("no module to check", "set_module(model)")),
+    (lambda w: RefinedCoordinateCheck(w.free), ValueError, ("no reference module", 'monitor.set_reference_module("init")')),
     (lambda w: w.free.add_attention_metric("entropie"), ValueError, ("'entropie'", "did you mean entropy")),
     (lambda w: w.free.add_attention_metric("entropy", "("), ValueError, ("metric_regex='('", "regular expression")),
     (lambda w: w.free.add_attention_metric("entropy", heads="all"), TypeError, ("heads", "'all'", "True or False")),
@@ -254,7 +266,7 @@ def test_bad_input_raises_with_the_value_and_the_remedy_and_changes_nothing(
 def test_the_table_covers_the_public_interface() -> None:
     used = {name for call, *_ in BAD for name in call.__code__.co_names} | {"clip_grad_norm_"}
     methods = {name for name in dir(ModuleMonitor) if name.startswith(("add_", "set_", "load_"))} | {"attach", "begin_step"}
-    functions = {"watch", "load_run", "ModuleMonitor", "SpikeDetector", "JsonlSink", "_attention"}
+    functions = {"RefinedCoordinateCheck", "watch", "load_run", "ModuleMonitor", "SpikeDetector", "JsonlSink", "_attention"}
     assert not (methods | functions) - used
 
 

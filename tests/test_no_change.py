@@ -52,6 +52,9 @@ def heaviest(directory: Path) -> loops.Watch:
         monitor.set_reference_module("init")
         monitor.add_activation_difference_metric("std")
         monitor.add_activation_difference_metric("random", lambda x, _: _random(x))
+        if any(True for _ in model.children()):
+            monitor.add_coordinate_metric("l2norm")
+            monitor.add_coordinate_metric("random", _random)
         monitor.add_parameter_difference_metric("std")
         return monitor.attach(optimizer, scaler=scaler)
 

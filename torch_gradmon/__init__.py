@@ -3,6 +3,7 @@
 from .acting.policy import Counts, Rollback, RolledBack, Skip
 from .adaptive_clipping import AdaGC, ZClip
 from .attention import monitor_scaled_dot_product_attention
+from .coordinate_check import RefinedCoordinateCheck
 from .errors import GradmonWarning, SpikeError
 from .mixin import MonitorMixin
 from .monitor import ModuleMonitor
@@ -20,6 +21,7 @@ __all__ = [
     "JsonlSink",
     "ModuleMonitor",
     "MonitorMixin",
+    "RefinedCoordinateCheck",
     "Rollback",
     "RolledBack",
     "Run",

@@ -122,6 +122,7 @@ def missing(
     children = {
         (key.source, key.metric.partition(".")[0], n.owner_of(key.name, known.get(key.source, frozenset())))
         for key in record.values
+        if not (key.source in n.RCC_SOURCES and ("/" in key.name or key.name.endswith(".weight")))  # beside the module's own
     }
     return {
         key: reason
@@ -153,7 +154,7 @@ def _why_absent(
     for place in (f"{name}/{metric.name}", name, ""):
         if (metric.source, place) in absent:
             return absent[metric.source, place]
-    if metric.source in n.MODULE_SOURCES:  # of a container, what is said of the first tensor in it
+    if metric.source in (*n.MODULE_SOURCES, *n.RCC_SOURCES):  # of a container, what is said of the first tensor in it
         for (source, place), reason in absent.items():
             path, _, of = place.rpartition("/")
             if source == metric.source and of == metric.name and path != name and n.owner_of(path, known) == name:
@@ -182,5 +183,6 @@ _DEFAULT_REASONS = {
     n.ACTIVATION_GRADIENT: "no backward pass that ends in parameters brought a gradient for its output",
     n.ACTIVATION_DIFFERENCE: "the module was not called in a training forward that hooks can see",
     n.INPUT: "the module was not called in a training forward that hooks can see",
+    **dict.fromkeys(n.RCC_SOURCES, "the module was not called in a training forward of the whole model"),
     n.INPUT_GRADIENT: "no backward pass that ends in parameters brought a gradient for its input",
 }

@@ -183,6 +183,21 @@ class MetricMethods:
     """,
     )
 
+    def add_coordinate_metric(
+        self,
+        metric_name: str = "l2norm",
+        metric_fn: MetricFunction = None,
+        metric_regex: Pattern = ".*",
+        metric_aggregation_fn: AggregationFunction = None,
+        *,
+        every: int = 1,
+    ) -> None:
+        """Of the terms of the refined coordinate check; see :class:`torch_gradmon.RefinedCoordinateCheck`.
+
+        A function gets a term, ``[..., n]``; built-in are ``l2norm`` and ``rms``, over the last dimension.
+        """
+        self._add(n.RCC_SOURCES, metric_name, metric_fn, metric_regex, metric_aggregation_fn, every)
+
     def add_attention_metric(
         self, metric_name: str, metric_regex: Pattern = ".*", *, heads: bool = False, every: int = 1
     ) -> None:

@@ -21,6 +21,7 @@ from .capture.compiled import unwrapped
 from .capture.measuring import Measurer
 from .capture.parameters import OPTIMIZER_BUILT_INS
 from .capture.reference import frozen_copy
+from .capture.terms import RCC_BUILT_INS
 from .capture.units import ACTIVATION_BUILT_INS
 from .closer import CloserLook
 from .distributed import Ranks
@@ -163,7 +164,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         inert = os.environ.get("GRADMON_DISABLE", "") not in ("", "0")
         complaints = Complaints(raising=on_metric_error == "raise")
         outputs = {**VIEW_BUILT_INS[n.ACTIVATION], **ACTIVATION_BUILT_INS}
-        registry = Registry({**VIEW_BUILT_INS, n.ACTIVATION: outputs, n.OPTIMIZER: OPTIMIZER_BUILT_INS})
+        registry = Registry({**VIEW_BUILT_INS, **RCC_BUILT_INS, n.ACTIVATION: outputs, n.OPTIMIZER: OPTIMIZER_BUILT_INS})
         planner = Planner(registry, excluded, format_module_name_fn, distinct)
         if module is not None:
             planner.watch(module)  # raises what there is to raise before a run directory is made

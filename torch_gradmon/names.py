@@ -25,12 +25,18 @@ ACTIVATION_GRADIENT = "activation_gradient"
 ACTIVATION_DIFFERENCE = "activation_difference"
 INPUT = "input"
 INPUT_GRADIENT = "input_gradient"
+RCC_UPDATE = "RCC (W_t-W_0)x_t"
+RCC_PROPAGATED = "RCC W_0(x_t-x_0)"
+RCC_INPUT = "RCC x_t"
+RCC_INPUT_DIFFERENCE = "RCC (x_t-x_0)"
 ATTENTION_ENTROPY = "attention_entropy"
 ATTENTION_ENTROPY_NORMALIZED = "attention_entropy_normalized"
 ATTENTION_MAX_LOGIT = "attention_max_logit"
 ATTENTION_FIRST_KEY = "attention_first_key"
 SUMMARY = "gradmon"
 SPIKE_SCORE = "spike_score"
+#: Sources of the refined coordinate check, as torch-module-monitor names them.
+RCC_SOURCES = (RCC_UPDATE, RCC_PROPAGATED, RCC_INPUT, RCC_INPUT_DIFFERENCE)
 #: Internal: statistics of the updated parameters before the update. No keys come of it.
 UPDATE_BASE = "update_base"
 #: Internal: a row for the gradient of each micro-batch, named by rank and number.
@@ -50,6 +56,7 @@ TENSOR_SOURCES = (
     ACTIVATION_DIFFERENCE,
     INPUT,
     INPUT_GRADIENT,
+    *RCC_SOURCES,
 )
 #: What a built-in of the optimizer's state gives where its value does not exist; its own values are finite or NaN.
 UNDEFINED = float("inf")

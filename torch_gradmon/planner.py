@@ -20,7 +20,7 @@ from .registry import Registry
 from .summary import Summary
 
 _GRADIENTS = frozenset({n.GRADIENT, n.GRADIENT_BEFORE_CLIP})
-_OF_MODULES = frozenset({*n.MODULE_SOURCES, *n.ATTENTION_SOURCES.values()})
+_OF_MODULES = frozenset({*n.MODULE_SOURCES, *n.RCC_SOURCES, *n.ATTENTION_SOURCES.values()})
 
 
 class Planner:
@@ -148,4 +148,6 @@ class Planner:
 def _matchable(inventory: Inventory) -> dict[str, Sequence[str]]:
     parameters = [name for name in inventory.names if name not in inventory.excluded]
     modules = list(inventory.modules)
-    return {**dict.fromkeys(n.PARAMETER_SOURCES, parameters), **dict.fromkeys(_OF_MODULES, modules)}
+    found: dict[str, Sequence[str]] = dict.fromkeys(n.PARAMETER_SOURCES, parameters)
+    # the root, which comes first, gets the same inputs as the reference, so of it there is nothing to take apart
+    return {**found, **dict.fromkeys(_OF_MODULES, modules), **dict.fromkeys(n.RCC_SOURCES, modules[1:])}

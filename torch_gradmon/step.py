@@ -19,12 +19,12 @@ from .arrival import Arrival
 from .errors import Complaints
 from .merging import Aggregation, Pending, as_tensor, contribution, finished, merged_parts, part_from, part_of, row_of_sums
 from .metric import REDUCERS
-from .names import MODULE_SOURCES, PARAMETER_SOURCES, Key
+from .names import MODULE_SOURCES, PARAMETER_SOURCES, RCC_SOURCES, Key
 from .record import Table
 from .statistics.moments import Column, identity, merge, merge_by_group
 
 #: Sources of values that are those of a rank's own batch.
-SHARED_SOURCES = frozenset(MODULE_SOURCES)
+SHARED_SOURCES = frozenset((*MODULE_SOURCES, *RCC_SOURCES))
 #: A noted fact: by how many steps ranks lie apart that have told each other values.
 SKEW = "ranks/skew"
 
@@ -123,7 +123,7 @@ class StepBuffer:
         """The ranks have told each other values of different steps, which are of no use."""
         reason = "the ranks are not in the same step: on one of them a step did not end, or ended twice"
         self._complaints.add("ranks:skew", f"nothing can be told of step {self.step} and those after it, for {reason}")
-        self.absent.update(((source, ""), reason) for source in (*PARAMETER_SOURCES, *MODULE_SOURCES))
+        self.absent.update(((source, ""), reason) for source in (*PARAMETER_SOURCES, *MODULE_SOURCES, *RCC_SOURCES))
 
     def rows_or_none(self, source: str, names: Sequence[str]) -> Tensor:
         """The rows that were put for these names, those of no elements for the others: ``[names, 8]``."""

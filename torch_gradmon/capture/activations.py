@@ -19,6 +19,7 @@ from ..metric import Metric
 from ..step import StepBuffer
 from .attention import AttentionRecorder
 from .calls import Calls
+from .coordinates import CoordinateCheck
 from .hanging import HungHooks
 from .hooks import compiled_graphs
 from .measuring import Measurer
@@ -56,6 +57,7 @@ class ActivationCapture:
         self.reference = ReferencePass(measurer.complaints)
         self.attention = AttentionRecorder(measurer.complaints, self.values, guard, self._passes.in_forward)
         self._calls = Calls(measurer, guard, self._passes, self.reference, self.values)
+        self.check = CoordinateCheck(measurer, guard, self._passes, self.reference)
         self._hooks = HungHooks(self, self._calls, measurer.built_in.eps)
         self.opening: Callable[[nn.Module], object] = lambda _: None
         self.was_trained = False
@@ -87,6 +89,7 @@ class ActivationCapture:
         self._buffer, self.was_trained = buffer, False
         self._calls.begin(buffer, metrics, inventory)
         self.attention.begin(buffer, metrics, inventory)
+        self.check.begin(buffer, metrics, inventory)
         self._due = any(metric.source in n.MODULE_SOURCES for metric in metrics)
         self.let_through(self._due)
 
@@ -98,6 +101,8 @@ class ActivationCapture:
         self._calls.end()
         self.attention.compiled |= self.has_graphs
         self.attention.end()
+        self.check.compiled = self._hooks.has_compiled_parts or self.has_graphs
+        self.check.end()
         for source in n.ATTENTION_SOURCES.values():
             if (source, "") in self._buffer.absent:  # by whom a call was made that was not seen, nobody knows
                 self._buffer.absent.update(((source, name), _LEFT_OUT) for name in self._hooks.left_out)
@@ -117,6 +122,11 @@ class ActivationCapture:
             for source in n.MODULE_SOURCES:
                 buffer.absent.setdefault((source, ""), _NOT_SEEN)
             self._measurer.complaints.add("compiled", f"activations are missing: {_NOT_SEEN}")
+
+    @property
+    def awaits_check(self) -> bool:
+        """Whether the coordinate check is due and has seen no forward, though it could."""
+        return self.check.awaits_forward and not self._hooks.has_compiled_parts
 
     def forget_scaled(self, reason: str) -> None:
         """The gradients measured so far in this step were divided by a wrong scale, or by none: drop them."""
@@ -176,6 +186,7 @@ class ActivationCapture:
         self._hooks.rest(stays_on_root=False)
         self._passes.root_trains = None
         self.attention.leave()
+        self.check.leave()
 
     # --- the root --------------------------------------------------------------------------------------------------------------
 
@@ -193,12 +204,13 @@ class ActivationCapture:
         if self._buffer is None or self.paused or not trains:
             return
         start = time.perf_counter()
-        if self._calls.compares and self.reference:
-            self._passes.paused = True  # modules that the two share
-            try:
-                self.reference.run(module, self._calls.is_compared, args, kwargs)
-            finally:
-                self._passes.paused = False
+        if self.reference and (self._calls.compares or self.check.due):
+            with self.check.beside(module) as note:
+                self._passes.paused = True  # modules that the two share
+                try:
+                    self.reference.run(module, self._calls.is_compared, args, kwargs, note)
+                finally:
+                    self._passes.paused = False
         self.attention.enter()
         self._guard.account(time.perf_counter() - start)
 
@@ -206,6 +218,7 @@ class ActivationCapture:
         """The root has returned or raised."""
         if self._passes.root_ended():
             self.attention.leave()
+            self.check.leave()
             self.reference.forget()
 
     def training_began(self) -> None:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import functools
-import sys
-import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -20,13 +16,10 @@ from torch.nn.parameter import is_lazy
 from ..errors import Complaints, GradmonWarning, SpikeError
 from ..modes import unseen
 from ..names import canonical_names
-from ..statistics.reading import PLAIN, refusal
-from .compiled import is_compiled
+from ..statistics.reading import refusal
 from .hooks import Handles, ModuleHook
-from .measuring import untouched_rng
+from .isolation import Note, by_itself, carrier, private, tensors_inside
 from .outputs import tensors_of
-
-_SEALED = (type, types.FunctionType, types.ModuleType, nn.Module)  # not searched for tensors
 
 
 class ReferencePass:
@@ -52,6 +45,11 @@ class ReferencePass:
     def __bool__(self) -> bool:
         return self._module is not None
 
+    @property
+    def is_off(self) -> bool:
+        """Whether it failed and will not run any more; :attr:`reason` says why."""
+        return self._off
+
     def remove(self) -> None:
         """Forget the reference and all that was kept of it; calling it again does nothing."""
         self.forget()
@@ -74,10 +72,23 @@ class ReferencePass:
         self._module, self._rename, self._follows = _unwrapped(module), rename, follows
         self.parameters = {rename(name): parameter for name, parameter in _named(self._module.named_parameters()).items()}
 
-    def run(self, root: nn.Module, wanted: Callable[[str], bool], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def parts(self) -> dict[str, nn.Module]:
+        """The reference's modules by canonical and renamed name."""
+        found = {} if self._module is None else _named(self._module.named_modules())
+        return {self._rename(name): part for name, part in found.items()}
+
+    def run(
+        self,
+        root: nn.Module,
+        wanted: Callable[[str], bool],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        note: Note | None = None,
+    ) -> None:
         """Run the reference on the inputs of ``root``; keep the outputs of those of its modules whose names are ``wanted``.
 
-        What was kept before is dropped. Inputs that lie where ``root`` does go to where the reference lies, which synchronises
+        With ``note``, which is told of each tensor among the inputs and of its copy, it runs even if none is wanted. What was
+        kept before is dropped. Inputs that lie where ``root`` does go to where the reference lies, which synchronises
         the devices; outputs stay there. A failure becomes one complaint, and the reference is off.
 
         Raises:
@@ -86,14 +97,13 @@ class ReferencePass:
         self.forget()
         if self._module is None or self._off:
             return
-        parts = _named(self._module.named_modules())
-        hooked = {renamed: part for name, part in parts.items() if wanted(renamed := self._rename(name))}
-        if not hooked:
+        hooked = {name: part for name, part in self.parts().items() if wanted(name)}
+        if not hooked and note is None:
             self.reason = "the reference module has none of the modules that are measured"
             return
         try:
-            with torch.no_grad(), unseen(), untouched_rng(), _apart(self._module), _unchanged(self._module), _without_advice():
-                self._call(self._module, root, hooked, (args, kwargs))
+            with by_itself(self._module):
+                self._call(self._module, root, hooked, private((args, kwargs), carrier(root, self._module), note))
             self.reason = None if self._kept else "none of the modules that are measured ran in the reference module"
         except Exception as error:
             self.forget()
@@ -102,13 +112,30 @@ class ReferencePass:
             self._off, self.reason = True, f"the reference module is off, for it raised {type(error).__name__}: {error}"
             self._complaints.add("reference", "the reference module failed and is off; training goes on", error)
 
+    def run_part(
+        self,
+        part: nn.Module,
+        watched: nn.Module,
+        root: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        note: Note,
+    ) -> dict[str, Tensor]:
+        """What ``part`` of the reference returns on the inputs of its counterpart ``watched``: each tensor by its path behind the
+        name of the part. Under the same terms as :meth:`run`, but for failures, which are raised.
+        """
+        assert self._module is not None
+        with torch.no_grad(), unseen():
+            args, kwargs = private((args, kwargs), carrier(root, self._module), note)
+        with by_itself(part, tensors_inside((args, kwargs), {})):  # a dropout has no tensor of its own to tell the device by
+            if self._follows:
+                _follow(part, watched)
+            return dict(tensors_of(part(*args, **kwargs), ""))
+
     def _call(self, module: nn.Module, root: nn.Module, hooked: dict[str, nn.Module], inputs: Any) -> None:
         if self._follows:
-            for attribute, of in (("training", nn.Module.named_modules), ("requires_grad", nn.Module.named_parameters)):
-                theirs = _named(of(_unwrapped(root)))
-                for name, thing in _named(of(module)).items():
-                    setattr(thing, attribute, getattr(theirs.get(name, thing), attribute))
-        args, kwargs = _private(inputs, _carrier(root, module))
+            _follow(module, root)
+        args, kwargs = inputs
         handles = Handles()
         try:
             for name, part in hooked.items():
@@ -167,107 +194,9 @@ def _named(found: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return {names[raw]: thing for raw, thing in things.items()}
 
 
-def _private(inputs: Any, carry: Callable[[Tensor], Tensor]) -> Any:
-    """A deep copy of ``inputs``, in which each tensor is what ``carry`` makes of it; types and identities are kept."""
-    tensors = list(_tensors_inside(inputs, {}))
-    try:
-        return copy.deepcopy(inputs, {id(tensor): carry(tensor) for tensor in tensors})
-    except Exception as error:
-        raise TypeError(f"an input cannot be copied, and might be changed otherwise ({type(error).__name__}: {error})") from error
-
-
-def _tensors_inside(value: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
-    """Each tensor in containers and attributes; what was met is kept alive in ``seen``, so that no id is used again."""
-    if isinstance(value, Tensor):
-        yield value
-    elif id(value) not in seen:
-        seen[id(value)] = value
-        if isinstance(value, (Mapping, list, tuple, set, frozenset, deque)):
-            for item in value.values() if isinstance(value, Mapping) else value:
-                yield from _tensors_inside(item, seen)
-        if hasattr(value, "__dict__") and not isinstance(value, _SEALED):
-            yield from _tensors_inside(vars(value), seen)
-
-
-def _carrier(root: nn.Module, reference: nn.Module) -> Callable[[Tensor], Tensor]:
-    """What makes inputs of the reference: a copy, on the device of the reference if the tensor is on that of the model.
-
-    The rest stays: lengths of sequences, for one, belong on the CPU. DDP with ``device_ids`` moves what comes from there.
-    """
-    here, there = (next((t.device for t in chain(m.parameters(), m.buffers())), None) for m in (root, reference))
-    carried = {here}
-    if isinstance(outer := root._modules.get("_orig_mod", root), DistributedDataParallel) and outer.device_ids:
-        carried.add(torch.device("cpu"))
-    return lambda t: t.detach().to(there) if there and t.device in carried - {there} else _twin(t)
-
-
-def _twin(tensor: Tensor) -> Tensor:
-    """A copy with the same strides and alignment: kernels are chosen by both, and would round in other ways."""
-    if type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_nested:
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        if 0 < extent <= 4 * tensor.numel():  # not where most would be gaps
-            shift = tensor.data_ptr() % 64 // tensor.element_size()  # torch's own memory begins at multiples of 64 bytes
-            memory = tensor.new_empty(shift + extent)
-            memory[shift:].copy_(tensor.as_strided((extent,), (1,)))
-            return memory.as_strided(tensor.shape, tensor.stride(), shift)
-    return tensor.clone()
-
-
-@contextlib.contextmanager
-def _unchanged(module: nn.Module) -> Iterator[None]:
-    """Let ``module`` write to copies of its buffers; afterwards its parts have the attributes that they had before.
-
-    Attributes go with buffers since they speak of them, like the length up to which a cache was computed. An embedding with
-    ``max_norm`` writes to its parameter, as nothing else in torch does.
-    """
-    parts, flags = list(module.modules()), [(parameter, parameter.requires_grad) for parameter in module.parameters()]
-    tables: list[Any] = [table for p in parts for table in (vars(p), p._parameters, p._buffers, p._modules)]
-    contents = [dict(table) for table in tables]
-    written = {id(buffer) for p in parts for buffer in p._buffers.values() if buffer is not None}
-    written |= {id(p.weight) for p in parts if isinstance(p, (nn.Embedding, nn.EmbeddingBag)) and p.max_norm is not None}
-    twin = functools.cache(_twin)
-    try:
-        for table, content in zip(tables, contents, strict=True):
-            table.update((name, twin(item)) for name, item in content.items() if id(item) in written)
-        yield
-    finally:
-        for table, content in zip(tables, contents, strict=True):
-            table.clear()
-            table.update(content)
-        for parameter, flag in flags:
-            parameter.requires_grad = flag
-
-
-@contextlib.contextmanager
-def _apart(module: nn.Module) -> Iterator[None]:
-    """Leave alone what autocast keeps of casts (until it ends, stale or not), compiled graphs, and the generators of all GPUs."""
-    devices = sorted({t.device.index for t in chain(module.parameters(), module.buffers()) if t.is_cuda})
-    with contextlib.ExitStack() as stack:
-        stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
-        torch.set_autocast_cache_enabled(False)
-        stack.enter_context(torch.random.fork_rng(devices, enabled=bool(devices), device_type="cuda"))
-        if is_compiled(module):
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        yield
-
-
-@contextlib.contextmanager
-def _without_advice() -> Iterator[None]:
-    """Re-entrant checkpoints warn where no input has gradients, which here none is meant to have.
-
-    Not by a filter of warnings: to set one lets those that were shown once be shown again.
-    """
-    module = sys.modules.get("torch.utils.checkpoint")
-    check = getattr(module, "check_backward_validity", None)
-    if module is None or check is None:
-        yield
-        return
-    module.check_backward_validity = _accept  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        module.check_backward_validity = check  # type: ignore[attr-defined]
-
-
-def _accept(_: Iterable[Any]) -> None:
-    return None
+def _follow(module: nn.Module, watched: nn.Module) -> None:
+    """Put the parts of ``module`` into the mode of their counterparts."""
+    for attribute, of in (("training", nn.Module.named_modules), ("requires_grad", nn.Module.named_parameters)):
+        theirs = _named(of(_unwrapped(watched)))
+        for name, thing in _named(of(module)).items():
+            setattr(thing, attribute, getattr(theirs.get(name, thing), attribute))

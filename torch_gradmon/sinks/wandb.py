@@ -24,7 +24,7 @@ MOST = 1_000_000
 #: Rows that are kept back before a warning says so.
 PATIENCE = 100
 #: A value for a layer, in both styles of keys, behind any prefix.
-_TENSORS = "|".join((*TENSOR_SOURCES, *ATTENTION_SOURCES.values()))
+_TENSORS = "|".join(map(re.escape, (*TENSOR_SOURCES, *ATTENTION_SOURCES.values())))
 _LAYER = re.compile(rf"(?:^|.*\W|.*_)(?:(?:{_TENSORS})(?:/.+/[^/]+|_[^/]+/.+)|(?:{'|'.join(NAME_SOURCES)})/.+)$")
 _OWN = re.compile(rf"(?:^|.*\W|.*_){SUMMARY}/[^/]+$")
 
