@@ -7,7 +7,7 @@ VENV := .venv
 BARE := .venv-bare
 BENCH := .venv-bench
 
-.PHONY: demo test test-all lint bench bench-spikes images browser clean
+.PHONY: demo test test-all lint bench bench-spikes bench-widths images browser clean
 
 demo: $(VENV)/.ready
 	$(VENV)/bin/gradmon demo
@@ -41,9 +41,14 @@ bench: $(BENCH)/.ready
 bench-spikes: $(BENCH)/.ready
 	$(BENCH)/bin/python -m benchmarks.spikes
 
+# the exponents of layers over the width, and their picture
+bench-widths: $(VENV)/.ready
+	$(VENV)/bin/python -m benchmarks.width_sweep
+
 # the pictures of the README
 images: $(VENV)/.ready browser
 	$(VENV)/bin/gradmon demo --svg images/demo.svg
+	$(VENV)/bin/python -m benchmarks.width_sweep
 	$(VENV)/bin/python -m tests.browser
 
 # Debian's Chromium where it can be installed; without one the browser tests are skipped

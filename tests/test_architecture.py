@@ -110,6 +110,14 @@ FLOORS = [
     ],
     ["spikes.detector", "sinks.outlet", "capture.hanging", "capture.isolation", "capture.module_values", "capture.terms"],
     ["capture.reference"],
+    ["widths.fit", "widths.terms"],
+    ["widths.expected", "widths.recipe"],
+    ["widths.training", "widths.preflight"],
+    ["widths.judging"],
+    ["widths.wording", "widths.drawing"],
+    ["widths.result"],
+    ["widths.sweep"],
+    ["widths"],
     ["spikes", "spikes.judges", "story", "sinks", "sinks.outbox", "capture.attention", "capture.calls", "capture.coordinates"],
     ["capture", "capture.gradients", "capture.parameters", "capture.activations", "follower"],
     ["ledger", "closer"],
@@ -126,6 +134,7 @@ FLOORS = [
     ["coordinate_check"],
     ["watch"],
     ["__init__"],
+    ["widths.command"],
     ["demo_model"],
     ["demo"],
     ["cli"],
@@ -153,7 +162,13 @@ OPTIONAL = {
 
 
 #: Optional packages that a file may import.
-ALSO = {"demo": {"rich", "tqdm"}, "statistics.kernels": {"triton"}}
+ALSO = {
+    "demo": {"rich", "tqdm"},
+    "statistics.kernels": {"triton"},
+    "widths.command": {"rich"},
+    "widths.drawing": {"matplotlib", "plotly"},
+    "widths.sweep": {"tqdm"},
+}
 
 
 @functools.cache

@@ -88,3 +88,11 @@ def test_under_fsdp2_the_norm_of_a_layer_is_that_of_its_whole_gradient(tmp_path:
     rows = [line.split() for line in _run(example, tmp_path).splitlines() if line.startswith("step")]
     assert [row[1] for row in rows] == ["0", "20", "40", "60"]
     assert all(row[-3].rstrip(",") == row[-1] for row in rows)
+
+
+def test_the_width_sweep_fails_the_standard_parametrisation_and_passes_mup(tmp_path: Path) -> None:
+    (example,) = [path for path in EXAMPLES if path.stem == "width_sweep"]
+    standard, mup = _run(example, tmp_path).split("== muP")
+    assert "Fails: " in standard
+    assert "too large in wide models in 2 (width^+0." in standard
+    assert "Passes: all 5 terms have the expected exponent from width 64 to 512." in mup

@@ -13,6 +13,7 @@ from typing import NoReturn
 from . import __version__
 from .run import load_run
 from .story import tell
+from .widths import command as coordcheck
 
 _EXAMPLES = """\
 examples:
@@ -21,6 +22,7 @@ examples:
   gradmon demo --svg table.svg             keep the printed tables as a picture
   gradmon why runs/first                   tell the story of the last spike in a run directory
   gradmon why runs/first --step 300        tell the story of that step
+  gradmon coordcheck train.py:make_model --data train.py:batch   does each layer move alike at all widths?
 """
 #: What optional packages the demo needs.
 _EXTRAS = ("rich", "tqdm")
@@ -40,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command is None:
         parser.error("name a command, such as demo")
     try:
-        return _demo(options) if options.command == "demo" else _why(options)
+        return _COMMANDS[options.command](options)
     except KeyboardInterrupt:
         return _fail("stopped", 130)
     except (OSError, ValueError, sqlite3.Error) as error:
@@ -72,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     why.add_argument("run", metavar="RUN", help="a run directory; the run may still go on")
     why.add_argument("--step", type=int, metavar="S", help="the step to tell of (default: that of the last spike)")
+    coordcheck.add_to(commands)
     return parser
 
 
@@ -102,6 +105,16 @@ def _demo(options: argparse.Namespace) -> int:
         raise
     demo(options.steps, options.run_dir, options.svg, options.seed)
     return 0
+
+
+def _coordcheck(options: argparse.Namespace) -> int:
+    try:
+        return coordcheck.run(options)
+    except ValueError as error:  # what cannot be swept is no failed check
+        return _fail(str(error), 2)
+
+
+_COMMANDS = {"demo": _demo, "why": _why, "coordcheck": _coordcheck}
 
 
 def _fail(message: str, code: int) -> int:

@@ -1,0 +1,185 @@
+"""``gradmon coordcheck``: the width sweep from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from .preflight import FEWEST
+from .result import WidthSweep
+from .sweep import width_sweep
+from .wording import HEADINGS, rows
+
+_EXAMPLES = """\
+examples:
+  gradmon coordcheck my_package.model:make --data my_package.data:batch
+  gradmon coordcheck train.py:make_model --data train.py:batches --optimizer adam --lr 1e-3 --lr-exponent -1
+  gradmon coordcheck train.py:make_model --data train.py:batches --expect standard --steps 1
+  gradmon coordcheck train.py:make_model --data train.py:batches --expect "head=1,0.5" --expect "norm=none"
+
+make(width) gives a model, or a pair of a model and its optimizer. batch is a pair (inputs, targets), a list of such, or a
+function of the seed that gives either. The exit code is 0 if all layers are shown to be as expected, 1 if one is not or it is
+undecided, and 2 if the sweep cannot be made.
+"""
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to those of the parser."""
+    parser = commands.add_parser(
+        "coordcheck",
+        help="check over several widths whether every layer moves as much as it should",
+        description="Train a model at several widths for a few steps, and fit for each layer how its update grows with the width.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("factory", metavar="MODULE:FUNCTION", help="makes a model of a width; MODULE may be a file")
+    parser.add_argument("--data", required=True, metavar="MODULE:NAME", help="a batch, a list of them, or a function of the seed")
+    parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256, 512, 1024], metavar="N", help=f"{FEWEST} or more")
+    parser.add_argument("--seeds", type=int, default=5, metavar="N", help="how many (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="of training in each run (default: %(default)s)")
+    parser.add_argument(
+        "--optimizer", default="adamw", metavar="NAME", help="sgd, adam, adamw or MODULE:FUNCTION of model and width"
+    )
+    parser.add_argument("--lr", type=float, default=1e-3, metavar="X", help="at the smallest width (default: %(default)s)")
+    parser.add_argument(
+        "--lr-exponent", type=float, default=0.0, metavar="C", help="the learning rate goes with width^C (default: 0)"
+    )
+    parser.add_argument("--loss", metavar="MODULE:FUNCTION", help="of model and batch (default: by the kind of the targets)")
+    parser.add_argument(
+        "--expect",
+        action="append",
+        default=[],
+        metavar="WHAT",
+        help="stable (the default), standard, or REGEX=EXPONENT or REGEX=UPDATE,FROM_BELOW, none for what is not judged; repeatable",
+    )
+    parser.add_argument("--tolerance", type=float, default=0.25, metavar="X", help="of exponents (default: %(default)s)")
+    parser.add_argument("--confidence", type=float, default=0.95, metavar="P", help="of intervals (default: %(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="write all that was measured")
+    parser.add_argument("--plot", metavar="FILE", help="write a picture, such as out.png")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Make the sweep, print table and verdict; returns the exit code, 0 or 1.
+
+    Raises:
+        ValueError: the sweep cannot be made, with the remedy.
+    """
+    for path in (options.json, options.plot):
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            raise ValueError(f"{path} cannot be written: there is no such directory; make it first")
+    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError('--plot needs matplotlib: pip install "torch_gradmon[plot]"')
+    try:
+        sweep = width_sweep(
+            _named(options.factory),
+            _named(options.data),
+            widths=options.widths,
+            seeds=options.seeds,
+            steps=options.steps,
+            optimizer=_named(options.optimizer) if ":" in options.optimizer else options.optimizer,
+            lr=options.lr,
+            lr_exponent=options.lr_exponent,
+            loss=_named(options.loss) if options.loss else None,
+            expected=_expected(options.expect),
+            tolerance=options.tolerance,
+            confidence=options.confidence,
+        )
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+    if options.json is not None:
+        sweep.save(options.json)
+    if options.plot is not None:
+        sweep.plot(options.plot)
+    _print(sweep)
+    return 0 if sweep.passed else 1
+
+
+def _print(sweep: WidthSweep) -> None:
+    try:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:
+        print(sweep.table(), sweep.words(), sep="\n\n")
+        return
+    if not sys.stdout.isatty():
+        print(sweep.table(), sweep.words(), sep="\n\n")
+        return
+    colours = {True: "green", False: "red", None: "yellow"}
+    table = Table(*HEADINGS, title=f"exponents over the widths {', '.join(map(str, sweep.widths))}")
+    for verdict, row in zip(sweep.verdicts, rows(sweep.verdicts), strict=True):
+        table.add_row(*map(Text, row), style=colours[verdict.as_expected] if verdict.judged else "dim")
+    console = Console()
+    console.print(table)
+    console.print(Text(sweep.words()))
+
+
+def _named(text: str) -> Any:
+    """What ``module:name`` or ``file.py:name`` says.
+
+    Raises:
+        ValueError: there is no such module or name in it, or the module fails.
+    """
+    where, _, name = text.rpartition(":")
+    if not where or not name:
+        raise ValueError(f"{text!r} must be MODULE:NAME or FILE.py:NAME, such as train.py:make_model")
+    try:
+        module = _module(where)
+        found = module
+        for part in name.split("."):
+            found = getattr(found, part)
+    except Exception as error:
+        raise ValueError(f"{text!r} cannot be had: {type(error).__name__}: {error}") from error
+    return found
+
+
+def _module(where: str) -> Any:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)  # as `python -m` does, for a module beside which the command is given
+    if not where.endswith(".py"):
+        return importlib.import_module(where)
+    path = Path(where).resolve()
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {where}")
+    known = sys.modules.get(path.stem)
+    if known is not None and getattr(known, "__file__", None) == str(path):
+        return known
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None, "the file ends in .py"
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses in it look it up; the second name from the same file finds it
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[path.stem]
+        raise
+    return module
+
+
+def _expected(given: list[str]) -> Any:
+    """A word, or a dict from patterns to exponents.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if len(given) <= 1 and not any("=" in text for text in given):
+        return given[0] if given else None
+    found: dict[str, Any] = {}
+    for text in given:
+        pattern, equals, values = text.rpartition("=")
+        try:
+            numbers = [None if value.strip() == "none" else float(value) for value in values.split(",")]
+        except ValueError:
+            numbers = []
+        if not equals or len(numbers) not in (1, 2):
+            raise ValueError(
+                f"--expect {text}: give REGEX=EXPONENT or REGEX=UPDATE,FROM_BELOW, such as head=1,0.5; or one word alone"
+            )
+        found[pattern] = numbers[0] if len(numbers) == 1 else tuple(numbers)
+    return found

@@ -1,0 +1,198 @@
+"""The two terms of the refined coordinate check, and the plain check beside them, in float64.
+
+Haas et al. 2025 (arXiv 2505.22491) split the change of a layer's output after t steps, on one and the same batch, into
+
+    W_t x_t - W_0 x_0 = (W_t - W_0) x_t + W_0 (x_t - x_0)
+
+the part of the layer's own update and the part that comes in from below. For any module f this is f(W_t, x_t) - f(W_0, x_t) and
+f(W_0, x_t) - f(W_0, x_0), where W stands for all of its parameters, a bias too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..capture.reference import frozen_copy
+from ..modes import rng_states
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What one module has on one batch; None where it does not apply.
+
+    Attributes:
+        update: root mean square over all elements of (W_t - W_0) x_t; None in a module without parameters of its own.
+        propagated: the same of W_0 (x_t - x_0).
+        input: root mean square of x_t; None where it is no floating-point tensor.
+        output: mean of ``|W_t x_t|``, as in the coordinate check of microsoft/mup.
+    """
+
+    update: float | None
+    propagated: float | None
+    input: float | None
+    output: float
+
+
+@dataclass(frozen=True)
+class _Call:
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Tensor
+    numbers: dict[str, Tensor]  # the states of the generators when it began
+
+
+class Probe:
+    """Measures a model against what it was when the probe was made, on copies: the model itself is never run or changed.
+
+    The copies are of ``dtype``. In float32 the difference of two outputs is noise below a relative 1e-7, and noise has an exponent
+    of its own: with large widths and small learning rates it would hide one that vanishes.
+
+    Raises:
+        ValueError: the model cannot be copied.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype = torch.float64) -> None:
+        self._dtype = dtype
+        self._reference = frozen_copy(model).to(dtype)
+        self._twin = frozen_copy(model).to(dtype)
+
+    def measure(self, model: nn.Module, run: Callable[[nn.Module], object]) -> dict[str, Terms]:
+        """The terms of ``model`` as it is now; ``run`` runs a model on the batch, whose floating-point tensors are of the probe's dtype."""
+        with torch.no_grad():
+            for kept, live in zip(_state(self._twin), _state(model), strict=True):
+                kept.copy_(live)
+        for part, twin, reference in zip(model.modules(), self._twin.modules(), self._reference.modules(), strict=True):
+            twin.training = reference.training = part.training
+        return terms(self._twin, self._reference, run)
+
+
+def terms(model: nn.Module, reference: nn.Module, run: Callable[[nn.Module], object]) -> dict[str, Terms]:
+    """The terms of all modules that give one tensor, by name, in the order in which they are first called.
+
+    A module that gives a tuple is measured by the first item. One that is called several times has the root mean square over all
+    calls. Both models see the same random numbers, and keep their buffers only as far as their forward does.
+
+    Args:
+        model: W_t.
+        reference: W_0, of the same class.
+        run: runs a model on the batch; what it returns is not used.
+    """
+    with torch.no_grad(), _same_numbers(model) as again:
+        now, before = _listen(model, run, again), _listen(reference, run, again)
+        parts = dict(reference.named_modules())
+        found = {}
+        for name, calls in now.items():
+            update = propagated = None
+            if _has_terms(name, parts[name]) and len(calls) == len(before.get(name, ())):
+                mixed = [_mixed(parts[name], call) for call in calls]
+                update = _rms(call.output - output for call, output in zip(calls, mixed, strict=True))
+                propagated = _rms(output - call.output for output, call in zip(mixed, before[name], strict=True))
+            inputs = [tensor for call in calls if (tensor := _first(call.args)) is not None]
+            entered = _rms(inputs) if inputs else None
+            found[name] = Terms(update, propagated, entered, _size(call.output for call in calls))
+    return found
+
+
+def _has_terms(name: str, module: nn.Module) -> bool:
+    """Whether a module has parameters of its own; the whole model only where it is one layer."""
+    return bool(module._parameters) and (name != "" or not module._modules)
+
+
+def _mixed(module: nn.Module, call: _Call) -> Tensor:
+    """What the module gives for the inputs of a call, with the random numbers that the call had."""
+    for device, state in call.numbers.items():
+        if device == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.cuda.set_rng_state(state, device)
+    output = _first((module(*mapped(call.args, torch.clone), **mapped(call.kwargs, torch.clone)),))
+    assert output is not None, "gave a tensor before"
+    return output
+
+
+def _listen(model: nn.Module, run: Callable[[nn.Module], object], again: Callable[[], None]) -> dict[str, list[_Call]]:
+    """What every module was called with and gave: copies, since what comes after may write in place."""
+    heard: dict[str, list[_Call]] = {}
+    begun: list[dict[str, Tensor]] = []  # of the modules that are running, the innermost last
+
+    def listener(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
+        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            numbers = begun.pop()
+            tensor = _first((output,))
+            if tensor is not None:
+                call = _Call(mapped(args, torch.clone), mapped(kwargs, torch.clone), tensor.clone(), numbers)
+                heard.setdefault(name, []).append(call)
+
+        return keep
+
+    def begin(module: nn.Module, args: tuple[Any, ...]) -> None:
+        begun.append(rng_states())
+
+    with contextlib.ExitStack() as stack:
+        for name, module in model.named_modules():
+            stack.callback(module.register_forward_pre_hook(begin).remove)
+            stack.callback(module.register_forward_hook(listener(name), with_kwargs=True).remove)
+        again()
+        run(model)
+    return heard
+
+
+def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """``value`` with ``change`` applied to every tensor in its tuples, lists and dicts; anything else is left as it is."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(mapped(item, change) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)([mapped(item, change) for item in value])
+    if isinstance(value, dict):
+        return {key: mapped(item, change) for key, item in value.items()}
+    return value
+
+
+def _first(values: tuple[Any, ...]) -> Tensor | None:
+    """The floating-point tensor that stands first, alone or as first item of a tuple."""
+    first = values[0] if values else None
+    if isinstance(first, (tuple, list)) and first:
+        first = first[0]
+    return first if isinstance(first, Tensor) and first.is_floating_point() and first.numel() else None
+
+
+def _rms(tensors: Iterable[Tensor]) -> float:
+    total, count = 0.0, 0
+    for tensor in tensors:
+        total += tensor.to(torch.float64).square().sum().item()
+        count += tensor.numel()
+    return math.sqrt(total / count) if total >= 0 else math.nan
+
+
+def _size(tensors: Iterable[Tensor]) -> float:
+    total, count = 0.0, 0
+    for tensor in tensors:
+        total += tensor.to(torch.float64).abs().sum().item()
+        count += tensor.numel()
+    return total / count
+
+
+def _state(model: nn.Module) -> Iterator[Tensor]:
+    return chain(model.parameters(), model.buffers())
+
+
+@contextlib.contextmanager
+def _same_numbers(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Gives what sets all generators to one state, for dropout to fall on the same elements; afterwards they are as before."""
+    devices = sorted({tensor.device.index for tensor in _state(model) if tensor.is_cuda})
+
+    def again() -> None:
+        torch.manual_seed(0)
+
+    with torch.random.fork_rng(devices, device_type="cuda"):
+        yield again

@@ -1,0 +1,60 @@
+"""One run of the sweep: a few steps of training, measured after each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .recipe import Recipe, placed
+from .terms import Probe, Terms
+
+
+@dataclass(frozen=True)
+class Run:
+    """What was measured at one width with one seed.
+
+    Attributes:
+        width: of the model.
+        seed: of its initialisation and its data.
+        losses: before each step.
+        steps: by module, after each step.
+    """
+
+    width: int
+    seed: int
+    losses: list[float]
+    steps: list[dict[str, Terms]]
+
+
+def run(recipe: Recipe, batches: Sequence[Any], width: int, seed: int, steps: int, dtype: torch.dtype) -> Run:
+    """Train a new model and measure it after every step, on the first batch.
+
+    A loss that is no longer finite does not end the run: what is measured then is not finite either, and says so.
+    """
+    model, given = recipe.model(width, seed)
+    optimizer = recipe.optimizer_of(model, width, given)
+    probe = Probe(model, dtype)
+    measured = placed(batches[0], model, dtype)
+    found = Run(width, seed, [], [])
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = recipe.loss(model, placed(batches[step % len(batches)], model))
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        found.losses.append(loss.item())
+        found.steps.append(probe.measure(model, lambda copy: recipe.loss(copy, measured)))
+    return found
+
+
+def run_all(
+    recipe: Recipe, widths: Sequence[int], seeds: Sequence[int], steps: int, dtype: torch.dtype, told: Callable[[], object]
+) -> Iterator[Run]:
+    """All runs, seed by seed; ``told`` is called after each."""
+    for seed in seeds:
+        batches = recipe.batches(seed, steps)
+        for width in widths:
+            yield run(recipe, batches, width, seed, steps, dtype)
+            told()
