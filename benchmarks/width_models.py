@@ -106,6 +106,11 @@ def tokens(seed: int) -> Batch:
     return torch.randint(VOCABULARY, (SEQUENCES, CONTEXT)), torch.randint(VOCABULARY, (SEQUENCES, CONTEXT))
 
 
+def fresh(data: Callable[[int], Batch], steps: int = 3) -> Callable[[int], list[Batch]]:
+    """A new batch for every step, so that no width comes to the end of what there is to learn."""
+    return lambda seed: [data(seed) for _ in range(steps)]
+
+
 def of(model: Callable[[int, bool], nn.Module], mup: bool) -> Callable[[int], nn.Module]:
     """The factory of a model in one parametrisation."""
     return lambda width: model(width, mup)
