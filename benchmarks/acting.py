@@ -28,7 +28,7 @@ from .timing import clock_for, spread
 from .training import Side
 
 RESULTS = Path(__file__).parent / "results" / "acting.json"
-STEPS, _WARM_UP, _SEQUENCES = 24, 3, 8
+STEPS, _WARM_UP, _SEQUENCES = 20, 2, 2
 #: Of so many steps one is monitored where there is a cadence, and a snapshot is taken.
 EVERY = 10
 WATCHED: dict[str, dict[str, Any]] = {
