@@ -110,7 +110,7 @@ same = chain(8)
         (
             lambda width: nn.Linear(7, width),
             ValueError,
-            r"at width 8 the model does not run on the batch: .*; give data= and loss=",
+            r"at width 8 the model does not run on the batch: .*; mend the factory, or give data= and loss=",
         ),
         (
             lambda width: (chain(width), torch.optim.SGD(same.parameters())),

@@ -174,7 +174,7 @@ def _rates(model: nn.Module, optimizer: Any, width: int) -> dict[str, float]:
 def _try_step(recipe: Recipe, model: nn.Module, optimizer: Any, batch: Any, width: int, dtype: torch.dtype) -> dict[str, Terms]:
     probe = Probe(model, dtype)
     here = placed(batch, model)
-    with _naming(width, "the model does not run on the batch", "give data= and loss= that fit it"):
+    with _naming(width, "the model does not run on the batch", "mend the factory, or give data= and loss= that fit it"):
         loss = _checked_loss(recipe.loss(model, here), width)
     with _naming(width, "a step cannot be made", "the optimizer must step without a closure"):
         optimizer.zero_grad()
