@@ -52,7 +52,7 @@ class Follower:
         self._backwards = self._learned = 0
         self._fewest: int | None = None
         self._attachment = Attachment(self, module, optimizers, scaler)
-        self._attachment.tells_of_calls = session.actor is not None
+        self._attachment.may_skip = session.actor is not None
 
     # --- for the session -----------------------------------------------------------------------------------------------------
 
@@ -119,9 +119,8 @@ class Follower:
     def forward_began(self) -> None:
         """A training forward."""
         if self._leads and self.session.open and not self._attachment.in_closure:
-            if self._begun and not self._attempted:
-                self.refused = True  # an optimizer raised in its step
-                self.session.attempted += 1
+            self.refused |= bool(self._begun)  # an optimizer raised in its step
+            self.session.attempted += bool(self._begun) and not self._attempted
             if self._attempted or self._begun:
                 self.session.end()  # its end was not seen, as when a scaler is not updated
         self._ensure_open()
@@ -245,6 +244,8 @@ class Follower:
 
     def _skips(self, optimizer: Optimizer, refused: bool = False) -> bool:
         """Whether the step is a spike, and this optimizer is to change nothing."""
+        if self.session.actor is None:
+            return False
         others = [type(other).__name__ for other in self.optimizers() if id(other) in self._done and other is not optimizer]
         has_scaler = isinstance(getattr(optimizer, "found_inf", None), torch.Tensor)  # of a fused one, whose step looks at it
         left = {id(each): self._attachment.leftovers(each) for each in self.optimizers()}

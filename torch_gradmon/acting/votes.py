@@ -81,8 +81,8 @@ class Votes:
         row = identity(2, ranks.device)
         row[0, Column.MAX] = severity
         row[1, [Column.MIN, Column.MAX]] = float(refused)
-        worst, (all_refused, any_refused) = _told(ranks.merged(row, frozenset({Column.MIN, Column.MAX})).tolist())
-        split = bool(any_refused and not all_refused)
+        votes, refusals = ranks.merged(row, frozenset({Column.MIN, Column.MAX})).tolist()
+        worst, split = votes[Column.MAX], bool(refusals[Column.MAX] and not refusals[Column.MIN])
         self.split |= split
         if worst == CALM and not split:
             return CALM, ""
@@ -93,10 +93,6 @@ class Votes:
             return worst, next(iter(told.values()))
         words = "; ".join(f"rank {rank}: {words}" for rank, words in list(told.items())[:3])
         return NONFINITE if split else worst, words + (f"; and {len(told) - 3} more ranks" if len(told) > 3 else "")
-
-
-def _told(rows: list[list[float]]) -> tuple[float, tuple[float, float]]:
-    return rows[0][Column.MAX], (rows[1][Column.MIN], rows[1][Column.MAX])
 
 
 def _looked_at(part: StepBuffer) -> tuple[StepRecord, dict[str, float]]:

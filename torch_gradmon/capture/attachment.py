@@ -123,7 +123,7 @@ class Attachment:
         self._before_closure: dict[int, list[int]] = {}
         self._stepped: set[int] = set()
         self.scales = Scales()
-        self.tells_of_calls = False  # of the root in training mode, be it without gradients
+        self.may_skip = False  # whether steps may be skipped; all that is done for that is left out where they may not
         self.in_closure = False
         self.in_scaler_step = False
         self._wrapped: list[WrappedMethod] = []
@@ -248,7 +248,7 @@ class Attachment:
 
     def _in_order(self, optimizer: Optimizer, hooks: str, last: bool) -> None:
         """Ours last of the hooks before a step, and first of those behind it: others find the gradients that we set aside."""
-        known = getattr(optimizer, hooks, None)
+        known = getattr(optimizer, hooks, None) if self.may_skip else None
         if isinstance(known, OrderedDict) and known:
             end = next(reversed(known) if last else iter(known))
             if not hasattr(known[end], "keeps_alive"):
@@ -268,7 +268,7 @@ class Attachment:
     @_harmless
     def _forward_began(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         loop = self._loop()
-        if self.tells_of_calls and loop is not None and module.training and torch._C._current_graph_task_id() == -1:
+        if self.may_skip and loop is not None and module.training and torch._C._current_graph_task_id() == -1:
             loop.root_in_training()
         if self.forward_began(module) and loop is not None:
             loop.root_began()
@@ -304,7 +304,7 @@ class Attachment:
         self._in_order(optimizer, "_optimizer_step_post_hooks", last=False)  # not the hooks that are being called
         if loop.step_began(optimizer, callable(closure)):
             self._set_aside(optimizer)
-        elif callable(closure):
+        elif self.may_skip and callable(closure):
             self._before_closure[id(optimizer)] = versions(optimizer)
         if not callable(closure):
             return None

@@ -85,10 +85,7 @@ class Judges:
         for name, detector in list(self.detectors.items()):
             try:
                 values = self._values(detector, record, whole)
-                if isinstance(detector.signal, re.Pattern):
-                    verdicts = detector.foresee_all(record.step, values) if values else {}
-                else:
-                    verdicts = {signal: detector.foresee(record.step, value) for signal, value in values.items()}
+                verdicts = _verdicts(detector, record.step, values, learns=False)
                 events.extend(_events(detector, record.step, values, verdicts))
                 self.foreseen |= values.keys()
             except Exception as error:  # of a rule of the user's; the others are asked all the same
@@ -237,10 +234,12 @@ def _is_of_a_batch(signal: str | re.Pattern[str]) -> bool:
     return signal not in DOCUMENTATION and key.source != SUMMARY and key.source not in PARAMETER_SOURCES
 
 
-def _verdicts(detector: SpikeDetector, step: int, values: Mapping[str, float]) -> dict[str, Verdict]:
+def _verdicts(detector: SpikeDetector, step: int, values: Mapping[str, float], learns: bool = True) -> dict[str, Verdict]:
     if isinstance(detector.signal, re.Pattern):
-        return detector.update_all(step, values) if values else {}
-    return {signal: detector.update(step, value) for signal, value in values.items()}
+        together = detector.update_all if learns else detector.foresee_all
+        return together(step, values) if values else {}
+    one = detector.update if learns else detector.foresee
+    return {signal: one(step, value) for signal, value in values.items()}
 
 
 def _events(detector: SpikeDetector, step: int, values: Mapping[str, float], verdicts: Mapping[str, Verdict]) -> Iterator[Event]:
