@@ -54,7 +54,7 @@ FLOORS = [
     ["statistics.eager"],
     ["statistics.fused", "statistics.triton"],
     ["statistics.backend"],
-    ["statistics.norm", "adaptive_clipping", "spikes.hampel"],
+    ["statistics.norm", "adaptive_clipping", "spikes.hampel", "gradient_values"],
     [
         "clips",
         "plan",

@@ -301,6 +301,20 @@ class MetricMethods:
         self._planner.measures_each_batch = True
         self._planner.changed()
 
+    def add_summary_metric(self, metric_name: str) -> None:
+        """Show one more whole-model value, as ``gradmon/{metric_name}``: one of a preset, or ``grad_mean``, ``grad_std`` or
+        ``grad_sparsity``, which are of all gradient elements before clipping together.
+
+        Raises:
+            ValueError: no such value, or it was added already.
+        """
+        check.one_of("metric_name", metric_name, tuple(DOCUMENTATION))
+        summary = self._session.ledger.summary
+        if metric_name in summary.more:
+            raise ValueError(f"the whole-model value {metric_name!r} was added already")
+        summary.more = (*summary.more, metric_name)
+        self._planner.changed()
+
     def add_preset(self, name: str) -> None:
         """Whole-model values under ``gradmon/``: ``"cheap"`` (nine, of gradients only), ``"standard"`` (fourteen), or ``"full"``
         (the same, and per-layer values for the run directory). A later preset replaces an earlier one's selection.

@@ -12,6 +12,7 @@ import torch
 from . import names as n
 from .batches import DOCUMENTATION as BATCHES
 from .batches import Batches
+from .gradient_values import DISTRIBUTION, gradient_values, norm_of
 from .names import Key
 from .record import Table
 from .statistics.moments import ALL_COLUMNS, VIEWS, Column
@@ -31,6 +32,9 @@ DOCUMENTATION = {
     "update_ratio_p90": "90th percentile of the update ratio over parameters of two or more dimensions",
     "spike_score": "how far grad_norm lies above normal, in robust standard deviations of its logarithm",
     "steps_not_applied": "steps so far that were not applied (infinite gradients under a GradScaler, or skipped after a spike)",
+    "grad_mean": "mean of all gradient elements before clipping",
+    "grad_std": "population standard deviation of all gradient elements before clipping",
+    "grad_sparsity": "share of the finite gradient elements before clipping with |x| <= eps",
     "overhead_pct": "time spent in the monitor's own code, in percent of the time since the last step",
 }
 #: Of what is asked for by other means than a preset; present where it is in use.
@@ -39,11 +43,12 @@ ON_REQUEST = {
     "clip_limit": "norm above which an adaptive clip of the total norm clips this step; absent in its warm-up",
     "clipped_parameters": "parameters whose gradients an adaptive clip has scaled down in this step",
 }
-CHEAP = tuple(k for k in DOCUMENTATION if not k.startswith(("param_", "update_")))
-STANDARD = tuple(DOCUMENTATION)
+STANDARD = tuple(k for k in DOCUMENTATION if k not in DISTRIBUTION)
+CHEAP = tuple(k for k in STANDARD if not k.startswith(("param_", "update_")))
 #: The update keys need a copy of the parameters, so they come with every tenth step.
 UPDATE_EVERY = 10
 WINDOW = 100
+_OF_GRADIENTS = ("grad_norm", "grad_max", "grad_nonfinite", "grad_top_share", "spike_score", *DISTRIBUTION)
 _UPDATE_KEYS = tuple(k for k in DOCUMENTATION if k.startswith("update_"))
 
 
@@ -96,6 +101,7 @@ class Summary:
 
     def __init__(self, keys: Iterable[str] = (), all_columns: bool = False) -> None:
         self.keys = tuple(keys)
+        self.more: tuple[str, ...] = ()
         self.signals: set[str] = set()
         self.all_columns = all_columns
         self.not_applied = 0
@@ -106,7 +112,13 @@ class Summary:
     @property
     def shown(self) -> tuple[str, ...]:
         """The names of all values that are asked for."""
-        return self.keys if self.batches is None else (*self.keys, *BATCHES)
+        asked_for = (*self.keys, *(name for name in self.more if name not in self.keys))
+        return asked_for if self.batches is None else (*asked_for, *BATCHES)
+
+    @property
+    def _wanted(self) -> set[str]:
+        """What is shown, and what detectors need."""
+        return self.signals.union(self.keys, self.more).intersection(DOCUMENTATION)
 
     @property
     def update_every(self) -> int:
@@ -127,14 +139,15 @@ class Summary:
     def needs_of_gradients(self) -> dict[str, frozenset[Column]]:
         """The same for gradients, whether or not anybody wants values of them."""
         square = frozenset({Column.COUNT, Column.SQUARE_SUM})
+        views = ["max", *(view for name, view in DISTRIBUTION.items() if name in self._wanted)]
         return {
-            n.GRADIENT_BEFORE_CLIP: ALL_COLUMNS if self.all_columns else square | VIEWS["max"].columns,
+            n.GRADIENT_BEFORE_CLIP: ALL_COLUMNS if self.all_columns else square.union(*(VIEWS[view].columns for view in views)),
             n.GRADIENT: square,
         }
 
     def needs(self, step: int) -> dict[str, frozenset[Column]]:
         """The statistics that the next values are made of, by source, for all trainable parameters."""
-        wanted = self.signals.union(self.keys).intersection(DOCUMENTATION)
+        wanted = self._wanted
         if not wanted and self.batches is None:
             return {}
         square = frozenset({Column.COUNT, Column.SQUARE_SUM})
@@ -175,7 +188,7 @@ class Summary:
         if self.batches is not None:
             values |= self.batches.compute(batch_norms or {}, values.get("grad_norm"), facts.ranks, absent)
         if (table := tables.get(n.PARAMETER)) is not None:
-            values["param_norm"] = _norm(_of(table, facts.trainable))
+            values["param_norm"] = norm_of(_of(table, facts.trainable))
         else:
             reason = "the parameters were not measured: attach the optimizer, or call monitor.monitor_parameters()"
             absent["param_norm"] = facts.refused.get(n.PARAMETER, reason)
@@ -204,24 +217,24 @@ class Summary:
                 "clip with monitor.clip_grad_norm_ or call monitor.monitor_gradients(before_clip=True) before you clip"
             )
             reason = facts.refused.get(n.GRADIENT_BEFORE_CLIP, reason)
-            absent.update(dict.fromkeys(("grad_norm", "grad_max", "grad_nonfinite", "grad_top_share", "spike_score"), reason))
+            absent.update(dict.fromkeys(_OF_GRADIENTS, reason))
         else:
-            values |= gradient_values(before)
+            values |= gradient_values(before, self._wanted)
             norm = values["grad_norm"]
             if "grad_max" not in values:
-                absent["grad_max"] = "no gradient has a finite element"
+                absent.update(dict.fromkeys(("grad_max", "grad_sparsity"), "no gradient has a finite element"))
             if "grad_top_share" not in values:
                 absent["grad_top_share"] = f"the gradient norm is {norm}"
             if facts.applied and after is not None and len(after.names) == len(before.names):
                 edited = _differ(before, after) if facts.edited is None else facts.edited
-                self._clips.append((edited, edited and _norm(after) < norm * (1 - 1e-6)))
+                self._clips.append((edited, edited and norm_of(after) < norm * (1 - 1e-6)))
         if not any(was_edited for was_edited, _ in self._clips):
             absent.update(dict.fromkeys(("grad_norm_clipped", "clipped_share"), f"nothing clipped in the last {WINDOW} steps"))
         elif after is None or (before is not None and len(after.names) < len(before.names)):
             reason = "not every attached optimizer stepped"
             absent.update(dict.fromkeys(("grad_norm_clipped", "clipped_share"), reason))
         else:
-            values["grad_norm_clipped"] = _norm(after)
+            values["grad_norm_clipped"] = norm_of(after)
             values["clipped_share"] = sum(clipped for _, clipped in self._clips) / len(self._clips)
 
     def _updates(
@@ -232,8 +245,8 @@ class Summary:
         matrices: Set[str],
         absent: dict[str, str],
     ) -> None:
-        values["update_norm"] = _norm(update)
-        if (norm := _norm(base)) > 0:
+        values["update_norm"] = norm_of(update)
+        if (norm := norm_of(base)) > 0:
             values["update_ratio"] = values["update_norm"] / norm
         else:
             absent["update_ratio"] = "all updated parameters were zero"
@@ -269,17 +282,6 @@ class Summary:
             self.batches.load_state_dict(state["batches"])
 
 
-def gradient_values(before: Table) -> dict[str, float]:
-    """Those whole-model values that follow from the gradients before clipping, by name; what is not defined is left out."""
-    values = {"grad_norm": _norm(before), "grad_nonfinite": before.rows[:, Column.NONFINITE].sum().item()}
-    finite = VIEWS["max"].defined(before.rows)
-    if VIEWS["max"].columns <= before.columns and bool(finite.any()):
-        values["grad_max"] = VIEWS["max"].compute(before.rows[finite]).max().item()
-    if 0 < values["grad_norm"] < float("inf"):
-        values["grad_top_share"] = before.rows[:, Column.SQUARE_SUM].max().item() / values["grad_norm"] ** 2
-    return values
-
-
 def _of(table: Table, names: Set[str]) -> Table:
     """The rows of ``table`` for ``names``."""
     if names >= set(table.names):
@@ -293,7 +295,3 @@ def _differ(before: Table, after: Table) -> bool:
     place = {name: row for row, name in enumerate(before.names)}
     then = before.rows[[place[name] for name in after.names], Column.SQUARE_SUM]
     return not torch.allclose(after.rows[:, Column.SQUARE_SUM], then, rtol=1e-6, atol=0.0, equal_nan=True)
-
-
-def _norm(table: Table) -> float:
-    return float(table.rows[:, Column.SQUARE_SUM].sum().sqrt())

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from .. import names as n
 from ..errors import Complaints
 from ..exchange import Exchange
+from ..gradient_values import gradient_values
 from ..plan import SourcePlan
 from ..record import Event, StepRecord
 from ..spikes.judges import Judges
 from ..statistics.moments import Column, identity
 from ..step import StepBuffer
-from ..summary import gradient_values
 from .policy import View
 
 #: What is known of a step before its optimizer steps.
