@@ -133,6 +133,8 @@ FLOORS = [
     ["monitor", "attention"],
     ["coordinate_check"],
     ["watch"],
+    ["integrations"],
+    ["integrations.common"],
     ["__init__"],
     ["widths.command"],
     ["demo_model"],

@@ -56,8 +56,9 @@ def watch(
     check.one_of("preset", preset, tuple(PRESETS))
     check.grad_scaler(scaler)
     check.optimizers(model, optimizers)
-    monitor = ModuleMonitor(
+    monitor = prepared(
         model,
+        preset=preset,
         every=every,
         layers=layers,
         on_spike=on_spike,
@@ -66,5 +67,12 @@ def watch(
         overhead_budget=overhead_budget,
         flight_recorder=flight_recorder,
     )
-    monitor.add_preset(preset)
     return monitor.attach(*optimizers, scaler=scaler)
+
+
+def prepared(model: nn.Module | None, *, preset: str = "standard", **arguments: Any) -> ModuleMonitor:
+    """What :func:`watch` attaches: a monitor with a preset. A spike warns unless ``arguments``, those of the monitor, say otherwise."""
+    check.one_of("preset", preset, tuple(PRESETS))
+    monitor = ModuleMonitor(model, **{"on_spike": "warn", **arguments})
+    monitor.add_preset(preset)
+    return monitor

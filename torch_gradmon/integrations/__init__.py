@@ -1,0 +1,1 @@
+"""Adapters, one file for each trainer; a trainer is imported in its own file only."""
