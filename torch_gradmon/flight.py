@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,7 +89,7 @@ class Flight:
             applied=not self.refused and not found_inf and not (self.act is not None and self.act.skipped),
             updates_void=found_inf,
             edited=None if edited is None else bool(edited),
-            trainable=self.inventory.trainable,
+            trainable=self._trained(tables.get(n.GRADIENT)),
             matrices=self.inventory.matrices,
             groups=self.groups,
             refused={**{source: why for (source, name), why in buffer.absent.items() if not name}, **buffer.refused},
@@ -118,6 +118,11 @@ class Flight:
             buffer.absent,
         )
         return replace(record, rng=buffer.rng), signals
+
+    def _trained(self, gradients: Table | None) -> Set[str]:
+        """The trainable parameters; those that are frozen now where the step has a gradient of them."""
+        with_gradient = () if gradients is None else gradients.names
+        return self.inventory.trainable - self.inventory.doubtful.difference(with_gradient)
 
     def _context(self, noted: Mapping[str, float]) -> dict[str, Any]:
         context: dict[str, Any] = {} if self.cost is None else {"overhead_pct": self.cost}

@@ -43,6 +43,7 @@ class Inventory:
         self.names: list[str] = []
         self.references: list[Place] = []
         self.trainable: set[str] = set()
+        self.doubtful: set[str] = set()  # of these, the ones that are frozen for now, perhaps for a part of each step only
         self.matrices: set[str] = set()
         self.spread: set[str] = set()  # parameters of which each rank has a part
         self.on_mesh = False  # whether any parameter lies on a mesh of ranks
@@ -86,6 +87,13 @@ class Inventory:
             if parameter is not None and (id(m), name) not in places and is_spread(parameter)
         }
         self._shelved = {id(m): {name for owner, name in places if owner == id(m)} for m in modules.values()} if places else {}
+
+    def succeed(self, before: Inventory) -> None:
+        """What was trainable ``before`` and is frozen now may be thawed again within the step, as where two optimizers step by turns
+        and each freezes what the other one trains; whether it was trained is seen by its gradient.
+        """
+        self.doubtful = (before.trainable - self.trainable).intersection(self.names)
+        self.trainable |= self.doubtful
 
     def is_current(self) -> bool:
         """False once a parameter or module was added, removed or replaced, or a parameter froze or thawed."""

@@ -83,7 +83,8 @@ class Planner:
         """Take the model as it is now, if parameters or modules have come, gone, thawed, frozen or been replaced."""
         module = self.module
         if module is not None and self.inventory is not None and not self.inventory.is_current():
-            self.inventory = self._taken(module)
+            before, self.inventory = self.inventory, self._taken(module)
+            self.inventory.succeed(before)
             self.changed()
 
     def _taken(self, module: nn.Module) -> Inventory:

@@ -49,8 +49,9 @@ def _harmless(method: F) -> F:
     return run  # type: ignore[return-value]
 
 
-def _is_trained(parameter: nn.Parameter | None) -> bool:
-    return parameter is not None and parameter.requires_grad
+def _owned(optimizers: Iterable[Optimizer]) -> set[int]:
+    """The ids of all parameters that these have."""
+    return {id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]}
 
 
 class Loop(Protocol):
@@ -180,12 +181,20 @@ class Attachment:
         self._armed = list(parameters), list(local)
         parameters, local = self._armed
         accumulated = Hook(self._accumulated)
+        # what an optimizer has and is frozen now may be thawed later in the step, as where two of them step by turns
+        owned = _owned(optimizer for reference in self.optimizers if (optimizer := reference()) is not None)
+
+        def is_trained(parameter: nn.Parameter | None) -> bool:
+            if parameter is None or parameter.requires_grad:
+                return parameter is not None
+            return id(parameter) in owned and (parameter.is_floating_point() or parameter.is_complex())
+
         for place, on_gradient, on_accumulate in local:
-            if _is_trained(place()):
+            if is_trained(place()):
                 self._parameters.on_gradient(place, on_gradient)
                 self._parameters.on_accumulate(place, on_accumulate)
         for place in parameters:
-            if _is_trained(place()):
+            if is_trained(place()):
                 self._parameters.on_accumulate(place, accumulated)
 
     def revive(self) -> None:

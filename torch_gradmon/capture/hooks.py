@@ -11,7 +11,7 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -119,9 +119,13 @@ class Handles:
             self._on_tensor(place, "_backward_hooks", parameter.register_hook, hook)
 
     def _on_tensor(self, place: Place, attribute: str, register: Callable[..., Any], hook: Hook) -> None:
-        if getattr(place(), attribute) is None:
+        parameter = place()
+        if parameter is None:
+            return
+        if getattr(parameter, attribute) is None:
             self._bare.append((place, attribute))
-        self.add(register(hook))
+        with _thawed(parameter):
+            self.add(register(hook))
 
     def remove(self) -> None:
         """Remove all hooks; calling it again does nothing."""
@@ -132,6 +136,19 @@ class Handles:
             if parameter is not None and not getattr(parameter, attribute):
                 setattr(parameter, attribute, None)
         self._handles, self._bare = [], []
+
+
+@contextlib.contextmanager
+def _thawed(parameter: torch.nn.Parameter) -> Iterator[None]:
+    """A frozen parameter takes no hook, though it keeps those that it has."""
+    is_frozen = not parameter.requires_grad
+    if is_frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        if is_frozen:
+            parameter.requires_grad_(False)
 
 
 class WrappedMethod:

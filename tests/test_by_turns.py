@@ -1,0 +1,125 @@
+"""Loops in which two optimizers step by turns, and each freezes what the other one trains."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torch_gradmon as gradmon
+
+
+def _model() -> nn.ModuleDict:
+    torch.manual_seed(0)
+    return nn.ModuleDict({"maker": nn.Linear(4, 12), "judge": nn.Linear(12, 1), "idle": nn.Linear(2, 2).requires_grad_(False)})
+
+
+def _norm(tensors: list[Tensor]) -> float:
+    return torch.cat([tensor.double().flatten() for tensor in tensors]).norm().item()
+
+
+def _gradients(module: nn.Module) -> list[Tensor]:
+    return [p.grad.clone() for p in module.parameters() if p.grad is not None]
+
+
+def _turn(model: nn.ModuleDict, batch: Tensor, part: str, optimizer: torch.optim.Optimizer, clip: float) -> list[list[Tensor]]:
+    """One backward pass and step of ``part``, while the other part is frozen; its gradients before and after clipping."""
+    other = {"maker": "judge", "judge": "maker"}[part]
+    model[part].requires_grad_(True)
+    model[other].requires_grad_(False)
+    made = model["maker"](batch[:, :4])
+    loss = model["judge"](made).square().mean() if part == "maker" else (model["judge"](batch) - model["judge"](made)).mean()
+    loss.backward()
+    before = _gradients(model[part])
+    nn.utils.clip_grad_norm_(model[part].parameters(), clip)
+    after = _gradients(model[part])
+    optimizer.step()
+    optimizer.zero_grad()
+    model[other].requires_grad_(True)
+    return [before, after]
+
+
+def _optimizers(model: nn.ModuleDict) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(model[part].parameters(), lr=0.1) for part in ("maker", "judge")]
+
+
+def _batch(step: int) -> Tensor:
+    return torch.randn(8, 12, generator=torch.Generator().manual_seed(step))
+
+
+@pytest.mark.parametrize("first", ["maker", "judge"])
+def test_both_parts_are_measured_before_and_after_clipping(first: str) -> None:
+    model = _model()
+    optimizers = dict(zip(("maker", "judge"), _optimizers(model), strict=True))
+    turns = (first, "judge" if first == "maker" else "maker")
+    monitor = gradmon.ModuleMonitor(model)
+    monitor.add_preset("standard")
+    monitor.add_gradient_metric("norm")
+    monitor.attach(*(optimizers[part] for part in turns))
+    for step in range(3):
+        start = [p.detach().clone() for part in turns for p in model[part].parameters()]
+        seen = [_turn(model, _batch(step), part, optimizers[part], 1e-3) for part in turns]
+        updates = [
+            p.detach() - before for p, before in zip([p for part in turns for p in model[part].parameters()], start, strict=True)
+        ]
+        values = monitor.get_step_metrics()
+        assert values["gradmon/grad_norm"] == pytest.approx(_norm([g for before, _ in seen for g in before]), rel=1e-6)
+        assert values["gradmon/grad_norm_clipped"] == pytest.approx(_norm([g for _, after in seen for g in after]), rel=1e-6)
+        assert values["gradmon/param_norm"] == pytest.approx(_norm(start), rel=1e-6), "of both, and not of the idle part"
+        if step == 0:
+            assert values["gradmon/update_norm"] == pytest.approx(_norm(updates), rel=1e-5)
+        for part, each in zip(turns, seen, strict=True):
+            for source, gradients in zip(("gradient_before_clip", "gradient"), each, strict=True):
+                found = math.hypot(values[f"{source}/{part}.weight/norm"], values[f"{source}/{part}.bias/norm"])
+                assert found == pytest.approx(_norm(gradients), rel=1e-6)
+    assert not any("idle" in key for key in values)
+
+
+def test_nothing_changes_and_nothing_is_left_behind() -> None:
+    ends = []
+    for watched in (False, True):
+        model = _model()
+        optimizers = _optimizers(model)
+        monitor = gradmon.ModuleMonitor(model)
+        monitor.add_preset("full")
+        if watched:
+            monitor.attach(*optimizers)
+        for step in range(4):
+            for part, optimizer in zip(("maker", "judge"), optimizers, strict=True):
+                _turn(model, _batch(step), part, optimizer, 0.5)
+                assert all(p.requires_grad for p in [*model["maker"].parameters(), *model["judge"].parameters()])
+                assert not any(p.requires_grad for p in model["idle"].parameters())
+        monitor.detach()
+        assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
+        ends.append([p.detach() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def test_a_part_that_is_frozen_for_good_counts_no_more() -> None:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # which has the frozen ones too
+    monitor = gradmon.watch(model, optimizer, every=1)
+    for step in range(3):
+        if step == 1:
+            model["maker"].requires_grad_(False)
+        trained = [p for part in ("maker", "judge") for p in model[part].parameters() if p.requires_grad]
+        expected = _norm([p.detach() for p in trained])
+        optimizer.zero_grad()
+        model["judge"](model["maker"](_batch(step)[:, :4])).square().mean().backward()
+        gradients = _norm([p.grad for p in trained if p.grad is not None])
+        optimizer.step()
+        values = monitor.get_step_metrics()
+        assert values["gradmon/param_norm"] == pytest.approx(expected, rel=1e-6)
+        assert values["gradmon/grad_norm"] == pytest.approx(gradients, rel=1e-6)
+
+
+def test_integers_that_an_optimizer_has_are_left_alone() -> None:
+    model = _model()
+    model["idle"].register_parameter("codes", nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = gradmon.watch(model, optimizer)
+    model["judge"](model["maker"](_batch(0)[:, :4])).square().mean().backward()
+    optimizer.step()
+    assert monitor.get_step_metrics()["gradmon/grad_norm"] > 0
