@@ -429,7 +429,9 @@ def logged(rank: int, directory: str, on_all: bool) -> list[int]:
     monitor = ModuleMonitor(model, run_dir=run_dir, log_on_all_ranks=on_all, on_spike="warn")
     monitor.add_preset("standard")
     steps: list[int] = []
+    everywhere: list[int] = []
     monitor.add_sink(lambda values, step: steps.append(step))
+    monitor.add_sink(lambda values, step: everywhere.append(step), every=2, on_all_ranks=True)
     monitor.attach(optimizer)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -440,6 +442,7 @@ def logged(rank: int, directory: str, on_all: bool) -> list[int]:
         monitor.detach()
     told = [str(warning.message) for warning in said if "grad_norm" in str(warning.message)]
     assert len(told) == (2 if on_all or rank == 0 else 0), told
+    assert everywhere == list(range(0, 30, 2)), everywhere
     return steps
 
 

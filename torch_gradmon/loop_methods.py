@@ -125,6 +125,11 @@ class LoopMethods:
         """Number of the step in flight, else of the one that ended last; None before the first."""
         return self._session.step
 
+    @property
+    def last_step(self) -> int | None:
+        """Number of the step that ended last, which :meth:`ModuleMonitor.get_step_metrics` tells of; None before there was one."""
+        return self._session.last_ended
+
     def clip_grad_norm_(
         self,
         max_norm: float | str | AdaptiveClip,

@@ -342,6 +342,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         *,
         deferred: bool = False,
         thread: bool = False,
+        on_all_ranks: bool = False,
     ) -> None:
         """Send every step's values to ``sink``; see :class:`torch_gradmon.sinks.Outlet`. A sink never stops the training.
 
@@ -352,6 +353,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         they may come one step later, and nothing waits; on the CPU it makes no difference. What a sink fails to take is tried
         again with the next row; after three failures in a row, or three rows that took longer than training itself, it is
         dropped with a warning. With ``thread=True`` a slow one is called in a thread of its own, and training does not wait.
+        With ``on_all_ranks=True`` every rank's sink gets the values of its rank; otherwise only that of the first rank.
 
         Raises:
             TypeError: it has no ``log(dict, step=)`` or ``log_metrics(dict, step=)`` and is not callable.
@@ -364,9 +366,26 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
                     "W&B takes rows without delay, and those of another thread would come between; leave thread=True out"
                 )
             outlet = Outlet(each, keys, every, complaints, deferred, thread, outbox.place)
+            outlet.given, outlet.is_on_all_ranks = sink, on_all_ranks
             if callable(before_finish := getattr(each, "before_finish", None)):
                 before_finish(partial(at_exit, weakref.ref(self._session), outbox))
             outbox.outlets.append(outlet)
+
+    def remove_sink(self, sink: Any) -> None:
+        """Send ``sink`` what waits, close it and forget it.
+
+        Raises:
+            ValueError: :meth:`add_sink` was not called with it.
+        """
+        self._session.settle_now()
+        outbox = self._session.ledger.outbox
+        own = [outlet for outlet in outbox.outlets if outlet.given == sink]
+        if not own:
+            raise ValueError(f"this sink was not added, got {display(sink)}")
+        outbox.publish()
+        for outlet in own:
+            outbox.outlets.remove(outlet)
+            outlet.close()
 
     def add_detector(self, detector: SpikeDetector) -> None:
         """Feed ``detector`` with the whole-model value, or the scalar logged by hand, that its ``signal`` names.

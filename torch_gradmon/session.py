@@ -396,6 +396,11 @@ class Session(StepValues):
         self._settle_fenced()  # does nothing inside of what is fenced already, such as on_spike
         return None if self.follower is not None and self.follower.orphaned else self.ledger.last
 
+    @property
+    def last_ended(self) -> int | None:
+        """Number of the step that ended last; None before there was one."""
+        return self._ended
+
     @guarded
     def recall(self) -> None:
         """Take what is recorded of the steps that followed a spike so far. Waits for the device."""

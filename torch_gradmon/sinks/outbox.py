@@ -63,7 +63,12 @@ class Outbox:
 
     def is_awaited(self, step: int) -> bool:
         """Whether a sink wants the values of ``step`` as soon as the next one begins."""
-        return any(not outlet.deferred and not outlet.dropped and step % outlet.every == 0 for outlet in self.outlets)
+        return any(not outlet.deferred and not outlet.dropped and step % outlet.every == 0 for outlet in self._heard)
+
+    @property
+    def _heard(self) -> list[Outlet]:
+        """The sinks of this rank that get anything."""
+        return [outlet for outlet in self.outlets if outlet.is_on_all_ranks] if self._is_muted() else self.outlets
 
     def note(self, **facts: Any) -> None:
         """Add facts about the run."""
@@ -76,11 +81,12 @@ class Outbox:
 
     def put(self, record: StepRecord, shown: Callable[[], Mapping[str, float]], amend: bool = False) -> None:
         """Take a step's record and a function for what of it is shown. ``amend``: in place of the one that was put last."""
-        if self._forked() or self.is_muted:
+        if self._forked() or (self.is_muted and not self._heard):
             return
         if not amend:
             self.publish()
-        self._write(record, amend)
+        if not self.is_muted:
+            self._write(record, amend)
         if not amend or self._waiting is not None:
             self._waiting = record, shown
         elif self.outlets:
@@ -105,10 +111,11 @@ class Outbox:
             return
         if self._waiting is not None:
             (record, shown), self._waiting = self._waiting, None
-            values = shown() if self.outlets else {}
-            texts = [(event, str(event)) for event in record.events] if self.outlets else []
+            heard = self._heard
+            values = shown() if heard else {}
+            texts = [(event, str(event)) for event in record.events] if heard else []
             first: Warning | None = None
-            for outlet in self.outlets:
+            for outlet in heard:
                 try:
                     outlet.send(values, record.step)
                     for event, text in texts:

@@ -54,6 +54,8 @@ class Outlet:
         self.sink = sink
         self.every = every
         self.deferred = deferred
+        self.given = sink  # what it was made from
+        self.is_on_all_ranks = False  # whether it has values also where another rank speaks
         self._log = sender(self.sink)
         self._complaints = complaints
         self._delivery = (ThreadedDelivery if thread else Delivery)(name_of(self.sink), complaints, kept)
