@@ -133,8 +133,9 @@ FLOORS = [
     ["monitor", "attention"],
     ["coordinate_check"],
     ["watch"],
-    ["integrations"],
+    ["integrations", "integrations.epoch"],
     ["integrations.common"],
+    ["integrations.lightning"],
     ["__init__"],
     ["widths.command"],
     ["demo_model"],
@@ -166,6 +167,7 @@ OPTIONAL = {
 #: Optional packages that a file may import.
 ALSO = {
     "demo": {"rich", "tqdm"},
+    "integrations.lightning": {"lightning"},
     "statistics.kernels": {"triton"},
     "widths.command": {"rich"},
     "widths.drawing": {"matplotlib", "plotly"},

@@ -15,7 +15,7 @@ EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 RANKS = {"ddp", "fsdp2"}
 #: What makes them quick.
 ARGUMENTS = {"skip": ["--seeds", "1", "--accidents", "overflow"]}
-NEEDS = {"wandb_run": "wandb", "tensorboard_run": "tensorboard"}
+NEEDS = {"wandb_run": "wandb", "tensorboard_run": "tensorboard", "lightning_trainer": "lightning"}
 
 
 def _marked(path: Path) -> object:
@@ -25,11 +25,19 @@ def _marked(path: Path) -> object:
     return pytest.param(path, id=path.stem, marks=marks)
 
 
+#: What torch says now and then when everything is done and the interpreter ends: a thread of gloo still lets go of a tensor, for
+#: which it needs the interpreter. A plain DDP loop without any monitor ended so in 3 of 30 runs.
+_ABORTED = "terminate called without an active exception"
+
+
 def _run(example: Path, directory: Path) -> str:
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     many = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if example.stem in RANKS else []
     command = [sys.executable, *many, str(example), *ARGUMENTS.get(example.stem, [])]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=directory, timeout=240, check=False, env=settings)
+    for _ in range(3):
+        done = subprocess.run(command, capture_output=True, text=True, cwd=directory, timeout=240, check=False, env=settings)
+        if _ABORTED not in done.stderr or example.stem not in RANKS:
+            break
     assert done.returncode == 0, done.stderr
     assert "GradmonWarning" not in done.stderr
     return done.stdout

@@ -1,0 +1,573 @@
+"""The callback for Lightning, in real trainers, beside the plain loop by hand."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import json
+import logging
+import math
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torch_gradmon as gradmon
+
+from . import trainer_oracle as oracle
+from .trainer_oracle import SETTINGS, Setting
+
+pytestmark = [
+    pytest.mark.extra,
+    # advice, of which small runs like these get a lot
+    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*GPU available but not used"),
+    pytest.mark.filterwarnings("ignore:.*The number of training batches"),
+    pytest.mark.filterwarnings("ignore:.*Checkpoint directory .* exists and is not empty"),
+    pytest.mark.filterwarnings("ignore:.*mid-epoch but your dataloader is not resumable"),
+    pytest.mark.filterwarnings("ignore:.*`isinstance\\(treespec, LeafSpec\\)` is deprecated"),
+    pytest.mark.filterwarnings("ignore:.*Starting from v1.9.0, `tensorboardX` has been removed"),
+    pytest.mark.filterwarnings("ignore:.*The dirpath has changed from"),
+    pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be provided"),
+]
+
+lightning = pytest.importorskip("lightning.pytorch")
+from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger  # noqa: E402
+from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
+
+from torch_gradmon.integrations.lightning import GradMonCallback  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    logger = logging.getLogger("lightning.pytorch")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    yield
+    logger.setLevel(before)
+
+
+class Net(lightning.LightningModule):
+    """The oracle's model in Lightning's clothes."""
+
+    def __init__(self, setting: Setting = Setting(), spike_at: int | None = None, interval: str = "") -> None:  # noqa: B008
+        super().__init__()
+        self.net = oracle.model()
+        self.setting, self.spike_at, self.interval = setting, spike_at, interval
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        inputs, labels = batch
+        loss = oracle.loss_of(self.net(inputs), labels)
+        self.log("loss", loss)
+        return loss * math.nan if index == self.spike_at else loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        inputs, labels = batch
+        self.log("val_loss", oracle.loss_of(self.net(inputs), labels))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = oracle.OPTIMIZERS[self.setting.optimizer](self.net.parameters())
+        if not self.interval:
+            return optimizer
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.interval}}
+
+
+class Everything(GradMonCallback):
+    """Keeps the rows that it hands out, and takes norms of every parameter before and after the clip."""
+
+    def __init__(self, **more: Any) -> None:
+        monitor = gradmon.ModuleMonitor(key_style="seed", **more)
+        monitor.add_preset("standard")
+        monitor.add_gradient_metric("norm")
+        super().__init__(monitor, log_every_n_steps=1)
+
+
+def trainer(*callbacks: Any, setting: Setting | None = None, epochs: int = 1, **more: Any) -> Any:
+    setting = setting or Setting()
+    settings: dict[str, Any] = {"precision": {"32": None, "bf16": "bf16-mixed", "fp16": None}[setting.precision]}
+    if setting.precision == "fp16":
+        settings["plugins"] = [MixedPrecision("16-mixed", "cpu", setting.scaler())]
+    quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    return lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=epochs,
+        accumulate_grad_batches=setting.accumulation,
+        gradient_clip_val=setting.clip,
+        callbacks=list(callbacks),
+        **{**quiet, **settings, **more},
+    )
+
+
+def loader(count: int = 8) -> Any:
+    return torch.utils.data.DataLoader(oracle.batches(count), batch_size=None)
+
+
+def parameters(module: nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def rows(directory: Path) -> list[dict[str, str]]:
+    (file,) = directory.rglob("metrics.csv")
+    with file.open() as lines:
+        return [{key: value for key, value in row.items() if value} for row in csv.DictReader(lines)]
+
+
+# --- the table ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_every_number_is_that_of_the_plain_loop_and_nothing_changes(setting: Setting, tmp_path: Path) -> None:
+    data = loader(24)
+    plain, watched = Net(setting), Net(setting)
+    callback = Everything()
+    runs = []
+    for net, callbacks, name in ((plain, [], "plain"), (watched, [callback], "watched")):
+        logger = CSVLogger(tmp_path, name=name)
+        run = trainer(*callbacks, setting=setting, logger=logger, log_every_n_steps=1)
+        if setting.optimizer == "fused" and setting.precision != "32" and setting.clip:
+            with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
+                run.fit(net, data)
+            continue
+        run.fit(net, data)
+        runs.append(run)
+    if not runs:
+        return  # Lightning refuses it, with the callback as without
+    assert same(parameters(plain), parameters(watched))
+    assert runs[0].logged_metrics.keys() <= runs[1].logged_metrics.keys()
+    losses = [[row["loss"] for row in rows(tmp_path / name) if "loss" in row] for name in ("plain", "watched")]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 24 // setting.accumulation
+
+    hand = nn.ModuleDict({"net": oracle.model()})
+    expected = oracle.by_hand(_Called(hand), data.dataset, setting)
+    assert callback.monitor is not None
+    found = callback.monitor.get_all_metrics()
+    assert list(found) == list(range(24 // setting.accumulation))
+    assert oracle.assert_logged(found, expected) > 10 * len(expected)
+    logged = {int(row["step"]): row for row in rows(tmp_path / "watched") if "gradmon/grad_norm" in row}
+    assert list(logged) == list(found)
+    for step, row in logged.items():
+        assert {key: float(value) for key, value in row.items() if key not in ("step", "epoch")} == pytest.approx(
+            found[step], nan_ok=True
+        )
+
+
+class _Called(nn.Module):
+    """A module with the names of parameters that it has in Lightning."""
+
+    def __init__(self, inner: nn.ModuleDict) -> None:
+        super().__init__()
+        self.net = inner["net"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+# --- what goes where ---------------------------------------------------------------------------------------------------------
+
+
+def test_rows_go_to_every_logger_and_a_few_values_through_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    before = lightning.LightningModule.log
+
+    def counted(self: Any, name: str, *arguments: Any, **more: Any) -> None:
+        calls.append(name)
+        before(self, name, *arguments, **more)
+
+    monkeypatch.setattr(lightning.LightningModule, "log", counted)
+    loggers = [CSVLogger(tmp_path), TensorBoardLogger(tmp_path)]
+    callback = GradMonCallback(layers="all")
+    run = trainer(callback, logger=loggers, log_every_n_steps=5)
+    run.fit(Net(), loader(12))
+
+    found = [row for row in rows(tmp_path) if "gradmon/grad_norm" in row]
+    assert [row["step"] for row in found] == ["0", "5", "10"]
+    assert "gradient_before_clip/net.0.weight/norm" in found[0]
+    assert "gradmon/grad_norm_max" in found[1], "the largest of the steps between two rows"
+    (events,) = tmp_path.rglob("events.out.tfevents.*")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(events.parent), size_guidance={"scalars": 0})
+    board.Reload()
+    assert [each.step for each in board.Scalars("gradient_before_clip/net.0.weight/norm")] == [0, 5, 10]
+    assert [f"{each.value:.5g}" for each in board.Scalars("gradmon/grad_norm")] == [
+        f"{float(row['gradmon/grad_norm']):.5g}" for row in found
+    ]
+
+    assert calls.count("gradmon/grad_norm") == 3
+    assert calls.count("gradmon/update_ratio") == 2, "updates are measured on every tenth step"
+    assert {name for name in calls if "/" in name and not name.startswith("gradmon")} == set()
+    assert run.progress_bar_metrics["gradmon/grad_norm"] == pytest.approx(float(found[-1]["gradmon/grad_norm"]))
+    assert "gradmon/update_ratio" in run.callback_metrics
+    assert "gradmon/update_ratio" not in run.progress_bar_metrics
+
+
+def test_the_keys_of_lightnings_own_monitor(tmp_path: Path) -> None:
+    monitor = gradmon.ModuleMonitor(layers="all")
+    for name in ("grad_norm", "grad_mean", "grad_std", "grad_sparsity"):
+        monitor.add_summary_metric(name)
+    callback = GradMonCallback(monitor, log_every_n_steps=2, step_prefix="train/", epoch_prefix="train_epoch/")
+    run = trainer(callback, logger=CSVLogger(tmp_path))
+    run.fit(Net(), loader(4))
+    wanted = {"grad_norm", "grad_mean", "grad_std", "grad_sparsity"}
+    steps = [row for row in rows(tmp_path) if "train/grad_norm" in row]
+    assert [row["step"] for row in steps] == ["0", "2"]
+    assert all({f"train/{name}" for name in wanted} <= row.keys() for row in steps)
+    (epoch,) = [row for row in rows(tmp_path) if "train_epoch/grad_norm" in row]
+    assert {f"train_epoch/{name}" for name in wanted} <= epoch.keys()
+    every = [values["gradmon/grad_std"] for values in monitor.get_all_metrics().values()]
+    assert float(epoch["train_epoch/grad_std"]) == pytest.approx(sum(every) / 4), "of all steps, not of those with a row"
+    assert "train_epoch/gradient_before_clip/net.0.weight/norm" in epoch
+    assert run.callback_metrics["train_epoch/grad_norm"] == pytest.approx(float(epoch["train_epoch/grad_norm"]))
+
+
+def test_no_rows_of_steps_where_none_are_wanted_and_none_of_epochs(tmp_path: Path) -> None:
+    quiet = GradMonCallback(log_every_n_steps=0, track_epochs=False)
+    run = trainer(quiet, logger=CSVLogger(tmp_path), log_every_n_steps=1)
+    run.fit(Net(), loader(3))
+    assert {key for row in rows(tmp_path) for key in row} == {"epoch", "step", "loss"}
+    assert quiet.monitor is not None
+    assert len(quiet.monitor.get_all_metrics()) == 3
+
+
+def test_means_of_an_epoch_leave_out_what_is_not_finite_and_begin_anew(tmp_path: Path) -> None:
+    setting = Setting(precision="fp16")
+    callback = GradMonCallback(log_every_n_steps=0)
+    trainer(callback, setting=setting, logger=CSVLogger(tmp_path), epochs=3).fit(Net(setting), loader(10))
+    assert callback.monitor is not None
+    every = callback.monitor.get_all_metrics()
+    norms = [values["gradmon/grad_norm"] for values in every.values()]
+    assert not math.isfinite(norms[0]), "the scale begins too large"
+    found = [row for row in rows(tmp_path) if "gradmon_epoch/grad_norm" in row]
+    assert len(found) == 3
+    for epoch, row in enumerate(found):
+        finite = [norm for norm in norms[10 * epoch : 10 * epoch + 10] if math.isfinite(norm)]
+        assert float(row["gradmon_epoch/grad_norm"]) == pytest.approx(sum(finite) / len(finite))
+        assert float(row["gradmon_epoch/grad_norm_max"]) == pytest.approx(max(finite))
+        assert row["step"] == str(10 * epoch + 9)
+
+
+def test_checkpoints_may_be_chosen_by_a_value_of_a_step_or_of_an_epoch(tmp_path: Path) -> None:
+    by_step = ModelCheckpoint(tmp_path / "step", monitor="gradmon/grad_norm", every_n_train_steps=1, mode="min")
+    by_epoch = ModelCheckpoint(tmp_path / "epoch", monitor="gradmon_epoch/grad_norm", save_on_train_epoch_end=True)
+    callback = GradMonCallback(log_every_n_steps=1)
+    trainer(callback, by_step, by_epoch, enable_checkpointing=True, epochs=2).fit(Net(), loader(5))
+    assert callback.monitor is not None
+    norms = [values["gradmon/grad_norm"] for values in callback.monitor.get_all_metrics().values()]
+    assert float(by_step.best_model_score) == pytest.approx(min(norms))
+    assert float(by_epoch.best_model_score) == pytest.approx(min(sum(norms[:5]) / 5, sum(norms[5:]) / 5))
+
+
+def test_an_explosion_is_said_once_and_before_clipping(tmp_path: Path) -> None:
+    callback = GradMonCallback(explosion_threshold=1e-3)
+    with pytest.warns(
+        gradmon.GradmonWarning, match=r"step 0: the gradient norm before clipping is .* explosion_threshold=0.001"
+    ) as said:
+        trainer(callback, setting=Setting(clip=1e-4)).fit(Net(), loader(5))
+    assert len([each for each in said if "explosion" in str(each.message)]) == 1
+    high = GradMonCallback(explosion_threshold=1e4)
+    trainer(high).fit(Net(), loader(5))  # where a warning would be an error
+
+
+def test_what_is_logged_may_be_changed_by_a_subclass(tmp_path: Path) -> None:
+    class Mine(GradMonCallback):
+        def step_values(self, values: dict[str, float]) -> dict[str, float]:
+            return {"log10": math.log10(values["gradmon/grad_norm"])}
+
+        def epoch_values(self, values: dict[str, float]) -> dict[str, float]:
+            return {"mine": values["gradmon_epoch/grad_norm"]}
+
+    callback = Mine(log_every_n_steps=1)
+    trainer(callback, logger=CSVLogger(tmp_path)).fit(Net(), loader(2))
+    ours = [row for row in rows(tmp_path) if "loss" not in row]
+    assert {key for row in ours for key in row} == {"step", "log10", "mine"}
+
+
+# --- resuming ----------------------------------------------------------------------------------------------------------------
+
+
+class Resumable:
+    """A loader that a checkpoint in the middle of an epoch can go on with."""
+
+    def __init__(self, count: int) -> None:
+        self.batches, self.first, self.at = oracle.batches(count), 0, 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[oracle.Batch]:
+        first, self.first = self.first, 0
+        for number in range(first, len(self.batches)):
+            self.at = number + 1
+            yield self.batches[number]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at % len(self.batches)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.first = state["at"]
+
+
+@pytest.mark.parametrize("at", [4, 6, 9])  # in the middle of an epoch, at its end, in the next one
+def test_a_run_that_goes_on_from_a_checkpoint_ends_like_one_that_was_never_stopped(at: int, tmp_path: Path) -> None:
+    def run(directory: str, steps: int, checkpoint: Path | None = None) -> tuple[Everything, list[dict[str, str]], Any]:
+        callback = Everything()
+        saves = ModelCheckpoint(tmp_path / directory, every_n_train_steps=at, save_top_k=-1, filename="{step}")
+        logger = CSVLogger(tmp_path / directory)
+        fit = trainer(callback, saves, enable_checkpointing=True, logger=logger, epochs=2, max_steps=steps, log_every_n_steps=1)
+        net = Net()
+        fit.fit(net, Resumable(6), ckpt_path=None if checkpoint is None else str(checkpoint))
+        return callback, rows(tmp_path / directory), net
+
+    whole, whole_rows, trained = run("whole", 12)
+    (checkpoint,) = (tmp_path / "whole").glob(f"step={at}.ckpt")
+    later, later_rows, resumed = run("later", 12, checkpoint)
+    assert same(parameters(trained), parameters(resumed))
+    assert whole.monitor is not None
+    assert later.monitor is not None
+    timeless = [
+        {step: {k: v for k, v in values.items() if "overhead" not in k} for step, values in each.get_all_metrics().items()}
+        for each in (whole.monitor, later.monitor)
+    ]
+    assert timeless[1] == {step: values for step, values in timeless[0].items() if step >= at}
+    assert len(timeless[1]) == 12 - at
+    epochs = [
+        [{k: v for k, v in row.items() if "overhead" not in k} for row in each if "gradmon_epoch/grad_norm" in row]
+        for each in (whole_rows, later_rows)
+    ]
+    assert epochs[0][-len(epochs[1]) :] == epochs[1], "an epoch's means are of all its steps, also of those before the checkpoint"
+    states = [callback.state_dict()["monitor"] for callback in (whole, later)]
+    assert repr(states[0]["detectors"]) == repr(states[1]["detectors"])
+
+
+def test_a_checkpoint_of_a_run_without_the_callback_gives_the_number_of_the_step(tmp_path: Path) -> None:
+    saves = ModelCheckpoint(tmp_path, filename="last")
+    trainer(saves, enable_checkpointing=True).fit(Net(), loader(4))
+    callback = GradMonCallback()
+    trainer(callback, epochs=2).fit(Net(), loader(4), ckpt_path=str(tmp_path / "last.ckpt"))
+    assert callback.monitor is not None
+    assert list(callback.monitor.get_all_metrics()) == [4, 5, 6, 7]
+
+
+# --- acting ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+@pytest.mark.parametrize("setting", [Setting(), Setting("sgd", "bf16", clip=oracle.CLIP), Setting("fused")], ids=str)
+def test_a_skipped_step_did_not_happen_for_the_model_the_optimizer_and_the_scheduler(setting: Setting, interval: str) -> None:
+    without = loader(8)
+    without.dataset.pop(5)
+    plain, skipping = Net(setting, interval=interval), Net(setting, spike_at=5, interval=interval)
+    first = trainer(setting=setting, epochs=1)
+    first.fit(plain, without)
+    callback = GradMonCallback(on_spike="skip")
+    second = trainer(callback, setting=setting, epochs=1)
+    with pytest.warns(gradmon.GradmonWarning, match="step 5"):
+        second.fit(skipping, loader(8))
+    assert same(parameters(plain), parameters(skipping))
+    optimizers = [copy.deepcopy(run.optimizers[0].state_dict()) for run in (first, second)]
+    assert repr(optimizers[0]) == repr(optimizers[1])
+    schedulers = [run.lr_scheduler_configs[0].scheduler.state_dict() for run in (first, second)]
+    assert schedulers[0] == schedulers[1]
+    assert schedulers[0]["last_epoch"] == (7 if interval == "step" else 1)
+    assert callback.monitor is not None
+    assert callback.monitor.counts.skipped == 1
+
+
+# --- other loops -------------------------------------------------------------------------------------------------------------
+
+
+class Adversaries(lightning.LightningModule):
+    """Two optimizers that step by turns, by hand, with a clip of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(1)
+        self.maker, self.judge = nn.Linear(4, oracle.FEATURES), nn.Linear(oracle.FEATURES, 1)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.maker, self.judge)]
+
+    def training_step(self, batch: Any, index: int) -> None:
+        inputs, _ = batch
+        maker, judge = self.optimizers()
+        made = self.maker(inputs[:, :4])
+        self.toggle_optimizer(maker)
+        self.manual_backward(self.judge(made).mean())
+        self.clip_gradients(maker, gradient_clip_val=1e-3, gradient_clip_algorithm="norm")
+        self.norms = {"maker": norm(self.maker)}
+        maker.step()
+        maker.zero_grad()
+        self.untoggle_optimizer(maker)
+        self.toggle_optimizer(judge)
+        self.manual_backward((self.judge(inputs) - self.judge(made.detach())).mean())
+        self.norms["judge"] = norm(self.judge)
+        judge.step()
+        judge.zero_grad()
+        self.untoggle_optimizer(judge)
+
+
+def norm(module: nn.Module) -> float:
+    return torch.cat([p.grad.double().flatten() for p in module.parameters() if p.grad is not None]).norm().item()
+
+
+def test_two_optimizers_by_hand_make_one_step_of_a_batch() -> None:
+    seen: list[dict[str, float]] = []
+
+    class Norms(lightning.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            seen.append(pl_module.norms)
+
+    callback = Everything()
+    plain, watched = Adversaries(), Adversaries()
+    trainer().fit(plain, loader(6))
+    trainer(callback, Norms()).fit(watched, loader(6))
+    assert same(parameters(plain), parameters(watched))
+    assert callback.monitor is not None
+    every = callback.monitor.get_all_metrics()
+    assert list(every) == list(range(6))
+    for values, norms in zip(every.values(), seen, strict=True):
+        for part in ("maker", "judge"):
+            found = math.hypot(values[f"gradient/{part}.weight/norm"], values[f"gradient/{part}.bias/norm"])
+            assert found == pytest.approx(norms[part], rel=1e-6)
+
+
+def test_evaluation_and_the_sanity_check_are_no_training() -> None:
+    plain, watched = Everything(), Everything()
+    trainer(plain).fit(Net(), loader(6))
+    run = trainer(watched, num_sanity_val_steps=2, val_check_interval=2)
+    run.fit(Net(), loader(6), loader(3))
+    assert plain.monitor is not None
+    assert watched.monitor is not None
+    first, second = (
+        {
+            step: {k: v for k, v in values.items() if "overhead" not in k}
+            for step, values in each.monitor.get_all_metrics().items()
+        }
+        for each in (plain, watched)
+    )
+    assert first == second
+    assert "val_loss" in run.callback_metrics
+
+
+def test_a_model_that_is_frozen_or_not_trained_is_left_alone() -> None:
+    class Idle(Net):
+        def configure_optimizers(self) -> None:
+            return None
+
+    callback = GradMonCallback()
+    with pytest.warns(UserWarning, match="configure_optimizers"):
+        trainer(callback).fit(Idle(), loader(2))
+    assert callback.monitor is None
+
+    frozen = Net()
+    frozen.net[0].requires_grad_(False)
+    part = Everything()
+    trainer(part).fit(frozen, loader(3))
+    assert part.monitor is not None
+    assert "gradient/net.3.weight/norm" in part.monitor.get_step_metrics()
+    assert "gradient/net.0.weight/norm" not in part.monitor.get_step_metrics()
+
+
+def test_when_training_breaks_off_the_model_is_as_it_was_found_and_the_values_are_there(tmp_path: Path) -> None:
+    class Broken(lightning.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, index: int) -> None:
+            if index == 3:
+                raise RuntimeError("the disk is full")
+
+    net = Net()
+    callback = GradMonCallback(log_every_n_steps=1)
+    run = trainer(callback, Broken(), logger=CSVLogger(tmp_path))
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        run.fit(net, loader(6))
+    assert callback.monitor is not None
+    assert list(callback.monitor.get_all_metrics()) == [0, 1, 2, 3]
+    assert [row["step"] for row in rows(tmp_path) if "gradmon/grad_norm" in row] == ["0", "1", "2", "3"]
+    hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks")
+    assert not any(getattr(module, name) for module in net.net.modules() for name in hooks)
+    assert not any(p._post_accumulate_grad_hooks for p in net.parameters())
+
+
+def test_a_second_fit_goes_on_and_logs_to_its_own_logger_only(tmp_path: Path) -> None:
+    callback, net = GradMonCallback(log_every_n_steps=1), Net()
+    for name in ("first", "second"):
+        trainer(callback, logger=CSVLogger(tmp_path / name)).fit(net, loader(3))
+    found = [[row["step"] for row in rows(tmp_path / name) if "gradmon/grad_norm" in row] for name in ("first", "second")]
+    assert found == [["0", "1", "2"], ["3", "4", "5"]]
+
+
+def test_before_training_it_can_be_copied_and_pickled() -> None:
+    for callback in (copy.deepcopy(GradMonCallback(every=2)), pickle.loads(pickle.dumps(GradMonCallback(every=2)))):
+        assert callback.monitor is None
+        assert callback.state_dict() == {}
+        trainer(callback).fit(Net(), loader(4))
+        assert list(callback.monitor.get_all_metrics()) == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"log_every_n_steps": -1}, "log_every_n_steps=-1 must not be negative"),
+        ({"explosion_threshold": 0}, "explosion_threshold=0 must be positive, such as 1e4, or None"),
+        ({"step_prefix": None}, "step_prefix must be a str, such as 'train/', got None"),
+        ({"on_spyke": "skip"}, r"there is no argument 'on_spyke'; did you mean on_spike\?"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        GradMonCallback(**arguments)
+
+
+# --- many ranks --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_on_two_ranks_the_numbers_are_those_of_one_that_has_all_the_data(kind: str, tmp_path: Path) -> None:
+    script = Path(__file__).with_name("lightning_ranks.py")
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+        kind,
+        str(tmp_path),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=settings, timeout=200, check=False)
+    found = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("?.json"))]
+    assert len(found) == 2, done.stderr
+
+    data = oracle.batches(16)
+    steps = [data[first : first + 4] for first in range(0, 16, 4)]  # two micro-batches on each of two ranks
+    joined = [(torch.cat([each[0] for each in step]), torch.cat([each[1] for each in step])) for step in steps]
+    setting = Setting(clip=oracle.CLIP if kind == "ddp" else None)
+    expected = oracle.by_hand(_Called(nn.ModuleDict({"net": oracle.model()})), joined, setting)
+    for same_parameters, values, score in found:
+        assert same_parameters
+        norms = {int(step): each for step, each in values.items()}
+        assert oracle.assert_logged(norms, expected, rel=2e-5) > 40, "another order of float32 additions"
+        if kind == "ddp":
+            assert score == pytest.approx(sum(each["gradmon/grad_norm"] for each in norms.values()) / 4)
+    timeless = [
+        {s: {k: v for k, v in each.items() if "overhead" not in k} for s, each in values.items()} for _, values, _ in found
+    ]
+    assert timeless[0] == timeless[1]

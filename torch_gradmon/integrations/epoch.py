@@ -1,0 +1,65 @@
+"""Means over the steps of an epoch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+#: The whole-model value of which the largest of an epoch is kept, under its name with ``_max``.
+_LARGEST = "gradmon/grad_norm"
+
+
+class Epoch:
+    """Takes the values of steps, each step once, and gives the mean of each key over those steps that had it.
+
+    Values that are not finite, as of a step that a GradScaler refused, are left out of means.
+
+    Attributes:
+        last: number of the step that was taken last; -1 before the first.
+    """
+
+    def __init__(self) -> None:
+        self.last = -1
+        self._sums: dict[str, float] = {}
+        self._counts: dict[str, int] = {}
+        self._largest: dict[str, float] = {}
+
+    def begin(self) -> None:
+        """An epoch begins: what was taken so far belongs to the one before."""
+        self._sums, self._counts, self._largest = {}, {}, {}
+
+    def take(self, values: Mapping[str, float], step: int) -> bool:
+        """Take the values of ``step``; False, and nothing done, where it was taken before."""
+        if step <= self.last:
+            return False
+        self.last = step
+        for key, value in values.items():
+            if math.isfinite(value):
+                self._sums[key] = self._sums.get(key, 0.0) + value
+                self._counts[key] = self._counts.get(key, 0) + 1
+                if key.endswith(_LARGEST):
+                    self._largest[f"{key}_max"] = max(value, self._largest.get(f"{key}_max", value))
+        return True
+
+    def values(self) -> dict[str, float]:
+        """The means by key, and the largest gradient norm; empty without a step."""
+        return {key: total / self._counts[key] for key, total in self._sums.items()} | self._largest
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, as plain numbers."""
+        return {"last": self.last, "sums": dict(self._sums), "counts": dict(self._counts), "largest": dict(self._largest)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        self.last = int(state["last"])
+        self._sums, self._counts, self._largest = (dict(state[name]) for name in ("sums", "counts", "largest"))
+
+
+def renamed(values: Mapping[str, float], prefix: str, everything: bool = False) -> dict[str, float]:
+    """Whole-model values with ``prefix`` in place of ``gradmon/``; with ``everything`` it is put before other keys too."""
+    found = {}
+    for key, value in values.items():
+        before, section, name = key.rpartition("gradmon/")
+        found[before + prefix + name if section else (prefix if everything else "") + key] = value
+    return found
