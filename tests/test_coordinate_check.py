@@ -354,6 +354,19 @@ def test_under_autocast_all_three_outputs_are_rounded_as_in_training() -> None:
 # --- what it costs ------------------------------------------------------------------------------------------------------------
 
 
+def test_a_bias_is_taken_from_outputs_of_low_precision_without_rounding_once_more() -> None:
+    model = nn.Sequential(nn.Linear(8, 8)).bfloat16()
+    nn.init.constant_(model[0].bias, 0.01)
+    reference = copy.deepcopy(model)
+    monitor, optimizer = checked(model)
+    x = batch(dtype=torch.bfloat16)
+    step(model, optimizer, x)
+    with torch.no_grad():
+        start = reference(x).double() - reference[0].bias.double()
+    values = monitor.get_step_metrics()
+    assert values[f"{PROPAGATED}/0.weight/W_0 x_0/l2norm"] == pytest.approx(_norms(start).mean().item(), rel=1e-6)
+
+
 def test_what_a_run_around_computed_on_the_same_tensors_is_not_computed_again() -> None:
     model = Nested()
     reference = copy.deepcopy(model)

@@ -167,4 +167,7 @@ def _without(output: Tensor | None, module: nn.Module) -> Tensor | None:
     bias: Any = getattr(module, "bias", None)
     if output is None or not isinstance(bias, Tensor):
         return output
-    return None if refusal(bias) is not None else output - bias.detach().to(output.device)
+    if refusal(bias) is not None:
+        return None
+    wide = torch.promote_types(output.dtype, torch.float32)  # what is subtracted from it next is not to be rounded before
+    return output.to(wide) - bias.detach().to(output.device)
