@@ -259,6 +259,86 @@ def test_a_probe_changes_nothing_and_sees_what_float32_does_not() -> None:
     assert found["0"].update == found["1"].update == 0.0
 
 
+def test_buffers_are_those_of_the_beginning_whatever_a_measurement_made_of_them() -> None:
+    spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))
+    model = nn.Sequential(nn.Linear(6, 6), spectral, nn.BatchNorm1d(6))
+    probe = Probe(model)
+    x = torch.randn(50, 6, generator=torch.Generator().manual_seed(1)).double()
+    for training in (True, True, False):
+        found = probe.measure(model.train(training), lambda copy: copy(x))
+        assert {(term.update, term.propagated) for name, term in found.items() if name in ("0", "1", "2")} == {(0.0, 0.0)}
+
+
+def test_parametrized_weights_are_of_their_layer_and_no_layers_themselves() -> None:
+    before = nn.Sequential(
+        nn.utils.parametrizations.weight_norm(nn.Linear(4, 5, bias=False)), nn.LayerNorm(5, elementwise_affine=False)
+    )
+    after = moved(before)
+    x = torch.randn(7, 4)
+    found = terms(after, before, lambda model: model(x))
+    assert found["0"].update == pytest.approx(rms(after[0](x) - before[0](x)), rel=1e-6)
+    assert {name for name, term in found.items() if term.update is not None} == {"0"}
+    alone = terms(after[0], before[0], lambda model: model(x))
+    assert alone[""].update == found["0"].update
+
+
+def test_complex_buffers_keep_both_parts() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.register_buffer("turn", torch.polar(torch.ones(2), torch.tensor([0.7, 1.4])))
+
+        def forward(self, x: Tensor) -> Tensor:
+            pairs = torch.view_as_complex(self.layer(x).unflatten(-1, (2, 2)))
+            return torch.view_as_real(pairs * self.turn).flatten(-2)
+
+    model = Turned()
+    x = torch.randn(7, 4)
+    found = Probe(model).measure(model, lambda copy: copy(x.double()))
+    assert found[""].output == pytest.approx(model(x).abs().mean().item(), rel=1e-6)
+
+
+def test_a_loss_may_take_gradients_with_respect_to_inputs() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    other = moved(model)
+
+    def run(copy: nn.Module) -> object:
+        x = torch.ones(2, 3, requires_grad=True)
+        return torch.autograd.grad(copy(x).sum(), x, create_graph=True)
+
+    plain = terms(other.requires_grad_(False), model.requires_grad_(False), lambda copy: copy(torch.ones(2, 3)))
+    assert terms(other, model, run) == plain
+
+
+def test_a_packed_sequence_is_measured_by_its_elements() -> None:
+    before = nn.LSTM(3, 4, batch_first=True)
+    after = moved(before)
+    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(2, 5, 3), torch.tensor([5, 2]), batch_first=True)
+    found = terms(after, before, lambda model: model(packed))
+    assert found[""].update == pytest.approx(rms(after(packed)[0].data - before(packed)[0].data), rel=1e-5)
+    assert found[""].input == pytest.approx(rms(packed.data))
+
+
+def test_calls_of_other_shapes_have_no_difference() -> None:
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.expert = nn.Linear(2, 1), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.expert(x[self.gate(x)[:, 0] > 0])
+
+    before, after = Routed(), Routed()
+    with torch.no_grad():
+        for model, bias in ((before, 0.0), (after, 9.0)):
+            model.gate.weight.fill_(1.0)
+            model.gate.bias.fill_(bias)
+    found = terms(after, before, lambda model: model(torch.tensor([[1.0, 1.0], [-1.0, -1.0]])))
+    assert found["gate"].update == pytest.approx(9.0)
+    assert found["expert"].update is None
+
+
 def test_a_probe_follows_the_mode_of_the_model() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
     probe = Probe(model)

@@ -159,11 +159,14 @@ class ReferencePass:
         self._kept = {}
 
 
-def frozen_copy(module: nn.Module) -> nn.Module:
+def frozen_copy(
+    module: nn.Module, remedy: str = "use as reference a module that you made in another way, from a checkpoint for instance"
+) -> nn.Module:
     """A copy of ``module`` as it is now, without gradients; the wrappers of DDP and torch.compile around it are taken off.
 
     Raises:
-        ValueError: it cannot be copied: sharded, without values, holding tensors that came out of a graph, and the like.
+        ValueError: it cannot be copied: sharded, without values, holding tensors that came out of a graph, and the like; with the
+            ``remedy``.
     """
     module = _unwrapped(module)
     try:
@@ -178,7 +181,6 @@ def frozen_copy(module: nn.Module) -> nn.Module:
             if forward is not None and vars(twin).get("forward") is forward:
                 raise ValueError(f"forward() of a {type(part).__name__} was replaced by a function, which may call the original")
     except Exception as error:
-        remedy = "use as reference a module that you made in another way, from a checkpoint for instance"
         raise ValueError(f"{type(module).__name__} cannot be copied: {error}; {remedy}") from error
     return frozen
 

@@ -20,8 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..capture.isolation import by_itself
 from ..capture.reference import frozen_copy
 from ..modes import rng_states
+
+_PARAMETRIZATIONS = "parametrizations"  # what torch.nn.utils.parametrize calls them
+_COPYABLE = (
+    "the terms are measured on copies: the factory must make a model with values, none of them computed from others "
+    "(torch.nn.utils.parametrizations.weight_norm can be copied, torch.nn.utils.weight_norm and pruning cannot)"
+)
 
 
 @dataclass(frozen=True)
@@ -61,8 +68,7 @@ class Probe:
 
     def __init__(self, model: nn.Module, dtype: torch.dtype = torch.float64) -> None:
         self._dtype = dtype
-        self._reference = frozen_copy(model).to(dtype)
-        self._twin = frozen_copy(model).to(dtype)
+        self._reference, self._twin = (_of_dtype(frozen_copy(model, _COPYABLE), dtype) for _ in range(2))
 
     def measure(self, model: nn.Module, run: Callable[[nn.Module], object]) -> dict[str, Terms]:
         """The terms of ``model`` as it is now; ``run`` runs a model on the batch, whose floating-point tensors are of the probe's dtype."""
@@ -78,20 +84,21 @@ def terms(model: nn.Module, reference: nn.Module, run: Callable[[nn.Module], obj
     """The terms of all modules that give one tensor, by name, in the order in which they are first called.
 
     A module that gives a tuple is measured by the first item. One that is called several times has the root mean square over all
-    calls. Both models see the same random numbers, and keep their buffers only as far as their forward does.
+    calls. Both models see the same random numbers, and are left as they were, with their buffers. Gradients can be taken with
+    respect to what ``run`` makes, as by the loss of a differential equation, but not with respect to parameters.
 
     Args:
         model: W_t.
         reference: W_0, of the same class.
         run: runs a model on the batch; what it returns is not used.
     """
-    with torch.no_grad(), _same_numbers(model) as again:
-        now, before = _listen(model, run, again), _listen(reference, run, again)
+    with torch.no_grad():
+        now, before = _listen(model, run), _listen(reference, run)
         parts = dict(reference.named_modules())
         found = {}
         for name, calls in now.items():
             update = propagated = None
-            if _has_terms(name, parts[name]) and len(calls) == len(before.get(name, ())):
+            if _has_terms(name, parts[name]) and _alike(calls, before.get(name, [])):
                 mixed = [_mixed(parts[name], call) for call in calls]
                 update = _rms(call.output - output for call, output in zip(calls, mixed, strict=True))
                 propagated = _rms(output - call.output for output, call in zip(mixed, before[name], strict=True))
@@ -101,24 +108,43 @@ def terms(model: nn.Module, reference: nn.Module, run: Callable[[nn.Module], obj
     return found
 
 
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that a module does not leave to its parts, by name; also those out of which a parametrization makes its weights."""
+    found = {name: value for name, value in module._parameters.items() if value is not None}
+    inner = module._modules.get(_PARAMETRIZATIONS)
+    if inner is not None:
+        found |= {f"{_PARAMETRIZATIONS}.{name}": value for name, value in inner.named_parameters()}
+    return found
+
+
 def _has_terms(name: str, module: nn.Module) -> bool:
-    """Whether a module has parameters of its own; the whole model only where it is one layer."""
-    return bool(module._parameters) and (name != "" or not module._modules)
+    """Whether a module has parameters of its own; the whole model only where it is one layer.
+
+    What makes the weights of a layer is no layer: its output is a weight, and shall not keep its size when the width grows.
+    """
+    whole = name == "" and not module._modules.keys() <= {_PARAMETRIZATIONS}
+    return bool(own_parameters(module)) and not whole and _PARAMETRIZATIONS not in name.split(".")
+
+
+def _alike(calls: list[_Call], others: list[_Call]) -> bool:
+    """Whether there is a difference: not where an expert is given other tokens than at first."""
+    return [call.output.shape for call in calls] == [call.output.shape for call in others]
 
 
 def _mixed(module: nn.Module, call: _Call) -> Tensor:
     """What the module gives for the inputs of a call, with the random numbers that the call had."""
-    for device, state in call.numbers.items():
-        if device == "cpu":
-            torch.set_rng_state(state)
-        else:
-            torch.cuda.set_rng_state(state, device)
-    output = _first((module(*mapped(call.args, torch.clone), **mapped(call.kwargs, torch.clone)),))
+    with by_itself(module):
+        for device, state in call.numbers.items():
+            if device == "cpu":
+                torch.set_rng_state(state)
+            else:
+                torch.cuda.set_rng_state(state, device)
+        output = _first((module(*mapped(call.args, torch.clone), **mapped(call.kwargs, torch.clone)),))
     assert output is not None, "gave a tensor before"
     return output
 
 
-def _listen(model: nn.Module, run: Callable[[nn.Module], object], again: Callable[[], None]) -> dict[str, list[_Call]]:
+def _listen(model: nn.Module, run: Callable[[nn.Module], object]) -> dict[str, list[_Call]]:
     """What every module was called with and gave: copies, since what comes after may write in place."""
     heard: dict[str, list[_Call]] = {}
     begun: list[dict[str, Tensor]] = []  # of the modules that are running, the innermost last
@@ -128,7 +154,7 @@ def _listen(model: nn.Module, run: Callable[[nn.Module], object], again: Callabl
             numbers = begun.pop()
             tensor = _first((output,))
             if tensor is not None:
-                call = _Call(mapped(args, torch.clone), mapped(kwargs, torch.clone), tensor.clone(), numbers)
+                call = _Call(mapped(args, _kept), mapped(kwargs, _kept), _kept(tensor), numbers)
                 heard.setdefault(name, []).append(call)
 
         return keep
@@ -140,9 +166,15 @@ def _listen(model: nn.Module, run: Callable[[nn.Module], object], again: Callabl
         for name, module in model.named_modules():
             stack.callback(module.register_forward_pre_hook(begin).remove)
             stack.callback(module.register_forward_hook(listener(name), with_kwargs=True).remove)
-        again()
-        run(model)
+        stack.enter_context(by_itself(model))
+        torch.manual_seed(0)  # for dropout to fall on the same elements
+        with torch.enable_grad():
+            run(model)
     return heard
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
 
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -159,9 +191,9 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _first(values: tuple[Any, ...]) -> Tensor | None:
-    """The floating-point tensor that stands first, alone or as first item of a tuple."""
+    """The floating-point tensor that stands first, alone or as first item of a tuple, or of a tuple in it as a packed sequence is."""
     first = values[0] if values else None
-    if isinstance(first, (tuple, list)) and first:
+    while isinstance(first, (tuple, list)) and first:
         first = first[0]
     return first if isinstance(first, Tensor) and first.is_floating_point() and first.numel() else None
 
@@ -186,13 +218,12 @@ def _state(model: nn.Module) -> Iterator[Tensor]:
     return chain(model.parameters(), model.buffers())
 
 
-@contextlib.contextmanager
-def _same_numbers(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Gives what sets all generators to one state, for dropout to fall on the same elements; afterwards they are as before."""
-    devices = sorted({tensor.device.index for tensor in _state(model) if tensor.is_cuda})
+def _of_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """``model`` in ``dtype``: also what is complex, such as the angles of rotary embeddings, of which nn.Module.to keeps the real part."""
 
-    def again() -> None:
-        torch.manual_seed(0)
+    def cast(tensor: Tensor) -> Tensor:
+        if tensor.is_complex():
+            return tensor.to(torch.promote_types(dtype, tensor.dtype))
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    with torch.random.fork_rng(devices, device_type="cuda"):
-        yield again
+    return model._apply(cast)  # type: ignore[no-any-return, no-untyped-call]
