@@ -112,7 +112,7 @@ FLOORS = [
     ["capture.reference"],
     ["widths.fit", "widths.terms"],
     ["widths.expected", "widths.recipe"],
-    ["widths.training", "widths.preflight"],
+    ["widths.training", "widths.arguments", "widths.preflight"],
     ["widths.judging"],
     ["widths.wording", "widths.drawing"],
     ["widths.result"],

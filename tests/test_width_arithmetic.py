@@ -415,6 +415,9 @@ def test_patterns_say_what_to_expect_and_the_first_one_decides() -> None:
         ({"hidden": "1"}, TypeError, "a pair"),
         ({"hidden": (1.0, 2.0, 3.0)}, TypeError, "a pair"),
         ({"hidden": True}, TypeError, "a pair"),
+        ({"hidden": math.nan}, TypeError, "must be an exponent"),
+        ({"hidden": (0.0, math.inf)}, TypeError, "must be an exponent"),
+        ({0: 1.0}, TypeError, "patterns of module names, such as 'head', got 0"),
     ],
 )
 def test_patterns_that_say_nothing_are_refused(asked: dict[str, Any], error: type[Exception], message: str) -> None:

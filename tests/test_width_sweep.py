@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks import width_models as models
 from torch_gradmon.cli import main
-from torch_gradmon.widths import WidthSweep, width_sweep
+from torch_gradmon.widths import WidthSweep, judging, width_sweep, wording
 from torch_gradmon.widths.recipe import usual_loss
 
 INPUTS, CLASSES = torch.randn(4, 6, generator=torch.Generator().manual_seed(3)), torch.tensor([0, 1, 2, 0])
@@ -26,7 +26,8 @@ def chain(width: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 3))
 
 
-quick = partial(width_sweep, chain, (INPUTS, CLASSES), widths=(8, 16, 32), seeds=2, steps=2)
+def quick(factory: Any = chain, data: Any = (INPUTS, CLASSES), **arguments: Any) -> WidthSweep:
+    return width_sweep(factory, data, **{"widths": (8, 16, 32), "seeds": 2, "steps": 2, **arguments})
 
 
 # --- what is wrong is said before the sweep starts -----------------------------------------------------------------------------------
@@ -82,6 +83,18 @@ class Single(nn.Module):
         return self.layer(x.float())  # type: ignore[no-any-return]
 
 
+class Computed(nn.Module):
+    """Holds a weight that is computed from a parameter, as torch.nn.utils.weight_norm does."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.root = nn.Parameter(torch.randn(width, 6))
+        self.weight = self.root * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
 same = chain(8)
 
 
@@ -91,7 +104,15 @@ same = chain(8)
         (raising, ValueError, r"width 16: RuntimeError: 16 is not divisible by 3; leave that width out"),
         (lambda width: width, TypeError, r"must give a torch.nn.Module.* for width 8 it gave 8 of type int"),
         (lambda width: (chain(width), None, 1), TypeError, r"must give a torch.nn.Module"),
-        (lambda width: same, ValueError, r"same model for widths 8 and 16; it must make a new one"),
+        (lambda width: same, ValueError, r"at width 16 the factory gave 0.weight again.* it must make a new model in every call"),
+        (
+            lambda width: nn.Sequential(chain(width), nn.Linear(3, 8), same[4]) if width < 32 else chain(width),
+            ValueError,
+            r"at width 16 the factory gave 2.weight again.* freeze what all of them share",
+        ),
+        (lambda width: nn.Sequential(nn.LazyLinear(width)), ValueError, r"at width 8 0.weight is not initialised before"),
+        (lambda width: chain(width).to("meta"), ValueError, r"at width 8 the model cannot be copied: .* which has no values"),
+        (Computed, ValueError, r"at width 8 the model cannot be copied: .* none of them computed from others"),
         (lambda width: chain(8), ValueError, r"widths 8 and 16 have the same sizes: the factory does not use the width"),
         (lambda width: chain(16 if width == 8 else width), ValueError, r"widths 8 and 16 have the same sizes.* rounds both"),
         (
@@ -106,7 +127,7 @@ same = chain(8)
             ValueError,
             r"at width 16 the model does not run on the batch: RuntimeError: shape .*; the batch must fit all widths",
         ),
-        (Single, ValueError, r"at width 8 a copy of the model in torch.float64 does not run: .*; give probe_dtype=torch.float32"),
+        (Single, ValueError, r"at width 8 a copy of the model in torch.float64 does not run: .*, give probe_dtype=torch.float32"),
         (
             lambda width: nn.Linear(7, width),
             ValueError,
@@ -160,6 +181,19 @@ def test_a_wrong_factory_is_told_with_the_width_and_the_remedy(factory: Any, err
         ({"expected": 0.5}, TypeError, r"expected must be one of stable, standard, or a dict"),
         ({"expected": "standard", "optimizer": lambda m, w: torch.optim.Rprop(m.parameters())}, ValueError, r"not for Rprop"),
         ({"factory": chain(8)}, TypeError, r"factory must be a function of the width"),
+        ({"widths": 64}, TypeError, r"widths=64 must be a list of whole numbers"),
+        ({"seeds": 2.5}, TypeError, r"seeds=2.5 must be a list of whole numbers"),
+        ({"seeds": True}, TypeError, r"seeds=True must be a list"),
+        ({"tolerance": "a"}, TypeError, r"tolerance must be a number, got 'a'"),
+        ({"confidence": True}, TypeError, r"confidence must be a number, got True"),
+        ({"lr": "1e-3"}, TypeError, r"lr must be a number, got '1e-3'"),
+        ({"probe_dtype": "float32"}, TypeError, r"probe_dtype must be torch.float64 or another"),
+        ({"probe_dtype": torch.int64}, TypeError, r"probe_dtype must be torch.float64 or another"),
+        (
+            {"data": lambda: (INPUTS, CLASSES)},
+            ValueError,
+            r"the data of seed 0 cannot be had: TypeError: .*a function of the seed",
+        ),
         ({"data": []}, ValueError, r"the data of seed 0 has no batch"),
         ({"data": iter([(INPUTS, CLASSES)])}, ValueError, r"empty after the first seed"),
         ({"data": INPUTS}, ValueError, r"there are no targets"),
@@ -359,6 +393,89 @@ def test_a_frozen_model_is_not_passed() -> None:
     assert sweep.outcome == "undecided"
     assert not sweep.passed
     assert "nothing that is judged has moved" in sweep.words()
+
+
+def test_weights_used_outside_of_their_modules_are_named(tmp_path: Path) -> None:
+    class Loose(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.first, self.hidden = nn.Linear(6, width), nn.Linear(width, width)
+            self.listed = nn.ParameterList([torch.randn(width, width) / width])
+            self.head = nn.Parameter(torch.randn(3, width) / width)
+            self.attention = nn.MultiheadAttention(width, 1)  # has a part that is not called, but is measured as a whole
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(F.linear(torch.tanh(self.first(x)), self.hidden.weight)) @ self.listed[0]
+            return F.linear(self.attention(x, x, x)[0], self.head)
+
+    sweep = quick(Loose, (INPUTS, CLASSES))
+    assert set(sweep.layers) == {"first", "attention"}
+    assert set(sweep.unmeasured) == {"head", "hidden.weight", "hidden.bias", "listed.0"}
+    assert all(name in sweep.words().splitlines()[-1] for name in sweep.unmeasured)
+    assert sweep.to_dict()["unmeasured"] == list(sweep.unmeasured)
+    assert "Not measured" not in quick().words()
+    gone = wording.words([], 8, 32, ["a", "b", "c", "d", "e", "f"])
+    assert "Not measured: a, b, c, d and 2 more" in gone
+
+
+def test_a_layer_that_is_not_measured_in_all_runs_is_undecided() -> None:
+    class Routed(nn.Module):
+        """After the first step tokens go to the second expert, of another size of batch."""
+
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.expert, self.head = nn.Linear(6, width), nn.Linear(width, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            moved = bool((self.head.bias != 0).any())
+            return self.head(torch.cat([self.expert(x[:2]), self.expert(x[2:])]) if moved else self.expert(x))
+
+    def factory(width: int) -> nn.Module:
+        model = Routed(width)
+        nn.init.zeros_(model.head.bias)
+        return model
+
+    sweep = quick(factory, (INPUTS, CLASSES))
+    assert set(sweep.layers) == {"head"}
+    assert set(sweep.unmeasured) == {"expert.weight", "expert.bias"}
+    few = {0: [(8, 1.0), (16, 1.0)]}
+    found = judging._verdict("expert", "hidden", "update", few, 0.0, 0.25, 0.95)
+    assert (found.state, found.as_expected, found.judged) == ("undecided", None, True)
+    assert "measured in 2 runs only" in found.reason
+
+
+def test_a_compiled_model_is_trained_as_it_was_before() -> None:
+    compiled = quick(lambda width: torch.compile(chain(width), backend="eager"), (INPUTS, CLASSES))
+    assert compiled.runs == quick().runs
+
+
+def test_a_model_that_comes_again_with_the_next_seed_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"at width 8 the factory gave 0.weight again"):
+        quick(functools.cache(chain), (INPUTS, CLASSES))
+    shared = chain(8)[4].requires_grad_(False)
+    quick(lambda width: nn.Sequential(chain(width), nn.Linear(3, 8), shared), (INPUTS, CLASSES))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (lambda seed: (INPUTS[:, : 6 - seed], CLASSES), "at width 8 step 1 with seed 1 failed: RuntimeError"),
+        ([(INPUTS, CLASSES), (INPUTS[:, :3], CLASSES)], "at width 8 step 2 with seed 0 failed: RuntimeError"),
+        (lambda seed: [(INPUTS, CLASSES)] * (1 - seed) or 1 / 0, "the data of seed 1 cannot be had: ZeroDivisionError"),
+    ],
+)
+def test_what_fails_later_is_told_with_the_width_and_the_seed(data: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        quick(chain, data)
+
+
+@pytest.mark.extra
+def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    sweep = quick(widths=numpy.array([8, 16, 32]), lr=numpy.float32(0.5))
+    assert sweep.runs == quick(widths=(width for width in (8, 16, 32)), lr=0.5).runs
+    sweep.save(tmp_path / "sweep.json")
+    assert json.loads((tmp_path / "sweep.json").read_text())["settings"]["lr"] == 0.5
 
 
 # --- what theory says comes out ---------------------------------------------------------------------------------------------------------

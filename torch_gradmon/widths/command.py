@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .preflight import FEWEST
+from .arguments import FEWEST
 from .result import WidthSweep
 from .sweep import width_sweep
 from .wording import HEADINGS, rows

@@ -20,6 +20,7 @@ In muP (arXiv 2203.03466, table 8) all of them are 0.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -113,7 +114,7 @@ def asked_for(asked: Mapping[str, Any], names: Mapping[str, Layer]) -> dict[str,
 
     Raises:
         ValueError: a pattern that does not compile or matches nothing.
-        TypeError: a value that is neither a number, None, nor a pair of these.
+        TypeError: a pattern that is no string, or a value that is neither a finite number, None, nor a pair of these.
     """
     values = {pattern: _pair(pattern, value) for pattern, value in asked.items()}
     try:
@@ -127,9 +128,13 @@ def asked_for(asked: Mapping[str, Any], names: Mapping[str, Layer]) -> dict[str,
 
 
 def _pair(pattern: str, value: Any) -> Expected:
+    if not isinstance(pattern, str):
+        raise TypeError(
+            f"expected={{{pattern!r}: ...}} must have patterns of module names, such as 'head', got {display(pattern)}"
+        )
     terms = value if isinstance(value, tuple) else (value, value)
     if len(terms) != 2 or not all(
-        term is None or (isinstance(term, (int, float)) and not isinstance(term, bool)) for term in terms
+        term is None or (isinstance(term, (int, float)) and not isinstance(term, bool) and math.isfinite(term)) for term in terms
     ):
         raise TypeError(
             f"expected[{pattern!r}] must be an exponent, such as 0.5, a pair (update, propagated) of them, or None for what is not to be "

@@ -111,7 +111,11 @@ def _verdict(
         return Verdict(name, kind, term, "zero", None, aim, None, reason)
     if zeros:
         return Verdict(name, kind, term, "undecided", None, aim, None, f"zero at width {zeros[0][0]} with seed {zeros[0][1]}")
-    slope = fit_slope(points, confidence)
+    try:
+        slope = fit_slope(points, confidence)
+    except ValueError:  # such as an expert that is given other tokens than at first, and then is not measured
+        reason = f"measured in {sum(map(len, points.values()))} runs only, where it ran as at first"
+        return Verdict(name, kind, term, "undecided", None, aim, None, reason)
     about = {True: "stable", False: "grows" if slope.exponent > 0 else "vanishes", None: "undecided"}
     state: State = about[within(slope, 0.0, tolerance)]  # type: ignore[assignment]
     return Verdict(name, kind, term, state, slope, aim, None if aim is None else within(slope, aim, tolerance))

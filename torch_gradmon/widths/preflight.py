@@ -1,77 +1,39 @@
-"""Everything that can be wrong with a sweep is found before it starts, in seconds, and said with the width and the remedy."""
+"""The models of a sweep are tried before it starts, in seconds; what is wrong with them is said with the width and the remedy."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import display, nearest
+from ..errors import display
 from .expected import WORDS, Expected, Family, Layer, asked_for, kind_of, standard
-from .recipe import OPTIMIZERS, Recipe, placed
-from .terms import Probe, Terms
-
-#: A line through fewer widths has no scatter, or hardly any.
-FEWEST = 3
+from .recipe import Recipe, failing_at, placed
+from .terms import Probe, Terms, own_parameters
 
 
-def check_arguments(widths: Sequence[int], seeds: Sequence[int], steps: int, tolerance: float, confidence: float) -> None:
-    """Numbers that make a sweep.
+@dataclass(frozen=True)
+class Survey:
+    """What is known before the sweep starts.
 
-    Raises:
-        ValueError: with the argument, its value and the remedy.
+    Attributes:
+        layers: in the order in which they run.
+        optimizer: that of the smallest width.
+        unmeasured: the names of parameters that are trained, but in no layer.
     """
-    for name, values, least in (("widths", widths, 1), ("seeds", seeds, 0)):
-        if not all(isinstance(value, int) and not isinstance(value, bool) and value >= least for value in values):
-            raise ValueError(f"{name}={list(values)!r} must be whole numbers of at least {least}")
-        if len(set(values)) < len(values):
-            raise ValueError(f"{name}={list(values)!r} names one twice")
-    if len(widths) < FEWEST:
-        raise ValueError(
-            f"widths={list(widths)!r}: an exponent with an interval needs {FEWEST} widths or more, such as 64, 128, 256"
-        )
-    if not seeds:
-        raise ValueError("seeds=[] runs nothing; give at least one")
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise ValueError(f"steps={steps!r} must be a positive int")
-    if not 0 < tolerance < math.inf:
-        raise ValueError(
-            f"tolerance={tolerance!r} must be a positive number; exponents of theory are halves, which 0.25 tells apart"
-        )
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence={confidence!r} must be a share between 0 and 1, such as 0.95")
+
+    layers: dict[str, Layer]
+    optimizer: Any
+    unmeasured: list[str]
 
 
-def check_recipe(recipe: Recipe, named: Any) -> None:
-    """Arguments that are functions or words.
-
-    Raises:
-        TypeError: the factory, the optimizer or the loss cannot be called.
-        ValueError: an optimizer or an expectation that is not known, or a learning rate that is not positive.
-    """
-    for name, value in (("factory", recipe.factory), ("loss", recipe.loss)):
-        if not callable(value) or isinstance(value, nn.Module):
-            raise TypeError(f"{name} must be a function{' of the width' if name == 'factory' else ''}, got {display(value)}")
-    if isinstance(recipe.optimizer, str):
-        if recipe.optimizer not in OPTIMIZERS:
-            raise ValueError(
-                f"optimizer={recipe.optimizer!r} is not known{nearest(recipe.optimizer, OPTIMIZERS)}; or give a function"
-            )
-        if not 0 < recipe.lr < math.inf or not math.isfinite(recipe.lr_exponent):
-            raise ValueError(f"lr={recipe.lr!r} must be positive, and lr_exponent={recipe.lr_exponent!r} a number")
-    elif not callable(recipe.optimizer):
-        raise TypeError(f"optimizer must be a name or a function of the model and the width, got {display(recipe.optimizer)}")
-    if isinstance(named, str) and named not in WORDS:
-        raise ValueError(f"expected={named!r} is not known{nearest(named, WORDS)}; or give a dict of patterns and exponents")
-
-
-def survey(recipe: Recipe, widths: Sequence[int], seed: int, dtype: torch.dtype) -> tuple[dict[str, Layer], Any]:
-    """Build the model at every width, run it once and compare; returns the layers in the order in which they run, and an optimizer.
+def survey(recipe: Recipe, widths: Sequence[int], seed: int, dtype: torch.dtype) -> Survey:
+    """Build the model at every width, run it once and compare.
 
     At the smallest width one whole step is made, with its measurement.
 
@@ -84,23 +46,26 @@ def survey(recipe: Recipe, widths: Sequence[int], seed: int, dtype: torch.dtype)
     rates: dict[int, dict[str, float]] = {}
     for width in widths:
         model, given = recipe.model(width, seed)
-        if first is not None and model is first[0]:
-            raise ValueError(
-                f"the factory gave the same model for widths {widths[0]} and {width}; it must make a new one in every call"
-            )
         shapes[width] = {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
         _same_names(shapes, widths[0], width)
-        with _naming(width, "the optimizer cannot be made", "the function given as optimizer gets the model and the width"):
+        with failing_at(width, "the optimizer cannot be made", "the function given as optimizer gets the model and the width"):
             optimizer = recipe.optimizer_of(model, width, given)
         rates[width] = _rates(model, optimizer, width)
         if first is None:
             first = model, optimizer, _try_step(recipe, model, optimizer, batch, width, dtype)
         else:
-            with _naming(width, "the model does not run on the batch", "the batch must fit all widths"):
+            with failing_at(width, "the model does not run on the batch", "the batch must fit all widths"):
                 _checked_loss(recipe.loss(model, placed(batch, model)), width)
     assert first is not None, "there are widths"
     _growing(shapes, widths)
-    return _layers(first[0], first[2], shapes, rates, widths), first[1]
+    layers = _layers(first[0], first[2], shapes, rates, widths)
+    return Survey(layers, first[1], _unmeasured(first[0], layers, rates[widths[0]]))
+
+
+def _unmeasured(model: nn.Module, layers: dict[str, Layer], rates: dict[str, float]) -> list[str]:
+    """What is trained and lies in no layer: it is used by a module that has it not, or that gives no tensor."""
+    inside = {id(parameter) for name in layers for parameter in model.get_submodule(name).parameters()}
+    return [name for name, parameter in model.named_parameters() if name in rates and id(parameter) not in inside]
 
 
 def expectations(named: Any, layers: dict[str, Layer], optimizer: Any) -> dict[str, Expected]:
@@ -172,17 +137,20 @@ def _rates(model: nn.Module, optimizer: Any, width: int) -> dict[str, float]:
 
 
 def _try_step(recipe: Recipe, model: nn.Module, optimizer: Any, batch: Any, width: int, dtype: torch.dtype) -> dict[str, Terms]:
-    probe = Probe(model, dtype)
+    with failing_at(width, "the model cannot be copied", "mend the factory"):
+        probe = Probe(model, dtype)
     here = placed(batch, model)
-    with _naming(width, "the model does not run on the batch", "mend the factory, or give data= and loss= that fit it"):
+    with failing_at(width, "the model does not run on the batch", "mend the factory, or give data= and loss= that fit it"):
         loss = _checked_loss(recipe.loss(model, here), width)
-    with _naming(width, "a step cannot be made", "the optimizer must step without a closure"):
+    with failing_at(width, "a step cannot be made", "the optimizer must step without a closure"):
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     measured = placed(batch, model, dtype)
-    with _naming(
-        width, f"a copy of the model in {dtype} does not run", "give probe_dtype=torch.float32, at the cost of accuracy"
+    with failing_at(
+        width,
+        f"a copy of the model in {dtype} does not run",
+        "if it insists on one, give probe_dtype=torch.float32, at the cost of accuracy",
     ):
         return probe.measure(model, lambda copy: recipe.loss(copy, measured))
 
@@ -211,7 +179,7 @@ def _layers(
         if term.update is None:
             continue
         module = model.get_submodule(name)
-        own = [f"{name}.{part}" if name else part for part, value in module._parameters.items() if value is not None]
+        own = [f"{name}.{part}" if name else part for part in own_parameters(module)]
         kind = kind_of(module, *({path: shapes[width][path] for path in own} for width in (narrow, wide)))
         rated = [path for path in own if rates[narrow].get(path, 0) > 0 and rates[wide].get(path, 0) > 0]
         exponent = math.log(rates[wide][rated[0]] / rates[narrow][rated[0]], wide / narrow) if rated else None
@@ -219,14 +187,3 @@ def _layers(
     if not found:
         raise ValueError("no module has parameters of its own and gives a tensor, so that there is nothing to measure")
     return found
-
-
-@contextmanager
-def _naming(width: int, what: str, remedy: str) -> Iterator[None]:
-    """Say at which width something of the user's failed; what we raise ourselves says so already."""
-    try:
-        yield
-    except Exception as error:
-        if f"width {width}" in str(error):
-            raise
-        raise ValueError(f"at width {width} {what}: {type(error).__name__}: {error}; {remedy}") from error

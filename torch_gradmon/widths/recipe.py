@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ..errors import display
@@ -32,6 +35,7 @@ class Recipe:
         lr_exponent: the learning rate at width n is ``lr * (n / base) ** lr_exponent``.
         base: the smallest width.
         loss: a function of the model and a batch that gives a scalar.
+        made: the parameters of the models that are still there, by id.
     """
 
     factory: Callable[[int], Any]
@@ -41,12 +45,15 @@ class Recipe:
     lr_exponent: float
     base: int
     loss: Callable[[nn.Module, Any], Tensor] = field(default_factory=lambda: usual_loss)
+    made: WeakValueDictionary[int, nn.Parameter] = field(default_factory=WeakValueDictionary, compare=False, repr=False)
 
     def model(self, width: int, seed: int) -> tuple[nn.Module, Any]:
         """A new model, and its optimizer if the factory gives one; the torch generators start elsewhere for each width and seed.
 
+        A model that was given to torch.compile is trained as it was before that: a few steps are not worth the compilation.
+
         Raises:
-            ValueError: the factory raised; with the width, and what it said.
+            ValueError: the factory raised, or gave something that it had given before; with the width, and what it said.
             TypeError: it gave no model.
         """
         torch.manual_seed(1_000_003 * seed + width)
@@ -62,7 +69,22 @@ class Recipe:
             raise TypeError(
                 f"the factory must give a torch.nn.Module, or a pair of one and its optimizer, for width {width} it gave {display(made)}"
             )
+        model = model._modules.get("_orig_mod") or model
+        self._check_new(model, width)
         return model, optimizer
+
+    def _check_new(self, model: nn.Module, width: int) -> None:
+        for name, parameter in model.named_parameters():
+            if is_lazy(parameter):
+                raise ValueError(
+                    f"at width {width} {name} is not initialised before the first forward; let the factory run the model once"
+                )
+            if parameter.requires_grad and self.made.get(id(parameter)) is parameter:
+                raise ValueError(
+                    f"at width {width} the factory gave {name} again, from a model that it had given before: trained there it would not "
+                    "be as it was initialised; it must make a new model in every call, and freeze what all of them share"
+                )
+            self.made[id(parameter)] = parameter
 
     def optimizer_of(self, model: nn.Module, width: int, given: Any) -> Any:
         """The optimizer of a model: what the factory gave with it, or what ``optimizer`` says."""
@@ -76,15 +98,28 @@ class Recipe:
         """The batches of a seed, the same for all widths; no more than ``steps`` are taken.
 
         Raises:
-            ValueError: there is none, or they come from an iterator, which gives them once only.
+            ValueError: there is none, what gives them raised, or they come from an iterator, which gives them once only.
         """
         torch.manual_seed(seed)
+        try:
+            return self._batches(seed, steps)
+        except Exception as error:
+            if f"seed {seed}" in str(error):
+                raise
+            raise ValueError(
+                f"the data of seed {seed} cannot be had: {type(error).__name__}: {error}; give a batch, a list of them, or a function "
+                "of the seed that gives either"
+            ) from error
+
+    def _batches(self, seed: int, steps: int) -> list[Any]:
         made = self.data(seed) if callable(self.data) else self.data
         pair = isinstance(made, list) and len(made) == 2 and all(isinstance(item, Tensor) for item in made)
         if pair or isinstance(made, (Tensor, Mapping, tuple)) or not isinstance(made, Iterable):
             return [made]
         if made is self.data and isinstance(made, Iterator):
-            raise ValueError("data is an iterator, which is empty after the first seed; give a list, or a function of the seed")
+            raise ValueError(
+                f"data is an iterator, which is empty after the first seed {seed}; give a list, or a function of the seed"
+            )
         batches = list(islice(made, steps))
         if not batches:
             raise ValueError(f"the data of seed {seed} has no batch")
@@ -116,6 +151,21 @@ def usual_loss(model: nn.Module, batch: Any) -> Tensor:
     if targets.is_floating_point():
         return F.mse_loss(output, targets)
     return F.cross_entropy(output.flatten(0, -2), targets.flatten())
+
+
+@contextmanager
+def failing_at(width: int, what: str, remedy: str) -> Iterator[None]:
+    """Say at which width something of the user's failed; what we raise ourselves says so already.
+
+    Raises:
+        ValueError: what came out of the block, with ``what`` and ``remedy``.
+    """
+    try:
+        yield
+    except Exception as error:
+        if f"width {width}" in str(error):
+            raise
+        raise ValueError(f"at width {width} {what}: {type(error).__name__}: {error}; {remedy}") from error
 
 
 def placed(batch: Any, model: nn.Module, dtype: torch.dtype | None = None) -> Any:

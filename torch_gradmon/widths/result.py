@@ -27,6 +27,7 @@ class WidthSweep:
         tolerance: how far an exponent may be from that.
         confidence: of the intervals.
         settings: what the sweep was asked for, for the records.
+        unmeasured: the names of parameters that are trained, but in no module that has them and gives a tensor; no verdict is on them.
     """
 
     runs: Sequence[Run]
@@ -35,6 +36,7 @@ class WidthSweep:
     tolerance: float
     confidence: float
     settings: Mapping[str, Any]
+    unmeasured: Sequence[str] = ()
 
     @property
     def widths(self) -> list[int]:
@@ -89,7 +91,7 @@ class WidthSweep:
 
     def words(self) -> str:
         """The verdict in a few sentences, with what to do."""
-        return wording.words(self.verdicts, self.widths[0], self.widths[-1])
+        return wording.words(self.verdicts, self.widths[0], self.widths[-1], self.unmeasured)
 
     def table(self) -> str:
         """A line for each term of each layer, as plain text."""
@@ -103,6 +105,7 @@ class WidthSweep:
             "settings": dict(self.settings),
             "tolerance": self.tolerance,
             "confidence": self.confidence,
+            "unmeasured": list(self.unmeasured),
             "layers": {name: asdict(layer) for name, layer in self.layers.items()},
             "verdicts": [_finite(asdict(verdict)) for verdict in self.verdicts],
             "runs": [_finite(asdict(run)) for run in self.runs],

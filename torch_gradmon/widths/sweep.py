@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .preflight import check_arguments, check_recipe, expectations, survey
+from .arguments import check_arguments, check_recipe, whole_numbers
+from .preflight import expectations, survey
 from .recipe import Recipe, usual_loss
 from .result import WidthSweep
 from .training import run_all
@@ -40,8 +42,11 @@ def width_sweep(
     both does not depend on the width. Beside them the mean of |output| of every module is kept, the coordinate check of
     microsoft/mup.
 
-    Everything that can be wrong with the arguments is found before the sweep starts. The global random generators are left as they
-    were. Every measurement brings its numbers to the host.
+    Everything that can be wrong with the arguments is found before the sweep starts, on the first batch of the first seed. The global
+    random generators of torch are left as they were. Every measurement brings its numbers to the host.
+
+    What is measured are modules with parameters of their own that give a tensor. A parameter that is used outside of such a module
+    stands in :attr:`WidthSweep.unmeasured`, and the verdict names it, but does not depend on it.
 
     Args:
         factory: gets a width and gives a new model, or a pair (model, optimizer).
@@ -68,25 +73,29 @@ def width_sweep(
         ValueError, TypeError: an argument, or a model, optimizer, batch or loss, that does not fit; with the width and the remedy.
     """
     given = {**locals()}
-    numbers = list(range(seeds)) if isinstance(seeds, int) and not isinstance(seeds, bool) else list(seeds)  # type: ignore[arg-type]
-    sizes = sorted(widths) if all(isinstance(width, int) for width in widths) else list(widths)
+    numbers = whole_numbers("seeds", range(seeds) if isinstance(seeds, int) and not isinstance(seeds, bool) else seeds)
+    sizes = whole_numbers("widths", widths)
+    if all(isinstance(width, int) for width in sizes):
+        sizes.sort()
     check_arguments(sizes, numbers, steps, tolerance, confidence)
     recipe = Recipe(factory, data, optimizer, lr, lr_exponent, sizes[0], loss if loss is not None else usual_loss)
-    check_recipe(recipe, expected)
+    check_recipe(recipe, expected, probe_dtype)
     with torch.random.fork_rng(range(torch.cuda.device_count())):
-        layers, built = survey(recipe, sizes, numbers[0], probe_dtype)
-        aims = expectations(expected, layers, built)
+        found = survey(recipe, sizes, numbers[0], probe_dtype)
+        aims = expectations(expected, found.layers, found.optimizer)
         with _Bar(len(sizes) * len(numbers), progress) as bar:
             runs = list(run_all(recipe, sizes, numbers, steps, probe_dtype, bar.advance))
     kept = {name: _plain(given[name]) for name in ("optimizer", "lr", "lr_exponent", "expected")}
     settings = {"widths": sizes, "seeds": numbers, "steps": steps, **kept, "probe_dtype": str(probe_dtype).removeprefix("torch.")}
-    return WidthSweep(runs, layers, aims, tolerance, confidence, settings)
+    return WidthSweep(runs, found.layers, aims, tolerance, confidence, settings, found.unmeasured)
 
 
 def _plain(value: Any) -> Any:
     """For the records: a function by its name."""
     if isinstance(value, Mapping):
         return {pattern: list(item) if isinstance(item, tuple) else item for pattern, item in value.items()}
+    if isinstance(value, Real):
+        return float(value)  # a number of NumPy is none of JSON
     return getattr(value, "__qualname__", repr(value)) if callable(value) else value
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .recipe import Recipe, placed
+from .recipe import Recipe, failing_at, placed
 from .terms import Probe, Terms
 
 
@@ -33,6 +33,9 @@ def run(recipe: Recipe, batches: Sequence[Any], width: int, seed: int, steps: in
     """Train a new model and measure it after every step, on the first batch.
 
     A loss that is no longer finite does not end the run: what is measured then is not finite either, and says so.
+
+    Raises:
+        ValueError: a step raised; with the width, the seed and the step.
     """
     model, given = recipe.model(width, seed)
     optimizer = recipe.optimizer_of(model, width, given)
@@ -40,12 +43,13 @@ def run(recipe: Recipe, batches: Sequence[Any], width: int, seed: int, steps: in
     measured = placed(batches[0], model, dtype)
     found = Run(width, seed, [], [])
     for step in range(steps):
-        optimizer.zero_grad()
-        loss = recipe.loss(model, placed(batches[step % len(batches)], model))
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        found.losses.append(loss.item())
-        found.steps.append(probe.measure(model, lambda copy: recipe.loss(copy, measured)))
+        with failing_at(width, f"step {step + 1} with seed {seed} failed", "earlier runs and steps were made"):
+            optimizer.zero_grad()
+            loss = recipe.loss(model, placed(batches[step % len(batches)], model))
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            found.losses.append(loss.item())
+            found.steps.append(probe.measure(model, lambda copy: recipe.loss(copy, measured)))
     return found
 
 

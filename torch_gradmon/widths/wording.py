@@ -45,13 +45,15 @@ def _judgement(verdict: Verdict) -> str:
     return f"{state}, FAILS"
 
 
-def words(verdicts: Sequence[Verdict], smallest: int, largest: int) -> str:
-    """The verdict on all layers in a few sentences, with what to do about each that fails."""
+def words(verdicts: Sequence[Verdict], smallest: int, largest: int, unmeasured: Sequence[str] = ()) -> str:
+    """The verdict on all layers in a few sentences, with what to do about each that fails and the parameters that are in none."""
     judged = [verdict for verdict in verdicts if verdict.judged]
     bad = [verdict for verdict in judged if verdict.as_expected is False]
     unclear = [verdict for verdict in judged if verdict.as_expected is None]
     if not judged:
-        return "Undecided: nothing that is judged has moved. Is the learning rate zero, or everything frozen?"
+        return "\n".join(
+            ["Undecided: nothing that is judged has moved. Is the learning rate zero, or everything frozen?", *_aside(unmeasured)]
+        )
     head = {
         "passes": f"Passes: all {len(judged)} terms have the expected exponent from width {smallest} to {largest}.",
         "fails": f"Fails: {len(bad)} of {len(judged)} terms do not have the expected exponent from width {smallest} to {largest}.",
@@ -65,7 +67,17 @@ def words(verdicts: Sequence[Verdict], smallest: int, largest: int) -> str:
             "Hidden layers move as much in wide models as in narrow ones while the outputs grow: with cross-entropy this can still train "
             "(controlled divergence, arXiv 2505.22491), with squared error it does not."
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *_aside(unmeasured)])
+
+
+def _aside(unmeasured: Sequence[str]) -> list[str]:
+    if not unmeasured:
+        return []
+    rest = len(unmeasured) - _MOST
+    return [
+        f"Not measured: {', '.join(unmeasured[:_MOST])}{f' and {rest} more' if rest > 0 else ''}, since no module that has "
+        "them is called and gives a tensor; nothing is said of these."
+    ]
 
 
 def _failures(bad: Sequence[Verdict]) -> list[str]:
