@@ -599,6 +599,9 @@ def gentle(model, width):
     return torch.optim.SGD(model.parameters(), lr=1e-3)
 
 batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 0])
+
+def lost(seed):
+    raise KeyError("data")
 """
 QUICK = ["--widths", "16", "32", "64", "--seeds", "2", "--steps", "1"]
 
@@ -609,6 +612,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.syspath_prepend(str(tmp_path))
     name = f"script_of_{abs(hash(str(tmp_path)))}"
     (tmp_path / f"{name}.py").write_text(SCRIPT)
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
     return name
 
 
@@ -646,6 +650,9 @@ def test_the_exit_code_says_whether_it_passed(
         (["FILE.py:make", "--data", "FILE.py:batch", "--expect", "stable", "--expect", "0=1"], "give REGEX=EXPONENT"),
         (["FILE.py:make", "--data", "FILE.py:batch", "--expect", "9=1"], "matches none of the modules"),
         (["FILE.py:make", "--data", "FILE.py:batch", "--json", "no/where.json"], "there is no such directory"),
+        (["FILE.py:make", "--data", "FILE.py:batch", "--json", "."], "it is a directory"),
+        (["FILE.py:make", "--data", "FILE.py:lost"], "the data of seed 0 cannot be had: KeyError"),
+        (["leaves.py:make", "--data", "FILE.py:batch"], "leaves.py exits when it is imported"),
     ],
 )
 def test_what_cannot_be_swept_has_another_exit_code(
@@ -664,6 +671,33 @@ def test_the_command_writes_what_it_measured(script: str, capsys: pytest.Capture
     assert code == (0 if kept["outcome"] == "passes" else 1)
     assert kept["words"] in capsys.readouterr().out
     assert [(run["width"], run["seed"]) for run in kept["runs"]] == [(w, s) for s in (0, 1) for w in (16, 32, 64)]
+
+
+def test_what_lies_beside_a_file_is_found_and_the_table_comes_before_the_files(
+    script: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / f"helper_{script}.py").write_text(SCRIPT)
+    (tmp_path / "inner" / f"main_{script}.py").write_text(f"from helper_{script} import batch, make\n")
+
+    def full(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(WidthSweep, "save", full)
+    file = f"inner/main_{script}.py"
+    assert main(["coordcheck", f"{file}:make", "--data", f"{file}:batch", *QUICK, "--json", "out.json"]) == 2
+    printed = capsys.readouterr()
+    assert "out.json cannot be written: no space left" in printed.err
+    assert printed.out.startswith("module")
+
+
+@pytest.mark.extra
+def test_a_picture_of_no_known_kind_is_refused_before_the_sweep(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    assert main(["coordcheck", f"{script}:make", "--data", f"{script}:batch", *QUICK, "--plot", "out.xyz"]) == 2
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert "matplotlib writes no such files; choose one of" in printed.err
 
 
 @pytest.mark.extra

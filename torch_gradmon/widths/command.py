@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from . import drawing
 from .arguments import FEWEST
 from .result import WidthSweep
 from .sweep import width_sweep
@@ -38,11 +39,21 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("factory", metavar="MODULE:FUNCTION", help="makes a model of a width; MODULE may be a file")
     parser.add_argument("--data", required=True, metavar="MODULE:NAME", help="a batch, a list of them, or a function of the seed")
-    parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256, 512, 1024], metavar="N", help=f"{FEWEST} or more")
+    parser.add_argument(
+        "--widths",
+        type=int,
+        nargs="+",
+        default=[64, 128, 256, 512, 1024],
+        metavar="N",
+        help=f"{FEWEST} or more (default: %(default)s)",
+    )
     parser.add_argument("--seeds", type=int, default=5, metavar="N", help="how many (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="of training in each run (default: %(default)s)")
     parser.add_argument(
-        "--optimizer", default="adamw", metavar="NAME", help="sgd, adam, adamw or MODULE:FUNCTION of model and width"
+        "--optimizer",
+        default="adamw",
+        metavar="NAME",
+        help="sgd, adam, adamw or MODULE:FUNCTION of model and width (default: %(default)s)",
     )
     parser.add_argument("--lr", type=float, default=1e-3, metavar="X", help="at the smallest width (default: %(default)s)")
     parser.add_argument(
@@ -66,13 +77,9 @@ def run(options: argparse.Namespace) -> int:
     """Make the sweep, print table and verdict; returns the exit code, 0 or 1.
 
     Raises:
-        ValueError: the sweep cannot be made, with the remedy.
+        ValueError: the sweep cannot be made, or what it found not be written, with the remedy.
     """
-    for path in (options.json, options.plot):
-        if path is not None and not Path(path).absolute().parent.is_dir():
-            raise ValueError(f"{path} cannot be written: there is no such directory; make it first")
-    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError('--plot needs matplotlib: pip install "torch_gradmon[plot]"')
+    _check_files(options.json, options.plot)
     try:
         sweep = width_sweep(
             _named(options.factory),
@@ -90,12 +97,30 @@ def run(options: argparse.Namespace) -> int:
         )
     except TypeError as error:
         raise ValueError(str(error)) from error
-    if options.json is not None:
-        sweep.save(options.json)
-    if options.plot is not None:
-        sweep.plot(options.plot)
-    _print(sweep)
+    _print(sweep)  # first: the files may be on a disk that is full by now
+    for path, write in ((options.json, sweep.save), (options.plot, sweep.plot)):
+        if path is not None:
+            try:
+                write(path)
+            except OSError as error:
+                raise ValueError(f"{path} cannot be written: {error}") from error
     return 0 if sweep.passed else 1
+
+
+def _check_files(*paths: str | None) -> None:
+    for path in filter(None, paths):
+        if not Path(path).absolute().parent.is_dir():
+            raise ValueError(f"{path} cannot be written: there is no such directory; make it first")
+        if Path(path).is_dir():
+            raise ValueError(f"{path} cannot be written: it is a directory; name a file in it")
+    plot = paths[-1]
+    if plot is None:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError('--plot needs matplotlib: pip install "torch_gradmon[plot]"')
+    kinds = drawing.kinds()
+    if Path(plot).suffix and Path(plot).suffix[1:].lower() not in kinds:
+        raise ValueError(f"--plot {plot}: matplotlib writes no such files; choose one of {', '.join(kinds)}")
 
 
 def _print(sweep: WidthSweep) -> None:
@@ -132,6 +157,11 @@ def _named(text: str) -> Any:
         found = module
         for part in name.split("."):
             found = getattr(found, part)
+    except SystemExit as error:
+        raise ValueError(
+            f"{text!r} cannot be had: {where} exits when it is imported; put what it does as a program under "
+            'if __name__ == "__main__":'
+        ) from error
     except Exception as error:
         raise ValueError(f"{text!r} cannot be had: {type(error).__name__}: {error}") from error
     return found
@@ -146,6 +176,8 @@ def _module(where: str) -> Any:
     path = Path(where).resolve()
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {where}")
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))  # as `python FILE` does, for what lies beside it
     known = sys.modules.get(path.stem)
     if known is not None and getattr(known, "__file__", None) == str(path):
         return known

@@ -85,6 +85,13 @@ def draw(found: Sequence[Panel], path: str | Path) -> None:
     picture.savefig(path, dpi=110)
 
 
+def kinds() -> list[str]:
+    """What the name of a file may end with, without the point; needs matplotlib."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    return sorted(FigureCanvasBase.get_supported_filetypes())
+
+
 def draw_panel(axes: Any, panel: Panel, legend: bool = True) -> None:
     """Draw one panel on axes of matplotlib: geometric means over seeds, a point for each seed; dashed what grows, dotted what vanishes."""
     for line in panel.lines:
