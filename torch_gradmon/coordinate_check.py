@@ -42,8 +42,9 @@ class RefinedCoordinateCheck:
 
     The values come by themselves with every training forward of a monitored step, by hand or attached, where the reference runs
     too (:meth:`ModuleMonitor.set_reference_module`). Training and reference stay as they are; what a forward changes outside of
-    its module, such as a generator in a global variable, is changed by each run. All calls of a module have the same random numbers, so that without an update the first two terms are zero, dropout or not; up to rounding where torch has
-    other kernels without a graph, as for ``nn.LSTM``.
+    its module, such as a generator in a global variable, is changed by each run. All calls of a module have the same random
+    numbers, so that without an update the first two terms are zero, dropout or not; up to rounding where torch has other kernels
+    without a graph, as for ``nn.LSTM``.
 
     A module runs at most once more for each of its calls. But a container's run runs its parts, on inputs that are not those of
     the model, so with all modules it costs as many more forwards of the model as containers lie in each other; parts that are
