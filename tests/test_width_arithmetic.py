@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torch_gradmon.widths import judging
 from torch_gradmon.widths.expected import Expected, Layer, asked_for, kind_of, standard
 from torch_gradmon.widths.fit import Slope, fit_slope, student_quantile
 from torch_gradmon.widths.judging import Verdict, judge, outcome, within
@@ -476,6 +477,13 @@ def test_a_verdict_says_what_was_shown(update: Any, aim: float | None, state: st
     verdict, _ = verdicts(runs(update), aim)
     assert (verdict.state, verdict.as_expected) == (state, as_expected)
     assert bool(verdict.reason) == (verdict.slope is None)
+
+
+def test_a_term_that_is_zero_in_some_runs_says_where() -> None:
+    points = {0: [(8, 1.0), (16, 0.0), (32, 1.0), (64, 1.0)], 1: [(8, 1.0), (16, 1.0), (32, 1.0), (64, 1.0)]}
+    found = judging._verdict("0", "hidden", "update", points, 0.0, 0.25, 0.95)
+    assert (found.state, found.slope, found.as_expected, found.judged) == ("undecided", None, None, True)
+    assert found.reason == "zero at width 16 with seed 0"
 
 
 def test_all_pass_only_if_each_is_shown_to() -> None:

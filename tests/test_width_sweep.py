@@ -264,6 +264,21 @@ def test_all_widths_of_a_seed_get_the_same_batches_and_batches_come_again() -> N
     assert sweep.runs[0].steps[0]["0"].input == pytest.approx(runs[0][0])  # measured on the first batch
 
 
+def test_a_model_that_writes_to_its_inputs_does_not_change_the_batch() -> None:
+    class Doubles(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.net = chain(width)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x.mul_(2))  # type: ignore[no-any-return]
+
+    inputs = INPUTS.clone()
+    sweep = quick(Doubles, (inputs, CLASSES))
+    assert torch.equal(inputs, INPUTS)
+    assert len({run.steps[0]["net.0"].input for run in sweep.runs}) == 1
+
+
 def test_batches_of_other_shapes_are_understood() -> None:
     pair = quick()
     as_list = width_sweep(chain, [INPUTS, CLASSES], widths=(8, 16, 32), seeds=2, steps=2)
