@@ -321,6 +321,21 @@ def test_a_packed_sequence_is_measured_by_its_elements() -> None:
     assert found[""].input == pytest.approx(rms(packed.data))
 
 
+def test_a_layer_that_writes_to_its_input_is_measured_on_what_it_was_given() -> None:
+    class Scales(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.full((3,), 2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mul_(self.scale)
+
+    before, after = nn.Sequential(Scales()), nn.Sequential(Scales())
+    after[0].scale.data.fill_(5.0)
+    found = terms(after, before, lambda model: model(torch.ones(4, 3)))
+    assert (found["0"].update, found["0"].propagated, found["0"].input) == (3.0, 0.0, 1.0)
+
+
 def test_calls_of_other_shapes_have_no_difference() -> None:
     class Routed(nn.Module):
         def __init__(self) -> None:

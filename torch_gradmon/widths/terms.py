@@ -147,25 +147,26 @@ def _mixed(module: nn.Module, call: _Call) -> Tensor:
 def _listen(model: nn.Module, run: Callable[[nn.Module], object]) -> dict[str, list[_Call]]:
     """What every module was called with and gave: copies, since what comes after may write in place."""
     heard: dict[str, list[_Call]] = {}
-    begun: list[dict[str, Tensor]] = []  # of the modules that are running, the innermost last
+    # of the modules that are running, the innermost last: arguments, before the module writes to them, and generators
+    begun: list[tuple[tuple[Any, ...], dict[str, Any], dict[str, Tensor]]] = []
 
-    def listener(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
-        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            numbers = begun.pop()
+    def listener(name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+        def keep(module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
+            args, kwargs, numbers = begun.pop()
             tensor = _first((output,))
             if tensor is not None:
-                call = _Call(mapped(args, _kept), mapped(kwargs, _kept), _kept(tensor), numbers)
+                call = _Call(args, kwargs, _kept(tensor), numbers)
                 heard.setdefault(name, []).append(call)
 
         return keep
 
-    def begin(module: nn.Module, args: tuple[Any, ...]) -> None:
-        begun.append(rng_states())
+    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        begun.append((mapped(args, _kept), mapped(kwargs, _kept), rng_states()))
 
     with contextlib.ExitStack() as stack:
         for name, module in model.named_modules():
-            stack.callback(module.register_forward_pre_hook(begin).remove)
-            stack.callback(module.register_forward_hook(listener(name), with_kwargs=True).remove)
+            stack.callback(module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(listener(name)).remove)
         stack.enter_context(by_itself(model))
         torch.manual_seed(0)  # for dropout to fall on the same elements
         with torch.enable_grad():
