@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable, Mapping
@@ -12,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import torch_gradmon as gradmon
 from torch_gradmon.widths import judging
+from torch_gradmon.widths.drawing import middle_of
 from torch_gradmon.widths.expected import Expected, Layer, asked_for, kind_of, standard
 from torch_gradmon.widths.fit import Slope, fit_slope, student_quantile
 from torch_gradmon.widths.judging import Verdict, judge, outcome, within
@@ -506,10 +509,41 @@ def test_all_pass_only_if_each_is_shown_to() -> None:
         verdicts(runs(f))[0] for f in (lambda w, s: 1.0, lambda w, s: float(w), lambda w, s: 2 ** (w % 300 / 100))
     )
     zero, free = verdicts(runs(lambda w, s: 0.0))[0], verdicts(runs(lambda w, s: float(w)), None)[0]
-    assert outcome([stable, zero, free]) == "passes"
+    idle, _ = judge(runs(lambda w, s: 0.0), {"a": Layer("hidden", None)}, {"a": Expected(0.0, 0.0)}, 1, 0.25, 0.95)
+    assert outcome([stable, idle, free]) == "passes", "what no optimizer has need not move"
+    assert outcome([stable, zero]) == "undecided", "what one has and does not move passes nobody"
+    assert outcome([stable, zero, grows]) == "fails"
     assert outcome([stable, unclear]) == "undecided"
     assert outcome([stable, unclear, grows]) == "fails"
     assert outcome([zero, free]) == outcome([]) == "undecided"
+
+
+def test_a_module_whose_part_raises_is_measured_on_its_own_arguments() -> None:
+    class Tries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.part = nn.Parameter(torch.randn(4, 4)), nn.Linear(3, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with contextlib.suppress(RuntimeError):
+                self.part(x * 100)  # of another size than it takes
+            return x @ self.weight
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Tries())
+    probe, x = Probe(model), torch.randn(5, 4)
+    with torch.no_grad():
+        model[0].weight += 1.0
+    found = probe.measure(model, lambda copy: copy(x.double()))["0"]
+    assert found.update == pytest.approx((x.double() @ torch.ones(4, 4).double()).square().mean().sqrt().item(), rel=1e-6)
+
+
+def test_the_words_name_what_does_not_move() -> None:
+    moved, still = verdicts(runs(lambda w, s: 1.0))[0], verdicts(runs(lambda w, s: 0.0))[0]
+    text = words([moved, still], 64, 1024)
+    assert text.startswith("Undecided: 1 of 2 terms")
+    assert "Not moved: a (its parameters do not move); of an update that is zero nothing can be said" in text
+    assert "more seeds" not in text
 
 
 def test_the_words_name_the_layer_the_power_and_the_remedy() -> None:
@@ -557,3 +591,40 @@ def test_one_step_of_sgd_on_one_layer_is_what_the_formula_says() -> None:
     torch.optim.SGD(layer.parameters(), lr=0.1).step()
     residual = 2 * (x @ start.weight.detach().T - y) / y.numel()
     assert terms(layer, start, lambda model: model(x))[""].update == pytest.approx(rms(0.1 * x @ x.T @ residual), rel=1e-10)
+
+
+def test_the_terms_are_those_of_the_refined_coordinate_check() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(6, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 16, bias=False), nn.ReLU(), nn.Linear(16, 3)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    probe, x = Probe(model), torch.randn(12, 6)
+    monitor = gradmon.ModuleMonitor(model)
+    monitor.set_reference_module("init")
+    monitor.add_coordinate_metric("mean_square", lambda term: term.double().square().mean())
+    monitor.attach(optimizer)
+    for _ in range(3):
+        found = probe.measure(model, lambda copy: copy(x.double()))
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        values = monitor.get_step_metrics()
+        for name in ("0", "1", "3", "5"):
+            for source, ours in (("RCC (W_t-W_0)x_t", found[name].update), ("RCC W_0(x_t-x_0)", found[name].propagated)):
+                assert ours is not None
+                assert math.sqrt(values[f"{source}/{name}/mean_square"]) == pytest.approx(ours, rel=1e-5, abs=1e-6)
+    assert all(found[name].update > 1e-3 for name in ("0", "1", "3", "5"))  # type: ignore[operator]
+
+
+def test_what_adds_up_below_the_output_is_the_largest_of_the_updates() -> None:
+    rates = {"first": 0.0, "large": 0.0, "small": -1.0, "last": -1.0}
+    kinds: dict[str, Any] = {"first": "input", "large": "hidden", "small": "hidden", "last": "output"}
+    found = standard({name: Layer(kinds[name], rates[name]) for name in kinds}, "adam")
+    assert [found[name].update for name in kinds] == [0.0, 1.0, 0.0, 0.0]
+    assert [found[name].propagated for name in kinds] == [None, 0.0, 1.0, 1.5]
+
+
+def test_lines_run_through_the_geometric_mean_of_the_seeds() -> None:
+    assert middle_of([1.0, 100.0]) == pytest.approx(10.0)
+    assert middle_of([5.0]) == pytest.approx(5.0)

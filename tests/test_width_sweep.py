@@ -323,6 +323,29 @@ def test_a_factory_may_give_the_optimizer_and_a_dict_may_be_the_batch() -> None:
     assert sweep.layers["body.0"].lr_exponent == 0.0
 
 
+def test_a_layer_that_has_a_learning_rate_and_does_not_move_lets_nobody_pass() -> None:
+    class Dead(nn.Module):
+        def __init__(self, width: int, trained: bool) -> None:
+            super().__init__()
+            self.body, self.dead = chain(width), nn.Linear(6, width).requires_grad_(trained)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x) + 0.0 * self.dead(x).sum()
+
+    def swept(trained: bool) -> Any:
+        expected = {"body": None, "dead": (0.0, None)}
+        return width_sweep(
+            lambda w: Dead(w, trained), (INPUTS, CLASSES), widths=(8, 16, 32), seeds=1, optimizer="sgd", expected=expected
+        )
+
+    sweep = swept(True)
+    assert sweep.outcome == "undecided"
+    assert "nothing that is judged has moved" in sweep.words()
+    dead = next(v for v in sweep.verdicts if v.module == "dead" and v.term == "update")
+    assert (dead.state, dead.judged) == ("zero", True)
+    assert not next(v for v in swept(False).verdicts if v.module == "dead" and v.term == "update").judged
+
+
 def test_training_that_diverges_fails_and_says_where() -> None:
     def data(seed: int) -> Any:
         return INPUTS, CLASSES, torch.tensor(math.inf if seed == 1 else 1.0)

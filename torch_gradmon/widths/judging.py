@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from .expected import Expected, Kind, Layer
@@ -44,8 +44,8 @@ class Verdict:
 
     @property
     def judged(self) -> bool:
-        """Whether it counts: something is expected, and there is something that could have an exponent."""
-        return self.expected is not None and self.state != "zero"
+        """Whether it counts: something is expected, and there is something that could have an exponent, or should be."""
+        return self.expected is not None and (self.state != "zero" or self.term == "update")
 
 
 def judge(
@@ -69,7 +69,9 @@ def judge(
             points = series(runs, name, term, step)
             if points:
                 aim = getattr(expected[name], term)
-                found.append(_verdict(name, layer.kind, term, points, aim, tolerance, confidence))
+                verdict = _verdict(name, layer.kind, term, points, aim, tolerance, confidence)
+                is_idle = verdict.state == "zero" and layer.lr_exponent is None  # nobody wants it to move
+                found.append(replace(verdict, expected=None) if is_idle else verdict)
     return found
 
 

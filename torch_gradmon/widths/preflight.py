@@ -127,11 +127,13 @@ def _rates(model: nn.Module, optimizer: Any, width: int) -> dict[str, float]:
         raise TypeError(f"the optimizer of width {width} must be one like those of torch.optim, got {display(optimizer)}")
     by_id = {id(parameter): float(group.get("lr", math.nan)) for group in groups for parameter in group["params"]}
     found = {
-        name: by_id[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in by_id
+        name: by_id[id(parameter)]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if id(parameter) in by_id and parameter.requires_grad
     }
     if not found:
         raise ValueError(
-            f"the optimizer of width {width} holds no parameter of its model; make both in the same call of the factory"
+            f"the optimizer of width {width} holds no parameter of its model that is trained; make both in the same call of the factory"
         )
     return found
 

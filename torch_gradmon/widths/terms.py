@@ -148,11 +148,13 @@ def _listen(model: nn.Module, run: Callable[[nn.Module], object]) -> dict[str, l
     """What every module was called with and gave: copies, since what comes after may write in place."""
     heard: dict[str, list[_Call]] = {}
     # of the modules that are running, the innermost last: arguments, before the module writes to them, and generators
-    begun: list[tuple[tuple[Any, ...], dict[str, Any], dict[str, Tensor]]] = []
+    begun: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any], dict[str, Tensor]]] = []
 
     def listener(name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
         def keep(module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
-            args, kwargs, numbers = begun.pop()
+            while begun[-1][0] is not module:
+                begun.pop()  # it raised, and the module around it went on
+            args, kwargs, numbers = begun.pop()[1:]
             tensor = _first((output,))
             if tensor is not None:
                 call = _Call(args, kwargs, _kept(tensor), numbers)
@@ -161,7 +163,7 @@ def _listen(model: nn.Module, run: Callable[[nn.Module], object]) -> dict[str, l
         return keep
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        begun.append((mapped(args, _kept), mapped(kwargs, _kept), rng_states()))
+        begun.append((module, mapped(args, _kept), mapped(kwargs, _kept), rng_states()))
 
     with contextlib.ExitStack() as stack:
         for name, module in model.named_modules():

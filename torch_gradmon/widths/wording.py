@@ -36,7 +36,7 @@ def table(verdicts: Sequence[Verdict]) -> str:
 
 def _judgement(verdict: Verdict) -> str:
     state = f"{verdict.state}: {verdict.reason}" if verdict.reason else verdict.state
-    if not verdict.judged or verdict.state == "undecided":
+    if not verdict.judged or verdict.state in ("undecided", "zero"):
         return state
     if verdict.as_expected is None:
         return f"{state}, undecided whether as expected"
@@ -49,19 +49,25 @@ def words(verdicts: Sequence[Verdict], smallest: int, largest: int, unmeasured: 
     """The verdict on all layers in a few sentences, with what to do about each that fails and the parameters that are in none."""
     judged = [verdict for verdict in verdicts if verdict.judged]
     bad = [verdict for verdict in judged if verdict.as_expected is False]
-    unclear = [verdict for verdict in judged if verdict.as_expected is None]
-    if not judged:
+    still = [verdict for verdict in judged if verdict.state == "zero"]
+    unclear = [verdict for verdict in judged if verdict.as_expected is None and verdict not in still]
+    if len(still) == len(judged):
         return "\n".join(
             ["Undecided: nothing that is judged has moved. Is the learning rate zero, or everything frozen?", *_aside(unmeasured)]
         )
     head = {
         "passes": f"Passes: all {len(judged)} terms have the expected exponent from width {smallest} to {largest}.",
         "fails": f"Fails: {len(bad)} of {len(judged)} terms do not have the expected exponent from width {smallest} to {largest}.",
-        "undecided": f"Undecided: {len(unclear)} of {len(judged)} terms could still be either way.",
+        "undecided": f"Undecided: {len(unclear) + len(still)} of {len(judged)} terms could still be either way.",
     }[outcome(verdicts)]
     lines = [head, *_failures(bad)]
     if unclear:
         lines.append(f"Undecided in {_listed(unclear)}: give more seeds, or larger widths.")
+    if still:
+        lines.append(
+            f"Not moved: {_listed(still)}; of an update that is zero nothing can be said. Give more steps, or see whether a gradient "
+            "comes there."
+        )
     if _only_logits_grow(verdicts):
         lines.append(
             "Hidden layers move as much in wide models as in narrow ones while the outputs grow: with cross-entropy this can still train "
