@@ -610,6 +610,8 @@ def test_a_picture_and_a_figure_are_made(tmp_path: Path) -> None:
     values = [run.steps[-1]["2"].update for run in sweep.runs if run.width == 8]
     assert figure.data[1].y[0] == pytest.approx(math.sqrt(values[0] * values[1]))  # type: ignore[operator]
     assert [trace.showlegend for trace in figure.data] == [True] * 3 + [False] * 5
+    assert [trace.name for trace in figure.data[:3]] == ["0", "2", "4"]
+    assert list(figure.layout.xaxis.tickvals) == [8, 16, 32]
 
 
 def test_without_the_packages_pictures_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,6 +102,9 @@ def draw_panel(axes: Any, panel: Panel, legend: bool = True) -> None:
             axes.plot([width] * len(line.points[width]), line.points[width], ".", color=line.colour, markersize=3, alpha=0.5)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    ticks = _widths([panel])
+    axes.set_xticks(ticks, [str(width) for width in ticks])
+    axes.xaxis.minorticks_off()
     axes.set_title(panel.title, fontsize=10)
     axes.set_xlabel("width")
     axes.grid(color=_TEXT, alpha=0.2)
@@ -128,7 +131,7 @@ def interactive(found: Sequence[Panel]) -> Any:
                 "x": widths,
                 "y": [middle_of(line.points[width]) for width in widths],
                 "mode": "lines+markers",
-                "name": line.label,
+                "name": line.label.split(" ")[0],  # it stands for the module in all panels; the exponent is told where one points
                 "legendgroup": line.label.split(" ")[0],
                 "showlegend": column == 1
                 or not any(line.label.split(" ")[0] == first.label.split(" ")[0] for first in found[0].lines),
@@ -136,9 +139,15 @@ def interactive(found: Sequence[Panel]) -> Any:
                 "hovertemplate": f"{line.label} {line.state}<br>width %{{x}}: %{{y:.3g}}<extra></extra>",
             }
             figure.add_scatter(**trace, row=1, col=column)
-    figure.update_xaxes(type="log", title_text="width")
-    figure.update_yaxes(type="log")
+    ticks = _widths(found)
+    figure.update_xaxes(type="log", title_text="width", tickvals=ticks, ticktext=[str(width) for width in ticks])
+    round_numbers = [float(f"{digit}e{power}") for power in range(-12, 13) for digit in (1, 2, 5)]
+    figure.update_yaxes(type="log", tickvals=round_numbers, ticktext=[f"{number:g}" for number in round_numbers])
     return figure
+
+
+def _widths(found: Sequence[Panel]) -> list[int]:
+    return sorted({width for panel in found for line in panel.lines for width in line.points})
 
 
 def middle_of(values: Sequence[float]) -> float:
