@@ -446,6 +446,26 @@ def logged(rank: int, directory: str, on_all: bool) -> list[int]:
     return steps
 
 
+def coordinates(rank: int, ranks: int, wrap: bool) -> dict[str, float]:
+    """The refined coordinate check of the third step, where each rank has its share of a batch; without ``wrap`` one has all."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
+    model = DistributedDataParallel(model) if wrap else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = ModuleMonitor(model)
+    monitor.set_reference_module("init")
+    gradmon.RefinedCoordinateCheck(monitor)
+    monitor.attach(optimizer)
+    for step in range(3):
+        batch = torch.randn(8, 5, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        model(batch.chunk(ranks)[rank]).square().mean().backward()
+        optimizer.step()
+    values = monitor.get_step_metrics()
+    monitor.detach()
+    return values
+
+
 class Experts(nn.Module):
     """A layer that all ranks have, and an expert that each rank has for itself."""
 

@@ -25,6 +25,7 @@ from .rank_runs import (
     bytes_of,
     changed_on_the_way,
     converted,
+    coordinates,
     counted,
     decided,
     in_disorder,
@@ -349,3 +350,12 @@ def test_hooks_that_died_in_a_conversion_are_put_back_and_that_is_said_once(spre
 @pytest.mark.parametrize(("ranks", "setting"), [*((2, setting) for setting in TWO), *((4, setting) for setting in FOUR)], ids=str)
 def test_training_is_the_same_bit_for_bit_on_every_rank(ranks: int, setting: Setting, every: int) -> None:
     assert on_ranks(ranks, unchanged, setting, every) == [True] * ranks
+
+
+def test_the_coordinate_check_is_that_of_one_process_with_all_the_data() -> None:
+    first, second = on_ranks(2, coordinates, 2, True)
+    alone = coordinates(0, 1, False)
+    assert first == second
+    assert first.keys() == alone.keys()
+    assert len(first) > 20
+    assert first == pytest.approx(alone, rel=1e-4, abs=1e-7), "gradients are added up in another order"
