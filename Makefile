@@ -7,20 +7,34 @@ VENV := .venv
 BARE := .venv-bare
 BENCH := .venv-bench
 
-.PHONY: demo test test-all lint bench bench-spikes bench-widths images browser clean
+# a trainer with its extra, and what of the loggers its tests read back, on top of the bare environment; nothing else
+TRAINERS := lightning transformers ignite accelerate
+lightning_extras := lightning,tensorboard
+transformers_extras := transformers,accelerate,wandb,tensorboard,trackio
+ignite_extras := ignite,tensorboard
+accelerate_extras := accelerate,tensorboard
+
+.PHONY: demo test test-all test-integrations $(TRAINERS:%=test-%) lint bench bench-spikes bench-widths images browser clean
 
 demo: $(VENV)/.ready
 	$(VENV)/bin/gradmon demo
 
 # once without any optional package, then what those packages make possible, then the linters
 test: $(VENV)/.ready $(BARE)/.ready browser
-	$(BARE)/bin/python -m pytest -q -m "not slow and not gpu and not extra"
+	$(BARE)/bin/python -m pytest -q -m "not slow and not gpu and not extra and not integration"
 	$(VENV)/bin/python -m pytest -q -m "extra and not slow and not gpu"
+	$(MAKE) test-integrations
 	$(MAKE) lint
 
+test-integrations: $(TRAINERS:%=test-%)
+
+$(TRAINERS:%=test-%): test-%: .venv-%/.ready
+	.venv-$*/bin/python -m pytest -q -m integration tests/test_integration_$*.py
+
 test-all: $(VENV)/.ready $(BARE)/.ready browser
-	$(BARE)/bin/python -m pytest -q -m "not gpu and not extra"
+	$(BARE)/bin/python -m pytest -q -m "not gpu and not extra and not integration"
 	$(VENV)/bin/python -m pytest -q -m "not gpu"
+	$(MAKE) test-integrations
 	$(MAKE) lint
 
 lint: $(VENV)/.ready
@@ -75,5 +89,12 @@ $(BENCH)/.ready: pyproject.toml
 	$(BENCH)/bin/pip install --quiet --editable ".[bench]" $(TORCH)
 	touch $@
 
+.venv-%/.ready: pyproject.toml $(BARE)/.ready
+	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
+	$(BARE)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+		> $$(.venv-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/bare.pth
+	.venv-$*/bin/pip install --quiet --editable ".[test,$($*_extras)]"
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(BARE) $(BENCH) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BARE) $(BENCH) $(TRAINERS:%=.venv-%) .mypy_cache .pytest_cache .ruff_cache .hypothesis

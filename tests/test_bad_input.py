@@ -157,6 +157,8 @@ BAD: list[tuple[Call, type[Exception], tuple[str, ...]]] = [
     (lambda w: w.free.add_optimizer_metric("norm"), ValueError, ("'norm'", "exp_avg_norm")),
     (lambda w: w.free.add_activation_metric("sparsty"), ValueError, ("'sparsty'", "did you mean sparsity?")),
     (lambda w: w.free.add_parameter_difference_metric("x", every="2"), ValueError, ("every='2'", "positive int")),
+    (lambda w: w.free.add_summary_metric("grad_men"), ValueError, ("'grad_men'", "did you mean grad_mean")),
+    (lambda w: w.free.remove_sink(print), ValueError, ("this sink was not added", "print")),
     (lambda w: w.free.add_preset("minimal"), ValueError, ("'minimal'", "'cheap', 'standard', 'full'")),
     (lambda w: w.free.add_batch_metrics(0), ValueError, ("batch_size=0", "positive int")),
     (lambda w: ModuleMonitor(flight_recorder=-1), ValueError, ("flight_recorder=-1", "or 0 for none")),

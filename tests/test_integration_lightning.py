@@ -25,7 +25,7 @@ from . import trainer_oracle as oracle
 from .trainer_oracle import SETTINGS, Setting
 
 pytestmark = [
-    pytest.mark.extra,
+    pytest.mark.integration,
     # advice, of which small runs like these get a lot
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
