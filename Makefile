@@ -3,6 +3,8 @@
 PYTHON ?= python3
 # set TORCH to install another version or build; a torch that is in the environment already is kept
 TORCH ?= torch==2.13.0
+# how many processes run tests at a time
+WORKERS ?= 2
 VENV := .venv
 BARE := .venv-bare
 BENCH := .venv-bench
@@ -21,8 +23,8 @@ demo: $(VENV)/.ready
 
 # once without any optional package, then what those packages make possible, then the linters
 test: $(VENV)/.ready $(BARE)/.ready browser
-	$(BARE)/bin/python -m pytest -q -m "not slow and not gpu and not extra and not integration"
-	$(VENV)/bin/python -m pytest -q -m "extra and not slow and not gpu"
+	$(BARE)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow and not gpu and not extra and not integration"
+	$(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "extra and not slow and not gpu"
 	$(MAKE) test-integrations
 	$(MAKE) lint
 
