@@ -25,6 +25,7 @@ from tqdm import tqdm
 import torch_gradmon as gradmon
 
 from .demo_model import CharacterGPT, Sizes, corpus, draw
+from .guard import is_disabled
 
 RUN_DIR = "runs/demo"
 STEPS = 601  # numbers 0 to 600, so that the last one is among those that measure updates
@@ -115,7 +116,7 @@ def demo(
         ValueError: ``GRADMON_DISABLE`` is set, so that there is nothing to show.
         OSError: ``run_dir`` or ``svg`` cannot be written.
     """
-    if os.environ.get("GRADMON_DISABLE", "") not in ("", "0"):
+    if is_disabled():
         raise ValueError("GRADMON_DISABLE is set, so the monitor does nothing; unset it for the demo")
     sizes, run_dir = sizes or Sizes(), Path(run_dir)
     if svg is not None:  # before a minute of training, not after it

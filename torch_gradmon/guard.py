@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +12,11 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from .errors import Complaints, GradmonWarning, SpikeError
+
+
+def is_disabled() -> bool:
+    """Whether ``GRADMON_DISABLE`` is set in the environment, so that monitors that are made now do nothing."""
+    return os.environ.get("GRADMON_DISABLE", "") not in ("", "0")
 
 
 class Guard:

@@ -27,7 +27,7 @@ from .closer import CloserLook
 from .distributed import Ranks
 from .errors import Complaints, display
 from .exchange import Exchange
-from .guard import Guard
+from .guard import Guard, is_disabled
 from .layers import Layers
 from .ledger import Ledger, Options
 from .loop_methods import LoopMethods
@@ -161,7 +161,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         chosen_layers = Layers(layers)
         if module is not None:
             check.module(module)
-        inert = os.environ.get("GRADMON_DISABLE", "") not in ("", "0")
+        inert = is_disabled()
         complaints = Complaints(raising=on_metric_error == "raise")
         outputs = {**VIEW_BUILT_INS[n.ACTIVATION], **ACTIVATION_BUILT_INS}
         registry = Registry({**VIEW_BUILT_INS, **RCC_BUILT_INS, n.ACTIVATION: outputs, n.OPTIMIZER: OPTIMIZER_BUILT_INS})
