@@ -196,3 +196,35 @@ def test_schedulers_of_an_optimizer_that_did_step_go_on() -> None:
         held.put_back()
         monitor.get_step_metrics()
     assert [scheduler.last_epoch for scheduler in schedulers] == [1, 0]
+
+
+class _Wrapper(torch.optim.Optimizer):
+    """As trainers put one around the optimizer, for which their schedulers are made then."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step(closure)
+
+
+def test_a_scheduler_that_knows_its_optimizer_by_a_wrapper_is_put_back_and_what_is_no_scheduler_is_left_alone() -> None:
+    model = oracle.model()
+    optimizer = _optimizer(model)
+    wrapper = _Wrapper(optimizer)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(wrapper, lambda step: 1.0 / (1 + step))
+    monitor = gradmon.watch(model, optimizer, on_spike="skip")
+    held = HeldSchedulers(monitor, [optimizer], lambda: [object(), scheduler])
+    with pytest.warns(gradmon.GradmonWarning, match="step 1"):
+        for (inputs, labels), scale in zip(oracle.batches(2), (1.0, math.nan), strict=True):
+            optimizer.zero_grad()
+            (oracle.loss_of(model(inputs), labels) * scale).backward()
+            wrapper.step()
+            scheduler.step()
+            held.put_back()
+    assert scheduler.last_epoch == 1
+    assert optimizer.param_groups[0]["lr"] == 0.1 / 2

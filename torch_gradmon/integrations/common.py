@@ -119,7 +119,8 @@ class HeldSchedulers:
     def _stepped(self, optimizer: Optimizer, *_: object) -> None:
         monitor = self._monitor()
         if monitor is not None and monitor.step_skipped:
-            own = [each for each in self._schedulers() if each.optimizer is optimizer]
+            # a trainer's scheduler may know the optimizer by a wrapper
+            own = [each for each in self._schedulers() if check.inside(getattr(each, "optimizer", None)) is optimizer]
             self._kept += [(each, copy.deepcopy(each.state_dict()), _options(optimizer)) for each in own]
 
     def put_back(self) -> None:
