@@ -135,7 +135,7 @@ FLOORS = [
     ["watch"],
     ["integrations", "integrations.epoch"],
     ["integrations.common"],
-    ["integrations.lightning"],
+    ["integrations.lightning", "integrations.transformers"],
     ["__init__"],
     ["widths.command"],
     ["demo_model"],
@@ -168,6 +168,7 @@ OPTIONAL = {
 ALSO = {
     "demo": {"rich", "tqdm"},
     "integrations.lightning": {"lightning"},
+    "integrations.transformers": {"transformers"},
     "statistics.kernels": {"triton"},
     "widths.command": {"rich"},
     "widths.drawing": {"matplotlib", "plotly"},

@@ -15,7 +15,12 @@ EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 RANKS = {"ddp", "fsdp2"}
 #: What makes them quick.
 ARGUMENTS = {"skip": ["--seeds", "1", "--accidents", "overflow"]}
-NEEDS = {"wandb_run": "wandb", "tensorboard_run": "tensorboard", "lightning_trainer": "lightning"}
+NEEDS = {
+    "wandb_run": "wandb",
+    "tensorboard_run": "tensorboard",
+    "lightning_trainer": "lightning",
+    "transformers_trainer": "transformers",
+}
 
 
 def _marked(path: Path) -> object:
