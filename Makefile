@@ -16,7 +16,7 @@ transformers_extras := transformers,accelerate,wandb,tensorboard,trackio
 ignite_extras := ignite,tensorboard
 accelerate_extras := accelerate,tensorboard
 
-.PHONY: demo test test-all test-integrations $(TRAINERS:%=test-%) lint bench bench-spikes bench-widths images browser clean
+.PHONY: demo test test-all test-integrations lint bench bench-spikes bench-widths images browser clean
 
 demo: $(VENV)/.ready
 	$(VENV)/bin/gradmon demo
@@ -30,6 +30,7 @@ test: $(VENV)/.ready $(BARE)/.ready browser
 
 test-integrations: $(TRAINERS:%=test-%)
 
+.PHONY: $(TRAINERS:%=test-%)
 $(TRAINERS:%=test-%): test-%: .venv-%/.ready
 	.venv-$*/bin/python -m pytest -q -m integration tests/test_integration_$*.py
 

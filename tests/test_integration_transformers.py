@@ -29,7 +29,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E4
 from torch_gradmon.integrations.transformers import LOG_KEYS, GradMonCallback, below  # noqa: E402
 from torch_gradmon.spikes import MedianMad  # noqa: E402
 
-pytestmark = pytest.mark.extra
+pytestmark = pytest.mark.integration
 
 MICRO, STEPS = 8, 6
 #: Of the Trainer's own lines: what no two runs share.
