@@ -13,6 +13,7 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon.integrations.common import HeldSchedulers, Watching
+from torch_gradmon.spikes import MeanStd
 
 from . import trainer_oracle as oracle
 
@@ -128,6 +129,65 @@ def test_an_optimizer_of_another_model_is_refused_before_a_run_directory_is_made
     with pytest.raises(ValueError, match="no optimizer holds a parameter of this Sequential"):
         watching.begin(oracle.model(), [_optimizer(oracle.model())])
     assert not (tmp_path / "run").exists()
+
+
+def test_a_detector_that_an_adapter_brings_takes_the_place_of_the_presets_before_a_state_is_loaded() -> None:
+    def begun(state: Any = None) -> gradmon.ModuleMonitor:
+        model = oracle.model()
+        watching = Watching(None, {"on_spike": None}, [gradmon.SpikeDetector(MeanStd())])
+        monitor = watching.begin(model, [optimizer := _optimizer(model)], state=state)
+        for step in range(3):
+            _step(model, optimizer, step)
+        return monitor
+
+    state = begun().state_dict()
+    assert state["detectors"]["grad_norm"]["kind"] == "MeanStd"
+    assert begun(state).state_dict()["detectors"]["grad_norm"]["rule"]["count"] == 6
+    with pytest.raises(ValueError, match=r"has detectors of its own: call monitor\.add_detector"):
+        Watching(gradmon.ModuleMonitor(), {}, [gradmon.SpikeDetector()])
+
+
+# --- what a step brought, as soon as it has ended ------------------------------------------------------------------------------
+
+
+def test_the_last_step_and_its_spikes_are_those_of_the_step_that_ended_last() -> None:
+    model = oracle.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    monitor = gradmon.watch(model, optimizer, on_spike=None, every=2)
+    monitor.add_detector(gradmon.SpikeDetector(lambda norm: norm > 100))
+    monitor.add_detector(gradmon.SpikeDetector(lambda loss: loss > 5, signal="loss"))
+    assert monitor.last_step is None
+    assert monitor.last_events == ()
+    found = []
+    for step, (scale, loss) in enumerate([(1, 1), (1, 1), (1000, 1), (1, 1), (1, 9), (1, 1), (1000, 9), (1, 1)]):
+        _step(model, optimizer, step, scale=scale)
+        monitor.log_scalar("loss", loss)
+        assert monitor.last_step == step
+        found.append([event.signal for event in monitor.last_events])
+        assert [event.step for event in monitor.last_events] == [step] * len(found[-1]), "asked again it is the same"
+        model(oracle.batches(1)[0][0])
+        assert monitor.last_step == step, "though the next one has begun"
+    # the steps behind a spike are monitored whatever the cadence
+    assert found == [[], [], ["grad_norm"], [], ["loss"], [], ["grad_norm", "loss"], []]
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_to_ask_for_spikes_changes_nothing_of_what_is_recorded_or_told(asks: bool) -> None:
+    model = oracle.model()
+    optimizer = _optimizer(model)
+    told: list[tuple[int, str]] = []
+    monitor = gradmon.watch(model, optimizer, on_spike=lambda event: told.append((event.step, event.signal)))
+    monitor.add_detector(gradmon.SpikeDetector(lambda loss: loss > 5, signal="loss"))
+    for step in range(8):
+        _step(model, optimizer, step)
+        monitor.log_scalar("loss", 9 if step in (3, 4) else 1)
+        if asks:
+            assert len(monitor.last_events) == (step in (3, 4))
+            assert told[-1:] == ([(step, "loss")] if step in (3, 4) else told[-1:])
+    monitor.detach()
+    assert told == [(3, "loss"), (4, "loss")]
+    assert [row["spike_score/loss"] for row in monitor.get_all_metrics().values()] == [0, 0, 0, 1, 1, 0, 0, 0]
+    assert "loss = 9" in monitor.why(3)
 
 
 # --- schedulers after a skip -------------------------------------------------------------------------------------------------

@@ -113,16 +113,24 @@ class Ledger:
         """Nothing more can come for the step that has ended: judge the signals that came late, and send it out."""
         if self.last is not None and self._late is not None:
             self._late = None
-            record, events = self._judged(self.last, {}) if self.judges.hears_late else (self.last, [])
-            if record is not self.last:
-                self._keep(record, amend=True)
-                self.fill(self.judges.taken_recalled())
-            self._tell(events)
-            self._warn(self.judges.aftermath(record, self._signals))
+            self._judge_again(self.last)
+            self._warn(self.judges.aftermath(self.last, self._signals))
             for signal in self.judges.unheard():
                 why = self.absent.get((SUMMARY, signal.removeprefix(f"{SUMMARY}/")), _NO_SIGNAL)
                 self._guard.complaints.add(f"signal:{signal}", f"the spike detector of {signal} has nothing to judge: {why}")
         self.outbox.publish()
+
+    def judge_late(self) -> None:
+        """Judge the signals that came late so far, of the step that has ended, before its record is finished."""
+        if self.last is not None and self._late is not None:
+            self._judge_again(self.last)
+
+    def _judge_again(self, record: StepRecord) -> None:
+        judged, events = self._judged(record, {}) if self.judges.hears_late else (record, [])
+        if judged is not record:
+            self._keep(judged, amend=True)
+            self.fill(self.judges.taken_recalled())
+        self._tell(events)
 
     def add(self, key: Key, value: Any, aggregation: Aggregation) -> None:
         """A late value for the step that ended last."""

@@ -407,6 +407,12 @@ class Session(StepValues):
         self.ledger.fill(self.recorder.rest())
 
     @guarded
+    def judge_now(self) -> None:
+        """Make the record of the step that has ended, and judge already now what was logged since."""
+        self.settle()
+        self.ledger.judge_late()
+
+    @guarded
     def _settle_fenced(self) -> None:
         self.settle()
 

@@ -12,6 +12,7 @@ from . import names as n
 from .errors import display
 from .layers import top_shares
 from .names import Key
+from .record import Event
 from .registry import checked_aggregation
 from .session import Session
 from .story import tell
@@ -31,6 +32,16 @@ class ValueMethods:
         """The same for the last ``history`` monitored steps, by step."""
         self._session.settle_now()
         return self._session.ledger.history()
+
+    @property
+    def last_events(self) -> tuple[Event, ...]:
+        """Spikes in the step that ended last, in the signals that there are values for by now; none where it was not monitored.
+
+        Synchronises once. A signal that is logged after this was asked is judged when the next step begins.
+        """
+        self._session.judge_now()
+        record = self._session.settle_now()
+        return () if record is None else record.events
 
     def log_scalar(
         self, key: str, value: Any, aggregation_fn: str | Callable[..., Any] | None = None, *, reduce: str | None = None

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from .. import check
 from ..errors import Complaints, display, nearest
 from ..monitor import ModuleMonitor
+from ..spikes import SpikeDetector
 from ..watch import prepared
 
 
@@ -27,17 +28,24 @@ class Watching:
         monitor: not attached yet, with metrics, sinks and detectors as one likes; None to have one made.
         arguments: those of :func:`torch_gradmon.watch` and of :class:`torch_gradmon.ModuleMonitor` but the model, the optimizers
             and the scaler, which the trainer has; only without ``monitor``.
+        detectors: that a monitor which is made gets besides those of its preset, or instead of them; only without ``monitor``.
 
     Raises:
         TypeError: ``monitor`` is no monitor, or an argument is unknown.
         ValueError: both are given, or an argument is not what it should be.
     """
 
-    def __init__(self, monitor: ModuleMonitor | None, arguments: Mapping[str, Any]) -> None:
+    def __init__(
+        self, monitor: ModuleMonitor | None, arguments: Mapping[str, Any], detectors: Sequence[SpikeDetector] = ()
+    ) -> None:
         if monitor is not None and not isinstance(monitor, ModuleMonitor):
             raise TypeError(f"monitor must be a ModuleMonitor, or None to have one made, got {display(monitor)}")
         if monitor is not None and arguments:
             raise ValueError(f"give either a monitor or arguments to make one, got a monitor and {', '.join(sorted(arguments))}")
+        if monitor is not None and detectors:
+            raise ValueError(
+                "a monitor that is given has detectors of its own: call monitor.add_detector(SpikeDetector(rule)) instead"
+            )
         known = (*inspect.signature(ModuleMonitor).parameters, "preset")
         own = {"module": "the model", "scaler": "the GradScaler"}
         for name in arguments:
@@ -50,6 +58,7 @@ class Watching:
         self.monitor = monitor
         self._is_own = monitor is None
         self._arguments = dict(arguments)
+        self._detectors = tuple(detectors)
         self._model: weakref.ref[nn.Module] | None = None
 
     def begin(
@@ -78,6 +87,8 @@ class Watching:
         if self._is_own and is_new:
             check.optimizers(model, optimizers)  # before there is a run directory
             self.monitor = prepared(model, **self._arguments)
+            for detector in self._detectors:
+                self.monitor.add_detector(detector)
         assert self.monitor is not None
         self.monitor.set_module(model)
         self._model = weakref.ref(model)
