@@ -124,7 +124,7 @@ def _values(
     whole = {"grad_norm": before, "param_norm": parameters, "update_norm": updates}
     values = {f"gradmon/{name}": _flat(tensors).norm().item() for name, tensors in whole.items()}
     finite = _flat(before)[_flat(before).isfinite()]
-    values["gradmon/grad_max"] = finite.abs().max().item()
+    values["gradmon/grad_max"] = finite.abs().max().item() if len(finite) else 0.0
     if clips:
         values["gradmon/grad_norm_clipped"] = _flat(after).norm().item()
     for source, tensors in (("gradient_before_clip", before), ("gradient", after)):
