@@ -60,6 +60,8 @@ def _readme() -> str:
     return README.read_text(encoding="utf-8")
 
 
+# what Ignite imports of torch.distributed says this of torch itself
+@pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", _MODULES)
 def test_the_examples_in_docstrings_run(name: str) -> None:
     try:

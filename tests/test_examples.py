@@ -16,17 +16,18 @@ RANKS = {"ddp", "fsdp2"}
 #: What makes them quick.
 ARGUMENTS = {"skip": ["--seeds", "1", "--accidents", "overflow"]}
 NEEDS = {
-    "wandb_run": "wandb",
-    "tensorboard_run": "tensorboard",
-    "lightning_trainer": "lightning",
-    "transformers_trainer": "transformers",
+    "wandb_run": ("wandb",),
+    "tensorboard_run": ("tensorboard",),
+    "lightning_trainer": ("lightning",),
+    "transformers_trainer": ("transformers",),
+    "ignite_trainer": ("ignite", "sklearn"),
 }
 
 
 def _marked(path: Path) -> object:
-    package = NEEDS.get(path.stem)
-    absent = package is not None and find_spec(package) is None
-    marks = [pytest.mark.extra, pytest.mark.skipif(absent, reason=f"{package} is not installed")] if package else []
+    needs = NEEDS.get(path.stem, ())
+    absent = [package for package in needs if find_spec(package) is None]
+    marks = [pytest.mark.extra, pytest.mark.skipif(bool(absent), reason=f"not installed: {', '.join(absent)}")] if needs else []
     return pytest.param(path, id=path.stem, marks=marks)
 
 
@@ -86,6 +87,18 @@ def test_the_example_of_skipping_saves_the_run_from_an_overflow(tmp_path: Path) 
     above = {row[0].strip(): float(row[1]) for row in rows}
     assert {name for name, loss in above.items() if loss != loss} == {"nothing", "clip at 1", "clip by zclip"}
     assert all(abs(loss) < 0.1 for name, loss in above.items() if "skip" in name or "back" in name)
+
+
+@pytest.mark.extra
+@pytest.mark.skipif(any(find_spec(each) is None for each in NEEDS["ignite_trainer"]), reason="Ignite or scikit-learn is missing")
+def test_the_ignite_example_is_spoiled_by_a_batch_unless_that_is_skipped(tmp_path: Path) -> None:
+    (example,) = [path for path in EXAMPLES if path.stem == "ignite_trainer"]
+    lines = _run(example, tmp_path).splitlines()
+    ends = [line.split() for line in lines if "held-out" in line]
+    clean, poisoned, skipped = (float(words[0].rstrip("%")) for words in ends)
+    assert poisoned < 60 < 80 < min(clean, skipped)
+    assert [words[5:8] for words in ends] == [["0", "of", "88"], ["0", "of", "88"], ["1", "of", "88"]]
+    assert sum("iteration 40:" in line and "a spike" in line for line in lines) == 2
 
 
 def test_under_ddp_every_rank_says_the_same_of_a_batch_that_only_one_had(tmp_path: Path) -> None:
