@@ -135,7 +135,7 @@ FLOORS = [
     ["watch"],
     ["integrations", "integrations.epoch"],
     ["integrations.common"],
-    ["integrations.lightning", "integrations.transformers", "integrations.ignite"],
+    ["integrations.lightning", "integrations.transformers", "integrations.ignite", "integrations.accelerate"],
     ["__init__"],
     ["widths.command"],
     ["demo_model"],
@@ -167,6 +167,7 @@ OPTIONAL = {
 #: Optional packages that a file may import.
 ALSO = {
     "demo": {"rich", "tqdm"},
+    "integrations.accelerate": {"accelerate"},
     "integrations.ignite": {"ignite"},
     "integrations.lightning": {"lightning"},
     "integrations.transformers": {"transformers"},

@@ -21,6 +21,7 @@ NEEDS = {
     "lightning_trainer": ("lightning",),
     "transformers_trainer": ("transformers",),
     "ignite_trainer": ("ignite", "sklearn"),
+    "accelerate_loop": ("accelerate", "sklearn"),
 }
 
 
@@ -99,6 +100,22 @@ def test_the_ignite_example_is_spoiled_by_a_batch_unless_that_is_skipped(tmp_pat
     assert poisoned < 60 < 80 < min(clean, skipped)
     assert [words[5:8] for words in ends] == [["0", "of", "88"], ["0", "of", "88"], ["1", "of", "88"]]
     assert sum("iteration 40:" in line and "a spike" in line for line in lines) == 2
+
+
+@pytest.mark.extra
+@pytest.mark.skipif(
+    any(find_spec(each) is None for each in NEEDS["accelerate_loop"]), reason="Accelerate or scikit-learn is missing"
+)
+def test_the_accelerate_example_gives_the_tracker_every_row_and_holds_the_rate_at_a_skip(tmp_path: Path) -> None:
+    (example,) = [path for path in EXAMPLES if path.stem == "accelerate_loop"]
+    lines = _run(example, tmp_path).splitlines()
+    rows = [line.split() for line in lines if line.strip()[:1].isdigit()][:8]
+    assert [row[0] for row in rows] == ["0", "20", "36", "37", "38", "60", "100", "173"]
+    assert [row[4] for row in rows] == ["0", "0", "0", "0", "1", "1", "1", "1"]
+    assert all(float(row[3]) <= 1.0 for row in rows)
+    rates = next(line.split() for line in lines if line.startswith("lr "))
+    assert rates[4] == rates[5] != rates[3]
+    assert "attempted=174, applied=173, skipped=1" in "".join(lines)
 
 
 def test_under_ddp_every_rank_says_the_same_of_a_batch_that_only_one_had(tmp_path: Path) -> None:

@@ -152,6 +152,17 @@ def inside(optimizer: Any) -> Any:
     return optimizer
 
 
+def scaler_around(named: Sequence[Any]) -> torch.amp.GradScaler | None:
+    """The GradScaler of the wrapper of a trainer around an optimizer, such as Accelerate's; None where there is none."""
+    for optimizer in named:
+        while optimizer is not None:
+            scaler = getattr(optimizer, "scaler", None)
+            if isinstance(scaler, torch.amp.GradScaler):
+                return scaler
+            optimizer = None if inside(optimizer) is optimizer else optimizer.optimizer
+    return None
+
+
 def bare_optimizer(optimizer: Any) -> Optimizer:
     """The optimizer inside the wrapper of a trainer, such as Accelerate's, or itself.
 

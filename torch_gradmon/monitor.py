@@ -39,7 +39,7 @@ from .record import Event
 from .recorder import Recorder
 from .registry import VIEW_BUILT_INS, Registry
 from .session import Session, at_exit
-from .sinks.adapters import adapted
+from .sinks.adapters import adapted, logged_anyhow
 from .sinks.outbox import Outbox
 from .sinks.outlet import Outlet
 from .sinks.wandb import WandbSink
@@ -290,7 +290,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
 
         Args:
             optimizers: that step the watched model; a trainer's wrapper around one is understood.
-            scaler: the GradScaler that drives them.
+            scaler: the GradScaler that drives them; by default the one in such a wrapper, as Accelerate's.
             start_step: number of the first step; by default 0, or where a loaded state goes on.
 
         Raises:
@@ -312,7 +312,8 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
             if start_step is not None:
                 self._session.next_step = start_step
             self._link_modules(module)
-            self._session.follow(module, bare, scaler if scaler is not None else self._session.scaler)
+            known = (scaler, self._session.scaler, check.scaler_around(optimizers))
+            self._session.follow(module, bare, next((each for each in known if each is not None), None))
         return self
 
     def detach(self) -> None:
@@ -347,7 +348,8 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
         """Send every step's values to ``sink``; see :class:`torch_gradmon.sinks.Outlet`. A sink never stops the training.
 
         A W&B or Trackio run, a ``SummaryWriter``, a Comet experiment, the modules ``wandb``, ``trackio`` and ``mlflow``, which
-        stand for the active run, and the trackers of an ``Accelerator`` get the sink that is made for them.
+        stand for the active run, and the trackers of an ``Accelerator`` get the sink that is made for them; with a ``GradMonTracker``
+        among these, keys that ``accelerator.log`` gives them anyhow are left out.
 
         A step's values go out when the next step begins, which waits for the end of the step on the GPU. With ``deferred=True``
         they may come one step later, and nothing waits; on the CPU it makes no difference. What a sink fails to take is tried
@@ -365,7 +367,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
                 raise ValueError(
                     "W&B takes rows without delay, and those of another thread would come between; leave thread=True out"
                 )
-            outlet = Outlet(each, keys, every, complaints, deferred, thread, outbox.place)
+            outlet = Outlet(each, keys, every, complaints, deferred, thread, outbox.place, logged_anyhow(sink))
             outlet.given, outlet.is_on_all_ranks = sink, on_all_ranks
             if callable(before_finish := getattr(each, "before_finish", None)):
                 before_finish(partial(at_exit, weakref.ref(self._session), outbox))

@@ -35,7 +35,7 @@ def watch(
     Args:
         model: to watch, after it was moved, wrapped and compiled as it will be trained.
         optimizers: that train it, in the order in which they step.
-        scaler: the GradScaler that drives them.
+        scaler: the GradScaler that drives them, unless Accelerate's wrapper of the optimizer has it.
         preset: ``"cheap"``, ``"standard"`` or ``"full"``, see :meth:`ModuleMonitor.add_preset`.
         layers: per-layer values to show: ``"blocks"``, ``"top"``, ``"all"`` or a pattern; the run directory has all of them.
         on_spike: ``"warn"``, ``"skip"`` (or :class:`Skip`, or :class:`Rollback`), ``"raise"``, a function of the event, or None.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -34,9 +34,24 @@ def adapted(sink: Any) -> list[Any]:
         return [CometSink(sink)]
     if kind == "SummaryWriter" and hasattr(sink, "add_scalar"):
         return [TensorBoardSink(sink)]
-    if (package, kind) == ("accelerate", "Accelerator"):
-        return [each for tracker in sink.trackers for each in adapted(_unwrapped(tracker))] if sink.is_main_process else []
+    if _is_accelerator(sink):
+        others = [tracker for tracker in sink.trackers if not hasattr(tracker, "logged_anyhow")]
+        return [each for tracker in others for each in adapted(_unwrapped(tracker))] if sink.is_main_process else []
     return [sink]
+
+
+def logged_anyhow(sink: Any) -> Container[str]:
+    """Keys that the trackers of an Accelerator get from the loop, as far as one of them feeds a monitor and so knows; it goes on
+    growing.
+    """
+    known = (
+        [tracker.logged_anyhow for tracker in sink.trackers if hasattr(tracker, "logged_anyhow")] if _is_accelerator(sink) else []
+    )
+    return known[0] if known else ()
+
+
+def _is_accelerator(sink: Any) -> bool:
+    return (type(sink).__module__.partition(".")[0], type(sink).__name__) == ("accelerate", "Accelerator")
 
 
 def _unwrapped(tracker: Any) -> Any:

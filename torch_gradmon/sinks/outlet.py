@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ class Outlet:
         deferred: values may come one step late, so that nothing waits for the device.
         thread: call the sink in a thread of its own.
         kept: where else lost rows can be found, for the message.
+        without: keys that are never sent, which may become more.
 
     Raises:
         TypeError: ``sink`` is none of these.
@@ -47,8 +48,10 @@ class Outlet:
         deferred: bool = False,
         thread: bool = False,
         kept: str = "",
+        without: Container[str] = (),
     ) -> None:
         self._keys = None if keys is None else compile_pattern(keys, "keys")
+        self._without = without
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise ValueError(f"every={every!r} must be a positive int, such as 10 for every tenth step")
         self.sink = sink
@@ -88,7 +91,7 @@ class Outlet:
         self._log(dict(values), step)  # a sink may do with it as it likes, also where it is tried again
 
     def _chooses(self, key: str) -> bool:
-        return self._keys is None or self._keys.search(key) is not None
+        return key not in self._without and (self._keys is None or self._keys.search(key) is not None)
 
     def _note_norm(self, values: Mapping[str, float]) -> None:
         if self._norm is None:
