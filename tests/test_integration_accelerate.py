@@ -28,7 +28,7 @@ from accelerate.tracking import GeneralTracker
 
 from torch_gradmon.integrations.accelerate import GradMonTracker
 
-pytestmark = pytest.mark.extra
+pytestmark = pytest.mark.integration
 
 Rows = dict[int | None, dict[str, Any]]
 

@@ -33,7 +33,7 @@ from ignite.metrics import RunningAverage
 from torch_gradmon.integrations.ignite import GradMonHandler
 
 pytestmark = [
-    pytest.mark.extra,
+    pytest.mark.integration,
     # Ignite's step for mixed precision asks for CUDA whatever the device is, and torch says that there is none
     pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda', but CUDA is not available"),
     pytest.mark.filterwarnings("ignore:CUDA is not available or torch_xla is imported. Disabling autocast"),
