@@ -24,7 +24,7 @@ demo: $(VENV)/.ready
 # once without any optional package, then what those packages make possible, then the linters
 test: $(VENV)/.ready $(BARE)/.ready browser
 	$(BARE)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow and not gpu and not extra and not integration"
-	$(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "extra and not slow and not gpu"
+	$(VENV)/bin/python -m pytest -q -m "extra and not slow and not gpu"
 	$(MAKE) test-integrations
 	$(MAKE) lint
 
