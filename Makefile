@@ -25,7 +25,7 @@ demo: $(VENV)/.ready
 test: $(VENV)/.ready $(BARE)/.ready browser
 	$(BARE)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow and not gpu and not extra and not integration"
 	$(VENV)/bin/python -m pytest -q -m "extra and not slow and not gpu"
-	$(MAKE) test-integrations
+	$(MAKE) --jobs $(WORKERS) --output-sync=target test-integrations
 	$(MAKE) lint
 
 test-integrations: $(TRAINERS:%=test-%)
@@ -37,7 +37,7 @@ $(TRAINERS:%=test-%): test-%: .venv-%/.ready
 test-all: $(VENV)/.ready $(BARE)/.ready browser
 	$(BARE)/bin/python -m pytest -q -m "not gpu and not extra and not integration"
 	$(VENV)/bin/python -m pytest -q -m "not gpu"
-	$(MAKE) test-integrations
+	$(MAKE) --jobs $(WORKERS) --output-sync=target test-integrations
 	$(MAKE) lint
 
 lint: $(VENV)/.ready
