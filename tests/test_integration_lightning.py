@@ -217,6 +217,15 @@ def test_rows_go_to_every_logger_and_a_few_values_through_lightning(tmp_path: Pa
     assert "gradmon/update_ratio" not in run.progress_bar_metrics
 
 
+def test_every_whole_model_value_may_be_one_of_the_few() -> None:
+    wanted = ("grad_max", "param_norm", "steps_not_applied")
+    run = trainer(GradMonCallback(log_every_n_steps=1, summary=wanted, prog_bar=wanted[:1]))
+    run.fit(Net(), loader(3))
+    for section in ("gradmon", "gradmon_epoch"):
+        assert {f"{section}/{name}" for name in wanted} <= run.callback_metrics.keys()
+    assert "gradmon/grad_max" in run.progress_bar_metrics
+
+
 def test_the_keys_of_lightnings_own_monitor(tmp_path: Path) -> None:
     monitor = gradmon.ModuleMonitor(layers="all")
     for name in ("grad_norm", "grad_mean", "grad_std", "grad_sparsity"):
@@ -528,6 +537,11 @@ def test_before_training_it_can_be_copied_and_pickled() -> None:
     [
         ({"log_every_n_steps": -1}, "log_every_n_steps=-1 must not be negative"),
         ({"explosion_threshold": 0}, "explosion_threshold=0 must be positive, such as 1e4, or None"),
+        ({"explosion_threshold": "1e4"}, "explosion_threshold must be a number, such as 1e4, or None, got '1e4'"),
+        ({"track_epochs": "train/"}, "track_epochs must be True or False, got 'train/'"),
+        ({"summary": "grad_norm"}, r"summary must be names of whole-model values, such as .*got 'grad_norm'"),
+        ({"summary": ["grad_nrm"]}, r"summary='grad_nrm' is not one of .*did you mean grad_norm"),
+        ({"prog_bar": None}, r"prog_bar must be names of whole-model values, such as .*got None"),
         ({"step_prefix": None}, "step_prefix must be a str, such as 'train/', got None"),
         ({"on_spyke": "skip"}, r"there is no argument 'on_spyke'; did you mean on_spike\?"),
     ],

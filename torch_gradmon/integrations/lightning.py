@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from .. import check
+from ..batches import DOCUMENTATION as BATCHES
 from ..errors import Complaints, display
 from ..monitor import ModuleMonitor
+from ..summary import DOCUMENTATION, ON_REQUEST
 from .common import HeldSchedulers, Watching
 from .epoch import Epoch, renamed
 
@@ -52,8 +54,8 @@ class GradMonCallback(Callback):
         *,
         log_every_n_steps: int | None = None,
         track_epochs: bool = True,
-        summary: Sequence[str] = ("grad_norm", "update_ratio", "spike_score"),
-        prog_bar: Sequence[str] = ("grad_norm",),
+        summary: Collection[str] = ("grad_norm", "update_ratio", "spike_score"),
+        prog_bar: Collection[str] = ("grad_norm",),
         explosion_threshold: float | None = None,
         step_prefix: str = _SECTION,
         epoch_prefix: str = "gradmon_epoch/",
@@ -61,8 +63,17 @@ class GradMonCallback(Callback):
     ) -> None:
         if log_every_n_steps is not None:
             check.step_number("log_every_n_steps", log_every_n_steps)
-        if explosion_threshold is not None and not explosion_threshold > 0:
-            raise ValueError(f"explosion_threshold={explosion_threshold!r} must be positive, such as 1e4, or None")
+        if explosion_threshold is not None:
+            if not isinstance(explosion_threshold, (int, float)) or isinstance(explosion_threshold, bool):
+                raise TypeError(f"explosion_threshold must be a number, such as 1e4, or None, got {display(explosion_threshold)}")
+            if not explosion_threshold > 0:
+                raise ValueError(f"explosion_threshold={explosion_threshold!r} must be positive, such as 1e4, or None")
+        check.flag(track_epochs=track_epochs)
+        for name, keys in (("summary", summary), ("prog_bar", prog_bar)):
+            if isinstance(keys, str) or not isinstance(keys, Collection):
+                raise TypeError(f"{name} must be names of whole-model values, such as ('grad_norm',), got {display(keys)}")
+            for key in keys:
+                check.one_of(name, key, (*DOCUMENTATION, *ON_REQUEST, *BATCHES))
         for name, value in (("step_prefix", step_prefix), ("epoch_prefix", epoch_prefix)):
             if not isinstance(value, str):
                 raise TypeError(f"{name} must be a str, such as 'train/', got {display(value)}")
@@ -182,7 +193,7 @@ class GradMonCallback(Callback):
     def _log(self, pl_module: LightningModule, values: Mapping[str, float], prefix: str, of_epoch: bool) -> None:
         for key, value in values.items():
             _, section, name = key.rpartition(_SECTION)
-            if section and name.removesuffix("_max") in self._summary:
+            if section and (name in self._summary or name.removesuffix("_max") in self._summary):
                 on_bar = not of_epoch and name in self._prog_bar
                 pl_module.log(prefix + name, value, prog_bar=on_bar, logger=False, on_step=not of_epoch, on_epoch=of_epoch)
 
