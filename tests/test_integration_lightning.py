@@ -373,6 +373,23 @@ def test_a_checkpoint_of_a_run_without_the_callback_gives_the_number_of_the_step
     assert list(callback.monitor.get_all_metrics()) == [4, 5, 6, 7]
 
 
+def test_two_callbacks_with_another_prefix_each_have_their_keys_and_their_states(tmp_path: Path) -> None:
+    def both() -> list[GradMonCallback]:
+        return [GradMonCallback(log_every_n_steps=1), GradMonCallback(log_every_n_steps=1, every=2, prefix="other/")]
+
+    first, saves = both(), ModelCheckpoint(tmp_path, filename="last", monitor="other/gradmon/grad_norm")
+    run = trainer(*first, saves, enable_checkpointing=True, logger=CSVLogger(tmp_path))
+    run.fit(Net(), loader(6))
+    wanted = {f"{prefix}{key}/grad_norm" for prefix in ("", "other/") for key in ("gradmon", "gradmon_epoch")}
+    assert wanted <= run.callback_metrics.keys()
+    assert wanted <= {key for row in rows(tmp_path) for key in row}
+    states = torch.load(tmp_path / "last.ckpt", weights_only=False)["callbacks"]
+    assert {"GradMonCallback", "GradMonCallback prefix='other/'"} <= states.keys()
+    second = both()
+    trainer(*second, epochs=2).fit(Net(), loader(6), ckpt_path=str(tmp_path / "last.ckpt"))
+    assert [list(each.monitor.get_all_metrics()) for each in second if each.monitor] == [[6, 7, 8, 9, 10, 11], [6, 8, 10]]
+
+
 # --- acting ------------------------------------------------------------------------------------------------------------------
 
 

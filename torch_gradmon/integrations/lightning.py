@@ -15,7 +15,7 @@ from ..summary import DOCUMENTATION, ON_REQUEST
 from .common import HeldSchedulers, Watching
 from .epoch import Epoch, renamed
 
-_SECTION = "gradmon/"
+_SECTION, _EPOCH = "gradmon/", "gradmon_epoch/"
 
 
 class GradMonCallback(Callback):
@@ -37,7 +37,8 @@ class GradMonCallback(Callback):
             spike detector, which is there anyway, needs no such number.
         step_prefix: takes the place of ``gradmon/`` in the keys of rows; with ``"train/"`` they are those of Lightning's
             ``GradientStatsMonitor``.
-        epoch_prefix: the same for the values of an epoch.
+        epoch_prefix: the same for the values of an epoch. Of two callbacks in one trainer one needs another ``prefix=`` or other
+            values of these two, by which keys and states in checkpoints differ.
         watch_arguments: of :func:`torch_gradmon.watch` and :class:`torch_gradmon.ModuleMonitor`: ``on_spike="skip"``,
             ``layers="all"``, ``run_dir=...``.
 
@@ -58,7 +59,7 @@ class GradMonCallback(Callback):
         prog_bar: Collection[str] = ("grad_norm",),
         explosion_threshold: float | None = None,
         step_prefix: str = _SECTION,
-        epoch_prefix: str = "gradmon_epoch/",
+        epoch_prefix: str = _EPOCH,
         **watch_arguments: Any,
     ) -> None:
         if log_every_n_steps is not None:
@@ -81,11 +82,19 @@ class GradMonCallback(Callback):
         self._log_every, self._track_epochs = log_every_n_steps, track_epochs
         self._summary, self._prog_bar, self._threshold = tuple(summary), frozenset(prog_bar), explosion_threshold
         self.step_prefix, self.epoch_prefix = step_prefix, epoch_prefix
+        prefixes = {"prefix": watch_arguments.get("prefix", ""), "step_prefix": step_prefix, "epoch_prefix": epoch_prefix}
+        usual = ("", _SECTION, _EPOCH)
+        self._prefixes = [each for each, own in zip(prefixes.items(), usual, strict=True) if each[1] != own]
         self._epoch, self._complaints = Epoch(), Complaints()
         self._held: HeldSchedulers | None = None
         self._sinks: list[Any] = []
         self._loaded: Mapping[str, Any] = {}
         self._shown = -1
+
+    @property
+    def state_key(self) -> str:
+        """Under which its state is in checkpoints; Lightning refuses two of one name, so each prefix makes another one."""
+        return type(self).__qualname__ + "".join(f" {name}={value!r}" for name, value in self._prefixes)
 
     @property
     def monitor(self) -> ModuleMonitor | None:
@@ -192,10 +201,12 @@ class GradMonCallback(Callback):
 
     def _log(self, pl_module: LightningModule, values: Mapping[str, float], prefix: str, of_epoch: bool) -> None:
         for key, value in values.items():
-            _, section, name = key.rpartition(_SECTION)
+            before, section, name = key.rpartition(_SECTION)
             if section and (name in self._summary or name.removesuffix("_max") in self._summary):
                 on_bar = not of_epoch and name in self._prog_bar
-                pl_module.log(prefix + name, value, prog_bar=on_bar, logger=False, on_step=not of_epoch, on_epoch=of_epoch)
+                pl_module.log(
+                    before + prefix + name, value, prog_bar=on_bar, logger=False, on_step=not of_epoch, on_epoch=of_epoch
+                )
 
 
 class _Rows:
