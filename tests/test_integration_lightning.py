@@ -307,6 +307,25 @@ def test_what_is_logged_may_be_changed_by_a_subclass(tmp_path: Path) -> None:
     assert {key for row in ours for key in row} == {"step", "log10", "mine"}
 
 
+@pytest.mark.parametrize("by", ["the environment", "the cadence"])
+def test_a_subclass_is_not_asked_about_an_epoch_without_values(
+    by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mine(GradMonCallback):
+        def epoch_values(self, values: dict[str, float]) -> dict[str, float]:
+            return {"mine": values["gradmon_epoch/grad_norm"]}
+
+    if by == "the environment":
+        monkeypatch.setenv("GRADMON_DISABLE", "1")
+    plain, watched = Net(), Net()
+    callback = Mine(run_dir=tmp_path / "run", monitor_step_fn=lambda step: False)
+    trainer().fit(plain, loader(3))
+    trainer(callback, logger=CSVLogger(tmp_path), log_every_n_steps=1).fit(watched, loader(3))
+    assert same(parameters(plain), parameters(watched))
+    assert {key for row in rows(tmp_path) for key in row} == {"epoch", "step", "loss"}
+    assert (tmp_path / "run").exists() == (by == "the cadence")
+
+
 # --- resuming ----------------------------------------------------------------------------------------------------------------
 
 

@@ -106,7 +106,7 @@ class GradMonCallback(Callback):
         return values
 
     def epoch_values(self, values: dict[str, float]) -> dict[str, float]:
-        """What is logged of an epoch, by default the means of all values. Override it to add, remove or rename."""
+        """What is logged of an epoch with values, by default the means of all. Override it to add, remove or rename."""
         return values
 
     # --- what Lightning calls ------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class GradMonCallback(Callback):
             return
         self._catch_up()
         values = self._epoch.values()
-        row = self.epoch_values(renamed(values, self.epoch_prefix, everything=True))
+        row = self.epoch_values(renamed(values, self.epoch_prefix, everything=True)) if values else {}
         for logger in trainer.loggers if row else ():
             logger.log_metrics(row, self._epoch.last)
         self._log(pl_module, values, self.epoch_prefix, of_epoch=True)
