@@ -352,6 +352,27 @@ def test_the_flag_is_there_before_the_run_and_says_which_iterations_were_spikes(
     assert events == [(16, 16, "grad_norm")]
 
 
+@pytest.mark.parametrize("spiking", [0, 1])
+def test_of_two_handlers_on_one_trainer_either_may_say_that_an_iteration_was_a_spike(spiking: int) -> None:
+    models = [_model(), _model()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-2) for model in models]
+
+    def update(engine: Engine, batch: Batch) -> None:
+        for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            spikes = engine.state.iteration == 4 and number == spiking
+            oracle.loss_of(model(batch[0] * (POISON if spikes else 1)), batch[1]).backward()
+            optimizer.step()
+
+    trainer = Engine(update)
+    for prefix, model, optimizer in zip(("", "other/"), models, optimizers, strict=True):
+        GradMonHandler(rule=Threshold(100.0), on_spike="skip", prefix=prefix).attach(trainer, model, optimizer)
+    rows = _rows(trainer)
+    with pytest.warns(gradmon.GradmonWarning, match="step 4: grad_norm"):
+        trainer.run(oracle.batches(6))
+    assert [row["iteration"] for row in rows if row["spike"]] == [4]
+
+
 def test_a_spike_in_a_loss_that_is_logged_after_the_step_is_flagged_in_its_iteration() -> None:
     model = oracle.model()
     optimizer = _adam(model)

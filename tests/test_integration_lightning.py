@@ -308,9 +308,7 @@ def test_what_is_logged_may_be_changed_by_a_subclass(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("by", ["the environment", "the cadence"])
-def test_a_subclass_is_not_asked_about_an_epoch_without_values(
-    by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_subclass_is_not_asked_about_an_epoch_without_values(by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Mine(GradMonCallback):
         def epoch_values(self, values: dict[str, float]) -> dict[str, float]:
             return {"mine": values["gradmon_epoch/grad_norm"]}

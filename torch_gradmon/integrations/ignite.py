@@ -63,6 +63,7 @@ class GradMonHandler:
         self._callback, self._complaints = callback, Complaints()
         self._trainer: weakref.ref[Engine] | None = None
         self._runs = False
+        self._spiked = False  # in this iteration
         self._handles: list[Any] = []
         self._loaded: Mapping[str, Any] = {}
         self._published: dict[str, float] = {}
@@ -164,6 +165,7 @@ class GradMonHandler:
         if not self._runs:  # attached in the middle of a run, or an exception was handled and the run goes on
             self._begin(engine, engine.state.iteration)
         self._withdraw(engine)
+        self._spiked = False
 
     def _iteration_completed(self, engine: Engine) -> None:
         monitor = self.monitor
@@ -171,16 +173,24 @@ class GradMonHandler:
             return
         ended = monitor.last_step
         if ended == self._seen:  # no step in this iteration
-            engine.state.unhealthy_spike = False  # type: ignore[attr-defined]
+            self._flag(engine)
             return
         self._seen, events = ended, monitor.last_events
-        engine.state.unhealthy_spike = bool(events) or monitor.step_skipped  # type: ignore[attr-defined]
+        self._spiked = bool(events) or monitor.step_skipped
+        self._flag(engine)
         self._publish(engine, monitor.get_step_metrics())
         for event in events if self._callback is not None else ():
             try:
                 self._callback(engine, event)  # type: ignore[misc]
             except Exception as error:
                 self._complaints.add("callback", "the callback of GradMonHandler failed; training goes on", error)
+
+    @staticmethod
+    def _flag(engine: Engine) -> None:
+        """Of several handlers on one trainer, each with a model of its own, none takes back what another one has said."""
+        owners = (getattr(handler, "__self__", None) for handler, *_ in engine._event_handlers[Events.ITERATION_COMPLETED])
+        spiked = any(isinstance(owner, GradMonHandler) and owner._spiked for owner in owners)
+        engine.state.unhealthy_spike = spiked  # type: ignore[attr-defined]
 
     def _publish(self, engine: Engine, values: Mapping[str, float]) -> None:
         metrics = engine.state.metrics
