@@ -12,6 +12,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -433,6 +434,49 @@ def test_a_skipped_step_did_not_happen_for_the_model_the_optimizer_and_the_sched
     assert schedulers[0]["last_epoch"] == (7 if interval == "step" else 1)
     assert callback.monitor is not None
     assert callback.monitor.counts.skipped == 1
+
+
+class Plateau(Net):
+    """With a scheduler that Lightning moves after the callbacks have seen the end of the batch."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step", "monitor": "loss"}}
+
+
+@pytest.mark.parametrize("at", [5, 7])
+def test_a_scheduler_that_follows_a_value_does_not_know_of_a_skipped_step(at: int) -> None:
+    ends = []
+    for bad, callbacks in ((None, []), (at, [GradMonCallback(on_spike="skip")])):
+        data, net = loader(8), Plateau(spike_at=bad)
+        if bad is None:
+            data.dataset.pop(at)
+        else:
+            data.dataset[at] = (data.dataset[at][0] * math.nan, data.dataset[at][1])  # the loss that is logged too
+        run = trainer(*callbacks)
+        with nullcontext() if bad is None else pytest.warns(gradmon.GradmonWarning, match=f"step {at}"):
+            run.fit(net, data)
+        ends.append(
+            (parameters(net), run.optimizers[0].param_groups[0]["lr"], run.lr_scheduler_configs[0].scheduler.state_dict())
+        )
+    assert same(ends[0][0], ends[1][0])
+    assert ends[0][1:] == ends[1][1:]
+    assert ends[0][1] < 1e-2
+
+
+@pytest.mark.parametrize("at", [2, 3])
+def test_what_a_scheduler_does_every_so_many_batches_is_not_put_off_by_a_skip(at: int) -> None:
+    class Rare(Net):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step", "frequency": 4}}
+
+    run = trainer(GradMonCallback(on_spike="skip"))
+    with pytest.warns(gradmon.GradmonWarning, match=f"step {at}"):
+        run.fit(Rare(spike_at=at), loader(7))
+    assert run.optimizers[0].param_groups[0]["lr"] == 0.5e-2
 
 
 # --- other loops -------------------------------------------------------------------------------------------------------------

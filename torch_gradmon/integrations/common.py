@@ -134,9 +134,13 @@ class HeldSchedulers:
             own = [each for each in self._schedulers() if check.inside(getattr(each, "optimizer", None)) is optimizer]
             self._kept += [(each, copy.deepcopy(each.state_dict()), _options(optimizer)) for each in own]
 
-    def put_back(self) -> None:
-        """Undo what the schedulers did since a step that was skipped; without one it does nothing."""
-        kept, self._kept = self._kept, []
+    def put_back(self, again: Callable[[Any], bool] = lambda scheduler: False) -> None:
+        """Undo what the schedulers did since a step that was skipped; without one it does nothing.
+
+        Args:
+            again: whether a scheduler has not moved for this step yet, so that the next call is to undo that.
+        """
+        kept, self._kept = self._kept, [each for each in self._kept if again(each[0])]
         for scheduler, state, options in kept:
             scheduler.load_state_dict(state)
             for group, before in zip(scheduler.optimizer.param_groups, options, strict=True):

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from .. import check
 from ..batches import DOCUMENTATION as BATCHES
@@ -131,6 +132,8 @@ class GradMonCallback(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """With its first batch an epoch begins, be it one that a checkpoint was taken before; in the middle of one it goes on."""
+        if self._held is not None:
+            self._held.put_back()
         if batch_idx == 0:
             self._catch_up()
             self._epoch.begin()
@@ -139,7 +142,8 @@ class GradMonCallback(Callback):
         """Give what belongs on the progress bar to Lightning."""
         if self._held is None or self.monitor is None:
             return
-        self._held.put_back()
+        # those that follow a value move after the validation, which comes later
+        self._held.put_back(again=lambda each: pl_module.automatic_optimization and isinstance(each, ReduceLROnPlateau))
         step = self.monitor.last_step
         if step is not None and step > self._shown and self._every and step % self._every == 0:
             self._shown = step
@@ -147,6 +151,8 @@ class GradMonCallback(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the means over the steps of the epoch."""
+        if self._held is not None:
+            self._held.put_back()
         if self._held is None or self.monitor is None or not self._track_epochs:
             return
         self._catch_up()
@@ -223,6 +229,9 @@ class _Rows:
 
 
 def _stepped_by(trainer: Trainer, pl_module: LightningModule) -> list[Any]:
-    """The schedulers that move with steps; those of epochs have moved on their own by the time that a skip is undone."""
+    """The schedulers that move with each step. Those of epochs, or of every so many batches, follow the trainer's count, which goes on:
+    what they do in a batch that is skipped would come a whole epoch later if it were undone.
+    """
     by_hand = not pl_module.automatic_optimization
-    return [config.scheduler for config in trainer.lr_scheduler_configs if by_hand or config.interval == "step"]
+    configs = trainer.lr_scheduler_configs
+    return [config.scheduler for config in configs if by_hand or (config.interval == "step" and config.frequency == 1)]
