@@ -216,12 +216,12 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
 
         Raises:
             TypeError: it is no ``nn.Module``.
-            ValueError: another module is being watched, or metrics of one name overlap on this one.
+            ValueError: it has watched another module, or metrics of one name overlap on this one.
         """
         check.module(module)
         watched = self._planner.module
         if watched is not None and watched is not module:
-            raise ValueError(f"already watching a {type(watched).__name__}; call detach() first, or make another ModuleMonitor")
+            raise ValueError(f"this monitor is one of a {type(watched).__name__}; make another ModuleMonitor for another model")
         self._planner.watch(module)
         self._warn_of_idle(self._registry.metrics)
         self._session.ledger.layers.warn_of_idle(self._planner.inventory.names if self._planner.inventory else ())
