@@ -129,7 +129,7 @@ def same(first: nn.Module, second: nn.Module) -> bool:
 def records(callback: Any) -> dict[int, dict[str, float]]:
     """All that is shown but how long it took."""
     found = callback.monitor.get_all_metrics()
-    return {step: {k: v for k, v in values.items() if k != "gradmon/overhead_pct"} for step, values in found.items()}
+    return {step: {k: v for k, v in values.items() if not k.endswith("gradmon/overhead_pct")} for step, values in found.items()}
 
 
 def whole(steps: Sequence[oracle.Step]) -> list[oracle.Step]:
@@ -548,6 +548,24 @@ def test_a_checkpoint_without_the_callback_can_be_resumed_with_it_and_saved_agai
     assert list(records(callback)) == [2, 3], "numbered as the Trainer's steps"
     saved = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text(encoding="utf-8"))
     assert saved["stateful_callbacks"]["GradMonCallback"]["monitor"]["next_step"] == 4
+
+
+def test_of_two_callbacks_each_goes_on_with_its_own_state(tmp_path: Path) -> None:
+    def both() -> list[GradMonCallback]:
+        return [GradMonCallback(), GradMonCallback(prefix="other/", on_spike=None)]
+
+    whole = both()
+    trainer(tmp_path, *whole, save_strategy="steps", save_steps=2).train()
+    resumed = both()
+    trainer(tmp_path, *resumed).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    for first, second in zip(whole, resumed, strict=True):
+        assert records(second) == {step: values for step, values in records(first).items() if step >= 4}
+        assert any(key.endswith("gradmon/spike_score") for key in records(second)[4]), "the detector knows what is usual"
+
+    changed = [GradMonCallback(layers="all"), GradMonCallback(prefix="other/", on_spike=None)]
+    with pytest.warns(gradmon.GradmonWarning, match="several GradMonCallbacks, none with these arguments; this one begins anew"):
+        trainer(tmp_path, *changed).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert records(changed[1]) == records(resumed[1])
 
 
 def test_what_a_loop_logs_late_is_learned_before_a_checkpoint(tmp_path: Path) -> None:

@@ -104,8 +104,7 @@ class GradMonCallback(TrainerCallback, ExportableState):  # type: ignore[misc]  
             return
         if type(optimizer).__name__ == "DeepSpeedOptimizerWrapper":
             raise ValueError("DeepSpeed steps by itself and keeps gradients from hooks; use FSDP2, or leave GradMonCallback out")
-        # of several callbacks of one name nobody knows whose state is whose
-        saved = kept.get("monitor") if state.global_step > 0 and isinstance(kept, dict) else None
+        saved = self._saved(kept) if state.global_step > 0 else None
         scaler, start = getattr(optimizer, "scaler", None), state.global_step
         monitor = self._watching.begin(model, [optimizer], scaler=scaler, start_step=start, state=saved)
         scheduler = getattr(lr_scheduler, "scheduler", lr_scheduler)  # of Accelerate
@@ -158,6 +157,20 @@ class GradMonCallback(TrainerCallback, ExportableState):  # type: ignore[misc]  
     def _kept(self) -> dict[str, Any]:
         plain = {k: os.fspath(v) if isinstance(v, os.PathLike) else v for k, v in self._arguments.items()}
         return {k: v for k, v in plain.items() if v is None or isinstance(v, (str, int, float, list))}
+
+    def _saved(self, kept: Any) -> Any:
+        """The monitor's state in a checkpoint. Of several callbacks of one name the Trainer puts the states into one list, those of
+        later checkpoints behind those of earlier ones; there it is the last one with the arguments of this callback.
+        """
+        if isinstance(kept, list):
+            own = [each for each in kept if isinstance(each, dict) and each.get("args") == self._kept()]
+            if not own:
+                message = (
+                    "the checkpoint has the states of several GradMonCallbacks, none with these arguments; this one begins anew"
+                )
+                self._complaints.add("resume", message)
+            kept = own[-1] if own else None
+        return kept.get("monitor") if isinstance(kept, dict) else None
 
     def _note(self, values: dict[str, float], step: int) -> None:
         if step > self._line:
