@@ -589,3 +589,33 @@ def test_the_last_step_goes_out_when_the_interpreter_ends(end: str, tmp_path: Pa
     assert "torch_gradmon" not in done.stderr
     assert [row["step"] for row in _read(tmp_path / "m.jsonl")] == [0, 1, 2]
     assert gradmon.load_run(tmp_path).steps == [0, 1, 2]
+
+
+def test_a_sink_that_is_removed_gets_the_last_row_is_closed_and_hears_no_more() -> None:
+    class Sink:
+        def __init__(self) -> None:
+            self.rows: list[int] = []
+            self.closed = 0
+
+        def log(self, values: dict[str, float], step: int) -> None:
+            self.rows.append(step)
+
+        def close(self) -> None:
+            self.closed += 1
+
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor, sink = gradmon.watch(model, optimizer), Sink()
+    monitor.add_sink(sink)
+    for step in range(4):
+        model(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+        if step == 2:
+            assert sink.rows == [0, 1], "the last row waits for the next step"
+            monitor.remove_sink(sink)
+            assert sink.rows == [0, 1, 2]
+            assert sink.closed == 1
+    monitor.detach()
+    assert sink.rows == [0, 1, 2]
+    with pytest.raises(ValueError, match="this sink was not added"):
+        monitor.remove_sink(sink)
