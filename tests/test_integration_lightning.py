@@ -270,6 +270,8 @@ def test_means_of_an_epoch_leave_out_what_is_not_finite_and_begin_anew(tmp_path:
         assert float(row["gradmon_epoch/grad_norm"]) == pytest.approx(sum(finite) / len(finite))
         assert float(row["gradmon_epoch/grad_norm_max"]) == pytest.approx(max(finite))
         assert row["step"] == str(10 * epoch + 9)
+        refused = sum(not math.isfinite(norm) for norm in norms[: 10 * epoch + 10])
+        assert float(row["gradmon_epoch/steps_not_applied"]) == refused > 0, "a counter has no mean"
 
 
 def test_checkpoints_may_be_chosen_by_a_value_of_a_step_or_of_an_epoch(tmp_path: Path) -> None:
@@ -297,10 +299,14 @@ def test_an_explosion_is_said_once_and_before_clipping(tmp_path: Path) -> None:
 def test_what_is_logged_may_be_changed_by_a_subclass(tmp_path: Path) -> None:
     class Mine(GradMonCallback):
         def step_values(self, values: dict[str, float]) -> dict[str, float]:
-            return {"log10": math.log10(values["gradmon/grad_norm"])}
+            return {"log10": math.log10(values["mine/grad_norm"])}
 
         def epoch_values(self, values: dict[str, float]) -> dict[str, float]:
             return {"mine": values["gradmon_epoch/grad_norm"]}
+
+        @property
+        def step_prefix(self) -> str:
+            return "mine/"
 
     callback = Mine(log_every_n_steps=1)
     trainer(callback, logger=CSVLogger(tmp_path)).fit(Net(), loader(2))

@@ -8,6 +8,8 @@ from typing import Any
 
 #: The whole-model value of which the largest of an epoch is kept, under its name with ``_max``.
 _LARGEST = "gradmon/grad_norm"
+#: Counters from the beginning of the run, of which an epoch has the last value.
+_COUNTERS = ("gradmon/steps_not_applied", "gradmon/steps_skipped")
 
 
 class Epoch:
@@ -23,11 +25,11 @@ class Epoch:
         self.last = -1
         self._sums: dict[str, float] = {}
         self._counts: dict[str, int] = {}
-        self._largest: dict[str, float] = {}
+        self._kept: dict[str, float] = {}
 
     def begin(self) -> None:
         """An epoch begins: what was taken so far belongs to the one before."""
-        self._sums, self._counts, self._largest = {}, {}, {}
+        self._sums, self._counts, self._kept = {}, {}, {}
 
     def take(self, values: Mapping[str, float], step: int) -> bool:
         """Take the values of ``step``; False, and nothing done, where it was taken before."""
@@ -35,25 +37,27 @@ class Epoch:
             return False
         self.last = step
         for key, value in values.items():
-            if math.isfinite(value):
+            if key.endswith(_COUNTERS):
+                self._kept[key] = value
+            elif math.isfinite(value):
                 self._sums[key] = self._sums.get(key, 0.0) + value
                 self._counts[key] = self._counts.get(key, 0) + 1
                 if key.endswith(_LARGEST):
-                    self._largest[f"{key}_max"] = max(value, self._largest.get(f"{key}_max", value))
+                    self._kept[f"{key}_max"] = max(value, self._kept.get(f"{key}_max", value))
         return True
 
     def values(self) -> dict[str, float]:
-        """The means by key, and the largest gradient norm; empty without a step."""
-        return {key: total / self._counts[key] for key, total in self._sums.items()} | self._largest
+        """The means by key, the largest gradient norm and the counters; empty without a step."""
+        return {key: total / self._counts[key] for key, total in self._sums.items()} | self._kept
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, as plain numbers."""
-        return {"last": self.last, "sums": dict(self._sums), "counts": dict(self._counts), "largest": dict(self._largest)}
+        return {"last": self.last, "sums": dict(self._sums), "counts": dict(self._counts), "kept": dict(self._kept)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
         self.last = int(state["last"])
-        self._sums, self._counts, self._largest = (dict(state[name]) for name in ("sums", "counts", "largest"))
+        self._sums, self._counts, self._kept = (dict(state[name]) for name in ("sums", "counts", "kept"))
 
 
 def renamed(values: Mapping[str, float], prefix: str, everything: bool = False) -> dict[str, float]:

@@ -82,7 +82,7 @@ class GradMonCallback(Callback):
         self._watching = Watching(monitor, watch_arguments)
         self._log_every, self._track_epochs = log_every_n_steps, track_epochs
         self._summary, self._prog_bar, self._threshold = tuple(summary), frozenset(prog_bar), explosion_threshold
-        self.step_prefix, self.epoch_prefix = step_prefix, epoch_prefix
+        self._step_prefix, self._epoch_prefix = step_prefix, epoch_prefix
         prefixes = {"prefix": watch_arguments.get("prefix", ""), "step_prefix": step_prefix, "epoch_prefix": epoch_prefix}
         usual = ("", _SECTION, _EPOCH)
         self._prefixes = [each for each, own in zip(prefixes.items(), usual, strict=True) if each[1] != own]
@@ -101,6 +101,16 @@ class GradMonCallback(Callback):
     def monitor(self) -> ModuleMonitor | None:
         """The monitor; unless you gave one it is None before the training begins. It may be asked after the training, too."""
         return self._watching.monitor
+
+    @property
+    def step_prefix(self) -> str:
+        """What takes the place of ``gradmon/`` in rows. A subclass may override it."""
+        return self._step_prefix
+
+    @property
+    def epoch_prefix(self) -> str:
+        """The same for the values of an epoch."""
+        return self._epoch_prefix
 
     def step_values(self, values: dict[str, float]) -> dict[str, float]:
         """What a row for the loggers has. Override it to add, remove or rename."""
