@@ -12,6 +12,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which torch may do in any test
 
+# Transformers imports Comet, which would then make an experiment of its own for each run of MLflow
+os.environ["COMET_DISABLE_AUTO_LOGGING"] = "1"
+
 _OPTIONAL = ("rich", "tqdm")
 
 
