@@ -108,6 +108,8 @@ FLOORS = [
         "capture.passes",
         "capture.retracing",
     ],
+    ["diagnosis.findings", "diagnosis.history"],
+    ["diagnosis"],
     ["spikes.detector", "sinks.outlet", "capture.hanging", "capture.isolation", "capture.module_values", "capture.terms"],
     ["capture.reference"],
     ["widths.fit", "widths.terms"],

@@ -1,0 +1,131 @@
+"""What a diagnosis looks at, and how it speaks."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import torch_gradmon as gradmon
+from torch_gradmon.diagnosis import Diagnosis, Finding
+from torch_gradmon.diagnosis.history import History, Series, thinned
+
+
+def _finding(rule: str = "always-clipped", severity: str = "warning", weight: float = 0.0, step: int = 3) -> Finding:
+    return Finding(rule, severity, "h.0", (step, 9), {"share": 0.98}, "Every step is clipped.", "Raise max_norm.", weight)  # type: ignore[arg-type]
+
+
+def _run(path: Path, steps: int = 30) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    monitor = gradmon.watch(model, optimizer, run_dir=path, on_spike=None)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).square().mean() * (math.nan if step == 20 else 1)
+        loss.backward()
+        monitor.log_scalar("train/loss", loss.detach())
+        if step == 20:
+            optimizer.zero_grad()
+        optimizer.step()
+    monitor.detach()
+    return model
+
+
+# --- history -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_history_has_the_numbers_of_the_run(tmp_path: Path) -> None:
+    model = _run(tmp_path)
+    run = gradmon.load_run(tmp_path)
+    history = History.of_run(run)
+    assert history.steps == list(range(30))
+    assert history.span == (0, 29)
+    norms = history.series("grad_norm")
+    assert dict(zip(norms.steps, norms.values, strict=True)) == pytest.approx(run.series("gradmon/grad_norm"), nan_ok=True)
+    assert math.isnan(history.loss.values[20])
+    assert len(history.loss.finite) == 29
+    matrix = history.matrix("gradient_before_clip", "rms")
+    assert matrix is not None
+    assert matrix.names == tuple(name for name, _ in model.named_parameters())
+    column = matrix.column("2.weight")
+    assert 20 not in column.steps, "it is NaN there"
+    expected = {s: v for s, v in run.series("gradient_before_clip/2.weight/rms").items() if not math.isnan(v)}
+    assert dict(zip(column.steps, column.values, strict=True)) == pytest.approx(expected)
+    assert history.sizes("parameter") == {"0.weight": 32, "0.bias": 8, "2.weight": 8, "2.bias": 1}
+    assert history.matrix("optimizer", "rms") is None
+    assert {event.step for event in history.events} == {20}
+
+
+def test_a_long_run_is_thinned_and_keeps_its_ends_and_its_spikes(tmp_path: Path) -> None:
+    _run(tmp_path, steps=60)
+    history = History.of_run(gradmon.load_run(tmp_path), most=24)
+    assert len(history.records) <= 24
+    assert {0, 1, 2, 58, 59, 19, 20, 21} <= set(history.steps)
+
+
+@given(
+    steps=st.lists(st.integers(0, 10_000), unique=True, min_size=1, max_size=600).map(sorted),
+    around=st.lists(st.integers(0, 10_000), max_size=50),
+    most=st.integers(40, 200),
+)
+def test_thinning_chooses_from_the_steps_and_no_more_than_asked_for(steps: list[int], around: list[int], most: int) -> None:
+    chosen = thinned(steps, around, most)
+    assert chosen == sorted(set(chosen))
+    assert set(chosen) <= set(steps)
+    assert len(chosen) <= most
+    assert len(steps) > most or chosen == steps
+    assert {steps[0], steps[-1]} <= set(chosen)
+
+
+def test_parts_and_medians() -> None:
+    series = Series(tuple(range(8)), (5.0, 1.0, math.nan, 3.0, 2.0, math.inf, 9.0, 8.0))
+    assert series.part(0.75, 1).values == (9.0, 8.0)
+    assert series.part(0, 0.25).values == (5.0, 1.0)
+    assert series.since(6).steps == (6, 7)
+    assert series.finite.median == 3.0, "the lower one of six"
+    assert math.isnan(Series((), ()).median)
+    assert len(Series((), ()).part(0, 1)) == 0
+    assert Series((4,), (1.0,)).part(0.9, 1).values == (1.0,)
+
+
+# --- findings ----------------------------------------------------------------------------------------------------------------
+
+
+def test_findings_are_ranked_by_severity_then_weight_then_time() -> None:
+    findings = [
+        _finding("a", "info"),
+        _finding("b", "warning", 1.0),
+        _finding("c", "error", step=5),
+        _finding("d", "error", step=2),
+        _finding("e", "warning", 2.0),
+    ]
+    diagnosis = Diagnosis.of(findings, (0, 9), {})
+    assert [finding.rule for finding in diagnosis.findings] == ["d", "c", "e", "b", "a"]
+    assert not diagnosis.healthy
+    assert diagnosis.exit_code == 1
+    assert Diagnosis.of(findings[:1], (0, 9), {}).exit_code == 0
+
+
+def test_it_speaks_in_plain_words() -> None:
+    text = str(Diagnosis.of([_finding(), *(_finding("dead-units", "info", step=s) for s in range(5))], (0, 9), {}))
+    assert text.startswith("1 warning, 5 info in steps 0 to 9\n\nWARNING always-clipped in h.0 (steps 3 to 9)\n")
+    assert "        Every step is clipped. [share 0.98]\n        -> Raise max_norm." in text
+    assert text.endswith("and 2 more of dead-units")
+    assert str(Diagnosis.of([], (0, 9), {})) == "Nothing found in steps 0 to 9."
+    assert str(Diagnosis.of([], None, {})) == "Nothing to diagnose: no monitored step yet."
+
+
+def test_it_turns_into_json_whatever_the_numbers() -> None:
+    finding = Finding("non-finite-loss", "error", "", (4, 4), {"loss": math.nan, "steps": 1.0}, "It is NaN.", "Look.")
+    found = json.loads(Diagnosis.of([finding], (0, 4), {"dead-units": "no activations were measured"}).to_json())
+    assert found["healthy"] is False
+    assert found["findings"][0]["evidence"] == {"loss": "nan", "steps": 1.0}
+    assert found["findings"][0]["steps"] == [4, 4]
+    assert found["unseen"] == {"dead-units": "no activations were measured"}
