@@ -109,7 +109,7 @@ FLOORS = [
         "capture.retracing",
     ],
     ["diagnosis.findings", "diagnosis.history"],
-    ["diagnosis", "diagnosis.nonfinite"],
+    ["diagnosis", "diagnosis.nonfinite", "diagnosis.learning"],
     ["diagnosis.diagnose"],
     ["spikes.detector", "sinks.outlet", "capture.hanging", "capture.isolation", "capture.module_values", "capture.terms"],
     ["capture.reference"],

@@ -51,8 +51,8 @@ _STAGES = (
         "non-finite-gradient",
         n.GRADIENT_BEFORE_CLIP,
         "loss and forward pass are finite, and the backward pass brings NaN or Inf",
-        "look for functions whose derivative is infinite where they are finite (sqrt, norm and pow at 0, torch.where around a division), or "
-        "skip such steps: on_spike='skip'",
+        "look for functions whose derivative is infinite where they are finite (sqrt, norm and pow at 0, torch.where around a division), "
+        "or skip such steps: on_spike='skip'",
     ),
 )
 

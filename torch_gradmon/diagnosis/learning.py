@@ -1,0 +1,82 @@
+"""Whether a model learns: what most rules have to know before they call anything a fault."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from .history import Series
+
+State = Literal["falls", "flat", "rises", "unknown"]
+#: So many losses make a trend.
+_FEWEST = 20
+#: What is compared with the last fifth: the first fifth, by ranks, and the first few, which is where a quick learner is still above.
+_HEAD, _TAIL, _FEW = 0.2, 0.2, 5
+#: A shift counts from so many standard deviations of the rank sum on; losses of neighbouring steps are not independent,
+_RANKS = 3.0
+#: the first few losses from so many standard deviations of the last fifth on,
+_SPREADS = 6.0
+#: and either from such a share of the loss at the beginning on.
+_SHARE = 0.01
+#: Of a normal distribution, the standard deviation over the median absolute deviation.
+_OF_MAD = 1.4826
+
+
+@dataclass(frozen=True)
+class Learning:
+    """How the loss went.
+
+    Attributes:
+        state: ``unknown`` without enough losses.
+        first: the median of the losses at the beginning; NaN where unknown.
+        last: that of the last fifth.
+    """
+
+    state: State
+    first: float = math.nan
+    last: float = math.nan
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether the loss falls. One that is not known is not taken for a fault, nor for an excuse: this is False then."""
+        return self.state == "falls"
+
+
+def learning(loss: Series) -> Learning:
+    """How the loss went from the beginning to the end, against its own noise; losses that are not finite are left out.
+
+    The first and the last fifth are compared by their ranks (Mann and Whitney 1947, Ann. Math. Stat. 18, 50-60), which asks
+    nothing of the noise.
+    """
+    finite = loss.finite
+    if len(finite) < _FEWEST:
+        return Learning("unknown")
+    few, head, tail = Series(finite.steps[:_FEW], finite.values[:_FEW]), finite.part(0.0, _HEAD), finite.part(1 - _TAIL, 1.0)
+    least = _SHARE * abs(few.median)
+    fell = few.median - tail.median
+    if fell > max(_SPREADS * spread(tail), least):
+        return Learning("falls", few.median, tail.median)
+    shift, change = rank_shift(head.values, tail.values), tail.median - head.median
+    state: State = "flat"
+    if abs(shift) > _RANKS and abs(change) > least:
+        state = "falls" if shift < 0 else "rises"
+    return Learning(state, head.median, tail.median)
+
+
+def spread(part: Series) -> float:
+    """The standard deviation of a part, as its median absolute deviation tells it; a straight trend within it is none."""
+    values = part.values
+    third = max(len(values) // 3, 1)
+    rise = Series(part.steps[-third:], values[-third:]).median - Series(part.steps[:third], values[:third]).median
+    slope = rise / max(len(values) - third, 1)
+    level = Series(part.steps, tuple(value - slope * place for place, value in enumerate(values)))
+    return _OF_MAD * Series(part.steps, tuple(abs(value - level.median) for value in level.values)).median
+
+
+def rank_shift(before: Sequence[float], after: Sequence[float]) -> float:
+    """By how many standard deviations ``after`` ranks above ``before``: positive where it is larger. Ties have the mean of their ranks."""
+    count, other = len(after), len(before)
+    below = sum((a > b) + 0.5 * (a == b) for a in after for b in before)
+    return (below - count * other / 2) / math.sqrt(count * other * (count + other + 1) / 12)
