@@ -1,0 +1,12 @@
+"""A zoo of small trainings: each with one fault and its mended twin, and healthy ones of which nothing should be said."""
+
+from __future__ import annotations
+
+from . import activations, attention, healthy, initialisation, loops, losses, nonfinite, optimisation, ownership, precision
+from .training import Training, Watch
+
+_FAULTY = (initialisation, activations, attention, nonfinite, optimisation, losses, precision, loops, ownership)
+FAULTS: list[Training] = [training for module in _FAULTY for training in module.TRAININGS]
+HEALTHY: list[Training] = healthy.TRAININGS
+
+__all__ = ["FAULTS", "HEALTHY", "Training", "Watch"]

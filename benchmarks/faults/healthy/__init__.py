@@ -1,0 +1,8 @@
+"""Healthy trainings: of none of them should anything be said, however odd some look."""
+
+from __future__ import annotations
+
+from ..training import Training
+from . import loops, losses, models, optimizers, several
+
+TRAININGS: list[Training] = [training for module in (optimizers, models, losses, loops, several) for training in module.TRAININGS]

@@ -1,0 +1,182 @@
+"""Loops in which a call is missing, stands in the wrong place or is there twice."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from .families import adamw, task
+from .training import STEPS, Training, Watch, last, over
+
+ACCUMULATED = 4
+
+
+def _no_zero_grad(family: str, watch: Watch, seed: int, healed: bool) -> float:
+    """Gradients are never cleared, so that each step takes the sum of all so far."""
+    job = task(family, seed)
+    optimizer = torch.optim.SGD(job.model.parameters(), lr={"rnn": 0.5}.get(family, 0.05))
+    monitor = watch(job.model, optimizer)
+    losses = []
+    for _ in range(STEPS):
+        loss = job.loss(job.model, next(job.batches))
+        if healed:
+            optimizer.zero_grad()
+        loss.backward()
+        monitor.log_scalar("loss", loss.detach())
+        losses.append(loss.detach())
+        optimizer.step()
+    return last(losses)
+
+
+def _cleared_too_late(family: str, watch: Watch, seed: int, healed: bool) -> float:
+    """Gradients are cleared between the backward and the step, which then has none."""
+    job = task(family, seed)
+    optimizer = adamw(job.model)
+    monitor = watch(job.model, optimizer)
+    losses = []
+    for _ in range(STEPS):
+        loss = job.loss(job.model, next(job.batches))
+        if healed:
+            optimizer.zero_grad()
+        loss.backward()
+        monitor.log_scalar("loss", loss.detach())
+        losses.append(loss.detach())
+        if not healed:
+            optimizer.zero_grad()
+        optimizer.step()
+    return last(losses)
+
+
+def _cleared_within(family: str, watch: Watch, seed: int, healed: bool) -> float:
+    """Gradients are cleared at each of four micro-batches, so that only the last one counts, for a quarter."""
+    job = task(family, seed)
+    optimizer = torch.optim.SGD(job.model.parameters(), lr=0.1, momentum=0.9)
+    monitor = watch(job.model, optimizer)
+    losses = []
+    for micro in range(STEPS * 2):
+        if not healed or micro % ACCUMULATED == 0:
+            optimizer.zero_grad()
+        loss = job.loss(job.model, next(job.batches))
+        (loss / ACCUMULATED).backward()
+        losses.append(loss.detach())
+        if micro % ACCUMULATED == ACCUMULATED - 1:
+            monitor.log_scalar("loss", loss.detach())
+            optimizer.step()
+    return last(losses)
+
+
+def _stepped_twice(family: str, watch: Watch, seed: int, healed: bool) -> float:
+    """The optimizer steps in a helper and once more in the loop, on the same gradient."""
+    job = task(family, seed)
+    optimizer = adamw(job.model)
+    monitor = watch(job.model, optimizer)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = job.loss(job.model, next(job.batches))
+        loss.backward()
+        monitor.log_scalar("loss", loss.detach())
+        losses.append(loss.detach())
+        optimizer.step()
+        if not healed:
+            optimizer.step()
+    return last(losses)
+
+
+def _never_stepped(family: str, watch: Watch, seed: int, healed: bool) -> float:
+    """Forward, backward and the schedule, but no step; torch warns of the schedule alone, where there is one."""
+    job = task(family, seed)
+    optimizer = adamw(job.model)
+    monitor = watch(job.model, optimizer)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = job.loss(job.model, next(job.batches))
+        loss.backward()
+        monitor.log_scalar("loss", loss.detach())
+        losses.append(loss.detach())
+        if healed:
+            optimizer.step()
+    return last(losses)
+
+
+def _clipped_too_late(family: str, watch: Watch, seed: int, healed: bool) -> float:
+    """The clip stands behind the step, where it changes nothing that is still used."""
+    job = task(family, seed)
+    optimizer = torch.optim.SGD(job.model.parameters(), lr=0.05, momentum=0.9)
+    monitor = watch(job.model, optimizer)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = job.loss(job.model, next(job.batches))
+        loss.backward()
+        if healed:
+            nn.utils.clip_grad_norm_(job.model.parameters(), 1.0)
+        monitor.log_scalar("loss", loss.detach())
+        losses.append(loss.detach())
+        optimizer.step()
+        if not healed:
+            nn.utils.clip_grad_norm_(job.model.parameters(), 1.0)
+    return last(losses)
+
+
+def _clipped_each_time(family: str, watch: Watch, seed: int, healed: bool) -> float:
+    """The clip stands inside the accumulation: sums of micro-batches are clipped again and again."""
+    job = task(family, seed)
+    optimizer = torch.optim.SGD(job.model.parameters(), lr=0.1, momentum=0.9)
+    monitor = watch(job.model, optimizer)
+    losses = []
+    for micro in range(STEPS * 2):
+        if micro % ACCUMULATED == 0:
+            optimizer.zero_grad()
+        loss = job.loss(job.model, next(job.batches))
+        (loss / ACCUMULATED).backward()
+        losses.append(loss.detach())
+        at_end = micro % ACCUMULATED == ACCUMULATED - 1
+        if at_end or not healed:
+            nn.utils.clip_grad_norm_(job.model.parameters(), 0.1)
+        if at_end:
+            monitor.log_scalar("loss", loss.detach())
+            optimizer.step()
+    return last(losses)
+
+
+TRAININGS: list[Training] = [
+    *over(
+        ["mlp", "cnn", "rnn"],
+        "forgot-zero-grad",
+        "missing-zero-grad",
+        _no_zero_grad,
+        "optimizer.zero_grad() in each step",
+        held_back="rnn",
+    ),
+    *over(
+        ["mlp", "gpt", "vit"],
+        "cleared-before-step",
+        "step-without-gradients",
+        _cleared_too_late,
+        "zero_grad() before the backward",
+        held_back="vit",
+    ),
+    *over(
+        ["mlp", "cnn", "embedding"],
+        "cleared-within-accumulation",
+        "micro-batch-discarded",
+        _cleared_within,
+        "zero_grad() once for each step",
+        held_back="embedding",
+    ),
+    *over(["mlp", "gpt", "rnn"], "two-steps", "stepped-twice", _stepped_twice, "one step for each gradient", held_back="rnn"),
+    *over(["mlp", "autoencoder", "cnn"], "no-step", "never-stepped", _never_stepped, "optimizer.step()", held_back="cnn"),
+    *over(
+        ["mlp", "rnn", "vit"], "clip-behind-step", "clip-after-step", _clipped_too_late, "clip before the step", held_back="vit"
+    ),
+    *over(
+        ["mlp", "autoencoder", "cnn"],
+        "clip-within-accumulation",
+        "clip-per-micro-batch",
+        _clipped_each_time,
+        "clip once, before the step",
+        held_back="cnn",
+    ),
+]
