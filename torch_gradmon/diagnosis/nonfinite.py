@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from .. import names as n
 from ..record import StepRecord, Table
+from ..spikes.origin import innermost
 from ..statistics.moments import Column
 from .findings import Finding
 from .history import History
@@ -88,7 +88,7 @@ def _first_spoiled(record: StepRecord, loss: float | None) -> tuple[_Stage, list
         if stage.source:
             places = _spoiled(record.tables.get(stage.source))
             if stage.source == n.ACTIVATION:
-                places = _innermost(places)
+                places = innermost(places)
             if places:
                 return stage, places
         elif loss is not None and not -float("inf") < loss < float("inf"):
@@ -103,13 +103,6 @@ def _spoiled(table: Table | None) -> list[str]:
     if Column.SQUARE_SUM in table.columns:
         bad |= ~table.rows[:, Column.SQUARE_SUM].isfinite()
     return [name for name, is_bad in zip(table.names, bad.tolist(), strict=True) if is_bad]
-
-
-def _innermost(names: Sequence[str]) -> list[str]:
-    """Without modules that contain another one; the root contains all."""
-    return [
-        name for name in names if not any(other != name and (name == n.ROOT or other.startswith(f"{name}.")) for other in names)
-    ]
 
 
 def _stuck(history: History) -> list[Finding]:

@@ -43,12 +43,14 @@ def _spoiled(table: Table | None) -> list[tuple[str, int, int]]:
 
 
 def _innermost(spoiled: Sequence[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+    kept = set(innermost([name for name, _, _ in spoiled]))
+    return [each for each in spoiled if each[0] in kept]
+
+
+def innermost(names: Sequence[str]) -> list[str]:
     """Without modules that contain another one; the root contains all."""
-    names = [name for name, _, _ in spoiled]
     return [
-        each
-        for each in spoiled
-        if not any(other != each[0] and (each[0] == ROOT or other.startswith(f"{each[0]}.")) for other in names)
+        name for name in names if not any(other != name and (name == ROOT or other.startswith(f"{name}.")) for other in names)
     ]
 
 
