@@ -17,6 +17,9 @@ from tests.test_activations import KINDS, ROOT, SGD, Twin, check, watched
 from torch_gradmon import ModuleMonitor
 from torch_gradmon.errors import GradmonWarning
 
+# most loops here are of what is measured, and leave out what the audit of the loop misses
+pytestmark = pytest.mark.filterwarnings("ignore:torch_gradmon. Gradients are not cleared")
+
 # --- a model that is called by its parts ------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,9 @@ from tests import oracle
 from tests.test_activations import KINDS, ROOT, SGD, Twin, check, watched
 from torch_gradmon import ModuleMonitor
 
+# most loops here are of what is measured, and leave out what the audit of the loop misses
+pytestmark = pytest.mark.filterwarnings("ignore:torch_gradmon. Gradients are not cleared")
+
 GRADIENTS = ("output_gradient", "input_gradient")
 ABSENT = "no backward pass that ends in parameters brought a gradient for its "
 

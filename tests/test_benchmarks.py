@@ -176,12 +176,12 @@ def test_the_floor_is_one_sum_for_each_tensor() -> None:
     assert [float(s) for s in sums] == [float(t.sum()) for t in tensors]
 
 
-def test_an_idle_step_has_no_hooks_on_parameters() -> None:
+def test_an_idle_step_has_one_hook_on_a_parameter() -> None:
     loop = Loop(watched=True)
-    assert armed_hooks(loop.model) == PARAMETERS  # step 0 is monitored
+    assert armed_hooks(loop.model) == PARAMETERS + 1  # step 0 is monitored
     for _ in range(3):
         loop.step()
-    assert armed_hooks(loop.model) == 0
+    assert armed_hooks(loop.model) == 1  # that of the audit
     assert loop.monitor is not None
     loop.monitor.detach()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -14,7 +15,13 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon.diagnosis import Diagnosis, Finding
-from torch_gradmon.diagnosis.history import History, Series, thinned
+from torch_gradmon.diagnosis.history import History
+from torch_gradmon.diagnosis.series import Series
+from torch_gradmon.memory import Memory
+from torch_gradmon.names import Key
+from torch_gradmon.record import Event, StepRecord, Table
+from torch_gradmon.statistics.moments import ALL_COLUMNS
+from torch_gradmon.thinning import thinned
 
 
 def _finding(rule: str = "always-clipped", severity: str = "warning", weight: float = 0.0, step: int = 3) -> Finding:
@@ -68,6 +75,25 @@ def test_a_long_run_is_thinned_and_keeps_its_ends_and_its_spikes(tmp_path: Path)
     history = History.of_run(gradmon.load_run(tmp_path), most=24)
     assert len(history.records) <= 24
     assert {0, 1, 2, 58, 59, 19, 20, 21} <= set(history.steps)
+
+
+def test_a_loss_that_is_logged_seldom_is_still_looked_at(tmp_path: Path) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    monitor = gradmon.watch(model, optimizer, preset="cheap", run_dir=tmp_path, on_spike=None)
+    for step in range(1300):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).square().mean()
+        loss.backward()
+        if step % 25 == 0:
+            monitor.log_scalar("train/loss", loss.detach())
+        optimizer.step()
+    live, read = monitor._session.ledger.memory.records(), History.of_run(gradmon.load_run(tmp_path), most=100)
+    assert len(live) < 1000
+    assert len(History(live).loss) == 52
+    assert len(read.records) <= 100
+    assert len(read.loss) >= 40  # 4 would be met by chance
+    monitor.detach()
 
 
 @given(
@@ -129,3 +155,109 @@ def test_it_turns_into_json_whatever_the_numbers() -> None:
     assert found["findings"][0]["evidence"] == {"loss": "nan", "steps": 1.0}
     assert found["findings"][0]["steps"] == [4, 4]
     assert found["unseen"] == {"dead-units": "no activations were measured"}
+
+
+# --- what a monitor remembers ------------------------------------------------------------------------------------------------
+
+
+def _record(step: int, parameters: int = 3, spikes: bool = False) -> StepRecord:
+    table = Table(tuple(map(str, range(parameters))), torch.full((parameters, 8), float(step), dtype=torch.float64), ALL_COLUMNS)
+    events = (Event(step, "loss", 1.0, 9.0, 5.0, "high"),) if spikes else ()
+    return StepRecord(step, 0.0, True, {}, {"gradient": table}, events=events)
+
+
+def test_a_memory_is_bounded_by_number_and_by_bytes_and_keeps_ends_and_spikes() -> None:
+    memory = Memory(most=100)
+    for step in range(5000):
+        memory.keep(_record(step, spikes=step == 70))
+        assert len(memory.records()) < 200
+    steps = [record.step for record in memory.records()]
+    assert {0, 1, 70, 4999} <= set(steps)
+    assert max(b - a for a, b in itertools.pairwise(steps)) < 300, "no part of the run is forgotten"
+    assert float(memory.records()[0].tables["gradient"].rows[0, 0]) == 0.0
+    heavy = Memory(budget=60 * 1000 * 64)
+    for step in range(500):
+        heavy.keep(_record(step, parameters=1000))
+    assert len(heavy.records()) < 120
+
+
+def test_a_memory_takes_a_step_again_and_forgets_a_branch() -> None:
+    memory = Memory()
+    for step in (0, 1, 2, 2, 3):
+        memory.keep(_record(step))
+    assert [record.step for record in memory.records()] == [0, 1, 2, 3]
+    memory.goes_back(2)
+    assert [record.step for record in memory.records()] == [0, 1]
+
+
+# --- the loss ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "chosen"),
+    [
+        (["loss"], "loss"),
+        (["train/loss", "val/loss"], "train/loss"),
+        (["val_loss", "train_loss_step"], "train_loss_step"),
+        (["Loss/train", "Loss/val"], "Loss/train"),
+        (["loss", "train/loss"], "loss"),
+        (["kl_loss", "train_loss", "dev/loss"], "train_loss"),
+        (["kl_loss", "total_loss"], "total_loss"),
+        (["kl_loss"], "kl_loss"),
+        (["eval/loss"], None),
+        (["lossy", "gloss", "loss_of_face"], None),
+    ],
+)
+def test_which_of_the_logged_values_is_the_loss(keys: list[str], chosen: str | None) -> None:
+    records = [
+        StepRecord(step, 0.0, True, {Key("", key, ""): float(place) for place, key in enumerate(keys)}) for step in range(3)
+    ]
+    assert History(records).loss.values == (() if chosen is None else (float(keys.index(chosen)),) * 3)
+
+
+class _WithLoss(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.inner, self.how = nn.Linear(4, 1), how
+
+    def forward(self, x: torch.Tensor) -> object:
+        y = self.inner(x)
+        loss = y.square().mean()
+        return {"number": loss, "dict": {"loss": loss, "logits": y}, "tuple": (loss, y), "output": y}[self.how]
+
+
+def _loss_in(out: object, how: str) -> torch.Tensor:
+    if how == "output":
+        return out.square().mean()  # type: ignore[attr-defined]
+    return out if how == "number" else out["loss" if how == "dict" else 0]  # type: ignore[index, return-value]
+
+
+@pytest.mark.parametrize(
+    ("how", "batch", "known"),
+    [("number", 3, True), ("dict", 3, True), ("tuple", 3, True), ("output", 3, False), ("output", 1, False)],
+)
+def test_a_loss_that_nobody_logs_is_what_the_model_returns(how: str, batch: int, known: bool) -> None:
+    torch.manual_seed(0)
+    model = _WithLoss(how)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = gradmon.watch(model, optimizer, preset="full", on_spike=None)
+    losses = []
+    for _ in range(5):
+        out = model(torch.ones(batch, 4))
+        loss = _loss_in(out, how)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    monitor.get_step_metrics()
+    found = History(monitor._session.ledger.memory.records()).loss
+    assert list(found.values) == (pytest.approx(losses) if known else [])
+
+
+def test_what_could_not_be_judged_is_said() -> None:
+    told = str(Diagnosis.of([], (0, 9), {"units": "activations were not measured: preset='full'"}))
+    assert told.splitlines() == [
+        "Nothing found in steps 0 to 9.",
+        "",
+        "Not judged: units (activations were not measured: preset='full')",
+    ]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_gradmon.diagnosis.history import Series
 from torch_gradmon.diagnosis.learning import learning, rank_shift
+from torch_gradmon.diagnosis.series import Series
 
 
 def _series(values: list[float]) -> Series:

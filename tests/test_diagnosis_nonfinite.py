@@ -52,7 +52,7 @@ def _diagnosis(path: Path, spoils: str, act: Callable[[Net, torch.optim.Optimize
 
 @pytest.mark.parametrize(
     ("spoils", "where", "step"),
-    [("activation", "first", AT), ("loss", "", AT), ("gradient", "first.weight", AT), ("parameter", "first.weight", AT + 1)],
+    [("activation", "first", AT), ("loss", "", AT), ("gradient", "second.weight", AT), ("parameter", "first.weight", AT + 1)],
 )
 def test_the_first_that_is_spoiled_is_named_and_nothing_else(spoils: str, where: str, step: int, tmp_path: Path) -> None:
     (finding,) = _diagnosis(tmp_path, spoils).findings
@@ -83,3 +83,22 @@ def test_a_scaler_that_looks_for_its_scale_is_sound_and_one_that_never_finds_it_
     monitor.detach()
     diagnosis = diagnosed(History.of_run(gradmon.load_run(tmp_path)))
     assert [finding.rule for finding in diagnosis.findings] == ["non-finite-gradient"] * found
+
+
+@pytest.mark.parametrize(("reaches_loss", "expected"), [(False, []), (True, ["non-finite-activation"])])
+def test_logits_that_are_masked_are_no_fault_as_long_as_what_follows_is_finite(reaches_loss: bool, expected: list[str]) -> None:
+    net = nn.Sequential(nn.Linear(4, 3), nn.Threshold(math.inf, -math.inf) if reaches_loss else _Mask())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    monitor = gradmon.watch(net, optimizer, preset="full", on_spike=None)
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(net(torch.ones(2, 4)), torch.tensor([0, 1]))
+        loss.backward()
+        monitor.log_scalar("loss", loss.detach())
+        optimizer.step()
+    assert [finding.rule for finding in monitor.diagnose().findings if finding.severity == "error"] == expected
+
+
+class _Mask(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.masked_fill(torch.tensor([False, False, True]), -math.inf)

@@ -216,6 +216,7 @@ def test_a_late_signal_brings_the_steps_too() -> None:
     monitor.add_gradient_metric("norm")
     monitor.attach(optimizer)
     for step in range(205):
+        optimizer.zero_grad()
         model(torch.ones(8, 4)).square().mean().backward()
         optimizer.step()
         monitor.log_scalar("loss", 9.0 if step == SPIKE else 1.0)

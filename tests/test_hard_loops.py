@@ -479,6 +479,7 @@ def test_a_tag_stands_with_the_step_that_it_was_given_for(tmp_path: Path) -> Non
     optimizer = SGD(model.parameters(), lr=0.0)
     monitor = gradmon.watch(model, optimizer, run_dir=tmp_path, every=2)
     for step in range(4):
+        optimizer.zero_grad()
         model(X).sum().backward()
         monitor.tag(batch=step)
         optimizer.step()

@@ -206,7 +206,8 @@ def test_ten_thousand_steps_grow_neither_memory_nor_hooks() -> None:
         model(x).sum().backward()
         optimizer.step()
         monitor.log_scalar("loss", 1.0)
-        if step in (2000, 10_000):
+        # what is remembered for a diagnosis goes up and down between two bounds
+        if step >= (2000, 9000, 10**9)[len(seen)] and len(monitor._session.ledger.memory.records()) == 500:
             gc.collect()
             seen.append((sys.getallocatedblocks(), len(gc.get_objects()), _hook_count(model, optimizer)))
     (blocks, objects, hooks), (later_blocks, later_objects, later_hooks) = seen
@@ -251,6 +252,7 @@ def test_a_tag_goes_to_its_step_wherever_the_loop_gives_it(when: str, every: int
     for step in range(6):
         if when == "before":
             monitor.tag(batch=step)
+        optimizer.zero_grad()
         loss = model(torch.randn(2, 3)).sum()
         if when == "inside":
             monitor.tag(batch=step)
@@ -270,6 +272,7 @@ def test_a_tag_of_a_step_that_is_not_monitored_goes_to_no_other_step() -> None:
     monitor.attach(optimizer)
     tags = []
     for step in range(4):
+        optimizer.zero_grad()
         loss = model(torch.randn(2, 3)).sum()
         if step == 1:
             monitor.tag(batch=1)

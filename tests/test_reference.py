@@ -21,6 +21,9 @@ from torch_gradmon.capture.outputs import tensors_of
 from . import loops, oracle
 from .families import BY_NAME
 
+# most loops here are of what is measured, and leave out what the audit of the loop misses
+pytestmark = pytest.mark.filterwarnings("ignore:torch_gradmon. Gradients are not cleared")
+
 Met = dict[str, list[Tensor]]
 
 

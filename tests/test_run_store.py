@@ -267,6 +267,7 @@ def test_a_value_that_came_late_is_in_the_run_once(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor.attach(optimizer)
     for step in range(4):
+        optimizer.zero_grad()
         model(torch.ones(1, 1)).sum().backward()
         optimizer.step()
         monitor.log_scalar("late", step * 10)

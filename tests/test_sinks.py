@@ -608,6 +608,7 @@ def test_a_sink_that_is_removed_gets_the_last_row_is_closed_and_hears_no_more() 
     monitor, sink = gradmon.watch(model, optimizer), Sink()
     monitor.add_sink(sink)
     for step in range(4):
+        optimizer.zero_grad()
         model(torch.ones(3, 2)).sum().backward()
         optimizer.step()
         if step == 2:

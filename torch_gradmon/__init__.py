@@ -4,6 +4,8 @@ from .acting.policy import Counts, Rollback, RolledBack, Skip
 from .adaptive_clipping import AdaGC, ZClip
 from .attention import monitor_scaled_dot_product_attention
 from .coordinate_check import RefinedCoordinateCheck
+from .diagnosis import Diagnosis, Finding
+from .diagnosis.diagnose import diagnose
 from .errors import GradmonWarning, SpikeError
 from .mixin import MonitorMixin
 from .monitor import ModuleMonitor
@@ -17,6 +19,8 @@ __version__ = "0.1.0"
 __all__ = [
     "AdaGC",
     "Counts",
+    "Diagnosis",
+    "Finding",
     "GradmonWarning",
     "JsonlSink",
     "ModuleMonitor",
@@ -32,6 +36,7 @@ __all__ = [
     "TrackioSink",
     "WandbSink",
     "ZClip",
+    "diagnose",
     "load_run",
     "monitor_scaled_dot_product_attention",
     "watch",

@@ -69,6 +69,7 @@ class Flight:
 
     def land(self, ledger: Ledger, registry: Registry) -> None:
         """Make the record and enter it into ``ledger``. Waits for the values."""
+        ledger.knows(self.inventory.matrices, self.inventory.kinds)
         record, signals = self.record(ledger.summary, ledger.layers, registry)
         try:
             ledger.enter(record, signals, self.departure.buffer)
@@ -90,7 +91,7 @@ class Flight:
             updates_void=found_inf,
             edited=None if edited is None else bool(edited),
             trainable=self._trained(tables.get(n.GRADIENT)),
-            matrices=self.inventory.matrices,
+            matrices=self.inventory.matrices.keys(),
             groups=self.groups,
             refused={**{source: why for (source, name), why in buffer.absent.items() if not name}, **buffer.refused},
             context=self._context(noted),
@@ -127,8 +128,10 @@ class Flight:
     def _context(self, noted: Mapping[str, float]) -> dict[str, Any]:
         context: dict[str, Any] = {} if self.cost is None else {"overhead_pct": self.cost}
         context.update((name, value) for name, value in noted.items() if "/" not in name)
-        if rates := [value for name, value in noted.items() if name.startswith("lr/")]:
-            context["lr"] = rates
+        if rates := {name: value for name, value in noted.items() if name.startswith("lr/")}:
+            context["lr"] = list(rates.values())
+            if (count := len({name.split("/")[1] for name in rates})) > 1:
+                context["optimizers"] = count
         if self.act is not None:
             context.update(self.act.context())
         if self.tags:

@@ -51,7 +51,8 @@ class Follower:
         self._unowned: list[int] = []
         self._backwards = self._learned = 0
         self._fewest: int | None = None
-        self._attachment = Attachment(self, module, optimizers, scaler)
+        self._attachment = Attachment(self, module, optimizers, scaler, session.audit)
+        session.audit.follow(module, optimizers)
         self._attachment.may_skip = session.actor is not None
 
     # --- for the session -----------------------------------------------------------------------------------------------------

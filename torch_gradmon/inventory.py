@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -44,7 +45,7 @@ class Inventory:
         self.references: list[Place] = []
         self.trainable: set[str] = set()
         self.doubtful: set[str] = set()  # of these, the ones that are frozen for now, perhaps for a part of each step only
-        self.matrices: set[str] = set()
+        self.matrices: dict[str, int] = {}  # of two or more dimensions, with the fan in
         self.spread: set[str] = set()  # parameters of which each rank has a part
         self.on_mesh = False  # whether any parameter lies on a mesh of ranks
         self.excluded: set[str] = set()
@@ -57,7 +58,7 @@ class Inventory:
             if parameter.requires_grad:
                 self.trainable.add(name)
             if parameter.dim() >= 2:
-                self.matrices.add(name)
+                self.matrices[name] = _fan_in(module, raw_name, parameter)
             self.on_mesh |= is_dtensor(parameter)
             if is_spread(parameter) or (distinct is not None and distinct.search(name)):
                 self.spread.add(name)
@@ -76,6 +77,7 @@ class Inventory:
             child = modules[raw_name]
             if excluded is None or name == ROOT or not excluded.search(name):
                 self.modules[rename(name)] = weakref.ref(child)
+        self.kinds = {rename(name): type(modules[raw]).__name__ for raw, name in short.items()}
         # what is_current compares: for each module its children and its parameters, by identity
         places = self._shelf.places.keys()
         self._shape = [(weakref.ref(m), {k: v for k, v in _slots(m) if (id(m), k) not in places}) for m in modules.values()]
@@ -126,6 +128,17 @@ class Inventory:
         """Positions in :attr:`names` of those of ``parameters`` that belong to the model, ascending."""
         wanted = {id(parameter) for parameter in parameters}
         return [position for position, reference in enumerate(self.references) if id(reference()) in wanted]
+
+
+#: Modules whose weights have the inputs of one output behind the first dimension.
+_LINEAR = (nn.Linear, nn.Bilinear, nn.RNNBase, nn.MultiheadAttention, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def _fan_in(module: nn.Module, name: str, parameter: Tensor) -> int:
+    """How many products an output is the sum of; 0 for a parameter that is no factor, such as an embedding, or of which that is unknown."""
+    owner = module.get_submodule(name.rpartition(".")[0])
+    # by its shape: to look into one that is spread over ranks, they would have to talk
+    return math.prod(parameter.shape[1:]) if isinstance(owner, _LINEAR) else 0
 
 
 def _is_wrapped(name: str, modules: Mapping[str, nn.Module]) -> bool:

@@ -14,6 +14,7 @@ from .assembly import missing
 from .errors import GradmonWarning, SpikeError
 from .guard import Guard
 from .layers import Layers
+from .memory import Memory
 from .merging import Aggregation
 from .metric import Metric
 from .names import SUMMARY, Key
@@ -60,6 +61,9 @@ class Ledger:
         self._guard = guard
         self._records: OrderedDict[int, StepRecord] = OrderedDict()
         self._between: OrderedDict[int, StepRecord] = OrderedDict()
+        self.memory = Memory()
+        self.matrices: Mapping[str, int] = {}
+        self.kinds: Mapping[str, str] = {}
         self._late: StepBuffer | None = None
         self._signals: Mapping[str, float] = {}
         self.spiked_in: int | None = None  # a step that makes a closer look worth while, until somebody has taken note of it
@@ -75,6 +79,12 @@ class Ledger:
         self.fill(self.judges.taken_recalled())
         self._signals = signals
         self._tell(events, record.context.get("action", ""))
+
+    def knows(self, matrices: Mapping[str, int], kinds: Mapping[str, str]) -> None:
+        """Parameters of two or more dimensions, with the fan in, and the types of modules, as the model is now."""
+        if matrices is not self.matrices:
+            self.matrices, self.kinds = matrices, kinds
+            self.outbox.note(matrices=matrices, kinds=kinds)
 
     def learn(self, record: StepRecord, signals: Mapping[str, float]) -> None:
         """A step that is not monitored, whose values the detectors are to know all the same."""
@@ -94,6 +104,7 @@ class Ledger:
         for known in (self._records, self._between):
             while known and next(reversed(known)) >= step:
                 known.popitem()
+        self.memory.goes_back(step)
         self.judges.forget(step)
 
     def was_monitored(self, step: int) -> bool:
@@ -164,6 +175,7 @@ class Ledger:
     def _keep(self, record: StepRecord, amend: bool = False) -> None:
         self.last = record
         self._records[record.step] = replace(record, tables={}, rng={})
+        self.memory.keep(record)
         while len(self._records) > self._options.history:
             self._records.popitem(last=False)
         self.outbox.put(record, functools.partial(_shown, self._options.show, record), amend)

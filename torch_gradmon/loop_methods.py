@@ -85,11 +85,12 @@ class LoopMethods:
     @contextlib.contextmanager
     def no_monitor(self) -> Iterator[None]:
         """Nothing is measured inside: for evaluation in training mode and other passes that are no training."""
-        paused, self._session.activations.paused = self._session.activations.paused, True
+        activations, audit = self._session.activations, self._session.audit
+        before, activations.paused, audit.paused = activations.paused, True, True
         try:
             yield
         finally:
-            self._session.activations.paused = paused
+            activations.paused = audit.paused = before
 
     def is_monitoring(self) -> bool:
         """Whether a monitored step is open and not paused, and this is neither an evaluation pass nor recomputation."""

@@ -324,7 +324,7 @@ class MetricMethods:
         """
         check.one_of("preset", name, tuple(PRESETS))
         preset = PRESETS[name]
-        made = [self._registry.make(source, metric, shown=False) for source, metric in preset.layer_metrics]
+        made = [self._registry.make(source, metric, every=every, shown=False) for source, metric, every in preset.layer_metrics]
         self._registry.replace_hidden(made)
         self._session.ledger.summary.keys = preset.keys
         self._session.ledger.add_detector(SpikeDetector(), of_preset=True)

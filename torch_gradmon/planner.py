@@ -87,6 +87,13 @@ class Planner:
             self.inventory.succeed(before)
             self.changed()
 
+    def now(self) -> Inventory | None:
+        """The model as it is now, which the steps to come are not planned by yet; None without one."""
+        module = self.module
+        if module is None or self.inventory is None or self.inventory.is_current():
+            return None if module is None else self.inventory
+        return self._taken(module)
+
     def _taken(self, module: nn.Module) -> Inventory:
         return Inventory(module, self._excluded, self._format_name, self._distinct)
 

@@ -10,12 +10,14 @@ from .summary import CHEAP, STANDARD
 
 @dataclass(frozen=True)
 class Preset:
-    """Whole-model keys, and per-layer metrics that go to the run directory only."""
+    """Whole-model keys, and per-layer metrics that go to the run directory only: source, name, and on every how many steps."""
 
     keys: tuple[str, ...]
-    layer_metrics: tuple[tuple[str, str], ...] = ()
+    layer_metrics: tuple[tuple[str, str, int], ...] = ()
 
 
+#: The entropy needs the attention weights, which the fused kernels never write down: as dear as attention itself.
+_ATTENTION_EVERY = 10
 _LAYER_VIEWS = ("norm", "mean", "std", "max", "sparsity", "nonfinite")
 
 PRESETS = {
@@ -24,9 +26,10 @@ PRESETS = {
     "full": Preset(
         STANDARD,
         (
-            *((n.GRADIENT, name) for name in _LAYER_VIEWS),
-            *((n.ACTIVATION, name) for name in _LAYER_VIEWS),
-            *((n.OPTIMIZER, name) for name in ("exp_avg_norm", "exp_avg_sq_norm", "grad_momentum_cosine")),
+            *((n.GRADIENT, name, 1) for name in _LAYER_VIEWS),
+            *((n.ACTIVATION, name, 1) for name in _LAYER_VIEWS),
+            *((n.OPTIMIZER, name, 1) for name in ("exp_avg_norm", "exp_avg_sq_norm", "grad_momentum_cosine")),
+            *((n.ATTENTION_SOURCES[name], name, _ATTENTION_EVERY) for name in ("entropy_normalized", "max_logit")),
         ),
     ),
 }

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from .acting.actor import Actor
 from .acting.policy import Counts, View
+from .audit.audit import Audit
 from .budget import Budget
 from .capture.activations import ActivationCapture
 from .capture.gradients import GradientCapture
@@ -74,6 +75,7 @@ class Session(StepValues):
         self.guard = guard
         self.planner = planner
         self.ledger = ledger
+        self.audit = Audit(self, planner, guard.complaints, ledger.outbox.note)
         self.measurer = measurer
         self.gradients = GradientCapture(measurer)
         self.parameters = ParameterCapture(measurer, update_sample)
@@ -458,6 +460,7 @@ class Session(StepValues):
             self.end_step()
             self.recall()
             self.recorder.forget()
+            self.audit.tell()
         finally:
             self.together.leaving = False
 

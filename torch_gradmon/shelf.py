@@ -46,6 +46,11 @@ class OnShelf:
         held = self._held()
         return None if held is None else held.sharded_param
 
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether it is kept in the memory of the host."""
+        return bool(getattr(self._held(), "offload_to_cpu", False))
+
 
 def _told(parameter: nn.Parameter) -> tuple[int, bool]:
     return id(parameter), parameter.requires_grad

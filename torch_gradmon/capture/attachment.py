@@ -98,6 +98,37 @@ class Loop(Protocol):
         """What scales the gradients turns out to be another ``scaler`` than was thought, or none."""
 
 
+class Onlooker(Protocol):
+    """What is told beside the loop, of every step, whether it is measured or not."""
+
+    def forward_began(self) -> None:
+        """The root module is called in training."""
+
+    def step_began(self, optimizer: Optimizer, has_closure: bool) -> None:
+        """The optimizer is about to step, or to call its closure; its gradients are as the loop left them."""
+
+    def step_ended(self, optimizer: Optimizer) -> None:
+        """The optimizer has stepped."""
+
+    def step_refused(self, optimizer: Optimizer) -> None:
+        """The scaler did not let the optimizer step."""
+
+    def scaled(self) -> None:
+        """The scaler has scaled a loss."""
+
+    def unscaling(self, optimizer: Optimizer) -> None:
+        """The scaler is about to unscale the gradients of the optimizer."""
+
+    def unscaled(self, optimizer: Optimizer) -> None:
+        """It has."""
+
+    def updated(self) -> None:
+        """The scaler has ended the attempt."""
+
+    def leave(self) -> None:
+        """There is nothing to look at any more."""
+
+
 class Attachment:
     """All hooks that follow one loop; :meth:`remove` takes every one of them away.
 
@@ -107,12 +138,18 @@ class Attachment:
         optimizers: in the order in which they step.
         scaler: their GradScaler; its ``step`` and ``update`` are wrapped on the instance, because no optimizer hook fires when
             a step is refused.
+        onlooker: is told of the same, before the loop acts on it.
     """
 
     def __init__(
-        self, loop: Loop, module: nn.Module, optimizers: Iterable[Optimizer], scaler: torch.amp.GradScaler | None
+        self,
+        loop: Loop,
+        module: nn.Module,
+        optimizers: Iterable[Optimizer],
+        scaler: torch.amp.GradScaler | None,
+        onlooker: Onlooker,
     ) -> None:
-        self._loop = weakref.ref(loop)
+        self._loop, self._onlooker = weakref.ref(loop), onlooker
         self.optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._handles = Handles()
         self._parameters = Handles()
@@ -163,11 +200,14 @@ class Attachment:
         self.scales.scaler = scaler
         self._wrapped.append(WrappedMethod(scaler, "step", self._scaler_step))
         self._wrapped.append(WrappedMethod(scaler, "update", self._scaler_update))
+        self._wrapped.append(WrappedMethod(scaler, "scale", self._scaler_scale))
+        self._wrapped.append(WrappedMethod(scaler, "unscale_", self._scaler_unscale))
 
     def remove(self) -> None:
         """Take all hooks away; calling it again does nothing."""
         self.disarm()
         self._heal()
+        self._onlooker.leave()
         self._handles.remove()
         for wrapped in reversed(self._wrapped):
             wrapped.remove()
@@ -292,6 +332,7 @@ class Attachment:
             return False
         if not self.in_closure:
             self._heal()
+        self._onlooker.forward_began()
         loop.forward_began()
         return True
 
@@ -310,6 +351,7 @@ class Attachment:
             loop.scale_mistaken(reason, calling)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         # a subclass may take something else there, which is none of our business
+        self._onlooker.step_began(optimizer, callable(closure))
         self._in_order(optimizer, "_optimizer_step_post_hooks", last=False)  # not the hooks that are being called
         if loop.step_began(optimizer, callable(closure)):
             self._set_aside(optimizer)
@@ -357,6 +399,7 @@ class Attachment:
                     "attach the optimizer that it wraps instead",
                 )
         if loop is not None and depth == 0:
+            self._onlooker.step_ended(optimizer)
             found_inf = getattr(optimizer, "found_inf", None)
             loop.step_ended(optimizer, found_inf if isinstance(found_inf, torch.Tensor) else None)
 
@@ -373,8 +416,18 @@ class Attachment:
             self.in_scaler_step = False
         loop = self._loop()
         if loop is not None and inner is not None and id(inner) not in self._stepped:
+            self._onlooker.step_refused(inner)
             loop.step_refused(inner)
         return result
+
+    def _scaler_scale(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._onlooker.scaled()
+        return original(*args, **kwargs)
+
+    def _scaler_unscale(self, original: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        self._onlooker.unscaling(inside(optimizer))
+        original(optimizer, *args, **kwargs)
+        self._onlooker.unscaled(inside(optimizer))
 
     def _scaler_update(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         loop = self._loop()
@@ -383,6 +436,7 @@ class Attachment:
         held = loop is not None and loop.holds_scaler and not args and not kwargs
         before = ScalerAsItWas(scaler) if held and scaler is not None else None
         original(*args, **kwargs)
+        self._onlooker.updated()
         if loop is not None and before is not None:
             before.put_back(loop.overrules_scaler)
         if loop is not None:

@@ -17,6 +17,10 @@ _WIDTH = 100
 _TOLD = 3
 
 
+class Unseen(Exception):
+    """A rule had nothing to judge by; the message says what would have to be measured."""
+
+
 @dataclass(frozen=True)
 class Finding:
     """One thing that is wrong, or worth knowing.
@@ -63,6 +67,15 @@ class Finding:
         return found
 
 
+def also(names: Sequence[str]) -> str:
+    """The others in words, behind the first of ``names``, which the finding names itself."""
+    others = list(names[1:])
+    if not others:
+        return ""
+    told, more = others[:_TOLD], len(others) - _TOLD
+    return f" Also in {', '.join(told)}" + (f" and {more} more." if more > 0 else ".")
+
+
 @dataclass(frozen=True)
 class Diagnosis:
     """Findings, the gravest first, and what could not be looked at.
@@ -94,14 +107,20 @@ class Diagnosis:
         return 0 if self.healthy else 1
 
     def __str__(self) -> str:
-        if self.steps is None:
+        if self.steps is None and not self.findings:
             return "Nothing to diagnose: no monitored step yet."
-        span = f"steps {self.steps[0]} to {self.steps[1]}"
+        span = "a run without a monitored step" if self.steps is None else f"steps {self.steps[0]} to {self.steps[1]}"
         if not self.findings:
-            return f"Nothing found in {span}."
+            return "\n".join([f"Nothing found in {span}.", *self._not_judged()])
         counts = [(sum(f.severity == each for f in self.findings), each) for each in SEVERITIES]
         head = ", ".join(f"{count} {_plural(each, count)}" for count, each in counts if count)
-        return "\n".join([f"{head} in {span}", "", *self._told()])
+        return "\n".join([f"{head} in {span}", "", *self._told(), *self._not_judged()])
+
+    def _not_judged(self) -> list[str]:
+        if not self.unseen:
+            return []
+        words = "; ".join(f"{rule} ({why})" for rule, why in self.unseen.items())
+        return ["", textwrap.fill(f"Not judged: {words}", _WIDTH, subsequent_indent=" " * 8)]
 
     def _told(self) -> list[str]:
         lines: list[str] = []

@@ -3,96 +3,27 @@
 from __future__ import annotations
 
 import math
-import re
-from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from .. import names as n
+from ..loss_names import loss_among
 from ..names import Key, parse_key
-from ..record import Event, StepRecord
+from ..record import Event, StepRecord, Table
 from ..run import Run
 from ..statistics.moments import ALWAYS, VIEWS, Column
+from ..thinning import thinned
+from .facts import Fact
+from .learning import Learning, learning
+from .series import Matrix, Series
 
 #: Of a long run so many steps are looked at: the first ones, the last ones, those around spikes, and an even choice between.
 MOST = 400
-_ENDS, _AROUND = 50, 3
-_IS_LOSS = re.compile(r"(?:^|[/_.\s])loss$", re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class Series:
-    """One value over the steps that have it.
-
-    Attributes:
-        steps: ascending.
-        values: of these steps; some may not be finite.
-    """
-
-    steps: tuple[int, ...]
-    values: tuple[float, ...]
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    @cached_property
-    def finite(self) -> Series:
-        """Without the values that are NaN or infinite."""
-        pairs = [(step, value) for step, value in zip(self.steps, self.values, strict=True) if math.isfinite(value)]
-        return Series(tuple(step for step, _ in pairs), tuple(value for _, value in pairs))
-
-    def since(self, step: int) -> Series:
-        """From ``step`` on."""
-        first = bisect_left(self.steps, step)
-        return Series(self.steps[first:], self.values[first:])
-
-    def part(self, first: float, last: float) -> Series:
-        """From one share of the series to another, such as ``part(0.75, 1)`` for its last quarter; at least one value, if it has any."""
-        low = min(int(first * len(self)), max(len(self) - 1, 0))
-        high = max(math.ceil(last * len(self)), low + 1)
-        return Series(self.steps[low:high], self.values[low:high])
-
-    @property
-    def median(self) -> float:
-        """The lower median of the finite values; NaN without any."""
-        values = sorted(self.finite.values)
-        return values[(len(values) - 1) // 2] if values else math.nan
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """A built-in metric of many tensors over steps.
-
-    Attributes:
-        steps: ascending.
-        names: of the tensors, in model order.
-        values: float64 ``[steps, tensors]``; NaN where a tensor has none, and where the value is NaN.
-    """
-
-    steps: tuple[int, ...]
-    names: tuple[str, ...]
-    values: Tensor
-
-    def column(self, name: str) -> Series:
-        """One tensor over the steps in which it has a value that is not NaN."""
-        values = self.values[:, self.names.index(name)].tolist()
-        pairs = [(step, value) for step, value in zip(self.steps, values, strict=True) if not math.isnan(value)]
-        return Series(tuple(step for step, _ in pairs), tuple(value for _, value in pairs))
-
-    def part(self, first: float, last: float) -> Matrix:
-        """Its steps from one share to another."""
-        chosen = Series(self.steps, self.steps).part(first, last).steps
-        rows = [row for row, step in enumerate(self.steps) if step in set(chosen)]
-        return Matrix(chosen, self.names, self.values[rows])
-
-    def medians(self) -> dict[str, float]:
-        """By tensor the median over the steps in which it has a value, without those that have none."""
-        found = torch.nanmedian(self.values, dim=0).values.tolist() if len(self.steps) else []
-        return {name: value for name, value in zip(self.names, found, strict=bool(found)) if not math.isnan(value)}
+#: What a model returns that computes its loss itself.
+_OWN_LOSS = (f"{n.ROOT}.loss", n.ROOT, f"{n.ROOT}[0]")
 
 
 class History:
@@ -101,19 +32,45 @@ class History:
     Args:
         records: with the statistics that they had.
         events: what detectors found.
+        facts: what the audit of the loop saw.
+        matrices: parameters of two or more dimensions, with the fan in, or 0 where that is unknown.
+        kinds: the types of the modules, by name.
     """
 
-    def __init__(self, records: Iterable[StepRecord], events: Iterable[Event] = ()) -> None:
+    def __init__(
+        self,
+        records: Iterable[StepRecord],
+        events: Iterable[Event] = (),
+        facts: Iterable[Fact] = (),
+        matrices: Mapping[str, int] | None = None,
+        kinds: Mapping[str, str] | None = None,
+    ) -> None:
         self.records = sorted(records, key=lambda record: record.step)
         self.events = list(events) or [event for record in self.records for event in record.events]
+        self.facts = list(facts)
+        self.matrices = dict(matrices or {})
+        self.kinds = dict(kinds or {})
         self._matrices: dict[tuple[str, str], Matrix | None] = {}
 
     @classmethod
     def of_run(cls, run: Run, most: int = MOST) -> History:
         """Read a run directory, ``most`` steps of it."""
         events = run.events
-        chosen = thinned(run.steps, {event.step for event in events}, most)
-        return cls((_record(run, step) for step in chosen), events)
+        loss = loss_among(map(parse_key, run.keys()))
+        liked = [] if loss is None or len(run.steps) <= most else sorted(run.series(loss.name))
+        chosen = thinned(run.steps, {event.step for event in events}, most, liked)
+        facts = [Fact.of_dict(fact) for fact in run.meta.get("audit", [])]
+        records = (_record(run, step) for step in chosen)
+        return cls(records, events, facts, run.meta.get("matrices"), run.meta.get("kinds"))
+
+    def sound(self) -> History:
+        """The part before parameters are NaN or infinite for good; itself where that never comes."""
+        last = len(self.records)
+        while last and _is_spoiled(self.records[last - 1].tables.get(n.PARAMETER)):
+            last -= 1
+        if last == len(self.records):
+            return self
+        return History(self.records[:last], self.events, self.facts, self.matrices, self.kinds)
 
     @property
     def steps(self) -> list[int]:
@@ -135,9 +92,67 @@ class History:
 
     @cached_property
     def loss(self) -> Series:
-        """What was logged as ``loss``, ``train/loss`` or the like, the shortest such key; empty without any."""
-        keys = {key for record in self.records for key in record.values if key.source == "" and _IS_LOSS.search(key.name)}
-        return self._of_keys(min(keys, key=lambda key: (len(key.name), key.name))) if keys else Series((), ())
+        """What was logged as ``loss``, ``train/loss``, ``loss/train`` or the like, the shortest such key, and ``kl_loss`` only where there
+        is no other; else the one number that the model returns, where outputs were measured; empty without any.
+        """
+        chosen = loss_among({key for record in self.records for key in record.values})
+        return self._own_loss() if chosen is None else self._of_keys(chosen)
+
+    def _own_loss(self) -> Series:
+        outputs = self.matrix(n.ACTIVATION, "mean")
+        sizes = self.sizes(n.ACTIVATION)
+        numbers = {name for name, size in sizes.items() if size == 1}
+        found = next((name for name in _OWN_LOSS if name in numbers), None)
+        # a model with one output, fed one example, returns one number too, as its last module does
+        if outputs is None or found is None or any(n.ROOT not in name for name in numbers):
+            return Series((), ())
+        return outputs.column(found)
+
+    @cached_property
+    def learning(self) -> Learning:
+        """How the loss goes."""
+        return learning(self.loss)
+
+    def applied(self, name: str) -> Series:
+        """A whole-model value over the steps that were applied."""
+        refused = {record.step for record in self.records if not record.applied}
+        series = self.series(name)
+        pairs = [pair for pair in zip(series.steps, series.values, strict=True) if pair[0] not in refused]
+        return Series(tuple(step for step, _ in pairs), tuple(value for _, value in pairs))
+
+    def gradients(self, metric: str) -> Matrix | None:
+        """A metric of the gradients before clipping, or after it where only those are known."""
+        before = self.matrix(n.GRADIENT_BEFORE_CLIP, metric)
+        return self.matrix(n.GRADIENT, metric) if before is None else before
+
+    @cached_property
+    def always_reached(self) -> frozenset[str]:
+        """Parameters that have a gradient, be it zero, in all steps but a few; one that is frozen on the way is not among them."""
+        norms = self.gradients("norm")
+        if norms is None:
+            return frozenset()
+        there = (~norms.values.isnan()).double().mean(0).tolist()
+        return frozenset(name for name, share in zip(norms.names, there, strict=True) if share > 0.9)
+
+    def heads(self, source: str, over: str) -> dict[str, Series]:
+        """What was measured of the heads of attention, by module: their ``"min"``, ``"mean"`` or ``"max"``."""
+        keys = {key for record in self.records for key in record.values if key.source == source and key.metric == over}
+        return {key.name: self._of_keys(key) for key in sorted(keys)}
+
+    def ratio(self, source: str, base: str) -> Matrix | None:
+        """The norm of each parameter's tensor of ``source`` over that of ``base`` in the same step; None without any."""
+        above, below = self.matrix(source, "norm"), self.matrix(base, "norm")
+        if above is None or below is None:
+            return None
+        row = {step: number for number, step in enumerate(below.steps)}
+        column = {name: number for number, name in enumerate(below.names)}
+        steps = [step for step in above.steps if step in row]
+        names = [name for name in above.names if name in column]
+        if not steps or not names:
+            return None
+        over = above.of(steps, names).values
+        under = below.of(steps, names).values
+        return Matrix(tuple(steps), tuple(names), torch.where(under > 0, over / under, math.nan))
 
     def matrix(self, source: str, metric: str) -> Matrix | None:
         """A built-in metric of all tensors of a source, of the steps that have it; None without any."""
@@ -154,9 +169,11 @@ class History:
         names = list(dict.fromkeys(name for _, table in tables for name in table.names))
         place = {name: column for column, name in enumerate(names)}
         values = torch.full((len(tables), len(names)), math.nan, dtype=torch.float64, device="cpu")
+        columns: dict[tuple[str, ...], Tensor] = {}  # nearly all tables have the same names
         for row, (_, table) in enumerate(tables):
-            found = torch.where(view.defined(table.rows), view.compute(table.rows), math.nan)
-            values[row, [place[name] for name in table.names]] = found
+            if table.names not in columns:
+                columns[table.names] = torch.tensor([place[name] for name in table.names], device="cpu")
+            values[row, columns[table.names]] = torch.where(view.defined(table.rows), view.compute(table.rows), math.nan)
         return Matrix(tuple(step for step, _ in tables), tuple(names), values)
 
     def sizes(self, source: str) -> dict[str, float]:
@@ -170,20 +187,8 @@ class History:
         return found
 
 
-def thinned(steps: Sequence[int], around: Iterable[int] = (), most: int = MOST) -> list[int]:
-    """Some of ``steps``, ascending: both ends, those close to steps in ``around``, and evenly chosen ones up to ``most``."""
-    if len(steps) <= most:
-        return list(steps)
-    ends = min(_ENDS, most // 8)
-    chosen = {*steps[:ends], *steps[-ends:]}
-    for step in around:
-        at = bisect_left(steps, step)
-        if len(chosen) + 2 * _AROUND + 1 > most * 3 // 4:
-            break
-        chosen.update(steps[max(at - _AROUND, 0) : at + _AROUND + 1])
-    left = most - len(chosen)
-    chosen.update(steps[round(number * (len(steps) - 1) / (left - 1))] for number in range(left))
-    return sorted(chosen)
+def _is_spoiled(parameters: Table | None) -> bool:
+    return parameters is not None and not bool(parameters.rows[:, Column.SQUARE_SUM].isfinite().all())
 
 
 def _record(run: Run, step: int) -> StepRecord:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .history import Series
+from .findings import Severity
+from .series import Series
 
 State = Literal["falls", "flat", "rises", "unknown"]
 #: So many losses make a trend.
@@ -22,6 +23,8 @@ _SPREADS = 6.0
 _SHARE = 0.01
 #: Of a normal distribution, the standard deviation over the median absolute deviation.
 _OF_MAD = 1.4826
+#: What counts as having fallen, and where the later part begins, in which a loss that has not should still fall.
+_THIRD, _LATER = 1 / 3, 0.3
 
 
 @dataclass(frozen=True)
@@ -32,37 +35,57 @@ class Learning:
         state: ``unknown`` without enough losses.
         first: the median of the losses at the beginning; NaN where unknown.
         last: that of the last fifth.
+        has_fallen: whether it fell by a third at least, from its first value too if that is below the first few, or is negative.
+        is_stuck: whether it neither has fallen nor falls any more; False where that is not known.
     """
 
     state: State
     first: float = math.nan
     last: float = math.nan
+    has_fallen: bool = False
+    is_stuck: bool = False
 
     @property
     def is_learning(self) -> bool:
         """Whether the loss falls. One that is not known is not taken for a fault, nor for an excuse: this is False then."""
         return self.state == "falls"
 
+    @property
+    def concern(self) -> Severity:
+        """The severity of what is a fault only where the model does not learn."""
+        return "warning" if self.is_stuck else "info"
+
 
 def learning(loss: Series) -> Learning:
-    """How the loss went from the beginning to the end, against its own noise; losses that are not finite are left out.
+    """How the loss went; losses that are not finite are left out."""
+    finite = loss.finite
+    state, first, last = trend(finite)
+    if state == "unknown":
+        return Learning("unknown")
+    from_ = min(first, finite.values[0])
+    has_fallen = state == "falls" and not 0 < from_ * (1 - _THIRD) < last
+    is_stuck = not has_fallen and trend(finite.part(_LATER, 1.0))[0] != "falls"
+    return Learning(state, first, last, has_fallen, is_stuck)
+
+
+def trend(finite: Series) -> tuple[State, float, float]:
+    """Where the losses went from the beginning to the end, against their own noise, and both medians.
 
     The first and the last fifth are compared by their ranks (Mann and Whitney 1947, Ann. Math. Stat. 18, 50-60), which asks
     nothing of the noise.
     """
-    finite = loss.finite
     if len(finite) < _FEWEST:
-        return Learning("unknown")
+        return "unknown", math.nan, math.nan
     few, head, tail = Series(finite.steps[:_FEW], finite.values[:_FEW]), finite.part(0.0, _HEAD), finite.part(1 - _TAIL, 1.0)
     least = _SHARE * abs(few.median)
     fell = few.median - tail.median
     if fell > max(_SPREADS * spread(tail), least):
-        return Learning("falls", few.median, tail.median)
+        return "falls", few.median, tail.median
     shift, change = rank_shift(head.values, tail.values), tail.median - head.median
     state: State = "flat"
     if abs(shift) > _RANKS and abs(change) > least:
         state = "falls" if shift < 0 else "rises"
-    return Learning(state, head.median, tail.median)
+    return state, head.median, tail.median
 
 
 def spread(part: Series) -> float:

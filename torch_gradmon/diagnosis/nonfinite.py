@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from .. import names as n
@@ -70,13 +71,22 @@ def nonfinite(history: History) -> list[Finding]:
     evidence = {"steps": float(len(applied))}
     if stage.source:
         evidence = {"tensors": float(len(places)), **evidence}
-    where = places[0] if places else ""
+    where = _origin(stage, places, history)
     return [
         *found,
         Finding(
             stage.rule, "error", where, (record.step, last), evidence, _sentence(stage.cause), _sentence(stage.advice), 100.0
         ),
     ]
+
+
+def _origin(stage: _Stage, places: list[str], history: History) -> str:
+    """The first in the order of the pass: a backward pass comes to the last parameters first."""
+    if not places:
+        return ""
+    if stage.source != n.GRADIENT_BEFORE_CLIP:
+        return places[0]
+    return next((name for name in reversed(places) if name in history.matrices), places[-1])
 
 
 def _sentence(text: str) -> str:
@@ -88,12 +98,18 @@ def _first_spoiled(record: StepRecord, loss: float | None) -> tuple[_Stage, list
         if stage.source:
             places = _spoiled(record.tables.get(stage.source))
             if stage.source == n.ACTIVATION:
-                places = innermost(places)
+                places = [] if _is_harmless(record, loss) else innermost(places)
             if places:
                 return stage, places
-        elif loss is not None and not -float("inf") < loss < float("inf"):
+        elif loss is not None and not math.isfinite(loss):
             return stage, []
     return None
+
+
+def _is_harmless(record: StepRecord, loss: float | None) -> bool:
+    """Whether what follows an output is finite all the same, as where logits that are masked are minus infinity on purpose."""
+    tables = [table for source in (n.GRADIENT_BEFORE_CLIP, n.GRADIENT) if (table := record.tables.get(source)) is not None]
+    return bool(tables) and not any(map(_spoiled, tables)) and (loss is None or math.isfinite(loss))
 
 
 def _spoiled(table: Table | None) -> list[str]:

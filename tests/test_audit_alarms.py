@@ -1,0 +1,626 @@
+"""Loops that look like a mistake and are none, each beside the mistake that it looks like."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torch_gradmon as gradmon
+from torch_gradmon import ModuleMonitor
+
+STEPS = 40
+X = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+
+
+def net(width: int = 6) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 2))
+
+
+def loss_of(model: nn.Module, x: Tensor = X) -> Tensor:
+    return model(x).square().mean()
+
+
+def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.01, **options)
+
+
+def rules(monitor: ModuleMonitor) -> list[str]:
+    return sorted(fact.rule for fact in monitor._session.audit.facts())
+
+
+def watched(model: nn.Module, *optimizers: Any, **options: Any) -> ModuleMonitor:
+    if options.get("preset", "") is None:  # which would miss gradients that no backward pass has made
+        return ModuleMonitor(model).attach(*optimizers)
+    return gradmon.watch(model, *optimizers, **{"preset": "cheap", "on_spike": None, **options})
+
+
+def run(body: Callable[[nn.Module, Any], None], steps: int = STEPS, **options: Any) -> list[str]:
+    """What is seen where ``body`` is all that a step does."""
+    model = net()
+    optimizer = sgd(model, momentum=0.9)
+    monitor = watched(model, optimizer, **options)
+    for _ in range(steps):
+        body(model, optimizer)
+    found = rules(monitor)
+    monitor.detach()
+    assert monitor.complaints() == {}
+    return found
+
+
+# --- gradients that are kept from step to step
+
+
+@pytest.mark.parametrize("every", [1, 7])
+def test_gradients_that_nobody_clears_are_a_mistake_on_every_cadence(every: int) -> None:
+    model = net()
+    optimizer = sgd(model)
+    monitor = watched(model, optimizer, every=every)
+    with pytest.warns(gradmon.GradmonWarning, match=r"not cleared between two steps.*optimizer\.zero_grad\(\)") as told:
+        for _ in range(STEPS):
+            loss_of(model).backward()
+            optimizer.step()
+    assert len(told) == 1
+    (fact,) = monitor._session.audit.facts()
+    assert (fact.rule, fact.first, fact.last, fact.count) == ("missing-zero-grad", 1, STEPS - 1, STEPS - 1)
+    assert fact.where == ("2.bias",)
+
+
+def test_gradients_that_are_cleared_by_way_of_data_are_cleared() -> None:
+    def body(model: nn.Module, optimizer: Any) -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.data.zero_()  # which no version counter shows
+        loss_of(model).backward()
+        optimizer.step()
+
+    assert run(body) == []
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_gradients_that_are_written_by_way_of_data_are_new_ones(is_new: bool) -> None:
+    model = net()
+    optimizer = sgd(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    monitor = watched(model, optimizer, preset=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(STEPS):
+            for parameter in model.parameters():  # as of an evolution strategy, or from a worker
+                assert parameter.grad is not None
+                parameter.grad.data.fill_(step if is_new else 1)
+            optimizer.step()
+    assert rules(monitor) == ([] if is_new else ["stepped-twice"])
+
+
+def test_a_share_of_the_gradient_that_is_carried_over_is_meant() -> None:
+    def body(model: nn.Module, optimizer: Any) -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+        loss_of(model).backward()
+        optimizer.step()
+
+    assert run(body) == []
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("when", ["before forward", "before backward", "after step"])
+def test_gradients_may_be_cleared_anywhere(when: str, to_none: bool) -> None:
+    def body(model: nn.Module, optimizer: Any) -> None:
+        if when == "before forward":
+            optimizer.zero_grad(to_none)
+        loss = loss_of(model)
+        if when == "before backward":
+            optimizer.zero_grad(to_none)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        if when == "after step":
+            model.zero_grad(to_none)
+
+    assert run(body) == []
+
+
+# --- several backward passes in a step
+
+
+@pytest.mark.parametrize("micro", [1, 2, 5])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_micro_batches_are_no_mistake(micro: int, to_none: bool) -> None:
+    def body(model: nn.Module, optimizer: Any) -> None:
+        optimizer.zero_grad(to_none)
+        for x in X.chunk(micro):
+            loss_of(model, x).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+    assert run(body) == []
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_micro_batches_that_are_cleared_are_one(to_none: bool) -> None:
+    def body(model: nn.Module, optimizer: Any) -> None:
+        for x in X.chunk(4):
+            optimizer.zero_grad(to_none)
+            loss_of(model, x).backward()
+        optimizer.step()
+
+    assert run(body) == ["micro-batch-discarded"]
+
+
+@pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_])
+def test_a_clip_at_each_micro_batch_is_told_apart_from_clearing(clip: Any) -> None:
+    def body(model: nn.Module, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        for x in X.chunk(4):
+            loss_of(model, x).backward()
+            clip(model.parameters(), 0.01)
+        optimizer.step()
+
+    assert run(body) == ["clip-per-micro-batch"]
+
+
+def test_one_graph_that_is_used_twice_and_gradients_of_gradients() -> None:
+    def body(model: nn.Module, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        optimizer.step()
+
+    def penalised(model: nn.Module, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        (loss + 0.1 * sum(g.square().sum() for g in gradients)).backward()
+        optimizer.step()
+
+    assert run(body) == run(penalised) == []
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+def test_a_graph_of_gradients_makes_new_ones_each_time() -> None:
+    def body(model: nn.Module, optimizer: Any) -> None:
+        for x in X.chunk(4):
+            loss_of(model, x).backward(create_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert run(body) == []
+
+
+def test_probing_with_autograd_grad_is_not_seen() -> None:
+    def body(model: nn.Module, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        for x in X.chunk(4):
+            torch.autograd.grad(loss_of(model, x), list(model.parameters()))
+        loss_of(model).backward()
+        optimizer.step()
+
+    assert run(body) == []
+
+
+def test_a_gradient_that_is_looked_at_and_cleared_once_in_a_step_may_be_meant() -> None:
+    def body(model: nn.Module, optimizer: Any) -> None:
+        loss_of(model, X[:4]).backward()
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert run(body) == []
+
+
+def test_gradients_that_are_put_together_by_hand_are_no_discarded_ones() -> None:
+    """As in the surgery of conflicting gradients of several tasks."""
+
+    def body(model: nn.Module, optimizer: Any) -> None:
+        total = [torch.zeros_like(p) for p in model.parameters()]
+        for x in X.chunk(4):
+            optimizer.zero_grad()
+            loss_of(model, x).backward()
+            for old, p in zip(total, model.parameters(), strict=True):
+                old.add_(p.grad)
+        for new, p in zip(total, model.parameters(), strict=True):
+            p.grad = new
+        optimizer.step()
+
+    assert run(body) == []
+
+
+def test_a_move_between_two_passes_is_sharpness_aware() -> None:
+    def body(model: nn.Module, optimizer: Any) -> None:
+        moves = []
+        for _ in range(3):  # several times uphill
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            with torch.no_grad():
+                moves.append([p.grad * 0.1 for p in model.parameters()])
+                for p, move in zip(model.parameters(), moves[-1], strict=True):
+                    p.add_(move)
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        with torch.no_grad():
+            for each in moves:
+                for p, move in zip(model.parameters(), each, strict=True):
+                    p.sub_(move)
+        optimizer.step()
+
+    assert run(body) == []
+
+
+# --- steps
+
+
+def test_a_step_with_nothing_to_use() -> None:
+    model = net()
+    optimizer = sgd(model)
+    monitor = watched(model, optimizer)
+    with pytest.warns(gradmon.GradmonWarning, match=r"all gradients are None.*zero_grad\(\) before loss\.backward"):
+        for _ in range(4):
+            loss_of(model).backward()
+            optimizer.zero_grad()
+            optimizer.step()
+    assert rules(monitor) == ["step-without-gradients"]
+
+
+def test_a_batch_that_is_left_out_now_and_then_is_no_mistake() -> None:
+    state = {"step": 0}
+
+    def body(model: nn.Module, optimizer: Any) -> None:
+        state["step"] += 1
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        if state["step"] % 4 in (2, 3):  # a spike: two steps in a row
+            optimizer.zero_grad()
+        if state["step"] % 8 != 7:
+            optimizer.step()
+
+    assert run(body) == []
+
+
+def test_a_closure_is_followed_no_further_than_it_can_be() -> None:
+    for kind in (torch.optim.LBFGS, torch.optim.SGD):
+        model = net()
+        optimizer = kind(model.parameters(), lr=0.1)
+        monitor = watched(model, optimizer)
+
+        def closure(model: nn.Module = model, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model)
+            loss.backward()
+            return loss
+
+        for _ in range(STEPS):
+            optimizer.step(closure)
+        assert rules(monitor) == []
+        monitor.detach()
+
+
+def test_a_second_step_needs_a_forward_in_between() -> None:
+    """Gradients may be made by hand, and written where no version counter sees it."""
+
+    def body(model: nn.Module, optimizer: Any) -> None:
+        with torch.no_grad():
+            loss_of(model)
+        loss_of(model)
+        for p in model.parameters():
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            p.grad.data.copy_(torch.ones_like(p))
+        optimizer.step()
+
+    assert run(body, preset=None) == []
+
+
+def test_two_steps_are_a_mistake_only_of_the_optimizer_that_takes_both() -> None:
+    def both(twice: bool) -> list[str]:
+        model = net()
+        first, second = torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.SGD(model[2].parameters(), lr=0.1)
+        monitor = watched(model, first, second)
+        for _ in range(6):
+            model.zero_grad()
+            loss_of(model).backward()
+            first.step()
+            second.step()
+            if twice:
+                second.step()
+        return rules(monitor)
+
+    assert both(twice=False) == []
+    with pytest.warns(gradmon.GradmonWarning, match="steps twice on the same gradient"):
+        assert both(twice=True) == ["stepped-twice"]
+
+
+@pytest.mark.parametrize("watches", ["both", "critic"])
+def test_a_game_of_two_leaves_gradients_behind_that_are_cleared_later(watches: str) -> None:
+    """The generator's backward goes through the critic, whose gradients are cleared when it is its turn."""
+    torch.manual_seed(0)
+    generator, critic = nn.Linear(3, 4), net()
+    models = nn.ModuleDict({"generator": generator, "critic": critic})
+    first, second = sgd(critic), sgd(generator)
+    monitor = watched(models, first, second) if watches == "both" else watched(critic, first)
+    for _ in range(STEPS):
+        noise = torch.randn(16, 3)
+        first.zero_grad()
+        (loss_of(critic) - loss_of(critic, generator(noise).detach())).backward()
+        nn.utils.clip_grad_norm_(critic.parameters(), 1.0)
+        first.step()
+        second.zero_grad()
+        loss_of(critic, generator(noise)).backward()
+        second.step()
+    assert rules(monitor) == []
+
+
+def test_never_stepped_is_said_only_as_long_as_it_is_true() -> None:
+    model = net()
+    optimizer = sgd(model)
+    monitor = watched(model, optimizer)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+    (fact,) = monitor._session.audit.facts()
+    assert (fact.rule, fact.evidence) == ("never-stepped", {"backward passes": STEPS})
+    assert "Call optimizer.step()" in str(monitor.diagnose())
+    optimizer.step()
+    assert rules(monitor) == []
+
+
+def test_a_training_by_hand_steps_without_an_optimizer() -> None:
+    model = net()
+    optimizer = sgd(model)
+    monitor = watched(model, optimizer)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        for p in model.parameters():
+            p.data = p.data - 0.01 * p.grad
+    assert rules(monitor) == []
+
+
+def test_a_very_large_batch_is_no_training_without_steps() -> None:
+    def body(model: nn.Module, optimizer: Any) -> None:
+        for _ in range(200):
+            loss_of(model, X[:1]).backward()
+
+    assert run(body, steps=1) == []
+
+
+# --- what is written behind a step
+
+
+def test_gradients_that_are_changed_behind_a_step_and_used_are_no_late_clip() -> None:
+    def late(model: nn.Module, optimizer: Any) -> None:
+        loss_of(model).backward()
+        optimizer.step()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.zero_grad()
+
+    def cleared_twice(model: nn.Module, optimizer: Any) -> None:
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        model.zero_grad()
+
+    def clipped_and_squared(model: nn.Module, optimizer: Any) -> None:
+        loss_of(model).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        for p in model.parameters():
+            p.grad.square_()  # as an estimate of something
+        optimizer.zero_grad()
+
+    assert run(cleared_twice) == run(clipped_and_squared) == []
+    with pytest.warns(gradmon.GradmonWarning, match="a clip there has no effect"):
+        model = net()
+        optimizer = sgd(model)
+        monitor = watched(model, optimizer)
+        for _ in range(6):
+            late(model, optimizer)
+    assert rules(monitor) == ["clip-after-step"]
+
+
+# --- under a scaler
+
+
+def _scaled(body: Callable[..., None], steps: int = STEPS, named: bool = True, fused: bool = False, **options: Any) -> list[str]:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", **options)
+    monitor = watched(model, optimizer, scaler=scaler if named else None)
+    for step in range(steps):
+        optimizer.zero_grad()
+        body(model, optimizer, scaler, step)
+        scaler.step(optimizer)
+        scaler.update()
+    found = rules(monitor)
+    monitor.detach()
+    return found
+
+
+def _clips(model: nn.Module, optimizer: Any, scaler: Any, step: int) -> None:
+    scaler.scale(loss_of(model)).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("named", [False, True])
+def test_a_clip_of_scaled_gradients(named: bool, fused: bool) -> None:
+    warned = "clipped while they are still multiplied" if named else "clipped while|GradScaler was noticed"
+    with pytest.warns(gradmon.GradmonWarning, match=warned):
+        assert _scaled(_clips, named=named, fused=fused) == ["clipped-while-scaled"]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_scaled_gradients_may_be_divided_and_unscaled_ones_clipped(fused: bool) -> None:
+    def divides(model: nn.Module, optimizer: Any, scaler: Any, step: int) -> None:
+        scaler.scale(loss_of(model, X[step % 8 :])).backward()
+        for p in model.parameters():
+            p.grad.div_(4)
+
+    def unscales(model: nn.Module, optimizer: Any, scaler: Any, step: int) -> None:
+        scaler.scale(loss_of(model)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+    assert _scaled(divides, fused=fused) == _scaled(unscales, fused=fused) == []
+
+
+def test_steps_that_overflow_are_no_mistake() -> None:
+    """Neither discarded micro-batches nor steps that never come; and the scale falls by half each time."""
+
+    def overflows(model: nn.Module, optimizer: Any, scaler: Any, step: int) -> None:
+        loss = loss_of(model)
+        scaler.scale(loss * (float("inf") if step < 36 else 1.0)).backward()
+
+    assert _scaled(overflows) == []
+
+
+def test_a_second_loss_behind_unscale_may_be_unscaled() -> None:
+    def right(model: nn.Module, optimizer: Any, scaler: Any, step: int) -> None:
+        scaler.scale(loss_of(model)).backward()
+        scaler.unscale_(optimizer)
+        (0.1 * sum(p.square().sum() for p in model.parameters())).backward()
+
+    def wrong(model: nn.Module, optimizer: Any, scaler: Any, step: int) -> None:
+        scaler.scale(loss_of(model)).backward()
+        scaler.unscale_(optimizer)
+        scaler.scale(0.1 * sum(p.square().sum() for p in model.parameters())).backward()
+
+    assert _scaled(right) == []
+    with pytest.warns(gradmon.GradmonWarning, match=r"after scaler\.unscale_\(\)"):
+        assert _scaled(wrong) == ["backward-after-unscale"]
+
+
+# --- whose parameters
+
+
+def test_a_frozen_trunk_is_no_mistake() -> None:
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer = sgd(model, momentum=0.9, weight_decay=0.1)
+    monitor = watched(model, optimizer)
+    for _ in range(STEPS):
+        optimizer.zero_grad(set_to_none=False)
+        loss_of(model).backward()
+        optimizer.step()
+    assert rules(monitor) == []
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"weight_decay": 0.1}], ids=["plain", "momentum", "decay"])
+def test_what_is_frozen_with_zeros_is_told_of_where_it_moves(options: dict[str, float]) -> None:
+    model = net()
+    optimizer = sgd(model, **options)
+    monitor = watched(model, optimizer, every=10)
+
+    def train() -> None:
+        for step in range(60):
+            if step == 5:
+                model[0].requires_grad_(False)
+            optimizer.zero_grad(set_to_none=False)
+            loss_of(model).backward()
+            optimizer.step()
+
+    if options:
+        with pytest.warns(gradmon.GradmonWarning, match="requires_grad=False still move"):
+            train()
+    else:
+        train()
+    assert rules(monitor) == ["frozen-but-moving"] * bool(options)
+
+
+def test_parameters_of_an_optimizer_that_nobody_named_are_not_nobodys() -> None:
+    model = net()
+    first, second = torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.SGD(model[2].parameters(), lr=0.1)
+    monitor = watched(model, first)
+    for _ in range(STEPS):
+        model.zero_grad()
+        loss_of(model).backward()
+        first.step()
+        second.step()
+    assert rules(monitor) == []
+
+
+def test_parameters_that_nobody_has_are_told_of_until_somebody_has_them() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.01)
+    monitor = watched(model, optimizer)
+
+    def train() -> None:
+        for _ in range(STEPS):
+            model.zero_grad()
+            loss_of(model).backward()
+            optimizer.step()
+
+    train()
+    (finding,) = [f for f in monitor.diagnose().findings if f.rule == "not-in-optimizer"]
+    assert (finding.severity, finding.where, finding.evidence["parameters"]) == ("warning", "0.weight", 2.0)
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+    train()
+    assert rules(monitor) == []
+
+
+def test_a_head_that_is_exchanged_and_given_to_the_optimizer_is_no_mistake() -> None:
+    model = net()
+    optimizer = sgd(model)
+    monitor = watched(model, optimizer)
+    for step in range(STEPS):
+        if step == 10:
+            model[2] = nn.Linear(6, 2)
+            optimizer.add_param_group({"params": list(model[2].parameters())})
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+    assert rules(monitor) == []
+
+
+# --- what is no training
+
+
+def test_what_happens_under_no_monitor_is_not_judged() -> None:
+    model = net()
+    optimizer = sgd(model)
+    monitor = watched(model, optimizer)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        with monitor.no_monitor():
+            for _ in range(3):
+                loss_of(model).backward()
+                model.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+    assert rules(monitor) == []
+
+
+@pytest.mark.filterwarnings("ignore:torch_gradmon. (after the spike|step)")
+def test_a_skipped_step_is_no_step_without_gradients() -> None:
+    model = net()
+    optimizer = sgd(model, momentum=0.9)
+    monitor = watched(model, optimizer, on_spike="skip")
+    for step in range(120):
+        optimizer.zero_grad()
+        (loss_of(model, X + torch.randn_like(X)) * (1e6 if step in (100, 101, 102) else 1.0)).backward()
+        optimizer.step()
+    assert monitor.counts.skipped >= 3
+    assert rules(monitor) == []
+    monitor.detach()
+
+
+def test_steps_by_hand_are_audited_too() -> None:
+    model = net()
+    optimizer = sgd(model)
+    monitor = ModuleMonitor(model).attach(optimizer)
+    with pytest.warns(gradmon.GradmonWarning, match="not cleared"):
+        for step in range(6):
+            monitor.begin_step(step)
+            loss_of(model).backward()
+            optimizer.step()
+            monitor.end_step()
+    assert rules(monitor) == ["missing-zero-grad"]

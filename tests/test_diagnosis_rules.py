@@ -1,0 +1,545 @@
+"""Each rule on both sides of its threshold, on statistics that are written down by hand."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+
+from tests.synthetic_run import history
+from torch_gradmon.diagnosis import Finding
+from torch_gradmon.diagnosis.attending import attending
+from torch_gradmon.diagnosis.clips import clips
+from torch_gradmon.diagnosis.depth import depth
+from torch_gradmon.diagnosis.findings import Unseen
+from torch_gradmon.diagnosis.losses import losses
+from torch_gradmon.diagnosis.precision import precision
+from torch_gradmon.diagnosis.rates import rates
+from torch_gradmon.diagnosis.reach import reach
+from torch_gradmon.diagnosis.units import units
+from torch_gradmon.diagnosis.weights import weights
+
+LAYERS = [f"{place}.weight" for place in range(9)]
+
+
+def _noise(step: int) -> float:
+    return random.Random(step).uniform(-0.05, 0.05)
+
+
+def flat(step: int) -> float:
+    return 2.0 + _noise(step)
+
+
+def falls(step: int) -> float:
+    return 2.0 * 0.97**step + abs(_noise(step))
+
+
+def rises(step: int) -> float:
+    return 2.0 + step / 50 + _noise(step)
+
+
+def _rules(findings: list[Finding]) -> list[tuple[str, str]]:
+    return [(finding.severity, finding.rule) for finding in findings]
+
+
+# --- depth -------------------------------------------------------------------------------------------------------------------
+
+
+def _fading(factor: float) -> dict[str, float]:
+    return {name: factor ** (8 - place) for place, name in enumerate(LAYERS)}
+
+
+@pytest.mark.parametrize(("factor", "found"), [(0.4, True), (0.6, False), (1.0, False), (1.3, False)])
+def test_gradients_vanish_where_the_first_layers_have_a_hundredth_of_the_last(factor: float, found: bool) -> None:
+    run = history(loss=flat, gradient_before_clip=_fading(factor), parameter=dict.fromkeys(LAYERS, 0.1))
+    assert _rules(depth(run)) == [("warning", "vanishing-gradients")] * found
+    if found:
+        (finding,) = depth(run)
+        assert finding.where == "0.weight"
+        assert finding.evidence["last third / first third"] == pytest.approx(factor**-6, rel=1e-6)
+
+
+def test_small_gradients_are_judged_relative_to_weights() -> None:
+    fading = _fading(0.3)
+    run = history(loss=flat, gradient_before_clip=fading, parameter={name: 0.1 * rms for name, rms in fading.items()})
+    assert "vanishing-gradients" not in [finding.rule for finding in depth(run)]
+
+
+def test_small_gradients_are_no_finding_while_the_loss_falls() -> None:
+    assert depth(history(loss=falls, gradient_before_clip=_fading(0.1), parameter=dict.fromkeys(LAYERS, 0.1))) == []
+
+
+@pytest.mark.parametrize(
+    ("rms", "odd", "loss", "expected"),
+    [
+        (1.0, 9, flat, [("warning", "initialisation-scale")]),
+        (1.0, 9, falls, [("info", "initialisation-scale")]),
+        (1.0, 4, flat, []),
+        (0.29, 9, flat, []),
+        (0.31, 9, flat, [("warning", "initialisation-scale")]),
+        (0.0029, 9, flat, [("warning", "initialisation-scale")]),
+        (0.0031, 9, flat, []),
+        (0.0, 9, flat, []),
+    ],
+)
+def test_weights_on_a_wrong_scale(rms: float, odd: int, loss: Callable[[int], float], expected: list[tuple[str, str]]) -> None:
+    parameters = {name: rms if place < odd else 0.1 for place, name in enumerate(LAYERS)}
+    run = history(loss=loss, gradient_before_clip=dict.fromkeys(LAYERS, 1e-3), parameter=parameters)
+    assert _rules(depth(run)) == expected
+    if expected:
+        assert depth(run)[0].evidence["std * sqrt(fan in)"] == pytest.approx(rms * 10)
+
+
+def test_embeddings_have_no_fan_in_and_no_scale() -> None:
+    run = history(loss=flat, gradient_before_clip={"a.weight": 1e-3}, parameter={"a.weight": 5.0}, matrices={"a.weight": 0})
+    assert depth(run) == []
+
+
+def test_gradients_explode_out_of_proportion_to_the_loss() -> None:
+    def of(rms: float) -> list[tuple[str, str]]:
+        # norm of the gradient times norm of the weights, each of 100 elements, over a loss of 2
+        gradients = {"a.weight": rms, "b.weight": 1e-3}
+        return _rules(depth(history(loss=flat, gradient_before_clip=gradients, parameter=dict.fromkeys(gradients, 0.1))))
+
+    assert of(70.0) == [("warning", "exploding-gradients")]
+    assert of(50.0) == []
+
+
+def test_outputs_that_explode_over_the_depth() -> None:
+    gradients, parameters = dict.fromkeys(LAYERS, 1e-3), dict.fromkeys(LAYERS, 0.1)
+
+    def of(last: float) -> list[tuple[str, str]]:
+        outputs = {"0": 1.0, "1": 3.0, "2": last}
+        return _rules(depth(history(loss=flat, gradient_before_clip=gradients, parameter=parameters, activation=outputs)))
+
+    assert of(150.0) == [("warning", "exploding-gradients")]
+    assert of(90.0) == []
+
+
+def test_gradients_of_a_loss_that_is_solved_at_once_are_not_out_of_proportion() -> None:
+    run = history(
+        loss=lambda step: 2.0 * 0.1**step, gradient_before_clip={"a.weight": lambda step: 0.3**step}, parameter={"a.weight": 0.1}
+    )
+    assert depth(run) == []
+
+
+def test_outputs_that_a_mask_makes_infinite_do_not_explode() -> None:
+    rows = dict.fromkeys(LAYERS, 1e-3)
+    outputs = {"0": 1.0, "mask": math.inf}
+    assert depth(history(loss=flat, gradient_before_clip=rows, parameter=dict.fromkeys(LAYERS, 0.1), activation=outputs)) == []
+
+
+def test_gradients_that_vanish_until_the_loss_is_at_rest_and_all_are_small() -> None:
+    fading = {name: (lambda step, rms=rms: rms if step < 15 else 1e-6) for name, rms in _fading(0.3).items()}
+    run = history(loss=flat, gradient_before_clip=fading, parameter=dict.fromkeys(LAYERS, 0.1))
+    assert _rules(depth(run)) == [("warning", "vanishing-gradients")]
+
+
+def test_a_fade_that_was_not_there_at_the_first_step_was_made_by_the_training() -> None:
+    def finding(first: float) -> Finding:
+        fading = {name: (lambda step, rms=rms: rms if step else first * rms ** (1 - first)) for name, rms in _fading(0.3).items()}
+        (found,) = depth(history(loss=flat, gradient_before_clip=fading, parameter=dict.fromkeys(LAYERS, 0.1)))
+        return found
+
+    assert "warm-up" in finding(1.0).advice
+    assert "ReLU" in finding(1e-9).advice
+
+
+@pytest.mark.parametrize(
+    ("size", "first", "found"), [(12.0, 30.0, True), (12.0, 3.0, False), (4.0, 30.0, False), (float("nan"), 30.0, False)]
+)
+def test_a_model_that_begins_far_too_loud(size: float, first: float, found: bool) -> None:
+    run = history(
+        loss=lambda step: first * 0.9**step + 1.0,
+        gradient_before_clip=dict.fromkeys(LAYERS, 1e-3),
+        parameter=dict.fromkeys(LAYERS, 0.1),
+        activation={"0": 1.0, "head": size, "[root module]": size},
+    )
+    assert _rules(depth(run)) == [("info", "initialisation-scale")] * found
+    assert [finding.where for finding in depth(run)] == ["head"] * found
+
+
+def test_without_the_shapes_nothing_is_said_of_depth() -> None:
+    with pytest.raises(Unseen):
+        depth(history(matrices={}))
+
+
+# --- reach -------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_parameter_without_gradient_is_named_and_its_share_told() -> None:
+    gradients = {"a.weight": 1.0, "b.weight": None, "c.weight": 0.0}
+    (finding,) = reach(history(gradient_before_clip=gradients, parameter=dict.fromkeys(gradients, 0.1)))
+    assert (finding.rule, finding.severity, finding.where) == ("no-gradient", "warning", "b.weight")
+    assert finding.evidence["share of all elements"] == pytest.approx(2 / 3)
+    assert "Also in c.weight." in finding.cause
+
+
+def test_a_gradient_that_is_nan_is_one() -> None:
+    rows = {"a.weight": 1.0, "b.weight": {"rms": math.nan, "nonfinite": 3}, "c.weight": None}
+    (finding,) = reach(history(gradient_before_clip=rows, parameter=dict.fromkeys(rows, 0.1)))
+    assert (finding.where, finding.evidence["parameters without gradient"]) == ("c.weight", 1.0)
+
+
+@pytest.mark.parametrize("name", ["experts.3.weight", "blocks.3.weight"])
+def test_an_expert_that_no_batch_reached_is_only_worth_knowing(name: str) -> None:
+    gradients = {"a.weight": 1.0, "blocks.1.weight": lambda step: 1.0 if step % 3 else None, name: None}
+    (finding,) = reach(history(gradient_before_clip=gradients, parameter=dict.fromkeys(gradients, 0.1)))
+    assert (finding.severity, finding.where) == ("info", name)
+
+
+def test_a_small_part_without_gradient_is_only_worth_knowing() -> None:
+    rows = {"a.weight": {"rms": 1.0, "count": 1000}, "pooler.weight": None}
+    parameters = {"a.weight": {"rms": 1.0, "count": 1000}, "pooler.weight": {"rms": 1.0, "count": 100}}
+    assert _rules(reach(history(gradient_before_clip=rows, parameter=parameters))) == [("info", "no-gradient")]
+
+
+def test_a_parameter_that_was_seen_too_seldom_is_not_judged() -> None:
+    gradients = {"a.weight": 1.0}
+    parameters = {"a.weight": 0.1, "b.weight": lambda step: 0.1 if step > 85 else None}
+    assert reach(history(gradient_before_clip=gradients, parameter=parameters)) == []
+
+
+@pytest.mark.parametrize(
+    ("gradient", "expected"),
+    [
+        (lambda step: 1.0 if step < 60 else 0.0, ["gradient-dropped-to-zero"]),
+        (lambda step: 1.0 if step < 60 else 1e-9, ["gradient-dropped-to-zero"]),
+        (lambda step: 1.0 if step < 60 else 1e-3, []),
+        (lambda step: 1.0 if step < 60 or step % 3 == 0 else 0.0, ["gradient-dropped-to-zero"]),
+        (lambda step: 1.0 if step % 2 else 0.0, []),
+        (lambda step: 0.9**step, []),
+        (lambda step: 0.0 if step < 40 else 1.0, []),
+    ],
+)
+def test_gradients_that_drop_to_zero(gradient: Callable[[int], float], expected: list[str]) -> None:
+    run = history(loss=flat, gradient_before_clip={"a.weight": gradient}, parameter={"a.weight": 0.1})
+    assert [finding.rule for finding in reach(run)] == expected
+    if expected:
+        assert reach(run)[0].steps[0] in (60, 61)
+
+
+def test_one_layer_that_drops_to_zero_is_named_and_one_that_is_frozen_is_not() -> None:
+    gradients = {"a.weight": 1.0, "b.weight": lambda step: 1.0 if step < 50 else 0.0}
+    (finding,) = reach(history(loss=flat, gradient_before_clip=gradients, parameter=dict.fromkeys(gradients, 0.1)))
+    assert (finding.rule, finding.where, finding.steps[0]) == ("gradient-dropped-to-zero", "b.weight", 50)
+    frozen = {"a.weight": 1.0, "b.weight": lambda step: 1.0 if step < 50 else None}
+    assert reach(history(loss=flat, gradient_before_clip=frozen, parameter=dict.fromkeys(gradients, 0.1))) == []
+
+
+def test_a_loss_that_is_solved_may_have_no_gradient() -> None:
+    gradient = {"a.weight": lambda step: 1.0 if step < 60 else 0.0}
+    run = history(loss=lambda step: 2.0 if step < 60 else 0.0, gradient_before_clip=gradient, parameter={"a.weight": 0.1})
+    assert _rules(reach(run)) == [("info", "gradient-dropped-to-zero")]
+
+
+# --- precision ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("largest", "zeros", "found"),
+    [(3 * 2.0**-24, 0.9, True), (3 * 2.0**-24, 0.1, False), (2.0**-10, 0.9, False), (3.3 * 2.0**-24, 0.9, False)],
+)
+def test_gradients_that_were_float16_and_too_small(largest: float, zeros: float, found: bool) -> None:
+    stats = {"rms": largest / 3, "min": -(2.0**-24), "max": largest, "zeros": zeros}
+    run = history(gradient_before_clip={"a.weight": stats, "b.weight": stats})
+    assert _rules(precision(run)) == [("warning", "low-precision-underflow")] * found
+
+
+def test_a_gradient_that_once_had_other_numbers_was_no_float16() -> None:
+    def stats(step: int) -> dict[str, float]:
+        largest = 1e-6 if step == 7 else 2.0**-23
+        return {"rms": 1e-8, "min": -(2.0**-24), "max": largest, "zeros": 0.9}
+
+    assert precision(history(gradient_before_clip={"a.weight": stats, "b.weight": stats})) == []
+
+
+@pytest.mark.parametrize(("output", "found"), [(0.333251953125, True), (0.3332, False), (0.33203125, False)])
+def test_gradients_that_are_all_zero_are_underflow_only_where_outputs_are_float16(output: float, found: bool) -> None:
+    # the first has eleven digits, as float16 does; the second more; the third eight, as bfloat16 does
+    nothing = {"rms": 0.0, "min": 0.0, "max": 0.0, "zeros": 1.0}
+    outputs = {"rms": 0.1, "min": -output, "max": output}
+    run = history(gradient_before_clip={"a.weight": nothing}, activation={"a": outputs, "b": outputs})
+    assert _rules(precision(run)) == [("warning", "low-precision-underflow")] * found
+
+
+# --- units -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("zeros", "kind", "loss", "expected"),
+    [
+        (0.97, "ReLU", flat, [("warning", "dead-units")]),
+        (0.97, "ReLU", falls, [("info", "dead-units")]),
+        (0.5, "ReLU", flat, []),
+        (0.97, "Dropout", flat, []),
+    ],
+)
+def test_dead_units_by_their_outputs(
+    zeros: float, kind: str, loss: Callable[[int], float], expected: list[tuple[str, str]]
+) -> None:
+    run = history(loss=loss, activation={"1": {"rms": 0.1, "zeros": zeros}}, kinds={"1": kind})
+    assert _rules(units(run)) == expected
+
+
+@pytest.mark.parametrize(("weight", "bias", "found"), [(0.8, 0.8, True), (0.8, 0.0, False), (0.3, 0.9, False), (1.0, 1.0, False)])
+def test_dead_units_by_rows_of_zeros_in_weight_and_bias(weight: float, bias: float, found: bool) -> None:
+    gradients = {"0.weight": {"rms": 0.1, "zeros": weight}, "0.bias": {"rms": 0.1, "zeros": bias}}
+    faded = {name: {**stats, "rms": 1e-7} for name, stats in gradients.items()}
+    assert units(history(loss=flat, gradient_before_clip=faded, activation={"0": 1.0})) == []
+    run = history(loss=flat, gradient_before_clip=gradients, activation={"0": 1.0})
+    assert _rules(units(run)) == [("warning", "dead-units")] * found
+
+
+@pytest.mark.parametrize(
+    ("kind", "stats", "found"),
+    [
+        ("Tanh", {"rms": 0.95}, True),
+        ("Tanh", {"rms": 0.7}, False),
+        ("RNN", {"rms": 0.95}, True),
+        ("Linear", {"rms": 0.95}, False),
+        ("Sigmoid", {"rms": math.sqrt(0.49), "mean": 0.5}, True),  # nearly all are 0 or 1
+        ("Sigmoid", {"rms": math.sqrt(0.3), "mean": 0.5}, False),
+        ("Sigmoid", {"rms": 0.02, "mean": 0.01}, True),
+    ],
+)
+def test_saturated_units(kind: str, stats: dict[str, float], found: bool) -> None:
+    run = history(loss=flat, activation={"1[0]": stats}, kinds={"1": kind})
+    assert _rules(units(run)) == [("warning", "saturated-units")] * found
+    assert [f.severity for f in units(history(loss=falls, activation={"1": stats}, kinds={"1": kind}))] == ["info"] * found
+
+
+def test_without_activations_units_are_unseen() -> None:
+    with pytest.raises(Unseen):
+        units(history(loss=flat))
+
+
+# --- clipping ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("norm", "share", "loss", "expected"),
+    [
+        (50.0, 1.0, flat, [("warning", "always-clipped")]),
+        (50.0, 1.0, falls, [("info", "always-clipped")]),
+        (5.0, 1.0, flat, []),
+        (50.0, 0.5, flat, []),
+    ],
+)
+def test_a_bound_far_below_the_usual_norm(
+    norm: float, share: float, loss: Callable[[int], float], expected: list[tuple[str, str]]
+) -> None:
+    values = {"grad_norm": lambda _: norm, "grad_norm_clipped": lambda _: 1.0, "clipped_share": lambda _: share}
+    found = clips(history(loss=loss, values=values))
+    assert _rules(found) == expected
+    for finding in found:
+        assert finding.evidence["usual norm"] == norm
+        assert finding.evidence["bound"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("norm", "severity"),
+    [
+        (lambda step: 30.0 if step in (40, 70) else 1.0, "warning"),
+        (lambda step: 30.0 if step == 40 else 1.0, "info"),
+        (lambda step: 5.0 if step in (40, 70) else 1.0, "info"),
+        (lambda step: 30.0 if step in (1, 3) else 1.0, "info"),
+        (lambda step: 100 * 0.9**step * (30 if step in (60, 80) else 1), "info"),  # far above its neighbours, below the beginning
+    ],
+)
+def test_a_clip_that_never_acts_is_a_fault_where_outliers_pass(norm: Callable[[int], float], severity: str) -> None:
+    values = {"grad_norm": norm, "grad_norm_clipped": norm, "clipped_share": lambda _: 0.0}
+    assert _rules(clips(history(loss=flat, values=values))) == [(severity, "never-clipped")]
+    assert _rules(clips(history(loss=falls, values=values))) == [("info", "never-clipped")]
+
+
+def test_where_nothing_clips_nothing_is_said() -> None:
+    assert clips(history(values={"grad_norm": lambda step: 30.0 if step in (40, 70) else 1.0})) == []
+    with pytest.raises(Unseen):
+        clips(history())
+
+
+# --- rates -------------------------------------------------------------------------------------------------------------------
+
+
+def _updates(ratio: float, **others: float) -> dict[str, dict[str, float]]:
+    names = [*LAYERS, *others]
+    return {
+        "parameter": dict.fromkeys(names, 0.1),
+        "update": {**dict.fromkeys(LAYERS, 0.1 * ratio), **{name: 0.1 * other for name, other in others.items()}},
+        "gradient_before_clip": dict.fromkeys(names, 1e-3),
+    }
+
+
+def explodes(step: int) -> float:
+    return 0.7 * 1000.0**step if step < 3 else math.nan
+
+
+def leaves(step: int) -> float:
+    return 2.0 if step == 0 else 8.0 * 0.98**step
+
+
+@pytest.mark.parametrize(
+    ("ratio", "loss", "expected"),
+    [
+        (0.25, flat, [("warning", "learning-rate-high"), ("warning", "update-ratio-high")]),
+        (0.25, leaves, [("warning", "learning-rate-high"), ("info", "update-ratio-high")]),
+        (
+            500.0,
+            lambda step: 0.7 * 1000**step if step < 3 else math.nan,
+            [("warning", "learning-rate-high"), ("info", "update-ratio-high")],
+        ),
+        (0.25, falls, [("info", "update-ratio-high")]),
+        (0.05, flat, []),
+        (1e-5, flat, [("warning", "learning-rate-low")]),
+        (1e-5, falls, []),
+        (1e-3, flat, []),
+        (0.0, flat, []),
+    ],
+)
+def test_rates_by_updates_and_loss_together(ratio: float, loss: Callable[[int], float], expected: list[tuple[str, str]]) -> None:
+    assert _rules(rates(history(loss=loss, **_updates(ratio)))) == expected
+
+
+@pytest.mark.parametrize(
+    ("ratio", "expected"),
+    [(0.15, "update-ratio-high"), (0.05, ""), (1e-5, ""), (5e-7, "update-ratio-low")],
+)
+def test_a_part_that_moves_by_its_own_rate_is_named(ratio: float, expected: str) -> None:
+    found = rates(history(loss=flat, **_updates(2e-3, **{"own.weight": ratio})))
+    assert [(finding.rule, finding.where) for finding in found] == [(expected, "own.weight")] * bool(expected)
+
+
+def test_a_part_that_is_slow_for_its_small_gradient_has_no_wrong_rate() -> None:
+    rows = _updates(2e-3, **{"own.weight": 5e-7})
+    rows["gradient_before_clip"]["own.weight"] = 1e-3 * 5e-7 / 2e-3
+    assert rates(history(loss=flat, **rows)) == []
+
+
+def test_a_part_is_slow_only_beside_others_that_are_not() -> None:
+    rows = _updates(5e-5, **{"own.weight": 5e-7})
+    rows["gradient_before_clip"]["own.weight"] = 1.0
+    assert rates(history(loss=flat, **rows)) == []
+
+
+def test_without_updates_rates_are_unseen() -> None:
+    with pytest.raises(Unseen):
+        rates(history(parameter={"a.weight": 0.1}))
+
+
+# --- attention ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("entropy", "loss", "expected"),
+    [
+        (0.1, flat, [("warning", "attention-entropy-collapse")]),
+        (0.1, falls, [("info", "attention-entropy-collapse")]),
+        (0.4, flat, []),
+    ],
+)
+def test_attention_that_looks_at_one_key(entropy: float, loss: Callable[[int], float], expected: list[tuple[str, str]]) -> None:
+    heads = {
+        ("attention_entropy_normalized", "a", "mean"): lambda _: entropy,
+        ("attention_entropy_normalized", "a", "min"): lambda _: 0.0,
+    }
+    assert _rules(attending(history(loss=loss, heads=heads))) == expected
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "loss", "expected"),
+    [
+        (1.0, 200.0, falls, "warning"),
+        (1.0, 50.0, falls, "info"),
+        (1.0, 50.0, flat, "warning"),
+        (1.0, 20.0, flat, ""),
+        (50.0, 200.0, flat, ""),
+    ],
+)
+def test_attention_logits_that_grow(first: float, last: float, loss: Callable[[int], float], expected: str) -> None:
+    heads = {("attention_max_logit", "a", "max"): lambda step: first + (last - first) * min(step / 60, 1)}
+    assert _rules(attending(history(loss=loss, heads=heads))) == [(expected, "attention-logit-growth")] * bool(expected)
+
+
+# --- weights -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("norm", "loss", "expected"),
+    [
+        (lambda step: 1.03**step, falls, "warning"),
+        (lambda step: 1.015**step, falls, "info"),
+        (lambda step: 1.015**step, flat, "warning"),
+        (lambda step: math.sqrt(1 + step), falls, ""),
+        (lambda step: 1 + 9 * (1 - 0.9**step), flat, ""),
+        (lambda step: 1.005**step, flat, ""),
+        (lambda step: float(step), flat, ""),
+    ],
+)
+def test_weights_that_grow_without_bound(norm: Callable[[int], float], loss: Callable[[int], float], expected: str) -> None:
+    run = history(loss=loss, parameter={"a.weight": norm, "b.bias": lambda step: 1.1**step})
+    assert [finding.severity for finding in weights(run)] == [expected] * bool(expected)
+
+
+# --- loss --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (flat, [("warning", "loss-plateau")]),
+        (falls, []),
+        (rises, [("warning", "loss-divergence")]),
+        (lambda step: falls(step) if step < 50 else 0.5 + (step - 50) / 10, [("warning", "loss-divergence")]),
+        (lambda step: falls(step) if step < 50 else 0.5 + (step - 50) / 50, []),  # it ends below where it began
+        (lambda step: 10 * _noise(step), [("info", "loss-plateau")]),
+        (
+            lambda step: 1.4 + _noise(step) if step > 10 else 1.0 + _noise(step),
+            [("warning", "loss-divergence")],
+        ),  # at once, then rests
+        (lambda step: 1.1 + _noise(step) if step > 10 else 1.0 + _noise(step), [("warning", "loss-plateau")]),
+        (
+            lambda step: 2.0 + _noise(step) if step > 10 else 2.6 + _noise(step),
+            [("warning", "loss-plateau")],
+        ),  # it fell a little, and rests
+        (lambda step: -2.0 - step / 10, []),
+    ],
+)
+def test_what_the_loss_does(loss: Callable[[int], float], expected: list[tuple[str, str]]) -> None:
+    assert _rules(losses(history(loss=loss))) == expected
+
+
+@pytest.mark.parametrize(("fall", "severity"), [(0.0, "warning"), (0.65, "info")])
+def test_a_fall_that_noise_may_hide_is_no_plateau_to_warn_of(fall: float, severity: str) -> None:
+    run = history(60, loss=lambda step: 3.0 - fall * step / 60 + random.Random(step).uniform(-0.9, 0.9))
+    assert run.learning.state == "flat"
+    (finding,) = losses(run)
+    assert (finding.rule, finding.severity) == ("loss-plateau", severity)
+    assert ("as far as its noise" in finding.cause) == (severity == "info")
+
+
+@pytest.mark.parametrize(("steps", "severity"), [(30, "info"), (35, "warning")])
+def test_so_few_losses_that_none_could_rank_apart_are_no_plateau_to_warn_of(steps: int, severity: str) -> None:
+    assert _rules(losses(history(steps, loss=flat))) == [(severity, "loss-plateau")]
+
+
+def test_a_loss_that_nobody_logged_is_unseen() -> None:
+    with pytest.raises(Unseen, match="log_scalar"):
+        losses(history(loss=None))
+
+
+@pytest.mark.parametrize(("until", "found"), [(40, True), (68, True), (72, False)])
+def test_a_schedule_that_runs_out_early(until: int, found: bool) -> None:
+    run = history(loss=falls, context=lambda step: {"lr": [1e-3 if step < until else 1e-7]})
+    assert _rules(losses(run)) == [("warning", "loss-plateau")] * found
+    if found:
+        assert losses(run)[0].steps[0] == until
+
+
+def test_a_rate_that_is_still_on_its_way_up_leaves_open_what_comes() -> None:
+    assert _rules(losses(history(loss=flat, context=lambda step: {"lr": [1e-6 * step]}))) == [("info", "loss-plateau")]
+    assert _rules(losses(history(loss=flat, context=lambda step: {"lr": [1e-6 * min(step, 40)]}))) == [
+        ("warning", "loss-plateau")
+    ]

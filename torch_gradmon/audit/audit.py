@@ -1,0 +1,307 @@
+"""The audit of a training loop: from what hooks tell to what is judged."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.optim import Optimizer
+
+from ..capture.hooks import Handles, Hook
+from ..diagnosis.facts import Fact
+from ..errors import Complaints, GradmonWarning
+from ..planner import Planner
+from .idle import Idle
+from .probe import Probe
+from .survey import Survey
+from .tallies import Tallies
+from .watched import Watched
+
+F = TypeVar("F", bound=Callable[..., Any])
+#: Optimizers that get a probe. Where there are more, they are those of single parameters, which step within the backward pass.
+_OPTIMIZERS = 3
+#: Steps in a row in which a probe has no gradient, after which another one is chosen.
+_PATIENCE = 3
+
+
+class Run(Protocol):
+    """What the audit has to know of the run that it is beside of."""
+
+    step: int | None
+
+
+def _fenced(method: F) -> F:
+    """What fails in here ends the audit with one warning, and nothing else."""
+
+    @functools.wraps(method)
+    def run(self: Audit, *args: Any) -> None:
+        if not self.is_off:
+            try:
+                method(self, *args)
+            except GradmonWarning:  # where warnings were made errors
+                raise
+            except Exception as error:
+                self.is_off = True
+                self.complaints.add("internal:audit", "the audit of the loop failed and is off; training goes on", error)
+
+    return run  # type: ignore[return-value]
+
+
+class Audit:
+    """Watches a loop from beside; it measures nothing and changes nothing.
+
+    Args:
+        run: the run in which it happens.
+        planner: knows the model.
+        complaints: where mistakes that are certain are said.
+        note: takes facts about the run, for the run directory.
+
+    Attributes:
+        is_off: nothing is watched.
+        paused: what happens now is no training.
+    """
+
+    def __init__(self, run: Run, planner: Planner, complaints: Complaints, note: Callable[..., None]) -> None:
+        self.complaints = complaints
+        self.is_off, self.paused = True, False
+        self._run, self._planner = weakref.ref(run), planner  # a scaler that goes on holds what is wrapped around it
+        self._tallies = Tallies(complaints, self._step, note)
+        self._watched: dict[int, Watched] = {}
+        self._handles = Handles()
+        self._survey: Survey | None = None
+        self._idle = Idle()
+        self._ddp: weakref.ref[nn.Module] | None = None
+        self._clock = self._forwards = self._forwards_at_step = 0
+        self._has_ranks = False
+        self._settling: set[int] = set()
+        self._is_hung = True
+
+    def _step(self) -> int:
+        run = self._run()
+        return 0 if run is None else run.step or 0
+
+    def facts(self) -> list[Fact]:
+        """The mistakes that were seen often enough."""
+        return self._tallies.facts()
+
+    def tell(self) -> None:
+        """Note the facts in the run directory, if they are news."""
+        self._tallies.tell()
+
+    # --- life cycle ----------------------------------------------------------------------------------------------------------
+
+    def follow(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Watch a loop from now on."""
+        self.leave()
+        self.is_off = False
+        self._begin(module, optimizers)
+
+    @_fenced
+    def _begin(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._watched = {id(optimizer): Watched(optimizer, self._tallies) for optimizer in optimizers}
+        references = [weakref.ref(optimizer) for optimizer in optimizers]
+        self._survey = Survey(self._planner, self._tallies, lambda: [o for ref in references if (o := ref()) is not None])
+        self._ddp, self._has_ranks = _ddp_in(module), _has_ranks()
+        self._clock = 0
+        self._tallies.tell(begins=True)
+        for watched in list(self._watched.values())[:_OPTIMIZERS]:
+            self._choose(watched)
+        self._hang()
+
+    def leave(self) -> None:
+        """Take all hooks away, and hold nothing any more but the facts."""
+        self.is_off = True
+        self._handles.remove()
+        self._watched, self._survey, self._idle, self._ddp = {}, None, Idle(), None
+        self._settling.clear()
+
+    def _choose(self, watched: Watched, with_gradient: bool = False) -> None:
+        """Probe the smallest parameter of an optimizer, ``with_gradient`` of those that have one now."""
+        optimizer, inventory = watched.optimizer(), self._planner.now()
+        watched.absent, watched.probe, self._is_hung = 0, None, False
+        if optimizer is None or inventory is None:
+            return
+        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        found = [
+            (parameter.numel(), number)
+            for number, place in enumerate(inventory.references)
+            if (parameter := place()) is not None
+            and id(parameter) in owned
+            and parameter.requires_grad
+            and (parameter.grad is not None or not with_gradient)
+        ]
+        if found:
+            _, number = min(found)
+            place = inventory.references[number]
+            if (parameter := place()) is not None:
+                watched.probe = Probe(inventory.names[number], place, parameter)
+
+    def _hang(self) -> None:
+        """One hook on each probe, and one more while it is not known who writes to its gradient."""
+        self._is_hung = True
+        self._handles.remove()
+        for key, watched in self._watched.items():
+            if watched.probe is not None and not watched.probe.is_offloaded:
+                self._handles.on_accumulate(watched.probe.place, Hook(self._accumulated, key))
+                if watched.writes.is_curious or watched.writes.is_doubtful:
+                    self._handles.on_gradient(watched.probe.place, Hook(self._incoming, key))
+
+    # --- forward and backward --------------------------------------------------------------------------------------------------
+
+    def forward_began(self) -> None:
+        """The model is called in training."""
+        self._forwards += 1
+        if not self._is_hung and not self.is_off:  # not from within a hook on the same parameter
+            self._hang()
+
+    @_fenced
+    def _accumulated(self, key: int, parameter: Tensor) -> None:
+        if torch.compiler.is_compiling():  # compiled autograd
+            return
+        watched = self._watched[key]
+        probe = watched.probe
+        if probe is None:
+            return
+        if self.paused:
+            probe.doubtful = probe.is_paused = True
+            return
+        probe.accumulated(parameter, self._clock)
+        if probe.late >= 0 or watched.is_unscaled:
+            watched.accumulated(probe)
+        if probe.writes and watched.writes.begin():
+            self._is_hung = False
+        if self._ddp is not None or probe.is_sharded:
+            self._note_sync(probe)
+        if self._has_ranks:
+            self._settle_later(key)
+        if not self._clock and self._idle.goes_on(parameter, probe, watched.writes.clears):
+            self._tallies.seen("never-stepped", key, evidence={"backward passes": float(probe.fired)})
+
+    def _note_sync(self, probe: Probe) -> None:
+        ddp = None if self._ddp is None else self._ddp()
+        probe.synced += probe.is_sharded or (ddp is not None and bool(getattr(ddp, "require_backward_grad_sync", False)))
+
+    def _settle_later(self, key: int) -> None:
+        """Look again when DDP has copied the reduced gradients back, which it does in such a callback."""
+        if key not in self._settling:
+            self._settling.add(key)
+            engine = Variable._execution_engine
+            settle = functools.partial(self._settled, key)
+            engine.queue_callback(lambda: engine.queue_callback(settle))
+
+    @_fenced
+    def _settled(self, key: int) -> None:
+        self._settling.discard(key)
+        watched = self._watched.get(key)
+        if watched is not None and watched.probe is not None and (parameter := watched.probe.place()) is not None:
+            watched.probe.settled(parameter)
+
+    @_fenced
+    def _incoming(self, key: int, gradient: Tensor | None) -> None:
+        probe = self._watched[key].probe
+        parameter = None if probe is None else probe.place()
+        if probe is not None and parameter is not None:
+            writes = self._watched[key].writes
+            writes.look(probe, parameter, gradient)
+            writes.look_at_carried(probe, parameter, gradient)
+            self._is_hung &= writes.is_curious or writes.is_doubtful
+
+    # --- steps -----------------------------------------------------------------------------------------------------------------
+
+    @_fenced
+    def step_began(self, optimizer: Optimizer, has_closure: bool) -> None:
+        """An optimizer is about to step, or to call its closure."""
+        watched = self._watched.get(id(optimizer))
+        if watched is None or self._survey is None:
+            return
+        self._clock += 1
+        if self._clock == 1:
+            self._tallies.retract("never-stepped")
+        watched.is_unknown = has_closure or self.paused
+        if watched.probe is not None and not watched.is_unknown:
+            self._judge(watched, watched.probe, optimizer)
+        if self._survey.step_began():
+            self._has_ranks = _has_ranks()
+
+    def _judge(self, watched: Watched, probe: Probe, optimizer: Optimizer) -> None:
+        parameter = probe.place()
+        if parameter is None or id(parameter) != probe.identity:  # it was replaced
+            self._choose(watched, with_gradient=True)
+            return
+        if getattr(optimizer, "grad_scale", None) is not None:  # a fused one, that unscales as it steps
+            watched.unscaling(parameter, probe, optimizer)
+        gradient = probe.look(parameter)
+        if gradient is not None:
+            since = self._forwards != self._forwards_at_step
+            watched.step_with_gradient(probe, gradient, since, may_receive=self._ddp is not None)
+            if probe.carried and watched.writes.doubt():
+                self._is_hung = False
+        elif watched.step_without_gradient(probe, optimizer) and (watched.absent >= _PATIENCE or not watched.had_gradients):
+            self._choose(watched, with_gradient=True)
+
+    @_fenced
+    def step_ended(self, optimizer: Optimizer) -> None:
+        """It has stepped."""
+        watched = self._watched.get(id(optimizer))
+        if watched is not None and self._survey is not None:
+            self._survey.step_ended()
+            self._over(watched)
+            if watched.writes.is_doubtful and not self._is_hung:
+                self._hang()
+
+    @_fenced
+    def step_refused(self, optimizer: Optimizer) -> None:
+        """The scaler did not let it step."""
+        self._clock += 1
+        if (watched := self._watched.get(id(optimizer))) is not None:
+            self._over(watched)
+
+    def _over(self, watched: Watched) -> None:
+        self._forwards_at_step = self._forwards
+        watched.over()
+
+    # --- scaler ----------------------------------------------------------------------------------------------------------------
+
+    @_fenced
+    def unscaling(self, optimizer: Optimizer) -> None:
+        """The scaler is about to unscale its gradients."""
+        watched = self._watched.get(id(optimizer))
+        if watched is not None and watched.probe is not None and (parameter := watched.probe.place()) is not None:
+            watched.unscaling(parameter, watched.probe, optimizer)
+
+    @_fenced
+    def unscaled(self, optimizer: Optimizer) -> None:
+        """It has."""
+        if (watched := self._watched.get(id(optimizer))) is not None:
+            watched.unscaled()
+
+    @_fenced
+    def scaled(self) -> None:
+        """The scaler has scaled a loss."""
+        for watched in self._watched.values():
+            watched.scaled()
+
+    @_fenced
+    def updated(self) -> None:
+        """The scaler's attempt is over."""
+        for watched in self._watched.values():
+            watched.attempt_over()
+
+
+def _has_ranks() -> bool:
+    """Whether gradients may be exchanged between ranks."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def _ddp_in(module: nn.Module) -> weakref.ref[nn.Module] | None:
+    """The wrapper whose flag tells whether a backward pass exchanges gradients."""
+    parallel = sys.modules.get("torch.nn.parallel.distributed")
+    kind = getattr(parallel, "DistributedDataParallel", ())
+    return next((weakref.ref(child) for child in module.modules() if isinstance(child, kind)), None)
