@@ -16,7 +16,7 @@ transformers_extras := transformers,accelerate,wandb,tensorboard,trackio
 ignite_extras := ignite,tensorboard
 accelerate_extras := accelerate,tensorboard
 
-.PHONY: demo test test-all test-integrations lint bench bench-spikes bench-widths images browser clean
+.PHONY: demo test test-all test-integrations lint bench bench-spikes bench-faults bench-widths images browser clean
 
 demo: $(VENV)/.ready
 	$(VENV)/bin/gradmon demo
@@ -58,6 +58,10 @@ bench: $(BENCH)/.ready
 bench-spikes: $(BENCH)/.ready
 	$(BENCH)/bin/python -m benchmarks.spikes
 
+# how many faults of the zoo a diagnosis names, and of what else it warns
+bench-faults: $(VENV)/.ready
+	$(VENV)/bin/python -m benchmarks.faults.judging
+
 # the exponents of layers over the width, and their picture
 bench-widths: $(VENV)/.ready
 	$(VENV)/bin/python -m benchmarks.width_sweep
@@ -66,6 +70,7 @@ bench-widths: $(VENV)/.ready
 images: $(VENV)/.ready browser
 	$(VENV)/bin/gradmon demo --svg images/demo.svg
 	$(VENV)/bin/python -m benchmarks.width_sweep
+	$(VENV)/bin/python examples/article_study.py --image images/article_study.svg
 	$(VENV)/bin/python -m tests.browser
 
 # Debian's Chromium where it can be installed; without one the browser tests are skipped

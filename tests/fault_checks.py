@@ -106,6 +106,16 @@ def _silent_hooks(spy: Spy) -> float:
     return float(max(spy.fired) < len(spy.steps) - 10)
 
 
+def _stayed(spy: Spy) -> float:
+    """1 where no parameter has moved in any step."""
+    return float(all(update == 0 for step in spy.steps for update in step.update.values()))
+
+
+def _exchanges(spy: Spy) -> float:
+    """Accumulations with an exchange of gradients, for each parameter and step."""
+    return spy.exchanged / len(spy.names) / len(spy.steps)
+
+
 # rule: a number, above which the faulty one is, and below which the mended one is
 ABOVE: dict[str, list[tuple[Sign, float, float]]] = {
     "vanishing-gradients": [(lambda s: 1 / _first_against_last(s), 1e3, 1e2), (_level, 0.2, math.inf), (_change, 0.0, 0.7)],
@@ -150,6 +160,8 @@ ABOVE: dict[str, list[tuple[Sign, float, float]]] = {
     "clipped-while-scaled": [(_times("clip unscale"), 50, 0.5)],
     "backward-after-unscale": [(_times("unscale backward"), 50, 0.5)],
     "not-in-optimizer": [(lambda s: s.outside, 0.5, 0.5)],
+    "optimizer-before-sharding": [(_stayed, 0.5, 0.5)],
+    "sync-every-micro-batch": [(_exchanges, 3.5, 1.5)],
     "frozen-but-moving": [(lambda s: sum(x.frozen_moved for x in s.steps), 20, 0.5)],
     "weights-untied": [(lambda s: float(s.untied), 0.5, 0.5)],
     "dead-hooks": [(_silent_hooks, 0.5, 0.5)],
@@ -163,5 +175,6 @@ FREE = {
     "clip-per-micro-batch",
     "frozen-but-moving",
     "weights-untied",
+    "sync-every-micro-batch",
     "dead-hooks",
 }

@@ -46,6 +46,7 @@ class Spy:
         self.entropy: list[float] = []
         self.logit: list[float] = []
         self.fired: list[int] = []
+        self.exchanged = 0  # accumulations in backward passes in which DDP exchanged gradients
         self.outside: int = 0
         self.untied: bool = False
 
@@ -65,7 +66,7 @@ class Spy:
                 module.register_forward_hook(self._saw(module_name))
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda _: self.fired.append(len(self.steps)))
+                parameter.register_post_accumulate_grad_hook(self._accumulated)
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._before)
             optimizer.register_step_post_hook(self._after)
@@ -81,6 +82,10 @@ class Spy:
         yield
 
     # -- what the hooks see
+
+    def _accumulated(self, _: Tensor) -> None:
+        self.fired.append(len(self.steps))
+        self.exchanged += bool(getattr(self.model, "require_backward_grad_sync", False))
 
     def _ties(self) -> set[tuple[str, ...]]:
         groups: dict[int, list[str]] = {}

@@ -6,7 +6,6 @@ import inspect
 import math
 
 import pytest
-import torch
 
 from benchmarks.faults import FAULTS, HEALTHY, Training
 from benchmarks.faults.__main__ import Nobody, main
@@ -34,15 +33,6 @@ QUICK_HEALTHY = [t for t in HEALTHY if t.family == "mlp" and t.name.split("/")[0
 
 # a scheduler that is stepped after a scaler left out the first step, which is how float16 begins
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step\\(\\)`:UserWarning")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with torch.random.fork_rng():
-        yield
-    torch.set_num_threads(threads)
 
 
 def _named(trainings: list[Training]) -> list[object]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from . import activations, attention, healthy, initialisation, loops, losses, nonfinite, optimisation, ownership, precision
+from . import activations, attention, healthy, initialisation, loops, losses, nonfinite, optimisation, ownership, precision, ranks
 from .training import Training, Watch
 
-_FAULTY = (initialisation, activations, attention, nonfinite, optimisation, losses, precision, loops, ownership)
+_FAULTY = (initialisation, activations, attention, nonfinite, optimisation, losses, precision, loops, ownership, ranks)
 FAULTS: list[Training] = [training for module in _FAULTY for training in module.TRAININGS]
 HEALTHY: list[Training] = healthy.TRAININGS
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from ..training import Training
-from . import loops, losses, models, optimizers, several
+from . import loops, losses, models, optimizers, ranks, several
 
-TRAININGS: list[Training] = [training for module in (optimizers, models, losses, loops, several) for training in module.TRAININGS]
+TRAININGS: list[Training] = [
+    training for module in (optimizers, models, losses, loops, several, ranks) for training in module.TRAININGS
+]

@@ -1,0 +1,102 @@
+"""The audit names each mistake of the zoo's loops, and says nothing of the mended ones."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+
+import torch_gradmon as gradmon
+from benchmarks.faults import FAULTS, HEALTHY, Training
+from torch_gradmon.diagnosis.mistakes import MISTAKES
+
+OF_LOOPS = [t for t in FAULTS if t.rule in MISTAKES]
+#: Of each rule the quickest one here.
+QUICK = {t.rule: t for t in reversed(OF_LOOPS) if not t.held_back}
+#: Healthy ones that come close to a mistake, and are quick.
+CLOSE = (
+    "sharpness-aware/mlp",
+    "zeros-kept/autoencoder",
+    "adversarial/gan",
+    "unfrozen-by-and-by/mlp",
+    "closure/cnn",
+    "sharded/mlp",
+)
+
+
+def _seen(training: Training, healed: bool) -> tuple[gradmon.ModuleMonitor, list[str]]:
+    """The monitor behind the training, and what the audit warned of."""
+    monitors = []
+
+    def watch(model: Any, *optimizers: Any, scaler: Any = None) -> gradmon.ModuleMonitor:
+        monitors.append(gradmon.watch(model, *optimizers, scaler=scaler, preset="cheap", on_spike=None))
+        return monitors[-1]
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        training.run(watch, 0, healed)
+    said = {f"{mistake.cause} (": rule for rule, mistake in MISTAKES.items()}
+    told = [rule for words, rule in said.items() for w in caught if f"torch_gradmon: {words}" in str(w.message)]
+    assert sorted(told) == sorted(c.removeprefix("audit:") for c in monitors[-1].complaints() if c.startswith("audit:"))
+    monitors[-1].detach()
+    return monitors[-1], told
+
+
+def _names(trainings: Any) -> list[Any]:
+    return [pytest.param(training, id=training.name) for training in trainings]
+
+
+def _judge(training: Training) -> None:
+    mistake = MISTAKES[training.rule]
+    monitor, told = _seen(training, healed=False)
+    found = monitor.diagnose().findings
+    assert training.rule in [finding.rule for finding in found[:2]]
+    assert [f.rule for f in found if f.rule in MISTAKES and f.severity != "info"] == [training.rule] * (
+        mistake.severity != "info"
+    )
+    finding = next(finding for finding in found if finding.rule == training.rule)
+    assert finding.severity == ("error" if training.name.startswith("head-replaced") else mistake.severity)
+    assert finding.weight >= 90
+    assert told == [training.rule] * mistake.warns
+    mended, told = _seen(training, healed=True)
+    assert not [finding for finding in mended.diagnose().findings if finding.rule in MISTAKES]
+    assert not told
+
+
+@pytest.mark.parametrize("training", _names(QUICK.values()))
+def test_a_mistake_is_named_and_its_mended_twin_is_not(training: Training) -> None:
+    _judge(training)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("training", _names(t for t in OF_LOOPS if t not in QUICK.values()))
+def test_so_it_is_in_other_families(training: Training) -> None:
+    _judge(training)
+
+
+def test_each_mistake_has_a_training() -> None:
+    assert set(QUICK) == set(MISTAKES)
+
+
+def _silent(training: Training) -> None:
+    monitor, told = _seen(training, healed=False)
+    assert not told
+    assert not [f for f in monitor.diagnose().findings if f.rule in MISTAKES and f.severity != "info"]
+
+
+@pytest.mark.parametrize("training", _names(t for t in HEALTHY if t.name in CLOSE))
+def test_healthy_loops_that_look_odd_have_no_mistake(training: Training) -> None:
+    _silent(training)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("training", _names([t for t in HEALTHY if t.name not in CLOSE]))
+def test_healthy_loops_have_no_mistake(training: Training) -> None:
+    _silent(training)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("training", _names([t for t in FAULTS if t.rule not in MISTAKES]))
+def test_a_fault_of_another_kind_is_no_mistake_of_the_loop(training: Training) -> None:
+    _silent(training)
