@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import statistics
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -10,16 +12,22 @@ from pathlib import Path
 
 import pytest
 
+import torch_gradmon as gradmon
+
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 #: Those of many ranks.
 RANKS = {"ddp", "fsdp2"}
 #: What makes them quick.
-ARGUMENTS = {"skip": ["--seeds", "1", "--accidents", "overflow"]}
+ARGUMENTS = {
+    "skip": ["--seeds", "1", "--accidents", "overflow"],
+    "article_study": ["--steps", "6", "--rates", "10", "--image", "study.svg"],
+}
 NEEDS = {
     "wandb_run": ("wandb",),
     "tensorboard_run": ("tensorboard",),
     "lightning_trainer": ("lightning",),
     "transformers_trainer": ("transformers",),
+    "article_study": ("transformers", "matplotlib"),
     "ignite_trainer": ("ignite", "sklearn"),
     "accelerate_loop": ("accelerate", "sklearn"),
 }
@@ -37,12 +45,12 @@ def _marked(path: Path) -> object:
 _ABORTED = "terminate called without an active exception"
 
 
-def _run(example: Path, directory: Path) -> str:
+def _run(example: Path, directory: Path, *arguments: str, seconds: int = 240) -> str:
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     many = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if example.stem in RANKS else []
-    command = [sys.executable, *many, str(example), *ARGUMENTS.get(example.stem, [])]
+    command = [sys.executable, *many, str(example), *(arguments or ARGUMENTS.get(example.stem, []))]
     for _ in range(3):
-        done = subprocess.run(command, capture_output=True, text=True, cwd=directory, timeout=240, check=False, env=settings)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=directory, timeout=seconds, check=False, env=settings)
         if _ABORTED not in done.stderr or example.stem not in RANKS:
             break
     assert done.returncode == 0, done.stderr
@@ -139,3 +147,58 @@ def test_the_width_sweep_fails_the_standard_parametrisation_and_passes_mup(tmp_p
     assert "Fails: " in standard
     assert "too large in wide models in 2 (width^+0." in standard
     assert "Passes: all 5 terms have the expected exponent from width 64 to 512." in mup
+
+
+NO_STUDY = any(find_spec(each) is None for each in NEEDS["article_study"])
+#: What is to be said first of each learning rate of the article, and what besides it.
+SAID: dict[str, tuple[str, set[str]]] = {
+    "10": (r"non-finite-\w+|learning-rate-high|loss-divergence", set()),
+    "0.1": ("learning-rate-high", {"loss-plateau"}),
+    "0.001": ("vanishing-gradients|learning-rate-high|loss-plateau", {"vanishing-gradients"}),
+}
+
+
+def _said(printed: str) -> dict[str, list[tuple[str, str]]]:
+    """Severity and rule of each finding, in order, by learning rate."""
+    rates = re.split(r"^== learning rate (\S+)$", printed, flags=re.MULTILINE)[1:]
+    found = [re.findall(r"^(ERROR|WARNING|INFO) +(\S+)", text, flags=re.MULTILINE) for text in rates[1::2]]
+    return dict(zip(rates[::2], found, strict=True))
+
+
+@pytest.mark.extra
+@pytest.mark.skipif(NO_STUDY, reason="Transformers or matplotlib is missing")
+def test_the_study_of_the_article_names_the_largest_rate_and_draws_it(tmp_path: Path) -> None:
+    (example,) = [path for path in EXAMPLES if path.stem == "article_study"]
+    said = _said(_run(example, tmp_path))
+    assert list(said) == ["10"]
+    severity, rule = said["10"][0]
+    assert severity != "INFO"
+    assert re.fullmatch(SAID["10"][0], rule)
+    losses = gradmon.load_run(tmp_path / "runs" / "article" / "10").series("loss")
+    assert list(losses) == list(range(6))
+    assert losses[0] < 1 < 20 < max(losses[1], losses[2])
+    picture = (tmp_path / "study.svg").read_text(encoding="utf-8")
+    assert all(
+        title in picture for title in ("loss", *(f"gradient norm: {part}" for part in ("last layer", "pooler", "classifier")))
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.extra
+@pytest.mark.skipif(NO_STUDY, reason="Transformers or matplotlib is missing")
+@pytest.mark.parametrize("rate", ["10", "0.1", "0.001", "5e-05"])
+def test_the_study_of_the_article_finds_what_ails_each_rate(rate: str, tmp_path: Path) -> None:
+    (example,) = [path for path in EXAMPLES if path.stem == "article_study"]
+    findings = _said(_run(example, tmp_path, "--rates", rate, seconds=850))[rate]
+    grave = [rule for severity, rule in findings if severity != "INFO"]
+    losses = list(gradmon.load_run(tmp_path / "runs" / "article" / rate).series("loss").values())
+    end = statistics.median(losses[-20:])
+    if rate == "5e-05":
+        assert not grave
+        assert end < 0.4 < 0.6 < losses[0]
+        return
+    first, besides = SAID[rate]
+    assert re.fullmatch(first, grave[0]), grave
+    assert besides <= set(grave)
+    assert not end < 0.6  # nor is it where it is NaN
