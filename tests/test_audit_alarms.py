@@ -417,7 +417,15 @@ def test_gradients_that_are_changed_behind_a_step_and_used_are_no_late_clip() ->
             p.grad.square_()  # as an estimate of something
         optimizer.zero_grad()
 
-    assert run(cleared_twice) == run(clipped_and_squared) == []
+    def worked_on(model: nn.Module, optimizer: Any) -> None:
+        loss_of(model).backward()
+        optimizer.step()
+        for p in model.parameters():
+            for _ in range(5):  # more often than a clip or two do
+                p.grad.mul_(0.9)
+        optimizer.zero_grad()
+
+    assert run(cleared_twice) == run(clipped_and_squared) == run(worked_on) == []
     with pytest.warns(gradmon.GradmonWarning, match="a clip there has no effect"):
         model = net()
         optimizer = sgd(model)

@@ -7,6 +7,7 @@ import gc
 import json
 import pickle
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -385,3 +386,91 @@ def test_checkpointed_parts_that_are_recomputed_are_accumulated_once() -> None:
             optimizer.step()
         assert rules(monitor) == []
         monitor.detach()
+
+
+# --- what the loop tells of itself, which is no mistake -----------------------------------------------------------------------
+
+
+def _share(body: Callable[[Any, Any, Any], None]) -> float:
+    """In which share of five steps two optimizers, of the last and of the first layer, are taken for players."""
+    model = net()
+    critic, maker = torch.optim.AdamW(model[2].parameters(), lr=1e-3), sgd(model[0])
+    monitor = watched(model, critic, maker)
+    for _ in range(5):
+        body(model, critic, maker)
+    records = monitor._session.ledger.memory.records()
+    assert len(records) == 5
+    return sum("by_turns" in record.context for record in records) / 5
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_two_optimizers_of_one_loss_do_not_step_by_turns(passes: int) -> None:
+    def body(model: Any, critic: Any, maker: Any) -> None:
+        for _ in range(passes):
+            loss_of(model).backward()
+        for optimizer in (critic, maker):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert _share(body) == 0
+
+
+@pytest.mark.parametrize("detached", [True, False])
+def test_players_step_by_turns(detached: bool) -> None:
+    def body(model: Any, critic: Any, maker: Any) -> None:
+        made = model[1](model[0](torch.ones(3, 4)))
+        critic.zero_grad()
+        model[2](made.detach() if detached else made).sum().backward()
+        critic.step()
+        maker.zero_grad()
+        (-model(torch.ones(3, 4))).sum().backward()
+        maker.step()
+
+    assert _share(body) == 1
+
+
+def test_players_that_step_together_have_gradients_from_different_passes() -> None:
+    def body(model: Any, critic: Any, maker: Any) -> None:
+        made = model[1](model[0](torch.ones(3, 4)))
+        model[2](made.detach()).sum().backward()
+        (-model[2](made)).sum().backward()
+        for optimizer in (critic, maker):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert _share(body) == 1
+
+
+def test_a_step_that_a_scaler_refuses_to_one_of_two_optimizers_makes_no_players() -> None:
+    model = net()
+    first, second = sgd(model[0]), sgd(model[2])
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    monitor = watched(model, first, second, scaler=scaler)
+    for step in range(6):
+        scaler.scale(loss_of(model)).backward()
+        if step == 2:
+            model[0].weight.grad[0, 0] = torch.inf
+        for optimizer in (first, second):
+            scaler.step(optimizer)
+        scaler.update()
+        model.zero_grad()
+    assert not any("by_turns" in record.context for record in monitor._session.ledger.memory.records())
+
+
+@pytest.mark.parametrize(("kind", "told"), [(torch.optim.Adam, True), (torch.optim.Adagrad, True), (torch.optim.SGD, False)])
+def test_a_training_that_goes_on_is_known_by_the_state_of_its_optimizer(kind: Any, told: bool) -> None:
+    model = net()
+    optimizer = kind(model.parameters(), lr=1e-3)
+
+    def train() -> ModuleMonitor:
+        monitor = watched(model, optimizer)
+        for _ in range(3):
+            loss_of(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        monitor.detach()
+        return monitor
+
+    for monitor, expected in ((train(), False), (train(), told)):
+        records = monitor._session.ledger.memory.records()
+        assert ["goes_on" in record.context for record in records] == [expected, False, False]

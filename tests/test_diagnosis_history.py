@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import torch_gradmon as gradmon
+from torch_gradmon import diagnosis
 from torch_gradmon.diagnosis import Diagnosis, Finding
+from torch_gradmon.diagnosis.consequences import CONSEQUENCES
 from torch_gradmon.diagnosis.history import History
 from torch_gradmon.diagnosis.series import Series
 from torch_gradmon.memory import Memory
@@ -146,6 +148,43 @@ def test_it_speaks_in_plain_words() -> None:
     assert text.endswith("and 2 more of dead-units")
     assert str(Diagnosis.of([], (0, 9), {})) == "Nothing found in steps 0 to 9."
     assert str(Diagnosis.of([], None, {})) == "Nothing to diagnose: no monitored step yet."
+
+
+def test_signs_stand_behind_what_they_may_come_of() -> None:
+    findings = [
+        _finding("learning-rate-high", weight=3),
+        _finding("dead-units", weight=2),
+        _finding("no-gradient", weight=1.5),
+        _finding("loss-plateau", "info"),
+    ]
+    text = str(Diagnosis.of(findings, (0, 9), {}))
+    assert "3 warnings, 1 info" in text
+    assert "May come of it: dead-units in h.0, loss-plateau in h.0." in text
+    assert text.count("-> Raise max_norm.") == 2
+    assert text.index("May come of it") < text.index("WARNING no-gradient")
+    of_errors = str(Diagnosis.of([findings[0], _finding("loss-plateau", "error")], (0, 9), {}))
+    assert "May come of it" not in of_errors, "what is graver stands by itself"
+
+
+def test_consequences_are_of_rules_that_there_are() -> None:
+    source = "".join(
+        path.read_text(encoding="utf-8") for path in Path(diagnosis.__file__).parent.glob("*.py") if path.stem != "consequences"
+    )
+    for rule in {*CONSEQUENCES, *(sign for signs in CONSEQUENCES.values() for sign in signs)}:
+        assert f'"{rule}"' in source, rule
+        assert rule not in CONSEQUENCES.get(rule, ())
+
+
+def test_without_a_step_nothing_is_said_of_rules_and_where_it_is_switched_off_that_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fresh() -> gradmon.ModuleMonitor:
+        model = nn.Linear(2, 2)
+        return gradmon.watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    assert str(fresh().diagnose()) == "Nothing to diagnose: no monitored step yet."
+    monkeypatch.setenv("GRADMON_DISABLE", "1")
+    assert "GRADMON_DISABLE is set" in str(fresh().diagnose())
 
 
 def test_it_turns_into_json_whatever_the_numbers() -> None:

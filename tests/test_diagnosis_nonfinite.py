@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import torch_gradmon as gradmon
+from tests.synthetic_run import history
 from torch_gradmon.diagnosis import Diagnosis
 from torch_gradmon.diagnosis.diagnose import diagnosed
 from torch_gradmon.diagnosis.history import History
+from torch_gradmon.diagnosis.nonfinite import nonfinite
 
 AT = 12
 
@@ -83,6 +85,15 @@ def test_a_scaler_that_looks_for_its_scale_is_sound_and_one_that_never_finds_it_
     monitor.detach()
     diagnosis = diagnosed(History.of_run(gradmon.load_run(tmp_path)))
     assert [finding.rule for finding in diagnosis.findings] == ["non-finite-gradient"] * found
+
+
+def test_steps_that_a_policy_skips_are_no_scaler_that_never_finds_its_scale() -> None:
+    found = []
+    for context in ({}, {"skipped": "a spike of grad_norm"}):
+        found.append(nonfinite(history(30, applied=lambda step: step < 5, context=lambda step, told=context: told)))
+    (refused,), none = found
+    assert (refused.rule, refused.steps, refused.evidence) == ("non-finite-gradient", (5, 29), {"refused steps in a row": 25.0})
+    assert none == []
 
 
 @pytest.mark.parametrize(("reaches_loss", "expected"), [(False, []), (True, ["non-finite-activation"])])

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from tests.synthetic_run import history
-from torch_gradmon.diagnosis import Finding
+from torch_gradmon.diagnosis import Diagnosis, Finding
 from torch_gradmon.diagnosis.attending import attending
 from torch_gradmon.diagnosis.clips import clips
 from torch_gradmon.diagnosis.depth import depth
@@ -212,6 +213,7 @@ def test_a_parameter_that_was_seen_too_seldom_is_not_judged() -> None:
         (lambda step: 1.0 if step % 2 else 0.0, []),
         (lambda step: 0.9**step, []),
         (lambda step: 0.0 if step < 40 else 1.0, []),
+        (lambda step: 0.0 if step < 15 or step >= 60 else 1.0, []),  # it was so from the beginning
     ],
 )
 def test_gradients_that_drop_to_zero(gradient: Callable[[int], float], expected: list[str]) -> None:
@@ -219,6 +221,11 @@ def test_gradients_that_drop_to_zero(gradient: Callable[[int], float], expected:
     assert [finding.rule for finding in reach(run)] == expected
     if expected:
         assert reach(run)[0].steps[0] in (60, 61)
+
+
+def test_a_gradient_may_be_gone_after_the_first_fifth() -> None:
+    run = history(loss=falls, gradient_before_clip={"a.weight": lambda step: float(step < 20)}, parameter={"a.weight": 0.1})
+    assert _rules(reach(run)) == [("warning", "gradient-dropped-to-zero")]
 
 
 def test_one_layer_that_drops_to_zero_is_named_and_one_that_is_frozen_is_not() -> None:
@@ -403,6 +410,13 @@ def test_rates_by_updates_and_loss_together(ratio: float, loss: Callable[[int], 
     assert _rules(rates(history(loss=loss, **_updates(ratio)))) == expected
 
 
+@pytest.mark.parametrize(("first", "later", "found"), [(0.5, 0.05, True), (0.05, 0.5, False)])
+def test_it_is_the_first_updates_that_tell_a_high_rate(first: float, later: float, found: bool) -> None:
+    rows = _updates(0.0)
+    rows["update"] = {name: lambda step: 0.1 * (first if step < 10 else later) for name in LAYERS}  # type: ignore[dict-item,misc]
+    assert ("learning-rate-high" in [finding.rule for finding in rates(history(loss=leaves, **rows))]) == found
+
+
 @pytest.mark.parametrize(
     ("ratio", "expected"),
     [(0.15, "update-ratio-high"), (0.05, ""), (1e-5, ""), (5e-7, "update-ratio-low")],
@@ -483,6 +497,17 @@ def test_weights_that_grow_without_bound(norm: Callable[[int], float], loss: Cal
     assert [finding.severity for finding in weights(run)] == [expected] * bool(expected)
 
 
+@pytest.mark.parametrize(("step_length", "is_cause"), [(0.03, True), (0.06, True), (0.2, False)])
+def test_weights_that_grow_since_updates_go_to_and_fro_are_no_cause(step_length: float, is_cause: bool) -> None:
+    run = history(
+        loss=flat, parameter={"a.weight": lambda step: 1.03**step}, update={"a.weight": lambda s: step_length * 1.03**s}
+    )
+    (growth,), (plateau,) = weights(run), losses(run)
+    ranked = Diagnosis.of([*rates(run), growth, plateau], None, {}).findings
+    expected = ["weight-growth", "loss-plateau"]
+    assert [finding.rule for finding in ranked] == expected if is_cause else ["update-ratio-high", *expected]
+
+
 # --- loss --------------------------------------------------------------------------------------------------------------------
 
 
@@ -501,9 +526,10 @@ def test_weights_that_grow_without_bound(norm: Callable[[int], float], loss: Cal
         ),  # at once, then rests
         (lambda step: 1.1 + _noise(step) if step > 10 else 1.0 + _noise(step), [("warning", "loss-plateau")]),
         (
-            lambda step: 2.0 + _noise(step) if step > 10 else 2.6 + _noise(step),
+            lambda step: 2.0 + _noise(step) if step > 9 else 2.6 + _noise(step),
             [("warning", "loss-plateau")],
         ),  # it fell a little, and rests
+        (lambda step: max(2.6 - step / 50, 2.0) + _noise(step), [("info", "loss-plateau")]),  # it took a while to fall that much
         (lambda step: -2.0 - step / 10, []),
     ],
 )
@@ -523,6 +549,32 @@ def test_a_fall_that_noise_may_hide_is_no_plateau_to_warn_of(fall: float, severi
 @pytest.mark.parametrize(("steps", "severity"), [(30, "info"), (35, "warning")])
 def test_so_few_losses_that_none_could_rank_apart_are_no_plateau_to_warn_of(steps: int, severity: str) -> None:
     assert _rules(losses(history(steps, loss=flat))) == [(severity, "loss-plateau")]
+
+
+@pytest.mark.parametrize(
+    ("loss", "severity", "rule"),
+    [(flat, "info", "loss-plateau"), (lambda step: 2.0 + step / 10 + _noise(step), "warning", "loss-divergence")],
+)
+def test_a_training_that_goes_on_may_be_at_its_end_but_may_not_rise(
+    loss: Callable[[int], float], severity: str, rule: str
+) -> None:
+    begun = history(loss=loss, context=lambda step: {"goes_on": 1.0} if step == 0 else {})
+    later = history(loss=loss)
+    later.records = [replace(record, step=record.step + 500) for record in later.records]
+    for run in (begun, later):
+        assert run.goes_on
+        assert run.learning.is_stuck == (severity == "warning")
+        (finding,) = losses(run)
+        assert (finding.severity, finding.rule) == (severity, rule)
+        assert ("did not begin here" in finding.cause) == (severity == "info")
+    assert not history(loss=loss).goes_on
+
+
+@pytest.mark.parametrize("loss", [flat, rises])
+@pytest.mark.parametrize(("of_ten", "severity"), [(0, "warning"), (5, "warning"), (6, "info"), (10, "info")])
+def test_where_optimizers_step_by_turns_no_loss_has_to_fall(loss: Callable[[int], float], of_ten: int, severity: str) -> None:
+    run = history(loss=loss, context=lambda step: {"by_turns": 1.0} if step % 10 < of_ten else {})
+    assert [finding.severity for finding in losses(run)] == [severity]
 
 
 def test_a_loss_that_nobody_logged_is_unseen() -> None:

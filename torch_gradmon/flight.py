@@ -130,8 +130,6 @@ class Flight:
         context.update((name, value) for name, value in noted.items() if "/" not in name)
         if rates := {name: value for name, value in noted.items() if name.startswith("lr/")}:
             context["lr"] = list(rates.values())
-            if (count := len({name.split("/")[1] for name in rates})) > 1:
-                context["optimizers"] = count
         if self.act is not None:
             context.update(self.act.context())
         if self.tags:

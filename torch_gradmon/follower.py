@@ -25,6 +25,17 @@ if TYPE_CHECKING:
 _LEARNING = 100
 
 
+def has_stepped(optimizer: Optimizer) -> bool:
+    """Whether an optimizer comes with the state of earlier steps. Adagrad makes its state beforehand; without state, as of plain SGD,
+    nothing is known.
+    """
+    state = next(iter(optimizer.state.values()), None)
+    if not state:
+        return False
+    steps = state.get("step", 1)
+    return not isinstance(steps, torch.Tensor) or steps.device.type != "cpu" or bool(steps)  # never waits for a device
+
+
 class Follower:
     """Drives a session by hooks.
 
@@ -49,7 +60,8 @@ class Follower:
         self._refused: set[int] = set()  # whom the scaler did not let step
         self._owned: dict[int, list[int]] = {}
         self._unowned: list[int] = []
-        self._backwards = self._learned = 0
+        self._backwards = self._learned = self._stepped_after = 0
+        self._is_first = True
         self._fewest: int | None = None
         self._attachment = Attachment(self, module, optimizers, scaler, session.audit)
         session.audit.follow(module, optimizers)
@@ -223,6 +235,10 @@ class Follower:
         if not self.session.takes_values:
             return False
         self._note_rates(optimizer)
+        if self._takes_turns():
+            self.session.note("by_turns", 1.0)
+        if self._is_first and has_stepped(optimizer):
+            self.session.note("goes_on", 1.0)
         if self._forward_seen and not self._backwards and self._hooks_lived and not has_closure:
             self._revive_hooks(optimizer)
         if self._backwards and self._more_are_to_come():
@@ -310,6 +326,14 @@ class Follower:
             )
         return late
 
+    def _takes_turns(self) -> bool:
+        """Whether optimizers have losses of their own, as two players have: a backward pass lies between their steps, or some pass
+        brought gradients to one of them only. Parts of one model under several optimizers share every pass.
+        """
+        if self._done:
+            return self._backwards > self._stepped_after
+        return not self._refused and self.session.audit.receive_apart()
+
     def _note_rates(self, optimizer: Optimizer) -> None:
         place = next(place for place, reference in enumerate(self._attachment.optimizers) if reference() is optimizer)
         for number, group in enumerate(optimizer.param_groups):
@@ -343,6 +367,8 @@ class Follower:
         """Measure the update; the step ends with the last optimizer, under a scaler with its update."""
         self._begun.discard(id(optimizer))
         self._done.add(id(optimizer))
+        self._is_first = False
+        self._stepped_after = self._backwards
         self.session.parameters.after_step(self._owned.get(id(optimizer), []), optimizer)
         if found_inf is not None:
             self.session.note_refusal(found_inf)

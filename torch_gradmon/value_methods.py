@@ -117,6 +117,8 @@ class ValueMethods:
         Takes about a second for a thousand parameters. Synchronises once.
         """
         self._session.settle_now()
+        if self._session.guard.inert:
+            return Diagnosis((), None, {"everything": "GRADMON_DISABLE is set in the environment: nothing is measured"})
         ledger, facts = self._session.ledger, self._session.audit.facts()
         return diagnosed(History(ledger.memory.records(), facts=facts, matrices=ledger.matrices, kinds=ledger.kinds))
 

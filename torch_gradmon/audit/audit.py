@@ -90,6 +90,10 @@ class Audit:
         """The mistakes that were seen often enough."""
         return self._tallies.facts()
 
+    def receive_apart(self) -> bool:
+        """Whether the optimizers have got gradients from different numbers of backward passes since they stepped last."""
+        return len({watched.probe.fired for watched in self._watched.values() if watched.probe is not None}) > 1
+
     def tell(self) -> None:
         """Note the facts in the run directory, if they are news."""
         self._tallies.tell()

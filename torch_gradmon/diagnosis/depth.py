@@ -128,7 +128,7 @@ def _exploding(history: History) -> list[Finding]:
     return [
         Finding(
             "exploding-gradients",
-            "warning",
+            "info" if history.goes_on else "warning",  # a loss that has come down to nothing is small beside any gradient
             worst,
             (first[0], first[-1]),
             {

@@ -44,6 +44,8 @@ _OF_ALL = {loop, nonfinite}
 
 def diagnosed(history: History) -> Diagnosis:
     """What all rules find. A rule that fails is named among those that saw nothing: a diagnosis never fails for one."""
+    if not history.records:
+        return Diagnosis.of(loop(history), None, {})
     findings: list[Finding] = []
     unseen: dict[str, str] = {}
     sound = history.sound()

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from .consequences import CONSEQUENCES
+
 Severity = Literal["error", "warning", "info"]
 #: From the gravest.
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
@@ -108,7 +110,7 @@ class Diagnosis:
 
     def __str__(self) -> str:
         if self.steps is None and not self.findings:
-            return "Nothing to diagnose: no monitored step yet."
+            return "\n".join(["Nothing to diagnose: no monitored step yet.", *self._not_judged()])
         span = "a run without a monitored step" if self.steps is None else f"steps {self.steps[0]} to {self.steps[1]}"
         if not self.findings:
             return "\n".join([f"Nothing found in {span}.", *self._not_judged()])
@@ -125,10 +127,18 @@ class Diagnosis:
     def _told(self) -> list[str]:
         lines: list[str] = []
         of_rule: dict[str, int] = {}
-        for finding in self.findings:
+        left = list(self.findings)
+        while left:
+            finding = left.pop(0)
             of_rule[finding.rule] = of_rule.get(finding.rule, 0) + 1
-            if of_rule[finding.rule] <= _TOLD:
-                lines.append(str(finding))
+            if of_rule[finding.rule] > _TOLD:
+                continue
+            lines.append(str(finding))
+            signs = CONSEQUENCES.get(finding.rule, frozenset())
+            followers = [other for other in left if other.rule in signs and other.severity != "error"]
+            left = [other for other in left if other not in followers]
+            if followers:
+                lines.append(_following(followers))
         rest = [f"{count - _TOLD} more of {rule}" for rule, count in of_rule.items() if count > _TOLD]
         return [*lines, *([f"{'':8}and {', '.join(rest)}"] if rest else [])]
 
@@ -144,6 +154,14 @@ class Diagnosis:
     def to_json(self) -> str:
         """The same as text."""
         return json.dumps(self.to_dict(), indent=1, allow_nan=False)
+
+
+def _following(findings: Sequence[Finding]) -> str:
+    """In a few lines, what may be a sign of the finding before."""
+    told = [f"{finding.rule}{f' in {finding.where}' if finding.where else ''}" for finding in findings[: 2 * _TOLD]]
+    more = len(findings) - len(told)
+    words = f"May come of it: {', '.join(told)}{f' and {more} more' if more else ''}."
+    return textwrap.fill(words, _WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 11)
 
 
 def _plural(severity: str, count: int) -> str:

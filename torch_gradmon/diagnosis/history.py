@@ -111,7 +111,12 @@ class History:
     @cached_property
     def learning(self) -> Learning:
         """How the loss goes."""
-        return learning(self.loss)
+        return learning(self.loss, self.goes_on)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the training did not begin here: the first step has another number than 0, or its optimizers had stepped before."""
+        return bool(self.records) and (self.records[0].step > 0 or "goes_on" in self.records[0].context)
 
     def applied(self, name: str) -> Series:
         """A whole-model value over the steps that were applied."""

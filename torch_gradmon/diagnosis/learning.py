@@ -36,7 +36,8 @@ class Learning:
         first: the median of the losses at the beginning; NaN where unknown.
         last: that of the last fifth.
         has_fallen: whether it fell by a third at least, from its first value too if that is below the first few, or is negative.
-        is_stuck: whether it neither has fallen nor falls any more; False where that is not known.
+        is_stuck: whether it neither has fallen nor falls any more; False where that is not known, and where the run goes on with
+            one that was flat all the time: there may be nothing left to learn.
     """
 
     state: State
@@ -56,15 +57,16 @@ class Learning:
         return "warning" if self.is_stuck else "info"
 
 
-def learning(loss: Series) -> Learning:
-    """How the loss went; losses that are not finite are left out."""
+def learning(loss: Series, goes_on: bool = False) -> Learning:
+    """How the loss went; losses that are not finite are left out. ``goes_on``: the training did not begin here."""
     finite = loss.finite
     state, first, last = trend(finite)
     if state == "unknown":
         return Learning("unknown")
     from_ = min(first, finite.values[0])
     has_fallen = state == "falls" and not 0 < from_ * (1 - _THIRD) < last
-    is_stuck = not has_fallen and trend(finite.part(_LATER, 1.0))[0] != "falls"
+    is_at_rest = goes_on and state == "flat"
+    is_stuck = not has_fallen and not is_at_rest and trend(finite.part(_LATER, 1.0))[0] != "falls"
     return Learning(state, first, last, has_fallen, is_stuck)
 
 

@@ -21,6 +21,8 @@ _UP = 1.5
 _PERHAPS = 1.645
 #: Fewer losses in a fifth cannot rank three standard deviations apart, however far they are.
 _TELLING = 7
+#: One that falls behind that part of the run, and rests later, may have learnt what there was to learn.
+_BEGINNING = 0.1
 
 
 def losses(history: History) -> list[Finding]:
@@ -81,19 +83,29 @@ def _plateau(history: History, loss: Series) -> list[Finding]:
     shift = rank_shift(head.values, tail.values) if tail.median < head.median else 0.0
     is_open = history.learning.state == "flat" and (len(head) < _TELLING or shift < -_PERHAPS)
     is_open |= _warms_up(history)
+    at_rest = history.goes_on and history.learning.state == "flat"
+    fell = history.learning.state == "falls"
+    later = loss.part(_BEGINNING, 1)
+    is_open |= fell and rank_shift(later.part(0, 0.2).values, later.part(0.8, 1).values) < -_PERHAPS
     return [
         Finding(
             "loss-plateau",
-            "warning" if not _plays(history) and not is_open and _is_steady(loss) else "info",
+            "warning" if not (_plays(history) or is_open or at_rest) and _is_steady(loss) else "info",
             "",
             (loss.steps[0], loss.steps[-1]),
             {"loss at the beginning": head.median, "at the end": tail.median, "its noise": spread(tail)},
-            "The loss does not fall" + (", as far as its noise and so few steps let that be told." if is_open else "."),
+            "The loss fell by less than a third, and does not fall any more." if fell else _words(is_open, at_rest),
             "If nothing else is found: check that inputs and targets belong together and that the loss depends on the model, overfit one "
             "batch, then try another learning rate.",
             20.0,
         )
     ]
+
+
+def _words(is_open: bool, at_rest: bool) -> str:
+    noise = ", as far as its noise and so few steps let that be told" if is_open else ""
+    rest = "; the training did not begin here, and may have come to its end" if at_rest else ""
+    return f"The loss does not fall{noise}{rest}."
 
 
 def _is_steady(loss: Series) -> bool:
@@ -117,8 +129,8 @@ def _rates(history: History) -> list[float]:
 
 
 def _plays(history: History) -> bool:
-    """Whether several optimizers step, as where two models play against each other and neither loss has to fall."""
-    return any(record.context.get("optimizers", 1) > 1 for record in history.records)
+    """Whether optimizers step by turns, as where two models play against each other and neither loss has to fall."""
+    return sum("by_turns" in record.context for record in history.records) > len(history.records) / 2
 
 
 def _warms_up(history: History) -> bool:

@@ -60,7 +60,7 @@ def _whole(history: History, ratios: Matrix) -> list[Finding]:
         return [
             Finding(
                 "learning-rate-low",
-                "warning",
+                history.learning.concern,
                 "",
                 steps,
                 {"update / weight": largest, "learning rate": _largest_rate(history)},

@@ -101,7 +101,7 @@ def _gone_since(norms: torch.Tensor, must_stay: bool = False) -> int | None:
     gone = norms <= _GONE * alive.median()
     quarter = max(len(norms) // 4, 1)
     share = gone[-quarter:].double().mean().item()
-    before = gone[: len(norms) // 4].double().mean().item()
+    before = gone[: len(norms) // 5].double().mean().item()
     if share < (1.0 if must_stay else _MOSTLY) or before > 0.1:
         return None
     usual = max(gone[:-quarter].double().mean().item(), 0.01)

@@ -16,6 +16,9 @@ _GROWN, _FAR, _FEWEST = 4.0, 8.0, 30
 #: no bound is near. Weights that nothing holds back but their own size grow with the root of the steps, which gives 0.58;
 #: exponential growth gives 1.
 _STILL, _EXPONENTIAL, _LEAST = 0.6, 0.85, math.log(1.2)
+#: Updates that make weights grow by such a part of what they are long point the way of the weights themselves, as a decay with the wrong
+#: sign does. Those of too high a rate point to and fro, and let them grow by a quarter of that or less.
+_OUTWARDS = 0.4
 
 
 class _Growth(NamedTuple):
@@ -41,6 +44,7 @@ def weights(history: History) -> list[Finding]:
     growth = grown[worst[0]]
     runs_away = growth.factor > _FAR and growth.steadiness > _EXPONENTIAL
     harms = history.learning.is_stuck or history.learning.state == "rises"
+    is_cause = runs_away and _grows_by_itself(history, worst[0], growth)  # units die of it, and the loss rises
     return [
         Finding(
             "weight-growth",
@@ -54,9 +58,19 @@ def weights(history: History) -> list[Finding]:
             },
             f"The weights have grown {growth.factor:.3g} times, and go on growing.{also(worst)}",
             "Look for a penalty or a weight decay with the wrong sign; lower the learning rate, or add weight decay.",
-            77.0 if runs_away else 45.0,  # units die of it, and the loss rises
+            77.0 if is_cause else 69.0 if runs_away else 45.0,
         )
     ]
+
+
+def _grows_by_itself(history: History, name: str, growth: _Growth) -> bool:
+    """Whether the updates of the last third go where the weights are already; so where nothing is known of updates."""
+    ratios = history.ratio(n.UPDATE, n.PARAMETER)
+    steps = (growth.series.steps[-1] - growth.series.steps[0]) / 3
+    if ratios is None or name not in ratios.names:
+        return True
+    updates = ratios.column(name).part(2 / 3, 1).finite.values
+    return growth.last > _OUTWARDS * steps * sum(updates) / max(len(updates), 1)
 
 
 def _growth(norms: Series) -> _Growth | None:
