@@ -109,6 +109,7 @@ FLOORS = [
         "capture.retracing",
     ],
     ["thinning", "loss_names"],
+    ["diagnosis.consequences"],
     ["memory", "diagnosis.facts", "diagnosis.findings", "diagnosis.series"],
     ["diagnosis.learning"],
     ["diagnosis.history"],

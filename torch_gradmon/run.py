@@ -7,7 +7,7 @@ import os
 import sqlite3
 import sys
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -132,6 +132,13 @@ class Run:
         row = self._db.execute(f"{_ROWS} WHERE segment = ? AND step = ? AND source = ?", (*self._where(step), source)).fetchone()
         return None if row is None else self._table(*row)
 
+    def tables(self, source: str) -> Iterator[tuple[int, Table]]:
+        """The statistics of ``source`` in all steps that have them, ascending, in one pass over the file; the step comes first."""
+        for row in self._db.execute(f"{_ROWS} WHERE source = ? ORDER BY step", (source,)).fetchall():
+            segment, step = row[:2]
+            if self._segment_of.get(step) == segment:
+                yield step, self._table(*row)
+
     def rng_state(self, step: int) -> dict[str, torch.Tensor]:
         """The states of torch's random generators at the beginning of a step with a spike, by device: for ``torch.set_rng_state``.
 
@@ -206,11 +213,7 @@ class Run:
 
     def _from_rows(self, wanted: Key) -> dict[int, float]:
         view, found = VIEWS[wanted.metric], {}
-        for row in self._db.execute(f"{_ROWS} WHERE source = ? ORDER BY step", (wanted.source,)).fetchall():
-            segment, step = row[:2]
-            if self._segment_of.get(step) != segment:
-                continue
-            table = self._table(*row)
+        for step, table in self.tables(wanted.source):
             if wanted.name in table.names and view.columns <= table.columns | ALWAYS:
                 position = table.names.index(wanted.name)
                 there, value = evaluate_view(view, table.rows[position : position + 1])

@@ -26,8 +26,8 @@ _BUILT_IN = (
 #: How much the loss changes, relative to itself, where a matrix changes by a part of itself: the gradient's norm times the weights'
 #: over the loss. Healthy models have 1 to 30.
 _EXPLODES = 300.0
-#: Outputs that grow so many times from the first modules to the last ones, and to more than that.
-_OUTPUTS = 100.0
+#: Outputs that grow so many times from the first modules to the last ones, and to more than that size, where logits begin at about 1.
+_OUTPUTS, _SIZE = 100.0, 50.0
 #: Outputs of the whole model with this root mean square, from which the loss came down so many times: logits begin at about 1.
 _LOUD, _CAME_DOWN = 8.0, 5.0
 #: Standard deviation times sqrt(fan in): Glorot and Bengio (2010) have 1, He et al. (2015) 1.41, GPT-2 0.55 and more.
@@ -122,13 +122,15 @@ def _exploding(history: History) -> list[Finding]:
     values = (product / largest[:, None]).nan_to_num(0.0)
     usual = dict(zip(names, values.median(0).values.tolist(), strict=True))
     worst = max(usual, key=lambda each: usual[each])
-    grows = _growth_of_outputs(history)
-    if usual[worst] <= _EXPLODES and grows <= _OUTPUTS:
+    grows, explodes = _growth_of_outputs(history), usual[worst] > _EXPLODES
+    if not explodes and grows <= _OUTPUTS:
         return []
+    # a loss that has come down to nothing is small beside any gradient; outputs alone may be large on purpose
+    severity = "info" if history.goes_on else "warning" if explodes else history.learning.concern
     return [
         Finding(
             "exploding-gradients",
-            "info" if history.goes_on else "warning",  # a loss that has come down to nothing is small beside any gradient
+            severity,
             worst,
             (first[0], first[-1]),
             {
@@ -139,7 +141,7 @@ def _exploding(history: History) -> list[Finding]:
             "Gradients are out of proportion: what goes through the model, or back through it, is multiplied again and again.",
             "Normalise inside the model (a norm at the start of each residual branch, an orthogonal recurrence), "
             "and clip the gradient norm.",
-            78.0,
+            78.0 if explodes else 76.5,
         )
     ]
 
@@ -152,7 +154,7 @@ def _growth_of_outputs(history: History) -> float:
     # infinity is a mask, or another rule's matter
     found = [value for value in outputs.values[0].tolist() if math.isfinite(value)]
     largest, first = max(found, default=0.0), next(iter(found), 0.0)
-    return largest / first if first > 0 and largest > _OUTPUTS else 1.0
+    return largest / first if first > 0 and largest > _SIZE else 1.0
 
 
 def _vanishing(history: History) -> list[Finding]:

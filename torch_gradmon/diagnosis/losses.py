@@ -7,10 +7,12 @@ from .history import History
 from .learning import rank_shift, spread
 from .series import Series
 
-#: The last fifth of the losses lies above the best fifth by that factor, and by so many standard deviations of its ranks.
+#: The last fifth of the losses lies above the best fifth, or tenth, by that factor, and by so many standard deviations of its ranks.
 _ABOVE, _RANKS, _SPREADS = 1.25, 3.0, 6.0
 #: A loss that ends so many times above where it began diverges, whatever its noise.
 _FAR_ABOVE = 2.0
+#: and so does one that loses that much of what it had come to.
+_LOST = 8.0
 #: A rate that is so small a part of the largest one moves nothing any more; over such a share of the run that is too early.
 _SPENT, _TOO_EARLY = 1e-3, 0.3
 #: A loss whose noise is more than that of its level tells nothing by staying where it is, as with a policy's gradient.
@@ -34,23 +36,19 @@ def losses(history: History) -> list[Finding]:
 
 
 def _divergence(history: History, loss: Series) -> list[Finding]:
-    parts = [loss.part(fifth / 5, (fifth + 1) / 5) for fifth in range(5)]
-    tail, best = parts[-1], min(parts[:-1], key=lambda part: part.median)
-    first = Series(loss.steps[:5], loss.values[:5]).median
+    tail, first = loss.part(0.8, 1), Series(loss.steps[:5], loss.values[:5]).median
+    fifth, tenth = (min((loss.part(at / of, (at + 1) / of) for at in range(of - of // 5)), key=_level) for of in (5, 10))
     # a policy that goes the wrong way, say, rises at once and then rests
     rose = tail.median - first > max((_ABOVE - 1) * first, _SPREADS * spread(tail)) and first > 0
-    rises = rose or (
-        tail.median > max(_ABOVE * best.median, best.median + 2 * spread(best))
-        and rank_shift(best.values, tail.values) > _RANKS
-        and tail.median > first
-        and best.median > 0
-    )
-    if not rises:
+    best = next((part for part in (fifth, tenth) if _is_above(tail, part) and tail.median > first), None)
+    if best is None and not rose:
         return []
+    best = best or fifth
+    is_far = tail.median > _FAR_ABOVE * first or tail.median > _LOST * best.median > 0
     return [
         Finding(
             "loss-divergence",
-            "warning" if not _plays(history) and (_is_steady(loss) or tail.median > _FAR_ABOVE * first) else "info",
+            "warning" if not _plays(history) and (_is_steady(loss) or is_far) else "info",
             "",
             (best.steps[-1], tail.steps[-1]),
             {"loss at the beginning": first, "at its best": best.median, "at the end": tail.median},
@@ -60,6 +58,16 @@ def _divergence(history: History, loss: Series) -> list[Finding]:
             75.5,
         )
     ]
+
+
+def _level(part: Series) -> float:
+    return part.median
+
+
+def _is_above(tail: Series, best: Series) -> bool:
+    """Whether the last losses lie above the best ones, beyond their noise."""
+    least = max(_ABOVE * best.median, best.median + 2 * min(spread(best), spread(tail)))
+    return tail.median > least and rank_shift(best.values, tail.values) > _RANKS and best.median > 0
 
 
 def _plateau(history: History, loss: Series) -> list[Finding]:
