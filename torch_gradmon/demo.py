@@ -12,7 +12,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,9 @@ RUN_DIR = "runs/demo"
 STEPS = 601  # numbers 0 to 600, so that the last one is among those that measure updates
 UPDATE_EVERY = 10
 LEARNING_RATE, WARM_UP, MAX_NORM = 2e-3, 50, 1.0
+#: In this step, or after two thirds of a shorter run, the gradient of one layer comes back so many times too large, as after a flipped
+#: bit, so that there is something to find. Runs of fewer steps than these are spared.
+SPOILED, FACTOR, FEWEST = 400, 1000.0, 60
 
 
 # --- the training --------------------------------------------------------------------------------------------------------------
@@ -59,6 +63,7 @@ class Outcome:
         steps: how many steps there were.
         overhead_pct: time spent in the monitor, mean of all steps.
         run_dir: where the run is kept.
+        spoiled: the step and the layer whose gradient was spoiled on purpose; None where none was.
     """
 
     step: int
@@ -67,6 +72,14 @@ class Outcome:
     steps: int
     overhead_pct: float
     run_dir: Path
+    spoiled: tuple[int, str] | None = None
+
+
+def spoiled_in(steps: int, sizes: Sizes) -> tuple[int, str] | None:
+    """The step and the layer that are spoiled on purpose in a run of so many steps; None where that is too short."""
+    if steps < FEWEST:
+        return None
+    return (SPOILED if steps > SPOILED + 50 else steps * 2 // 3), f"blocks.{min(2, sizes.blocks - 1)}.up"
 
 
 def train(model: CharacterGPT, data: Tensor, sizes: Sizes, steps: int, run_dir: Path, seed: int) -> gradmon.ModuleMonitor:
@@ -82,11 +95,13 @@ def train(model: CharacterGPT, data: Tensor, sizes: Sizes, steps: int, run_dir: 
     monitor.add_parameter_metric("norm", every=UPDATE_EVERY)
     monitor.add_sink(gradmon.JsonlSink(run_dir / "metrics.jsonl"))
 
+    spoiled = spoiled_in(steps, sizes)
     progress = tqdm(range(steps), desc="training", unit="step", mininterval=0.5)
-    for _ in progress:
+    for step in progress:
         loss = model(*draw(data, sizes, generator))
         optimizer.zero_grad()
-        loss.backward()
+        with _spoiling(model, spoiled[1]) if spoiled is not None and step == spoiled[0] else nullcontext():
+            loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         schedule.step()
@@ -94,6 +109,17 @@ def train(model: CharacterGPT, data: Tensor, sizes: Sizes, steps: int, run_dir: 
         progress.set_postfix(loss=f"{loss.item():.2f}", grad_norm=f"{norm.item():.2f}", refresh=False)
     monitor.detach()
     return monitor
+
+
+@contextmanager
+def _spoiling(model: CharacterGPT, layer: str) -> Iterator[None]:
+    """Within it, the gradient of the layer's weight comes back too large."""
+    weight = model.get_parameter(f"{layer}.weight")
+    hook = weight.register_hook(lambda gradient: gradient * FACTOR)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def demo(
@@ -132,23 +158,42 @@ def demo(
         f"text   Python's help pages: {len(text):,} characters, {characters} different, sha256 {_digest(text)}\n"
         f"model  {sizes.blocks} blocks, {sum(p.numel() for p in model.parameters()):,} parameters\n"
     )
-    outcome = _outcome(train(model, data, sizes, steps, run_dir, seed), model, steps, run_dir)
+    spoiled = spoiled_in(steps, sizes)
+    if spoiled is not None:
+        console.print(f"       in step {spoiled[0]} one batch is spoiled on purpose: find out where it hurts\n")
+    outcome = _outcome(train(model, data, sizes, steps, run_dir, seed), model, steps, run_dir, spoiled)
     report(console, outcome)
     if svg is not None:
         Path(svg).write_text(_picture(outcome), encoding="utf-8")
+    console.print("\nDiagnosis", style="bold cyan")
+    console.print(str(gradmon.diagnose(run_dir)), markup=False, soft_wrap=True)
+    _write_page(console, run_dir)
     return outcome
+
+
+def _write_page(console: Console, run_dir: Path) -> None:
+    try:
+        from .report.page import write
+    except ModuleNotFoundError:
+        console.print('\nfor a report with pictures: pip install "torch_gradmon[report]"', markup=False)
+        return
+    console.print("\nReport", style="bold cyan")
+    console.print(f"open in a browser: {write(run_dir)}", markup=False, soft_wrap=True)
 
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def _outcome(monitor: gradmon.ModuleMonitor, model: nn.Module, steps: int, run_dir: Path) -> Outcome:
+def _outcome(
+    monitor: gradmon.ModuleMonitor, model: nn.Module, steps: int, run_dir: Path, spoiled: tuple[int, str] | None
+) -> Outcome:
     history = monitor.get_all_metrics()
     step = max(step for step in history if step % UPDATE_EVERY == 0)
     overhead = [values["gradmon/overhead_pct"] for values in history.values()]
     elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    return Outcome(step, history[step], rows(history[step], elements), steps, sum(overhead) / len(overhead), run_dir)
+    share = sum(overhead) / len(overhead)
+    return Outcome(step, history[step], rows(history[step], elements), steps, share, run_dir, spoiled)
 
 
 # --- the table -----------------------------------------------------------------------------------------------------------------

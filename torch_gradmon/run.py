@@ -221,6 +221,12 @@ class Run:
                     found[step] = value[0]
         return found
 
+    def plot(self, kind: str = "heatmap", engine: str = "plotly", **options: Any) -> Any:
+        """A figure of the run; see :meth:`ModuleMonitor.plot <torch_gradmon.ModuleMonitor.plot>`, which draws the same."""
+        from .pictures import plot, reel
+
+        return plot.plot(reel.Reel(reel.OfRun(self)), kind, engine, options)
+
     def keys(self) -> list[str]:
         """Every key that :meth:`series` answers."""
         keys = [format_key(Key(*row)) for row in self._db.execute("SELECT source, name, metric FROM keys ORDER BY id")]

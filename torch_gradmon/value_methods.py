@@ -122,6 +122,34 @@ class ValueMethods:
         ledger, facts = self._session.ledger, self._session.audit.facts()
         return diagnosed(History(ledger.memory.records(), facts=facts, matrices=ledger.matrices, kinds=ledger.kinds))
 
+    def plot(self, kind: str = "heatmap", engine: str = "plotly", **options: Any) -> Any:
+        """A figure of the run so far, which shows in a notebook and goes to a dashboard: ``wandb.log({"heatmap": monitor.plot()})``.
+
+        It shows what the monitor remembers: at most 400 of the steps that were monitored, both ends, those with spikes, and an even
+        choice between. :meth:`Run.plot` of a run directory shows all of them. Synchronises once.
+
+        Args:
+            kind: ``"heatmap"`` layers over steps; ``"norm"`` loss, gradient norm before and after clipping, share of clipped steps;
+                ``"update"`` update over parameter with the guide of 1e-3; ``"depth"`` one step over the layers; ``"layers"`` single
+                layers side by side.
+            engine: ``"plotly"``, or ``"matplotlib"`` for a still picture: ``.savefig("heatmap.png")``.
+            **options: ``view="gradient"``, ``"clipped"``, ``"update"``, ``"sparsity"``, ``"activation"`` or ``"parameter"`` for
+                ``heatmap``, ``depth`` and ``layers``; ``rows=48`` for ``heatmap`` and ``depth``: more layers are shown by blocks;
+                ``columns=1000`` for ``heatmap``; ``step=`` for ``depth``; ``names=[...]`` for ``layers``.
+
+        Returns:
+            A ``plotly.graph_objects.Figure`` or a ``matplotlib.figure.Figure``.
+
+        Raises:
+            ValueError: there is no such kind, engine, view, step or layer, or what it shows was not measured.
+            TypeError: this kind has no such option.
+            ImportError: the engine is not installed.
+        """
+        from .pictures import plot, reel
+
+        self._session.settle_now()
+        return plot.plot(reel.Reel(reel.OfRecords(self._session.ledger.memory.records())), kind, engine, options)
+
     def missing(self) -> dict[str, str]:
         """Why each key that was asked for has no value in the step that ended last: reason by key."""
         if self._session.settle_now() is None:

@@ -17,6 +17,7 @@ from .nonfinite import nonfinite
 from .precision import precision
 from .rates import rates
 from .reach import reach
+from .spikes import spikes
 from .units import units
 from .weights import weights
 
@@ -36,6 +37,7 @@ RULES: dict[str, Rule] = {
     "attention": attending,
     "weights": weights,
     "loss": losses,
+    "spikes": spikes,
 }
 
 #: What comes after the first NaN follows from it, and says nothing to the other rules.

@@ -1,0 +1,276 @@
+"""What pictures are made of: the values of a run over its steps, from a run directory or from what a monitor remembers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from .. import names as n
+from ..diagnosis.series import Series
+from ..loss_names import loss_among
+from ..names import Key, format_key, parse_key
+from ..record import Event, StepRecord, Table
+from ..statistics.moments import ALWAYS, VIEWS, Column
+
+if TYPE_CHECKING:
+    from ..run import Run
+
+#: Statistics of so many steps are worked on at a time.
+_CHUNK = 512
+
+
+@dataclass(frozen=True)
+class View:
+    """A value of each layer that can be looked at.
+
+    Attributes:
+        title: in words.
+        sources: where it comes from, the first of them that was measured.
+        metric: the built-in metric.
+        base: the source that it is divided by; empty for none.
+        is_log: whether it is shown on a logarithmic scale.
+        adds_up: whether that of a block is the root of the sum of the squares of its layers; else it is the largest of them.
+    """
+
+    title: str
+    sources: tuple[str, ...]
+    metric: str
+    base: str = ""
+    is_log: bool = True
+    adds_up: bool = False
+
+
+#: By name, in the order in which they are offered.
+LAYER_VIEWS: Mapping[str, View] = {
+    "gradient": View("gradient norm before clipping", (n.GRADIENT_BEFORE_CLIP, n.GRADIENT), "norm", adds_up=True),
+    "clipped": View("gradient norm after clipping", (n.GRADIENT,), "norm", adds_up=True),
+    "update": View("update norm / parameter norm", (n.UPDATE,), "norm", base=n.PARAMETER),
+    "sparsity": View("share of gradients near zero", (n.GRADIENT_BEFORE_CLIP, n.GRADIENT), "sparsity", is_log=False),
+    "activation": View("output root mean square", (n.ACTIVATION,), "rms"),
+    "parameter": View("parameter norm", (n.PARAMETER,), "norm", adds_up=True),
+}
+
+
+class Source(Protocol):
+    """Where values come from."""
+
+    @property
+    def steps(self) -> list[int]:
+        """All steps, ascending."""
+
+    @property
+    def events(self) -> list[Event]:
+        """What detectors found."""
+
+    def tables(self, source: str) -> Iterable[tuple[int, Table]]:
+        """Statistics by step, ascending."""
+
+    def values(self, key: Key) -> Mapping[int, float]:
+        """One value by step; empty without any."""
+
+    def logged(self) -> Iterable[Key]:
+        """The keys of the values that were logged by hand."""
+
+    def rates(self) -> Mapping[int, float]:
+        """The largest learning rate by step."""
+
+    def refused(self) -> Sequence[int]:
+        """Steps that were not applied."""
+
+
+class OfRecords:
+    """What a monitor remembers."""
+
+    def __init__(self, records: Iterable[StepRecord]) -> None:
+        self._records = list(records)
+
+    @property
+    def steps(self) -> list[int]:
+        """All steps, ascending."""
+        return [record.step for record in self._records]
+
+    @property
+    def events(self) -> list[Event]:
+        """What detectors found."""
+        return [event for record in self._records for event in record.events]
+
+    def tables(self, source: str) -> Iterator[tuple[int, Table]]:
+        """Statistics by step, ascending."""
+        return ((record.step, record.tables[source]) for record in self._records if source in record.tables)
+
+    def values(self, key: Key) -> dict[int, float]:
+        """One value by step; empty without any."""
+        return {record.step: record.values[key] for record in self._records if key in record.values}
+
+    def logged(self) -> set[Key]:
+        """The keys of the values that were logged by hand."""
+        return {key for record in self._records for key in record.values if not key.source}
+
+    def rates(self) -> dict[int, float]:
+        """The largest learning rate by step."""
+        return {record.step: max(rates) for record in self._records if (rates := record.context.get("lr"))}
+
+    def refused(self) -> list[int]:
+        """Steps that were not applied."""
+        return [record.step for record in self._records if not record.applied]
+
+
+class OfRun:
+    """A run directory."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._contexts = {step: run.context(step) for step in run.steps}
+
+    @property
+    def steps(self) -> list[int]:
+        """All steps, ascending."""
+        return list(self._contexts)
+
+    @property
+    def events(self) -> list[Event]:
+        """What detectors found."""
+        return self._run.events
+
+    def tables(self, source: str) -> Iterator[tuple[int, Table]]:
+        """Statistics by step, ascending."""
+        return self._run.tables(source)
+
+    def values(self, key: Key) -> dict[int, float]:
+        """One value by step; empty without any."""
+        try:
+            return self._run.series(format_key(key))
+        except KeyError:
+            return {}
+
+    def logged(self) -> list[Key]:
+        """The keys of the values that were logged by hand."""
+        return [key for key in map(parse_key, self._run.keys()) if not key.source]
+
+    def rates(self) -> dict[int, float]:
+        """The largest learning rate by step."""
+        return {step: max(rates) for step, context in self._contexts.items() if (rates := context.get("lr"))}
+
+    def refused(self) -> list[int]:
+        """Steps that were not applied."""
+        return [step for step, context in self._contexts.items() if not context["applied"]]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A view of all layers over the steps.
+
+    Attributes:
+        view: what it shows.
+        steps: ascending.
+        names: of the layers, in the order of the model.
+        values: float64 ``[steps, layers]``: NaN where a layer has no value, infinity where it has elements that are NaN or infinite.
+    """
+
+    view: View
+    steps: tuple[int, ...]
+    names: tuple[str, ...]
+    values: Tensor
+
+
+class Reel:
+    """The values of a run, each worked out when it is first asked for.
+
+    Args:
+        source: where they come from.
+        title: what the run is called.
+    """
+
+    def __init__(self, source: Source, title: str = "") -> None:
+        self._source, self.title = source, title
+        self._panels: dict[str, Panel | None] = {}
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that were monitored."""
+        return self._source.steps
+
+    @property
+    def events(self) -> list[Event]:
+        """What detectors found, in order."""
+        return self._source.events
+
+    @property
+    def refused(self) -> Sequence[int]:
+        """Steps that were not applied."""
+        return self._source.refused()
+
+    def line(self, name: str) -> Series:
+        """A whole-model value such as ``grad_norm``, or one that was logged; empty without any."""
+        return _series(self._source.values(Key(n.SUMMARY, "", name)) or self._source.values(Key("", name, "")))
+
+    def loss(self) -> Series:
+        """The loss, as far as it was logged."""
+        key = loss_among(self._source.logged())
+        return _series({} if key is None else self._source.values(key))
+
+    def rates(self) -> Series:
+        """The largest learning rate of each step."""
+        return _series(self._source.rates())
+
+    def panel(self, name: str) -> Panel | None:
+        """One of :data:`LAYER_VIEWS`; None where that was not measured.
+
+        Raises:
+            KeyError: there is no such view.
+        """
+        if name not in self._panels:
+            self._panels[name] = self._panel(LAYER_VIEWS[name])
+        return self._panels[name]
+
+    def _panel(self, view: View) -> Panel | None:
+        for source in view.sources:
+            panel = self._of(view, source)
+            if panel is not None:
+                return panel if not view.base else _over(panel, self._of(view, view.base))
+        return None
+
+    def _of(self, view: View, source: str) -> Panel | None:
+        known = VIEWS[view.metric]
+        pairs = [(s, t) for s, t in self._source.tables(source) if known.columns <= t.columns | ALWAYS and t.names]
+        if not pairs:
+            return None
+        names = tuple(dict.fromkeys(name for names in dict.fromkeys(table.names for _, table in pairs) for name in names))
+        place = {name: column for column, name in enumerate(names)}
+        values = torch.full((len(pairs), len(names)), math.nan, dtype=torch.float64, device="cpu")
+        first = 0
+        while first < len(pairs):
+            last = first  # tables of one kind are worked on together
+            while last < len(pairs) and last - first < _CHUNK and pairs[last][1].names == pairs[first][1].names:
+                last += 1
+            rows = torch.cat([table.rows for _, table in pairs[first:last]])
+            found = torch.where(known.defined(rows), known.compute(rows), math.nan)
+            found = torch.where(rows[:, Column.NONFINITE] > 0, math.inf, found)
+            columns = [place[name] for name in pairs[first][1].names]
+            values[first:last, columns] = found.reshape(last - first, len(columns))
+            first = last
+        return Panel(view, tuple(step for step, _ in pairs), names, values)
+
+
+def _over(panel: Panel, base: Panel | None) -> Panel | None:
+    if base is None:
+        return None
+    row = {step: number for number, step in enumerate(base.steps)}
+    column = {name: number for number, name in enumerate(base.names)}
+    rows = [number for number, step in enumerate(panel.steps) if step in row]
+    columns = [number for number, name in enumerate(panel.names) if name in column]
+    steps, names = tuple(panel.steps[r] for r in rows), tuple(panel.names[c] for c in columns)
+    if not steps or not names:
+        return None
+    under = base.values[[row[step] for step in steps]][:, [column[name] for name in names]]
+    values = panel.values[rows][:, columns] / under
+    return Panel(panel.view, steps, names, torch.where(under.isinf(), math.inf, torch.where(under > 0, values, math.nan)))
+
+
+def _series(values: Mapping[int, float]) -> Series:
+    return Series(tuple(values), tuple(values.values()))

@@ -1,0 +1,144 @@
+"""Charts as matplotlib figures: for papers, for READMEs, and where nothing interactive is shown. Needs matplotlib."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+
+from ..diagnosis.series import Series
+from . import colours
+from .charts import Chart, Heat, Line, Lines, Profile, Strip, guide
+
+_WIDTH, _ROW, _STRIP, _SMALL = 10.0, 0.19, 1.5, 1.7
+_NAME = 40
+
+
+def drawing(chart: Chart) -> Figure:
+    """The chart as a figure, which belongs to no window: ``figure.savefig("picture.png")``."""
+    if isinstance(chart, Heat):
+        return _heat(chart)
+    return _profile(chart) if isinstance(chart, Profile) else _lines(chart)
+
+
+def _plain(name: str) -> str:
+    """A name on an axis: a dollar sign would begin a formula."""
+    cut = name if len(name) <= _NAME else f"{name[: _NAME // 2 - 1]}\N{HORIZONTAL ELLIPSIS}{name[-_NAME // 2 :]}"
+    return cut.replace("$", r"\$")
+
+
+def _heat(heat: Heat) -> Figure:
+    drawn = Figure(figsize=(_WIDTH, max(2.6, _ROW * len(heat.rows) + 1.1)), layout="constrained")
+    axes = drawn.add_subplot()
+    shades = [[_shade(value, heat.is_log) for value in row] for row in heat.values]
+    edges = [*heat.first, heat.last[-1] + 1]
+    rows = [row - 0.5 for row in range(len(heat.rows) + 1)]
+    mesh = axes.pcolormesh(edges, rows, shades, cmap=colours.SCALE.lower(), shading="flat", rasterized=True)
+    loud = [[1.0 if math.isinf(value) else math.nan for value in row] for row in heat.values]
+    if any(cell == 1.0 for row in loud for cell in row):
+        axes.pcolormesh(edges, rows, loud, cmap=ListedColormap([colours.LOUD]), shading="flat", rasterized=True)
+        axes.plot([], [], "s", color=colours.LOUD, label="NaN or infinite")
+    if heat.marks:
+        top = [-0.75] * len(heat.marks)
+        axes.plot(list(heat.marks), top, "v", color=colours.VERMILION, markersize=6, clip_on=False, label="spike")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.01), ncols=2, frameon=False, fontsize=8)
+    axes.set_yticks(range(len(heat.rows)), [_plain(name) for name in heat.rows], fontsize=7)
+    axes.set_ylim(len(heat.rows) - 0.5, -0.5)
+    axes.set_xlabel("step")
+    axes.set_title(heat.title, loc="left", fontsize=11)
+    bar = drawn.colorbar(mesh, ax=axes, pad=0.01)
+    if heat.is_log:
+        bar.ax.yaxis.set_major_formatter(lambda value, _: f"1e{value:g}")
+    return drawn
+
+
+def _shade(value: float, is_log: bool) -> float:
+    if not math.isfinite(value) or (is_log and value <= 0):
+        return math.nan
+    return math.log10(value) if is_log else value
+
+
+def _profile(profile: Profile) -> Figure:
+    drawn = Figure(figsize=(_WIDTH * 0.7, max(2.6, _ROW * len(profile.rows) + 1.1)), layout="constrained")
+    axes = drawn.add_subplot()
+    rows = list(range(len(profile.rows)))
+    axes.hlines(rows, profile.low, profile.high, color=colours.SKY, linewidth=5, alpha=0.45, label="all steps")
+    axes.plot(
+        _drawable(profile.values, profile.is_log), rows, "o-", color=colours.BLUE, linewidth=1, markersize=4, label="this step"
+    )
+    odd = [row for row, value in zip(rows, profile.values, strict=True) if math.isinf(value)]
+    if odd:
+        level = max((value for value in profile.high if math.isfinite(value)), default=1.0)
+        axes.plot([level] * len(odd), odd, "x", color=colours.LOUD, label="NaN or infinite")
+    if profile.is_log:
+        axes.set_xscale("log")
+    axes.set_yticks(rows, [_plain(name) for name in profile.rows], fontsize=7)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_title(profile.title, loc="left", fontsize=11)
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend(frameon=False, fontsize=8)
+    return drawn
+
+
+def _lines(lines: Lines) -> Figure:
+    columns = min(lines.columns, len(lines.strips))
+    count = -(-len(lines.strips) // columns)
+    small = columns > 1
+    height = count * _SMALL if small else sum(strip.height for strip in lines.strips) * _STRIP
+    drawn = Figure(figsize=(_WIDTH, max(2.6, height + 0.6)), layout="constrained")
+    ratios = None if small else [strip.height for strip in lines.strips]
+    grid = drawn.subplots(count, columns, sharex=True, squeeze=False, height_ratios=ratios)
+    places = [axes for row in grid for axes in row]
+    for axes in places[len(lines.strips) :]:
+        axes.set_visible(False)
+    for strip, axes in zip(lines.strips, places, strict=False):
+        _strip(axes, strip, small)
+        for step in lines.marks:
+            axes.axvline(step, color=colours.VERMILION, linewidth=0.8, linestyle=":", alpha=0.7)
+    drawn.suptitle(lines.title, x=0.01, ha="left", fontsize=11)
+    drawn.supxlabel("step", fontsize=9)
+    return drawn
+
+
+def _strip(axes: Any, strip: Strip, small: bool) -> None:
+    for line in strip.lines:
+        _line(axes, line, strip.is_log)
+    for name, value in strip.guides.items():
+        axes.axhline(value, color=colours.GREEN, linewidth=0.9, linestyle="--", label=guide(name, value))
+    if strip.is_log:
+        axes.set_yscale("log")
+    if strip.limits is not None:
+        axes.set_ylim(*strip.limits)
+    axes.grid(alpha=0.25)
+    axes.tick_params(labelsize=7)
+    if small:
+        axes.set_title(_plain(strip.title), fontsize=8)
+    else:
+        axes.set_ylabel(strip.title, fontsize=8)
+        if len(strip.lines) + len(strip.guides) > 1:
+            axes.legend(frameon=False, fontsize=7, ncols=3, loc="upper right")
+
+
+def _line(axes: Any, line: Line, is_log: bool) -> None:
+    if line.low is not None and line.high is not None:
+        low, high = _drawable(line.low.values, is_log), _drawable(line.high.values, is_log)
+        axes.fill_between(list(line.low.steps), low, high, color=line.colour, alpha=0.35, linewidth=0, label=line.name)
+        return
+    width = 0.9 if line.is_thin else 1.3
+    axes.plot(list(line.series.steps), _drawable(line.series.values, is_log), color=line.colour, linewidth=width, label=line.name)
+    odd = Series(*_odd(line.series))
+    if len(odd):
+        level = max((value for value in line.series.finite.values if value > 0 or not is_log), default=1.0)
+        axes.plot(list(odd.steps), [level] * len(odd), "x", color=colours.LOUD, markersize=5, label="NaN or infinite")
+
+
+def _odd(series: Series) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    pairs = [(step, value) for step, value in zip(series.steps, series.values, strict=True) if not math.isfinite(value)]
+    return tuple(step for step, _ in pairs), tuple(value for _, value in pairs)
+
+
+def _drawable(values: tuple[float, ...], is_log: bool) -> list[float]:
+    return [value if math.isfinite(value) and (value > 0 or not is_log) else math.nan for value in values]

@@ -1,0 +1,1 @@
+"""One page about a run, that works without a network. Needs plotly and jinja2."""

@@ -1,0 +1,183 @@
+"""What a report says, as plain data."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..diagnosis.consequences import CONSEQUENCES
+from ..diagnosis.diagnose import diagnosed
+from ..diagnosis.findings import Diagnosis, Finding
+from ..diagnosis.history import History
+from ..pictures import charts
+from ..pictures.blocks import blocks, together
+from ..pictures.interactive import figure
+from ..pictures.reel import LAYER_VIEWS, OfRun, Panel, Reel
+from ..pictures.squeezing import squeezed
+from ..run import Run
+from .packing import LOG_SCALE, LOUD, NONE, SCALE, ZERO, packed
+
+#: Cells of one view, of layers and blocks together, and columns.
+_CELLS, _FEWEST_COLUMNS, _COLUMNS = 150_000, 100, 1000
+
+
+def content(run: Run, title: str) -> dict[str, Any]:
+    """Everything that the page shows."""
+    reel = Reel(OfRun(run), title)
+    diagnosis = diagnosed(History.of_run(run))
+    views = {name: view for name in LAYER_VIEWS if (view := _view(reel, name)) is not None}
+    return {
+        "title": title,
+        "facts": _facts(run, reel),
+        "findings": findings(diagnosis),
+        "unseen": [f"{rule}: {why}" for rule, why in diagnosis.unseen.items()],
+        "marks": sorted({event.step for event in reel.events}),
+        "events": [{"step": event.step, "text": str(event)} for event in reel.events[-200:]],
+        "codes": {"none": NONE, "loud": LOUD, "zero": ZERO, "log": LOG_SCALE, "linear": SCALE},
+        "views": views,
+        "figures": _figures(reel, diagnosis),
+        "layers": _layers(reel),
+    }
+
+
+def findings(diagnosis: Diagnosis) -> list[dict[str, Any]]:
+    """The findings in the order in which they are told, each with what may come of it."""
+    told: list[dict[str, Any]] = []
+    left = list(diagnosis.findings)
+    while left:
+        finding = left.pop(0)
+        signs = CONSEQUENCES.get(finding.rule, frozenset())
+        followers = [other for other in left if other.rule in signs and other.severity != "error"]
+        left = [other for other in left if other not in followers]
+        told.append({**_told(finding), "signs": [_told(other) for other in followers]})
+    return told
+
+
+def _told(finding: Finding) -> dict[str, Any]:
+    first, last = finding.steps
+    return {
+        "severity": finding.severity,
+        "rule": finding.rule,
+        "where": finding.where,
+        "first": first,
+        "last": last,
+        "cause": finding.cause,
+        "advice": finding.advice,
+        "evidence": [[name, f"{value:.4g}"] for name, value in finding.evidence.items()],
+    }
+
+
+def _facts(run: Run, reel: Reel) -> list[list[str]]:
+    steps = reel.steps
+    facts = [["steps", f"{steps[0]:,} to {steps[-1]:,}, {len(steps):,} of them recorded" if steps else "none"]]
+    if steps:
+        begin, end = (run.context(step)["time"] for step in (steps[0], steps[-1]))
+        when = datetime.datetime.fromtimestamp(begin).strftime("%Y-%m-%d %H:%M")
+        facts.append(["begun", f"{when}, {_long(end - begin)} long"])
+    loss = reel.loss().finite
+    if len(loss):
+        facts.append(["loss", f"{loss.values[0]:.4g} to {loss.part(0.95, 1).median:.4g}"])
+    rates = reel.rates()
+    if len(rates):
+        facts.append(["learning rate", f"{min(rates.values):.3g} to {max(rates.values):.3g}"])
+    refused = len(reel.refused)
+    facts.append(["spikes", str(len({event.step for event in reel.events}))])
+    if refused:
+        facts.append(["not applied", f"{refused:,} steps"])
+    facts.append(["torch", str(run.meta.get("torch", "unknown"))])
+    return facts
+
+
+def _long(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def _view(reel: Reel, name: str) -> dict[str, Any] | None:
+    panel = reel.panel(name)
+    if panel is None:
+        return None
+    groups = blocks(panel.names)
+    many = len(panel.names) + (len(groups) if len(groups) < len(panel.names) else 0)
+    cells = squeezed(panel, min(max(_CELLS // many, _FEWEST_COLUMNS), _COLUMNS))
+    grouped = len(groups) < len(panel.names)
+    is_log = panel.view.is_log
+    return {
+        "title": panel.view.title,
+        "log": is_log,
+        "names": list(panel.names),
+        "blocks": [[block, places] for block, places in groups.items()] if grouped else None,
+        "first": list(cells.first),
+        "last": list(cells.last),
+        "cells": packed(cells.values.T, is_log),
+        "ofBlocks": packed(together(panel, cells, groups).T, is_log) if grouped else None,
+    }
+
+
+def _figures(reel: Reel, diagnosis: Diagnosis) -> dict[str, Any]:
+    """Figures that stay as they are, by name; one that lacks what it shows is left out."""
+    flagged = _flagged(reel, diagnosis)
+    wanted: dict[str, tuple[Any, dict[str, Any]]] = {
+        "norm": (charts.norm, {}),
+        "update": (charts.update, {}),
+        "layers": (charts.layers, {"names": flagged}),
+    }
+    found = {}
+    for name, (chart, options) in wanted.items():
+        try:
+            found[name] = figure(chart(reel, **options)).to_plotly_json()
+        except ValueError:
+            continue
+    return found
+
+
+def _flagged(reel: Reel, diagnosis: Diagnosis) -> list[str]:
+    """Layers that findings name, and those that stand out most."""
+    panel = reel.panel("gradient")
+    if panel is None:
+        return []
+    named = [finding.where for finding in diagnosis.findings]
+    flagged = [name for name in panel.names if any(name == where or name.startswith(f"{where}.") for where in named if where)]
+    striking = [name for name in charts.striking(panel, 6) if name not in flagged]
+    return (flagged[:6] + striking)[:9]
+
+
+def _layers(reel: Reel) -> dict[str, Any]:
+    """A table of all layers: a row for each parameter."""
+    gradient, clipped, update, sparsity = (reel.panel(name) for name in ("gradient", "clipped", "update", "sparsity"))
+    columns: list[tuple[str, dict[str, float]]] = []
+    names: Sequence[str] = () if gradient is None else gradient.names
+    if gradient is not None:
+        finite = gradient.values.where(gradient.values.isfinite(), math.nan)
+        largest, at = finite.nan_to_num(nan=-1.0).max(0)
+        squares = finite.square()
+        share = (squares / squares.nansum(1, keepdim=True)).nanmean(0)
+        columns += [
+            ("gradient, median", _by_name(gradient, finite.nanmedian(0).values)),
+            ("gradient, largest", _by_name(gradient, largest.where(largest >= 0, math.nan))),
+            ("in step", _by_name(gradient, torch.tensor([float(gradient.steps[row]) for row in at.tolist()]))),
+            ("share of square", _by_name(gradient, share)),
+        ]
+        odd = gradient.values.isinf().double().sum(0)
+        if bool(odd.any()):
+            columns.append(("steps with NaN", _by_name(gradient, odd)))
+    for title, panel in (("after clip, median", clipped), ("update / parameter", update), ("near zero", sparsity)):
+        if panel is not None:
+            known = panel.values.where(panel.values.isfinite(), math.nan)
+            columns.append((title, _by_name(panel, known.nanmedian(0).values)))
+    rows = [[name, *(_cell(column.get(name)) for _, column in columns)] for name in names]
+    return {"columns": ["layer", *(title for title, _ in columns)], "rows": rows}
+
+
+def _by_name(panel: Panel, values: torch.Tensor) -> dict[str, float]:
+    return dict(zip(panel.names, values.tolist(), strict=True))
+
+
+def _cell(value: float | None) -> float | None:
+    return float(f"{value:.4g}") if value is not None and math.isfinite(value) else None

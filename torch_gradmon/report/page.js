@@ -1,0 +1,345 @@
+"use strict";
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const $ = (id) => document.getElementById(id);
+  const make = (tag, text, className) => {
+    const element = document.createElement(tag);
+    if (text !== undefined) element.textContent = text;  // never HTML: names come from somebody's model
+    if (className) element.className = className;
+    return element;
+  };
+  const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+  const short = (name) => escaped(name.length <= 34 ? name : `${name.slice(0, 16)}\u2026${name.slice(-17)}`);
+  const drawn = new Set();
+
+  // --- light and dark
+
+  const root = document.documentElement;
+  const isDark = () => root.dataset.theme === "dark";
+  const colours = () => {
+    const style = getComputedStyle(root);
+    const [text, line] = ["--text", "--line"].map((name) => style.getPropertyValue(name).trim());
+    return { text, line };
+  };
+  const paint = (layout) => {
+    const { text, line } = colours();
+    const painted = { ...layout, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", autosize: true };
+    delete painted.width;
+    painted.font = { ...(layout.font || {}), color: text };
+    painted.title = undefined;  // the page has headings
+    painted.modebar = { bgcolor: "rgba(0,0,0,0)", color: text, activecolor: text };
+    painted.margin = { ...(layout.margin || {}), t: 30 };
+    for (const key of Object.keys(layout).filter((name) => /^[xy]axis/.test(name))) {
+      painted[key] = { ...layout[key], gridcolor: line, zerolinecolor: line, linecolor: line };
+    }
+    for (const key of ["xaxis", "yaxis"]) if (!painted[key]) painted[key] = { gridcolor: line, zerolinecolor: line };
+    return painted;
+  };
+  const SETTINGS = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d"] };
+  const figures = {};
+  const show = (id, traces, layout) => {
+    figures[id] = { traces, layout };
+    drawn.add(id);
+    return Plotly.react(id, traces, paint(layout), SETTINGS);
+  };
+  const setTheme = (theme) => {
+    root.dataset.theme = theme;
+    $("theme").textContent = theme === "dark" ? "light" : "dark";
+    for (const id of drawn) Plotly.react(id, figures[id].traces, paint(figures[id].layout), SETTINGS);
+  };
+
+  // --- findings
+
+  const when = (first, last) => (first === last ? `step ${first}` : `steps ${first} to ${last}`);
+  const finding = (told) => {
+    const item = make("li", undefined, `finding ${told.severity}`);
+    const head = make("h3");
+    head.append(make("span", told.severity, "level"), told.rule);
+    if (told.where) head.append(" in ", make("code", told.where));
+    head.append(", ", when(told.first, told.last));
+    item.append(head, make("p", told.cause), make("p", `\u2192 ${told.advice}`));
+    if (told.evidence.length) item.append(make("p", told.evidence.map(([name, value]) => `${name} ${value}`).join(", "), "numbers"));
+    if (told.signs.length) {
+      const signs = told.signs.map((sign) => (sign.where ? `${sign.rule} in ${sign.where}` : sign.rule));
+      item.append(make("p", `May come of it: ${signs.join(", ")}.`, "numbers"));
+    }
+    return item;
+  };
+  const tell = () => {
+    const counts = ["error", "warning", "info"].map((level) => [
+      data.findings.flatMap((told) => [told, ...told.signs]).filter((told) => told.severity === level).length,
+      level,
+    ]);
+    const words = counts.filter(([count]) => count).map(([count, level]) => `${count} ${level}${count > 1 && level !== "info" ? "s" : ""}`);
+    $("count").textContent = words.length ? `(${words.join(", ")})` : "";
+    if (!data.findings.length) $("findings").append(make("li", "Nothing was found.", "healthy"));
+    $("findings").append(...data.findings.map(finding));
+    for (const [id, lines] of [["unseen", data.unseen], ["events", data.events.map((event) => event.text)]]) {
+      $(id).hidden = !lines.length;
+      $(id).querySelector("ul").append(...lines.map((line) => make("li", line)));
+    }
+    if (data.events.length) $("events").querySelector("summary").textContent = `Spikes: ${data.marks.length}`;
+  };
+
+  // --- the layers over the steps
+
+  const { none: NONE, loud: LOUD, zero: ZERO, log: LOG, linear: LINEAR } = data.codes;
+  const unpack = (text) => {
+    const raw = atob(text);
+    const codes = new Int16Array(raw.length / 2);
+    for (let place = 0; place < codes.length; place += 1) {
+      codes[place] = raw.charCodeAt(2 * place) | (raw.charCodeAt(2 * place + 1) << 8);
+    }
+    return codes;
+  };
+  const names = Object.keys(data.views);
+  let current = names[0];
+  let column = 0;
+  const opened = new Set();
+  const cells = (view) => {
+    if (!view.codes) {
+      view.codes = unpack(view.cells);
+      view.blockCodes = view.ofBlocks === null ? null : unpack(view.ofBlocks);
+    }
+    return view;
+  };
+  const rowsOf = (view) => {
+    const width = view.first.length;
+    const row = (codes, place) => codes.subarray(place * width, (place + 1) * width);
+    const layer = (place) => ({ name: view.names[place], codes: row(view.codes, place) });
+    if (view.blocks === null) return view.names.map((_, place) => layer(place));
+    return view.blocks.flatMap(([name, places], number) => {
+      if (opened.has(name) || places.length === 1) return places.map(layer);
+      return [{ name: `${name} (${places.length})`, codes: row(view.blockCodes, number) }];
+    });
+  };
+  const value = (code, isLog) => (isLog ? (code === ZERO ? 0 : 10 ** (code / LOG)) : code / LINEAR);
+  const words = (code, isLog) => {
+    if (code === NONE) return "not measured";
+    if (code === LOUD) return "NaN or infinite";
+    return Number(value(code, isLog).toPrecision(4)).toString();
+  };
+  const span = (view, at) => when(view.first[at], view.last[at]);
+  const shade = (code, isLog) => (code === NONE || code === LOUD || (isLog && code === ZERO) ? null : isLog ? code / LOG : code / LINEAR);
+  const VIRIDIS = "Viridis", PINK = "#ff00c8", BLUE = "#0072b2", SKY = "#56b4e9", RED = "#d55e00";
+
+  const heat = () => {
+    const view = cells(data.views[current]);
+    const rows = rowsOf(view);
+    const places = rows.map((_, place) => place);
+    const known = rows.map((row) => Array.from(row.codes, (code) => shade(code, view.log)));
+    const hover = rows.map((row) => Array.from(row.codes, (code, at) => `${escaped(row.name)}<br>${span(view, at)}: ${words(code, view.log)}`));
+    const colorbar = { thickness: 14 };
+    if (view.log) {
+      let low = Infinity, high = -Infinity;
+      for (const row of known) for (const cell of row) if (cell !== null) { low = Math.min(low, cell); high = Math.max(high, cell); }
+      if (low <= high) {
+        const [from, to] = [Math.floor(low), Math.ceil(high)];
+        const step = Math.max(Math.floor((to - from) / 6), 1);
+        colorbar.tickvals = [];
+        for (let mark = from; mark <= to; mark += step) colorbar.tickvals.push(mark);
+        colorbar.ticktext = colorbar.tickvals.map((mark) => `1e${mark}`);
+      }
+    }
+    const common = { type: "heatmap", x: view.first, y: places, text: hover, hovertemplate: "%{text}<extra></extra>" };
+    const traces = [{ ...common, z: known, colorscale: VIRIDIS, colorbar }];
+    if (rows.some((row) => row.codes.includes(LOUD))) {
+      const loud = rows.map((row) => Array.from(row.codes, (code) => (code === LOUD ? 1 : null)));
+      traces.push({ ...common, z: loud, colorscale: [[0, PINK], [1, PINK]], showscale: false });
+    }
+    if (data.marks.length) {
+      traces.push({
+        type: "scatter", mode: "markers", x: data.marks, y: data.marks.map(() => 1), yaxis: "y2", cliponaxis: false, showlegend: false,
+        marker: { symbol: "triangle-down", size: 10, color: RED }, hovertemplate: "spike in step %{x}<extra></extra>",
+      });
+    }
+    const layout = {
+      height: Math.max(300, 17 * rows.length + 90), margin: { l: 60, r: 10, b: 44 }, hovermode: "closest",
+      xaxis: { title: { text: "step" }, range: [view.first[0] - 0.5, view.last[view.last.length - 1] + 0.5] },
+      yaxis: { tickvals: places, ticktext: rows.map((row) => short(row.name)), autorange: "reversed", automargin: true },
+      yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
+    };
+    show("heat", traces, layout);
+    $("heat").removeAllListeners?.("plotly_click");
+    $("heat").on("plotly_click", (event) => {
+      const at = view.first.indexOf(event.points[0].x);
+      if (at >= 0) choose(at);
+    });
+  };
+
+  const extent = (codes, isLog) => {
+    let low = Infinity, high = -Infinity;
+    for (const code of codes) if (shade(code, isLog) !== null) { const now = value(code, isLog); low = Math.min(low, now); high = Math.max(high, now); }
+    return [low, high];
+  };
+  const depth = () => {
+    const view = cells(data.views[current]);
+    const rows = rowsOf(view);
+    const places = rows.map((_, place) => place);
+    const edges = rows.map((row) => extent(row.codes, view.log));
+    const known = rows.map((row) => (shade(row.codes[column], view.log) === null ? null : value(row.codes[column], view.log)));
+    const bands = { x: [], y: [] };
+    edges.forEach(([low, high], place) => { if (low <= high) { bands.x.push(low, high, null); bands.y.push(place, place, null); } });
+    const traces = [
+      { type: "scatter", mode: "lines", ...bands, line: { color: SKY, width: 6 }, opacity: 0.45, name: "all steps", hoverinfo: "skip" },
+      { type: "scatter", mode: "lines+markers", x: known, y: places, line: { color: BLUE, width: 1 }, marker: { size: 6 },
+        name: span(view, column), text: rows.map((row) => escaped(row.name)), hovertemplate: "%{text}: %{x:.4g}<extra></extra>" },
+    ];
+    const odd = places.filter((place) => rows[place].codes[column] === LOUD);
+    if (odd.length) {
+      const far = Math.max(...edges.map(([, high]) => high).filter(Number.isFinite), 1e-30);
+      traces.push({ type: "scatter", mode: "markers", x: odd.map(() => far), y: odd, name: "NaN or infinite", marker: { symbol: "x", size: 10, color: PINK } });
+    }
+    show("depth", traces, {
+      height: Math.max(300, 17 * rows.length + 90), margin: { l: 60, r: 20, b: 44 }, hovermode: "closest",
+      xaxis: { type: view.log ? "log" : "linear", exponentformat: "e", title: { text: view.title } },
+      yaxis: { tickvals: places, ticktext: rows.map((row) => short(row.name)), autorange: "reversed", automargin: true },
+      legend: { orientation: "h", y: 1, yanchor: "bottom", x: 0, xanchor: "left" },
+    });
+  };
+  const choose = (at) => {
+    column = at;
+    $("step").value = String(at);
+    $("which").textContent = span(data.views[current], at);
+    if (drawn.has("depth")) depth();
+  };
+  const select = (name) => {
+    const step = data.views[current].first[column];
+    current = name;
+    const view = data.views[name];
+    for (const button of $("views").children) {
+      button.setAttribute("aria-checked", String(button.dataset.view === name));
+      button.tabIndex = button.dataset.view === name ? 0 : -1;
+    }
+    $("step").max = String(view.first.length - 1);
+    heat();
+    offer();
+    const at = view.last.findIndex((last) => last >= step);
+    choose(at < 0 ? view.first.length - 1 : at);
+  };
+  const offer = () => {
+    const view = data.views[current];
+    $("blocks").hidden = view.blocks === null;
+    if (view.blocks === null) return;
+    const many = view.blocks.filter(([, places]) => places.length > 1).map(([name]) => name);
+    const all = make("button", many.every((name) => opened.has(name)) ? "close all" : "open all");
+    all.type = "button";
+    all.addEventListener("click", () => {
+      const open = many.every((name) => opened.has(name));
+      for (const name of many) open ? opened.delete(name) : opened.add(name);
+      redraw();
+    });
+    const buttons = many.map((name) => {
+      const button = make("button", name);
+      button.type = "button";
+      button.setAttribute("aria-pressed", String(opened.has(name)));
+      button.addEventListener("click", () => {
+        opened.has(name) ? opened.delete(name) : opened.add(name);
+        redraw();
+        [...$("open").children].find((other) => other.textContent === name)?.focus();
+      });
+      return button;
+    });
+    $("open").replaceChildren(all, ...buttons);
+  };
+  const redraw = () => {
+    heat();
+    if (drawn.has("depth")) depth();
+    offer();
+  };
+  const chooser = () => {
+    for (const name of names) {
+      const button = make("button", data.views[name].title);
+      button.type = "button";
+      button.dataset.view = name;
+      button.setAttribute("role", "radio");
+      button.addEventListener("click", () => select(name));
+      $("views").append(button);
+    }
+    $("views").addEventListener("keydown", (event) => {
+      const move = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
+      if (!move) return;
+      event.preventDefault();
+      const next = names[(names.indexOf(current) + move + names.length) % names.length];
+      select(next);
+      $("views").querySelector(`[data-view="${next}"]`).focus();
+    });
+    $("step").addEventListener("input", () => choose(Number($("step").value)));
+  };
+
+  // --- the table
+
+  const table = () => {
+    const { columns, rows } = data.layers;
+    let by = -1, falls = true;
+    const head = $("table").tHead.insertRow();
+    const draw = () => {
+      const wanted = $("search").value.trim().toLowerCase();
+      const found = rows.filter((row) => row[0].toLowerCase().includes(wanted));
+      if (by >= 0) {
+        const order = (a, b) => (a === null) - (b === null) || (typeof a === "string" ? a.localeCompare(b) : a - b) * (falls ? -1 : 1);
+        found.sort((a, b) => order(a[by], b[by]));
+      }
+      const body = make("tbody");
+      for (const row of found) {
+        const line = body.insertRow();
+        for (const cell of row) line.insertCell().textContent = cell === null ? "-" : String(cell);
+      }
+      $("table").tBodies[0].replaceWith(body);
+      $("matches").textContent = `${found.length} of ${rows.length}`;
+      [...head.cells].forEach((cell, place) => cell.setAttribute("aria-sort", place !== by ? "none" : falls ? "descending" : "ascending"));
+    };
+    columns.forEach((title, place) => {
+      const cell = make("th");
+      cell.scope = "col";
+      const button = make("button", title);
+      button.type = "button";
+      button.addEventListener("click", () => {
+        falls = by === place ? !falls : place !== 0;
+        by = place;
+        draw();
+      });
+      cell.append(button);
+      head.append(cell);
+    });
+    $("search").addEventListener("input", draw);
+    draw();
+  };
+
+  // --- all together; what is further down is drawn when it comes into sight
+
+  const later = (id, section, draw) => {
+    if (!draw) {
+      $(section).hidden = true;
+      return;
+    }
+    const seen = new IntersectionObserver((entries) => {
+      if (entries.some((entry) => entry.isIntersecting)) {
+        seen.disconnect();
+        draw();
+      }
+    }, { rootMargin: "300px" });
+    seen.observe($(section));
+  };
+  const fixed = (id) => (data.figures[id] ? () => show(id, data.figures[id].data, data.figures[id].layout) : null);
+
+  $("theme").addEventListener("click", () => setTheme(isDark() ? "light" : "dark"));
+  root.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+  $("theme").textContent = isDark() ? "light" : "dark";
+  tell();
+  if (names.length) {
+    chooser();
+    const marked = data.findings.length ? data.findings[0].first : data.views[current].last.at(-1);
+    const at = data.views[current].last.findIndex((last) => last >= marked);
+    column = at < 0 ? data.views[current].first.length - 1 : at;
+    select(current);
+  }
+  later("norm", "s-norm", fixed("norm"));
+  later("depth", "s-depth", names.length ? depth : null);
+  later("update", "s-update", fixed("update"));
+  later("layers", "s-layers", fixed("layers"));
+  $("s-heat").hidden = !names.length;
+  $("s-table").hidden = !data.layers.rows.length;
+  table();
+  document.body.dataset.ready = "true";
+})();
