@@ -171,9 +171,11 @@ FLOORS = [
     ["integrations.common"],
     ["integrations.lightning", "integrations.transformers", "integrations.ignite", "integrations.accelerate"],
     ["__init__"],
-    ["widths.command"],
+    ["commands", "commands.common"],
+    ["widths.command", "commands.why"],
     ["demo_model"],
     ["demo"],
+    ["commands.demo"],
     ["cli"],
 ]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}

@@ -211,10 +211,10 @@ def test_a_switched_off_monitor_is_told(tmp_path: Path) -> None:
 
 
 def test_the_command_has_the_defaults_of_the_function() -> None:
-    from torch_gradmon.cli import _parser
+    from torch_gradmon.cli import _commands, _parser
     from torch_gradmon.demo import RUN_DIR, STEPS, demo
 
-    options = vars(_parser().parse_args(["demo"]))
+    options = vars(_parser(_commands()).parse_args(["demo"]))
     defaults = {name: parameter.default for name, parameter in inspect.signature(demo).parameters.items()}
     assert (options["steps"], options["run_dir"]) == (STEPS, RUN_DIR)
     assert {name: options[name] for name in ("steps", "run_dir", "svg", "seed")} == {

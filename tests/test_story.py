@@ -115,7 +115,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["why", str(tmp_path), "--step", "999"], "step 999 is not known"),
         (["why", str(tmp_path / "no")], "there is no run in"),
     ):
-        assert main(words) == 1
+        assert main(words) == 2
         assert message in capsys.readouterr().err
 
 

@@ -1,31 +1,51 @@
-"""The command ``gradmon``."""
+"""The command ``gradmon``: which commands there are, what its help says, and what becomes of errors."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import io
+import os
 import sqlite3
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from typing import Any, NoReturn, Protocol, cast
 
 from . import __version__
-from .run import load_run
-from .story import tell
-from .widths import command as coordcheck
+from .commands.common import Examples, WrongRequest, shown
 
-_EXAMPLES = """\
-examples:
-  gradmon demo                             train a small GPT under watch: about a minute on a CPU, no network
-  gradmon demo --steps 101 --run-dir runs/short
-  gradmon demo --svg table.svg             keep the printed tables as a picture
-  gradmon why runs/first                   tell the story of the last spike in a run directory
-  gradmon why runs/first --step 300        tell the story of that step
-  gradmon coordcheck train.py:make_model --data train.py:batch   does each layer move alike at all widths?
-"""
-#: What optional packages the demo needs.
-_EXTRAS = ("rich", "tqdm")
+#: Where each command lives, by name, as ``gradmon --help`` groups them. A new one is a file and a line here; what the file
+#: has to have says :class:`Command`.
+_GROUPS = {
+    "see what it is": {
+        "demo": ".commands.demo",
+    },
+    "look at a run, which may still go on": {
+        "why": ".commands.why",
+    },
+    "check a model before it is trained": {
+        "coordcheck": ".widths.command",
+    },
+}
+#: Examples of each command in the help of all; its own has the rest.
+_SHOWN = 2
+
+
+class Command(Protocol):
+    """A module with a command. It imports optional packages in :func:`run` only, or in what that imports."""
+
+    #: Command lines, each with what it is for, the most useful first.
+    EXAMPLES: Examples
+
+    def add_to(self, commands: Any) -> None:
+        """Add a parser of the command's name to those of ``gradmon``."""
+
+    def run(self, options: argparse.Namespace) -> int:
+        """Do it, and return the exit code: 0, or 1 where what was looked for is not well.
+
+        A :class:`WrongRequest` is told in one line with the exit code 2, an OSError, ValueError or sqlite3.Error with 1.
+        """
 
 
 class _Parser(argparse.ArgumentParser):
@@ -37,84 +57,63 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, 1 for a failure, 2 for a wrong or impossible request."""
-    parser = _parser()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that has no such letter
+    try:
+        try:
+            return _obey(arguments)
+        finally:
+            sys.stdout.flush()  # else a closed pipe would show only when Python ends
+    except BrokenPipeError:  # whoever reads, such as head, has seen enough
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # as the shell says of what a closed pipe ended
+
+
+def _obey(arguments: Sequence[str] | None) -> int:
+    commands = _commands()
+    parser = _parser(commands)
     options = parser.parse_args(arguments)
     if options.command is None:
         parser.error("name a command, such as demo")
     try:
-        return _COMMANDS[options.command](options)
+        return commands[options.command].run(options)
     except KeyboardInterrupt:
         return _fail("stopped", 130)
+    except WrongRequest as error:
+        return _fail(str(error), 2)
+    except BrokenPipeError:
+        raise
     except (OSError, ValueError, sqlite3.Error) as error:
         return _fail(str(error), 1)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _commands() -> dict[str, Command]:
+    paths = {name: path for group in _GROUPS.values() for name, path in group.items()}
+    return {name: cast(Command, import_module(path, __package__)) for name, path in paths.items()}
+
+
+def _parser(commands: dict[str, Command]) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="gradmon",
         description="See what gradients, parameters and updates do while a PyTorch model trains.",
-        epilog=_EXAMPLES,
+        epilog="\n".join(["examples:", *_examples(commands)]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"torch_gradmon {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="command")
-    demo = commands.add_parser(
-        "demo",
-        help="train a small character GPT under watch and show a table of its layers",
-        description="Train a small character GPT under watch and show a table of its layers.",
-    )
-    demo.add_argument("--steps", type=_positive, default=601, metavar="N", help="steps to train (default: %(default)s)")
-    demo.add_argument("--run-dir", default="runs/demo", metavar="DIR", help="where to keep the run (default: %(default)s)")
-    demo.add_argument("--svg", metavar="FILE", help="also write the printed tables as a picture")
-    demo.add_argument("--seed", type=int, default=0, metavar="N", help="of parameters and batches (default: %(default)s)")
-    why = commands.add_parser(
-        "why",
-        help="tell the story of a spike",
-        description="Tell the story of a spike: the signals around it, which parameters moved first, and what came after.",
-    )
-    why.add_argument("run", metavar="RUN", help="a run directory; the run may still go on")
-    why.add_argument("--step", type=int, metavar="S", help="the step to tell of (default: that of the last spike)")
-    coordcheck.add_to(commands)
+    subparsers = parser.add_subparsers(title="commands", dest="command", metavar="command")
+    for command in commands.values():
+        command.add_to(subparsers)
     return parser
 
 
-def _why(options: argparse.Namespace) -> int:
-    with contextlib.closing(load_run(options.run)) as run:
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # a terminal that has no such letter
-        print(tell(run, options.step))
-    return 0
-
-
-def _positive(text: str) -> int:
-    number = int(text) if text.isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return number
-
-
-def _demo(options: argparse.Namespace) -> int:
-    try:
-        from .demo import demo
-    except ModuleNotFoundError as error:
-        lacking = (error.name or "").partition(".")[0]
-        if lacking in _EXTRAS:
-            return _fail(f'the demo needs {lacking}: pip install "torch_gradmon[cli]"', 2)
-        if lacking == "pydoc_data":
-            return _fail("the demo trains on pydoc_data.topics, which this Python comes without", 2)
-        raise
-    demo(options.steps, options.run_dir, options.svg, options.seed)
-    return 0
-
-
-def _coordcheck(options: argparse.Namespace) -> int:
-    try:
-        return coordcheck.run(options)
-    except ValueError as error:  # what cannot be swept is no failed check
-        return _fail(str(error), 2)
-
-
-_COMMANDS = {"demo": _demo, "why": _why, "coordcheck": _coordcheck}
+def _examples(commands: dict[str, Command]) -> Iterator[str]:
+    for title, group in _GROUPS.items():
+        yield f" {title}"
+        for name in group:
+            yield from shown(commands[name].EXAMPLES[:_SHOWN])
+    yield ""
+    yield "gradmon COMMAND --help has more of each."
 
 
 def _fail(message: str, code: int) -> int:

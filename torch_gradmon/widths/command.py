@@ -9,33 +9,47 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..commands.common import WrongRequest, add_parser
 from . import drawing
 from .arguments import FEWEST
 from .result import WidthSweep
 from .sweep import width_sweep
 from .wording import HEADINGS, rows
 
-_EXAMPLES = """\
-examples:
-  gradmon coordcheck my_package.model:make --data my_package.data:batch
-  gradmon coordcheck train.py:make_model --data train.py:batches --optimizer adam --lr 1e-3 --lr-exponent -1
-  gradmon coordcheck train.py:make_model --data train.py:batches --expect standard --steps 1
-  gradmon coordcheck train.py:make_model --data train.py:batches --expect "head=1,0.5" --expect "norm=none"
-
+EXAMPLES = (
+    (
+        "gradmon coordcheck train.py:make_model --data train.py:batch",
+        "does each layer move alike at all widths?",
+    ),
+    ("gradmon coordcheck my_package.model:make --data my_package.data:batch", "of modules that can be imported"),
+    (
+        "gradmon coordcheck train.py:make_model --data train.py:batches --optimizer adam --lr 1e-3 --lr-exponent -1",
+        "with a learning rate that goes with 1 / width",
+    ),
+    (
+        "gradmon coordcheck train.py:make_model --data train.py:batches --expect standard --steps 1",
+        "against the theory of one step",
+    ),
+    (
+        'gradmon coordcheck train.py:make_model --data train.py:batches --expect "head=1,0.5" --expect "norm=none"',
+        "against exponents of your own",
+    ),
+)
+_NOTES = """\
 make(width) gives a model, or a pair of a model and its optimizer. batch is a pair (inputs, targets), a list of such, or a
 function of the seed that gives either. The exit code is 0 if all layers are shown to be as expected, 1 if one is not or it is
-undecided, and 2 if the sweep cannot be made.
-"""
+undecided, and 2 if the sweep cannot be made."""
 
 
 def add_to(commands: Any) -> None:
     """Add the command to those of the parser."""
-    parser = commands.add_parser(
+    parser = add_parser(
+        commands,
         "coordcheck",
-        help="check over several widths whether every layer moves as much as it should",
-        description="Train a model at several widths for a few steps, and fit for each layer how its update grows with the width.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "check over several widths whether every layer moves as much as it should",
+        "Train a model at several widths for a few steps, and fit for each layer how its update grows with the width.",
+        EXAMPLES,
+        _NOTES,
     )
     parser.add_argument("factory", metavar="MODULE:FUNCTION", help="makes a model of a width; MODULE may be a file")
     parser.add_argument("--data", required=True, metavar="MODULE:NAME", help="a batch, a list of them, or a function of the seed")
@@ -77,8 +91,15 @@ def run(options: argparse.Namespace) -> int:
     """Make the sweep, print table and verdict; returns the exit code, 0 or 1.
 
     Raises:
-        ValueError: the sweep cannot be made, or what it found not be written, with the remedy.
+        WrongRequest: the sweep cannot be made, or what it found not be written, with the remedy.
     """
+    try:
+        return _swept(options)
+    except ValueError as error:  # what cannot be swept is no failed check
+        raise WrongRequest(str(error)) from error
+
+
+def _swept(options: argparse.Namespace) -> int:
     _check_files(options.json, options.plot)
     try:
         sweep = width_sweep(

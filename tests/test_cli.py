@@ -1,0 +1,140 @@
+"""The command line as a whole: its help, its examples, its exit codes, and a reader who has seen enough."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import shlex
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import torch_gradmon as gradmon
+from torch_gradmon.cli import _GROUPS, _commands, _parser, main
+from torch_gradmon.commands import common
+
+NAMES = [name for group in _GROUPS.values() for name in group]
+_MAIN = "import sys; from torch_gradmon.cli import main; sys.exit(main())"
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of ten steps."""
+    path = tmp_path_factory.mktemp("runs") / "short"
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    monitor = gradmon.watch(model, optimizer, run_dir=path, on_spike=None)
+    for _ in range(10):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+    monitor.detach()
+    return path
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_command_is_what_the_table_of_commands_wants(name: str) -> None:
+    command = _commands()[name]
+    assert list(inspect.signature(command.run).parameters) == ["options"]
+    assert len(command.EXAMPLES) >= 1
+    for line, what in command.EXAMPLES:
+        words = shlex.split(line)
+        assert words[:2] == ["gradmon", name]
+        assert what.strip()
+        assert _parser(_commands()).parse_args(words[1:]).command == name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_help_of_a_command_and_of_all_have_its_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [line for line, _ in _commands()[name].EXAMPLES]
+    for words, wanted in (([name, "--help"], lines), (["--help"], lines[:1])):
+        with pytest.raises(SystemExit, match=r"^0$"):
+            main(words)
+        printed = capsys.readouterr().out
+        assert [line for line in wanted if f"  {line}\n" not in printed and f"  {line} " not in printed] == []
+        assert printed.count("\n  gradmon ") >= len(wanted)
+
+
+def test_the_help_of_all_groups_the_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    printed = capsys.readouterr().out
+    titles = [printed.index(f"\n {title}\n") for title in _GROUPS]
+    assert titles == sorted(titles)
+    assert all(len(line) <= 100 for line in printed.splitlines())
+
+
+def test_no_command_loads_an_optional_package_before_it_runs() -> None:
+    code = (
+        "import sys; from torch_gradmon.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+        "print('loaded', *sorted({'rich', 'plotly', 'jinja2', 'pandas', 'pyarrow', 'matplotlib'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.endswith("\nloaded\n"), done.stdout[-200:] + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (common.WrongRequest("there is\nno such thing"), 2),
+        (ValueError("there is\nno such thing"), 1),
+        (OSError("there is\nno such thing"), 1),
+        (sqlite3.OperationalError("there is\nno such thing"), 1),
+    ],
+)
+def test_an_error_is_one_line_with_the_right_exit_code(
+    error: Exception, code: int, run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> str:
+        raise error
+
+    monkeypatch.setattr("torch_gradmon.commands.why.opened", fails)
+    assert main(["why", str(run_dir)]) == code
+    assert capsys.readouterr().err == "gradmon: error: there is no such thing\n"
+
+
+def test_ctrl_c_ends_with_a_word(run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torch_gradmon.commands.why.opened", interrupted)
+    assert main(["why", str(run_dir)]) == 130
+    assert capsys.readouterr().err == "gradmon: error: stopped\n"
+
+
+# each reads a run directory
+READERS = ["why"]
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("kind", ["nothing", "an empty directory", "text"])
+def test_what_is_no_run_is_a_wrong_request(name: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run"
+    if kind != "nothing":
+        path.mkdir()
+    if kind == "text":
+        (path / "gradmon.sqlite").write_text("hello " * 1000)
+    assert main([name, str(path)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("gradmon: error: ")
+    assert "no run in" in captured.err or "is not a run of torch_gradmon" in captured.err
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a shell")
+@pytest.mark.parametrize("words", [["--help"], *([name] for name in READERS if name != "watch")])
+def test_a_reader_who_leaves_early_is_no_error(words: list[str], run_dir: Path) -> None:
+    if words[0] in READERS:
+        words = [*words, str(run_dir), *(["--step", "9"] if words[0] == "why" else [])]
+    child = subprocess.Popen([sys.executable, "-c", _MAIN, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.close()  # before it writes
+    _, error = child.communicate(timeout=120)
+    assert error.decode() == ""
+    assert child.returncode == (0 if words == ["--help"] else 141)  # argparse itself takes no note of it
