@@ -74,6 +74,8 @@ FLOORS = [
         "sinks.renaming",
         "sinks.wandb_rows",
     ],
+    ["stack", "steps_index"],
+    ["bulk"],
     ["spikes.signals", "thinning", "loss_names", "diagnosis.consequences"],
     ["diagnosis.facts", "diagnosis.findings", "diagnosis.series"],
     ["pictures", "pictures.colours", "pictures.reel"],

@@ -7,20 +7,22 @@ import os
 import sqlite3
 import sys
 from array import array
-from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from . import names as n
+from .bulk import Bulk, events_in
 from .errors import display, nearest
 from .names import Key, format_key, parse_key
 from .plan import evaluate_view
-from .record import Event, Table
+from .record import Event, StepRecord, Table
 from .spikes.signals import value_in
 from .spikes.suspects import REMEMBERED, Gradients, Suspect
+from .stack import Stack
 from .statistics.moments import ALWAYS, VIEWS, Column
+from .steps_index import StepsIndex
 from .store import file_in, unpack
 
 
@@ -37,9 +39,6 @@ def load_run(path: str | os.PathLike[str]) -> Run:
 _ROWS = "SELECT segment, step, columns, tensors, counts, same_as, data FROM rows JOIN layouts ON layout = id"
 
 
-_EVENT = frozenset(field.name for field in fields(Event))
-
-
 class Run:
     """A run on disk. Where a run was resumed or rolled back, later segments take the place of the steps that they repeat."""
 
@@ -51,43 +50,53 @@ class Run:
             raise FileNotFoundError(f"there is no run in {str(path)!r}: {str(file)!r} does not exist")
         try:
             self._db = sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True)
-            self.meta: dict[str, Any] = {k: json.loads(v) for k, v in self._db.execute("SELECT name, value FROM meta")}
+            self.meta = self._noted()
         except sqlite3.DatabaseError as error:
             raise ValueError(f"{str(file)!r} is not a run of torch_gradmon: {error}") from error
         self._tensors: dict[int, str] = {}
-        self._refresh()
+        self._index = StepsIndex(self._db)
+        self._index.look()
+        self._segment_of = self._index.segment_of
+        self._bulk = Bulk(self._db, self._index, self._names)
 
-    def _refresh(self) -> None:
-        """Look at which steps there are; a segment replaces what earlier ones have from its first step on."""
-        self._segment_of: dict[int, int] = {}
-        begins = self._told_begins()
-        for segment, first in self._db.execute(
-            "SELECT segment, MIN(step) FROM steps GROUP BY segment ORDER BY segment"
-        ).fetchall():
-            first = min(first, begins.get(segment, first))
-            self._segment_of = {step: older for step, older in self._segment_of.items() if step < first}
-            steps = self._db.execute("SELECT step FROM steps WHERE segment = ?", (segment,))
-            self._segment_of.update((step, segment) for (step,) in steps)
+    def _noted(self) -> dict[str, Any]:
+        return {name: json.loads(value) for name, value in self._db.execute("SELECT name, value FROM meta").fetchall()}
 
-    def _told_begins(self) -> dict[int, int]:
-        """The first step of segments whose beginning was no monitored step, as far as it was written down."""
-        try:
-            return dict(self._db.execute("SELECT segment, first FROM segments").fetchall())
-        except sqlite3.OperationalError:  # a run of before these were kept
-            return {}
+    def refresh(self) -> int | None:
+        """Look at what was written since the run was opened, or since the last look, at a cost that does not grow with the run.
+
+        Returns:
+            The first step that may be new or changed, such as the last one known, which what is logged late amends, or the one that a
+            rollback went back to; None where nothing was written.
+        """
+        first = self._index.look()
+        if first is not None:
+            self.meta = self._noted()
+        return first
 
     @property
     def steps(self) -> list[int]:
         """The steps that were monitored, or recorded around a spike, ascending."""
-        return sorted(self._segment_of)
+        return list(self._index.steps)
+
+    @property
+    def segments(self) -> list[tuple[int, int]]:
+        """The first and the last step of what was written without a break; each begins where the run was taken back to."""
+        return [(first, last) for _, first, last in self._index.spans(None, len(self._index.steps))]
+
+    @property
+    def sources(self) -> list[str]:
+        """The sources that have statistics in some step."""
+        there = {source for (source,) in self._db.execute("SELECT DISTINCT source FROM layouts").fetchall()}
+        return [source for source in n.TENSOR_SOURCES if source in there]
 
     @property
     def events(self) -> list[Event]:
         """What the detectors found, in order."""
-        found = []
+        found: list[Event] = []
         for segment, step, text in self._db.execute("SELECT segment, step, events FROM steps WHERE events != '[]' ORDER BY step"):
             if self._segment_of.get(step) == segment:
-                found += [Event(**{name: value for name, value in event.items() if name in _EVENT}) for event in json.loads(text)]
+                found += events_in(text)
         return found
 
     def context(self, step: int) -> Mapping[str, Any]:
@@ -132,12 +141,18 @@ class Run:
         row = self._db.execute(f"{_ROWS} WHERE segment = ? AND step = ? AND source = ?", (*self._where(step), source)).fetchone()
         return None if row is None else self._table(*row)
 
-    def tables(self, source: str) -> Iterator[tuple[int, Table]]:
-        """The statistics of ``source`` in all steps that have them, ascending, in one pass over the file; the step comes first."""
-        for row in self._db.execute(f"{_ROWS} WHERE source = ? ORDER BY step", (source,)).fetchall():
-            segment, step = row[:2]
-            if self._segment_of.get(step) == segment:
-                yield step, self._table(*row)
+    def records(self, since: int | None = None, wanted: Callable[[Key], bool] | None = None) -> Iterator[StepRecord]:
+        """The steps from ``since`` on, ascending, in one go, without statistics; for these see :meth:`stacks`.
+
+        Args:
+            since: leave out earlier steps.
+            wanted: says by key which values are read; by default all of them are.
+        """
+        return self._bulk.records(since, wanted)
+
+    def stacks(self, source: str, since: int | None = None) -> Iterator[Stack]:
+        """The statistics of ``source`` in the steps from ``since`` on that have them, ascending, some hundred steps at a time."""
+        return self._bulk.stacks(source, since)
 
     def rng_state(self, step: int) -> dict[str, torch.Tensor]:
         """The states of torch's random generators at the beginning of a step with a spike, by device: for ``torch.set_rng_state``.
@@ -213,7 +228,11 @@ class Run:
 
     def _from_rows(self, wanted: Key) -> dict[int, float]:
         view, found = VIEWS[wanted.metric], {}
-        for step, table in self.tables(wanted.source):
+        for row in self._db.execute(f"{_ROWS} WHERE source = ? ORDER BY step", (wanted.source,)).fetchall():
+            segment, step = row[:2]
+            if self._segment_of.get(step) != segment:
+                continue
+            table = self._table(*row)
             if wanted.name in table.names and view.columns <= table.columns | ALWAYS:
                 position = table.names.index(wanted.name)
                 there, value = evaluate_view(view, table.rows[position : position + 1])

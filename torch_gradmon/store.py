@@ -9,6 +9,7 @@ where the raw sums would lose the spread.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sqlite3
@@ -24,7 +25,7 @@ import torch
 from .errors import display
 from .names import PARAMETER_SOURCES
 from .record import StepRecord, Table
-from .statistics.moments import ALWAYS, Column, identity
+from .statistics.moments import ALWAYS, WIDTH, Column, identity
 
 FILE_NAME = "gradmon.sqlite"
 FORMAT = 1
@@ -173,6 +174,10 @@ class RunStore:
     def close(self) -> None:
         """Close the file. In a forked child, where the file belongs to the parent, do nothing."""
         if os.getpid() == self._process:
+            with contextlib.suppress(
+                sqlite3.Error
+            ):  # SQLite does it by itself only where nobody else has the file open to read it
+                self._db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
             self._db.close()
 
 
@@ -216,29 +221,36 @@ def pack(table: Table, counted: bool) -> bytes:
 
 def unpack(data: bytes, names: tuple[str, ...], columns: frozenset[Column], counts: bytes) -> Table:
     """The inverse of :func:`pack`, to float32 precision of the values that metrics are made of. ``counts`` may be empty."""
-    stored = array("f")
-    stored.frombytes(data)
-    if sys.byteorder == "big":
-        stored.byteswap()
+    return Table(names, unpack_steps(data, 1, len(names), columns, counts)[0], columns)
+
+
+def unpack_steps(data: bytes, steps: int, tensors: int, columns: frozenset[Column], counts: bytes) -> torch.Tensor:
+    """What :func:`pack` made of so many steps, one behind the other, as rows ``[steps, tensors, 8]``."""
     present = _stored(columns, bool(counts))
-    per_element = torch.tensor(stored.tolist(), dtype=torch.float64, device="cpu").reshape(len(names), len(present))
-    rows = identity(len(names))
-    for position, column in enumerate(present):
-        rows[:, column] = per_element[:, position]
+    rows = identity(steps * tensors).reshape(steps, tensors, WIDTH)
+    if not rows.numel():
+        return rows
+    stored = _numbers("f", data, torch.float32).reshape(steps, tensors, len(present))
+    rows[..., present] = stored.to(torch.float64)
     if counts:
-        known = array("q")
-        known.frombytes(counts)
-        if sys.byteorder == "big":
-            known.byteswap()
-        rows[:, Column.COUNT] = torch.tensor(known.tolist(), dtype=torch.float64, device="cpu")
-    count, spread = rows[:, Column.COUNT].clone(), rows[:, Column.SQUARE_SUM].clone()
-    mean = rows[:, Column.SUM].clone() if Column.SUM in columns else torch.zeros_like(count)
-    rows[:, Column.SUM] *= count
-    rows[:, Column.ABS_SUM] *= count
-    rows[:, Column.SQUARE_SUM] = count * torch.where(spread.isfinite(), mean.square() + spread.square(), spread)
+        rows[..., Column.COUNT] = _numbers("q", counts, torch.int64).to(torch.float64)
+    count, spread = rows[..., Column.COUNT].clone(), rows[..., Column.SQUARE_SUM].clone()
+    mean = rows[..., Column.SUM].clone() if Column.SUM in columns else torch.zeros_like(count)
+    rows[..., Column.SUM] *= count
+    rows[..., Column.ABS_SUM] *= count
+    rows[..., Column.SQUARE_SUM] = count * torch.where(spread.isfinite(), mean.square() + spread.square(), spread)
     empty = count == 0
     rows[empty] = identity(int(empty.sum()))
-    return Table(names, rows, columns)
+    return rows
+
+
+def _numbers(code: str, data: bytes, dtype: torch.dtype) -> torch.Tensor:
+    """Little-endian numbers, of which there is at least one."""
+    numbers = array(code)
+    numbers.frombytes(data)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return torch.frombuffer(numbers, dtype=dtype)
 
 
 def _storable(value: float) -> float | str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -14,14 +15,12 @@ from .. import names as n
 from ..diagnosis.series import Series
 from ..loss_names import loss_among
 from ..names import Key, format_key, parse_key
-from ..record import Event, StepRecord, Table
-from ..statistics.moments import ALWAYS, VIEWS, Column
+from ..record import Event, StepRecord
+from ..stack import Stack
+from ..statistics.moments import Column
 
 if TYPE_CHECKING:
     from ..run import Run
-
-#: Statistics of so many steps are worked on at a time.
-_CHUNK = 512
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,8 @@ class Source(Protocol):
     def events(self) -> list[Event]:
         """What detectors found."""
 
-    def tables(self, source: str) -> Iterable[tuple[int, Table]]:
-        """Statistics by step, ascending."""
+    def stacks(self, source: str) -> Iterable[Stack]:
+        """Statistics over the steps, ascending."""
 
     def values(self, key: Key) -> Mapping[int, float]:
         """One value by step; empty without any."""
@@ -99,9 +98,12 @@ class OfRecords:
         """What detectors found."""
         return [event for record in self._records for event in record.events]
 
-    def tables(self, source: str) -> Iterator[tuple[int, Table]]:
-        """Statistics by step, ascending."""
-        return ((record.step, record.tables[source]) for record in self._records if source in record.tables)
+    def stacks(self, source: str) -> Iterator[Stack]:
+        """Statistics over the steps, ascending."""
+        found = [(record.step, record.tables[source]) for record in self._records if source in record.tables]
+        for (names, columns), some in groupby(found, key=lambda pair: (pair[1].names, pair[1].columns)):
+            pairs = list(some)
+            yield Stack(tuple(step for step, _ in pairs), names, torch.stack([table.rows for _, table in pairs]), columns)
 
     def values(self, key: Key) -> dict[int, float]:
         """One value by step; empty without any."""
@@ -137,9 +139,9 @@ class OfRun:
         """What detectors found."""
         return self._run.events
 
-    def tables(self, source: str) -> Iterator[tuple[int, Table]]:
-        """Statistics by step, ascending."""
-        return self._run.tables(source)
+    def stacks(self, source: str) -> Iterator[Stack]:
+        """Statistics over the steps, ascending."""
+        return self._run.stacks(source)
 
     def values(self, key: Key) -> dict[int, float]:
         """One value by step; empty without any."""
@@ -236,25 +238,20 @@ class Reel:
         return None
 
     def _of(self, view: View, source: str) -> Panel | None:
-        known = VIEWS[view.metric]
-        pairs = [(s, t) for s, t in self._source.tables(source) if known.columns <= t.columns | ALWAYS and t.names]
-        if not pairs:
+        stacks = [stack for stack in self._source.stacks(source) if stack.has(view.metric) and stack.names]
+        if not stacks:
             return None
-        names = tuple(dict.fromkeys(name for names in dict.fromkeys(table.names for _, table in pairs) for name in names))
+        names = tuple(dict.fromkeys(name for stack in stacks for name in stack.names))
         place = {name: column for column, name in enumerate(names)}
-        values = torch.full((len(pairs), len(names)), math.nan, dtype=torch.float64, device="cpu")
+        steps = tuple(step for stack in stacks for step in stack.steps)
+        values = torch.full((len(steps), len(names)), math.nan, dtype=torch.float64, device="cpu")
         first = 0
-        while first < len(pairs):
-            last = first  # tables of one kind are worked on together
-            while last < len(pairs) and last - first < _CHUNK and pairs[last][1].names == pairs[first][1].names:
-                last += 1
-            rows = torch.cat([table.rows for _, table in pairs[first:last]])
-            found = torch.where(known.defined(rows), known.compute(rows), math.nan)
-            found = torch.where(rows[:, Column.NONFINITE] > 0, math.inf, found)
-            columns = [place[name] for name in pairs[first][1].names]
-            values[first:last, columns] = found.reshape(last - first, len(columns))
+        for stack in stacks:
+            last = first + len(stack.steps)
+            found = torch.where(stack.rows[..., Column.NONFINITE] > 0, math.inf, stack.values(view.metric))
+            values[first:last, [place[name] for name in stack.names]] = found
             first = last
-        return Panel(view, tuple(step for step, _ in pairs), names, values)
+        return Panel(view, steps, names, values)
 
 
 def _over(panel: Panel, base: Panel | None) -> Panel | None:

@@ -1,0 +1,52 @@
+"""Statistics of many steps at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .statistics.moments import ALWAYS, VIEWS, WIDTH, Column, merge_by_group
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What a :class:`torch_gradmon.record.Table` is, for many steps that measured the same of the same tensors.
+
+    Attributes:
+        steps: ascending.
+        names: of the tensors, in model order.
+        rows: float64 ``[steps, tensors, 8]`` on the host; only ``columns`` were measured.
+        columns: see above.
+    """
+
+    steps: tuple[int, ...]
+    names: tuple[str, ...]
+    rows: Tensor
+    columns: frozenset[Column]
+
+    def has(self, metric: str) -> bool:
+        """Whether what was measured suffices for a built-in metric."""
+        return VIEWS[metric].columns <= self.columns | ALWAYS
+
+    def values(self, metric: str) -> Tensor:
+        """A built-in metric, float64 ``[steps, tensors]``; NaN where a tensor has no such value, or where that is NaN."""
+        view, flat = VIEWS[metric], self.rows.reshape(-1, WIDTH)
+        return torch.where(view.defined(flat), view.compute(flat), torch.nan).reshape(self.rows.shape[:2])
+
+    def of(self, names: tuple[str, ...]) -> Stack:
+        """Of these tensors, all of which it has."""
+        if names == self.names:
+            return self
+        place = {name: number for number, name in enumerate(self.names)}
+        return Stack(self.steps, names, self.rows[:, [place[name] for name in names]], self.columns)
+
+    def merged(self, names: tuple[str, ...], groups: list[int]) -> Stack:
+        """One row for each of the groups ``names``, ``groups`` being the group of each tensor: rows are additive, so this is exact."""
+        count = len(self.steps)
+        index = torch.tensor(groups, dtype=torch.int64, device="cpu") + len(names) * torch.arange(count, device="cpu").unsqueeze(
+            1
+        )
+        rows = merge_by_group(self.rows.reshape(-1, WIDTH), index.flatten(), count * len(names))
+        return Stack(self.steps, names, rows.reshape(count, len(names), WIDTH), self.columns)
