@@ -140,6 +140,7 @@ FLOORS = [
     ["report", "report.packing"],
     ["report.content"],
     ["report.page"],
+    ["commands.report"],
     ["audit", "audit.tallies", "audit.probe"],
     ["audit.idle", "audit.scaled", "audit.survey", "audit.writes"],
     ["audit.watched"],

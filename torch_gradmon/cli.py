@@ -22,6 +22,7 @@ _GROUPS = {
         "demo": ".commands.demo",
     },
     "look at a run, which may still go on": {
+        "report": ".commands.report",
         "why": ".commands.why",
     },
     "check a model before it is trained": {

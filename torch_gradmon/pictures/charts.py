@@ -204,7 +204,7 @@ def layers(reel: Reel, view: str = "gradient", names: Sequence[str] = ()) -> Lin
     panel = _panel(reel, view)
     unknown = [name for name in names if name not in panel.names]
     if unknown:
-        raise ValueError(f"there is no layer {display(unknown[0])} in it{nearest(unknown[0], panel.names)}")
+        raise ValueError(f"there is no layer {unknown[0]!r} in it{nearest(unknown[0], panel.names)}")
     chosen = list(names) or striking(panel)
     series = {name: Series(panel.steps, tuple(panel.values[:, panel.names.index(name)].tolist())) for name in chosen}
     strips = [

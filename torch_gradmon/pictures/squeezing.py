@@ -49,8 +49,8 @@ def _distance(values: Tensor, is_log: bool) -> Tensor:
     scale = values
     if is_log:
         positive = torch.where(values > 0, values, math.inf)
-        floor = positive.amin(0, keepdim=True)  # zero is farther off than the smallest value that is none
-        scale = torch.where(values > 0, values.log(), floor.log() - 1)
+        floor = positive.amin(0, keepdim=True).nan_to_num(posinf=1.0)
+        scale = torch.where(values > 0, values.log(), floor.log() - 1)  # zero is farther off than the smallest value that is none
     finite = torch.where(values.isfinite(), scale, math.nan)
     distance = (finite - finite.nanmedian(0, keepdim=True).values).abs()
     return torch.where(values.isinf(), math.inf, distance.nan_to_num(nan=-1.0, posinf=0.0))

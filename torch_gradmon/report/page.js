@@ -54,7 +54,7 @@
   const finding = (told) => {
     const item = make("li", undefined, `finding ${told.severity}`);
     const head = make("h3");
-    head.append(make("span", told.severity, "level"), told.rule);
+    head.append(make("span", told.severity, "level"), " ", told.rule);
     if (told.where) head.append(" in ", make("code", told.where));
     head.append(", ", when(told.first, told.last));
     item.append(head, make("p", told.cause), make("p", `\u2192 ${told.advice}`));

@@ -1,0 +1,291 @@
+"""What pictures show: every spike and dip stays, and what is not finite is loud."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import torch_gradmon as gradmon
+from torch_gradmon.diagnosis.series import Series
+from torch_gradmon.pictures import charts
+from torch_gradmon.pictures.blocks import blocks, together
+from torch_gradmon.pictures.reel import LAYER_VIEWS, OfRecords, OfRun, Panel, Reel
+from torch_gradmon.pictures.squeezing import points, squeezed
+
+VIEW = LAYER_VIEWS["gradient"]
+NAME = "2.weight"
+BAD, SPIKE, STEPS = 20, 40, 60
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[gradmon.ModuleMonitor, Path]:
+    """A short training with a NaN in one gradient, and a spike in another."""
+    path = tmp_path_factory.mktemp("run")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), Block(), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    monitor = gradmon.watch(model, optimizer, preset="full", run_dir=path, on_spike=None)
+    weight = model.get_parameter(NAME)
+    for step in range(STEPS):
+        x = torch.randn(16, 3)
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        optimizer.zero_grad()
+        factor = {BAD: math.nan, SPIKE: 1e4}.get(step, 1.0)
+        hook = weight.register_hook(lambda gradient, by=factor: gradient * by)  # type: ignore[misc]
+        loss.backward()
+        hook.remove()
+        monitor.log_scalar("loss", loss.detach())
+        if step == BAD:
+            optimizer.zero_grad()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    monitor.detach()
+    return monitor, path
+
+
+def _reels(trained: tuple[gradmon.ModuleMonitor, Path]) -> list[Reel]:
+    monitor, path = trained
+    return [Reel(OfRun(gradmon.load_run(path))), Reel(OfRecords(monitor._session.ledger.memory.records()))]
+
+
+def test_a_panel_has_the_numbers_of_the_run(trained: Any) -> None:
+    run = gradmon.load_run(trained[1])
+    for reel in _reels(trained):
+        for name, view in LAYER_VIEWS.items():
+            panel = reel.panel(name)
+            assert panel is not None, name
+            for column, layer in enumerate(panel.names):
+                source = next(each for each in view.sources if run.table(each, panel.steps[-1]) is not None)
+                expected = run.series(f"{source}/{layer}/{view.metric}")
+                base = run.series(f"{view.base}/{layer}/norm") if view.base else None
+                for row, step in enumerate(panel.steps):
+                    value = float(panel.values[row, column])
+                    if step == BAD and name == "gradient" and layer == NAME:
+                        assert value == math.inf
+                    elif step in expected and math.isfinite(expected[step]):
+                        wanted = expected[step] if base is None else expected[step] / base[step]
+                        assert value == pytest.approx(wanted, rel=1e-6), (name, layer, step)
+
+
+def test_lines_are_those_of_the_run(trained: Any) -> None:
+    run = gradmon.load_run(trained[1])
+    for reel in _reels(trained):
+        line = reel.line("grad_norm")
+        assert dict(zip(line.steps, line.values, strict=True)) == pytest.approx(run.series("gradmon/grad_norm"), nan_ok=True)
+        assert len(reel.loss()) == STEPS
+        assert reel.rates().values == (1e-2,) * STEPS
+        assert reel.steps == list(range(STEPS))
+
+
+def test_a_heat_map_is_loud_where_something_is_not_finite_and_marks_spikes(trained: Any) -> None:
+    for reel in _reels(trained):
+        heat = charts.heatmap(reel)
+        row = heat.values[heat.rows.index(NAME)]
+        assert [step for step, value in zip(heat.first, row, strict=True) if math.isinf(value)] == [BAD]
+        assert max(value for value in row if math.isfinite(value)) == row[SPIKE]
+        assert SPIKE in heat.marks
+        few = charts.heatmap(reel, columns=7)
+        row = few.values[few.rows.index(NAME)]
+        at = next(place for place, last in enumerate(few.last) if last >= SPIKE)
+        assert few.first[at] <= SPIKE <= few.last[at]
+        assert row[at] == heat.values[heat.rows.index(NAME)][SPIKE]
+        assert sum(math.isinf(value) for value in row) == 1
+
+
+def test_the_bound_of_a_clip_is_found_by_what_clipped_steps_have_in_common(trained: Any) -> None:
+    norm = next(strip for strip in charts.norm(_reels(trained)[0]).strips if strip.title == "gradient norm")
+    assert norm.guides == {"bound": pytest.approx(0.5, rel=1e-4)}
+    loose = Series((0, 1, 2), (3.0, 4.0, 5.0))
+    assert charts._bound(loose, Series((0, 1, 2), (1.0, 2.0, 3.0))) is None
+    assert charts._bound(loose, loose) is None
+
+
+def test_a_profile_has_its_step_and_the_range_of_all(trained: Any) -> None:
+    reel = _reels(trained)[0]
+    profile, panel = charts.depth(reel, step=SPIKE), reel.panel("gradient")
+    assert panel is not None
+    place = profile.rows.index(NAME)
+    assert profile.values[place] == profile.high[place] == float(panel.values[SPIKE, place])
+    column = [value for value in panel.values[:, place].tolist() if math.isfinite(value)]
+    assert profile.low[place] == min(column)
+    assert math.isinf(charts.depth(reel, step=BAD).values[place])
+    with pytest.raises(ValueError, match=r"step 1000 has no .*; the nearest that has is 59"):
+        charts.depth(reel, step=1000)
+
+
+def test_the_layer_that_stands_out_most_is_among_the_few(trained: Any) -> None:
+    panel = _reels(trained)[0].panel("gradient")
+    assert panel is not None
+    assert NAME in charts.striking(panel, 1)
+    assert [strip.title for strip in charts.layers(_reels(trained)[0], names=[NAME]).strips] == [NAME]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "told"),
+    [
+        ("heat", {}, "kind must be one of heatmap, norm, update, depth, layers, got 'heat' of type str; did you mean heatmap?"),
+        ("heatmap", {"view": "grad"}, "view must be one of gradient, .*got 'grad'"),
+        ("layers", {"names": ["3.weight"]}, "there is no layer '3.weight' in it; did you mean"),
+        ("heatmap", {"engine": "gnuplot"}, "engine must be plotly or matplotlib, got 'gnuplot'"),
+    ],
+)
+def test_what_cannot_be_drawn_is_told(trained: Any, kind: str, options: dict[str, Any], told: str) -> None:
+    monitor, path = trained
+    for source in (monitor, gradmon.load_run(path)):
+        with pytest.raises(ValueError, match=told):
+            source.plot(kind, **options)
+    with pytest.raises(TypeError, match="colour"):
+        monitor.plot("norm", colour="red")
+
+
+def test_what_was_not_measured_is_told() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = gradmon.watch(model, optimizer, preset="cheap", on_spike=None)
+    with pytest.raises(ValueError, match="was not measured"):
+        monitor.plot()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="output root mean square of layers was not measured; preset='full'"):
+        monitor.plot(view="activation")
+    with pytest.raises(ValueError, match="updates were not measured"):
+        monitor.plot("update")
+
+
+# --- squeezing -------------------------------------------------------------------------------------------------------------------
+
+CELLS = st.one_of(st.floats(1e-6, 1e6), st.just(0.0), st.just(math.nan), st.just(math.inf))
+
+
+@given(values=st.lists(CELLS, min_size=1, max_size=80), columns=st.integers(1, 30))
+def test_squeezing_keeps_extremes_and_whatever_is_not_finite(values: list[float], columns: int) -> None:
+    panel = Panel(VIEW, tuple(range(len(values))), ("a",), torch.tensor(values, dtype=torch.float64).unsqueeze(1))
+    cells = squeezed(panel, columns)
+    found = cells.values[:, 0].tolist()
+    assert len(found) == len(cells.first) == len(cells.last) <= columns
+    assert cells.first[0] == 0
+    assert cells.last[-1] == len(values) - 1
+    for first, last, value in zip(cells.first, cells.last, found, strict=True):
+        inside = values[first : last + 1]
+        assert math.isinf(value) == any(map(math.isinf, inside))
+        assert math.isnan(value) == all(map(math.isnan, inside))
+        assert math.isnan(value) or value in inside
+    usual = sorted(value for value in values if value > 0 and math.isfinite(value))
+    if usual:
+        spike = 1e3 * usual[-1]
+        values[len(values) // 2] = spike
+        panel = Panel(VIEW, panel.steps, ("a",), torch.tensor(values, dtype=torch.float64).unsqueeze(1))
+        kept = squeezed(panel, columns)
+        at = next(place for place, last in enumerate(kept.last) if last >= len(values) // 2)
+        mates = values[kept.first[at] : kept.last[at] + 1]
+        assert float(kept.values[at, 0]) in (spike, math.inf) or 0.0 in mates or len(usual) < 3
+
+
+@given(
+    values=st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(math.nan), st.just(math.inf)), max_size=200), most=st.integers(2, 40)
+)
+def test_a_line_of_few_points_keeps_its_ends_its_extremes_and_its_gaps(values: list[float], most: int) -> None:
+    series = Series(tuple(range(0, 3 * len(values), 3)), tuple(values))
+    few = points(series, most)
+    assert len(few) <= 2 * most + 2 or len(series) <= most
+    assert set(few.steps) <= set(series.steps)
+    assert list(few.steps) == sorted(few.steps)
+    known = dict(zip(series.steps, series.values, strict=True))
+    assert all(known[s] == v or math.isnan(v) for s, v in zip(few.steps, few.values, strict=True))
+    finite = series.finite.values
+    if finite:
+        assert max(finite) in few.values
+        assert min(finite) in few.values
+    if any(not math.isfinite(value) for value in values):
+        assert any(not math.isfinite(value) for value in few.values)
+
+
+def test_a_spike_of_one_step_in_ten_thousand_is_still_there() -> None:
+    values = torch.rand(10_000, 3, dtype=torch.float64) + 1.0
+    values[7777, 1], values[3333, 2] = 50.0, 1e-4
+    panel = Panel(VIEW, tuple(range(10_000)), ("a", "b", "c"), values)
+    cells = squeezed(panel, 1000)
+    assert float(cells.values[777, 1]) == 50.0
+    assert float(cells.values[333, 2]) == 1e-4
+
+
+# --- blocks ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_thousand_layers_are_shown_by_blocks() -> None:
+    names = [f"model.layers.{block}.{part}.weight" for block in range(100) for part in "abcdefghij"]
+    found = blocks(["embed.weight", *names, "head.weight"])
+    assert list(found)[:3] == ["embed", "model.layers.0", "model.layers.1"]
+    assert list(found)[-1] == "head"
+    assert [len(places) for places in found.values()] == [1, *[10] * 100, 1]
+    assert sorted(place for places in found.values() for place in places) == list(range(1002))
+    assert blocks(names[:48]) == {name: [place] for place, name in enumerate(names[:48])}
+
+
+def test_one_block_of_all_is_told_apart_by_what_comes_next() -> None:
+    names = [f"0.{block}.{part}" for block in range(30) for part in "ab"]
+    assert list(blocks(names))[:2] == ["0.0", "0.1"]
+
+
+def test_norms_of_a_block_add_up_and_other_values_do_not() -> None:
+    values = torch.tensor([[3.0, 4.0, math.nan], [math.inf, 1.0, math.nan], [math.nan, math.nan, math.nan]], dtype=torch.float64)
+    panel = Panel(VIEW, (0, 1, 2), ("a.x", "a.y", "a.z"), values)
+    cells = squeezed(panel, 10)
+    norm = together(panel, cells, {"a": [0, 1, 2]})[:, 0].tolist()
+    assert norm[:2] == [5.0, math.inf]
+    assert math.isnan(norm[2])
+    other = Panel(LAYER_VIEWS["update"], (0, 1, 2), panel.names, values)
+    assert together(other, cells, {"a": [0, 1, 2]})[0, 0] == 4.0
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize("kind", list(charts.CHARTS))
+def test_both_engines_draw_every_kind_of_a_run_and_of_a_monitor(trained: Any, kind: str, tmp_path: Path) -> None:
+    monitor, path = trained
+    drawn = [source.plot(kind) for source in (monitor, gradmon.load_run(path))]
+    assert drawn[0].to_plotly_json()["data"][0]["type"] == drawn[1].to_plotly_json()["data"][0]["type"]
+    assert drawn[0].layout.title.text == drawn[1].layout.title.text
+    picture = tmp_path / "picture.png"
+    monitor.plot(kind, engine="matplotlib").savefig(picture)
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.extra
+def test_a_figure_shows_the_values_and_takes_no_name_for_html() -> None:
+    from torch_gradmon.pictures.interactive import figure
+
+    heat = charts.Heat("t", ("<b>x</b>", "y"), (0, 5), (4, 5), ((1.0, math.inf), (0.0, math.nan)), True, (5,))
+    drawn = figure(heat)
+    assert [list(row) for row in drawn.data[0].z] == [[0.0, None], [None, None]]
+    assert [list(row) for row in drawn.data[1].z] == [[None, 1], [None, None]]
+    assert drawn.data[0].text[0][0] == "&lt;b&gt;x&lt;/b&gt;<br>steps 0 to 4: 1"
+    assert drawn.data[0].text[1][1] == "y<br>step 5: not measured"
+    assert drawn.data[0].text[0][1].endswith("NaN or infinite")
+    assert list(drawn.data[2].x) == [5]
+    assert list(drawn.layout.yaxis.ticktext) == ["&lt;b&gt;x&lt;/b&gt;", "y"]
+
+
+@pytest.mark.extra
+def test_a_guide_on_a_logarithmic_axis_has_its_words_at_its_height(trained: Any) -> None:
+    drawn = trained[0].plot("update")
+    (words,) = [note for note in drawn.layout.annotations if "0.001" in note.text]
+    assert words.y == pytest.approx(-3)
