@@ -69,6 +69,7 @@ bench-widths: $(VENV)/.ready
 # the pictures of the README
 images: $(VENV)/.ready browser
 	$(VENV)/bin/gradmon demo --svg images/demo.svg
+	$(VENV)/bin/python -m tests.browser runs/demo/report.html images/report.png
 	$(VENV)/bin/python -m benchmarks.width_sweep
 	$(VENV)/bin/python examples/article_study.py --image images/article_study.svg
 	$(VENV)/bin/python -m tests.browser

@@ -105,8 +105,22 @@ def picture_of_tensorboard(directory: Path, target: Path) -> list[str]:
     return titles
 
 
+def picture_of_report(page: Path, target: Path, width: int = 1280, height: int = 800) -> None:
+    """Writes what a reader sees of a report without scrolling to ``target``."""
+    with browser(width, height) as driver:
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)  # else the window's frame counts too
+        driver.get(page.as_uri())
+        wait_for(lambda: driver.execute_script("return document.body.dataset.ready"))
+        time.sleep(1)  # the heat map is drawn
+        driver.save_screenshot(str(target))
+
+
 if __name__ == "__main__":
     import tempfile
 
-    with tempfile.TemporaryDirectory() as place:
-        print(*picture_of_tensorboard(Path(place), Path("images/tensorboard.png")), sep="\n")
+    if len(sys.argv) == 3:  # a report, and where its picture goes
+        picture_of_report(Path(sys.argv[1]).resolve(), Path(sys.argv[2]))
+    else:
+        with tempfile.TemporaryDirectory() as place:
+            print(*picture_of_tensorboard(Path(place), Path("images/tensorboard.png")), sep="\n")
