@@ -175,7 +175,8 @@ FLOORS = [
     ["integrations.lightning", "integrations.transformers", "integrations.ignite", "integrations.accelerate"],
     ["__init__"],
     ["commands", "commands.common"],
-    ["widths.command", "commands.why"],
+    ["terminal", "terminal.wording"],
+    ["widths.command", "commands.diagnose", "commands.why"],
     ["demo_model"],
     ["demo"],
     ["commands.demo"],
@@ -205,6 +206,7 @@ OPTIONAL = {
 
 #: Optional packages that a file may import.
 ALSO = {
+    "commands.diagnose": {"rich"},
     "demo": {"rich", "tqdm"},
     "integrations.accelerate": {"accelerate"},
     "integrations.ignite": {"ignite"},

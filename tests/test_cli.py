@@ -108,7 +108,7 @@ def test_ctrl_c_ends_with_a_word(run_dir: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 # each reads a run directory
-READERS = ["why"]
+READERS = ["diagnose", "why"]
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -23,6 +23,7 @@ _GROUPS = {
     },
     "look at a run, which may still go on": {
         "report": ".commands.report",
+        "diagnose": ".commands.diagnose",
         "why": ".commands.why",
     },
     "check a model before it is trained": {

@@ -48,6 +48,10 @@ class Finding:
     weight: float = field(default=0.0, compare=False)
 
     def __str__(self) -> str:
+        return self.words()
+
+    def words(self, width: int = _WIDTH) -> str:
+        """A line with what and where, then why and what to do, wrapped at ``width``."""
         first, last = self.steps
         when = f"step {first}" if first == last else f"steps {first} to {last}"
         place = f" in {self.where}" if self.where else ""
@@ -55,7 +59,7 @@ class Finding:
         head = f"{self.severity.upper():8}{self.rule}{place} ({when})"
         lines = [self.cause + (f" [{numbers}]" if numbers else ""), f"-> {self.advice}"]
         body = "\n".join(
-            textwrap.fill(line, _WIDTH, initial_indent=" " * 8, subsequent_indent=" " * (11 if line.startswith("->") else 8))
+            textwrap.fill(line, width, initial_indent=" " * 8, subsequent_indent=" " * (11 if line.startswith("->") else 8))
             for line in lines
         )
         return f"{head}\n{body}"
@@ -109,22 +113,26 @@ class Diagnosis:
         return 0 if self.healthy else 1
 
     def __str__(self) -> str:
+        return self.words()
+
+    def words(self, width: int = _WIDTH) -> str:
+        """All of it on about one screen, wrapped at ``width``."""
         if self.steps is None and not self.findings:
-            return "\n".join(["Nothing to diagnose: no monitored step yet.", *self._not_judged()])
+            return "\n".join(["Nothing to diagnose: no monitored step yet.", *self._not_judged(width)])
         span = "a run without a monitored step" if self.steps is None else f"steps {self.steps[0]} to {self.steps[1]}"
         if not self.findings:
-            return "\n".join([f"Nothing found in {span}.", *self._not_judged()])
+            return "\n".join([f"Nothing found in {span}.", *self._not_judged(width)])
         counts = [(sum(f.severity == each for f in self.findings), each) for each in SEVERITIES]
         head = ", ".join(f"{count} {_plural(each, count)}" for count, each in counts if count)
-        return "\n".join([f"{head} in {span}", "", *self._told(), *self._not_judged()])
+        return "\n".join([f"{head} in {span}", "", *self._told(width), *self._not_judged(width)])
 
-    def _not_judged(self) -> list[str]:
+    def _not_judged(self, width: int) -> list[str]:
         if not self.unseen:
             return []
         words = "; ".join(f"{rule} ({why})" for rule, why in self.unseen.items())
-        return ["", textwrap.fill(f"Not judged: {words}", _WIDTH, subsequent_indent=" " * 8)]
+        return ["", textwrap.fill(f"Not judged: {words}", width, subsequent_indent=" " * 8)]
 
-    def _told(self) -> list[str]:
+    def _told(self, width: int) -> list[str]:
         lines: list[str] = []
         of_rule: dict[str, int] = {}
         left = list(self.findings)
@@ -133,12 +141,12 @@ class Diagnosis:
             of_rule[finding.rule] = of_rule.get(finding.rule, 0) + 1
             if of_rule[finding.rule] > _TOLD:
                 continue
-            lines.append(str(finding))
+            lines.append(finding.words(width))
             signs = CONSEQUENCES.get(finding.rule, frozenset())
             followers = [other for other in left if other.rule in signs and other.severity != "error"]
             left = [other for other in left if other not in followers]
             if followers:
-                lines.append(_following(followers))
+                lines.append(_following(followers, width))
         rest = [f"{count - _TOLD} more of {rule}" for rule, count in of_rule.items() if count > _TOLD]
         return [*lines, *([f"{'':8}and {', '.join(rest)}"] if rest else [])]
 
@@ -156,12 +164,12 @@ class Diagnosis:
         return json.dumps(self.to_dict(), indent=1, allow_nan=False)
 
 
-def _following(findings: Sequence[Finding]) -> str:
+def _following(findings: Sequence[Finding], width: int) -> str:
     """In a few lines, what may be a sign of the finding before."""
     told = [f"{finding.rule}{f' in {finding.where}' if finding.where else ''}" for finding in findings[: 2 * _TOLD]]
     more = len(findings) - len(told)
     words = f"May come of it: {', '.join(told)}{f' and {more} more' if more else ''}."
-    return textwrap.fill(words, _WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 11)
+    return textwrap.fill(words, width, initial_indent=" " * 8, subsequent_indent=" " * 11)
 
 
 def _plural(severity: str, count: int) -> str:
