@@ -30,7 +30,7 @@ class Terminal:
         self.output = ""
         known = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
         self.child = subprocess.Popen(
-            [sys.executable, "-c", _GRADMON if rich else _WITHOUT_RICH, *arguments],
+            [sys.executable, "-W", "ignore", "-c", _GRADMON if rich else _WITHOUT_RICH, *arguments],
             stdin=other,
             stdout=other,
             stderr=other,

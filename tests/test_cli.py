@@ -107,8 +107,8 @@ def test_ctrl_c_ends_with_a_word(run_dir: Path, monkeypatch: pytest.MonkeyPatch,
     assert capsys.readouterr().err == "gradmon: error: stopped\n"
 
 
-# each reads a run directory
-READERS = ["diagnose", "why"]
+#: Commands that read a run, with what they need so that they can do without any extra, and write something of a run of ten steps.
+READERS = {"diagnose": [], "summary": ["--json"], "why": ["--step", "9"]}
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -119,7 +119,7 @@ def test_what_is_no_run_is_a_wrong_request(name: str, kind: str, tmp_path: Path,
         path.mkdir()
     if kind == "text":
         (path / "gradmon.sqlite").write_text("hello " * 1000)
-    assert main([name, str(path)]) == 2
+    assert main([name, str(path), *READERS[name]]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("gradmon: error: ")
@@ -128,11 +128,15 @@ def test_what_is_no_run_is_a_wrong_request(name: str, kind: str, tmp_path: Path,
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a shell")
-@pytest.mark.parametrize("words", [["--help"], *([name] for name in READERS if name != "watch")])
+@pytest.mark.parametrize(
+    "words", [["--help"], *([name, *more] for name, more in READERS.items()), pytest.param(["summary"], marks=pytest.mark.extra)]
+)
 def test_a_reader_who_leaves_early_is_no_error(words: list[str], run_dir: Path) -> None:
     if words[0] in READERS:
-        words = [*words, str(run_dir), *(["--step", "9"] if words[0] == "why" else [])]
-    child = subprocess.Popen([sys.executable, "-c", _MAIN, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        words = [*words, str(run_dir)]
+    child = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", _MAIN, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     assert child.stdout is not None
     child.stdout.close()  # before it writes
     _, error = child.communicate(timeout=120)

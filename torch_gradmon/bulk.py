@@ -97,8 +97,7 @@ class Bulk:
         for stack in self._stacks(layout.same_as, span):
             places = [place for place, step in enumerate(stack.steps) if step in wanted]
             if places:
-                some = Stack(tuple(stack.steps[place] for place in places), stack.names, stack.rows[places], stack.columns)
-                yield some.of(tuple(name for name in stack.names if name in kept))
+                yield stack.at(places).of(tuple(name for name in stack.names if name in kept))
 
     def _layouts(self, source: str) -> dict[int, _Layout]:
         rows = self._db.execute(

@@ -23,6 +23,7 @@ _GROUPS = {
     },
     "look at a run, which may still go on": {
         "report": ".commands.report",
+        "summary": ".commands.summary",
         "diagnose": ".commands.diagnose",
         "why": ".commands.why",
     },

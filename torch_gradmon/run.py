@@ -90,6 +90,11 @@ class Run:
         there = {source for (source,) in self._db.execute("SELECT DISTINCT source FROM layouts").fetchall()}
         return [source for source in n.TENSOR_SOURCES if source in there]
 
+    def tensors(self, source: str) -> list[str]:
+        """The tensors that have statistics of ``source`` in some step, in model order."""
+        layouts = self._db.execute("SELECT tensors FROM layouts WHERE source = ? ORDER BY id", (source,)).fetchall()
+        return list(dict.fromkeys(name for (tensors,) in layouts for name in self._names(tensors)))
+
     @property
     def events(self) -> list[Event]:
         """What the detectors found, in order."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +43,12 @@ class Stack:
         place = {name: number for number, name in enumerate(self.names)}
         return Stack(self.steps, names, self.rows[:, [place[name] for name in names]], self.columns)
 
+    def at(self, places: Sequence[int]) -> Stack:
+        """Of the steps at these places."""
+        if len(places) == len(self.steps):
+            return self
+        return Stack(tuple(self.steps[place] for place in places), self.names, self.rows[list(places)], self.columns)
+
     def merged(self, names: tuple[str, ...], groups: list[int]) -> Stack:
         """One row for each of the groups ``names``, ``groups`` being the group of each tensor: rows are additive, so this is exact."""
         count = len(self.steps)
@@ -50,3 +57,22 @@ class Stack:
         )
         rows = merge_by_group(self.rows.reshape(-1, WIDTH), index.flatten(), count * len(names))
         return Stack(self.steps, names, rows.reshape(count, len(names), WIDTH), self.columns)
+
+
+def paired(some: Iterable[Stack], others: Iterable[Stack]) -> Iterator[tuple[Stack, Stack]]:
+    """Both of the steps and tensors that both have, such as updates and weights; each is ascending and gone through once."""
+    coming, waiting = iter(others), list[Stack]()
+    for one in some:
+        while not waiting or waiting[-1].steps[-1] < one.steps[-1]:
+            following = next(coming, None)
+            if following is None:
+                break
+            waiting.append(following)
+        for other in waiting:
+            common = set(one.steps).intersection(other.steps)
+            names = set(one.names).intersection(other.names)
+            if common and names:
+                pair = [each.at([place for place, step in enumerate(each.steps) if step in common]) for each in (one, other)]
+                shared = tuple(name for name in one.names if name in names)
+                yield pair[0].of(shared), pair[1].of(shared)
+        waiting = [other for other in waiting if other.steps[-1] > one.steps[-1]]

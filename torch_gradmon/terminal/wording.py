@@ -27,31 +27,33 @@ def cut(name: str, width: int, ellipsis: str = "…") -> str:
 
 
 def number(value: float | None) -> str:
-    """Three digits in seven letters at most, eight where it is negative.
+    """Three digits, or two where it takes more than seven letters besides a sign.
 
-    >>> [number(value) for value in (0.0, 1.23456, 1234.6, 0.000123, 123456789.0, float("nan"), None)]
-    ['0', '1.23', '1235', '1.23e-4', '1.23e8', 'nan', '-']
+    >>> [number(value) for value in (0.0, 1.0, 1.23456, 120.0, 1234.6, 0.000123, -1.5e-11, float("nan"), None)]
+    ['0', '1.00', '1.23', '120', '1235', '1.23e-4', '-1.5e-11', 'nan', '-']
     """
     if value is None:
         return "-"
     if not math.isfinite(value):
         return str(value)
     size = abs(value)
-    if size and not 1e-2 <= size < 1e5:
-        mantissa, _, exponent = f"{value:.2e}".partition("e")
+    if size and not 1e-2 <= size < 99_999.5:
+        mantissa, _, exponent = (f"{value:.2e}" if 1e-9 < size < 1e99 else f"{value:.1e}").partition("e")
         return f"{mantissa}e{int(exponent)}"
-    return f"{value:.0f}" if size >= 1000 or not size else f"{value:.3g}"
+    return f"{value:.0f}" if size >= 999.5 or not size else f"{value:#.3g}".rstrip(".")
 
 
 def percent(share: float | None) -> str:
     """A share in percent.
 
-    >>> [percent(share) for share in (0.0, 0.004, 0.123, 1.0, None)]
-    ['0%', '0.4%', '12.3%', '100%', '-']
+    >>> [percent(share) for share in (0.0, 0.00004, 0.004, 0.123, 1.0, None)]
+    ['0%', '<0.1%', '0.4%', '12.3%', '100%', '-']
     """
     if share is None or not math.isfinite(share):
         return number(share)
-    return f"{100 * share:.3g}%"
+    if share in (0.0, 1.0):
+        return f"{share:.0%}"
+    return "<0.1%" if 0 < share < 5e-4 else f"{share:.1%}"
 
 
 def duration(seconds: float) -> str:
@@ -70,6 +72,8 @@ def duration(seconds: float) -> str:
     return f"{whole // _DAY} d {whole % _DAY // _HOUR} h"
 
 
-def moment(time: float) -> str:
-    """A time of day with its date, as the clock on the wall has it."""
-    return datetime.fromtimestamp(time).strftime("%Y-%m-%d %H:%M:%S")
+def span(began: float, ended: float) -> str:
+    """From when to when, as the clock on the wall has it, and how long that is."""
+    first, last = (datetime.fromtimestamp(time) for time in (began, ended))
+    until = last.strftime("%H:%M:%S" if first.date() == last.date() else "%Y-%m-%d %H:%M:%S")
+    return f"{first.strftime('%Y-%m-%d %H:%M:%S')} to {until}, {duration(ended - began)}"

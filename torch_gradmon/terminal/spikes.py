@@ -1,0 +1,52 @@
+"""Spikes in a line each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from ..record import Event
+from ..run import Run
+from ..spikes.arguments import times
+
+
+class Spike(NamedTuple):
+    """A step with a spike.
+
+    Attributes:
+        step: its number.
+        words: which signals, and how far above what is usual.
+        layer: the parameter that moved first, or most; empty where none moved by itself, or nothing is known of its gradients.
+    """
+
+    step: int
+    words: str
+    layer: str
+
+
+def steps_of(events: Iterable[Event]) -> list[int]:
+    """The steps with a spike, ascending."""
+    return sorted({event.step for event in events})
+
+
+def told(run: Run, events: Iterable[Event], most: int) -> list[Spike]:
+    """The last ``most`` steps with a spike."""
+    events = list(events)
+    return [
+        Spike(step, ", ".join(map(_words, (event for event in events if event.step == step))), _layer(run, step))
+        for step in steps_of(events)[-most:]
+    ]
+
+
+def _words(event: Event) -> str:
+    if not math.isfinite(event.value):
+        return f"{event.signal} is {event.value}"
+    if event.usual is not None and event.usual > 0:
+        return f"{event.signal} {times(event.value / event.usual)} the usual"
+    return f"{event.signal} is {event.value:.4g}"
+
+
+def _layer(run: Run, step: int) -> str:
+    suspects = run.suspects(step)
+    return suspects[0].name if suspects and (suspects[0].nonfinite or suspects[0].since is not None) else ""
