@@ -41,6 +41,9 @@ _OPTIONAL = {
     "transformers",
     "accelerate",
     "plotly",
+    "matplotlib",
+    "pandas",
+    "pyarrow",
     "jinja2",
 }
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -289,3 +291,25 @@ def test_a_guide_on_a_logarithmic_axis_has_its_words_at_its_height(trained: Any)
     drawn = trained[0].plot("update")
     (words,) = [note for note in drawn.layout.annotations if "0.001" in note.text]
     assert words.y == pytest.approx(-3)
+
+
+@pytest.mark.extra
+def test_the_block_of_the_readme_runs(trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    block = re.search(r"```python\n(figure = monitor\.plot.*?)```", text, re.DOTALL)
+    assert block is not None
+    exec(block[1], {"monitor": trained[0]})
+    assert Path("depth.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.extra
+def test_a_figure_goes_to_wandb(trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = wandb.init(project="pictures", dir=tmp_path)
+    run.log({"heatmap": trained[0].plot("heatmap")})
+    run.finish()
+    (stored,) = tmp_path.rglob("media/plotly/heatmap_*.plotly.json")
+    assert json.loads(stored.read_text(encoding="utf-8"))["data"][0]["type"] == "heatmap"
