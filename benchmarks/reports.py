@@ -1,0 +1,132 @@
+"""How large a report is, how long it takes to write and to open: ``python -m benchmarks.reports``."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.browser import available, browser, wait_for
+from torch_gradmon.names import Key
+from torch_gradmon.record import StepRecord, Table
+from torch_gradmon.report.page import write
+from torch_gradmon.statistics.moments import ALL_COLUMNS, Column
+from torch_gradmon.store import RunStore
+
+from .machine import machine
+from .report import update_readme
+
+ROOT = Path(__file__).parent.parent
+RESULTS, README = ROOT / "benchmarks" / "results" / "reports.json", ROOT / "README.md"
+
+
+def made_up(path: Path, layers: int, steps: int) -> None:
+    """A run directory with gradients before and after clipping, updates every tenth step and parameters, and one spike."""
+    generator = torch.Generator().manual_seed(0)
+    names = tuple(f"model.layers.{place // 10}.part_{place % 10}.weight" for place in range(layers))
+    level = torch.randn(layers, generator=generator, dtype=torch.float64)
+    store = RunStore(path, {"torch": torch.__version__})
+
+    def table(scale: torch.Tensor) -> Table:
+        rows = torch.zeros(layers, len(Column), dtype=torch.float64)
+        rows[:, Column.COUNT] = 1000
+        rows[:, Column.SQUARE_SUM] = scale.square()
+        rows[:, Column.ABS_SUM] = scale * 25
+        rows[:, Column.NEAR_ZERO] = 10
+        rows[:, Column.MIN], rows[:, Column.MAX] = -scale / 10, scale / 10
+        return Table(names, rows, ALL_COLUMNS)
+
+    for step in range(steps):
+        norms = (level + 0.3 * torch.randn(layers, generator=generator, dtype=torch.float64)).exp()
+        if step == steps // 3:
+            norms[layers // 2] *= 1e4
+        whole = float(norms.norm())
+        tables = {
+            "gradient_before_clip": table(norms),
+            "gradient": table(norms / max(whole, 1.0)),
+            "parameter": table(level.exp() * 100),
+        }
+        if step % 10 == 0:
+            tables["update"] = table(level.exp() * 0.1)
+        values = {
+            Key("gradmon", "", "grad_norm"): whole,
+            Key("gradmon", "", "grad_norm_clipped"): min(whole, 1.0),
+            Key("gradmon", "", "clipped_share"): 1.0,
+            Key("gradmon", "", "update_ratio"): 1e-3,
+            Key("", "loss", ""): 2.0 + math.exp(-step / 1000),
+        }
+        store.log(StepRecord(step, float(step), True, values, tables, {"lr": [1e-3]}))
+    store.close()
+
+
+def opened(page: Path, times: int) -> list[float]:
+    """Seconds from the request until everything that is in sight is drawn, in headless Chromium."""
+    found = []
+    for _ in range(times):
+        with browser(1280, 940) as driver:
+            begin = time.perf_counter()
+            driver.get(page.as_uri())
+            wait_for(lambda driver=driver: driver.execute_script("return document.body.dataset.ready"))
+            found.append(time.perf_counter() - begin)
+    return found
+
+
+def measured(layers: int, steps: int, times: int) -> dict[str, Any]:
+    """One row of the table."""
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / "run"
+        made_up(path, layers, steps)
+        begin = time.perf_counter()
+        page = write(path)
+        seconds = time.perf_counter() - begin
+        opening = opened(page, times) if available() else []
+        return {
+            "layers": layers,
+            "steps": steps,
+            "megabytes": page.stat().st_size / 1e6,
+            "seconds_to_write": seconds,
+            "seconds_to_open": statistics.median(opening) if opening else None,
+            "fastest": min(opening, default=None),
+            "slowest": max(opening, default=None),
+        }
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """What stands in the README."""
+    lines = ["| layers | steps | size | written in | opened in |", "| ---: | ---: | ---: | ---: | ---: |"]
+    for row in result["rows"]:
+        opening = "not run"
+        if row["seconds_to_open"] is not None:
+            opening = f"{row['seconds_to_open']:.1f} s ({row['fastest']:.1f} to {row['slowest']:.1f})"
+        lines.append(
+            f"| {row['layers']:,} | {row['steps']:,} | {row['megabytes']:.1f} MB | {row['seconds_to_write']:.1f} s | {opening} |"
+        )
+    found = result["machine"]
+    return "\n".join([*lines, "", f"{found['processor']} ({found['cores']} cores), headless Chromium; {result['date']}."])
+
+
+def main() -> None:
+    """Measure, print the table and keep the result."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.reports", description=__doc__)
+    parser.add_argument("--times", type=int, default=7, help="how often a page is opened")
+    parser.add_argument("--quick", action="store_true", help="small runs, nothing kept")
+    arguments = parser.parse_args()
+    cases = [(20, 100)] if arguments.quick else [(150, 10_000), (1_000, 2_000)]
+    rows = [measured(layers, steps, 1 if arguments.quick else arguments.times) for layers, steps in cases]
+    result = {"machine": machine(), "date": datetime.date.today().isoformat(), "rows": rows}
+    print(markdown(result))
+    if not arguments.quick:
+        RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        README.write_text(update_readme(README.read_text(encoding="utf-8"), "reports", markdown(result)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
