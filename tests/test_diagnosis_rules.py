@@ -19,8 +19,10 @@ from torch_gradmon.diagnosis.losses import losses
 from torch_gradmon.diagnosis.precision import precision
 from torch_gradmon.diagnosis.rates import rates
 from torch_gradmon.diagnosis.reach import reach
+from torch_gradmon.diagnosis.spikes import spikes
 from torch_gradmon.diagnosis.units import units
 from torch_gradmon.diagnosis.weights import weights
+from torch_gradmon.record import Event
 
 LAYERS = [f"{place}.weight" for place in range(9)]
 
@@ -506,6 +508,40 @@ def test_weights_that_grow_since_updates_go_to_and_fro_are_no_cause(step_length:
     ranked = Diagnosis.of([*rates(run), growth, plateau], None, {}).findings
     expected = ["weight-growth", "loss-plateau"]
     assert [finding.rule for finding in ranked] == expected if is_cause else ["update-ratio-high", *expected]
+
+
+# --- spikes ------------------------------------------------------------------------------------------------------------------
+
+
+def _spike(step: int, value: float, score: float) -> Event:
+    return Event(step, "grad_norm", value, score, 5.0, "grad_norm is high", usual=1.0)
+
+
+def test_a_spike_is_told_with_the_layer_that_made_it() -> None:
+    gradients = {
+        "a.weight": lambda step: 5.0 if step == 60 else 0.1,  # 50 times its normal
+        "b.weight": lambda step: 3.0 if step == 60 else 0.01,  # 300 times
+        "c.weight": lambda step: 0.1 if step == 60 else 1e-5,  # 10,000 times, and nothing beside the others
+    }
+    run = history(loss=flat, gradient_before_clip=gradients, parameter=dict.fromkeys(gradients, 0.1))
+    run.events = [_spike(20, 4.0, 6.0), _spike(60, 58.3, 30.0)]
+    (finding,) = spikes(run)
+    assert (finding.rule, finding.severity, finding.where, finding.steps) == ("spike", "info", "b.weight", (60, 60))
+    assert "58.3 times what was usual. b.weight left its own normal farthest, 300 times." in finding.cause
+    assert "There were 2 steps with spikes." in finding.cause
+    assert "--step 60" in finding.advice
+    assert finding.evidence["grad_norm"] == 58.3
+
+
+def test_without_spikes_or_without_gradients_of_them_nothing_is_claimed() -> None:
+    run = history(loss=flat, gradient_before_clip={"a.weight": 1.0})
+    assert spikes(run) == []
+    run.events = [_spike(5000, 9.0, 9.0)]  # of a step that is not looked at
+    assert spikes(run) == []
+    other = history(loss=flat)
+    other.events = [_spike(60, math.inf, math.inf), _spike(61, 9.0, 9.0)]
+    (finding,) = spikes(other)
+    assert (finding.where, finding.steps) == ("", (60, 60))
 
 
 # --- loss --------------------------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def spikes(history: History) -> list[Finding]:
             f"{worst.signal} was {worst.value:.4g}{times}.{moved}{also([name for name, _ in layers])}{more}",
             f"Look at the batch of this step, and at 'gradmon why RUN --step {worst.step}'; on_spike='skip' leaves such steps out, and "
             "clip_grad_norm_ bounds them.",
-            69.5,
+            15.0,  # before what is hardly worth a word, behind whatever else is known
         )
     ]
 
