@@ -140,7 +140,6 @@ FLOORS = [
     ["report", "report.packing"],
     ["report.content"],
     ["report.page"],
-    ["commands.report"],
     ["audit", "audit.tallies", "audit.probe"],
     ["audit.idle", "audit.scaled", "audit.survey", "audit.writes"],
     ["audit.watched"],

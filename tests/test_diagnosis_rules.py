@@ -539,9 +539,9 @@ def test_without_spikes_or_without_gradients_of_them_nothing_is_claimed() -> Non
     run.events = [_spike(5000, 9.0, 9.0)]  # of a step that is not looked at
     assert spikes(run) == []
     other = history(loss=flat)
-    other.events = [_spike(60, math.inf, math.inf), _spike(61, 9.0, 9.0)]
+    other.events = [_spike(60, math.inf, math.inf), _spike(61, 9.0, 9.0)]  # infinity is another rule's
     (finding,) = spikes(other)
-    assert (finding.where, finding.steps) == ("", (60, 60))
+    assert (finding.where, finding.steps) == ("", (61, 61))
 
 
 # --- loss --------------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 from .common import WrongRequest, add_parser, needing
 
 EXAMPLES = (
-    ("gradmon report runs/first", "write runs/first/report.html, a page that needs no network"),
+    ("gradmon report runs/first", "one HTML page that needs no network"),
     ("gradmon report runs/first --to first.html --title 'first try'", "give it another place and title"),
 )
 

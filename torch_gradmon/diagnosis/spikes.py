@@ -22,12 +22,17 @@ def spikes(history: History) -> list[Finding]:
     steps = set(history.steps)
     found: dict[int, Event] = {}
     for event in history.events:
-        if event.step in steps and (event.step not in found or event.score > found[event.step].score):
+        # what is NaN or infinite is told with where it began
+        if (
+            event.step in steps
+            and math.isfinite(event.value)
+            and (event.step not in found or event.score > found[event.step].score)
+        ):
             found[event.step] = event
     if not found:
         return []
     gradients = history.gradients("norm")
-    worst = max(found.values(), key=lambda event: (not math.isfinite(event.value), event.score))
+    worst = max(found.values(), key=lambda event: event.score)
     layers = [] if gradients is None or worst.step not in gradients.steps else _moved(gradients, worst.step)
     others = sorted(step for step in found if step != worst.step)
     times = "" if not worst.usual else f", {_times(worst.value / worst.usual)} times what was usual"
