@@ -177,7 +177,7 @@ FLOORS = [
     ["terminal", "terminal.console", "terminal.layers", "terminal.overview", "terminal.spikes", "terminal.wording"],
     ["terminal.facts"],
     ["terminal.summary_view"],
-    ["widths.command", "commands.diagnose", "commands.summary", "commands.why"],
+    ["widths.command", "commands.diagnose", "commands.report", "commands.summary", "commands.why"],
     ["demo_model"],
     ["demo"],
     ["commands.demo"],
