@@ -36,6 +36,7 @@ class Terminal:
             stderr=other,
             env={**known, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8", **environment},
             start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C means something
         )
         os.close(other)
 

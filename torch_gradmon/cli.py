@@ -24,6 +24,7 @@ _GROUPS = {
     "look at a run, which may still go on": {
         "report": ".commands.report",
         "summary": ".commands.summary",
+        "watch": ".commands.watch",
         "diagnose": ".commands.diagnose",
         "why": ".commands.why",
     },

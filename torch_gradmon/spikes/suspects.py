@@ -107,7 +107,7 @@ class Gradients:
             return []
         table, numbers = known[-1][1], [number for number, _ in known]
         norms, spoiled = (torch.stack(rows) for rows in zip(*(_aligned(other, table) for _, other in known), strict=True))
-        scores, usual = _scores(norms)
+        scores, usual = robust_scores(norms)
         squares = table.rows[:, Column.SQUARE_SUM]
         total = float(squares.sum())
         found = []
@@ -140,7 +140,7 @@ def _aligned(other: Table, table: Table) -> tuple[Tensor, Tensor]:
     return rows[:, Column.SQUARE_SUM].sqrt(), rows[:, Column.NONFINITE] > 0
 
 
-def _scores(norms: Tensor) -> tuple[Tensor, Tensor]:
+def robust_scores(norms: Tensor) -> tuple[Tensor, Tensor]:
     """Robust z-scores of the log norms ``[steps, parameters]`` of the last steps, and the usual norms ``[parameters]``; NaN where
     too little is known.
     """

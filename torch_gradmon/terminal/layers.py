@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import names as n
-from ..names import block_of
+from ..pictures.blocks import blocks
 from ..run import Run
 from ..stack import Stack, paired
 from ..statistics.moments import Column
@@ -91,12 +91,12 @@ def groups(names: Sequence[str], depth: int | None = None, all_of_them: bool = F
     >>> groups(["h.0.a.weight", "h.0.b.weight", "head.weight"], depth=2).titles
     ('h.0', 'head.weight')
     """
-    if depth is not None:
-        titles = [".".join(name.split(".")[:depth]) for name in names]
-    elif all_of_them or len(names) <= MOST:
-        titles = list(names)
+    if depth is None:
+        by_block = blocks(names, len(names) if all_of_them else MOST)
+        title_of = {place: title for title, places in by_block.items() for place in places}
+        titles = [title_of[place] for place in range(len(names))]
     else:
-        titles = [block_of(name) for name in names]
+        titles = [".".join(name.split(".")[:depth]) for name in names]
     members = Counter(titles)
     titles = [name if members[title] == 1 else title for name, title in zip(names, titles, strict=True)]
     order = {title: number for number, title in enumerate(dict.fromkeys(titles))}
