@@ -187,16 +187,8 @@ def test_squeezing_keeps_extremes_and_whatever_is_not_finite(values: list[float]
         inside = values[first : last + 1]
         assert math.isinf(value) == any(map(math.isinf, inside))
         assert math.isnan(value) == all(map(math.isnan, inside))
-        assert math.isnan(value) or value in inside
-    usual = sorted(value for value in values if value > 0 and math.isfinite(value))
-    if usual:
-        spike = 1e3 * usual[-1]
-        values[len(values) // 2] = spike
-        panel = Panel(VIEW, panel.steps, ("a",), torch.tensor(values, dtype=torch.float64).unsqueeze(1))
-        kept = squeezed(panel, columns)
-        at = next(place for place, last in enumerate(kept.last) if last >= len(values) // 2)
-        mates = values[kept.first[at] : kept.last[at] + 1]
-        assert float(kept.values[at, 0]) in (spike, math.inf) or 0.0 in mates or len(usual) < 3
+        finite = [other for other in inside if math.isfinite(other)]
+        assert not math.isfinite(value) or value in (min(finite), max(finite))
 
 
 @given(
