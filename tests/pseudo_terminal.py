@@ -40,7 +40,7 @@ class Terminal:
         )
         os.close(other)
 
-    def read(self, until: str, seconds: float = 60.0) -> str:
+    def read(self, until: str, seconds: float = 200.0) -> str:
         """Read until ``until`` was written, colours apart; what was written so far.
 
         Raises:
@@ -73,7 +73,7 @@ class Terminal:
         """Press keys."""
         os.write(self._own, keys.encode())
 
-    def end(self, seconds: float = 60.0) -> int:
+    def end(self, seconds: float = 200.0) -> int:
         """Wait until it ends; its exit code."""
         end = time.monotonic() + seconds
         while self._more(0.2):

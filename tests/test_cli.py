@@ -74,7 +74,7 @@ def test_no_command_loads_an_optional_package_before_it_runs() -> None:
         "import sys; from torch_gradmon.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
         "print('loaded', *sorted({'rich', 'plotly', 'jinja2', 'pandas', 'pyarrow', 'matplotlib'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert done.stdout.endswith("\nloaded\n"), done.stdout[-200:] + done.stderr
 
 
@@ -139,6 +139,6 @@ def test_a_reader_who_leaves_early_is_no_error(words: list[str], run_dir: Path) 
     )
     assert child.stdout is not None
     child.stdout.close()  # before it writes
-    _, error = child.communicate(timeout=120)
+    _, error = child.communicate(timeout=240)
     assert error.decode() == ""
     assert child.returncode == (0 if words == ["--help"] else 141)  # argparse itself takes no note of it

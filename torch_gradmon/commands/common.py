@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from ..run import Run, load_run
 Examples = Sequence[tuple[str, str]]
 #: Of the first column of examples; a longer command has what it is for on the next line.
 _COLUMN = 46
+#: Of help that argparse leaves as it is.
+_WIDTH = 79
 
 
 class WrongRequest(ValueError):
@@ -20,11 +23,11 @@ class WrongRequest(ValueError):
 
 
 def add_parser(commands: Any, name: str, summary: str, description: str, examples: Examples, notes: str = "") -> Any:
-    """Add a parser to ``commands`` whose help ends with ``examples`` and ``notes``."""
+    """Add a parser to ``commands`` whose help ends with ``examples`` and ``notes``, which are printed as they are."""
     return commands.add_parser(
         name,
         help=summary,
-        description=description,
+        description=textwrap.fill(description, _WIDTH),
         epilog="\n".join(["examples:", *shown(examples), *(["", notes] if notes else [])]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

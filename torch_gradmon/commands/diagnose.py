@@ -17,8 +17,8 @@ EXAMPLES = (
     ("gradmon diagnose runs/first --json", "the same for a program"),
 )
 _NOTES = """\
-The exit code is 0 if nothing graver than information was found, 1 if something was, and 2 if there is no such run, so that a CI job
-needs nothing else."""
+The exit code is 0 if nothing graver than information was found, 1 if
+something was, and 2 if there is no such run: a CI job needs nothing else."""
 #: Severities by how they begin a line, in colours of the terminal.
 _COLOURS = {"ERROR": "bold red", "WARNING": "bold yellow", "INFO": "bold cyan"}
 _WIDEST = 100

@@ -16,6 +16,9 @@ EXAMPLES = (
     ("gradmon watch runs/first --last 5000 --interval 5", "farther back, and less often"),
     ("gradmon watch runs/first --once", "one picture of how it stands"),
 )
+_NOTES = """\
+Sparklines show the largest value of the steps in a column, on a logarithmic
+scale; ! is NaN or infinite."""
 
 
 def add_to(commands: Any) -> None:
@@ -27,7 +30,7 @@ def add_to(commands: Any) -> None:
         "Show a run live in the terminal: losses, gradient norms before and after clipping, spikes, and the layers that stand out. "
         "The run directory is only read, and never held up.",
         EXAMPLES,
-        "Sparklines show the largest value of the steps in a column, on a logarithmic scale; ! is NaN or infinite.",
+        _NOTES,
     )
     watch.add_argument("run", metavar="RUN", help="a run directory")
     watch.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="seconds between looks (default: %(default)s)")

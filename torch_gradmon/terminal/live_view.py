@@ -210,7 +210,7 @@ class _Picture:
         both = "".join(refusal if spike == " " else spike for spike, refusal in zip(spikes, refused, strict=True))
         if both.strip():
             line = Text(f"{'spikes':<{self._label}} ").append(f"{both:<{self._width}}", _WARN)
-            yield line.append("  x: not applied" if refused.strip() else "", _DIM)
+            yield line.append("  x: not applied" if "x" in both else "", _DIM)
 
 
 def _largest(series: Series, form: Callable[[float | None], str]) -> tuple[str, str]:

@@ -18,11 +18,13 @@ class Spike(NamedTuple):
         step: its number.
         words: which signals, and how far above what is usual.
         layer: the parameter that moved first, or most; empty where none moved by itself, or nothing is known of its gradients.
+        moved: which of that it did, in words.
     """
 
     step: int
     words: str
     layer: str
+    moved: str
 
 
 def steps_of(events: Iterable[Event]) -> list[int]:
@@ -34,7 +36,7 @@ def told(run: Run, events: Iterable[Event], most: int) -> list[Spike]:
     """The last ``most`` steps with a spike."""
     events = list(events)
     return [
-        Spike(step, ", ".join(map(_words, (event for event in events if event.step == step))), _layer(run, step))
+        Spike(step, ", ".join(map(_words, (event for event in events if event.step == step))), *_layer(run, step))
         for step in steps_of(events)[-most:]
     ]
 
@@ -47,6 +49,11 @@ def _words(event: Event) -> str:
     return f"{event.signal} is {event.value:.4g}"
 
 
-def _layer(run: Run, step: int) -> str:
+def _layer(run: Run, step: int) -> tuple[str, str]:
     suspects = run.suspects(step)
-    return suspects[0].name if suspects and (suspects[0].nonfinite or suspects[0].since is not None) else ""
+    if not suspects or (not suspects[0].nonfinite and suspects[0].since is None):
+        return "", ""
+    first = suspects[0]
+    if first.nonfinite:
+        return first.name, "has NaN or Inf"
+    return first.name, "moved most" if first.since == step else f"moved first, in step {first.since}"

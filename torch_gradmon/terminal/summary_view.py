@@ -171,7 +171,7 @@ def _spikes(summary: Summary, width: int) -> Iterator[RenderableType]:
     for spike in summary.spikes:
         words = Text(printable(spike.words))
         if spike.layer:
-            words.append(f"; {_first(spike, width)} moved first", style=_DIM)
+            words.append(f"; {_first(spike, width)} {spike.moved}", style=_DIM)
         table.add_row(f"step {spike.step}", words)
     yield table
     yield Text(
