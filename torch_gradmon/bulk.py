@@ -21,7 +21,9 @@ _AT_A_TIME = 200
 _EVENT = frozenset(field.name for field in fields(Event))
 
 
-class _Layout(NamedTuple):
+class Layout(NamedTuple):
+    """What packed statistics of one source are of; ``same_as`` names another source of the same step that has them."""
+
     names: tuple[str, ...]
     columns: frozenset[Column]
     counts: bytes
@@ -91,7 +93,7 @@ class Bulk:
                 rows_of = unpack_steps(b"".join(blobs), len(steps), len(layout.names), layout.columns, layout.counts)
                 yield Stack(tuple(steps), layout.names, rows_of, layout.columns)
 
-    def _same(self, layout: _Layout, span: tuple[int, int, int], steps: Sequence[int]) -> Iterator[Stack]:
+    def _same(self, layout: Layout, span: tuple[int, int, int], steps: Sequence[int]) -> Iterator[Stack]:
         """Rows that another source of the same steps has."""
         wanted, kept = set(steps), set(layout.names)
         for stack in self._stacks(layout.same_as, span):
@@ -99,12 +101,12 @@ class Bulk:
             if places:
                 yield stack.at(places).of(tuple(name for name in stack.names if name in kept))
 
-    def _layouts(self, source: str) -> dict[int, _Layout]:
+    def _layouts(self, source: str) -> dict[int, Layout]:
         rows = self._db.execute(
             "SELECT id, columns, tensors, counts, same_as FROM layouts WHERE source = ?", (source,)
         ).fetchall()
         return {
-            number: _Layout(self._names_of(tensors), frozenset(c for c in Column if mask >> c & 1), counts, same_as)
+            number: Layout(self._names_of(tensors), frozenset(c for c in Column if mask >> c & 1), counts, same_as)
             for number, mask, tensors, counts, same_as in rows
         }
 

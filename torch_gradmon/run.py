@@ -7,7 +7,7 @@ import os
 import sqlite3
 import sys
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from .stack import Stack
 from .statistics.moments import ALWAYS, VIEWS, Column
 from .steps_index import StepsIndex
 from .store import file_in, unpack
+from .window import Window, Windows
 
 
 def load_run(path: str | os.PathLike[str]) -> Run:
@@ -58,6 +59,7 @@ class Run:
         self._index.look()
         self._segment_of = self._index.segment_of
         self._bulk = Bulk(self._db, self._index, self._names)
+        self._windows = Windows(self._db, self._index, self._names)
 
     def _noted(self) -> dict[str, Any]:
         return {name: json.loads(value) for name, value in self._db.execute("SELECT name, value FROM meta").fetchall()}
@@ -94,6 +96,11 @@ class Run:
         """The tensors that have statistics of ``source`` in some step, in model order."""
         layouts = self._db.execute("SELECT tensors FROM layouts WHERE source = ? ORDER BY id", (source,)).fetchall()
         return list(dict.fromkeys(name for (tensors,) in layouts for name in self._names(tensors)))
+
+    @property
+    def scalars(self) -> list[Key]:
+        """The keys of all values but built-in statistics of tensors: of the whole model, custom metrics, and what was logged by hand."""
+        return list(self._windows.keys().values())
 
     @property
     def events(self) -> list[Event]:
@@ -158,6 +165,10 @@ class Run:
     def stacks(self, source: str, since: int | None = None) -> Iterator[Stack]:
         """The statistics of ``source`` in the steps from ``since`` on that have them, ascending, some hundred steps at a time."""
         return self._bulk.stacks(source, since)
+
+    def window(self, steps: Iterable[int]) -> Window:
+        """All that is known of some steps, values as matrices; steps that the run does not have are left out."""
+        return self._windows.read(steps)
 
     def rng_state(self, step: int) -> dict[str, torch.Tensor]:
         """The states of torch's random generators at the beginning of a step with a spike, by device: for ``torch.set_rng_state``.
@@ -253,7 +264,7 @@ class Run:
 
     def keys(self) -> list[str]:
         """Every key that :meth:`series` answers."""
-        keys = [format_key(Key(*row)) for row in self._db.execute("SELECT source, name, metric FROM keys ORDER BY id")]
+        keys = list(map(format_key, self.scalars))
         for source in n.TENSOR_SOURCES:
             for mask, tensors in self._db.execute("SELECT columns, tensors FROM layouts WHERE source = ?", (source,)).fetchall():
                 columns = {c for c in Column if mask >> c & 1} | ALWAYS
