@@ -138,6 +138,10 @@ FLOORS = [
     ],
     ["diagnosis.loop"],
     ["diagnosis.diagnose"],
+    ["comparison", "comparison.order", "comparison.reading", "comparison.rules", "comparison.wording"],
+    ["comparison.matching", "comparison.result"],
+    ["comparison.alone", "comparison.comparison"],
+    ["diff"],
     ["report", "report.packing"],
     ["report.content"],
     ["report.page"],
@@ -183,6 +187,7 @@ FLOORS = [
     [
         "widths.command",
         "commands.diagnose",
+        "commands.diff",
         "commands.report",
         "commands.summary",
         "commands.watch",

@@ -3,9 +3,11 @@
 from .acting.policy import Counts, Rollback, RolledBack, Skip
 from .adaptive_clipping import AdaGC, ZClip
 from .attention import monitor_scaled_dot_product_attention
+from .comparison.result import Difference
 from .coordinate_check import RefinedCoordinateCheck
 from .diagnosis import Diagnosis, Finding
 from .diagnosis.diagnose import diagnose
+from .diff import diff
 from .errors import GradmonWarning, SpikeError
 from .mixin import MonitorMixin
 from .monitor import ModuleMonitor
@@ -20,6 +22,7 @@ __all__ = [
     "AdaGC",
     "Counts",
     "Diagnosis",
+    "Difference",
     "Finding",
     "GradmonWarning",
     "JsonlSink",
@@ -37,6 +40,7 @@ __all__ = [
     "WandbSink",
     "ZClip",
     "diagnose",
+    "diff",
     "load_run",
     "monitor_scaled_dot_product_attention",
     "watch",

@@ -27,6 +27,7 @@ _GROUPS = {
         "watch": ".commands.watch",
         "diagnose": ".commands.diagnose",
         "why": ".commands.why",
+        "diff": ".commands.diff",
     },
     "check a model before it is trained": {
         "coordcheck": ".widths.command",

@@ -15,10 +15,14 @@ _WHOLE = frozenset({"train", "training", "total", "step", "batch", "loss", ""})
 _BY_HAND = ""
 
 
+def is_loss(key: Key) -> bool:
+    """Whether it is logged by hand and has the name of a loss of the training, be it a part of it."""
+    return key.source == _BY_HAND and bool(_IS_LOSS.search(key.name)) and not _OF_EVALUATION.search(key.name)
+
+
 def loss_among(keys: Iterable[Key]) -> Key | None:
     """``loss``, ``train/loss``, ``loss/train`` or the like, the shortest such key, and ``kl_loss`` only where there is no other."""
-    found = [key for key in keys if key.source == _BY_HAND and _IS_LOSS.search(key.name) and not _OF_EVALUATION.search(key.name)]
-    return min(found, key=_partial, default=None)
+    return min(filter(is_loss, keys), key=_partial, default=None)
 
 
 def _partial(key: Key) -> tuple[bool, int, str]:

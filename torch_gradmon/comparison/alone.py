@@ -1,0 +1,76 @@
+"""What only one of two runs has, and whether they have anything in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from .. import names as n
+from ..names import Key, format_key
+from ..run import Run
+from ..statistics.moments import VIEWS
+from .order import FACTS
+from .result import Lone
+from .rules import Rules
+
+#: By key or tensor, in how many steps a run has it alone, and the first of them.
+Gaps = Mapping[str, tuple[int, int]]
+
+
+def check_use(left: Run, right: Run, rules: Rules) -> None:
+    """Every pattern has to be found somewhere, the runs must have something in common, and no two names may become one.
+
+    Raises:
+        ValueError: one of these is not so.
+    """
+    rules.check_use(
+        (*left.keys(), *right.keys(), *map(format_key, FACTS)),
+        dict.fromkeys(key.name for key in _things(left) if key.source and key.name),
+    )
+    own, others = list(_things(left)), set(_things(right))
+    taken: dict[Key, Key] = {}
+    for key in own:
+        first = taken.setdefault(rules.renamed(key), key)
+        if first.name != key.name:
+            new = rules.renamed(key).name
+            raise ValueError(f"rename: {first.name!r} and {key.name!r} would both be called {new!r}; give a narrower pattern")
+    common = {other: key for other, key in taken.items() if other in others}
+    if not common:
+        hint = "" if rules.rename else "; rename= (--rename) tells which names are not the same"
+        raise ValueError(f"the runs have no tensor and no value in common{hint}")
+    if not any(_is_compared(key, other, rules) for other, key in (*common.items(), *((fact, fact) for fact in FACTS))):
+        raise ValueError("of what the runs have in common nothing is to be compared")
+
+
+def alone(
+    left: Run, right: Run, rules: Rules, steps: tuple[Sequence[int], Sequence[int]], gaps: tuple[Gaps, Gaps]
+) -> tuple[Lone, Lone]:
+    """For each run the steps, tensors and values that the other one lacks."""
+    own = {rules.renamed(key): key for key in _things(left)}
+    others = {key: key for key in _things(right)}
+    return (
+        Lone(_less(steps[0], steps[1]), tuple(_lacking(own, others, rules)), gaps[0]),
+        Lone(_less(steps[1], steps[0]), tuple(_lacking(others, own, rules)), gaps[1]),
+    )
+
+
+def _lacking(own: Mapping[Key, Key], others: Mapping[Key, Key], rules: Rules) -> Iterator[str]:
+    for other, key in own.items():
+        if other not in others and _is_compared(key, other, rules):
+            yield format_key(key)
+
+
+def _less(steps: Sequence[int], others: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted(set(steps).difference(others)))
+
+
+def _things(run: Run) -> Iterator[Key]:
+    """Tensors, without a metric, and the keys of all that is no built-in statistic of them."""
+    for source in run.sources:
+        yield from (Key(source, name, "") for name in run.tensors(source))
+    yield from run.scalars
+
+
+def _is_compared(key: Key, other: Key, rules: Rules) -> bool:
+    is_tensor = key.source in n.TENSOR_SOURCES and not key.metric
+    metrics = tuple(VIEWS) if is_tensor else (key.metric,)
+    return any(rules.tolerance(key._replace(metric=m), other._replace(metric=m)) is not None for m in metrics)
