@@ -76,7 +76,11 @@ FLOORS = [
     ],
     ["stack", "steps_index"],
     ["bulk"],
-    ["window"],
+    ["window", "bar"],
+    ["export", "export.frames"],
+    ["export.arrow", "export.text"],
+    ["export.files"],
+    ["export.methods"],
     ["spikes.signals", "thinning", "loss_names", "diagnosis.consequences"],
     ["diagnosis.facts", "diagnosis.findings", "diagnosis.series"],
     ["pictures", "pictures.colours", "pictures.reel"],
@@ -188,6 +192,7 @@ FLOORS = [
         "widths.command",
         "commands.diagnose",
         "commands.diff",
+        "commands.export",
         "commands.report",
         "commands.summary",
         "commands.watch",
@@ -222,8 +227,10 @@ OPTIONAL = {
 
 #: Optional packages that a file may import.
 ALSO = {
+    "bar": {"tqdm"},
     "commands.diagnose": {"rich"},
     "demo": {"rich", "tqdm"},
+    "export.arrow": {"pyarrow"},
     "integrations.accelerate": {"accelerate"},
     "integrations.ignite": {"ignite"},
     "integrations.lightning": {"lightning"},
@@ -238,7 +245,6 @@ ALSO = {
     "terminal.watching": {"rich"},
     "widths.command": {"rich"},
     "widths.drawing": {"matplotlib", "plotly"},
-    "widths.sweep": {"tqdm"},
 }
 
 

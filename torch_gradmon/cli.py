@@ -28,6 +28,7 @@ _GROUPS = {
         "diagnose": ".commands.diagnose",
         "why": ".commands.why",
         "diff": ".commands.diff",
+        "export": ".commands.export",
     },
     "check a model before it is trained": {
         "coordcheck": ".widths.command",

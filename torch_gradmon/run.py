@@ -15,6 +15,7 @@ import torch
 from . import names as n
 from .bulk import Bulk, events_in
 from .errors import display, nearest
+from .export.methods import ExportMethods
 from .names import Key, format_key, parse_key
 from .plan import evaluate_view
 from .record import Event, StepRecord, Table
@@ -40,7 +41,7 @@ def load_run(path: str | os.PathLike[str]) -> Run:
 _ROWS = "SELECT segment, step, columns, tensors, counts, same_as, data FROM rows JOIN layouts ON layout = id"
 
 
-class Run:
+class Run(ExportMethods):
     """A run on disk. Where a run was resumed or rolled back, later segments take the place of the steps that they repeat."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -42,7 +42,7 @@ class JsonlSink:
             self._file = self.path.open("a", encoding="utf-8")
             if broken:
                 self._file.write("\n")
-        row: dict[str, float | str] = {"step": step, **{key: _plain(value) for key, value in values.items()}}
+        row: dict[str, float | str] = {"step": step, **{key: plain(value) for key, value in values.items()}}
         row["step"] = step  # also where somebody logs a value of that name
         line = json.dumps(row, allow_nan=False)
         try:
@@ -77,7 +77,8 @@ def _abandon(file: IO[str]) -> None:
         pass
 
 
-def _plain(value: float) -> float | str:
+def plain(value: float) -> float | str:
+    """The value, or the string that stands for one that is not finite."""
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..bar import Bar
 from .arguments import check_arguments, check_recipe, whole_numbers
 from .preflight import expectations, survey
 from .recipe import Recipe, usual_loss
@@ -83,7 +82,7 @@ def width_sweep(
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         found = survey(recipe, sizes, numbers[0], probe_dtype)
         aims = expectations(expected, found.layers, found.optimizer)
-        with _Bar(len(sizes) * len(numbers), progress) as bar:
+        with Bar(len(sizes) * len(numbers), "width sweep", "run", progress) as bar:
             runs = list(run_all(recipe, sizes, numbers, steps, probe_dtype, bar.advance))
     kept = {name: _plain(given[name]) for name in ("optimizer", "lr", "lr_exponent", "expected")}
     settings = {"widths": sizes, "seeds": numbers, "steps": steps, **kept, "probe_dtype": str(probe_dtype).removeprefix("torch.")}
@@ -97,28 +96,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Real):
         return float(value)  # a number of NumPy is none of JSON
     return getattr(value, "__qualname__", repr(value)) if callable(value) else value
-
-
-class _Bar:
-    """A progress bar where tqdm is installed and somebody looks, and nothing elsewhere."""
-
-    def __init__(self, total: int, wanted: bool | None) -> None:
-        self._bar: Any = None
-        if wanted or (wanted is None and sys.stderr.isatty()):
-            try:
-                from tqdm import tqdm
-            except ImportError:
-                return
-            self._bar = tqdm(total=total, desc="width sweep", unit="run", leave=False)
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def advance(self) -> None:
-        """One run is done."""
-        if self._bar is not None:
-            self._bar.update()

@@ -1,0 +1,1 @@
+"""A run as tables for other programs: Parquet, CSV, JSON lines, Arrow and pandas."""

@@ -1,0 +1,68 @@
+"""Arrow and Parquet, by pyarrow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from torch import Tensor
+
+from .frames import Column, Field, Frame
+
+_TYPES = {
+    "whole": pa.int64(),
+    "real": pa.float64(),
+    "flag": pa.bool_(),
+    "time": pa.timestamp("us", "UTC"),
+    "word": pa.dictionary(pa.int32(), pa.string()),
+    "json": pa.string(),
+}
+
+
+class ParquetFile:
+    """Writes each part as a row group.
+
+    Args:
+        path: of the file.
+        fields: the columns.
+    """
+
+    def __init__(self, path: Path, fields: Sequence[Field]) -> None:
+        self._fields = fields
+        self._writer = pq.ParquetWriter(path, schema(fields), compression="zstd")
+
+    def write(self, columns: Sequence[Column]) -> None:
+        """Add rows."""
+        self._writer.write_batch(_batch(self._fields, columns))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+def schema(fields: Sequence[Field]) -> pa.Schema:
+    """The types of the columns."""
+    return pa.schema([(field.name, _TYPES[field.kind]) for field in fields])
+
+
+def table(frame: Frame) -> pa.Table:
+    """All rows, in memory. What is not there is null, and NaN is NaN."""
+    batches = [_batch(frame.fields, columns) for _, columns in frame.parts()]
+    return pa.Table.from_batches(batches, schema(frame.fields))
+
+
+def _batch(fields: Sequence[Field], columns: Sequence[Column]) -> pa.RecordBatch:
+    arrays = [_array(field, column) for field, column in zip(fields, columns, strict=True)]
+    return pa.record_batch(arrays, schema=schema(fields))
+
+
+def _array(field: Field, column: Column) -> pa.Array:
+    if not isinstance(column.values, Tensor):
+        return pa.array(column.values, pa.string())
+    mask = None if column.there is None else (~column.there).numpy()
+    values = column.values.contiguous().numpy()
+    if field.kind == "word":
+        return pa.DictionaryArray.from_arrays(pa.array(values, pa.int32()), pa.array(field.words, pa.string()))
+    return pa.array(values, _TYPES[field.kind], mask=mask, from_pandas=False)
