@@ -301,6 +301,7 @@ def test_common_steps_are_compared_and_the_others_told(base: Path, tmp_path: Pat
     assert {"gradmon/spike_score", "gradmon/clipped_share"} <= set(found.skipped)
     assert diff(base, seldom, strict=True).exit_code == 1
     assert diff(base, seldom, only="spike_score").exit_code == 1  # who asks for it gets it
+    assert "gradmon/spike_score" in diff(base, seldom, first=21).skipped  # of which steps before the first one tell, too
 
 
 def test_a_run_that_was_resumed_is_compared_by_its_last_word(base: Path, tmp_path: Path) -> None:
@@ -351,6 +352,34 @@ def test_a_tensor_without_a_gradient_in_one_run_is_told(tmp_path: Path) -> None:
     assert found.exit_code == 0
     assert [lone.gaps for lone in found.alone] == [{"gradient/v": (2, 2)}, {}]
     assert diff(tmp_path / "a", tmp_path / "b", strict=True).exit_code == 1
+
+
+@pytest.mark.parametrize("steps_at_a_time", [1, 8])
+def test_gaps_are_counted_wherever_they_are(steps_at_a_time: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch_gradmon.comparison.comparison._CELLS", 1 if steps_at_a_time == 1 else 1 << 20)
+    table = Table(("old.u", "old.v"), torch.ones(2, 8, dtype=torch.float64), ALL_COLUMNS)
+    for name, prefix, every in (("a", "old.", 2), ("b", "new.", 3)):
+        store = RunStore(tmp_path / name)
+        for step in range(12):
+            names = tuple(prefix + each[-1] for each in table.names)
+            tables = {"parameter": Table(names, table.rows, ALL_COLUMNS)}
+            values = {Key("", "x", ""): 1.0}
+            if step % every == 0:
+                tables["update"] = Table(names, table.rows, ALL_COLUMNS)
+                values |= {Key("", "seldom", ""): 2.0, Key("parameter", names[0], "mine"): 3.0}
+            store.log(StepRecord(step, 0.0, True, values, tables))
+        store.close()
+    found = diff(tmp_path / "a", tmp_path / "b", rename={"^old": "new"})
+    assert not found.parts
+    only_a, only_b = (2, 4, 8, 10), (3, 9)
+    gaps = {"update/{}.u", "update/{}.v", "seldom", "parameter/{}.u/mine"}
+    for lone, steps in zip(found.alone, (only_a, only_b), strict=True):
+        assert not lone.keys
+        assert lone.gaps == {key.format("old"): (len(steps), steps[0]) for key in gaps}
+    assert diff(tmp_path / "a", tmp_path / "b", rename={"^old": "new"}, strict=True).exit_code == 1
+    assert (
+        diff(tmp_path / "a", tmp_path / "b", rename={"^old": "new"}, strict=True, only="x$|norm", ignore="update").exit_code == 0
+    )
 
 
 # --- values --------------------------------------------------------------------------------------------------------------------------

@@ -85,7 +85,8 @@ def _diff(
     common = sorted(set(steps[0]) & set(steps[1]))
     if not common:
         raise ValueError(f"the runs have no step in common: the first has {_span(steps[0])}, the second {_span(steps[1])}")
-    rules = replace(rules, with_memory=all(_between(each, None, common[-1]) == common for each in steps))
+    before = [_between(run.steps, None, common[-1]) for run in (left, right)]
+    rules = replace(rules, with_memory=before[0] == before[1])
     comparison = Comparison(left, right, rules)
     scan = comparison.scan(common)
     began, last = scan.onset, scan.steps[-1]

@@ -56,6 +56,13 @@ class Sheet:
             return self
         return Sheet(tuple(self.keys[column] for column in chosen), self.values[:, chosen], self.there[:, chosen])
 
+    def with_absent(self, keys: Sequence[Key]) -> Sheet:
+        """The same with columns behind it of which there is nothing."""
+        if not keys:
+            return self
+        count = len(keys)
+        return Sheet((*self.keys, *keys), _padded(self.values, count, torch.nan), _padded(self.there, count, False))
+
     def overlaid(self, other: Sheet) -> Sheet:
         """Its values, and where ``other`` has one, that instead; keys that only ``other`` has come behind."""
         place = {key: column for column, key in enumerate(dict.fromkeys((*self.keys, *other.keys)))}

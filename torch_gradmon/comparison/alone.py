@@ -8,6 +8,7 @@ from .. import names as n
 from ..names import Key, format_key
 from ..run import Run
 from ..statistics.moments import VIEWS
+from ..window import COUNT
 from .order import FACTS
 from .result import Lone
 from .rules import Rules
@@ -24,9 +25,9 @@ def check_use(left: Run, right: Run, rules: Rules) -> None:
     """
     rules.check_use(
         (*left.keys(), *right.keys(), *map(format_key, FACTS)),
-        dict.fromkeys(key.name for key in _things(left) if key.source and key.name),
+        dict.fromkeys(key.name for key in things(left) if key.source and key.name),
     )
-    own, others = list(_things(left)), set(_things(right))
+    own, others = list(things(left)), set(things(right))
     taken: dict[Key, Key] = {}
     for key in own:
         first = taken.setdefault(rules.renamed(key), key)
@@ -45,8 +46,8 @@ def alone(
     left: Run, right: Run, rules: Rules, steps: tuple[Sequence[int], Sequence[int]], gaps: tuple[Gaps, Gaps]
 ) -> tuple[Lone, Lone]:
     """For each run the steps, tensors and values that the other one lacks."""
-    own = {rules.renamed(key): key for key in _things(left)}
-    others = {key: key for key in _things(right)}
+    own = {rules.renamed(key): key for key in things(left)}
+    others = {key: key for key in things(right)}
     return (
         Lone(_less(steps[0], steps[1]), tuple(_lacking(own, others, rules)), gaps[0]),
         Lone(_less(steps[1], steps[0]), tuple(_lacking(others, own, rules)), gaps[1]),
@@ -63,11 +64,20 @@ def _less(steps: Sequence[int], others: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(set(steps).difference(others)))
 
 
-def _things(run: Run) -> Iterator[Key]:
+def things(run: Run) -> Iterator[Key]:
     """Tensors, without a metric, and the keys of all that is no built-in statistic of them."""
     for source in run.sources:
         yield from (Key(source, name, "") for name in run.tensors(source))
     yield from run.scalars
+
+
+def thing_of(key: Key) -> Key | None:
+    """What of :func:`things` a value is of. None for a built-in statistic of a tensor, of which the count stands for all: some may be
+    measured less often than others.
+    """
+    if key.source not in n.TENSOR_SOURCES or key.metric not in (*VIEWS, COUNT):
+        return key
+    return key._replace(metric="") if key.metric == COUNT else None
 
 
 def _is_compared(key: Key, other: Key, rules: Rules) -> bool:

@@ -16,7 +16,8 @@ from ..loss_names import loss_among
 from ..names import Key, format_key
 from ..run import Run
 from ..statistics.moments import VIEWS
-from ..window import COUNT, Sheet, Window, is_of_layer
+from ..window import Sheet, Window, is_of_layer
+from .alone import thing_of, things
 from .matching import Compared, Pairing, compare
 from .order import CONTEXT, STAGES, Order, stage_of
 from .reading import of_noise, reading
@@ -48,6 +49,16 @@ class Scan:
     onset: int | None = None
     largest: tuple[float, int] = (0.0, -1)
     gaps: tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]] = field(default_factory=lambda: ({}, {}))
+
+
+class _Pairs(NamedTuple):
+    """The keys of two sheets, those that each of them is to get besides, and the pairing of all."""
+
+    left: tuple[Key, ...]
+    right: tuple[Key, ...]
+    more_left: tuple[Key, ...]
+    more_right: tuple[Key, ...]
+    pairing: Pairing
 
 
 class _Cell(NamedTuple):
@@ -97,7 +108,9 @@ class Comparison:
         tensors = {source: left.tensors(source) for source in left.sources}
         self._order = Order(tensors)
         self._width = sum(map(len, tensors.values())) * (len(VIEWS) + 1) + len(left.scalars)
-        self._pairings: dict[str, tuple[tuple[Key, ...], tuple[Key, ...], Pairing]] = {}
+        self._known = {rules.renamed(key): key for key in things(left)}
+        self._known_right = frozenset(things(right))
+        self._pairings: dict[str, _Pairs] = {}
 
     def scan(self, steps: Sequence[int]) -> Scan:
         """Look through ``steps``, which both runs have, up to the first in which they part."""
@@ -118,19 +131,30 @@ class Comparison:
     def _compared(self, steps: Sequence[int], thorough: bool) -> list[Compared]:
         """All sheets of ``steps`` over each other; unless ``thorough``, without those whose statistics are stored byte for byte alike."""
         left, right = (run.window(steps) for run in self._runs)
-        sources = [source for source in left.sources if source in right.sources]
+        sources = list(dict.fromkeys((*left.sources, *right.sources)))
         if not thorough and not self._rules.rename:
             sources = [source for source in sources if not left.is_like(right, source)]
         pairs = [(source, left.sheet(source), right.sheet(source)) for source in sources]
         pairs += [(_OTHERS, left.others, right.others), (CONTEXT, facts_of(left), facts_of(right))]
-        return [compare(a, b, self._pairing(source, a, b), self._rules.atol) for source, a, b in pairs]
+        return [self._compare(source, a, b) for source, a, b in pairs]
 
-    def _pairing(self, source: str, left: Sheet, right: Sheet) -> Pairing:
+    def _compare(self, source: str, left: Sheet, right: Sheet) -> Compared:
         known = self._pairings.get(source)
-        if known is None or known[:2] != (left.keys, right.keys):
-            known = (left.keys, right.keys, Pairing.of(left.keys, right.keys, self._rules))
-            self._pairings[source] = known
-        return known[2]
+        if known is None or (known.left, known.right) != (left.keys, right.keys):
+            known = self._pairings[source] = self._paired(left.keys, right.keys)
+        return compare(left.with_absent(known.more_left), right.with_absent(known.more_right), known.pairing, self._rules.atol)
+
+    def _paired(self, left: tuple[Key, ...], right: tuple[Key, ...]) -> _Pairs:
+        """What belongs together; also what one run has and the other lacks in these steps, though it has it in others."""
+        renamed = {self._rules.renamed(key) for key in left}
+        there = set(right)
+        more_right = tuple(key for key in renamed if key not in there and thing_of(key) in self._known_right)
+        lacking = [(key, thing_of(key)) for key in right if key not in renamed]
+        more_left = tuple(
+            key._replace(name=self._known[thing].name) for key, thing in lacking if thing is not None and thing in self._known
+        )
+        pairing = Pairing.of((*left, *more_left), (*right, *more_right), self._rules)
+        return _Pairs(left, right, more_left, more_right, pairing)
 
     def _note(self, found: Scan, steps: Sequence[int], sheets: Sequence[Compared]) -> None:
         parting = _first_row([sheet.parts for sheet in sheets])
@@ -151,9 +175,10 @@ class Comparison:
         for run, alone in enumerate((there[0] & ~there[1], there[1] & ~there[0])):
             for column in torch.nonzero(alone.any(0)).flatten().tolist():
                 key = sheet.pairing.keys[column]
-                if key.source in n.TENSOR_SOURCES and key.metric in VIEWS:
-                    continue  # the count stands for the built-ins, of which some may be measured less often than others
-                name = f"{key.source}/{key.name}" if key.metric == COUNT else format_key(key)
+                thing = thing_of(key)
+                if thing is None:
+                    continue
+                name = format_key(thing)
                 count, first = found.gaps[run].get(name, (0, steps[int(alone[:, column].int().argmax())]))
                 found.gaps[run][name] = (count + int(alone[:, column].sum()), first)
 
@@ -187,8 +212,7 @@ class Comparison:
 
     def growth(self, steps: Sequence[int]) -> dict[str, dict[int, float]]:
         """How far the loss and norms of the whole model are apart in these steps, by key; relative, infinite for what is not finite."""
-        left, right = (run.window(steps).others for run in self._runs)
-        sheet = compare(left, right, self._pairing(_OTHERS, left, right), self._rules.atol)
+        sheet = self._compare(_OTHERS, *(run.window(steps).others for run in self._runs))
         keys = sheet.pairing.keys
         wanted = [loss_among(keys), *(Key(n.SUMMARY, "", name) for name in _OF_GROWTH)]
         found: dict[str, dict[int, float]] = {}
