@@ -72,6 +72,10 @@ class Budget:
             self._decide(share)
             self._begin(spent, now)
 
+    def anew(self, spent: float, now: float) -> None:
+        """Somebody else has said which steps are monitored, and what these cost tells nothing; from here on it counts again."""
+        self._begin(spent, now)
+
     def _begin(self, spent: float, now: float) -> None:
         self._spent_before, self._since, self._monitored = spent, now, 0
 

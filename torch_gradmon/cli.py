@@ -29,6 +29,7 @@ _GROUPS = {
         "why": ".commands.why",
         "diff": ".commands.diff",
         "export": ".commands.export",
+        "tune": ".commands.tune",
     },
     "check a model before it is trained": {
         "coordcheck": ".widths.command",

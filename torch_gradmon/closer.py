@@ -35,15 +35,21 @@ class CloserLook:
         """Whether the next step is one of them."""
         return self._left > 0
 
+    @property
+    def may_hang(self) -> bool:
+        """Whether modules may get hooks in the middle of a run. Not where anything was compiled since there is a monitor, for that
+        may be the model, whose graph would not call them, or would be compiled again.
+        """
+        module = self._planner.module
+        return module is not None and compiled_graphs() <= self._graphs and not is_compiled(module)
+
     def begin(self) -> bool:
         """A spike came: look closer from the next step on. Returns whether hooks are to be hung for it.
 
-        No metrics are lent where anything was compiled since there is a monitor, for that may be the model, and one whose modules
-        get hooks would be compiled again.
+        No metrics are lent where modules may not get hooks.
         """
         self._left = self._steps
-        module = self._planner.module
-        if not self._steps or self._lends or compiled_graphs() > self._graphs or module is None or is_compiled(module):
+        if not self._steps or self._lends or not self.may_hang:
             return False
         registry = self._planner.registry
         registry.lend([registry.make(source, name, shown=False) for source, names in _METRICS.items() for name in names])

@@ -22,6 +22,10 @@ from .step import SKEW, StepBuffer
 
 #: Something that all ranks exchange: a tensor by source and name, or a value by source, name, metric and how it merges.
 Entry = tuple[str, ...]
+#: Columns of the row that tells of the exchange itself, in which the first rank may tell the others something; nobody else uses them.
+_WORD = [Column.COUNT, Column.ABS_SUM, Column.SQUARE_SUM, Column.NEAR_ZERO, Column.NONFINITE]
+#: As many numbers, when it has nothing to say.
+SILENCE: tuple[float, ...] = (0.0,) * len(_WORD)
 #: Of each source the names of the tensors whose rows are exchanged, and the columns.
 Tensors = Mapping[str, tuple[Sequence[str], frozenset[Column]]]
 
@@ -44,6 +48,10 @@ class Exchange:
     Args:
         ranks: that tell each other.
         complaints: where it is said that others are missing.
+
+    Attributes:
+        word: what this rank has to say to all, in five numbers whose sum over ranks is taken: so one rank at most says anything.
+        heard: what was said in the last exchange of a monitored step, the same on all ranks; whoever reads it sets it back.
     """
 
     def __init__(self, ranks: Ranks, complaints: Complaints) -> None:
@@ -54,6 +62,7 @@ class Exchange:
         self._entries: list[Entry] = []
         self.takes_place = False  # whether there was any exchange
         self.shares_values = False  # whether all ranks have told each other values of their batches
+        self.word = self.heard = SILENCE
 
     def run(
         self,
@@ -85,6 +94,8 @@ class Exchange:
         has_new = identity(int(shares_values))
         has_new[:, Column.SUM] = float(not mine.keys() <= set(self._entries))
         has_new[:, [Column.MIN, Column.MAX]] = float(buffer.step)
+        if may_extend and self.word is not SILENCE:
+            has_new[:, _WORD] = torch.tensor(self.word, dtype=torch.float64, device="cpu")
         known = [buffer.rows_or_none(source, names) for source, (names, _) in tensors.items()]
         merged = self._merged([has_new, *known, *_rows(mine, self._entries)], columns)
         start = len(has_new)
@@ -96,8 +107,11 @@ class Exchange:
         self.takes_place = True
         if shares_values:
             buffer.noted[SKEW] = merged[0, Column.MAX] - merged[0, Column.MIN]
-        if shares_values and may_extend and bool(merged[0, Column.SUM] > 0):
-            self._extend(buffer, mine)
+        if shares_values and may_extend:
+            told = merged[0].tolist()
+            self.heard = tuple(told[column] for column in _WORD)
+            if told[Column.SUM] > 0:
+                self._extend(buffer, mine)
 
     def _extend(self, buffer: StepBuffer, mine: Mapping[Entry, Tensor]) -> None:
         """Some rank has something new."""
@@ -121,6 +135,10 @@ class Exchange:
                 self._complaints.add(f"ranks:{what}", _ALONE[what])
                 self.ranks.is_alone |= what == "tensors"
         return self._agreed[what]
+
+    def is_refused(self, what: str) -> bool:
+        """Whether it is known by now that not every rank takes part."""
+        return self._agreed.get(what) is False
 
     def _shared(self, buffer: StepBuffer, watches: Callable[[Key], bool]) -> dict[Entry, Tensor]:
         """What this rank has of what is not in the plan."""

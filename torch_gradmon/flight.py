@@ -45,6 +45,9 @@ class Flight:
         late: where values that were logged after its end are merged.
         late_departure: the same on their way, once the next step has begun.
         refusals_after: steps that were neither monitored nor applied, between this one and the next one monitored.
+        tuned: the live change of detail that it was measured under, if any.
+        judged: whether detectors are to judge it. Not where this rank alone has monitored it, for what a spike brings about has to
+            come about on all ranks.
     """
 
     departure: Departure
@@ -61,6 +64,8 @@ class Flight:
     late: StepBuffer | None = None
     late_departure: Departure | None = None
     refusals_after: int = 0
+    tuned: Mapping[str, Any] | None = None
+    judged: bool = True
 
     @property
     def step(self) -> int:
@@ -72,7 +77,7 @@ class Flight:
         ledger.knows(self.inventory.matrices, self.inventory.kinds)
         record, signals = self.record(ledger.summary, ledger.layers, registry)
         try:
-            ledger.enter(record, signals, self.departure.buffer)
+            ledger.enter(record, signals, self.departure.buffer, self.judged)
         finally:  # where a spike raises
             if self.late is not None:
                 departure = self.late_departure or self.late.depart()
@@ -132,6 +137,8 @@ class Flight:
             context["lr"] = list(rates.values())
         if self.act is not None:
             context.update(self.act.context())
+        if self.tuned is not None:
+            context["tuned"] = dict(self.tuned)
         if self.tags:
             context["tags"] = self.tags
         return context

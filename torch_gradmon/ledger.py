@@ -28,6 +28,9 @@ from .summary import Summary
 
 #: Of skipped steps in a row, those that are worth a warning.
 _TOLD = frozenset({1, 2, 3, 4, 10, 30, 100, 300, 1000, 3000, 10_000})
+_NOT_JUDGED = (
+    "only this rank has monitored the step, which no detector judges: what follows from a spike has to follow on all ranks"
+)
 _NO_SIGNAL = "no step so far has it; log it with log_scalar(), or add the metric that it is a key of"
 
 
@@ -65,15 +68,22 @@ class Ledger:
         self.matrices: Mapping[str, int] = {}
         self.kinds: Mapping[str, str] = {}
         self._late: StepBuffer | None = None
+        self._is_judged = True  # whether the last step is
         self._signals: Mapping[str, float] = {}
         self.spiked_in: int | None = None  # a step that makes a closer look worth while, until somebody has taken note of it
         self._preset_signals: set[str] = set()
 
-    def enter(self, record: StepRecord, signals: Mapping[str, float], buffer: StepBuffer) -> None:
-        """A step has ended with ``record``; ``signals`` are its whole-model values, ``buffer`` what it was made of."""
-        self.absent = buffer.absent
-        self.judges.begin(record, self.absent)
-        record, events = self._judged(record, signals)
+    def enter(self, record: StepRecord, signals: Mapping[str, float], buffer: StepBuffer, judged: bool = True) -> None:
+        """A step has ended with ``record``; ``signals`` are its whole-model values, ``buffer`` what it was made of. ``judged``: by
+        the detectors, which otherwise learn nothing of it.
+        """
+        self.absent, self._is_judged = buffer.absent, judged
+        events: list[Event] = []
+        if judged:
+            self.judges.begin(record, self.absent)
+            record, events = self._judged(record, signals)
+        else:
+            self.absent[SUMMARY, "spike_score"] = _NOT_JUDGED
         self._late = buffer.scalars()
         self._keep(record)
         self.fill(self.judges.taken_recalled())
@@ -124,16 +134,20 @@ class Ledger:
         """Nothing more can come for the step that has ended: judge the signals that came late, and send it out."""
         if self.last is not None and self._late is not None:
             self._late = None
-            self._judge_again(self.last)
-            self._warn(self.judges.aftermath(self.last, self._signals))
-            for signal in self.judges.unheard():
-                why = self.absent.get((SUMMARY, signal.removeprefix(f"{SUMMARY}/")), _NO_SIGNAL)
-                self._guard.complaints.add(f"signal:{signal}", f"the spike detector of {signal} has nothing to judge: {why}")
+            if self._is_judged:
+                self._finish_judging(self.last)
         self.outbox.publish()
+
+    def _finish_judging(self, record: StepRecord) -> None:
+        self._judge_again(record)
+        self._warn(self.judges.aftermath(self.last or record, self._signals))
+        for signal in self.judges.unheard():
+            why = self.absent.get((SUMMARY, signal.removeprefix(f"{SUMMARY}/")), _NO_SIGNAL)
+            self._guard.complaints.add(f"signal:{signal}", f"the spike detector of {signal} has nothing to judge: {why}")
 
     def judge_late(self) -> None:
         """Judge the signals that came late so far, of the step that has ended, before its record is finished."""
-        if self.last is not None and self._late is not None:
+        if self.last is not None and self._late is not None and self._is_judged:
             self._judge_again(self.last)
 
     def _judge_again(self, record: StepRecord) -> None:

@@ -328,4 +328,5 @@ class MetricMethods:
         self._registry.replace_hidden(made)
         self._session.ledger.summary.keys = preset.keys
         self._session.ledger.add_detector(SpikeDetector(), of_preset=True)
+        self._session.ledger.outbox.note(preset=name)
         self._planner.changed()

@@ -46,13 +46,14 @@ from .sinks.wandb import WandbSink
 from .spikes.detector import SpikeDetector
 from .statistics.backend import Statistics
 from .statistics.eager import DEFAULT_EPS
+from .tune_methods import TuneMethods
 from .value_methods import ValueMethods
 
 #: Parts of a state that one of a monitor that did not act on spikes, or of an earlier version, has not.
 _NEWER = {"attempted", "acting", "clipping"}
 
 
-class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
+class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods, TuneMethods):
     """Watches a module while it trains.
 
     Args:
@@ -170,7 +171,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods):
             planner.watch(module)  # raises what there is to raise before a run directory is made
         if run_dir is not None and log_on_all_ranks and ranks.count > 1:
             run_dir = os.path.join(run_dir, f"rank{ranks.rank}")
-        meta = {"torch": torch.__version__, "eps": eps}
+        meta = {"torch": torch.__version__, "eps": eps, "every": None if monitor_step_fn is not None else every or 1}
         outbox = Outbox(complaints, None if inert else run_dir, meta, lambda: not (log_on_all_ranks or ranks.is_first))
         guard = Guard(complaints, inert)
         budget = None if overhead_budget is None else Budget(overhead_budget, is_monitored, complaints)

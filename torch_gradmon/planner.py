@@ -20,7 +20,8 @@ from .registry import Registry
 from .summary import Summary
 
 _GRADIENTS = frozenset({n.GRADIENT, n.GRADIENT_BEFORE_CLIP})
-_OF_MODULES = frozenset({*n.MODULE_SOURCES, *n.RCC_SOURCES, *n.ATTENTION_SOURCES.values()})
+#: Sources of what modules take and return.
+OF_MODULES = frozenset({*n.MODULE_SOURCES, *n.RCC_SOURCES, *n.ATTENTION_SOURCES.values()})
 
 
 class Planner:
@@ -125,12 +126,12 @@ class Planner:
 
     def module_metrics(self) -> list[Metric]:
         """The metrics of what modules take and return, and of attention, in the order in which they were added."""
-        return [metric for metric in self.registry.metrics if metric.source in _OF_MODULES]
+        return [metric for metric in self.registry.metrics if metric.source in OF_MODULES]
 
     @property
     def measures_batches(self) -> bool:
         """Whether anything is measured of a rank's own batches, but for what a spike has lent."""
-        return self.measures_each_batch or any(metric.source in _OF_MODULES for metric in self.registry.own)
+        return self.measures_each_batch or any(metric.source in OF_MODULES for metric in self.registry.own)
 
     def local_positions(self) -> list[int]:
         """Positions of the parameters whose micro-batch gradients anybody wants, whatever the step; not those that are spread over
@@ -158,4 +159,4 @@ def _matchable(inventory: Inventory) -> dict[str, Sequence[str]]:
     modules = list(inventory.modules)
     found: dict[str, Sequence[str]] = dict.fromkeys(n.PARAMETER_SOURCES, parameters)
     # the root, which comes first, gets the same inputs as the reference, so of it there is nothing to take apart
-    return {**found, **dict.fromkeys(_OF_MODULES, modules), **dict.fromkeys(n.RCC_SOURCES, modules[1:])}
+    return {**found, **dict.fromkeys(OF_MODULES, modules), **dict.fromkeys(n.RCC_SOURCES, modules[1:])}

@@ -79,6 +79,9 @@ class Registry:
     def __init__(self, built_ins: Mapping[str, Mapping[str, BuiltIn]]) -> None:
         self.built_ins = built_ins
         self.metrics: tuple[Metric, ...] = ()
+        self._asked: tuple[Metric, ...] = ()  # what the script asked for, its preset's among it
+        self._instead: tuple[Metric, ...] | None = None
+        self._is_shared = False
         self._lent: tuple[Metric, ...] = ()
         self._once_lent: set[tuple[str, str]] = set()
 
@@ -160,33 +163,54 @@ class Registry:
         """
         asked_for = {(metric.source, metric.name) for metric in new}
         # what a preset added out of sight makes way for what somebody asks for
-        kept = tuple(metric for metric in self.metrics if metric.shown or (metric.source, metric.name) not in asked_for)
+        kept = tuple(metric for metric in self._asked if metric.shown or (metric.source, metric.name) not in asked_for)
         candidates = kept + tuple(new)
         _refuse_overlaps(candidates, new, tensors)
-        self.metrics = candidates
+        self._asked = candidates
+        self._compose()
 
     def replace_hidden(self, new: Sequence[Metric]) -> None:
         """Let ``new`` take the place of all metrics that are not shown; what is there by name already stays as it is."""
-        shown = tuple(metric for metric in self.metrics if metric.shown)
-        known = {(metric.source, metric.name) for metric in shown}
-        self.metrics = shown + tuple(metric for metric in new if (metric.source, metric.name) not in known)
+        shown = tuple(metric for metric in self._asked if metric.shown)
+        self._asked = shown + _unknown(new, shown)
+        self._compose()
 
     def lend(self, new: Sequence[Metric]) -> None:
         """Add ``new``, out of sight, until :meth:`take_back`; what is there by source and name already stays as it is."""
-        known = {(metric.source, metric.name) for metric in self.metrics}
-        self._lent = tuple(metric for metric in new if (metric.source, metric.name) not in known)
-        self._once_lent |= {(metric.source, metric.name) for metric in self._lent}
-        self.metrics += self._lent
+        self._lent = tuple(new)
+        self._compose()
 
     def take_back(self) -> None:
         """End what :meth:`lend` began."""
-        self.metrics = tuple(metric for metric in self.metrics if metric not in self._lent)
         self._lent = ()
+        self._compose()
+
+    def stand_in(self, new: Sequence[Metric] | None, shared: bool = False) -> None:
+        """Let ``new``, none of which is shown, stand in for all metrics that are not shown, until this is called with None. What is
+        added meanwhile stays. Of several that are called the same the first one counts. ``shared``: every rank does the same.
+        """
+        first = {(metric.source, metric.name): metric for metric in reversed(new or ())}
+        self._instead, self._is_shared = None if new is None else tuple(first.values())[::-1], shared
+        self._compose()
+
+    def _compose(self) -> None:
+        found = self._asked
+        if self._instead is not None:
+            shown = tuple(metric for metric in found if metric.shown)
+            found = shown + _unknown(self._instead, shown)
+        lent = _unknown(self._lent, found)
+        self._once_lent |= {(metric.source, metric.name) for metric in (*(self._instead or ()), *lent)}
+        self.metrics = found + lent
+
+    @property
+    def unseen(self) -> tuple[Metric, ...]:
+        """What the script asked for and is not shown."""
+        return tuple(metric for metric in self._asked if not metric.shown)
 
     @property
     def own(self) -> tuple[Metric, ...]:
-        """The metrics without those that were lent."""
-        return tuple(metric for metric in self.metrics if metric not in self._lent)
+        """The metrics that every rank has: all that the script asked for, and what stands in for it on all of them."""
+        return self._asked + (self._instead or ()) if self._is_shared else self._asked
 
     def hidden(self) -> set[tuple[str, str]]:
         """Source and name of the metrics that are not shown, or were lent: their last values may still be on their way."""
@@ -220,6 +244,12 @@ def checked_aggregation(aggregation: str | Callable[..., Any] | None, argument: 
     if not isinstance(aggregation, str) and not callable(aggregation):
         raise TypeError(f"{argument} must be callable or one of {', '.join(REDUCERS)}, got {display(aggregation)}")
     return aggregation
+
+
+def _unknown(new: Iterable[Metric], known: Iterable[Metric]) -> tuple[Metric, ...]:
+    """Those of ``new`` that are not ``known`` by source and name."""
+    names = {(metric.source, metric.name) for metric in known}
+    return tuple(metric for metric in new if (metric.source, metric.name) not in names)
 
 
 def _refuse_overlaps(metrics: Sequence[Metric], new: Iterable[Metric], tensors: Mapping[str, Sequence[str]] | None) -> None:

@@ -27,7 +27,7 @@ from .capture.parameters import ParameterCapture
 from .capture.scaling import reciprocal, scale_of
 from .clips import Clips
 from .closer import CloserLook
-from .exchange import Exchange
+from .exchange import SILENCE, Exchange
 from .flight import Flight, Flights
 from .follower import Follower
 from .guard import Guard, guarded
@@ -44,6 +44,7 @@ from .sinks.outbox import Outbox
 from .step import StepBuffer
 from .step_exchange import StepExchange
 from .step_values import StepValues
+from .tuning import Tuning
 
 
 class Session(StepValues):
@@ -72,6 +73,7 @@ class Session(StepValues):
         self._stride = 1  # from one step's number to the next one's
         self.budget = budget
         self.closer = closer
+        self.tuning = Tuning(planner, ledger, self.together, lambda: closer.may_hang, guard.complaints)
         self.guard = guard
         self.planner = planner
         self.ledger = ledger
@@ -98,6 +100,7 @@ class Session(StepValues):
         self._unseen_refusals: Tensor | None = None
         self._armed_for: tuple[int, bool] | None = None
         self._records_only = False  # the open step is not monitored, but recorded in case of a spike
+        self._apart = False  # other ranks do not monitor it
         self._asked: tuple[int, bool] | None = None
 
     # --- the step ------------------------------------------------------------------------------------------------------------
@@ -106,6 +109,10 @@ class Session(StepValues):
         """Open ``step``; a step still open ends first. Returns whether it is monitored."""
         self.end()
         self._flights.now = step
+        is_tuned = self.tuning.is_awake
+        if is_tuned:
+            self.tuning.asked_between()
+            self._change_detail(step)
         self.finish()
         self.recorder.close()
         if self.step is not None and step <= self.step:
@@ -114,6 +121,8 @@ class Session(StepValues):
             self.ledger.outbox.goes_back(step)  # where a run is continued
         self._stride = max(1, step - self.step) if self.step is not None else 1
         self.step, self.next_step, self.open = step, step + 1, True
+        if is_tuned:
+            self.tuning.step_began(step, self._stride)
         self.clips.step_opened()
         if self.actor is not None:
             self.actor.step_opened(self.planner.module, [] if self.follower is None else self.follower.optimizers())
@@ -123,6 +132,7 @@ class Session(StepValues):
         tags, self._tags = self._tags, {}
         monitored = self._is_monitored(step)
         self._records_only = not monitored and self._is_recorded()
+        self._apart = monitored and self.tuning.is_alone and not self.closer.goes_on and self._asked != (step, True)
         if monitored or self._records_only:
             self._tags = tags
             self._prepare(step)
@@ -151,17 +161,19 @@ class Session(StepValues):
             return True
         if self._asked is None or self._asked[0] != step:  # once for each step, since the answer need not stay the same
             self._asked = step, bool(self.is_step_monitored(step))
-        return self._asked[1]
+        return self._asked[1] if self.tuning.in_force is None else self.tuning.cadence(step, self._asked[1])
 
     def would_monitor(self, step: int) -> bool:
-        """Whether ``step`` is monitored by the cadence, or as one of the steps after a spike."""
+        """Whether ``step`` is monitored by the cadence, or as one of the steps after a spike or under a live change."""
         if self.step is not None and step <= self.step:
             is_open = self.open and step == self.step and self.takes_values and not self._records_only
             return (
                 is_open or self.has_just_monitored(step) or self.ledger.was_monitored(step) or bool(self.is_step_monitored(step))
             )
         ahead = step - self.next_step if self.step is None else (step - self.step - 1) // self._stride
-        return ahead < self.closer.left or bool(self.is_step_monitored(step))
+        asked = bool(self.is_step_monitored(step))
+        is_tuned = self.tuning.left is None or ahead < self.tuning.left - self.open
+        return ahead < self.closer.left or (self.tuning.cadence(step, asked) if is_tuned else asked)
 
     def _is_recorded(self) -> bool:
         wanted = bool(self.recorder.size) or (self.actor is not None and self.follower is not None)
@@ -227,22 +239,50 @@ class Session(StepValues):
         if not self.open:
             return
         self.open, self.ledger.last, self._ended = False, None, self.step
+        self.tuning.look()
         monitored = self._buffer is not None and not self._records_only
-        if monitored:
-            closer_ends = self.closer.step_ended()
-            try:
-                self._end_monitored()
-            finally:  # where a spike raises
-                self._look_closer(closer_ends)
-        else:
-            self._end_unmonitored(self.follower is not None and self.follower.refused)
-        if self.budget is not None and self.step is not None:
-            self.budget.step_ended(self.step, monitored, self.guard.spent(), time.perf_counter())
+        try:
+            self._end(monitored)
+        finally:  # ranks change together, whatever failed on one of them
+            if self.budget is not None and self.step is not None and not self.tuning.sets_cadence:
+                self.budget.step_ended(self.step, monitored, self.guard.spent(), time.perf_counter())
+            if self.tuning.is_awake:
+                self.tuning.step_ended()
+                self._change_detail(self.next_step)
         rests = self._armed_for is None or not self._armed_for[1]
         if self.follower is not None and not self.by_hand and rests and self._is_monitored(self.next_step):
             self._arm()  # the first thing seen of the next step may be its backward pass
         if self.activations.has_graphs and not self.by_hand:  # or its forward, in a compiled graph
             self.activations.let_through(self._is_monitored(self.next_step))
+
+    def _end(self, monitored: bool) -> None:
+        refused = self.follower is not None and self.follower.refused
+        if not monitored:
+            self._end_unmonitored(refused)
+            return
+        closer_ends = self.closer.step_ended()
+        try:
+            self._end_monitored(refused)
+            if self._apart:
+                self._pass_by(refused)
+        finally:  # where a spike raises
+            self._look_closer(closer_ends)
+
+    def _change_detail(self, step: int) -> None:
+        """Measure what a live change says from ``step`` on, the next one, where one begins or ends there."""
+        if not self.tuning.is_due(step):
+            return
+        try:
+            self.settle()  # what was measured before is told as it was measured
+        finally:
+            if self.budget is not None and self.tuning.sets_cadence:
+                self.budget.anew(self.guard.spent(), time.perf_counter())
+            self.tuning.change(step, self._ended)
+            self._disarm()
+            module, inventory = self.planner.module, self.planner.inventory
+            if self.activations.hangs and module is not None and inventory is not None:  # where they may not all go
+                metrics = self.planner.module_metrics()
+                self.activations.install(module, inventory, metrics, self.planner.version, has_mixin(module))
 
     def _close(self) -> tuple[StepBuffer, Inventory, dict[str, Any]]:
         """Nothing more is measured in this step: its values, the model as it was, and what the loop said of it."""
@@ -257,7 +297,10 @@ class Session(StepValues):
             if self.follower is not None:
                 self.follower.step_closed()
         finally:  # whatever failed here: the other ranks wait
-            self.together.run(buffer, self._plans, may_extend=not self._records_only)
+            may_extend = not (self._records_only or self._apart)
+            self.together.run(buffer, self._plans, may_extend, takes_part=not self._apart or self._is_recorded())
+            if self.together.exchange.heard is not SILENCE:
+                self.tuning.is_awake = True
             self._flights.lockstep = self.together.exchange.takes_place
             if self.budget is not None and self._flights.lockstep:
                 self.budget.give_up("ranks that tell each other values have to monitor the same steps")
@@ -268,11 +311,15 @@ class Session(StepValues):
             buffer, inventory, tags = self._close()
             found = self.recorder.keep(buffer, self._plans, inventory, refused, tags, self._flights.oldest)
             self.ledger.fill(found)
-            if self.actor is not None and self.actor.known is not None and not refused:
-                self.ledger.learn(*self.actor.known)
         self._tags = {}
         if refused:
             self._flights.count_refusal()
+        self._pass_by(refused)
+
+    def _pass_by(self, refused: bool) -> None:
+        """What detectors learn of a step that they do not judge."""
+        if self.actor is not None and self.actor.known is not None and not refused:
+            self.ledger.learn(*self.actor.known)
         judges = self.ledger.judges
         if refused or judges.refused:
             judges.ended(applied=not refused)
@@ -280,9 +327,8 @@ class Session(StepValues):
                 self.ledger.spiked_in = self.step
                 self._look_closer(False)
 
-    def _end_monitored(self) -> None:
+    def _end_monitored(self, refused: bool) -> None:
         buffer, inventory, tags = self._close()
-        refused = self.follower is not None and self.follower.refused
         evaluate = self.activations.values.evaluator()
         departure = buffer.depart()
         cost, ranks = self.guard.cost(), self.measurer.ranks.count
@@ -290,7 +336,21 @@ class Session(StepValues):
         if self.actor is not None:
             act, skipped = self.actor.act, self.actor.skipped
         self._flights.start(
-            Flight(departure, self._plans, inventory, evaluate, refused, self._groups(), tags, cost, ranks, act, skipped)
+            Flight(
+                departure,
+                self._plans,
+                inventory,
+                evaluate,
+                refused,
+                self._groups(),
+                tags,
+                cost,
+                ranks,
+                act,
+                skipped,
+                tuned=self.tuning.context,
+                judged=not self._apart,
+            )
         )
 
     def settle(self) -> None:
@@ -352,7 +412,7 @@ class Session(StepValues):
             return self.actor.decide(self._buffer, self._plans, view)
         finally:
             if self.actor.act is not None:
-                self._records_only = False  # what is done about a step is recorded, whatever the cadence
+                self._records_only = self._apart = False  # what is done about a step is recorded, whatever the cadence
             if self.actor.skips:
                 self.clips.put_back()
 
@@ -463,6 +523,7 @@ class Session(StepValues):
             self.audit.tell()
         finally:
             self.together.leaving = False
+            self.tuning.leave(self._ended)
 
     def detach(self) -> None:
         """End the step, send what waits, and take every hook away."""

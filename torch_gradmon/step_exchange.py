@@ -39,23 +39,50 @@ class StepExchange:
         metrics = [(m.source, m.name, m.pattern.pattern, m.every) for m in self._planner.registry.own]
         return [inventory.names, sorted(inventory.spread), metrics, sorted(self._ledger.summary.shown)]
 
-    def run(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], may_extend: bool) -> None:
-        """The step of ``buffer`` ends. ``may_extend``: whether the list of what is shared may grow."""
-        if self.leaving:
-            self._refuse(buffer, plans)
+    @property
+    def _is_spread(self) -> bool:
+        inventory = self._planner.inventory
+        return inventory is not None and bool(inventory.spread)
+
+    @property
+    def _has_values(self) -> bool:
+        """Whether values go along where ranks meet: a rank cannot know whether the others have any."""
+        return self._is_spread or self.reduces or self._planner.measures_batches or self._ledger.judges.watches_values
+
+    @property
+    def meets(self) -> bool:
+        """Whether this rank tells others anything when a monitored step ends."""
+        what = "tensors" if self._is_spread else "values"
+        return self.exchange.ranks.count > 1 and self._has_values and not self.exchange.is_refused(what)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether this rank cannot even measure without the others, since they have parts of its tensors."""
+        inventory = self._planner.inventory
+        return self.exchange.ranks.count > 1 and inventory is not None and (inventory.on_mesh or self._is_spread)
+
+    def run(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], may_extend: bool, takes_part: bool = True) -> None:
+        """The step of ``buffer`` ends.
+
+        Args:
+            buffer: its values.
+            plans: what was to be measured.
+            may_extend: whether the list of what is shared may grow, and the first rank say something.
+            takes_part: False in a step that the other ranks do not monitor.
+        """
+        if self.leaving or not takes_part:
+            why = "the run ended in the middle of the step" if self.leaving else "the step was not one of all ranks"
+            self._refuse(buffer, plans, why)
             return
         wanted = {source: (plan.exchanged, plan.columns) for source, plan in plans.items() if plan.exchanged}
         if n.UPDATE in wanted:
             wanted[n.UPDATE_BASE] = wanted[n.UPDATE][0], SQUARES
-        judges, inventory = self._ledger.judges, self._planner.inventory
-        # where ranks meet anyway, values go along whether anybody has any: a rank cannot know what the others have
-        spread = inventory is not None and bool(inventory.spread)
-        shares = spread or self.reduces or self._planner.measures_batches or judges.watches_values
-        self.exchange.run(buffer, wanted, shares, judges.watches, may_extend)
+        judges = self._ledger.judges
+        self.exchange.run(buffer, wanted, self._has_values, judges.watches, may_extend)
         judges.hears_late = not self.exchange.shares_values
 
-    def _refuse(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan]) -> None:
+    def _refuse(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], why: str) -> None:
         if self.exchange.ranks.count > 1:
             for source, plan in plans.items():
                 if plan.exchanged:
-                    buffer.refuse_all(source, "the run ended in the middle of the step")
+                    buffer.refuse_all(source, why)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
+from .change import in_words
 from .names import SUMMARY, Key, format_key, parse_key
 from .record import Event, StepRecord
 from .spikes import aftermath
@@ -131,6 +132,8 @@ def _heading(source: Source, step: int, events: Sequence[Event]) -> Iterator[str
         yield f"  {action}"
     elif not applied:
         yield "  the step was not applied"
+    if tuned := context.pop("tuned", None):
+        yield f"  measured under a live change of detail (gradmon tune, number {tuned['number']}): {in_words(tuned)}"
     tags, norms = context.pop("tags", {}), context.pop("batch_norms", {})
     facts = {name: value for name, value in {**tags, **context}.items() if name not in ("time", "overhead_pct")}
     if facts:

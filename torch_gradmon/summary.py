@@ -100,7 +100,8 @@ class Summary:
     """
 
     def __init__(self, keys: Iterable[str] = (), all_columns: bool = False) -> None:
-        self.keys = tuple(keys)
+        self._keys = tuple(keys)
+        self._instead: tuple[str, ...] | None = None
         self.more: tuple[str, ...] = ()
         self.signals: set[str] = set()
         self.all_columns = all_columns
@@ -108,6 +109,19 @@ class Summary:
         self.nonfinite = 0  # steps whose gradients held NaN or Inf
         self.batches: Batches | None = None
         self._clips: deque[tuple[bool, bool]] = deque(maxlen=WINDOW)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The names of a preset's values: the script's, or one that stands in for it."""
+        return self._keys if self._instead is None else self._instead
+
+    @keys.setter
+    def keys(self, keys: Iterable[str]) -> None:
+        self._keys = tuple(keys)
+
+    def stand_in(self, keys: Iterable[str] | None) -> None:
+        """Let ``keys`` stand in for those of the script's preset, until this is called with None."""
+        self._instead = None if keys is None else tuple(keys)
 
     @property
     def shown(self) -> tuple[str, ...]:

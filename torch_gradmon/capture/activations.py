@@ -172,6 +172,11 @@ class ActivationCapture:
         return bool(self.reference) or any(metric.source in n.ATTENTION_SOURCES.values() for metric in metrics)
 
     @property
+    def hangs(self) -> bool:
+        """Whether any hook is on a module."""
+        return self._hooks.on_root or self._hooks.on_parts
+
+    @property
     def may_rest(self) -> bool:
         """Whether hooks may go while steps are not monitored; until a forward was seen nobody knows, since it may be compiled."""
         return self._passes.forward_seen and self._hooks.may_rest

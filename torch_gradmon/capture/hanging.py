@@ -92,6 +92,8 @@ class HungHooks:
         if needs_root and (new or not self._after_root):  # behind the hook on the root's own output
             self._after_root.remove()
             self._after_root.add(root.register_forward_hook(ModuleHook(self._of_root.root_ended), always_call=True))
+        if not needs_root:
+            self._leave_root()
         self.has_compiled_parts = is_compiled(root)
         self.left_out = _left_out(root, inventory)
         return True
@@ -138,8 +140,11 @@ class HungHooks:
             handle.remove()
         self._hooks, self.taps, self._version = {}, {}, None
         if not stays_on_root:
-            self._before_root.remove()
-            self._after_root.remove()
+            self._leave_root()
+
+    def _leave_root(self) -> None:
+        self._before_root.remove()
+        self._after_root.remove()
 
 
 def _wanted(inventory: Inventory, metrics: Sequence[Metric]) -> Mapping[_Place, nn.Module]:

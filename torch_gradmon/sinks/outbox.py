@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from ..errors import Complaints, GradmonWarning
@@ -57,6 +58,11 @@ class Outbox:
         return self._run_dir is not None
 
     @property
+    def directory(self) -> Path | None:
+        """The run directory of this rank, or of the one that speaks for it."""
+        return None if self._run_dir is None else Path(self._run_dir)
+
+    @property
     def place(self) -> str:
         """The run directory in words, empty without one."""
         return f"the run directory {os.fspath(self._run_dir)!r}" if self._run_dir is not None else ""
@@ -73,7 +79,7 @@ class Outbox:
     def note(self, **facts: Any) -> None:
         """Add facts about the run."""
         self._meta.update(facts)
-        if self._store is not None:
+        if self._store is not None and not self._forked():
             try:
                 self._store.note(facts)
             except sqlite3.Error as error:
@@ -130,9 +136,7 @@ class Outbox:
             self._complaints.counts["store"] += self._run_dir is not None
             return
         try:
-            if self._store is None:
-                self._store = RunStore(self._run_dir, self._meta)
-            self._store.log(record, amend=amend, fill=fill)
+            self._opened(self._run_dir).log(record, amend=amend, fill=fill)
             self._failures = 0
         except (sqlite3.Error, OSError) as error:
             self._failures += 1
@@ -141,6 +145,19 @@ class Outbox:
                 f"and after {PATIENCE} failures in a row nothing more is written"
             )
             self._complaints.add("store", message, error)
+
+    def _opened(self, run_dir: str | os.PathLike[str]) -> RunStore:
+        if self._store is None:
+            self._store = RunStore(run_dir, self._meta)
+        return self._store
+
+    def reopen(self) -> None:
+        """A run that was closed goes on: whoever looks into its directory is to know, before the first record comes."""
+        if self._run_dir is not None and not self._is_muted() and not self._forked():
+            try:
+                self._opened(self._run_dir)
+            except (sqlite3.Error, OSError) as error:
+                self._complaints.add("store", f"the run directory {self._run_dir} could not be opened again", error)
 
     def close(self) -> None:
         """Send what waits and close everything; sinks and the run directory open again when another record comes."""

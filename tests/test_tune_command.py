@@ -1,0 +1,311 @@
+"""``gradmon tune`` as people call it: beside a training in a process of its own, and what it says of wrong requests."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torch_gradmon as gradmon
+from torch_gradmon import change, load_run, mailbox, pulse
+from torch_gradmon.cli import main
+
+_TRAINING = """
+import os, sys, time, torch
+from torch import nn
+import torch_gradmon as gradmon
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+optimizer = torch.optim.AdamW(model.parameters())
+monitor = gradmon.watch(model, optimizer, every=1000, run_dir=sys.argv[1], on_spike=None)
+end = time.time() + 240
+while time.time() < end and not os.path.exists(sys.argv[1] + "/stop"):
+    optimizer.zero_grad()
+    model(torch.randn(16, 8)).square().mean().backward()
+    optimizer.step()
+    if monitor.step == 0:
+        print("begun", flush=True)
+    time.sleep(0.005)
+"""
+_COMMAND = "import sys; from torch_gradmon.cli import main; sys.exit(main())"
+
+
+def _command(*words: object, limit: float = 120.0) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-c", _COMMAND, "tune", *map(str, words)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=limit, check=False)
+
+
+@contextlib.contextmanager
+def _training(directory: Path) -> Iterator[subprocess.Popen[str]]:
+    line = [sys.executable, "-W", "error::UserWarning", "-W", "ignore:Failed to initialize NumPy", "-c", _TRAINING]
+    process = subprocess.Popen([*line, str(directory)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def test_a_training_in_another_process_is_tuned_and_goes_back_by_itself(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    with _training(directory) as process:
+        asked = time.time()
+        told = _command(directory, "--every", 1, "--preset", "full", "--for", 40, "--wait", "--timeout", 100)
+        assert told.returncode == 0, told.stderr
+        first, *_, last = told.stdout.splitlines()
+        assert first.startswith("step 0 was recorded ")
+        assert first.endswith(": the run looks alive")
+        assert "until now: steps divisible by 1000, preset standard, as the script asks" in told.stdout
+        assert "asked for, number 1: every step, preset full, for 40 steps" in told.stdout
+        assert last.startswith("in force: every step, preset full, for 40 steps (number 1); from step ")
+        begun, _, ended = last.rpartition("from step ")[2].partition(" to ")
+        wanted = [*range(int(begun), int(ended) + 1)]
+        assert len(wanted) == 40
+        while len(_fine(directory)) < 40 and process.poll() is None:
+            time.sleep(0.1)
+        time.sleep(0.5)  # some 50 steps more
+        with contextlib.closing(load_run(directory)) as run:
+            assert [step for step in run.steps if step % 1000] == [step for step in wanted if step % 1000]
+            assert run.table("activation", wanted[0]) is not None
+            assert run.table("activation", 0) is None
+            assert run.context(wanted[0])["tuned"] == {"every": 1, "preset": "full", "number": 1}
+            # the command had to start, then there is a look a second, and a step; the machine may be busy
+            assert run.context(wanted[0])["time"] - asked < 60
+        status = _command(directory, "--status").stdout
+        assert (
+            f"the last one: every step, preset full, for 40 steps (number 1); from step {begun} to {ended}; its steps are over"
+            in status
+        )
+        assert "nothing is in force but what the script asks for" in status
+        # and once more, until it is called off
+        assert _command(directory, "--every", 5, "--wait", "--timeout", 100).returncode == 0
+        told = _command(directory, "--reset", "--wait", "--timeout", 100)
+        assert told.returncode == 0, told.stdout + told.stderr
+        assert "until now: steps divisible by 5 (number 2); from step" in told.stdout
+        assert told.stdout.splitlines()[-1].startswith("taken: what the script asked for (number 3); from step ")
+        (directory / "stop").touch()
+        assert process.wait(60) == 0
+    refused = _command(directory, "--every", 1)
+    assert refused.returncode == 2
+    assert "this run has ended; when it is resumed" in refused.stderr
+    assert refused.stdout.splitlines()[0].endswith(": the run has ended")
+
+
+def _fine(directory: Path) -> list[int]:
+    with contextlib.closing(load_run(directory)) as run:
+        return [step for step in run.steps if step % 1000]
+
+
+def test_a_run_that_was_killed_takes_nothing_and_neither_does_the_one_that_goes_on(tmp_path: Path) -> None:
+    with _training(tmp_path) as process:
+        process.kill()
+        process.wait(60)
+    told = _command(tmp_path, "--every", 1, "--wait", "--timeout", 2)
+    assert told.returncode == 1
+    assert told.stdout.splitlines()[-1] == "it was not taken within 2 s; it still stands, and may be taken yet"
+    with _training(tmp_path):
+        time.sleep(2.5)
+        assert load_run(tmp_path).steps == [0]
+        assert "nothing is in force but what the script asks for" in _command(tmp_path, "--status").stdout
+
+
+# --- within this process -------------------------------------------------------------------------------------------------------------
+
+
+class Training:
+    """Steps on demand."""
+
+    def __init__(self, directory: Path, **arguments: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(4, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.monitor = gradmon.watch(
+            self.model, self.optimizer, **{"every": 50, "run_dir": directory, "on_spike": None, **arguments}
+        )
+
+    def go(self, steps: int) -> Training:
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            self.model(torch.randn(8, 4)).square().mean().backward()
+            self.optimizer.step()
+        return self
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mailbox, "PERIOD", 0.0)
+
+
+def _said(capsys: pytest.CaptureFixture[str], code: int, *words: object) -> str:
+    assert main(["tune", *map(str, words)]) == code
+    streams = capsys.readouterr()
+    return streams.out if code < 2 else streams.err
+
+
+def _refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """By the parser, or by the command."""
+    try:
+        code = main(["tune", *map(str, words)])
+    except SystemExit as error:
+        code = int(str(error.code))
+    assert code == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    return told
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "nothing is to be changed; give --every, --preset, --reset or --status"),
+        (["--for", 5], "nothing is to be changed"),
+        (["--every", 0], "argument --every: '0' is not a positive whole number"),
+        (["--every", "1.5"], "argument --every: '1.5' is not a positive whole number"),
+        (["--preset", "fulll"], "argument --preset: invalid choice: 'fulll'"),
+        (["--every", 1, "--from-step", -1], "argument --from-step"),
+        (["--every", 10**20], "every=100000000000000000000 of type int is too large"),
+        (["--reset", "--every", 1], "--reset goes back to what the script asks for, and --every says something else"),
+        (["--status", "--reset"], "--status changes nothing, and goes with no other option"),
+        (["--status", "--preset", "full"], "--status changes nothing"),
+    ],
+)
+def test_a_wrong_request_is_told_in_one_line_and_nothing_is_written(
+    words: list[object], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Training(tmp_path).go(1)
+    assert told in _refused(capsys, tmp_path, *words)
+    assert not (tmp_path / change.FILE_NAME).exists()
+
+
+def test_where_there_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "there is no run in" in _refused(capsys, tmp_path, "--every", 1)
+    (tmp_path / "gradmon.sqlite").write_text("something else")
+    assert "is not a run of torch_gradmon" in _refused(capsys, tmp_path, "--every", 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["gradmon.sqlite"]
+
+
+def test_a_directory_that_may_not_be_written_is_a_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Training(tmp_path).go(1)
+
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(tmp_path))
+
+    monkeypatch.setattr(change.tempfile, "mkstemp", denied)
+    assert main(["tune", str(tmp_path), "--every", "1"]) == 1
+    assert "Permission denied" in capsys.readouterr().err
+
+
+def test_ranks_with_directories_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Training(tmp_path / "rank0").go(1)
+    told = _refused(capsys, tmp_path, "--every", 1)
+    assert "each rank has a run directory of its own, and the first rank decides: name" in told
+    assert "rank0" in told
+
+
+@pytest.mark.usefixtures("at_once")
+def test_the_file_itself_may_be_named_and_numbers_grow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    training = Training(tmp_path).go(1)
+    for number in (1, 2, 3):
+        assert f"number {number}: every step" in _said(capsys, 0, tmp_path / "gradmon.sqlite", "--every", 1, "--for", 2)
+        assert change.read(tmp_path / change.FILE_NAME)[0].number == number
+    training.go(3)
+    training.monitor.tune(every=2)  # which is a number too
+    training.go(2)
+    assert "number 5: preset full" in _said(capsys, 0, tmp_path, "--preset", "full")
+    (tmp_path / change.FILE_NAME).write_text("broken")
+    assert "number 5:" in _said(capsys, 0, tmp_path, "--preset", "full")
+
+
+@pytest.mark.usefixtures("at_once")
+def test_what_whoever_asks_may_not_have_thought_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    training = Training(tmp_path, every=1, preset="cheap").go(10)
+    assert "step 3 is over, so that it begins with the next step" in _said(capsys, 0, tmp_path, "--every", 1, "--from-step", 3)
+    assert "without --every the cadence stays that of the script: every step, preset cheap" in _said(
+        capsys, 0, tmp_path, "--preset", "full", "--for", 5
+    )
+    training.go(2)
+    status = _said(capsys, 0, tmp_path, "--status")
+    assert "in force: preset full, for 5 steps (number 2); from step 11 to 15" in status
+    _said(capsys, 0, tmp_path, "--every", 1, "--from-step", 40)
+    training.go(1)
+    status = _said(capsys, 0, tmp_path, "--status")
+    assert "asked for and not yet in force: every step (number 3); not before step 40" in status
+
+
+def test_a_cadence_that_is_a_function_is_called_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Linear(4, 1)
+    monitor = gradmon.ModuleMonitor(model, monitor_step_fn=lambda step: step < 3, run_dir=tmp_path)
+    monitor.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    told = _said(capsys, 0, tmp_path, "--status")
+    assert told.splitlines()[:2] == ["nothing was recorded so far", "the script: the steps of monitor_step_fn"]
+
+
+def test_waiting_for_a_run_that_ends_is_over_when_it_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    training = Training(tmp_path).go(1)
+    leave = training.monitor.detach
+
+    def ends(_: float) -> None:
+        leave()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "sleep", ends)
+        told = _said(capsys, 1, tmp_path, "--every", 1, "--wait")
+    assert told.splitlines()[-1] == "it was not taken: the run has ended"
+
+
+@pytest.mark.usefixtures("at_once")
+def test_waiting_for_one_whose_place_another_took(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    training = Training(tmp_path).go(1)
+
+    def another(_: float) -> None:
+        session = load_run(tmp_path).meta["tune"]["session"]
+        change.write(tmp_path, change.changed(every=7, number=9), session)
+        training.go(3)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "sleep", another)
+        told = _said(capsys, 1, tmp_path, "--every", 1, "--wait")
+    assert told.splitlines()[-1] == "another one took its place: steps divisible by 7 (number 9); from step 2 on"
+
+
+@pytest.mark.parametrize(
+    ("age", "every", "looks_alive"),
+    [(5.0, 1, True), (50.0, 1, True), (1000.0, 1, False), (1000.0, 1000, True), (50_000.0, 1000, False)],
+)
+def test_whether_a_run_looks_alive_depends_on_how_often_it_is_monitored(
+    age: float, every: int, looks_alive: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(tmp_path, every=every)
+    now = 1_000_000.0
+    monkeypatch.setattr("torch_gradmon.assembly.time.time", lambda: now)
+    for _ in range(3):  # of a run whose steps take a second
+        training.monitor.tune(every=1, steps=1)
+        for _ in range(10):
+            training.go(1)
+            now += 1.0
+    now += age
+    found = pulse.pulse(tmp_path)
+    assert found.looks_alive is looks_alive
+    assert ("the run looks alive" in str(found)) is looks_alive
+
+
+def test_without_two_records_an_old_one_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Training(tmp_path).go(3)
+    assert pulse.pulse(tmp_path).looks_alive is True
+    later = time.time() + 1000
+    monkeypatch.setattr(time, "time", lambda: later)
+    assert str(pulse.pulse(tmp_path)) == "step 0 was recorded 17 min ago: whether the run is alive cannot be told"

@@ -1,0 +1,160 @@
+"""What the ranks of a test do under a live change of detail."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_gradmon as gradmon
+from benchmarks.exchange import Collectives
+from torch_gradmon import ModuleMonitor, mailbox
+from torch_gradmon.cli import main
+
+from .rank_runs import Net
+
+
+def _wrapped(wrap: str) -> nn.Module:
+    model = Net(idle=False)
+    if wrap == "ddp":
+        return DistributedDataParallel(model)
+    fully_shard(model.first)
+    fully_shard(model)
+    return model
+
+
+def _batch(rank: int, step: int) -> Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+def _hooks(model: nn.Module) -> int:
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+def _local(model: nn.Module) -> list[Tensor]:
+    return [(p.to_local() if hasattr(p, "to_local") else p).detach().clone() for p in model.parameters()]
+
+
+def from_outside(rank: int, wrap: str, directory: str, every: int, calls: dict[int, list[str]]) -> dict[str, Any]:
+    """A training of 60 steps, before some of which the first rank is given commands; what each step brought on this rank.
+
+    The clock of the mailbox is as good as stopped for none of it: a look is due in every step.
+    """
+    period, mailbox.PERIOD = mailbox.PERIOD, 0.0
+    model = _wrapped(wrap)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    monitor = gradmon.watch(model, optimizer, preset="cheap", every=every, on_spike=None, run_dir=f"{directory}/run")
+    before = _hooks(model)
+    found: dict[str, Any] = {name: [] for name in ("keys", "tuned", "collectives", "activations", "hooks")}
+    for step in range(60):
+        if rank == 0:
+            for call in calls.get(step, []):
+                assert main(["tune", f"{directory}/run", *call.split()]) == 0
+        dist.barrier()
+        with Collectives() as collectives:
+            optimizer.zero_grad()
+            model(_batch(rank, step)).square().mean().backward()
+            optimizer.step()
+        found["keys"].append(sorted(monitor.get_step_metrics()))
+        record = monitor._session.ledger.last
+        found["tuned"].append(None if record is None else record.context.get("tuned"))
+        found["collectives"].append(len(collectives.calls))
+        table = None if record is None else record.tables.get("activation")
+        found["activations"].append(None if table is None else table.rows.tolist())
+        found["hooks"].append(_hooks(model) - before)
+    mailbox.PERIOD = period
+    found["monitored"] = sorted(monitor.get_all_metrics())
+    monitor.detach()
+    found["complaints"] = monitor.complaints()
+    found["parameters"] = _local(model)
+    return found
+
+
+# --- anything at any time ----------------------------------------------------------------------------------------------------------
+
+
+def at_random(rank: int, seed: int, directory: str, is_tuned: bool) -> dict[str, Any]:
+    """A training of which the seed says how it is watched, when its ranks begin to tell each other values, when it spikes, and what the
+    first rank, or all of them, change when.
+    """
+    dice = random.Random(seed)
+    wrap = dice.choice(["ddp", "ddp", "fsdp2"])
+    every = dice.choice([1, 3, 7])
+    acts = dice.choice([None, None, "skip"])
+    recorder = dice.choice([0, 4]) if every > 1 else 0
+    reduces_from = dice.choice([0, dice.randrange(60), dice.randrange(60), 1000])
+    adds_at = dice.choice([dice.randrange(60), 1000, 1000])
+    preset = dice.choice(["cheap", "standard", "full"])
+    spikes = {dice.randrange(10, 60): dice.choice([0, None]) for _ in range(3)}
+    changes: dict[int, dict[str, Any]] = {dice.randrange(60): _change(dice) for _ in range(6)}
+    everybody = dice.choice([False, True])
+    model = _wrapped(wrap)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found: dict[str, Any] = {
+        "told": f"{wrap} every={every} {preset} {acts} {recorder} {reduces_from} {adds_at} {everybody} {changes} {spikes}"
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        monitor = ModuleMonitor(model, every=every, on_spike=acts, flight_recorder=recorder, run_dir=f"{directory}/{seed}")
+        monitor.add_preset(preset)
+        monitor.attach(optimizer)
+        states, seen = [], []
+        for step in range(60):
+            if step == adds_at:
+                monitor.add_activation_metric("rms", metric_regex="last")
+            if is_tuned and step in changes and (rank == 0 or everybody):
+                monitor.tune(**changes[step])
+            optimizer.zero_grad()
+            factor = 1e4 if step in spikes and spikes[step] in (None, rank) else 1.0
+            (model(_batch(rank, step)).square().mean() * factor).backward()
+            if step >= reduces_from:
+                monitor.log_scalar("step", float(step), reduce="mean")
+            optimizer.step()
+            states.append(monitor.tuned)
+            seen.append(monitor.last_step if monitor.get_step_metrics() else None)
+        last = monitor.tuned
+        meets = monitor._session.together.meets
+        monitor.detach()
+    found |= {"states": states, "seen": seen, "last": last, "meets": meets, "complaints": monitor.complaints()}
+    found |= {"parameters": _local(model), "hooks": _hooks(model), "skipped": monitor.counts.skipped, "always": wrap == "fsdp2"}
+    return found
+
+
+def _change(dice: random.Random) -> dict[str, Any]:
+    if dice.random() < 0.2:
+        return {"reset": True}
+    change: dict[str, Any] = {"every": dice.choice([None, 1, 2, 5]), "preset": dice.choice([None, "cheap", "standard", "full"])}
+    if change == {"every": None, "preset": None}:
+        change["every"] = 1
+    if dice.random() < 0.6:
+        change["steps"] = dice.randrange(1, 12)
+    if dice.random() < 0.3:
+        change["from_step"] = dice.randrange(60)
+    return change
+
+
+def judged(rank: int) -> dict[str, Any]:
+    """A detector on each of two ranks under DDP, of which the first is watched more closely for a while, with a spike meanwhile."""
+    model = _wrapped("ddp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    monitor = gradmon.watch(model, optimizer, every=10, on_spike="raise")
+    scores = []
+    for step in range(600):
+        if step == 405 and rank == 0:
+            monitor.tune(every=1, steps=50)
+        optimizer.zero_grad()
+        (model(_batch(0, step)).square().mean() * (1e4 if step == 413 else 1)).backward()
+        optimizer.step()
+        scores.append(monitor.get_step_metrics().get("gradmon/spike_score"))
+        missing = monitor.missing().get("gradmon/spike_score", "") if step == 413 else ""
+        if missing:
+            found = missing
+    state = monitor.state_dict()["detectors"]
+    monitor.detach()
+    return {"scores": scores, "state": state, "missing": found if rank == 0 else ""}
