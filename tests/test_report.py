@@ -102,7 +102,7 @@ def test_codes_give_values_back() -> None:
 def test_the_page_holds_the_values_of_the_run(run: Path, page: Path) -> None:
     view = _data(page)["views"]["gradient"]
     source = gradmon.load_run(run)
-    width, codes = len(view["first"]), _codes(view["cells"])
+    width, codes = len(view["first"]), _codes(view["sides"]["run"]["cells"])
     assert view["first"] == view["last"] == list(range(STEPS))
     for place in (0, 5, len(view["names"]) - 1):
         series = source.series(f"gradient_before_clip/{view['names'][place]}/norm")
@@ -114,7 +114,7 @@ def test_blocks_are_offered_where_there_are_many_layers(page: Path) -> None:
     view = _data(page)["views"]["gradient"]
     assert len(view["names"]) == 2 * BLOCKS + 4
     assert [name for name, _ in view["blocks"]][:3] == ["first", "layers.0", "layers.1"]
-    assert len(_codes(view["ofBlocks"])) == len(view["blocks"]) * len(view["first"])
+    assert len(_codes(view["sides"]["run"]["ofBlocks"])) == len(view["blocks"]) * len(view["first"])
 
 
 def test_nothing_in_it_comes_from_elsewhere(page: Path) -> None:

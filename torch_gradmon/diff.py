@@ -91,6 +91,7 @@ def _diff(
     scan = comparison.scan(common)
     began, last = scan.onset, scan.steps[-1]
     onset, words = (None, "") if began is None else comparison.onset(began, scan.steps)
+    missing = "" if began is None else comparison.missing(began, scan.gaps)
     partings, remark = ([], "") if scan.first is None else comparison.partings(scan.first)
     return Difference(
         runs=names,
@@ -99,7 +100,7 @@ def _diff(
         partings=tuple(partings),
         stages=comparison.stages(last),
         onset=onset,
-        reading=" ".join(filter(None, (words, remark))),
+        reading=" ".join(filter(None, (missing, words, remark))),
         largest=comparison.largest(scan.largest[1]) if scan.largest[0] else None,
         growth={} if began is None else comparison.growth(_told(common, began, last)),
         alone=alone(left, right, rules, steps, scan.gaps),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sqlite3
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from ..diff import diff
-from .common import WrongRequest, add_parser
+from .common import WrongRequest, add_parser, needing
 
 EXAMPLES = (
     ("gradmon diff runs/a runs/b", "the first step and value in which they part"),
@@ -16,6 +17,7 @@ EXAMPLES = (
     ("gradmon diff runs/a runs/b --rtol 0", "to the bit: is the training deterministic?"),
     ("gradmon diff runs/a runs/b --rename '^h\\.=layers.' --strict", "modules that were renamed, and no other change"),
     ("gradmon diff runs/a runs/b --tol '^update/=1e-3' --ignore 'k_proj\\.bias'", "wider for some, and nothing of others"),
+    ("gradmon diff runs/a runs/b --report diff.html", "besides one page with both runs over each other"),
     ("gradmon diff runs/a runs/b --json", "all of it, for programs"),
 )
 _NOTES = """\
@@ -49,6 +51,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--first", type=int, metavar="S", help="compare from this step on")
     parser.add_argument("--last", type=int, metavar="S", help="compare up to this step")
     parser.add_argument("--strict", action="store_true", help="steps, tensors and values that only one run has count too")
+    parser.add_argument("--report", metavar="FILE", help="write one HTML page with both runs over each other")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -57,8 +60,13 @@ def run(options: argparse.Namespace) -> int:
 
     Raises:
         WrongRequest: the runs cannot be compared, or not so.
+        OSError: the page cannot be written.
     """
+    if options.report is not None:
+        with needing("the page", "report", "plotly", "jinja2", "markupsafe"):
+            from ..report.page import write_both
     try:
+        rename = dict(_pairs("--rename", options.rename, "'^h\\.=layers.'"))
         found = diff(
             options.a,
             options.b,
@@ -67,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
             tolerances=_tolerances(options.tol),
             only=options.only,
             ignore=options.ignore,
-            rename=dict(_pairs("--rename", options.rename, "'^h\\.=layers.'")),
+            rename=rename,
             first=options.first,
             last=options.last,
             strict=options.strict,
@@ -75,6 +83,9 @@ def run(options: argparse.Namespace) -> int:
     except (OSError, ValueError, sqlite3.Error) as error:  # what cannot be compared has not parted
         raise WrongRequest(str(error)) from error
     print(found.to_json() if options.json else found)
+    if options.report is not None:
+        page = write_both(options.a, options.b, found, options.report, rename=rename)
+        print(f"{page} ({page.stat().st_size / 1e6:.1f} MB)", file=sys.stderr if options.json else sys.stdout)
     return found.exit_code
 
 

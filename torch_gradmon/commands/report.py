@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
+from ..diff import diff
 from .common import WrongRequest, add_parser, needing
 
 EXAMPLES = (
     ("gradmon report runs/first", "one HTML page that needs no network"),
     ("gradmon report runs/first --to first.html --title 'first try'", "give it another place and title"),
+    ("gradmon report runs/first runs/second", "both over each other, and where they part"),
 )
 
 
@@ -24,7 +27,12 @@ def add_to(commands: Any) -> None:
         EXAMPLES,
     )
     report.add_argument("run", metavar="RUN", help="a run directory; the run may still go on")
-    report.add_argument("--to", metavar="FILE", help="the page (default: report.html in the run directory)")
+    report.add_argument(
+        "other", metavar="OTHER", nargs="?", help="another run, to be laid over it; see also gradmon diff --report"
+    )
+    report.add_argument(
+        "--to", metavar="FILE", help="the page (default: report.html in the run directory, or against-RUN.html in that of OTHER)"
+    )
     report.add_argument("--title", metavar="TEXT", help="of the page (default: the name of the run directory)")
 
 
@@ -35,9 +43,14 @@ def run(options: argparse.Namespace) -> int:
         WrongRequest: there is no such run, it has no step yet, or a package is missing.
     """
     with needing("the report", "report", "plotly", "jinja2", "markupsafe"):
-        from ..report.page import write
+        from ..report.page import write, write_both
     try:
-        page = write(options.run, options.to, options.title)
+        if options.other is None:
+            page = write(options.run, options.to, options.title)
+        else:
+            found = diff(options.run, options.other)
+            to = options.to or Path(options.other) / f"against-{Path(options.run).resolve().name}.html"
+            page = write_both(options.run, options.other, found, to, options.title)
     except (FileNotFoundError, ValueError) as error:
         raise WrongRequest(str(error)) from error
     print(f"{page} ({page.stat().st_size / 1e6:.1f} MB)")

@@ -14,7 +14,7 @@ from .result import Lone
 from .rules import Rules
 
 #: By key or tensor, in how many steps a run has it alone, and the first of them.
-Gaps = Mapping[str, tuple[int, int]]
+Gaps = dict[Key, tuple[int, int]]
 
 
 def check_use(left: Run, right: Run, rules: Rules) -> None:
@@ -48,9 +48,10 @@ def alone(
     """For each run the steps, tensors and values that the other one lacks."""
     own = {rules.renamed(key): key for key in things(left)}
     others = {key: key for key in things(right)}
+    by_name = [{format_key(key): value for key, value in found.items()} for found in gaps]
     return (
-        Lone(_less(steps[0], steps[1]), tuple(_lacking(own, others, rules)), gaps[0]),
-        Lone(_less(steps[1], steps[0]), tuple(_lacking(others, own, rules)), gaps[1]),
+        Lone(_less(steps[0], steps[1]), tuple(_lacking(own, others, rules)), by_name[0]),
+        Lone(_less(steps[1], steps[0]), tuple(_lacking(others, own, rules)), by_name[1]),
     )
 
 

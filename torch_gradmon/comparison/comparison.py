@@ -17,10 +17,10 @@ from ..names import Key, format_key
 from ..run import Run
 from ..statistics.moments import VIEWS
 from ..window import Sheet, Window, is_of_layer
-from .alone import thing_of, things
+from .alone import Gaps, thing_of, things
 from .matching import Compared, Pairing, compare
 from .order import CONTEXT, STAGES, Order, stage_of
-from .reading import of_noise, reading
+from .reading import of_gaps, of_noise, reading
 from .result import Parting, Stage
 from .rules import Rules
 
@@ -41,14 +41,14 @@ class Scan:
         first: of them the one in which the runs part.
         onset: the one with the first difference of any size.
         largest: the relative difference that is the largest within the tolerance, and its step.
-        gaps: for each run, by key or tensor, in how many steps it has it alone, and the first of them.
+        gaps: for each run, by key (of a tensor without a metric), in how many steps it has it alone, and the first of them.
     """
 
     steps: list[int] = field(default_factory=list)
     first: int | None = None
     onset: int | None = None
     largest: tuple[float, int] = (0.0, -1)
-    gaps: tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]] = field(default_factory=lambda: ({}, {}))
+    gaps: tuple[Gaps, Gaps] = field(default_factory=lambda: ({}, {}))
 
 
 class _Pairs(NamedTuple):
@@ -178,9 +178,8 @@ class Comparison:
                 thing = thing_of(key)
                 if thing is None:
                     continue
-                name = format_key(thing)
-                count, first = found.gaps[run].get(name, (0, steps[int(alone[:, column].int().argmax())]))
-                found.gaps[run][name] = (count + int(alone[:, column].sum()), first)
+                count, first = found.gaps[run].get(thing, (0, steps[int(alone[:, column].int().argmax())]))
+                found.gaps[run][thing] = (count + int(alone[:, column].sum()), first)
 
     def partings(self, step: int) -> tuple[list[Parting], str]:
         """What parts in a step, one for each tensor, in the order in which it comes about, and what is to be said of the first."""
@@ -203,6 +202,14 @@ class Comparison:
         sheets = self._compared([step], thorough=True)
         cells = [_Cell(sheet, column) for sheet in sheets for column in torch.nonzero(chosen(sheet)[0]).flatten().tolist()]
         return sorted(cells, key=lambda cell: self._order.rank(cell.key))
+
+    def missing(self, step: int, gaps: tuple[Gaps, Gaps]) -> str:
+        """What one of the runs lacks for the first time in a step, in words."""
+        words = []
+        for run, found in zip(("second", "first"), gaps, strict=True):  # what only the first has is missing from the second
+            keys = sorted((key for key, (_, first) in found.items() if first == step), key=self._order.rank)
+            words.append(of_gaps(step, run, [format_key(key) for key in keys]))
+        return " ".join(filter(None, words))
 
     def largest(self, step: int) -> Parting | None:
         """The largest relative difference within the tolerance in a step."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 
 from .. import names as n
 from ..names import parse_key
@@ -60,6 +60,14 @@ def of_noise(stage: str, key: str, share: float | None) -> str:
         f"{key} is {share:.0e} of the largest such gradient: it may be nothing but rounding, as in a bias before a normalisation, or that "
         f"of the keys in attention. If so, leave it out, with all that follows from it: ignore={name!r}."
     )
+
+
+def of_gaps(step: int, run: str, keys: Sequence[str]) -> str:
+    """That a run lacks something which both have in other steps; empty if ``keys`` are."""
+    if not keys:
+        return ""
+    more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+    return f"In step {step} the {run} run lacks {keys[0]}{more}, which it has in other steps."
 
 
 def _parameters(key: str, step: int, before: int | None, compared: Container[str]) -> str:

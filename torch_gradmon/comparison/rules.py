@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,6 +112,16 @@ class Rules:
                     like = f", which are such as {texts[0]!r}" if texts else ""
                     what = "name of a tensor of the first run" if argument == "rename" else "key of the two runs"
                     raise ValueError(f"{argument}: {pattern.pattern!r} is found in no {what}{like}")
+
+
+def renamer(rename: Mapping[str, str] | None) -> Callable[[str], str]:
+    """What a tensor or module of the first run is called in the second.
+
+    Raises:
+        TypeError, ValueError: it cannot be used, see :meth:`Rules.of`.
+    """
+    rules = Rules.of(0.0, 0.0, None, None, None, rename)
+    return lambda name: rules.renamed(Key(n.PARAMETER, name, "")).name
 
 
 def has_memory(key: Key) -> bool:

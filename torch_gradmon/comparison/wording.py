@@ -18,12 +18,16 @@ _TOLD, _LONE = 6, 3
 
 def told(difference: Difference) -> str:
     """All of it."""
-    if difference.first is None:
-        parts = [_wrapped(_same(difference))]
-    else:
-        parts = [_wrapped(_parting(difference)), _partings(difference)]
-    parts += [_stages(difference), _growth(difference), _wrapped(_alone(difference))]
+    parts = [_wrapped(opening(difference))]
+    if difference.first is not None:
+        parts.append(_partings(difference))
+    parts += [_stages(difference), _growth(difference), _wrapped(lone(difference))]
     return "\n\n".join("\n".join(lines) for lines in map(list, parts) if lines)
+
+
+def opening(difference: Difference) -> Iterator[str]:
+    """Whether and where they part, and what that points to, by sentences."""
+    return _same(difference) if difference.first is None else _parting(difference)
 
 
 def _wrapped(lines: Iterator[str]) -> Iterator[str]:
@@ -40,7 +44,7 @@ def _same(difference: Difference) -> Iterator[str]:
     if difference.largest is None:
         yield "none of the values compared differs at all"
     else:
-        yield f"the largest difference is {_number(difference.largest.relative)}: {_in_a_line(difference.largest)}"
+        yield f"the largest difference is {number(difference.largest.relative)}: {_in_a_line(difference.largest)}"
     lone = sum(len(each.keys) for each in difference.alone)
     if difference.parts:
         yield "but what only one of them has counts too (strict), see below"
@@ -54,9 +58,9 @@ def _parting(difference: Difference) -> Iterator[str]:
     assert onset is not None, "what parts differs"
     yield f"{difference.runs[0]} and {difference.runs[1]} part in step {first.step}: {first.key}"
     also = "" if first.other == first.key else f", in the second run {first.other}"
-    yield f"  {_values(first)}, relative difference {_number(first.relative)} (tolerance {first.rtol:.3g}){also}"
+    yield f"  {_values(first)}, relative difference {number(first.relative)} (tolerance {first.rtol:.3g}){also}"
     if (onset.step, onset.key) != (first.step, first.key):
-        yield f"a smaller difference, {_number(onset.relative)}, is there since {_in_a_line(onset)}"
+        yield f"a smaller difference, {number(onset.relative)}, is there since {_in_a_line(onset)}"
     yield difference.reading
     for name, (own, other) in difference.tags.items():
         yield f"tags of step {onset.step} that are not the same: {name} {_cut(str(own), 30)} and {_cut(str(other), 30)}"
@@ -67,10 +71,10 @@ def _in_a_line(parting: Parting) -> str:
 
 
 def _values(parting: Parting) -> str:
-    return " and ".join(_pair(parting))
+    return " and ".join(both(parting))
 
 
-def _pair(parting: Parting) -> tuple[str, str]:
+def both(parting: Parting) -> tuple[str, str]:
     """Both values, with as many digits as it takes to tell them apart."""
     for digits in (6, 9):
         a, b = f"{parting.a:.{digits}g}", f"{parting.b:.{digits}g}"
@@ -84,7 +88,7 @@ def _partings(difference: Difference) -> Iterator[str]:
     titles = "".join(f"{title:>{_NUMBER}}" for title in ("first run", "second run", "relative"))
     yield f"{f'parts in step {difference.steps[-1]}, in the order of the step':<{_KEY}}{titles}"
     for parting in difference.partings[:_TOLD]:
-        cells = "".join(f"{text:>{_NUMBER}}" for text in (*_pair(parting), _number(parting.relative)))
+        cells = "".join(f"{text:>{_NUMBER}}" for text in (*both(parting), number(parting.relative)))
         yield f"  {_cut(parting.key, _KEY - 3):<{_KEY - 2}}{cells}"
     more = len(difference.partings) - _TOLD
     if more > 0:
@@ -95,11 +99,12 @@ def _stages(difference: Difference) -> Iterator[str]:
     """What was compared in the last step."""
     yield f"{f'compared in step {difference.steps[-1]}':<{_KEY}}{'tensors':>{_NUMBER}}{'values':>{_NUMBER}}{'largest':>{_NUMBER}}"
     for name, stage in difference.stages.items():
-        cells = (_share(stage.tensors_part, stage.tensors), _share(stage.values_part, stage.values), _number(stage.largest))
+        cells = (share(stage.tensors_part, stage.tensors), share(stage.values_part, stage.values), number(stage.largest))
         yield f"  {name:<{_KEY - 2}}" + "".join(f"{cell:>{_NUMBER}}" for cell in cells)
 
 
-def _share(part: int, of: int) -> str:
+def share(part: int, of: int) -> str:
+    """How many of what was compared part."""
     return "-" if not of else f"{part} of {of}" if part else f"{of} same"
 
 
@@ -112,13 +117,14 @@ def _growth(difference: Difference) -> Iterator[str]:
     label = _WIDTH - 8 * width
     yield f"{'relative difference in step':<{label}}" + "".join(f"{step:>{width}}" for step in steps)
     for key, values in difference.growth.items():
-        cells = "".join(f"{_number(values[step]) if step in values else '-':>{width}}" for step in steps)
+        cells = "".join(f"{number(values[step]) if step in values else '-':>{width}}" for step in steps)
         yield f"  {_cut(key.removeprefix(f'{SUMMARY}/'), label - 3):<{label - 2}}{cells}"
 
 
-def _alone(difference: Difference) -> Iterator[str]:
-    for run, lone in zip(difference.runs, difference.alone, strict=True):
-        yield from _of_one(run, lone)
+def lone(difference: Difference) -> Iterator[str]:
+    """What one of them has alone, and what was not compared."""
+    for run, alone in zip(difference.runs, difference.alone, strict=True):
+        yield from _of_one(run, alone)
     if difference.skipped:
         yield f"not compared: {_some(difference.skipped)}"
 
@@ -144,7 +150,8 @@ def _some(names: tuple[str, ...]) -> str:
     return f"{', '.join(names[:_LONE])}{more}"
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
+    """A relative difference in words."""
     return f"{value:.1e}" if value else "0"
 
 

@@ -34,6 +34,7 @@ class Line:
         low: its lower and
         high: its upper edge, where it is a band.
         is_thin: whether it stands back behind others.
+        is_dashed: whether it lets one below it be seen.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Line:
     low: Series | None = None
     high: Series | None = None
     is_thin: bool = False
+    is_dashed: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,8 +145,7 @@ def norm(reel: Reel) -> Lines:
     share, limit = reel.line("clipped_share"), reel.line("clip_limit")
     strips = []
     if len(loss):
-        least, most = min(loss.finite.values, default=0), max(loss.finite.values, default=0)
-        strips.append(Strip("loss", (Line("loss", points(loss, POINTS), colours.GREY),), 0 < _WIDE * least < most))
+        strips.append(Strip("loss", (Line("loss", points(loss, POINTS), colours.GREY),), is_wide(loss)))
     lines = [Line("before clipping", points(before, POINTS), colours.BLUE)]
     lines += [Line("after clipping", points(after, POINTS), colours.ORANGE)] if len(after) else []
     lines += [Line("limit of the adaptive clip", points(limit, POINTS), colours.GREEN, is_thin=True)] if len(limit) else []
@@ -208,7 +209,7 @@ def layers(reel: Reel, view: str = "gradient", names: Sequence[str] = ()) -> Lin
     chosen = list(names) or striking(panel)
     series = {name: Series(panel.steps, tuple(panel.values[:, panel.names.index(name)].tolist())) for name in chosen}
     strips = [
-        Strip(name, (Line(name, points(_there(line), POINTS // 4), colours.BLUE),), panel.view.is_log)
+        Strip(name, (Line(name, points(there(line), POINTS // 4), colours.BLUE),), panel.view.is_log)
         for name, line in series.items()
     ]
     return Lines(panel.view.title, tuple(strips), _marks(reel), columns=3)
@@ -242,6 +243,11 @@ def _panel(reel: Reel, view: str) -> Panel:
     return panel
 
 
+def is_wide(loss: Series) -> bool:
+    """Whether a loss spans so much that it takes a logarithmic scale."""
+    return 0 < _WIDE * min(loss.finite.values, default=0) < max(loss.finite.values, default=0)
+
+
 def _bound(before: Series, after: Series) -> float | None:
     """To what gradients are clipped: what the clipped steps have in common, if they have."""
     clipped = dict(zip(after.steps, after.values, strict=True))
@@ -252,7 +258,8 @@ def _bound(before: Series, after: Series) -> float | None:
     return usual if cut and same > len(cut) / 2 else None
 
 
-def _there(line: Series) -> Series:
+def there(line: Series) -> Series:
+    """Without the steps in which there is no value."""
     pairs = [(step, value) for step, value in zip(line.steps, line.values, strict=True) if not math.isnan(value)]
     return Series(tuple(step for step, _ in pairs), tuple(value for _, value in pairs))
 

@@ -172,9 +172,10 @@ def _lines(lines: Lines) -> go.Figure:
         row_heights=None if small else [strip.height for strip in lines.strips],
         subplot_titles=[short(strip.title) for strip in lines.strips] if small else None,
     )
+    named: set[str] = set()
     for place, strip in enumerate(lines.strips):
         row, column = place // columns + 1, place % columns + 1
-        _strip(drawn, strip, row, column, named=not small)
+        _strip(drawn, strip, row, column, small, named)
         for step in lines.marks:
             drawn.add_vline(
                 x=step, line={"color": colours.VERMILION, "width": 1, "dash": "dot"}, opacity=0.7, row=row, col=column
@@ -185,9 +186,14 @@ def _lines(lines: Lines) -> go.Figure:
     return _framed(drawn, lines.title, max(_LEAST, int(heights) + 90))
 
 
-def _strip(drawn: go.Figure, strip: Strip, row: int, column: int, named: bool) -> None:
+def _strip(drawn: go.Figure, strip: Strip, row: int, column: int, small: bool, named: set[str]) -> None:
+    """Draw it; ``named`` has the lines that the legend has by now, for one of several strips may come in each of them."""
     for line in strip.lines:
-        for trace in _traces(line, strip.is_log, named):
+        for trace in _traces(line, strip.is_log, not small):
+            trace.legendgroup = line.name
+            trace.showlegend = bool(trace.showlegend) and trace.name not in named
+            if trace.showlegend:
+                named.add(trace.name)
             drawn.add_trace(trace, row=row, col=column)
     for name, value in strip.guides.items():
         drawn.add_hline(y=value, line={"color": colours.GREEN, "width": 1, "dash": "dash"}, row=row, col=column)
@@ -197,7 +203,7 @@ def _strip(drawn: go.Figure, strip: Strip, row: int, column: int, named: bool) -
     axis: dict[str, Any] = {"type": "log" if strip.is_log else "linear", "exponentformat": "e", "automargin": True}
     if strip.limits is not None:
         axis["range"] = list(strip.limits)
-    drawn.update_yaxes(row=row, col=column, title_text=strip.title if named else None, **axis)
+    drawn.update_yaxes(row=row, col=column, title_text=None if small else strip.title, **axis)
 
 
 def _traces(line: Line, is_log: bool, named: bool) -> list[go.Scatter]:
@@ -220,7 +226,11 @@ def _traces(line: Line, is_log: bool, named: bool) -> list[go.Scatter]:
             x=list(line.series.steps),
             y=_drawable(line.series, is_log),
             mode="lines" if len(line.series) > 1 else "markers",
-            line={"color": line.colour, "width": 1 if line.is_thin or not named else 1.6},
+            line={
+                "color": line.colour,
+                "width": 1 if line.is_thin or not named else 1.6,
+                "dash": "dash" if line.is_dashed else "solid",
+            },
             name=line.name,
             showlegend=named,
             hovertemplate="step %{x}: %{y:.4g}<extra></extra>" if not named else None,

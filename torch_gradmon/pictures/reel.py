@@ -34,6 +34,7 @@ class View:
         base: the source that it is divided by; empty for none.
         is_log: whether it is shown on a logarithmic scale.
         adds_up: whether that of a block is the root of the sum of the squares of its layers; else it is the largest of them.
+        is_apart: whether it is how far two runs are apart, of which the largest is what counts.
     """
 
     title: str
@@ -42,6 +43,7 @@ class View:
     base: str = ""
     is_log: bool = True
     adds_up: bool = False
+    is_apart: bool = False
 
 
 #: By name, in the order in which they are offered.
@@ -172,12 +174,14 @@ class Panel:
         steps: ascending.
         names: of the layers, in the order of the model.
         values: float64 ``[steps, layers]``: NaN where a layer has no value, infinity where it has elements that are NaN or infinite.
+        source: where it comes from.
     """
 
     view: View
     steps: tuple[int, ...]
     names: tuple[str, ...]
     values: Tensor
+    source: str = ""
 
 
 class Reel:
@@ -251,7 +255,7 @@ class Reel:
             found = torch.where(stack.rows[..., Column.NONFINITE] > 0, math.inf, stack.values(view.metric))
             values[first:last, [place[name] for name in stack.names]] = found
             first = last
-        return Panel(view, steps, names, values)
+        return Panel(view, steps, names, values, source)
 
 
 def _over(panel: Panel, base: Panel | None) -> Panel | None:
@@ -266,7 +270,8 @@ def _over(panel: Panel, base: Panel | None) -> Panel | None:
         return None
     under = base.values[[row[step] for step in steps]][:, [column[name] for name in names]]
     values = panel.values[rows][:, columns] / under
-    return Panel(panel.view, steps, names, torch.where(under.isinf(), math.inf, torch.where(under > 0, values, math.nan)))
+    values = torch.where(under.isinf(), math.inf, torch.where(under > 0, values, math.nan))
+    return Panel(panel.view, steps, names, values, panel.source)
 
 
 def _series(values: Mapping[int, float]) -> Series:

@@ -29,7 +29,8 @@ class Squeezed:
 
 def squeezed(panel: Panel, columns: int) -> Squeezed:
     """At most ``columns`` columns of equally many steps. Each cell has the value of its steps that lies farthest from the layer's
-    median, on a logarithmic scale where the view has one: spikes and dips stay, and NaN and infinities before all.
+    median, on a logarithmic scale where the view has one: spikes and dips stay, and NaN and infinities before all. Of how far two
+    runs are apart it has the largest.
     """
     steps, values = panel.steps, panel.values
     size = -(-len(steps) // max(columns, 1))
@@ -38,7 +39,8 @@ def squeezed(panel: Panel, columns: int) -> Squeezed:
     count = -(-len(steps) // size)
     padded = torch.full((count * size, values.shape[1]), math.nan, dtype=values.dtype, device=values.device)
     padded[: len(steps)] = values
-    distance = _distance(padded, panel.view.is_log).reshape(count, size, -1)
+    far = padded.nan_to_num(nan=-1.0, posinf=math.inf) if panel.view.is_apart else _distance(padded, panel.view.is_log)
+    distance = far.reshape(count, size, -1)
     chosen = distance.argmax(1, keepdim=True)
     found = padded.reshape(count, size, -1).gather(1, chosen).squeeze(1)
     return Squeezed(steps[::size], tuple(steps[min(at + size, len(steps)) - 1] for at in range(0, len(steps), size)), found)

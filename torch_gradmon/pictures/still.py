@@ -128,7 +128,8 @@ def _line(axes: Any, line: Line, is_log: bool) -> None:
         axes.fill_between(list(line.low.steps), low, high, color=line.colour, alpha=0.35, linewidth=0, label=line.name)
         return
     width = 0.9 if line.is_thin else 1.3
-    axes.plot(list(line.series.steps), _drawable(line.series.values, is_log), color=line.colour, linewidth=width, label=line.name)
+    style = {"color": line.colour, "linewidth": width, "linestyle": "--" if line.is_dashed else "-", "label": line.name}
+    axes.plot(list(line.series.steps), _drawable(line.series.values, is_log), **style)
     odd = Series(*_odd(line.series))
     if len(odd):
         level = max((value for value in line.series.finite.values if value > 0 or not is_log), default=1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,22 +23,29 @@ from .packing import LOG_SCALE, LOUD, NONE, SCALE, ZERO, packed
 
 #: Cells of one view, of layers and blocks together, and columns.
 _CELLS, _FEWEST_COLUMNS, _COLUMNS = 150_000, 100, 1000
+#: Spikes that are listed, the last ones.
+MOST_EVENTS = 200
+#: How the page reads what :func:`torch_gradmon.report.packing.packed` writes.
+CODES = {"none": NONE, "loud": LOUD, "zero": ZERO, "log": LOG_SCALE, "linear": SCALE}
 
 
 def content(run: Run, title: str) -> dict[str, Any]:
     """Everything that the page shows."""
     reel = Reel(OfRun(run), title)
     diagnosis = diagnosed(History.of_run(run))
-    views = {name: view for name in LAYER_VIEWS if (view := _view(reel, name)) is not None}
+    panels = {name: panel for name in LAYER_VIEWS if (panel := reel.panel(name)) is not None}
     return {
         "title": title,
-        "facts": _facts(run, reel),
+        "facts": facts(run, reel),
+        "against": None,
         "findings": findings(diagnosis),
         "unseen": [f"{rule}: {why}" for rule, why in diagnosis.unseen.items()],
         "marks": sorted({event.step for event in reel.events}),
-        "events": [{"step": event.step, "text": str(event)} for event in reel.events[-200:]],
-        "codes": {"none": NONE, "loud": LOUD, "zero": ZERO, "log": LOG_SCALE, "linear": SCALE},
-        "views": views,
+        "mark": "spike",
+        "events": [str(event) for event in reel.events[-MOST_EVENTS:]],
+        "codes": CODES,
+        "sides": {"run": ""},
+        "views": {name: view({"run": panel}) for name, panel in panels.items()},
         "figures": _figures(reel, diagnosis),
         "layers": _layers(reel),
     }
@@ -71,25 +78,26 @@ def _told(finding: Finding) -> dict[str, Any]:
     }
 
 
-def _facts(run: Run, reel: Reel) -> list[list[str]]:
+def facts(run: Run, reel: Reel) -> list[list[str]]:
+    """What stands beside the title."""
     steps = reel.steps
-    facts = [["steps", f"{steps[0]:,} to {steps[-1]:,}, {len(steps):,} of them recorded" if steps else "none"]]
+    told = [["steps", f"{steps[0]:,} to {steps[-1]:,}, {len(steps):,} of them recorded" if steps else "none"]]
     if steps:
         begin, end = (run.context(step)["time"] for step in (steps[0], steps[-1]))
         when = datetime.datetime.fromtimestamp(begin).strftime("%Y-%m-%d %H:%M")
-        facts.append(["begun", f"{when}, {_long(end - begin)} long"])
+        told.append(["begun", f"{when}, {_long(end - begin)} long"])
     loss = reel.loss().finite
     if len(loss):
-        facts.append(["loss", f"{loss.values[0]:.4g} to {loss.part(0.95, 1).median:.4g}"])
+        told.append(["loss", f"{loss.values[0]:.4g} to {loss.part(0.95, 1).median:.4g}"])
     rates = reel.rates()
     if len(rates):
-        facts.append(["learning rate", f"{min(rates.values):.3g} to {max(rates.values):.3g}"])
+        told.append(["learning rate", f"{min(rates.values):.3g} to {max(rates.values):.3g}"])
     refused = len(reel.refused)
-    facts.append(["spikes", str(len({event.step for event in reel.events}))])
+    told.append(["spikes", str(len({event.step for event in reel.events}))])
     if refused:
-        facts.append(["not applied", f"{refused:,} steps"])
-    facts.append(["torch", str(run.meta.get("torch", "unknown"))])
-    return facts
+        told.append(["not applied", f"{refused:,} steps"])
+    told.append(["torch", str(run.meta.get("torch", "unknown"))])
+    return told
 
 
 def _long(seconds: float) -> str:
@@ -99,39 +107,50 @@ def _long(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def _view(reel: Reel, name: str) -> dict[str, Any] | None:
-    panel = reel.panel(name)
-    if panel is None:
-        return None
+def view(panels: Mapping[str, Panel]) -> dict[str, Any]:
+    """Panels of the same layers and steps, by the side that each is of: one run has one, and two runs have three."""
+    panel = next(iter(panels.values()))
     groups = blocks(panel.names)
-    many = len(panel.names) + (len(groups) if len(groups) < len(panel.names) else 0)
-    cells = squeezed(panel, min(max(_CELLS // many, _FEWEST_COLUMNS), _COLUMNS))
     grouped = len(groups) < len(panel.names)
-    is_log = panel.view.is_log
+    many = len(panels) * (len(panel.names) + (len(groups) if grouped else 0))
+    columns = min(max(_CELLS // many, _FEWEST_COLUMNS), _COLUMNS)
+    cells = {side: squeezed(each, columns) for side, each in panels.items()}
+    one = next(iter(cells.values()))
     return {
-        "title": panel.view.title,
-        "log": is_log,
         "names": list(panel.names),
         "blocks": [[block, places] for block, places in groups.items()] if grouped else None,
-        "first": list(cells.first),
-        "last": list(cells.last),
-        "cells": packed(cells.values.T, is_log),
-        "ofBlocks": packed(together(panel, cells, groups).T, is_log) if grouped else None,
+        "first": list(one.first),
+        "last": list(one.last),
+        "sides": {
+            side: {
+                "title": each.view.title,
+                "log": each.view.is_log,
+                "cells": packed(cells[side].values.T, each.view.is_log),
+                "ofBlocks": packed(together(each, cells[side], groups).T, each.view.is_log) if grouped else None,
+            }
+            for side, each in panels.items()
+        },
     }
 
 
 def _figures(reel: Reel, diagnosis: Diagnosis) -> dict[str, Any]:
-    """Figures that stay as they are, by name; one that lacks what it shows is left out."""
+    """Figures that stay as they are, by name."""
     flagged = _flagged(reel, diagnosis)
-    wanted: dict[str, tuple[Any, dict[str, Any]]] = {
-        "norm": (charts.norm, {}),
-        "update": (charts.update, {}),
-        "layers": (charts.layers, {"names": flagged}),
-    }
+    return drawn(
+        {
+            "norm": lambda: charts.norm(reel),
+            "update": lambda: charts.update(reel),
+            "layers": lambda: charts.layers(reel, names=flagged),
+        }
+    )
+
+
+def drawn(wanted: Mapping[str, Callable[[], charts.Chart]]) -> dict[str, Any]:
+    """Charts as figures; one that lacks what it shows is left out."""
     found = {}
-    for name, (chart, options) in wanted.items():
+    for name, chart in wanted.items():
         try:
-            found[name] = figure(chart(reel, **options)).to_plotly_json()
+            found[name] = figure(chart()).to_plotly_json()
         except ValueError:
             continue
     return found
@@ -159,25 +178,27 @@ def _layers(reel: Reel) -> dict[str, Any]:
         squares = finite.square()
         share = (squares / squares.nansum(1, keepdim=True)).nanmean(0)
         columns += [
-            ("gradient, median", _by_name(gradient, finite.nanmedian(0).values)),
-            ("gradient, largest", _by_name(gradient, largest.where(largest >= 0, math.nan))),
-            ("in step", _by_name(gradient, torch.tensor([float(gradient.steps[row]) for row in at.tolist()]))),
-            ("share of square", _by_name(gradient, share)),
+            ("gradient, median", by_name(gradient, finite.nanmedian(0).values)),
+            ("gradient, largest", by_name(gradient, largest.where(largest >= 0, math.nan))),
+            ("in step", by_name(gradient, torch.tensor([float(gradient.steps[row]) for row in at.tolist()]))),
+            ("share of square", by_name(gradient, share)),
         ]
         odd = gradient.values.isinf().double().sum(0)
         if bool(odd.any()):
-            columns.append(("steps with NaN", _by_name(gradient, odd)))
+            columns.append(("steps with NaN", by_name(gradient, odd)))
     for title, panel in (("after clip, median", clipped), ("update / parameter", update), ("near zero", sparsity)):
         if panel is not None:
             known = panel.values.where(panel.values.isfinite(), math.nan)
-            columns.append((title, _by_name(panel, known.nanmedian(0).values)))
-    rows = [[name, *(_cell(column.get(name)) for _, column in columns)] for name in names]
+            columns.append((title, by_name(panel, known.nanmedian(0).values)))
+    rows = [[name, *(cell(column.get(name)) for _, column in columns)] for name in names]
     return {"columns": ["layer", *(title for title, _ in columns)], "rows": rows}
 
 
-def _by_name(panel: Panel, values: torch.Tensor) -> dict[str, float]:
+def by_name(panel: Panel, values: torch.Tensor) -> dict[str, float]:
+    """One value of each layer."""
     return dict(zip(panel.names, values.tolist(), strict=True))
 
 
-def _cell(value: float | None) -> float | None:
+def cell(value: float | None) -> float | None:
+    """A number in the table; None for none."""
     return float(f"{value:.4g}") if value is not None and math.isfinite(value) else None

@@ -54,6 +54,7 @@
   const finding = (told) => {
     const item = make("li", undefined, `finding ${told.severity}`);
     const head = make("h3");
+    if (told.run) head.append(make("span", told.run, "run"), " ");
     head.append(make("span", told.severity, "level"), " ", told.rule);
     if (told.where) head.append(" in ", make("code", told.where));
     head.append(", ", when(told.first, told.last));
@@ -74,11 +75,11 @@
     $("count").textContent = words.length ? `(${words.join(", ")})` : "";
     if (!data.findings.length) $("findings").append(make("li", "Nothing was found.", "healthy"));
     $("findings").append(...data.findings.map(finding));
-    for (const [id, lines] of [["unseen", data.unseen], ["events", data.events.map((event) => event.text)]]) {
+    for (const [id, lines] of [["unseen", data.unseen], ["events", data.events]]) {
       $(id).hidden = !lines.length;
       $(id).querySelector("ul").append(...lines.map((line) => make("li", line)));
     }
-    if (data.events.length) $("events").querySelector("summary").textContent = `Spikes: ${data.marks.length}`;
+    if (data.events.length) $("events").querySelector("summary").textContent = data.against ? "Spikes of both" : `Spikes: ${data.marks.length}`;
   };
 
   // --- the layers over the steps
@@ -93,24 +94,30 @@
     return codes;
   };
   const names = Object.keys(data.views);
+  const sides = Object.keys(data.sides);  // of two runs: how far they are apart, and each of them
+  const runs = sides.filter((key) => key !== "apart");
   let current = names[0];
+  let side = sides[0];
   let column = 0;
+  let aim = 0;  // the step that was asked for, of which a view may have only one nearby
   const opened = new Set();
-  const cells = (view) => {
-    if (!view.codes) {
-      view.codes = unpack(view.cells);
-      view.blockCodes = view.ofBlocks === null ? null : unpack(view.ofBlocks);
+  const cells = (view, key) => {
+    const panel = view.sides[key];
+    if (!panel.codes) {
+      panel.codes = unpack(panel.cells);
+      panel.blockCodes = panel.ofBlocks === null ? null : unpack(panel.ofBlocks);
     }
-    return view;
+    return panel;
   };
-  const rowsOf = (view) => {
+  const rowsOf = (view, key) => {
+    const panel = cells(view, key);
     const width = view.first.length;
     const row = (codes, place) => codes.subarray(place * width, (place + 1) * width);
-    const layer = (place) => ({ name: view.names[place], codes: row(view.codes, place) });
+    const layer = (place) => ({ name: view.names[place], codes: row(panel.codes, place) });
     if (view.blocks === null) return view.names.map((_, place) => layer(place));
     return view.blocks.flatMap(([name, places], number) => {
       if (opened.has(name) || places.length === 1) return places.map(layer);
-      return [{ name: `${name} (${places.length})`, codes: row(view.blockCodes, number) }];
+      return [{ name: `${name} (${places.length})`, codes: row(panel.blockCodes, number) }];
     });
   };
   const value = (code, isLog) => (isLog ? (code === ZERO ? 0 : 10 ** (code / LOG)) : code / LINEAR);
@@ -121,16 +128,17 @@
   };
   const span = (view, at) => when(view.first[at], view.last[at]);
   const shade = (code, isLog) => (code === NONE || code === LOUD || (isLog && code === ZERO) ? null : isLog ? code / LOG : code / LINEAR);
-  const VIRIDIS = "Viridis", PINK = "#ff00c8", BLUE = "#0072b2", SKY = "#56b4e9", RED = "#d55e00";
+  const VIRIDIS = "Viridis", PINK = "#ff00c8", BLUE = "#0072b2", ORANGE = "#e69f00", SKY = "#56b4e9", RED = "#d55e00";
 
   const heat = () => {
-    const view = cells(data.views[current]);
-    const rows = rowsOf(view);
+    const view = data.views[current];
+    const { log } = view.sides[side];
+    const rows = rowsOf(view, side);
     const places = rows.map((_, place) => place);
-    const known = rows.map((row) => Array.from(row.codes, (code) => shade(code, view.log)));
-    const hover = rows.map((row) => Array.from(row.codes, (code, at) => `${escaped(row.name)}<br>${span(view, at)}: ${words(code, view.log)}`));
+    const known = rows.map((row) => Array.from(row.codes, (code) => shade(code, log)));
+    const hover = rows.map((row) => Array.from(row.codes, (code, at) => `${escaped(row.name)}<br>${span(view, at)}: ${words(code, log)}`));
     const colorbar = { thickness: 14 };
-    if (view.log) {
+    if (log) {
       let low = Infinity, high = -Infinity;
       for (const row of known) for (const cell of row) if (cell !== null) { low = Math.min(low, cell); high = Math.max(high, cell); }
       if (low <= high) {
@@ -150,7 +158,7 @@
     if (data.marks.length) {
       traces.push({
         type: "scatter", mode: "markers", x: data.marks, y: data.marks.map(() => 1), yaxis: "y2", cliponaxis: false, showlegend: false,
-        marker: { symbol: "triangle-down", size: 10, color: RED }, hovertemplate: "spike in step %{x}<extra></extra>",
+        marker: { symbol: "triangle-down", size: 10, color: RED }, hovertemplate: `${data.mark} in step %{x}<extra></extra>`,
       });
     }
     const layout = {
@@ -163,7 +171,7 @@
     $("heat").removeAllListeners?.("plotly_click");
     $("heat").on("plotly_click", (event) => {
       const at = view.first.indexOf(event.points[0].x);
-      if (at >= 0) choose(at);
+      if (at >= 0) aimAt(at);
     });
   };
 
@@ -173,27 +181,35 @@
     return [low, high];
   };
   const depth = () => {
-    const view = cells(data.views[current]);
-    const rows = rowsOf(view);
-    const places = rows.map((_, place) => place);
-    const edges = rows.map((row) => extent(row.codes, view.log));
-    const known = rows.map((row) => (shade(row.codes[column], view.log) === null ? null : value(row.codes[column], view.log)));
-    const bands = { x: [], y: [] };
-    edges.forEach(([low, high], place) => { if (low <= high) { bands.x.push(low, high, null); bands.y.push(place, place, null); } });
-    const traces = [
-      { type: "scatter", mode: "lines", ...bands, line: { color: SKY, width: 6 }, opacity: 0.45, name: "all steps", hoverinfo: "skip" },
-      { type: "scatter", mode: "lines+markers", x: known, y: places, line: { color: BLUE, width: 1 }, marker: { size: 6 },
-        name: span(view, column), text: rows.map((row) => escaped(row.name)), hovertemplate: "%{text}: %{x:.4g}<extra></extra>" },
-    ];
-    const odd = places.filter((place) => rows[place].codes[column] === LOUD);
+    const view = data.views[current];
+    const { log, title } = view.sides[runs[0]];
+    const ofRuns = runs.map((key) => rowsOf(view, key));
+    const places = ofRuns[0].map((_, place) => place);
+    const edges = ofRuns[0].map((row) => extent(row.codes, log));
+    const traces = [];
+    if (runs.length === 1) {
+      const bands = { x: [], y: [] };
+      edges.forEach(([low, high], place) => { if (low <= high) { bands.x.push(low, high, null); bands.y.push(place, place, null); } });
+      traces.push({ type: "scatter", mode: "lines", ...bands, line: { color: SKY, width: 6 }, opacity: 0.45, name: "all steps", hoverinfo: "skip" });
+    }
+    ofRuns.forEach((rows, number) => {
+      const known = rows.map((row) => (shade(row.codes[column], log) === null ? null : value(row.codes[column], log)));
+      const colour = [BLUE, ORANGE][number];
+      traces.push({
+        type: "scatter", mode: "lines+markers", x: known, y: places, line: { color: colour, width: 1, dash: ["solid", "dash"][number] },
+        marker: { size: 6, color: colour, symbol: ["circle", "diamond"][number] }, name: escaped(data.sides[runs[number]]) || span(view, column),
+        text: rows.map((row) => escaped(row.name)), hovertemplate: "%{text}: %{x:.4g}<extra></extra>",
+      });
+    });
+    const odd = places.filter((place) => ofRuns.some((rows) => rows[place].codes[column] === LOUD));
     if (odd.length) {
       const far = Math.max(...edges.map(([, high]) => high).filter(Number.isFinite), 1e-30);
       traces.push({ type: "scatter", mode: "markers", x: odd.map(() => far), y: odd, name: "NaN or infinite", marker: { symbol: "x", size: 10, color: PINK } });
     }
     show("depth", traces, {
-      height: Math.max(300, 17 * rows.length + 90), margin: { l: 60, r: 20, b: 44 }, hovermode: "closest",
-      xaxis: { type: view.log ? "log" : "linear", exponentformat: "e", title: { text: view.title } },
-      yaxis: { tickvals: places, ticktext: rows.map((row) => short(row.name)), autorange: "reversed", automargin: true },
+      height: Math.max(300, 17 * places.length + 90), margin: { l: 60, r: 20, b: 44 }, hovermode: "closest",
+      xaxis: { type: log ? "log" : "linear", exponentformat: "e", title: { text: title } },
+      yaxis: { tickvals: places, ticktext: ofRuns[0].map((row) => short(row.name)), autorange: "reversed", automargin: true },
       legend: { orientation: "h", y: 1, yanchor: "bottom", x: 0, xanchor: "left" },
     });
   };
@@ -203,19 +219,34 @@
     $("which").textContent = span(data.views[current], at);
     if (drawn.has("depth")) depth();
   };
+  const check = (group, key) => {
+    for (const button of $(group).children) {
+      button.setAttribute("aria-checked", String(button.dataset.key === key));
+      button.tabIndex = button.dataset.key === key ? 0 : -1;
+    }
+  };
+  const aimed = () => {
+    const { first, last } = data.views[current];
+    const at = last.findIndex((step) => step >= aim);
+    return at < 0 ? first.length - 1 : at;
+  };
+  const aimAt = (at) => {
+    aim = data.views[current].first[at];
+    choose(at);
+  };
   const select = (name) => {
-    const step = data.views[current].first[column];
     current = name;
     const view = data.views[name];
-    for (const button of $("views").children) {
-      button.setAttribute("aria-checked", String(button.dataset.view === name));
-      button.tabIndex = button.dataset.view === name ? 0 : -1;
-    }
+    check("views", name);
     $("step").max = String(view.first.length - 1);
     heat();
     offer();
-    const at = view.last.findIndex((last) => last >= step);
-    choose(at < 0 ? view.first.length - 1 : at);
+    choose(aimed());
+  };
+  const turn = (key) => {
+    side = key;
+    check("sides", key);
+    heat();
   };
   const offer = () => {
     const view = data.views[current];
@@ -247,24 +278,32 @@
     if (drawn.has("depth")) depth();
     offer();
   };
-  const chooser = () => {
-    for (const name of names) {
-      const button = make("button", data.views[name].title);
+  const radios = (group, titles, chosen) => {
+    const keys = Object.keys(titles);
+    for (const key of keys) {
+      const button = make("button", titles[key]);
       button.type = "button";
-      button.dataset.view = name;
+      button.dataset.key = key;
       button.setAttribute("role", "radio");
-      button.addEventListener("click", () => select(name));
-      $("views").append(button);
+      button.addEventListener("click", () => chosen(key));
+      $(group).append(button);
     }
-    $("views").addEventListener("keydown", (event) => {
+    $(group).addEventListener("keydown", (event) => {
       const move = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
       if (!move) return;
       event.preventDefault();
-      const next = names[(names.indexOf(current) + move + names.length) % names.length];
-      select(next);
-      $("views").querySelector(`[data-view="${next}"]`).focus();
+      const next = keys[(keys.indexOf(document.activeElement.dataset.key) + move + keys.length) % keys.length];
+      chosen(next);
+      [...$(group).children].find((button) => button.dataset.key === next).focus();
     });
-    $("step").addEventListener("input", () => choose(Number($("step").value)));
+  };
+  const chooser = () => {
+    radios("views", Object.fromEntries(names.map((name) => [name, data.views[name].sides[runs[0]].title])), select);
+    if (sides.length > 1) {
+      radios("sides", data.sides, turn);
+      check("sides", side);
+    }
+    $("step").addEventListener("input", () => aimAt(Number($("step").value)));
   };
 
   // --- the table
@@ -329,9 +368,9 @@
   tell();
   if (names.length) {
     chooser();
-    const marked = data.findings.length ? data.findings[0].first : data.views[current].last.at(-1);
-    const at = data.views[current].last.findIndex((last) => last >= marked);
-    column = at < 0 ? data.views[current].first.length - 1 : at;
+    const told = data.against ? data.marks[0] : data.findings[0]?.first;
+    aim = told ?? data.views[current].last.at(-1);
+    column = aimed();
     select(current);
   }
   later("norm", "s-norm", fixed("norm"));

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
+from contextlib import closing
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from plotly.offline import get_plotlyjs
 from plotly.utils import PlotlyJSONEncoder
 
-from ..run import Run, load_run
+from ..comparison.result import Difference
+from ..comparison.rules import renamer
+from ..run import load_run
+from . import compared
 from .content import content
 
 #: What a run directory's report is called.
@@ -35,14 +40,53 @@ def write(path: str | os.PathLike[str], to: str | os.PathLike[str] | None = None
         ValueError: its file is not one of ours, or it has no step yet.
         OSError: the file cannot be written.
     """
-    run = load_run(path)
-    try:
+    with closing(load_run(path)) as run:
         if not run.steps:
             raise ValueError(f"the run in {str(path)!r} has no recorded step yet")
-        target = Path(to) if to is not None else Path(path) / NAME
-        text = html(run, title or Path(path).resolve().name)
-    finally:
-        run.close()
+        found = content(run, title or _name(path))
+    return _written(found, Path(path) / NAME if to is None else Path(to))
+
+
+def write_both(
+    first: str | os.PathLike[str],
+    second: str | os.PathLike[str],
+    difference: Difference,
+    to: str | os.PathLike[str],
+    title: str | None = None,
+    rename: Mapping[str, str] | None = None,
+) -> Path:
+    """Write one report of two runs over each other.
+
+    Args:
+        first, second: the run directories.
+        difference: what :func:`torch_gradmon.diff` has found.
+        to: the file.
+        title: of the page; by default the names of both directories.
+        rename: as for :func:`torch_gradmon.diff`.
+
+    Returns:
+        The file.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no run, or its file is not one of ours.
+        OSError: the file cannot be written.
+    """
+    names = _name(first), _name(second)
+    if names[0] == names[1]:
+        names = str(first), str(second)
+    if names[0] == names[1]:
+        names = f"{names[0]} (first)", f"{names[1]} (second)"
+    with closing(load_run(first)) as left, closing(load_run(second)) as right:
+        found = compared.content((left, right), names, difference, renamer(rename), title or f"{names[0]} and {names[1]}")
+    return _written(found, Path(to))
+
+
+def _name(path: str | os.PathLike[str]) -> str:
+    return Path(path).resolve().name
+
+
+def _written(data: dict[str, Any], target: Path) -> Path:
+    text = html(data)
     target.parent.mkdir(parents=True, exist_ok=True)
     half = target.with_name(f"{target.name}.part")  # somebody may be looking at the old one
     half.write_text(text, encoding="utf-8")
@@ -50,16 +94,21 @@ def write(path: str | os.PathLike[str], to: str | os.PathLike[str] | None = None
     return target
 
 
-def html(run: Run, title: str) -> str:
+def html(data: dict[str, Any]) -> str:
     """The whole page."""
     here = files(__package__)
     environment = Environment(
-        loader=PackageLoader("torch_gradmon", "report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+        loader=PackageLoader("torch_gradmon", "report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    data = content(run, title)
     return environment.get_template("page.html.j2").render(
-        title=title,
+        title=data["title"],
         facts=data["facts"],
+        against=data["against"],
+        sides=data["sides"],
         style=here.joinpath("page.css").read_text(encoding="utf-8"),
         script=here.joinpath("page.js").read_text(encoding="utf-8"),
         plotly=get_plotlyjs(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 from collections.abc import Callable, Mapping
@@ -154,10 +155,8 @@ class Outbox:
     def reopen(self) -> None:
         """A run that was closed goes on: whoever looks into its directory is to know, before the first record comes."""
         if self._run_dir is not None and not self._is_muted() and not self._forked():
-            try:
+            with contextlib.suppress(sqlite3.Error, OSError):  # of which the first record tells
                 self._opened(self._run_dir)
-            except (sqlite3.Error, OSError) as error:
-                self._complaints.add("store", f"the run directory {self._run_dir} could not be opened again", error)
 
     def close(self) -> None:
         """Send what waits and close everything; sinks and the run directory open again when another record comes."""

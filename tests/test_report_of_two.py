@@ -1,0 +1,243 @@
+"""The page of two runs over each other: its numbers, and in a real browser."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torch_gradmon as gradmon
+from tests.browser import available, browser, wait_for
+from torch_gradmon.cli import main
+from torch_gradmon.pictures import pair_charts
+from torch_gradmon.pictures.pairing import Pair, relative
+from torch_gradmon.pictures.reel import OfRun, Reel
+from torch_gradmon.pictures.squeezing import squeezed
+
+for package in ("plotly", "jinja2"):
+    pytest.importorskip(package)
+pytestmark = pytest.mark.extra
+
+HOSTILE = "</script><img src=x onerror=alert(1)>"
+STEPS, SLIP = 40, 25
+
+
+class _Net(nn.Module):
+    def __init__(self, last: str = HOSTILE) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.add_module(last, nn.Linear(4, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        head: torch.Tensor = list(self.children())[-1](x)
+        return head
+
+
+def _train(path: Path, limit: float, last: str = HOSTILE) -> Path:
+    torch.manual_seed(0)
+    model = _Net(last)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    monitor = gradmon.watch(model, optimizer, preset="full", run_dir=path, on_spike=None)
+    for step in range(STEPS):
+        x = torch.randn(16, 4)
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), limit if step >= SLIP else 1.0)
+        optimizer.step()
+        monitor.log_scalar("loss", loss.detach())
+    monitor.detach()
+    return path
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    place = tmp_path_factory.mktemp("runs")
+    return _train(place / "before", 1.0), _train(place / "after", 0.25)
+
+
+@pytest.fixture(scope="module")
+def page(runs: tuple[Path, Path]) -> Path:
+    target = runs[1] / "both.html"
+    assert main(["diff", *map(str, runs), "--report", str(target)]) == 1
+    return target
+
+
+def _data(page: Path) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(encoding="utf-8"), re.DOTALL)
+    assert found is not None
+    content: dict[str, Any] = json.loads(found[1])
+    return content
+
+
+def _rows(view: dict[str, Any], side: str) -> list[list[int]]:
+    codes, width = array("h", base64.b64decode(view["sides"][side]["cells"])), len(view["first"])
+    return [list(codes[place * width : (place + 1) * width]) for place in range(len(view["names"]))]
+
+
+def test_each_side_holds_the_values_of_its_run_and_the_difference_that_of_both(runs: tuple[Path, Path], page: Path) -> None:
+    data = _data(page)
+    view = data["views"]["clipped"]
+    both = [gradmon.load_run(path).series(f"gradient/{view['names'][3]}/norm") for path in runs]
+    for side, series in zip(("first", "second"), both, strict=True):
+        assert [10 ** (code / 1000) for code in _rows(view, side)[3]] == pytest.approx(list(series.values()), rel=2e-3)
+    apart = _rows(view, "apart")[3]
+    for step, (a, b) in enumerate(zip(*(series.values() for series in both), strict=True)):
+        if step < SLIP:
+            assert apart[step] == data["codes"]["zero"], step
+        else:
+            assert 10 ** (apart[step] / 1000) == pytest.approx(abs(a - b) / max(a, b), rel=2e-3), step
+    assert data["marks"] == [SLIP]
+    assert data["sides"] == {"apart": "difference", "first": "before", "second": "after"}
+
+
+def test_relative_differences() -> None:
+    a = torch.tensor([1.0, 2.0, 0.0, 0.0, math.inf, math.inf, math.nan, 5.0], dtype=torch.float64)
+    b = torch.tensor([1.0, 1.5, 0.0, 3.0, math.inf, 1.00, 1.000000, math.nan], dtype=torch.float64)
+    wanted = [0.0, 0.25, 0.0, 1.0, 0.0, math.inf, math.nan, math.nan]
+    assert relative(a, b).tolist() == pytest.approx(wanted, nan_ok=True)
+    assert torch.equal(relative(a, b).nan_to_num(nan=-1), relative(b, a).nan_to_num(nan=-1))
+
+
+def test_layers_and_steps_of_either_run_stand_and_renamed_ones_together(tmp_path: Path) -> None:
+    first, second = _train(tmp_path / "a", 1.0, "head"), _train(tmp_path / "b", 1.0, "last")
+    reels = [Reel(OfRun(gradmon.load_run(path)), path.name) for path in (first, second)]
+    panels = Pair(reels[0], reels[1]).panels("gradient")
+    assert panels is not None
+    assert panels.apart.names[-4:] == ("head.weight", "head.bias", "last.weight", "last.bias")
+    assert panels.apart.values[:, -4:].isnan().all()
+    assert (panels.apart.values[:, :-4] == 0).all()
+    renamed = Pair(reels[0], reels[1], lambda name: name.replace("head", "last")).panels("gradient")
+    assert renamed is not None
+    assert len(renamed.apart.names) == 10
+    assert (renamed.apart.values == 0).all()
+
+
+def test_squeezed_columns_hold_the_largest_difference(runs: tuple[Path, Path]) -> None:
+    reels = [Reel(OfRun(gradmon.load_run(path)), path.name) for path in runs]
+    panels = Pair(reels[0], reels[1]).panels("clipped")
+    assert panels is not None
+    few = squeezed(panels.apart, 4)
+    wanted = panels.apart.values.reshape(4, STEPS // 4, -1).amax(1)
+    assert torch.equal(few.values, wanted)
+
+
+def test_lines_of_both_runs_share_a_strip(runs: tuple[Path, Path]) -> None:
+    reels = [Reel(OfRun(gradmon.load_run(path)), path.name) for path in runs]
+    pair = Pair(reels[0], reels[1])
+    for strip in (
+        *pair_charts.norm(pair).strips,
+        *pair_charts.update(pair).strips,
+        *pair_charts.layers(pair, ["layers.0.bias"]).strips,
+    ):
+        assert [line.name for line in strip.lines] == ["before", "after"]
+        assert [line.is_dashed for line in strip.lines] == [False, True]
+    (loss, *_) = pair_charts.norm(pair).strips
+    for line, path in zip(loss.lines, runs, strict=True):
+        assert dict(zip(line.series.steps, line.series.values, strict=True)) == gradmon.load_run(path).series("loss")
+
+
+def test_the_layer_that_lost_its_gradient_is_named(tmp_path: Path) -> None:
+    def train(path: Path, slips: bool) -> Path:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        monitor = gradmon.watch(model, optimizer, run_dir=path, on_spike=None)
+        for step in range(12):
+            x = torch.randn(8, 3)
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            if slips and step >= 7:
+                model[0].bias.grad = None
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+            optimizer.step()
+        monitor.detach()
+        return path
+
+    found = gradmon.diff(train(tmp_path / "a", False), train(tmp_path / "b", True))
+    assert found.onset is not None
+    assert found.onset.step == 7
+    assert found.reading.startswith("In step 7 the second run lacks gradient/0.bias")
+
+
+def test_two_runs_that_are_the_same_make_a_page_too(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    target = tmp_path / "same.html"
+    assert main(["report", str(runs[0]), str(runs[0]), "--to", str(target)]) == 0
+    text = target.read_text(encoding="utf-8")
+    assert "They do not part" in text
+    assert _data(target)["marks"] == []
+    assert len(set(_data(target)["sides"].values())) == 3
+
+
+def test_the_second_run_has_the_page_where_no_place_is_named(runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", *map(str, runs)]) == 0
+    assert str(runs[1] / "against-before.html") in capsys.readouterr().out
+    assert (runs[1] / "against-before.html").stat().st_size > 1e6
+    assert main(["report", str(runs[0]), str(runs[0].parent / "nowhere")]) == 2
+    assert "there is no run in" in capsys.readouterr().err
+
+
+def test_json_stays_json_beside_a_page(runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", *map(str, runs), "--json", "--report", str(tmp_path / "x.html")]) == 1
+    found = capsys.readouterr()
+    assert json.loads(found.out)["first"]["step"] == SLIP
+    assert "x.html" in found.err
+
+
+# --- in a browser ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def window(page: Path) -> Iterator[Any]:
+    with browser(1280, 940) as driver:
+        driver.get(page.as_uri())
+        wait_for(lambda: driver.execute_script("return document.body.dataset.ready"))
+        yield driver
+
+
+@pytest.mark.skipif(not available(), reason="there is no Chromium")
+def test_a_reader_sees_where_they_part_and_looks_at_each_side(window: Any) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    verdict = window.find_element("css selector", "#against .verdict")
+    assert f"part in step {SLIP}" in verdict.text
+    assert verdict.location["y"] < 200
+    shown = "const [first] = document.getElementById('heat').data; return JSON.stringify(first.z)"
+    seen = {}
+    for side in window.find_elements("css selector", "#sides button"):
+        side.click()
+        assert side.get_attribute("aria-checked") == "true"
+        seen[side.text] = window.execute_script(shown)
+    assert list(seen) == ["difference", "before", "after"]
+    assert len(set(seen.values())) == 3
+    window.find_element("css selector", "#sides button:last-child").send_keys(Keys.ARROW_RIGHT)
+    assert window.find_element("css selector", "#sides [aria-checked=true]").text == "difference"
+    assert window.execute_script(shown) == seen["difference"]
+    for view in window.find_elements("css selector", "#views button"):
+        view.click()
+        assert window.execute_script("return document.getElementById('heat').data[0].z.length") > 0
+
+    def at_the_end() -> bool:
+        window.execute_script("window.scrollBy(0, 400)")
+        return bool(window.execute_script("return innerHeight + scrollY >= document.documentElement.scrollHeight - 2"))
+
+    wait_for(at_the_end)
+    wait_for(lambda: window.execute_script("return document.getElementById('layers').data !== undefined"))
+    names = "return document.getElementById(arguments[0]).data.map((trace) => trace.name)"
+    for figure in ("norm", "depth", "update", "layers"):
+        assert {"before", "after"} <= set(window.execute_script(names, figure)), figure
+    assert window.execute_script("return document.getElementById('which').textContent") == f"step {SLIP}"
+    assert window.get_log("browser") == []
+    assert window.execute_script("return performance.getEntriesByType('resource').length") == 0
+    assert window.execute_script("return document.querySelectorAll('img[src=x]').length") == 0
