@@ -79,7 +79,9 @@ class Follower:
     def step_opened(self) -> None:
         """A step was opened."""
         self._attempted = self.refused = False
-        self._begun, self._done, self._decided, self._refused, self._backwards = set(), set(), set(), set(), 0
+        for seen in (self._begun, self._done, self._decided, self._refused):
+            seen.clear()
+        self._backwards = 0
         self._parameters_measured = self._forward_seen = False
 
     def step_closed(self) -> None:
@@ -131,7 +133,7 @@ class Follower:
     @guarded
     def forward_began(self) -> None:
         """A training forward."""
-        if self._leads and self.session.open and not self._attachment.in_closure:
+        if self.session.open and self._leads and not self._attachment.in_closure:
             self.refused |= bool(self._begun)  # an optimizer raised in its step
             self.session.attempted += bool(self._begun) and not self._attempted
             if self._attempted or self._begun:
@@ -316,7 +318,7 @@ class Follower:
 
     def _steps_late(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer belongs to the step that has just ended: named before the last one, it steps after it."""
-        late = self._leads and self.session.has_just_ended and not self._backward_since and id(optimizer) not in self._done
+        late = not self._backward_since and self._leads and self.session.has_just_ended and id(optimizer) not in self._done
         if late:
             self._attachment.move_last(optimizer)
             kind = type(optimizer).__name__

@@ -359,8 +359,9 @@ class Session(StepValues):
 
     def finish(self) -> None:
         """Nothing more can come for the step that has ended: send it out, where that need not wait or somebody wants it now."""
-        self._flights.seal()
-        self._flights.land(self._ended, open_to_late_values=True, waiting=self.ledger.is_awaited(self._ended or 0))
+        if self._flights.oldest is not None:  # else there is no need to know whether anybody waits for it
+            self._flights.seal()
+            self._flights.land(self._ended, open_to_late_values=True, waiting=self.ledger.is_awaited(self._ended or 0))
         self.ledger.finish()
         self._look_closer(False, begins=True)
 

@@ -243,7 +243,7 @@ class Audit:
         gradient = probe.look(parameter)
         if gradient is not None:
             since = self._forwards != self._forwards_at_step
-            watched.step_with_gradient(probe, gradient, since, may_receive=self._ddp is not None)
+            watched.step_with_gradient(probe, gradient, since, self._ddp is not None)
             if probe.carried and watched.writes.doubt():
                 self._is_hung = False
         elif watched.step_without_gradient(probe, optimizer) and (watched.absent >= _PATIENCE or not watched.had_gradients):

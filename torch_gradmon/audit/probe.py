@@ -151,11 +151,12 @@ class Probe:
         """The optimizer has stepped, or was refused to; ``parameter`` is None where what becomes of the gradient cannot be followed."""
         touched = self.touched or self.doubtful
         self._begin()
+        before = self.gradient
         self.last = self.gradient = None
         gradient = None if parameter is None else parameter.grad
         if gradient is None:
             return
-        if is_plain(gradient):
+        if gradient is before or is_plain(gradient):
             self.last = self.gradient = gradient
             self.version = gradient._version
             self.after_step, self.was_touched = True, touched

@@ -147,8 +147,11 @@ class Watched:
 
     def _remember(self, gradient: Tensor | None) -> None:
         """Its values, where the next step may be a second one on it and nothing is certain yet."""
-        is_open = self._tallies.count("stepped-twice", self.key) > 0 and not self._tallies.is_fact("stepped-twice", self.key)
-        self._before = gradient.clone() if is_open and gradient is not None else None
+        self._before = None
+        if gradient is None or self._tallies.is_empty:
+            return
+        if self._tallies.count("stepped-twice", self.key) > 0 and not self._tallies.is_fact("stepped-twice", self.key):
+            self._before = gradient.clone()
 
     def attempt_over(self) -> None:
         """What the scaler did is of the past."""

@@ -138,6 +138,8 @@ class ActivationCapture:
 
     def let_through(self, is_open: bool) -> None:
         """Whether graphs with hooks of ours in them write values from now on. Does not synchronise."""
+        if not (is_open or self._passes.is_open or self._passes.missed):
+            return  # as in most steps
         self._passes.is_open = is_open
         self._passes.missed &= is_open  # by a step that is not monitored
         self._hooks.gate.set(is_open and not self.paused)

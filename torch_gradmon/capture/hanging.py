@@ -114,6 +114,8 @@ class HungHooks:
     @property
     def has_graphs(self) -> bool:
         """Whether any graph has a hook of ours in it."""
+        if not self.taps:  # asked in every step
+            return False
         return any(tap.is_traced for tap in self.taps.values())
 
     @property

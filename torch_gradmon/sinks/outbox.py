@@ -114,23 +114,22 @@ class Outbox:
 
     def publish(self) -> None:
         """Send what waits to the sinks."""
-        if self._forked():
+        if self._waiting is None or self._forked():
             return
-        if self._waiting is not None:
-            (record, shown), self._waiting = self._waiting, None
-            heard = self._heard
-            values = shown() if heard else {}
-            texts = [(event, str(event)) for event in record.events] if heard else []
-            first: Warning | None = None
-            for outlet in heard:
-                try:
-                    outlet.send(values, record.step)
-                    for event, text in texts:
-                        outlet.send_spike(event, text)
-                except GradmonWarning as warning:  # where warnings were made errors; the other sinks come first
-                    first = first or warning
-            if first is not None:
-                raise first
+        (record, shown), self._waiting = self._waiting, None
+        heard = self._heard
+        values = shown() if heard else {}
+        texts = [(event, str(event)) for event in record.events] if heard else []
+        first: Warning | None = None
+        for outlet in heard:
+            try:
+                outlet.send(values, record.step)
+                for event, text in texts:
+                    outlet.send_spike(event, text)
+            except GradmonWarning as warning:  # where warnings were made errors; the other sinks come first
+                first = first or warning
+        if first is not None:
+            raise first
 
     def _write(self, record: StepRecord, amend: bool = False, fill: bool = False) -> None:
         if self._run_dir is None or self._failures >= PATIENCE:
