@@ -16,7 +16,7 @@ transformers_extras := transformers,accelerate,wandb,tensorboard,trackio
 ignite_extras := ignite,tensorboard
 accelerate_extras := accelerate,tensorboard
 
-.PHONY: demo test test-all test-integrations lint bench bench-spikes bench-faults bench-widths images browser clean
+.PHONY: demo test test-all test-integrations lint bench bench-spikes bench-faults bench-widths bench-reports images browser clean
 
 demo: $(VENV)/.ready
 	$(VENV)/bin/gradmon demo
@@ -62,6 +62,10 @@ bench-spikes: $(BENCH)/.ready
 bench-faults: $(VENV)/.ready
 	$(VENV)/bin/python -m benchmarks.faults.judging
 
+# how large reports are, and how long they take to open
+bench-reports: $(VENV)/.ready browser
+	$(VENV)/bin/python -m benchmarks.reports
+
 # the exponents of layers over the width, and their picture
 bench-widths: $(VENV)/.ready
 	$(VENV)/bin/python -m benchmarks.width_sweep
@@ -70,6 +74,10 @@ bench-widths: $(VENV)/.ready
 images: $(VENV)/.ready browser
 	$(VENV)/bin/gradmon demo --svg images/demo.svg
 	$(VENV)/bin/python -m tests.browser runs/demo/report.html images/report.png
+	$(VENV)/bin/python examples/two_runs.py
+	$(VENV)/bin/gradmon report runs/two/before runs/two/after --to runs/two/diff.html
+	$(VENV)/bin/python -m tests.browser runs/two/diff.html images/diff.png
+	$(VENV)/bin/python examples/spikes.py images/spikes.png
 	$(VENV)/bin/python -m benchmarks.width_sweep
 	$(VENV)/bin/python examples/article_study.py --image images/article_study.svg
 	$(VENV)/bin/python -m tests.browser

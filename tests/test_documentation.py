@@ -185,6 +185,19 @@ def test_the_files_that_the_readme_names_exist() -> None:
     assert sorted(path for path in local if not (ROOT / path).exists()) == []
 
 
+def test_every_picture_has_its_command_beside_it() -> None:
+    rules = (ROOT / "Makefile").read_text(encoding="utf-8")
+    makes = dict(re.findall(r"!\[[^\]]*\]\(images/(\S+)\)\n\n_Made by `([^`]+)`", _readme()))
+    assert set(makes) == {path.name for path in (ROOT / "images").iterdir()}
+    for picture, command in makes.items():
+        rule = (
+            rf"^{command[5:]}:"
+            if command.startswith("make ")
+            else rf"^\t\$\(VENV\)/bin/{re.escape(command.removeprefix('.venv/bin/'))}$"
+        )
+        assert re.search(rule, rules, re.M), picture
+
+
 def test_anchors_inside_the_readme_lead_somewhere() -> None:
     text = _readme()
     headings = re.findall(r"^#+ (.+?)\s*$", _FENCE.sub("", text), re.M)

@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import names as n
 from ..diagnosis.series import Series
 from ..loss_names import loss_among
-from ..names import Key, format_key, parse_key
+from ..names import Key, format_key
 from ..record import Event, StepRecord
 from ..stack import Stack
 from ..statistics.moments import Column
@@ -130,6 +130,7 @@ class OfRun:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._contexts = {step: run.context(step) for step in run.steps}
+        self._keys = dict.fromkeys(run.scalars)
 
     @property
     def steps(self) -> list[int]:
@@ -147,14 +148,11 @@ class OfRun:
 
     def values(self, key: Key) -> dict[int, float]:
         """One value by step; empty without any."""
-        try:
-            return self._run.series(format_key(key))
-        except KeyError:
-            return {}
+        return self._run.series(format_key(key)) if key in self._keys else {}
 
     def logged(self) -> list[Key]:
         """The keys of the values that were logged by hand."""
-        return [key for key in map(parse_key, self._run.keys()) if not key.source]
+        return [key for key in self._keys if not key.source]
 
     def rates(self) -> dict[int, float]:
         """The largest learning rate by step."""

@@ -365,20 +365,38 @@
   $("theme").addEventListener("click", () => setTheme(isDark() ? "light" : "dark"));
   root.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
   $("theme").textContent = isDark() ? "light" : "dark";
-  tell();
-  if (names.length) {
-    chooser();
-    const told = data.against ? data.marks[0] : data.findings[0]?.first;
-    aim = told ?? data.views[current].last.at(-1);
-    column = aimed();
-    select(current);
-  }
-  later("norm", "s-norm", fixed("norm"));
-  later("depth", "s-depth", names.length ? depth : null);
-  later("update", "s-update", fixed("update"));
-  later("layers", "s-layers", fixed("layers"));
   $("s-heat").hidden = !names.length;
   $("s-table").hidden = !data.layers.rows.length;
+  tell();
   table();
-  document.body.dataset.ready = "true";
+  document.body.dataset.told = "true";
+
+  const figuresOf = () => {
+    if (names.length) {
+      chooser();
+      const told = data.against ? data.marks[0] : data.findings[0]?.first;
+      aim = told ?? data.views[current].last.at(-1);
+      column = aimed();
+      select(current);
+    }
+    later("norm", "s-norm", fixed("norm"));
+    later("depth", "s-depth", names.length ? depth : null);
+    later("update", "s-update", fixed("update"));
+    later("layers", "s-layers", fixed("layers"));
+  };
+  // plotly is the larger part of the page, which is why it is packed, and takes most of the time to open it: words come before pictures
+  const unpacked = async (id) => {
+    const raw = Uint8Array.from(atob($(id).textContent), (letter) => letter.charCodeAt(0));
+    return new Response(new Blob([raw]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+  };
+  const begin = async () => {
+    await new Promise((seen) => setTimeout(seen));  // the words are in sight
+    document.head.append(make("script", await unpacked("plotly")));
+    figuresOf();
+    document.body.dataset.ready = "true";
+  };
+  begin().catch((error) => {
+    $("heat").textContent = `There are no figures: ${error}. They need a browser of 2023 or later (DecompressionStream).`;
+    throw error;
+  });
 })();
