@@ -131,11 +131,13 @@ def test_blocks_that_do_not_run_compile_and_say_why() -> None:
 
 
 def _commands() -> list[tuple[int, list[str]]]:
-    """The lines of shell blocks, word by word."""
+    """The lines of shell blocks, word by word; of a console those behind a prompt, for the others are its answers."""
     found = []
     for language, code, line, _ in _blocks(_readme()):
         if language in {"bash", "sh", "shell", "console"}:
             for offset, text in enumerate(code.splitlines()):
+                if language == "console" and not text.startswith("$ "):
+                    continue
                 words = shlex.split(text.strip().removeprefix("$ "), comments=True)
                 if words:
                     found.append((line + offset, words))

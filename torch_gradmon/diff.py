@@ -91,7 +91,11 @@ def _diff(
     scan = comparison.scan(common)
     began, last = scan.onset, scan.steps[-1]
     onset, words = (None, "") if began is None else comparison.onset(began, scan.steps)
-    missing = "" if began is None else comparison.missing(began, scan.gaps)
+    if onset is not None:
+        missing, comes_first = comparison.missing(onset, scan.gaps)
+        words = (
+            f"{missing} What differs follows from that, or has the same cause." if comes_first else f"{words} {missing}".strip()
+        )
     partings, remark = ([], "") if scan.first is None else comparison.partings(scan.first)
     return Difference(
         runs=names,
@@ -100,7 +104,7 @@ def _diff(
         partings=tuple(partings),
         stages=comparison.stages(last),
         onset=onset,
-        reading=" ".join(filter(None, (missing, words, remark))),
+        reading=" ".join(filter(None, (words, remark))),
         largest=comparison.largest(scan.largest[1]) if scan.largest[0] else None,
         growth={} if began is None else comparison.growth(_told(common, began, last)),
         alone=alone(left, right, rules, steps, scan.gaps),

@@ -203,13 +203,17 @@ class Comparison:
         cells = [_Cell(sheet, column) for sheet in sheets for column in torch.nonzero(chosen(sheet)[0]).flatten().tolist()]
         return sorted(cells, key=lambda cell: self._order.rank(cell.key))
 
-    def missing(self, step: int, gaps: tuple[Gaps, Gaps]) -> str:
-        """What one of the runs lacks for the first time in a step, in words."""
-        words = []
+    def missing(self, onset: Parting, gaps: tuple[Gaps, Gaps]) -> tuple[str, bool]:
+        """What one of the runs lacks for the first time in the step of ``onset``, in words, and whether it comes about before the
+        difference, or in the same stage.
+        """
+        words, stages = [], []
         for run, found in zip(("second", "first"), gaps, strict=True):  # what only the first has is missing from the second
-            keys = sorted((key for key, (_, first) in found.items() if first == step), key=self._order.rank)
-            words.append(of_gaps(step, run, [format_key(key) for key in keys]))
-        return " ".join(filter(None, words))
+            keys = sorted((key for key, (_, first) in found.items() if first == onset.step), key=self._order.rank)
+            words.append(of_gaps(onset.step, run, [format_key(key) for key in keys]))
+            stages += [stage_of(key) for key in keys[:1]]
+        order = list(STAGES)
+        return " ".join(filter(None, words)), any(order.index(stage) <= order.index(onset.stage) for stage in stages)
 
     def largest(self, step: int) -> Parting | None:
         """The largest relative difference within the tolerance in a step."""

@@ -19,7 +19,7 @@ from ..run import Run
 from .content import CODES, MOST_EVENTS, by_name, cell, drawn, facts, findings, view
 
 #: Partings that are told one by one, and small pictures side by side.
-_TOLD, _MOST_LAYERS = 12, 9
+_TOLD, _MOST_LAYERS = 5, 9
 
 
 def content(
