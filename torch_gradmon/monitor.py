@@ -23,6 +23,7 @@ from .capture.parameters import OPTIMIZER_BUILT_INS
 from .capture.reference import frozen_copy
 from .capture.terms import RCC_BUILT_INS
 from .capture.units import ACTIVATION_BUILT_INS
+from .change import in_words
 from .closer import CloserLook
 from .distributed import Ranks
 from .errors import Complaints, display
@@ -458,5 +459,17 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods, TuneMethods):
     def __repr__(self) -> str:
         module = self._planner.module
         watched = "nothing" if module is None else type(module).__name__
-        step = "no step yet" if self.step is None else f"step {self.step}"
-        return f"ModuleMonitor({watched}, {len(self._registry.metrics)} metrics, {step})"
+        count = len(self._registry.metrics)
+        words = [watched, "1 metric" if count == 1 else f"{count} metrics"]
+        words.append("no step yet" if self.step is None else f"step {self.step}")
+        if spikes := len({event.step for event in self._session.ledger.recent().events}):
+            words.append(f"{spikes} of the last steps with spikes")
+        if self.tuned is not None:
+            words.append(f"for now {in_words(self.tuned.facts())}")
+        if self._session.guard.inert:
+            words.append("disabled by GRADMON_DISABLE")
+        elif self._session.follower is None and not self._session.by_hand:
+            words.append("not attached to an optimizer")
+        if place := self._session.ledger.outbox.place:
+            words.append(place)
+        return f"ModuleMonitor({', '.join(words)})"

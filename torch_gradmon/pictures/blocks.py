@@ -17,8 +17,7 @@ ROWS = 48
 def blocks(names: Sequence[str], most: int = ROWS) -> dict[str, list[int]]:
     """The places of ``names`` by block, in order: each name its own where there are no more than ``most``.
 
-    A block is what a name begins with, up to its first number (``blocks.3``), or its first part. Where these are still more than
-    ``most``, numbers are left out of the names: all layers of one kind together.
+    A block is what a name begins with, up to its first number (``blocks.3``), or its first part.
     """
     if len(names) <= most:
         return {name: [place] for place, name in enumerate(names)}

@@ -15,6 +15,8 @@ from .charts import Chart, Heat, Line, Lines, Profile, Strip, guide
 
 #: Pixels of a row of a heat map or profile, of the smallest figure, of a strip, and of a small picture.
 _ROW, _LEAST, _STRIP, _SMALL = 17, 300, 170, 190
+#: A logarithmic axis spans at least that factor, else a flat line has no ticks beside it.
+_FLAT = 1.2
 #: Longer names lose their middle on an axis.
 _NAME = 34
 
@@ -203,7 +205,15 @@ def _strip(drawn: go.Figure, strip: Strip, row: int, column: int, small: bool, n
     axis: dict[str, Any] = {"type": "log" if strip.is_log else "linear", "exponentformat": "e", "automargin": True}
     if strip.limits is not None:
         axis["range"] = list(strip.limits)
+    elif strip.is_log and (level := _level(strip)) is not None:
+        axis["range"] = [level - 0.5, level + 0.5]
     drawn.update_yaxes(row=row, col=column, title_text=None if small else strip.title, **axis)
+
+
+def _level(strip: Strip) -> float | None:
+    """The power of ten at which everything lies, where there is nothing to span an axis; None elsewhere."""
+    known = [value for line in strip.lines for value in line.series.finite.values if value > 0] + list(strip.guides.values())
+    return math.log10(known[0]) if known and max(known) < _FLAT * min(known) else None
 
 
 def _traces(line: Line, is_log: bool, named: bool) -> list[go.Scatter]:
