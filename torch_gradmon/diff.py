@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from . import check
+from .bar import Bar
 from .comparison.alone import alone, check_use
 from .comparison.comparison import Comparison
 from .comparison.result import Difference
@@ -37,6 +38,7 @@ def diff(
     first: int | None = None,
     last: int | None = None,
     strict: bool = False,
+    progress: bool | None = None,
 ) -> Difference:
     """Compare two runs, such as of one seed before and after a change of the code, and find where they part.
 
@@ -62,6 +64,7 @@ def diff(
         rename: by pattern in the names of modules and parameters of ``a``, what stands in its place in ``b``, as for ``re.sub``.
         first, last: compare the steps from and to these only.
         strict: what only one of the runs has, be it a step, a tensor or a value, counts too.
+        progress: whether to show a bar (if tqdm is installed); by default if stderr is a terminal.
 
     Raises:
         FileNotFoundError: there is no run.
@@ -74,11 +77,17 @@ def diff(
     check.flag(strict=strict)
     with single_threaded(), _opened(a) as left, _opened(b) as right:
         names = ("a" if isinstance(a, Run) else os.fspath(a), "b" if isinstance(b, Run) else os.fspath(b))
-        return _diff(left, right, names, rules, (first, last), strict)
+        return _diff(left, right, names, rules, (first, last), strict, progress)
 
 
 def _diff(
-    left: Run, right: Run, names: tuple[str, str], rules: Rules, between: tuple[int | None, int | None], strict: bool
+    left: Run,
+    right: Run,
+    names: tuple[str, str],
+    rules: Rules,
+    between: tuple[int | None, int | None],
+    strict: bool,
+    progress: bool | None,
 ) -> Difference:
     check_use(left, right, rules)
     steps = _between(left.steps, *between), _between(right.steps, *between)
@@ -88,7 +97,8 @@ def _diff(
     before = [_between(run.steps, None, common[-1]) for run in (left, right)]
     rules = replace(rules, with_memory=before[0] == before[1])
     comparison = Comparison(left, right, rules)
-    scan = comparison.scan(common)
+    with Bar(len(common), "diff", "step", progress) as bar:
+        scan = comparison.scan(common, bar.advance)
     began, last = scan.onset, scan.steps[-1]
     onset, words = (None, "") if began is None else comparison.onset(began, scan.steps)
     if onset is not None:

@@ -112,12 +112,13 @@ class Comparison:
         self._known_right = frozenset(things(right))
         self._pairings: dict[str, _Pairs] = {}
 
-    def scan(self, steps: Sequence[int]) -> Scan:
-        """Look through ``steps``, which both runs have, up to the first in which they part."""
+    def scan(self, steps: Sequence[int], advance: Callable[[int], None]) -> Scan:
+        """Look through ``steps``, which both runs have, up to the first in which they part; tells ``advance`` of how many."""
         found = Scan()
         for some in self._windows(steps):
             sheets = self._compared(some, thorough=False)
             self._note(found, some, sheets)
+            advance(len(some))
             if found.first is not None:
                 break
         return found

@@ -23,7 +23,12 @@ _TOLD, _MOST_LAYERS = 5, 9
 
 
 def content(
-    runs: tuple[Run, Run], names: tuple[str, str], difference: Difference, renamed: Callable[[str], str], title: str
+    runs: tuple[Run, Run],
+    names: tuple[str, str],
+    difference: Difference,
+    renamed: Callable[[str], str],
+    title: str,
+    advance: Callable[[], None],
 ) -> dict[str, Any]:
     """Everything that the page shows.
 
@@ -33,17 +38,25 @@ def content(
         difference: where they part.
         renamed: what a layer of the first is called in the second.
         title: of the page.
+        advance: called after each of :data:`torch_gradmon.report.content.PARTS`.
     """
     pair = Pair(Reel(OfRun(runs[0]), names[0]), Reel(OfRun(runs[1]), names[1]), renamed)
     diagnoses = [diagnosed(History.of_run(run)) for run in runs]
-    panels = {name: found for name in LAYER_VIEWS if (found := pair.panels(name)) is not None}
+    advance()
+    panels = {}
+    for name in LAYER_VIEWS:
+        if (found := pair.panels(name)) is not None:
+            panels[name] = found
+        advance()
     marks = [difference.first.step] if difference.first is not None else []
     events = [f"{name}: {event}" for name, reel in zip(names, pair.reels, strict=True) for event in reel.events[-MOST_EVENTS:]]
     return {
         "title": title,
         "facts": _facts(runs, pair),
         "against": against(difference),
-        "findings": [{**told, "run": name} for name, found in zip(names, diagnoses, strict=True) for told in findings(found)],
+        "findings": [
+            {**told, "run": name} for name, diagnosis in zip(names, diagnoses, strict=True) for told in findings(diagnosis)
+        ],
         "unseen": [],
         "marks": marks,
         "mark": "the runs part",

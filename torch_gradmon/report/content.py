@@ -23,17 +23,24 @@ from .packing import LOG_SCALE, LOUD, NONE, SCALE, ZERO, packed
 
 #: Cells of one view, of layers and blocks together, and columns.
 _CELLS, _FEWEST_COLUMNS, _COLUMNS = 150_000, 100, 1000
+#: Parts that take time: the diagnosis, and each view.
+PARTS = 1 + len(LAYER_VIEWS)
 #: Spikes that are listed, the last ones.
 MOST_EVENTS = 200
 #: How the page reads what :func:`torch_gradmon.report.packing.packed` writes.
 CODES = {"none": NONE, "loud": LOUD, "zero": ZERO, "log": LOG_SCALE, "linear": SCALE}
 
 
-def content(run: Run, title: str) -> dict[str, Any]:
-    """Everything that the page shows."""
+def content(run: Run, title: str, advance: Callable[[], None]) -> dict[str, Any]:
+    """Everything that the page shows; ``advance`` is called after each of :data:`PARTS`."""
     reel = Reel(OfRun(run), title)
     diagnosis = diagnosed(History.of_run(run))
-    panels = {name: panel for name in LAYER_VIEWS if (panel := reel.panel(name)) is not None}
+    advance()
+    panels = {}
+    for name in LAYER_VIEWS:
+        if (panel := reel.panel(name)) is not None:
+            panels[name] = panel
+        advance()
     return {
         "title": title,
         "facts": facts(run, reel),

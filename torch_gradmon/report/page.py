@@ -17,23 +17,30 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from plotly.offline import get_plotlyjs
 from plotly.utils import PlotlyJSONEncoder
 
+from ..bar import Bar
 from ..comparison.result import Difference
 from ..comparison.rules import renamer
 from ..run import load_run
 from . import compared
-from .content import content
+from .content import PARTS, content
 
 #: What a run directory's report is called.
 NAME = "report.html"
 
 
-def write(path: str | os.PathLike[str], to: str | os.PathLike[str] | None = None, title: str | None = None) -> Path:
+def write(
+    path: str | os.PathLike[str],
+    to: str | os.PathLike[str] | None = None,
+    title: str | None = None,
+    progress: bool | None = None,
+) -> Path:
     """Write the report of the run in the directory ``path``.
 
     Args:
         path: the run directory.
         to: the file; by default ``report.html`` in the run directory.
         title: of the page; by default the directory's name.
+        progress: whether to show a bar (if tqdm is installed); by default if stderr is a terminal.
 
     Returns:
         The file.
@@ -46,7 +53,8 @@ def write(path: str | os.PathLike[str], to: str | os.PathLike[str] | None = None
     with closing(load_run(path)) as run:
         if not run.steps:
             raise ValueError(f"the run in {str(path)!r} has no recorded step yet")
-        found = content(run, title or _name(path))
+        with Bar(PARTS, "report", "part", progress) as bar:
+            found = content(run, title or _name(path), bar.advance)
     return _written(found, Path(path) / NAME if to is None else Path(to))
 
 
@@ -57,6 +65,7 @@ def write_both(
     to: str | os.PathLike[str],
     title: str | None = None,
     rename: Mapping[str, str] | None = None,
+    progress: bool | None = None,
 ) -> Path:
     """Write one report of two runs over each other.
 
@@ -66,6 +75,7 @@ def write_both(
         to: the file.
         title: of the page; by default the names of both directories.
         rename: as for :func:`torch_gradmon.diff`.
+        progress: see :func:`write`.
 
     Returns:
         The file.
@@ -79,8 +89,9 @@ def write_both(
         names = str(first), str(second)
     if names[0] == names[1]:
         names = f"{names[0]} (first)", f"{names[1]} (second)"
-    with closing(load_run(first)) as left, closing(load_run(second)) as right:
-        found = compared.content((left, right), names, difference, renamer(rename), title or f"{names[0]} and {names[1]}")
+    with closing(load_run(first)) as left, closing(load_run(second)) as right, Bar(PARTS, "report", "part", progress) as bar:
+        both = f"{names[0]} and {names[1]}"
+        found = compared.content((left, right), names, difference, renamer(rename), title or both, bar.advance)
     return _written(found, Path(to))
 
 
