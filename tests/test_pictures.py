@@ -16,8 +16,9 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon.diagnosis.series import Series
-from torch_gradmon.pictures import charts
+from torch_gradmon.pictures import charts, colours
 from torch_gradmon.pictures.blocks import blocks, together
+from torch_gradmon.pictures.charts import Heat, Line, Lines, Strip
 from torch_gradmon.pictures.reel import LAYER_VIEWS, OfRecords, OfRun, Panel, Reel
 from torch_gradmon.pictures.squeezing import points, squeezed
 
@@ -261,6 +262,39 @@ def test_both_engines_draw_every_kind_of_a_run_and_of_a_monitor(trained: Any, ki
     picture = tmp_path / "picture.png"
     monitor.plot(kind, engine="matplotlib").savefig(picture)
     assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize("odd", [math.inf, math.nan])
+def test_matplotlib_paints_pink_what_is_not_finite_and_leaves_out_what_was_not_measured(odd: float) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import to_rgb
+
+    from torch_gradmon.pictures.still import drawing
+
+    heat = Heat("norm", ("a", "b"), (0, 1, 2), (0, 1, 2), ((1.0, odd, 10.0), (0.1, 1.0, 100.0)), True)
+    drawn = drawing(heat)
+    values, *loud = drawn.axes[0].collections
+    assert values.get_array().tolist() == [[0.0, None, 1.0], [-1.0, 0.0, 2.0]]
+    assert [mesh.get_array().tolist() for mesh in loud] == ([[[None, 1.0, None], [None] * 3]] if odd == math.inf else [])
+    canvas = FigureCanvasAgg(drawn)
+    canvas.draw()
+    pixels = torch.frombuffer(bytearray(canvas.buffer_rgba()), dtype=torch.uint8).reshape(-1, 4)[:, :3]
+    pink = torch.tensor([round(255 * part) for part in to_rgb(colours.LOUD)], dtype=torch.uint8)
+    assert bool((pixels == pink).all(1).sum() > 1000) == (odd == math.inf)
+
+
+@pytest.mark.extra
+def test_matplotlib_marks_the_steps_of_a_line_that_are_not_finite() -> None:
+    pytest.importorskip("matplotlib")
+    from torch_gradmon.pictures.still import drawing
+
+    line = Line("norm", Series((0, 1, 2, 3), (1.0, math.nan, 4.0, math.inf)), colours.BLUE)
+    drawn = drawing(Lines("norms", (Strip("norm", (line,)),)))
+    curve, crosses = drawn.axes[0].lines
+    assert [None if math.isnan(y) else y for y in curve.get_ydata()] == [1.0, None, 4.0, None]
+    assert (list(crosses.get_xdata()), list(crosses.get_ydata())) == ([1, 3], [4.0, 4.0])
 
 
 @pytest.mark.extra

@@ -208,6 +208,14 @@ def test_the_command_writes_the_page(run: Path, tmp_path: Path) -> None:
     assert not list((tmp_path / "deep").glob("*.part"))
 
 
+def test_a_bar_is_shown_to_whoever_wants_one(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tqdm")
+    write(run, tmp_path / "quiet.html")
+    assert capsys.readouterr().err == ""
+    write(run, tmp_path / "loud.html", progress=True)
+    assert "report:   0%" in capsys.readouterr().err
+
+
 def test_a_run_that_is_not_there_or_empty_is_told_in_one_line(tmp_path: Path) -> None:
     done = _gradmon("report", str(tmp_path))
     assert (done.returncode, done.stdout) == (2, "")
