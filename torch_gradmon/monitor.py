@@ -309,7 +309,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods, TuneMethods):
             check.step_number("start_step", start_step)
         bare = check.optimizers(module, optimizers)
         # asked before anything is hung, for the function is the user's
-        self._session.is_step_monitored(self._session.next_step if start_step is None else start_step)
+        self._session.cadence.asked(self._session.next_step if start_step is None else start_step)
         if not self._session.guard.inert:
             if start_step is not None:
                 self._session.next_step = start_step

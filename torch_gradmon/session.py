@@ -18,8 +18,10 @@ from torch.optim import Optimizer
 
 from .acting.actor import Actor
 from .acting.policy import Counts, View
+from .arming import Arming
 from .audit.audit import Audit
 from .budget import Budget
+from .cadence import Cadence
 from .capture.activations import ActivationCapture
 from .capture.gradients import GradientCapture
 from .capture.measuring import Measurer
@@ -34,7 +36,6 @@ from .guard import Guard, guarded
 from .inventory import Inventory
 from .ledger import Ledger
 from .metric import Metric
-from .mixin import has_mixin
 from .modes import rng_states
 from .plan import SourcePlan
 from .planner import Planner
@@ -63,7 +64,6 @@ class Session(StepValues):
         recorder: Recorder,
         actor: Actor | None = None,
     ) -> None:
-        self.is_step_monitored = is_step_monitored
         self.recorder, self.actor = recorder, actor
         self.attempted = 0
         self._buffers_known = False  # as they were before the batch came
@@ -74,6 +74,7 @@ class Session(StepValues):
         self.budget = budget
         self.closer = closer
         self.tuning = Tuning(planner, ledger, self.together, lambda: closer.may_hang, guard.complaints)
+        self.cadence = Cadence(is_step_monitored, closer, self.tuning)
         self.guard = guard
         self.planner = planner
         self.ledger = ledger
@@ -82,7 +83,7 @@ class Session(StepValues):
         self.gradients = GradientCapture(measurer)
         self.parameters = ParameterCapture(measurer, update_sample)
         self.activations = ActivationCapture(measurer, guard)
-        self.follower: Follower | None = None
+        self.arming = Arming(planner, self.activations)
         self._scale_by_hand()
         self.face: object = None
         self.scaler: torch.amp.GradScaler | None = None
@@ -98,10 +99,13 @@ class Session(StepValues):
         self._tags: dict[str, Any] = {}
         self._told_ahead: set[str] = set()  # names of tags that the loop gives before a step's forward
         self._unseen_refusals: Tensor | None = None
-        self._armed_for: tuple[int, bool] | None = None
         self._records_only = False  # the open step is not monitored, but recorded in case of a spike
         self._apart = False  # other ranks do not monitor it
-        self._asked: tuple[int, bool] | None = None
+
+    @property
+    def follower(self) -> Follower | None:
+        """What drives the session; None where it is a hand."""
+        return self.arming.follower
 
     # --- the step ------------------------------------------------------------------------------------------------------------
 
@@ -132,7 +136,7 @@ class Session(StepValues):
         tags, self._tags = self._tags, {}
         monitored = self._is_monitored(step)
         self._records_only = not monitored and self._is_recorded()
-        self._apart = monitored and self.tuning.is_alone and not self.closer.goes_on and self._asked != (step, True)
+        self._apart = monitored and self.cadence.wants_alone(step)
         if monitored or self._records_only:
             self._tags = tags
             self._prepare(step)
@@ -140,8 +144,8 @@ class Session(StepValues):
                 self._buffer.absorb(early)
         else:
             self.activations.let_through(False)
-            if self._armed_for is not None or self.activations.may_rest:
-                self._disarm()
+            if self.arming.is_loose:
+                self.arming.disarm()
         return monitored
 
     def _go_back(self, step: int) -> None:
@@ -155,25 +159,15 @@ class Session(StepValues):
         self.ledger.outbox.goes_back(step)
 
     def _is_monitored(self, step: int) -> bool:
-        if self.guard.inert or self.planner.module is None:
-            return False
-        if self.closer.goes_on:
-            return True
-        if self._asked is None or self._asked[0] != step:  # once for each step, since the answer need not stay the same
-            self._asked = step, bool(self.is_step_monitored(step))
-        return self._asked[1] if self.tuning.in_force is None else self.tuning.cadence(step, self._asked[1])
+        return not self.guard.inert and self.planner.module is not None and self.cadence.wants(step)
 
     def would_monitor(self, step: int) -> bool:
         """Whether ``step`` is monitored by the cadence, or as one of the steps after a spike or under a live change."""
         if self.step is not None and step <= self.step:
             is_open = self.open and step == self.step and self.takes_values and not self._records_only
-            return (
-                is_open or self.has_just_monitored(step) or self.ledger.was_monitored(step) or bool(self.is_step_monitored(step))
-            )
+            return is_open or self.has_just_monitored(step) or self.ledger.was_monitored(step) or bool(self.cadence.asked(step))
         ahead = step - self.next_step if self.step is None else (step - self.step - 1) // self._stride
-        asked = bool(self.is_step_monitored(step))
-        is_tuned = self.tuning.left is None or ahead < self.tuning.left - self.open
-        return ahead < self.closer.left or (self.tuning.cadence(step, asked) if is_tuned else asked)
+        return self.cadence.foretells(step, ahead, self.open)
 
     def _is_recorded(self) -> bool:
         wanted = bool(self.recorder.size) or (self.actor is not None and self.follower is not None)
@@ -182,7 +176,7 @@ class Session(StepValues):
     def _prepare(self, step: int) -> None:
         self.planner.refresh()
         if self.follower is not None and self.follower.groups_changed():
-            self._armed_for = None
+            self.arming.forget()
         assert self.planner.inventory is not None
         if self.planner.inventory.spread and self.measurer.ranks.count > 1:
             self.ledger.summary.all_columns = True  # on each rank, whoever has a run directory
@@ -199,40 +193,16 @@ class Session(StepValues):
         self.gradients.begin(self._buffer, self._plans, references)
         self.parameters.begin(self._buffer, self._plans, references)
         self.activations.begin(self._buffer, due, self.planner.inventory)
-        self._arm(on_modules=not self._records_only)
-
-    def _arm(self, on_modules: bool = True) -> None:
-        """Hang the hooks that monitored steps need, where they do not hang already; ``on_modules`` too, or on parameters only."""
-        module, inventory = self.planner.module, self.planner.inventory
-        wanted = self.planner.version, on_modules
-        if self._armed_for != wanted and module is not None and inventory is not None:
-            before, self._armed_for = self._armed_for, wanted
-            metrics = self.planner.module_metrics()
-            if on_modules:
-                self.activations.install(module, inventory, metrics, self.planner.version, has_mixin(module))
-            elif self.activations.may_rest:
-                self.activations.rest(metrics)
-            if self.follower is not None and (before is None or before[0] != wanted[0]):
-                self.follower.arm(self.planner)
+        self.arming.arm(on_modules=not self._records_only)
 
     def rearm(self) -> None:
         """What is to be measured changed: hang what it takes, unless that has time until the next step."""
-        module, inventory = self.planner.module, self.planner.inventory
-        if self.follower is None or module is None or inventory is None:
+        if self.follower is None:
             return
         if not self.open and self._is_monitored(self.next_step):
-            self._arm()
+            self.arming.arm()
         elif self.open and self._buffer is not None and not self._records_only:
-            # what is due in the open step stays, but the next one needs its hooks in time
-            metrics = self.planner.module_metrics()
-            self.activations.install(module, inventory, metrics, self.planner.version, has_mixin(module))
-
-    def _disarm(self) -> None:
-        self._armed_for = None
-        if self.activations.may_rest:
-            self.activations.rest(self.planner.module_metrics())
-        if self.follower is not None:
-            self.follower.disarm()
+            self.arming.on_modules()  # what is due in the open step stays, but the next one needs its hooks in time
 
     def end(self) -> None:
         """Close the open step. On CPU its record is made at once, elsewhere when its values have come."""
@@ -249,9 +219,8 @@ class Session(StepValues):
             if self.tuning.is_awake:
                 self.tuning.step_ended()
                 self._change_detail(self.next_step)
-        rests = self._armed_for is None or not self._armed_for[1]
-        if self.follower is not None and not self.by_hand and rests and self._is_monitored(self.next_step):
-            self._arm()  # the first thing seen of the next step may be its backward pass
+        if self.follower is not None and not self.by_hand and self.arming.is_partial and self._is_monitored(self.next_step):
+            self.arming.arm()  # the first thing seen of the next step may be its backward pass
         if self.activations.has_graphs and not self.by_hand:  # or its forward, in a compiled graph
             self.activations.let_through(self._is_monitored(self.next_step))
 
@@ -278,11 +247,9 @@ class Session(StepValues):
             if self.budget is not None and self.tuning.sets_cadence:
                 self.budget.anew(self.guard.spent(), time.perf_counter())
             self.tuning.change(step, self._ended)
-            self._disarm()
-            module, inventory = self.planner.module, self.planner.inventory
-            if self.activations.hangs and module is not None and inventory is not None:  # where they may not all go
-                metrics = self.planner.module_metrics()
-                self.activations.install(module, inventory, metrics, self.planner.version, has_mixin(module))
+            self.arming.disarm()
+            if self.activations.hangs:  # where they may not all go
+                self.arming.on_modules()
 
     def _close(self) -> tuple[StepBuffer, Inventory, dict[str, Any]]:
         """Nothing more is measured in this step: its values, the model as it was, and what the loop said of it."""
@@ -376,7 +343,8 @@ class Session(StepValues):
         if self._flights.lockstep and spiked is not None and not (begins and self.step is not None and spiked < self.step):
             spiked = None
         if spiked is not None:
-            self.ledger.spiked_in = self._asked = None
+            self.ledger.spiked_in = None
+            self.cadence.ask_again()
         if (spiked is not None and self.closer.begin()) or ends:
             self.rearm()
 
@@ -484,12 +452,12 @@ class Session(StepValues):
     def follow(self, module: nn.Module, optimizers: list[Optimizer], scaler: torch.amp.GradScaler | None) -> None:
         """Follow the loop by hooks from now on."""
         self.scaler, self.by_hand = scaler, False
-        self.follower = Follower(self, module, optimizers, scaler)
-        self._armed_for = None
+        self.arming.follower = follower = Follower(self, module, optimizers, scaler)
+        self.arming.forget()
         self._remember_buffers()
-        self.activations.inverse_scale, self.activations.opening = self.follower.inverse_scale, self.follower.root_called
-        self.activations.part_called = self.follower.part_called
-        self._arm()  # also where the first step is not monitored: a model that will be compiled takes only the hooks that it has then
+        self.activations.inverse_scale, self.activations.opening = follower.inverse_scale, follower.root_called
+        self.activations.part_called = follower.part_called
+        self.arming.arm()  # also where the first step is not monitored: a model that will be compiled takes only the hooks that it has then
         self.guard.cost()
 
     def _scale_by_hand(self) -> None:
@@ -531,12 +499,12 @@ class Session(StepValues):
         try:
             self.leave()
         finally:
-            self._disarm()
+            self.arming.disarm()
             self.activations.remove()
             self.activations.reference.forget()
             if self.follower is not None:
                 self.follower.remove()
-                self.follower = None
+                self.arming.follower = None
                 self._scale_by_hand()
             if self.actor is not None:
                 self.actor.close()
