@@ -48,6 +48,7 @@ lint: $(VENV)/.ready
 bench: $(BENCH)/.ready
 	$(BENCH)/bin/python benchmarks/import_time.py
 	$(BENCH)/bin/python -m benchmarks.run
+	$(BENCH)/bin/python -m benchmarks.idle
 	$(BENCH)/bin/python -m benchmarks.sinks
 	$(BENCH)/bin/python -m benchmarks.activations
 	$(BENCH)/bin/python -m benchmarks.exchange

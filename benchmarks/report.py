@@ -89,16 +89,6 @@ def step_line(step: Mapping[str, Any]) -> str:
     )
 
 
-def idle_line(idle: Mapping[str, Any]) -> str:
-    """A step that is not monitored, in a sentence."""
-    return (
-        f"- **A step that is not monitored** ({idle['parameters']} parameters): {with_spread(idle['python_us'])} µs of Python, "
-        f"{idle['hooks_on_parameters']} hooks on parameters. Beside a loop without a monitor such a step takes "
-        f"{with_spread(idle['difference_us'])} µs longer; a loop without a monitor whose parameters once had a hook, since removed, "
-        f"{with_spread(idle['once_hooked_us'])} µs; a second loop without anything {with_spread(idle['two_bare_loops_us'])} µs."
-    )
-
-
 def markdown(results: Sequence[Result]) -> str:
     """All that the README says about measured times."""
     parts = []
@@ -108,8 +98,6 @@ def markdown(results: Sequence[Result]) -> str:
             parts.append(f"**{where}**")
             parts += ["\n".join(table) for table in (ratios_table(sections), faster_table(sections))]
         lines = [step_line(step) for step in result["training"]]
-        if result["idle"] is not None:
-            lines.append(idle_line(result["idle"]))
         parts.append("\n".join(lines))
     return "\n\n".join(part for part in parts if part)
 
@@ -213,6 +201,7 @@ def load() -> list[dict[str, Any]]:
 def main() -> None:
     """Write the plot and the README's table."""
     from .acting import markdown as acting_markdown
+    from .idle import markdown as idle_markdown
     from .plot import draw
     from .spikes.table import markdown as spikes_markdown
 
@@ -222,6 +211,8 @@ def main() -> None:
     draw(results, PLOT)
     readme = ROOT / "README.md"
     text = update_readme(readme.read_text(encoding="utf-8"), "benchmark", markdown(results))
+    idle = json.loads((RESULTS / "idle.json").read_text(encoding="utf-8"))
+    text = update_readme(text, "idle", idle_markdown(idle))
     sinks = json.loads((RESULTS / "sinks.json").read_text(encoding="utf-8"))
     text = update_readme(text, "sinks", sinks_markdown(sinks))
     spikes = json.loads((RESULTS / "spikes.json").read_text(encoding="utf-8"))

@@ -20,16 +20,15 @@ from typing import Any
 import torch
 
 from .comparison import compare
-from .idle import idle
 from .machine import machine, versions
-from .report import RESULTS, faster_table, idle_line, ratios_table, step_line
+from .report import RESULTS, faster_table, ratios_table, step_line
 from .sets import SETS
 from .targets import judge
 from .training import train
 
-ROUNDS, TRAINING_STEPS, IDLE_STEPS = 21, 30, 4000
+ROUNDS, TRAINING_STEPS = 21, 30
 #: So few training steps still hold one that measures updates.
-QUICK_ROUNDS, QUICK_TRAINING_STEPS, QUICK_IDLE_STEPS = 2, 8, 100
+QUICK_ROUNDS, QUICK_TRAINING_STEPS = 2, 8
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -60,7 +59,6 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
         "rounds": rounds,
         "gradients": [],
         "training": [],
-        "idle": None,
     }
     for count in threads:
         for name in sets:
@@ -72,8 +70,6 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
         step = train(device, count, QUICK_TRAINING_STEPS if asked.quick else TRAINING_STEPS)
         result["training"].append(step)
         print(f"\n{step_line(step)} Same bits: {step['same_bits']}.", flush=True)
-    result["idle"] = idle(QUICK_IDLE_STEPS if asked.quick else IDLE_STEPS)
-    print(idle_line(result["idle"]))
     return result
 
 

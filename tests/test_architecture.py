@@ -151,7 +151,7 @@ FLOORS = [
     ["report.content"],
     ["report.compared"],
     ["report.page"],
-    ["audit", "audit.tallies", "audit.probe"],
+    ["audit", "audit.tallies", "audit.probe", "audit.rest"],
     ["audit.idle", "audit.scaled", "audit.survey", "audit.writes"],
     ["audit.watched"],
     ["audit.audit"],

@@ -19,6 +19,7 @@ from ..errors import Complaints, GradmonWarning
 from ..planner import Planner
 from .idle import Idle
 from .probe import Probe
+from .rest import Rest
 from .survey import Survey
 from .tallies import Tallies
 from .watched import Watched
@@ -75,7 +76,7 @@ class Audit:
         self._watched: dict[int, Watched] = {}
         self._handles = Handles()
         self._survey: Survey | None = None
-        self._idle = Idle()
+        self._idle, self._rest = Idle(), Rest()
         self._ddp: weakref.ref[nn.Module] | None = None
         self._clock = self._forwards = self._forwards_at_step = 0
         self._has_ranks = False
@@ -122,7 +123,7 @@ class Audit:
         """Take all hooks away, and hold nothing any more but the facts."""
         self.is_off = True
         self._handles.remove()
-        self._watched, self._survey, self._idle, self._ddp = {}, None, Idle(), None
+        self._watched, self._survey, self._idle, self._rest, self._ddp = {}, None, Idle(), Rest(), None
         self._settling.clear()
 
     def _choose(self, watched: Watched, with_gradient: bool = False) -> None:
@@ -147,9 +148,11 @@ class Audit:
                 watched.probe = Probe(inventory.names[number], place, parameter)
 
     def _hang(self) -> None:
-        """One hook on each probe, and one more while it is not known who writes to its gradient."""
+        """One hook on each probe, and one more while it is not known who writes to its gradient; none while the audit rests."""
         self._is_hung = True
         self._handles.remove()
+        if self._rest.is_on:
+            return
         for key, watched in self._watched.items():
             if watched.probe is not None and not watched.probe.is_offloaded:
                 self._handles.on_accumulate(watched.probe.place, Hook(self._accumulated, key))
@@ -227,9 +230,10 @@ class Audit:
         self._clock += 1
         if self._clock == 1:
             self._tallies.retract("never-stepped")
-        watched.is_unknown = has_closure or self.paused
-        if watched.probe is not None and not watched.is_unknown:
-            self._judge(watched, watched.probe, optimizer)
+        if not self._rest.is_on:
+            watched.is_unknown = has_closure or self.paused
+            if watched.probe is not None and not watched.is_unknown:
+                self._judge(watched, watched.probe, optimizer)
         if self._survey.step_began():
             self._has_ranks = _has_ranks()
 
@@ -256,6 +260,8 @@ class Audit:
         if watched is not None and self._survey is not None:
             self._survey.step_ended()
             self._over(watched)
+            if self._rest.step_ended(is_clean=self._is_clean(watched)):
+                self._turn(watched)
             if watched.writes.is_doubtful and not self._is_hung:
                 self._hang()
 
@@ -268,7 +274,19 @@ class Audit:
 
     def _over(self, watched: Watched) -> None:
         self._forwards_at_step = self._forwards
-        watched.over()
+        if not self._rest.is_on:
+            watched.over()
+
+    def _is_clean(self, watched: Watched) -> bool:
+        """Whether nothing was ever seen in this loop, and nothing is open. With several optimizers what one gets tells of the others."""
+        is_open = watched.writes.is_curious or watched.writes.is_doubtful or watched.probe is None
+        return self._tallies.is_empty and len(self._watched) == 1 and not (is_open or self._has_ranks)
+
+    def _turn(self, watched: Watched) -> None:
+        """A rest begins or ends: hooks come and go with the next forward, and the probe knows nothing of what was in between."""
+        self._is_hung = False
+        if watched.probe is not None:
+            watched.probe.forget()
 
     # --- scaler ----------------------------------------------------------------------------------------------------------------
 

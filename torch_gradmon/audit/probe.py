@@ -99,6 +99,11 @@ class Probe:
         self.doubtful = self.carried = self.touched = False
         self.after_step = self.was_touched = self.is_paused = False
 
+    def forget(self) -> None:
+        """Nothing is known of what was before."""
+        self._begin()
+        self.gradient = self.last = None
+
     def accumulated(self, parameter: Tensor, clock: int) -> None:
         """A backward pass has added to the gradient; ``clock`` counts the steps of all optimizers."""
         gradient = parameter.grad
