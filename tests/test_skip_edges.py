@@ -135,6 +135,34 @@ def test_statistics_of_norms_are_copied_however_large_they_are(monkeypatch: pyte
     assert monitor.complaints() == {}
 
 
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("how", ["metric on some steps", "closer look", "tuned"])
+def test_statistics_go_back_by_one_step_where_hooks_on_modules_come_and_go(how: str, micro_batches: int) -> None:
+    bad = [42] if how != "closer look" else [41, 42, 43]
+    model, other = _net(), _net()
+    optimizer, same = _sgd(model), _sgd(other)
+    monitor = ModuleMonitor(model, on_spike="skip", closer_look=3 if how == "closer look" else 0, every=1 if how == "tuned" else 7)
+    monitor.add_detector(SpikeDetector(Threshold(LIMIT)))
+    if how == "metric on some steps":
+        monitor.add_activation_metric("rms", metric_regex="^1$")
+    monitor.attach(optimizer)
+    if how == "tuned":
+        monitor.tune(preset="full", steps=5, from_step=42)
+    for number in range(60):
+        by = BAD if number in bad else 1.0
+        optimizer.zero_grad()
+        for _ in range(micro_batches):
+            (model(_batch(number)).square().mean() * by).backward()
+        optimizer.step()
+        if number not in bad:
+            same.zero_grad()
+            for _ in range(micro_batches):
+                (other(_batch(number)).square().mean() * by).backward()
+            same.step()
+        assert _same(model, other), number
+    assert monitor.counts.skipped == len(bad)
+
+
 @pytest.mark.parametrize("call", [_parts, _after_a_look_ahead, _from_outside])
 def test_statistics_are_put_back_however_the_model_is_called(call: Any) -> None:
     model, reference = _net(), _net()

@@ -198,7 +198,7 @@ class Follower:
 
     def root_called(self, module: nn.Module) -> None:
         """The root's forward begins; where that is no news, nothing happens."""
-        self._attachment.forward_began(module)
+        self._attachment.root_called(module)
 
     def part_called(self, module: nn.Module) -> None:
         """A part of the model is called, by somebody else than the root."""

@@ -317,10 +317,15 @@ class Attachment:
     @_harmless
     def _forward_began(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         loop = self._loop()
+        if self.root_called(module) and loop is not None:
+            loop.root_began()
+
+    def root_called(self, module: nn.Module) -> bool:
+        """The root is called, by whichever hook that is known first; see :meth:`forward_began`."""
+        loop = self._loop()
         if self.may_skip and loop is not None and module.training and torch._C._current_graph_task_id() == -1:
             loop.root_in_training()
-        if self.forward_began(module) and loop is not None:
-            loop.root_began()
+        return self.forward_began(module)
 
     def forward_began(self, module: nn.Module) -> bool:
         """The root is called: tell the loop, unless this is evaluation or recomputation; whether it was told."""
