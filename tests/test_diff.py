@@ -382,6 +382,37 @@ def test_gaps_are_counted_wherever_they_are(steps_at_a_time: int, tmp_path: Path
     )
 
 
+def test_what_one_run_has_alone_outside_of_the_steps_that_count_does_not_count(tmp_path: Path) -> None:
+    table = Table(("u",), torch.ones(1, 8, dtype=torch.float64), ALL_COLUMNS)
+    for name in ("a", "b"):
+        store = RunStore(tmp_path / name)
+        for step in range(40):
+            values = {Key("", "x", ""): 1.0}
+            if name == "a" and step == 30:
+                values[Key("", "val/score", "")] = 1.0
+            tables = {"parameter": table} | ({"update": table} if name == "a" and step == 35 else {})
+            store.log(StepRecord(step, 0.0, True, values, tables))
+        store.close()
+    assert diff(tmp_path / "a", tmp_path / "b", strict=True).exit_code == 1
+    assert diff(tmp_path / "a", tmp_path / "b", last=20, strict=True).exit_code == 0
+    assert diff(tmp_path / "a", tmp_path / "b", first=20, last=32, strict=True).alone[0].keys == ("val/score",)
+    assert diff(tmp_path / "a", tmp_path / "b", first=32, strict=True).alone[0].keys == ("update/u",)
+
+
+def test_tags_that_are_nan_are_alike_and_json(tmp_path: Path) -> None:
+    for name, tag, value in (("a", math.nan, 1.0), ("b", math.nan, 2.0), ("c", 3.0, 1e308), ("d", 3.0, -1e308)):
+        store = RunStore(tmp_path / name)
+        store.log(StepRecord(0, 0.0, True, {Key("", "loss", ""): value}, {}, {"tags": {"temperature": tag}}))
+        store.close()
+    assert diff(tmp_path / "a", tmp_path / "b").tags == {}
+    found = diff(tmp_path / "a", tmp_path / "c")
+    assert json.loads(found.to_json())["tags"] == {"temperature": ["NaN", 3.0]}
+    far = diff(tmp_path / "c", tmp_path / "d")
+    assert far.first is not None
+    assert (far.first.relative, "finite" in far.reading) == (math.inf, False)
+    assert json.loads(far.to_json())["first"]["relative"] == "Infinity"
+
+
 # --- values --------------------------------------------------------------------------------------------------------------------------
 
 
@@ -414,7 +445,7 @@ def test_two_values(a: float, b: float, parts: bool, tmp_path: Path) -> None:
         if parts:
             assert found.first is not None
             assert found.first.relative > 0
-            assert str(found.to_dict()["first"]["a"]) == str(left)
+            assert float(found.to_dict()["first"]["a"]) == pytest.approx(left, nan_ok=True)  # "NaN", "Infinity"
             json.loads(found.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
         for path in (one, other):
             (path / "gradmon.sqlite").unlink()

@@ -206,7 +206,7 @@ def test_a_part_of_a_run(path: Path, tmp_path: Path) -> None:
     assert {(row["step"], row["source"]) for row in rows} == {(10, "update")}
     (file,) = run.export(tmp_path / "steps.csv", "steps", first=12)
     assert [row["step"] for row in _of_csv(file)] == [12]
-    (file,) = run.export(tmp_path / "none.csv", "tensors", first=99)
+    (file,) = run.export(tmp_path / "none.csv", "tensors", sources="update", first=11)
     assert list(_of_csv(file)) == []
     assert file.read_text().startswith("step,source,name,norm,")
 
@@ -439,3 +439,16 @@ def test_a_bar_tells_how_far_it_is(path: Path, tmp_path: Path, capsys: pytest.Ca
     assert f"/{2 * len(run.steps)}" in shown
     run.export(tmp_path / "out.csv", force=True, progress=False)
     assert capsys.readouterr().err == ""
+
+
+def test_what_has_no_effect_is_refused(tmp_path: Path) -> None:
+    store = RunStore(tmp_path / "run")
+    for step in range(3):
+        store.log(StepRecord(step, 0.0, True, {Key("", "x", ""): 1.0}, {}))
+    store.close()
+    run = load_run(tmp_path / "run")
+    with pytest.raises(ValueError, match="sources chooses among tensors"):
+        run.export(tmp_path / "x.csv", "steps", sources="gradient")
+    with pytest.raises(ValueError, match=r"the run has no step between 1000 and None; it has 0 to 2"):
+        run.export(tmp_path / "x.csv", first=1000)
+    assert not (tmp_path / "x.csv").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -161,8 +162,6 @@ def test_what_was_not_measured_is_told() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = gradmon.watch(model, optimizer, preset="cheap", on_spike=None)
-    with pytest.raises(ValueError, match="was not measured"):
-        monitor.plot()
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     with pytest.raises(ValueError, match="output root mean square of layers was not measured; preset='full'"):
@@ -238,6 +237,14 @@ def test_one_block_of_all_is_told_apart_by_what_comes_next() -> None:
     assert list(blocks(names))[:2] == ["0.0", "0.1"]
 
 
+def test_hundreds_of_blocks_stand_together_with_their_neighbours() -> None:
+    names = [f"fc{number}.weight" for number in range(300)]
+    found = blocks(names)
+    assert len(found) <= 48
+    assert next(iter(found.items())) == ("fc0 to fc6", [0, 1, 2, 3, 4, 5, 6])
+    assert [place for places in found.values() for place in places] == list(range(300))
+
+
 def test_norms_of_a_block_add_up_and_other_values_do_not() -> None:
     values = torch.tensor([[3.0, 4.0, math.nan], [math.inf, 1.0, math.nan], [math.nan, math.nan, math.nan]], dtype=torch.float64)
     panel = Panel(VIEW, (0, 1, 2), ("a.x", "a.y", "a.z"), values)
@@ -262,6 +269,109 @@ def test_both_engines_draw_every_kind_of_a_run_and_of_a_monitor(trained: Any, ki
     picture = tmp_path / "picture.png"
     monitor.plot(kind, engine="matplotlib").savefig(picture)
     assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+@given(st.lists(st.integers(0, 10_000), unique=True), st.integers(1, 50))
+def test_marks_that_lie_close_are_one_stretch_and_none_is_lost(marks: list[int], most: int) -> None:
+    marks.sort()
+    found = charts.spans(marks, most)
+    assert all(any(first <= step <= last for first, last in found) for step in marks)
+    assert {step for stretch in found for step in stretch} <= set(marks)
+    assert len(found) <= most + 1
+    assert all(before[1] < after[0] for before, after in itertools.pairwise(found))
+
+
+def test_the_edges_of_the_band_are_those_of_all_steps() -> None:
+    low, high = [1e-4] * 5000, [1e-3] * 5000
+    low[1234], high[4321] = 1e-9, 50.0
+    steps = tuple(range(5000))
+    lower, upper = charts._band(Series(steps, tuple(low)), Series(steps, tuple(high)))
+    assert (min(lower.values), max(upper.values), len(lower)) == (1e-9, 50.0, 1667)
+
+
+def test_gradients_that_were_seen_only_at_the_step_are_not_called_unclipped() -> None:
+    model = nn.Linear(3, 1)
+    monitor = gradmon.ModuleMonitor(model)
+    monitor.add_gradient_metric("norm")
+    for step in range(3):
+        monitor.begin_step(step)
+        model(torch.ones(2, 3)).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        monitor.monitor_gradients()
+        monitor.end_step()
+    reel = Reel(OfRecords(monitor._session.ledger.memory.records()))
+    assert charts.heatmap(reel).title == "gradient norm at the step"
+    assert "clipped" not in dict(reel.panels())
+
+
+def test_a_layer_that_was_frozen_at_first_comes_in_where_it_belongs(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = gradmon.watch(model, optimizer, run_dir=tmp_path, on_spike=None)
+    for step in range(8):
+        if step == 4:
+            model[0].requires_grad_(True)
+        optimizer.zero_grad()
+        model(torch.randn(4, 3)).square().mean().backward()
+        optimizer.step()
+    monitor.detach()
+    run = gradmon.load_run(tmp_path)
+    assert run.tensors("gradient") == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert charts.heatmap(Reel(OfRun(run))).rows == ("0.weight", "0.bias", "1.weight", "1.bias")
+
+
+@pytest.mark.extra
+def test_a_spike_stands_above_its_cell_and_outside_of_the_layers() -> None:
+    pytest.importorskip("plotly")
+    from torch_gradmon.pictures.interactive import figure
+
+    heat = Heat("norm", ("a", "b"), (0, 100, 200), (99, 199, 210), ((1.0, 2.0, 3.0), (1.0, 2.0, 3.0)), True, (150,))
+    drawn = figure(heat).to_plotly_json()
+    cells, marks = drawn["data"]
+    assert list(cells["x"]) == [49.5, 149.5, 205.0]
+    assert list(marks["x"]) == [150]
+    assert drawn["layout"]["yaxis"]["range"] == [1.5, -0.5]
+    assert drawn["layout"]["yaxis2"] == {"overlaying": "y", "range": [0, 1.0], "visible": False, "fixedrange": True}
+
+
+@pytest.mark.extra
+def test_hundreds_of_spikes_are_few_shapes_and_names_are_no_html() -> None:
+    pytest.importorskip("plotly")
+    from torch_gradmon.pictures.interactive import figure
+
+    line = Line("host <b>", Series(tuple(range(3000)), (1.0,) * 3000), colours.BLUE)
+    marks = (5, 700, *range(1000, 3000))
+    drawn = figure(Lines("norms", (Strip("one", (line,)), Strip("two", (line,))), marks))
+    shapes = drawn.layout.shapes
+    assert [(shape.type, shape.x0, shape.x1, shape.yref) for shape in shapes] == [
+        (kind, first, last, f"y{axis} domain")
+        for axis in ("", "2")
+        for kind, first, last in (("line", 5, 5), ("line", 700, 700), ("rect", 1000, 2999))
+    ]
+    assert {trace.name for trace in drawn.data} == {"host &lt;b&gt;"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "told"),
+    [
+        ("layers", {"names": "2.weight"}, "names must be a list of names"),
+        ("layers", {"names": [3]}, "names must be a list of names"),
+        ("heatmap", {"columns": "x"}, "columns='x' must be a positive int"),
+        ("heatmap", {"rows": 0}, "rows=0 must be a positive int"),
+        ("depth", {"step": "3"}, "step must be an int"),
+    ],
+)
+def test_odd_options_are_refused(trained: Any, kind: str, options: dict[str, Any], told: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(told)):
+        trained[0].plot(kind, **options)
+
+
+def test_a_monitor_that_has_seen_nothing_says_so() -> None:
+    model = nn.Linear(2, 2)
+    monitor = gradmon.watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="no step is known yet"):
+        monitor.plot()
 
 
 @pytest.mark.extra

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.extra
 for package in ("plotly", "jinja2"):
     pytest.importorskip(package)
 
-from torch_gradmon.report.packing import LOUD, NONE, ZERO, packed  # noqa: E402
+from torch_gradmon.report.packing import LOG_SCALE, LOUD, NONE, ZERO, packed  # noqa: E402
 from torch_gradmon.report.page import write  # noqa: E402
 
 in_browser = pytest.mark.skipif(not available(), reason="there is no Chromium")
@@ -94,7 +94,7 @@ def _codes(text: str) -> list[int]:
 def test_codes_give_values_back() -> None:
     values = torch.tensor([[1e-7, 3.5, 0.0], [math.inf, math.nan, 1e9]], dtype=torch.float64)
     codes = _codes(packed(values, True))
-    assert [10 ** (code / 1000) for code in (codes[0], codes[1], codes[5])] == pytest.approx([1e-7, 3.5, 1e9], rel=2e-3)
+    assert [10 ** (code / LOG_SCALE) for code in (codes[0], codes[1], codes[5])] == pytest.approx([1e-7, 3.5, 1e9], rel=2e-3)
     assert (codes[2], codes[3], codes[4]) == (ZERO, LOUD, NONE)
     assert [code / 30000 for code in _codes(packed(torch.tensor([[0.25, 0.0]]), False))] == pytest.approx([0.25, 0.0])
 
@@ -107,7 +107,7 @@ def test_the_page_holds_the_values_of_the_run(run: Path, page: Path) -> None:
     for place in (0, 5, len(view["names"]) - 1):
         series = source.series(f"gradient_before_clip/{view['names'][place]}/norm")
         row = codes[place * width : (place + 1) * width]
-        assert [10 ** (code / 1000) for code in row] == pytest.approx(list(series.values()), rel=2e-3)
+        assert [10 ** (code / LOG_SCALE) for code in row] == pytest.approx(list(series.values()), rel=2e-3)
 
 
 def test_blocks_are_offered_where_there_are_many_layers(page: Path) -> None:
@@ -184,6 +184,25 @@ def _scroll(window: Any) -> None:
     wait_for(lambda: window.execute_script("return document.getElementById('layers').data !== undefined"))
 
 
+def test_steps_in_the_table_are_whole_and_a_loss_that_is_nan_is_told(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    monitor = gradmon.ModuleMonitor(model, run_dir=tmp_path, on_spike=None)
+    monitor.add_preset("standard")
+    monitor.attach(optimizer, start_step=1_234_500)
+    for step in range(100):
+        loss = model(torch.ones(1, 2)).square().mean()
+        optimizer.zero_grad()
+        (loss * (1e3 if step == 67 else 1)).backward()
+        optimizer.step()
+        monitor.log_scalar("loss", loss.detach() * (math.nan if step >= 90 else 1))
+    monitor.detach()
+    data = _data(write(tmp_path))
+    at = data["layers"]["columns"].index("in step")
+    assert [row[at] for row in data["layers"]["rows"]] == [1_234_567] * 2
+    assert dict(data["facts"])["loss"].endswith(", not finite since step 1234590")
+
+
 # --- the command -------------------------------------------------------------------------------------------------------------------
 
 
@@ -206,6 +225,14 @@ def test_the_command_writes_the_page(run: Path, tmp_path: Path) -> None:
     text = (tmp_path / "deep" / "x.html").read_text(encoding="utf-8")
     assert "<title>&lt;i&gt;first&lt;/i&gt; - gradmon</title>" in text
     assert not list((tmp_path / "deep").glob("*.part"))
+
+
+def test_a_directory_in_the_place_of_the_page_is_refused_before_anything_is_written(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "page.html").mkdir()
+    done = _gradmon("report", str(run), "--to", str(tmp_path / "page.html"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "is a directory; name a file in it" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
 
 
 def test_a_bar_is_shown_to_whoever_wants_one(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

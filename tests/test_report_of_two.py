@@ -22,6 +22,7 @@ from torch_gradmon.pictures import pair_charts
 from torch_gradmon.pictures.pairing import Pair, relative
 from torch_gradmon.pictures.reel import OfRun, Reel
 from torch_gradmon.pictures.squeezing import squeezed
+from torch_gradmon.report.packing import LOG_SCALE
 
 for package in ("plotly", "jinja2"):
     pytest.importorskip(package)
@@ -91,13 +92,13 @@ def test_each_side_holds_the_values_of_its_run_and_the_difference_that_of_both(r
     view = data["views"]["clipped"]
     both = [gradmon.load_run(path).series(f"gradient/{view['names'][3]}/norm") for path in runs]
     for side, series in zip(("first", "second"), both, strict=True):
-        assert [10 ** (code / 1000) for code in _rows(view, side)[3]] == pytest.approx(list(series.values()), rel=2e-3)
+        assert [10 ** (code / LOG_SCALE) for code in _rows(view, side)[3]] == pytest.approx(list(series.values()), rel=2e-3)
     apart = _rows(view, "apart")[3]
     for step, (a, b) in enumerate(zip(*(series.values() for series in both), strict=True)):
         if step < SLIP:
             assert apart[step] == data["codes"]["zero"], step
         else:
-            assert 10 ** (apart[step] / 1000) == pytest.approx(abs(a - b) / max(a, b), rel=2e-3), step
+            assert 10 ** (apart[step] / LOG_SCALE) == pytest.approx(abs(a - b) / max(a, b), rel=2e-3), step
     assert data["marks"] == [SLIP]
     assert data["sides"] == {"apart": "difference", "first": "before", "second": "after"}
 
@@ -186,6 +187,11 @@ def test_the_second_run_has_the_page_where_no_place_is_named(runs: tuple[Path, P
     assert (runs[1] / "against-before.html").stat().st_size > 1e6
     assert main(["report", str(runs[0]), str(runs[0].parent / "nowhere")]) == 2
     assert "there is no run in" in capsys.readouterr().err
+
+
+def test_a_page_that_cannot_be_written_is_no_difference(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    assert main(["diff", str(runs[0]), str(runs[0]), "--report", str(tmp_path)]) == 2
+    assert main(["diff", str(runs[0]), str(runs[0]), "--report", "/proc/no/page.html"]) == 2
 
 
 def test_json_stays_json_beside_a_page(runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -141,7 +141,9 @@ def test_statistics_go_back_by_one_step_where_hooks_on_modules_come_and_go(how: 
     bad = [42] if how != "closer look" else [41, 42, 43]
     model, other = _net(), _net()
     optimizer, same = _sgd(model), _sgd(other)
-    monitor = ModuleMonitor(model, on_spike="skip", closer_look=3 if how == "closer look" else 0, every=1 if how == "tuned" else 7)
+    monitor = ModuleMonitor(
+        model, on_spike="skip", closer_look=3 if how == "closer look" else 0, every=1 if how == "tuned" else 7
+    )
     monitor.add_detector(SpikeDetector(Threshold(LIMIT)))
     if how == "metric on some steps":
         monitor.add_activation_metric("rms", metric_regex="^1$")

@@ -17,7 +17,7 @@ from .comparison.result import Difference
 from .comparison.rules import Patterns, Rules
 from .names import format_key
 from .run import Run, load_run
-from .window import single_threaded
+from .window import between, single_threaded
 
 #: After so many common steps the growth of a difference is told, and in the last one.
 _LATER = (1, 3, 10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000)
@@ -71,9 +71,6 @@ def diff(
         ValueError, TypeError: an argument is wrong, a pattern matches nothing, or the runs have nothing in common.
     """
     rules = Rules.of(rtol, atol, tolerances, only, ignore, rename)
-    for name, value in (("first", first), ("last", last)):
-        if value is not None:
-            check.step_number(name, value)
     check.flag(strict=strict)
     with single_threaded(), _opened(a) as left, _opened(b) as right:
         names = ("a" if isinstance(a, Run) else os.fspath(a), "b" if isinstance(b, Run) else os.fspath(b))
@@ -85,16 +82,16 @@ def _diff(
     right: Run,
     names: tuple[str, str],
     rules: Rules,
-    between: tuple[int | None, int | None],
+    bounds: tuple[int | None, int | None],
     strict: bool,
     progress: bool | None,
 ) -> Difference:
     check_use(left, right, rules)
-    steps = _between(left.steps, *between), _between(right.steps, *between)
+    steps = between(left.steps, *bounds), between(right.steps, *bounds)
     common = sorted(set(steps[0]) & set(steps[1]))
     if not common:
         raise ValueError(f"the runs have no step in common: the first has {_span(steps[0])}, the second {_span(steps[1])}")
-    before = [_between(run.steps, None, common[-1]) for run in (left, right)]
+    before = [between(run.steps, None, common[-1]) for run in (left, right)]
     rules = replace(rules, with_memory=before[0] == before[1])
     comparison = Comparison(left, right, rules)
     with Bar(len(common), "diff", "step", progress) as bar:
@@ -133,10 +130,6 @@ def _opened(run: Run | str | os.PathLike[str]) -> Iterator[Run]:
             yield opened
 
 
-def _between(steps: Sequence[int], first: int | None, last: int | None) -> list[int]:
-    return [step for step in steps if (first is None or step >= first) and (last is None or step <= last)]
-
-
 def _span(steps: Sequence[int]) -> str:
     return f"{len(steps)} steps from {steps[0]} to {steps[-1]}" if steps else "none that was asked for"
 
@@ -151,6 +144,10 @@ def _told(common: Sequence[int], onset: int, last: int) -> list[int]:
     return sorted(chosen.union(later[number * len(later) // len(evenly)] for number in evenly))
 
 
+def _alike(a: Any, b: Any) -> bool:
+    return bool(a == b) or (a != a and b != b)  # NaN is NaN
+
+
 def _tags(left: Run, right: Run, step: int) -> dict[str, tuple[Any, Any]]:
     own, others = (run.context(step).get("tags", {}) for run in (left, right))
-    return {name: (own[name], others[name]) for name in own if name in others and own[name] != others[name]}
+    return {name: (own[name], others[name]) for name in own if name in others and not _alike(own[name], others[name])}

@@ -96,7 +96,9 @@ class Run(ExportMethods):
     def tensors(self, source: str) -> list[str]:
         """The tensors that have statistics of ``source`` in some step, in model order."""
         layouts = self._db.execute("SELECT tensors FROM layouts WHERE source = ? ORDER BY id", (source,)).fetchall()
-        return list(dict.fromkeys(name for (tensors,) in layouts for name in self._names(tensors)))
+        # in the order of the layout that has most: a layer that was frozen at first comes in where it belongs
+        known = sorted((self._names(tensors) for (tensors,) in layouts), key=lambda names: -len(names))
+        return list(dict.fromkeys(name for names in known for name in names))
 
     @property
     def scalars(self) -> list[Key]:

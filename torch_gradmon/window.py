@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import check
 from .bulk import Layout
 from .names import ATTENTION_SOURCES, TENSOR_SOURCES, Key
 from .statistics.moments import ALWAYS, VIEWS, WIDTH, Column
@@ -34,6 +35,18 @@ def single_threaded() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def between(steps: Sequence[int], first: int | None, last: int | None) -> list[int]:
+    """Those from ``first`` to ``last``; None for no bound.
+
+    Raises:
+        ValueError: a bound is not the number of a step.
+    """
+    for name, value in (("first", first), ("last", last)):
+        if value is not None:
+            check.step_number(name, value)
+    return [step for step in steps if (first is None or step >= first) and (last is None or step <= last)]
 
 
 @dataclass(frozen=True)

@@ -59,8 +59,7 @@ def run(options: argparse.Namespace) -> int:
     """Compare, and print what was found; returns the exit code, 0 or 1.
 
     Raises:
-        WrongRequest: the runs cannot be compared, or not so.
-        OSError: the page cannot be written.
+        WrongRequest: the runs cannot be compared, or not so, or the page cannot be written.
     """
     if options.report is not None:
         with needing("the page", "report", "plotly", "jinja2", "markupsafe"):
@@ -84,7 +83,10 @@ def run(options: argparse.Namespace) -> int:
         raise WrongRequest(str(error)) from error
     print(found.to_json() if options.json else found)
     if options.report is not None:
-        page = write_both(options.a, options.b, found, options.report, rename=rename)
+        try:
+            page = write_both(options.a, options.b, found, options.report, rename=rename)
+        except (OSError, ValueError) as error:  # 1 would say that they part
+            raise WrongRequest(f"the page could not be written: {error}") from error
         print(f"{page} ({page.stat().st_size / 1e6:.1f} MB)", file=sys.stderr if options.json else sys.stdout)
     return found.exit_code
 

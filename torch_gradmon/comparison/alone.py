@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 from .. import names as n
 from ..names import Key, format_key
@@ -15,6 +15,8 @@ from .rules import Rules
 
 #: By key or tensor, in how many steps a run has it alone, and the first of them.
 Gaps = dict[Key, tuple[int, int]]
+#: Steps that are read at once.
+_TOGETHER = 128
 
 
 def check_use(left: Run, right: Run, rules: Rules) -> None:
@@ -50,15 +52,28 @@ def alone(
     others = {key: key for key in things(right)}
     by_name = [{format_key(key): value for key, value in found.items()} for found in gaps]
     return (
-        Lone(_less(steps[0], steps[1]), tuple(_lacking(own, others, rules)), by_name[0]),
-        Lone(_less(steps[1], steps[0]), tuple(_lacking(others, own, rules)), by_name[1]),
+        Lone(_less(steps[0], steps[1]), tuple(_lacking(own, others, rules, _present(left, steps[0]))), by_name[0]),
+        Lone(_less(steps[1], steps[0]), tuple(_lacking(others, own, rules, _present(right, steps[1]))), by_name[1]),
     )
 
 
-def _lacking(own: Mapping[Key, Key], others: Mapping[Key, Key], rules: Rules) -> Iterator[str]:
+def _lacking(own: Mapping[Key, Key], others: Mapping[Key, Key], rules: Rules, present: Container[Key | None]) -> Iterator[str]:
     for other, key in own.items():
-        if other not in others and _is_compared(key, other, rules):
+        if other not in others and key in present and _is_compared(key, other, rules):
             yield format_key(key)
+
+
+def _present(run: Run, steps: Sequence[int]) -> Container[Key | None]:
+    """Which of :func:`things` a run has in these steps."""
+    if len(steps) == len(run.steps):
+        return set(things(run))
+    found: set[Key | None] = set()
+    for at in range(0, len(steps), _TOGETHER):
+        window = run.window(steps[at : at + _TOGETHER])
+        for sheet in (*map(window.sheet, window.sources), window.others):
+            is_there = sheet.there.any(0).tolist()
+            found |= {thing_of(key) for key, there in zip(sheet.keys, is_there, strict=True) if there}
+    return found
 
 
 def _less(steps: Sequence[int], others: Sequence[int]) -> tuple[int, ...]:

@@ -196,7 +196,8 @@ class Comparison:
         cell = self._cells(step, lambda sheet: sheet.differs)[0]
         found, row = cell.parting(step, 1), bisect_left(steps, step)
         before = steps[row - 1] if row else None
-        return found, reading(found.stage, found.key, step, before, self.stages(step), found.relative)
+        is_finite = math.isfinite(found.a) and math.isfinite(found.b)
+        return found, reading(found.stage, found.key, step, before, self.stages(step), found.relative, is_finite)
 
     def _cells(self, step: int, chosen: Callable[[Compared], Tensor]) -> list[_Cell]:
         """The chosen values of a step, in the order in which they come about."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Container, Sequence
 
 from .. import names as n
@@ -20,7 +19,9 @@ _OF_BACKWARD = (
 _OF_OPTIMIZER = "the optimizer's settings, its state, as of a checkpoint without it, or its code"
 
 
-def reading(stage: str, key: str, step: int, before: int | None, compared: Container[str], relative: float) -> str:
+def reading(
+    stage: str, key: str, step: int, before: int | None, compared: Container[str], relative: float, is_finite: bool
+) -> str:
     """What it points to that a value is the first to differ.
 
     Args:
@@ -30,10 +31,11 @@ def reading(stage: str, key: str, step: int, before: int | None, compared: Conta
         before: the step that was compared before; None if there is none.
         compared: the stages of which anything was compared in that step.
         relative: how far the values are apart.
+        is_finite: whether both are finite.
     """
     words = _PLACES[stage](key, step, before, compared)
-    if not math.isfinite(relative):
-        return f"{words} One of the values is not finite."
+    if not is_finite:
+        return f"{words} Not all of the values are finite."
     if stage in ("settings", "other values"):
         return words
     if relative > _ROUNDING:

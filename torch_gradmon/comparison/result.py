@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..sinks.jsonl import strict
 from .wording import told
 
 
@@ -38,8 +38,8 @@ class Parting:
     metrics: int = 1
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: numbers that are not finite are strings, as in the sinks."""
-        return {name: plain(value) for name, value in asdict(self).items()}
+        """All of it."""
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -126,19 +126,19 @@ class Difference:
         return told(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, for JSON."""
-        return {
+        """Everything, for JSON: numbers that are not finite are strings, as a :class:`JsonlSink` writes them."""
+        found = {
             "runs": list(self.runs),
             "parts": self.parts,
             "strict": self.strict,
             "steps": {"compared": len(self.steps), "first": self.steps[0], "last": self.steps[-1]},
             "first": self.first and self.first.to_dict(),
             "partings": [parting.to_dict() for parting in self.partings],
-            "stages": {name: {k: plain(v) for k, v in asdict(stage).items()} for name, stage in self.stages.items()},
+            "stages": {name: asdict(stage) for name, stage in self.stages.items()},
             "onset": self.onset and self.onset.to_dict(),
             "reading": self.reading,
             "largest_within_tolerance": self.largest and self.largest.to_dict(),
-            "growth": {key: {str(step): plain(v) for step, v in values.items()} for key, values in self.growth.items()},
+            "growth": {key: {str(step): v for step, v in values.items()} for key, values in self.growth.items()},
             "alone": [
                 {"steps": list(lone.steps), "keys": list(lone.keys), "gaps": {k: list(v) for k, v in lone.gaps.items()}}
                 for lone in self.alone
@@ -146,12 +146,8 @@ class Difference:
             "not_compared": list(self.skipped),
             "tags": {name: list(values) for name, values in self.tags.items()},
         }
+        return {name: strict(value) for name, value in found.items()}
 
     def to_json(self) -> str:
         """The same as text."""
         return json.dumps(self.to_dict(), indent=1, allow_nan=False, default=str)
-
-
-def plain(value: Any) -> Any:
-    """For JSON: a number that is not finite as a string."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

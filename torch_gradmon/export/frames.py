@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..names import Key, format_key
 from ..record import StepRecord
-from ..sinks.jsonl import plain
+from ..sinks.jsonl import strict
 from ..statistics.moments import VIEWS
 from ..window import COUNT, LAYER_SOURCES, Sheet, Window, is_of_layer
 
@@ -227,15 +227,6 @@ def _free(names: Iterable[str], taken: Iterable[str]) -> list[str]:
 
 def _text(facts: Any) -> str | None:
     return json.dumps(strict(facts), allow_nan=False) if facts else None
-
-
-def strict(value: Any) -> Any:
-    """For JSON, which has no numbers that are not finite: these as ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, as in a JsonlSink."""
-    if isinstance(value, Mapping):
-        return {name: strict(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [strict(item) for item in value]
-    return plain(value) if isinstance(value, float) else value
 
 
 _Item = TypeVar("_Item")

@@ -11,7 +11,7 @@ from typing import Any
 from .. import check
 from ..bar import Bar
 from ..errors import display, nearest
-from ..window import is_of_layer, single_threaded
+from ..window import between, is_of_layer, single_threaded
 from . import files
 from .frames import Frame, Readable, Steps, Tensors
 
@@ -64,8 +64,10 @@ class ExportMethods:
         paths = [main, main.with_name(f"{main.stem}.steps{main.suffix}")][: len(chosen)]
         for each in paths:
             files.check_path(each, force)
+        if sources is not None and table == "steps":
+            raise ValueError("sources chooses among tensors, of which the table of steps has none; leave it out")
         frames = [_frame(self, each, sources, first, last) for each in chosen]
-        with single_threaded(), Bar(len(chosen) * len(_between(self, first, last)), "export", "step", progress) as bar:
+        with single_threaded(), Bar(len(chosen) * len(_chosen(self, first, last)), "export", "step", progress) as bar:
             files.write(dict(zip(paths, frames, strict=True)), force, bar.advance)
         return paths
 
@@ -127,16 +129,16 @@ def _require(what: str, *packages: str) -> None:
             raise ImportError(f'{what} needs {package}: pip install "torch_gradmon[export]"')
 
 
-def _between(run: Readable, first: int | None, last: int | None) -> list[int]:
-    for name, value in (("first", first), ("last", last)):
-        if value is not None:
-            check.step_number(name, value)
-    return [step for step in run.steps if (first is None or step >= first) and (last is None or step <= last)]
+def _chosen(run: Readable, first: int | None, last: int | None) -> list[int]:
+    steps = between(run.steps, first, last)
+    if not steps and run.steps:
+        raise ValueError(f"the run has no step between {first} and {last}; it has {run.steps[0]} to {run.steps[-1]}")
+    return steps
 
 
 def _frame(run: Readable, table: str, sources: str | Sequence[str] | None, first: int | None, last: int | None) -> Frame:
     check.one_of("table", table, TABLES)
-    steps = _between(run, first, last)
+    steps = _chosen(run, first, last)
     if table == "steps":
         return Steps(run, steps)
     return Tensors(run, steps, None if sources is None else _known(run, [sources] if isinstance(sources, str) else sources))

@@ -12,12 +12,15 @@ from .squeezing import Squeezed
 
 #: More rows than these are shown by blocks.
 ROWS = 48
+#: So many times as many blocks are still shown one by one.
+_SCROLLED = 4
 
 
 def blocks(names: Sequence[str], most: int = ROWS) -> dict[str, list[int]]:
     """The places of ``names`` by block, in order: each name its own where there are no more than ``most``.
 
-    A block is what a name begins with, up to its first number (``blocks.3``), or its first part.
+    A block is what a name begins with, up to its first number (``blocks.3``), or its first part. Where these are more than
+    anybody scrolls through, neighbours stand together (``blocks.0 to blocks.3``).
     """
     if len(names) <= most:
         return {name: [place] for place, name in enumerate(names)}
@@ -30,7 +33,16 @@ def blocks(names: Sequence[str], most: int = ROWS) -> dict[str, list[int]]:
         for place, name in enumerate(names):
             rest = name[len(prefix) :].lstrip(".")
             found.setdefault(f"{prefix}.{_block(rest)}" if rest else name, []).append(place)
-    return found
+    return found if len(found) <= _SCROLLED * most else _neighbours(found, most)
+
+
+def _neighbours(found: Mapping[str, list[int]], most: int) -> dict[str, list[int]]:
+    names, size = list(found), -(-len(found) // most)
+    together = [names[at : at + size] for at in range(0, len(names), size)]
+    return {
+        some[0] if len(some) == 1 else f"{some[0]} to {some[-1]}": [place for name in some for place in found[name]]
+        for some in together
+    }
 
 
 def _block(name: str) -> str:

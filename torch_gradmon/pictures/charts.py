@@ -166,9 +166,7 @@ def update(reel: Reel) -> Lines:
         raise ValueError("updates were not measured: attach the optimizer, and use the preset standard or full")
     lines = [Line("whole model", points(whole, POINTS), colours.BLUE)]
     if len(low) and low.steps == high.steps:
-        size = -(-len(low) // POINTS)
-        kept = [place for place in range(0, len(low), size) if low.values[place] > 0 and math.isfinite(high.values[place])]
-        few = [Series(tuple(each.steps[p] for p in kept), tuple(each.values[p] for p in kept)) for each in (low, high)]
+        few = _band(low, high)
         lines.insert(0, Line("10th to 90th percentile of matrices", few[0], colours.SKY, few[0], few[1]))
     return Lines(
         "update over parameter",
@@ -243,6 +241,32 @@ def _panel(reel: Reel, view: str) -> Panel:
     return panel
 
 
+def _band(low: Series, high: Series) -> tuple[Series, Series]:
+    """Of equally many steps the lowest lower and the highest upper edge, of those that a logarithmic axis can show."""
+    size = -(-len(low) // POINTS)
+    edges = [
+        (step, below, above)
+        for step, below, above in zip(low.steps, low.values, high.values, strict=True)
+        if below > 0 and math.isfinite(above)
+    ]
+    bins = [edges[at : at + size] for at in range(0, len(edges), size)]
+    steps = tuple(some[0][0] for some in bins)
+    lower, upper = (tuple(pick(edge[side] for edge in some) for some in bins) for pick, side in ((min, 1), (max, 2)))
+    return Series(steps, lower), Series(steps, upper)
+
+
+def spans(marks: Sequence[int], most: int) -> list[tuple[int, int]]:
+    """Steps as stretches, from the first to the last of those that lie so close that ``most`` of them would fill the picture."""
+    found: list[tuple[int, int]] = []
+    near = (marks[-1] - marks[0]) / most if marks else 0
+    for step in marks:
+        if found and step - found[-1][1] <= max(near, 1):
+            found[-1] = found[-1][0], step
+        else:
+            found.append((step, step))
+    return found
+
+
 def is_wide(loss: Series) -> bool:
     """Whether a loss spans so much that it takes a logarithmic scale."""
     return 0 < _WIDE * min(loss.finite.values, default=0) < max(loss.finite.values, default=0)
@@ -265,7 +289,7 @@ def there(line: Series) -> Series:
 
 
 def _marks(reel: Reel) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(event.step for event in reel.events))
+    return tuple(sorted({event.step for event in reel.events}))
 
 
 def _nearest(steps: Sequence[int], step: int) -> int:

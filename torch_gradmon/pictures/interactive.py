@@ -11,12 +11,14 @@ from plotly.subplots import make_subplots
 
 from ..diagnosis.series import Series
 from . import colours
-from .charts import Chart, Heat, Line, Lines, Profile, Strip, guide
+from .charts import Chart, Heat, Line, Lines, Profile, Strip, guide, spans
 
 #: Pixels of a row of a heat map or profile, of the smallest figure, of a strip, and of a small picture.
 _ROW, _LEAST, _STRIP, _SMALL = 17, 300, 170, 190
 #: A logarithmic axis spans at least that factor, else a flat line has no ticks beside it.
 _FLAT = 1.2
+#: Stretches of steps with a spike that are told apart, and in a small picture.
+_MARKS, _FEW_MARKS = 200, 60
 #: Longer names lose their middle on an axis.
 _NAME = 34
 
@@ -63,13 +65,14 @@ def _heat(heat: Heat) -> go.Figure:
     names = [short(name) for name in heat.rows]
     steps = [f"step {a}" if a == b else f"steps {a} to {b}" for a, b in zip(heat.first, heat.last, strict=True)]
     rows = list(range(len(names)))  # two layers may have the same short name
+    middles = [(a + b) / 2 for a, b in zip(heat.first, heat.last, strict=True)]  # of the cells, in which their steps lie
     hover = [
         [f"{escaped(name)}<br>{step}: {value}" for step, value in zip(steps, row, strict=True)]
         for name, row in zip(heat.rows, told, strict=True)
     ]
     drawn = go.Figure()
     drawn.add_heatmap(
-        x=list(heat.first),
+        x=middles,
         y=rows,
         z=shades,
         text=hover,
@@ -81,7 +84,7 @@ def _heat(heat: Heat) -> go.Figure:
     loud = [[1 if math.isinf(value) else None for value in row] for row in heat.values]
     if any(cell for row in loud for cell in row):
         drawn.add_heatmap(
-            x=list(heat.first),
+            x=middles,
             y=rows,
             z=loud,
             text=hover,
@@ -91,9 +94,14 @@ def _heat(heat: Heat) -> go.Figure:
             name="NaN or infinite",
         )
     _mark(drawn, heat.marks, heat.first)
-    drawn.update_yaxes(tickvals=rows, ticktext=names, autorange="reversed", automargin=True)
+    drawn.update_layout(yaxis={"tickvals": rows, "ticktext": names, **_upside_down(rows)})
     drawn.update_xaxes(title_text="step")
     return _framed(drawn, heat.title, max(_LEAST, _ROW * len(rows) + 110))
+
+
+def _upside_down(rows: Sequence[int]) -> dict[str, Any]:
+    """An axis with the first row at the top, also where there is nothing in it."""
+    return {"range": [len(rows) - 0.5, -0.5], "automargin": True}
 
 
 def _told(value: float) -> str:
@@ -152,7 +160,7 @@ def _profile(profile: Profile) -> go.Figure:
             marker={"symbol": "x", "size": 9, "color": colours.LOUD},
             name="NaN or infinite",
         )
-    drawn.update_yaxes(tickvals=rows, ticktext=[short(name) for name in profile.rows], autorange="reversed", automargin=True)
+    drawn.update_layout(yaxis={"tickvals": rows, "ticktext": [short(name) for name in profile.rows], **_upside_down(rows)})
     drawn.update_xaxes(type="log" if profile.is_log else "linear", exponentformat="e")
     return _framed(drawn, profile.title, max(_LEAST, _ROW * len(rows) + 110))
 
@@ -178,14 +186,26 @@ def _lines(lines: Lines) -> go.Figure:
     for place, strip in enumerate(lines.strips):
         row, column = place // columns + 1, place % columns + 1
         _strip(drawn, strip, row, column, small, named)
-        for step in lines.marks:
-            drawn.add_vline(
-                x=step, line={"color": colours.VERMILION, "width": 1, "dash": "dot"}, opacity=0.7, row=row, col=column
-            )
     if not small:
         drawn.update_xaxes(title_text="step", row=count, col=1)
+    shapes = [
+        _marked(first, last, axis)
+        for axis in range(1, len(lines.strips) + 1)
+        for first, last in spans(lines.marks, _FEW_MARKS if small else _MARKS)
+    ]
+    drawn.update_layout(shapes=[*drawn.layout.shapes, *shapes])  # all at once: one by one takes minutes for some hundred
     heights = count * _SMALL if small else sum(strip.height for strip in lines.strips) * _STRIP
     return _framed(drawn, lines.title, max(_LEAST, int(heights) + 90))
+
+
+def _marked(first: int, last: int, axis: int) -> dict[str, Any]:
+    """A line at a step with a spike, or a band over several, in one of the subplots."""
+    number = "" if axis == 1 else str(axis)
+    place = {"xref": f"x{number}", "yref": f"y{number} domain", "x0": first, "x1": last, "y0": 0, "y1": 1, "opacity": 0.7}
+    line = {"color": colours.VERMILION, "width": 1, "dash": "dot"}
+    if first == last:
+        return {"type": "line", "line": line, **place}
+    return {"type": "rect", "line": line, "fillcolor": colours.VERMILION, **place, "opacity": 0.25, "layer": "below"}
 
 
 def _strip(drawn: go.Figure, strip: Strip, row: int, column: int, small: bool, named: set[str]) -> None:
@@ -220,13 +240,13 @@ def _traces(line: Line, is_log: bool, named: bool) -> list[go.Scatter]:
     if line.low is not None and line.high is not None:
         edge = {"mode": "lines", "line": {"width": 0, "color": line.colour}, "hoverinfo": "skip"}
         return [
-            go.Scatter(x=list(line.low.steps), y=_drawable(line.low, is_log), showlegend=False, name=line.name, **edge),
+            go.Scatter(x=list(line.low.steps), y=_drawable(line.low, is_log), showlegend=False, name=escaped(line.name), **edge),
             go.Scatter(
                 x=list(line.high.steps),
                 y=_drawable(line.high, is_log),
                 fill="tonexty",
                 opacity=0.4,
-                name=line.name,
+                name=escaped(line.name),
                 showlegend=named,
                 **edge,
             ),
@@ -241,7 +261,7 @@ def _traces(line: Line, is_log: bool, named: bool) -> list[go.Scatter]:
                 "width": 1 if line.is_thin or not named else 1.6,
                 "dash": "dash" if line.is_dashed else "solid",
             },
-            name=line.name,
+            name=escaped(line.name),
             showlegend=named,
             hovertemplate="step %{x}: %{y:.4g}<extra></extra>" if not named else None,
         )
@@ -255,7 +275,7 @@ def _traces(line: Line, is_log: bool, named: bool) -> list[go.Scatter]:
                 y=[level] * len(odd),
                 mode="markers",
                 marker={"symbol": "x", "size": 8, "color": colours.LOUD},
-                name=f"{line.name}: NaN or infinite",
+                name=f"{escaped(line.name)}: NaN or infinite",
                 showlegend=named,
                 hovertemplate="step %{x}: NaN or infinite<extra></extra>",
             )

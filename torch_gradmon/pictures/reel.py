@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Protocol
 
@@ -34,6 +34,7 @@ class View:
         base: the source that it is divided by; empty for none.
         is_log: whether it is shown on a logarithmic scale.
         adds_up: whether that of a block is the root of the sum of the squares of its layers; else it is the largest of them.
+        otherwise: in words, where it does not come from the first source.
         is_apart: whether it is how far two runs are apart, of which the largest is what counts.
     """
 
@@ -43,12 +44,19 @@ class View:
     base: str = ""
     is_log: bool = True
     adds_up: bool = False
+    otherwise: str = ""
     is_apart: bool = False
 
 
 #: By name, in the order in which they are offered.
 LAYER_VIEWS: Mapping[str, View] = {
-    "gradient": View("gradient norm before clipping", (n.GRADIENT_BEFORE_CLIP, n.GRADIENT), "norm", adds_up=True),
+    "gradient": View(
+        "gradient norm before clipping",
+        (n.GRADIENT_BEFORE_CLIP, n.GRADIENT),
+        "norm",
+        adds_up=True,
+        otherwise="gradient norm at the step",
+    ),
     "clipped": View("gradient norm after clipping", (n.GRADIENT,), "norm", adds_up=True),
     "update": View("update norm / parameter norm", (n.UPDATE,), "norm", base=n.PARAMETER),
     "sparsity": View("share of gradients near zero", (n.GRADIENT_BEFORE_CLIP, n.GRADIENT), "sparsity", is_log=False),
@@ -232,9 +240,18 @@ class Reel:
             self._panels[name] = self._panel(LAYER_VIEWS[name])
         return self._panels[name]
 
+    def panels(self) -> Iterator[tuple[str, Panel]]:
+        """All that were measured, by name, but for one that shows what an earlier one shows for want of something better."""
+        shown = set()
+        for name, view in LAYER_VIEWS.items():
+            if (panel := self.panel(name)) is not None and (panel.source, view.metric, view.base) not in shown:
+                shown.add((panel.source, view.metric, view.base))
+                yield name, panel
+
     def _panel(self, view: View) -> Panel | None:
         for source in view.sources:
-            panel = self._of(view, source)
+            titled = view if source == view.sources[0] or not view.otherwise else replace(view, title=view.otherwise)
+            panel = self._of(titled, source)
             if panel is not None:
                 return panel if not view.base else _over(panel, self._of(view, view.base))
         return None
@@ -243,7 +260,9 @@ class Reel:
         stacks = [stack for stack in self._source.stacks(source) if stack.has(view.metric) and stack.names]
         if not stacks:
             return None
-        names = tuple(dict.fromkeys(name for stack in stacks for name in stack.names))
+        # whoever knows more of the layers knows their order better: one that was frozen at first comes in where it belongs
+        most = sorted(stacks, key=lambda stack: -len(stack.names))
+        names = tuple(dict.fromkeys(name for stack in most for name in stack.names))
         place = {name: column for column, name in enumerate(names)}
         steps = tuple(step for stack in stacks for step in stack.steps)
         values = torch.full((len(steps), len(names)), math.nan, dtype=torch.float64, device="cpu")

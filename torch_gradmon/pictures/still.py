@@ -10,10 +10,12 @@ from matplotlib.figure import Figure
 
 from ..diagnosis.series import Series
 from . import colours
-from .charts import Chart, Heat, Line, Lines, Profile, Strip, guide
+from .charts import Chart, Heat, Line, Lines, Profile, Strip, guide, spans
 
 _WIDTH, _ROW, _STRIP, _SMALL = 10.0, 0.19, 1.5, 1.7
 _NAME = 40
+#: Stretches of steps with a spike that are told apart.
+_MARKS = 200
 
 
 def drawing(chart: Chart) -> Figure:
@@ -96,8 +98,11 @@ def _lines(lines: Lines) -> Figure:
         axes.set_visible(False)
     for strip, axes in zip(lines.strips, places, strict=False):
         _strip(axes, strip, small)
-        for step in lines.marks:
-            axes.axvline(step, color=colours.VERMILION, linewidth=0.8, linestyle=":", alpha=0.7)
+        for first, last in spans(lines.marks, _MARKS):
+            if first == last:
+                axes.axvline(first, color=colours.VERMILION, linewidth=0.8, linestyle=":", alpha=0.7)
+            else:
+                axes.axvspan(first, last, color=colours.VERMILION, linewidth=0, alpha=0.2)
     drawn.suptitle(lines.title, x=0.01, ha="left", fontsize=11)
     drawn.supxlabel("step", fontsize=9)
     return drawn

@@ -48,6 +48,8 @@ def content(
         if (found := pair.panels(name)) is not None:
             panels[name] = found
         advance()
+    shown = [set(dict(reel.panels())) for reel in pair.reels]
+    panels = {name: found for name, found in panels.items() if any(name in names for names in shown)}
     marks = [difference.first.step] if difference.first is not None else []
     events = [f"{name}: {event}" for name, reel in zip(names, pair.reels, strict=True) for event in reel.events[-MOST_EVENTS:]]
     return {

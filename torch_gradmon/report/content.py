@@ -13,6 +13,7 @@ from ..diagnosis.consequences import CONSEQUENCES
 from ..diagnosis.diagnose import diagnosed
 from ..diagnosis.findings import Diagnosis, Finding
 from ..diagnosis.history import History
+from ..diagnosis.series import Series
 from ..pictures import charts
 from ..pictures.blocks import blocks, together
 from ..pictures.interactive import figure
@@ -36,11 +37,10 @@ def content(run: Run, title: str, advance: Callable[[], None]) -> dict[str, Any]
     reel = Reel(OfRun(run), title)
     diagnosis = diagnosed(History.of_run(run))
     advance()
-    panels = {}
     for name in LAYER_VIEWS:
-        if (panel := reel.panel(name)) is not None:
-            panels[name] = panel
+        reel.panel(name)
         advance()
+    panels = dict(reel.panels())
     return {
         "title": title,
         "facts": facts(run, reel),
@@ -93,9 +93,8 @@ def facts(run: Run, reel: Reel) -> list[list[str]]:
         begin, end = (run.context(step)["time"] for step in (steps[0], steps[-1]))
         when = datetime.datetime.fromtimestamp(begin).strftime("%Y-%m-%d %H:%M")
         told.append(["begun", f"{when}, {_long(end - begin)} long"])
-    loss = reel.loss().finite
-    if len(loss):
-        told.append(["loss", f"{loss.values[0]:.4g} to {loss.part(0.95, 1).median:.4g}"])
+    if len(loss := reel.loss()):
+        told.append(["loss", _of_loss(loss)])
     rates = reel.rates()
     if len(rates):
         told.append(["learning rate", f"{min(rates.values):.3g} to {max(rates.values):.3g}"])
@@ -105,6 +104,16 @@ def facts(run: Run, reel: Reel) -> list[list[str]]:
         told.append(["not applied", f"{refused:,} steps"])
     told.append(["torch", str(run.meta.get("torch", "unknown"))])
     return told
+
+
+def _of_loss(loss: Series) -> str:
+    """Where it began and where it is, of the last part the median, for one batch says little."""
+    known = loss.finite
+    begin = f"{known.values[0]:.4g}" if len(known) else "never finite"
+    if math.isfinite(loss.values[-1]):
+        return f"{begin} to {known.part(0.95, 1).median:.4g} (median of the end)"
+    since = loss.steps[0] if not len(known) else loss.steps[loss.steps.index(known.steps[-1]) + 1]
+    return f"{begin}, not finite since step {since}" if len(known) else begin
 
 
 def _long(seconds: float) -> str:
@@ -176,7 +185,8 @@ def _flagged(reel: Reel, diagnosis: Diagnosis) -> list[str]:
 
 def _layers(reel: Reel) -> dict[str, Any]:
     """A table of all layers: a row for each parameter."""
-    gradient, clipped, update, sparsity = (reel.panel(name) for name in ("gradient", "clipped", "update", "sparsity"))
+    panels = dict(reel.panels())
+    gradient, clipped, update, sparsity = (panels.get(name) for name in ("gradient", "clipped", "update", "sparsity"))
     columns: list[tuple[str, dict[str, float]]] = []
     names: Sequence[str] = () if gradient is None else gradient.names
     if gradient is not None:
@@ -208,4 +218,6 @@ def by_name(panel: Panel, values: torch.Tensor) -> dict[str, float]:
 
 def cell(value: float | None) -> float | None:
     """A number in the table; None for none."""
-    return float(f"{value:.4g}") if value is not None and math.isfinite(value) else None
+    if value is None or not math.isfinite(value):
+        return None
+    return int(value) if value.is_integer() else float(f"{value:.4g}")  # numbers of steps are whole

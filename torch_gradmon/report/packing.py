@@ -11,8 +11,8 @@ from torch import Tensor
 
 #: Not a value but none, not finite, and zero where the scale is logarithmic.
 NONE, LOUD, ZERO = -32768, 32767, -32767
-#: A code is that many times the logarithm to base ten, or the value itself: steps of 0.23 %, or of 1/30000.
-LOG_SCALE, SCALE = 1000.0, 30000.0
+#: A code is that many times the logarithm to base ten, or the value itself: steps of 0.33 % from 1e-45 to 1e45, or of 1/30000.
+LOG_SCALE, SCALE = 700.0, 30000.0
 _LARGEST = 32000.0
 
 

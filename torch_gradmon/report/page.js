@@ -128,7 +128,8 @@
   };
   const span = (view, at) => when(view.first[at], view.last[at]);
   const shade = (code, isLog) => (code === NONE || code === LOUD || (isLog && code === ZERO) ? null : isLog ? code / LOG : code / LINEAR);
-  const VIRIDIS = "Viridis", PINK = "#ff00c8", BLUE = "#0072b2", ORANGE = "#e69f00", SKY = "#56b4e9", RED = "#d55e00";
+  const MOST_ROWS = 400;  // more of them at once take a browser many seconds
+  const VIRIDIS = "Viridis", GREY = "#8a8f98", PINK = "#ff00c8", BLUE = "#0072b2", ORANGE = "#e69f00", SKY = "#56b4e9", RED = "#d55e00";
 
   const heat = () => {
     const view = data.views[current];
@@ -149,12 +150,16 @@
         colorbar.ticktext = colorbar.tickvals.map((mark) => `1e${mark}`);
       }
     }
-    const common = { type: "heatmap", x: view.first, y: places, text: hover, hovertemplate: "%{text}<extra></extra>" };
+    const middles = view.first.map((first, at) => (first + view.last[at]) / 2);  // of the cells, in which their steps lie
+    const common = { type: "heatmap", x: middles, y: places, text: hover, hovertemplate: "%{text}<extra></extra>" };
     const traces = [{ ...common, z: known, colorscale: VIRIDIS, colorbar }];
-    if (rows.some((row) => row.codes.includes(LOUD))) {
-      const loud = rows.map((row) => Array.from(row.codes, (code) => (code === LOUD ? 1 : null)));
-      traces.push({ ...common, z: loud, colorscale: [[0, PINK], [1, PINK]], showscale: false });
-    }
+    const paint_all = (wanted, colour, opacity) => {
+      if (!rows.some((row) => row.codes.includes(wanted))) return;
+      const cells = rows.map((row) => Array.from(row.codes, (code) => (code === wanted ? 1 : null)));
+      traces.push({ ...common, z: cells, colorscale: [[0, colour], [1, colour]], showscale: false, opacity });
+    };
+    paint_all(LOUD, PINK, 1);
+    if (side === "apart") paint_all(NONE, GREY, 0.35);
     if (data.marks.length) {
       traces.push({
         type: "scatter", mode: "markers", x: data.marks, y: data.marks.map(() => 1), yaxis: "y2", cliponaxis: false, showlegend: false,
@@ -164,13 +169,17 @@
     const layout = {
       height: Math.max(300, 17 * rows.length + 90), margin: { l: 60, r: 10, b: 44 }, hovermode: "closest",
       xaxis: { title: { text: "step" }, range: [view.first[0] - 0.5, view.last[view.last.length - 1] + 0.5] },
-      yaxis: { tickvals: places, ticktext: rows.map((row) => short(row.name)), autorange: "reversed", automargin: true },
+      yaxis: { tickvals: places, ticktext: rows.map((row) => short(row.name)), range: [rows.length - 0.5, -0.5], automargin: true },
       yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
     };
+    if (side === "apart" && !known.some((row) => row.some((cell) => cell !== null))) {
+      const text = "no difference in what both runs have of it";
+      layout.annotations = [{ text, x: 0.5, y: 0.5, xref: "paper", yref: "paper", showarrow: false, font: { size: 15 } }];
+    }
     show("heat", traces, layout);
     $("heat").removeAllListeners?.("plotly_click");
     $("heat").on("plotly_click", (event) => {
-      const at = view.first.indexOf(event.points[0].x);
+      const at = middles.indexOf(event.points[0].x);
       if (at >= 0) aimAt(at);
     });
   };
@@ -209,7 +218,7 @@
     show("depth", traces, {
       height: Math.max(300, 17 * places.length + 90), margin: { l: 60, r: 20, b: 44 }, hovermode: "closest",
       xaxis: { type: log ? "log" : "linear", exponentformat: "e", title: { text: title } },
-      yaxis: { tickvals: places, ticktext: ofRuns[0].map((row) => short(row.name)), autorange: "reversed", automargin: true },
+      yaxis: { tickvals: places, ticktext: ofRuns[0].map((row) => short(row.name)), range: [places.length - 0.5, -0.5], automargin: true },
       legend: { orientation: "h", y: 1, yanchor: "bottom", x: 0, xanchor: "left" },
     });
   };
@@ -217,6 +226,7 @@
     column = at;
     $("step").value = String(at);
     $("which").textContent = span(data.views[current], at);
+    $("step").setAttribute("aria-valuetext", span(data.views[current], at));
     if (drawn.has("depth")) depth();
   };
   const check = (group, key) => {
@@ -252,23 +262,29 @@
     const view = data.views[current];
     $("blocks").hidden = view.blocks === null;
     if (view.blocks === null) return;
-    const many = view.blocks.filter(([, places]) => places.length > 1).map(([name]) => name);
-    const all = make("button", many.every((name) => opened.has(name)) ? "close all" : "open all");
-    all.type = "button";
-    all.addEventListener("click", () => {
-      const open = many.every((name) => opened.has(name));
-      for (const name of many) open ? opened.delete(name) : opened.add(name);
-      redraw();
-    });
-    const buttons = many.map((name) => {
-      const button = make("button", name);
+    const many = view.blocks.filter(([, places]) => places.length > 1);
+    const titles = many.map(([name]) => name);
+    const rows = () => rowsOf(view, side).length;
+    const press = (text, chosen, isOpen) => {
+      const button = make("button", text);
       button.type = "button";
-      button.setAttribute("aria-pressed", String(opened.has(name)));
+      if (isOpen !== undefined) button.setAttribute("aria-pressed", String(isOpen));
       button.addEventListener("click", () => {
-        opened.has(name) ? opened.delete(name) : opened.add(name);
+        chosen();
         redraw();
-        [...$("open").children].find((other) => other.textContent === name)?.focus();
+        [...$("open").children].find((other) => other.textContent === text || other.dataset.all)?.focus();
       });
+      return button;
+    };
+    const isAll = titles.every((name) => opened.has(name));
+    const all = press(isAll ? "close all" : "open all", () => titles.forEach((name) => (isAll ? opened.delete(name) : opened.add(name))));
+    all.dataset.all = "true";
+    all.disabled = !isAll && view.names.length > MOST_ROWS;
+    if (all.disabled) all.title = `${view.names.length} layers at once are too many: open the blocks that you want to see`;
+    const buttons = many.map(([name, places]) => {
+      const isOpen = opened.has(name);
+      const button = press(name, () => (isOpen ? opened.delete(name) : opened.add(name)), isOpen);
+      button.disabled = !isOpen && rows() + places.length > MOST_ROWS;
       return button;
     });
     $("open").replaceChildren(all, ...buttons);

@@ -47,15 +47,16 @@ def write(
 
     Raises:
         FileNotFoundError: there is no run in it.
-        ValueError: its file is not one of ours, or it has no step yet.
+        ValueError: its file is not one of ours, it has no step yet, or ``to`` is a directory.
         OSError: the file cannot be written.
     """
+    target = _checked(Path(path) / NAME if to is None else Path(to))
     with closing(load_run(path)) as run:
         if not run.steps:
             raise ValueError(f"the run in {str(path)!r} has no recorded step yet")
         with Bar(PARTS, "report", "part", progress) as bar:
             found = content(run, title or _name(path), bar.advance)
-    return _written(found, Path(path) / NAME if to is None else Path(to))
+    return _written(found, target)
 
 
 def write_both(
@@ -81,9 +82,10 @@ def write_both(
         The file.
 
     Raises:
-        FileNotFoundError, ValueError: there is no run, or its file is not one of ours.
+        FileNotFoundError, ValueError: there is no run, its file is not one of ours, or ``to`` is a directory.
         OSError: the file cannot be written.
     """
+    target = _checked(Path(to))
     names = _name(first), _name(second)
     if names[0] == names[1]:
         names = str(first), str(second)
@@ -92,19 +94,29 @@ def write_both(
     with closing(load_run(first)) as left, closing(load_run(second)) as right, Bar(PARTS, "report", "part", progress) as bar:
         both = f"{names[0]} and {names[1]}"
         found = compared.content((left, right), names, difference, renamer(rename), title or both, bar.advance)
-    return _written(found, Path(to))
+    return _written(found, target)
 
 
 def _name(path: str | os.PathLike[str]) -> str:
     return Path(path).resolve().name
 
 
+def _checked(target: Path) -> Path:
+    """Where the page goes, before the work begins."""
+    if target.is_dir():
+        raise ValueError(f"{str(target)!r} is a directory; name a file in it")
+    return target
+
+
 def _written(data: dict[str, Any], target: Path) -> Path:
     text = html(data)
     target.parent.mkdir(parents=True, exist_ok=True)
     half = target.with_name(f"{target.name}.part")  # somebody may be looking at the old one
-    half.write_text(text, encoding="utf-8")
-    half.replace(target)
+    try:
+        half.write_text(text, encoding="utf-8")
+        half.replace(target)
+    finally:
+        half.unlink(missing_ok=True)
     return target
 
 

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from ..errors import display
 
@@ -82,3 +82,12 @@ def plain(value: float) -> float | str:
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def strict(value: Any) -> Any:
+    """For JSON, which has no numbers that are not finite: these as ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, as in a JsonlSink."""
+    if isinstance(value, Mapping):
+        return {name: strict(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [strict(item) for item in value]
+    return plain(value) if isinstance(value, float) else value
