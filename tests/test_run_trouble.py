@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor, load_run
+from torch_gradmon.pulse import pulse
 from torch_gradmon.statistics.moments import Column
 
 from .families import BY_NAME
@@ -130,3 +134,46 @@ def test_a_run_can_be_read_while_it_goes_on(tmp_path: Path) -> None:
         assert readers[-1].series("x") == {s: s for s in range(step + 1)}
     assert readers[3].series("x") == {s: s for s in range(4)}
     assert not monitor.complaints()
+
+
+@contextlib.contextmanager
+def _read_only(directory: Path, place: Path) -> Iterator[Path]:
+    """The same directory once more, as on a medium that nobody can write to, the administrator neither."""
+    place.mkdir()
+    mount, umount = shutil.which("mount"), shutil.which("umount")
+    if mount is None or umount is None or subprocess.run([mount, "--bind", directory, place], capture_output=True).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        if subprocess.run([mount, "-o", "remount,ro,bind", place], capture_output=True).returncode:
+            pytest.skip("nothing can be mounted read-only here")
+        yield place
+    finally:
+        subprocess.run([umount, "--lazy", place], check=True)
+
+
+def test_a_run_that_has_ended_can_be_read_where_nothing_can_be_written(tmp_path: Path) -> None:
+    _, monitor = _run_with_trouble(tmp_path / "run", "none", steps=4)
+    monitor.detach()
+    assert not (tmp_path / "run" / "gradmon.sqlite-wal").exists()
+    with _read_only(tmp_path / "run", tmp_path / "medium") as medium:
+        with pytest.raises(OSError, match="Read-only"):
+            (medium / "x").touch()
+        run = load_run(medium)
+        assert run.steps == [0, 1, 2, 3]
+        assert list(run.series("gradmon/grad_norm")) == [0, 1, 2, 3]
+        assert pulse(medium).step == 3
+
+
+def test_a_file_that_is_locked_is_not_called_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, monitor = _run_with_trouble(tmp_path / "run", "none", steps=2)
+    monitor.detach()
+    file = tmp_path / "run" / "gradmon.sqlite"
+    lock = sqlite3.connect(file, isolation_level=None)
+    lock.execute("PRAGMA journal_mode=DELETE")
+    lock.execute("BEGIN EXCLUSIVE")
+    patient = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda *args, **kwargs: patient(*args, **{**kwargs, "timeout": 0.1}))
+    with pytest.raises(ValueError, match="could not be read: database is locked"):
+        load_run(file)
+    lock.close()
+    assert load_run(file).steps == [0, 1]

@@ -504,6 +504,22 @@ def test_it_stands_above_the_budget_which_learns_nothing_of_it() -> None:
     assert len(loop.seen) < 50
 
 
+def test_a_budget_goes_back_to_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(every=1, overhead_budget=0.9).go(60)
+    assert loop.monitor is not None
+    budget = loop.monitor._session.budget
+    assert budget is not None
+    budget.interval = 4  # as it was found for what the script asks for
+    loop.monitor.tune(preset="full", steps=50)
+    loop.go(20)
+    budget.interval = 16  # as it may be found for more
+    loop.go(20)
+    loop.monitor.tune(preset="full", steps=10)  # one takes the place of another
+    loop.go(11)
+    assert loop.monitor.tuned is None
+    assert budget.interval == 4
+
+
 # --- records, stories, detectors -------------------------------------------------------------------------------------------------------
 
 
@@ -590,6 +606,23 @@ def test_a_compiled_model_is_not_compiled_again(preset: str, tmp_path: Path) -> 
         assert (run.table("activation", step) is not None) == (preset == "full")
     assert run.table("gradient", 4) is not None
     assert not [cause for cause in monitor.complaints() if cause != "tune:compiled"]
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
+def test_a_model_that_is_compiled_meanwhile_is_not_compiled_again_when_the_change_ends() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    loop = Loop().go(3)
+    assert loop.monitor is not None
+    loop.monitor.tune(every=1, preset="full", steps=8)
+    loop.go(2)
+    inner, loop.model = loop.model, torch.compile(loop.model, backend="aot_eager")  # type: ignore[assignment]
+    loop.go(20)
+    assert loop.seen == [0, *range(3, 11)]
+    assert counters["stats"]["unique_graphs"] == 1
+    loop.monitor.detach()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in inner.modules())
     torch._dynamo.reset()
 
 
@@ -774,3 +807,16 @@ def test_a_tensor_of_a_step_is_not_kept_by_what_ended(tmp_path: Path) -> None:
     loop.go(2)
     gc.collect()
     assert [reference() for reference in kept] == [None, None]
+
+
+def test_a_broken_file_where_warnings_are_errors_costs_no_step(tmp_path: Path, at_once: None) -> None:
+    loop = Loop(run_dir=tmp_path, every=1).go(3)
+    (tmp_path / change.FILE_NAME).write_text("{broken")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(GradmonWarning, match="is not heeded"):
+            loop.go(1)
+        loop.go(3)
+    assert loop.monitor is not None
+    loop.monitor.detach()
+    assert load_run(tmp_path).steps == list(range(7))

@@ -114,7 +114,7 @@ def test_a_run_that_was_killed_takes_nothing_and_neither_does_the_one_that_goes_
         process.wait(60)
     told = _command(tmp_path, "--every", 1, "--wait", "--timeout", 2)
     assert told.returncode == 1
-    assert told.stdout.splitlines()[-1] == "it was not taken within 2 s; it still stands, and may be taken yet"
+    assert told.stdout.splitlines()[-1] == "it was not in force within 2 s; it still stands, and may come yet"
     with _training(tmp_path):
         time.sleep(2.5)
         assert load_run(tmp_path).steps == [0]
@@ -309,3 +309,77 @@ def test_without_two_records_an_old_one_tells_nothing(tmp_path: Path, monkeypatc
     later = time.time() + 1000
     monkeypatch.setattr(time, "time", lambda: later)
     assert str(pulse.pulse(tmp_path)) == "step 0 was recorded 17 min ago: whether the run is alive cannot be told"
+
+
+# --- what was asked for, and what became of it ---------------------------------------------------------------------------------------
+
+
+def test_what_was_asked_for_is_told_before_the_training_has_looked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mailbox, "PERIOD", 1e9)
+    training = Training(tmp_path).go(3)
+    _said(capsys, 0, tmp_path, "--every", 2, "--for", 7)
+    pending = "asked for, and the training has not looked yet: steps divisible by 2, for 7 steps (number 1)"
+    assert pending in _said(capsys, 0, tmp_path, "--status")
+    training.monitor.detach()
+    assert pending not in _said(capsys, 0, tmp_path, "--status")
+
+
+def test_a_change_that_waits_for_its_step_is_told_by_the_one_that_takes_its_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], at_once: None
+) -> None:
+    training = Training(tmp_path).go(3)
+    _said(capsys, 0, tmp_path, "--every", 1, "--from-step", 1000)
+    training.go(1)
+    told = _said(capsys, 1, tmp_path, "--every", 3, "--from-step", 2000, "--wait", "--timeout", 1)
+    assert "it takes the place of one that was not in force yet: every step (number 1); not before step 1000" in told
+    training.go(1)
+    waited = _said(capsys, 1, tmp_path, "--every", 4, "--from-step", 3000, "--wait", "--timeout", 1)
+    assert "the training has seen it" not in waited
+    assert waited.endswith("it was not in force within 1 s; it still stands, and may come yet\n")
+
+
+def test_that_it_was_seen_and_waits_is_told_to_whoever_waits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], at_once: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(tmp_path).go(3)
+    monkeypatch.setattr(time, "sleep", lambda _: training.go(1))
+    told = _said(capsys, 1, tmp_path, "--every", 1, "--from-step", 10**6, "--wait", "--timeout", 1)
+    assert told.count("the training has seen it: every step (number 1); not before step 1000000\n") == 1
+
+
+def test_of_two_commands_with_one_number_the_one_that_lost_is_told_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], at_once: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(tmp_path).go(3)
+    write = change.write
+
+    def overtaken(directory: Path, asked: change.Change, session: str) -> None:
+        write(directory, asked, session)
+        write(directory, change.Change(every=5, steps=60, number=asked.number), session)
+        training.go(2)
+
+    monkeypatch.setattr(change, "write", overtaken)
+    told = _said(capsys, 1, tmp_path, "--every", 3, "--wait", "--timeout", 20)
+    assert told.splitlines()[-1].startswith("another one took its place: steps divisible by 5, for 60 steps (number 1)")
+
+
+def test_a_run_that_has_ended_is_told_so_whatever_its_directory_is_called(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Training(tmp_path / "rank_loss").go(3).monitor.detach()
+    assert "this run has ended" in _refused(capsys, tmp_path / "rank_loss", "--every", 1)
+
+
+def test_a_stretch_in_which_nothing_may_be_measured_is_remarked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Training(tmp_path).go(3)
+    remark = "of 10 steps in a row it may be that none is divisible by 50: then nothing is measured"
+    assert remark in _said(capsys, 0, tmp_path, "--preset", "full", "--for", 10)
+    assert "none is divisible" not in _said(capsys, 0, tmp_path, "--every", 2, "--for", 10)
+
+
+def test_a_limit_without_waiting_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Training(tmp_path).go(1)
+    assert "--timeout says how long to --wait; give both" in _refused(capsys, tmp_path, "--every", 1, "--timeout", 5)
+    assert "--status changes nothing" in _refused(capsys, tmp_path, "--status", "--timeout", 5)

@@ -11,7 +11,7 @@ import torch
 from torch_gradmon import load_run
 
 from .ranks import on_ranks
-from .tune_ranks import at_random, from_outside, judged
+from .tune_ranks import at_random, from_outside, judged, of_a_reset
 
 EVERY = 10
 
@@ -34,7 +34,7 @@ def test_all_ranks_change_at_the_same_step_after_the_next_exchange(fsdp2: tuple[
     assert first["tuned"][44] == {"every": 2, "number": 2}
 
 
-def test_no_collective_is_added(fsdp2: tuple[list[dict[str, Any]], Path]) -> None:
+def test_no_collective_tells_of_a_change_and_what_is_new_is_agreed_on_once(fsdp2: tuple[list[dict[str, Any]], Path]) -> None:
     for found in fsdp2[0]:
         monitored = set(found["monitored"])
         assert not any(count for step, count in enumerate(found["collectives"]) if step not in monitored)
@@ -107,3 +107,8 @@ def test_whatever_is_changed_when_no_rank_waits_for_another_in_vain(seed: int, t
         assert first["seen"] == second["seen"], first["told"]
     if first["meets"]:
         assert first["last"] == second["last"] or first["last"] is None, first["told"]
+
+
+def test_what_is_told_once_is_heeded_once() -> None:
+    first, second = on_ranks(2, of_a_reset, 60, 12)
+    assert first == second == [15]

@@ -158,3 +158,20 @@ def judged(rank: int) -> dict[str, Any]:
     state = monitor.state_dict()["detectors"]
     monitor.detach()
     return {"scores": scores, "state": state, "missing": found if rank == 0 else ""}
+
+
+def of_a_reset(rank: int, steps: int, at: int) -> list[int]:
+    """The steps before which anything changes, of a training that goes on long after a reset."""
+    model = _wrapped("fsdp2")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    monitor = gradmon.watch(model, optimizer, preset="cheap", every=5, on_spike=None)
+    versions = []
+    for step in range(steps):
+        if step == at and rank == 0:
+            monitor.tune(reset=True)
+        optimizer.zero_grad()
+        model(_batch(rank, step)).square().mean().backward()
+        optimizer.step()
+        versions.append(monitor._session.planner.version)
+    monitor.detach()
+    return [step for step in range(2, steps) if versions[step] != versions[step - 1]]

@@ -31,6 +31,7 @@ class Budget:
         self.interval = 1
         self._is_monitored, self._complaints = is_monitored, complaints
         self._warm = False
+        self._before = 1  # the interval when something else was measured last
         self._left_out = _WIDEST  # of the steps that were asked for since the last monitored one
         self._asked: tuple[int, bool] | None = None
         self._monitored = 0
@@ -72,8 +73,13 @@ class Budget:
             self._decide(share)
             self._begin(spent, now)
 
-    def anew(self, spent: float, now: float) -> None:
-        """Somebody else has said which steps are monitored, and what these cost tells nothing; from here on it counts again."""
+    def turn(self, is_back: bool, spent: float, now: float) -> None:
+        """From here on something else is measured for a while, or if ``is_back`` the same as before that: what was found about the one
+        says nothing of the other.
+        """
+        if is_back:
+            self.interval = self._before
+        self._before = self.interval
         self._begin(spent, now)
 
     def _begin(self, spent: float, now: float) -> None:

@@ -29,6 +29,8 @@ _GROUPS = {
         "why": ".commands.why",
         "diff": ".commands.diff",
         "export": ".commands.export",
+    },
+    "change what a running training measures": {
         "tune": ".commands.tune",
     },
     "check a model before it is trained": {

@@ -110,6 +110,7 @@ class Exchange:
         if shares_values and may_extend:
             told = merged[0].tolist()
             self.heard = tuple(told[column] for column in _WORD)
+            self.word = SILENCE  # it is said
             if told[Column.SUM] > 0:
                 self._extend(buffer, mine)
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import sqlite3
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from .store import file_in
+from .store import open_to_read
 
 #: A run whose last record is younger than this many seconds, or than so many times what usually lies between two, looks alive.
 _FRESH, _TIMES = 60.0, 5.0
@@ -66,17 +64,11 @@ def pulse(path: str | os.PathLike[str]) -> Pulse:
 
     Raises:
         FileNotFoundError: there is no run in it.
-        ValueError: its file is not one of ours.
+        ValueError: its file is not one of ours, or cannot be read.
     """
-    file = file_in(path)
-    if not file.is_file():
-        raise FileNotFoundError(f"there is no run in {str(path)!r}: {str(file)!r} does not exist")
-    try:
-        with contextlib.closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True)) as db:
-            meta = {name: json.loads(value) for name, value in db.execute("SELECT name, value FROM meta")}
-            last = db.execute(f"SELECT step, time FROM steps ORDER BY segment DESC, step DESC LIMIT {_LOOKED_AT}").fetchall()
-    except sqlite3.DatabaseError as error:
-        raise ValueError(f"{str(file)!r} is not a run of torch_gradmon: {error}") from error
+    db, meta = open_to_read(path)
+    with contextlib.closing(db):
+        last = db.execute(f"SELECT step, time FROM steps ORDER BY segment DESC, step DESC LIMIT {_LOOKED_AT}").fetchall()
     if not last:
         return Pulse(meta)
     return Pulse(meta, last[0][0], max(0.0, time.time() - last[0][1]), _usual(meta, last))

@@ -24,7 +24,7 @@ from .spikes.suspects import REMEMBERED, Gradients, Suspect
 from .stack import Stack
 from .statistics.moments import ALWAYS, VIEWS, Column
 from .steps_index import StepsIndex
-from .store import file_in, unpack
+from .store import noted, open_to_read, unpack
 from .window import Window, Windows
 
 
@@ -47,23 +47,13 @@ class Run(ExportMethods):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(f"path must be a run directory, got {display(path)}")
-        file = file_in(path)
-        if not file.is_file():
-            raise FileNotFoundError(f"there is no run in {str(path)!r}: {str(file)!r} does not exist")
-        try:
-            self._db = sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True)
-            self.meta = self._noted()
-        except sqlite3.DatabaseError as error:
-            raise ValueError(f"{str(file)!r} is not a run of torch_gradmon: {error}") from error
+        self._db, self.meta = open_to_read(path)
         self._tensors: dict[int, str] = {}
         self._index = StepsIndex(self._db)
         self._index.look()
         self._segment_of = self._index.segment_of
         self._bulk = Bulk(self._db, self._index, self._names)
         self._windows = Windows(self._db, self._index, self._names)
-
-    def _noted(self) -> dict[str, Any]:
-        return {name: json.loads(value) for name, value in self._db.execute("SELECT name, value FROM meta").fetchall()}
 
     def refresh(self) -> int | None:
         """Look at what was written since the run was opened, or since the last look, at a cost that does not grow with the run.
@@ -74,7 +64,7 @@ class Run(ExportMethods):
         """
         first = self._index.look()
         if first is not None:
-            self.meta = self._noted()
+            self.meta = noted(self._db)
         return first
 
     @property

@@ -209,10 +209,12 @@ class Session(StepValues):
         if not self.open:
             return
         self.open, self.ledger.last, self._ended = False, None, self.step
-        self.tuning.look()
         monitored = self._buffer is not None and not self._records_only
         try:
-            self._end(monitored)
+            try:
+                self.tuning.look()
+            finally:  # a file that is not as it should be may be a warning, and warnings errors
+                self._end(monitored)
         finally:  # ranks change together, whatever failed on one of them
             if self.budget is not None and self.step is not None and not self.tuning.sets_cadence:
                 self.budget.step_ended(self.step, monitored, self.guard.spent(), time.perf_counter())
@@ -244,9 +246,10 @@ class Session(StepValues):
         try:
             self.settle()  # what was measured before is told as it was measured
         finally:
-            if self.budget is not None and self.tuning.sets_cadence:
-                self.budget.anew(self.guard.spent(), time.perf_counter())
+            was_tuned = self.tuning.in_force is not None
             self.tuning.change(step, self._ended)
+            if self.budget is not None and was_tuned != (self.tuning.in_force is not None):
+                self.budget.turn(was_tuned, self.guard.spent(), time.perf_counter())
             self.arming.disarm()
             if self.activations.hangs:  # where they may not all go
                 self.arming.on_modules()

@@ -55,6 +55,43 @@ def file_in(path: str | os.PathLike[str]) -> Path:
     return path if path.is_file() else path / FILE_NAME
 
 
+def open_to_read(path: str | os.PathLike[str]) -> tuple[sqlite3.Connection, dict[str, Any]]:
+    """The run in ``path``, and the facts about it.
+
+    Raises:
+        FileNotFoundError: there is no run in it.
+        ValueError: its file is not one of ours, or cannot be read.
+    """
+    file = file_in(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no run in {str(path)!r}: {str(file)!r} does not exist")
+    try:
+        try:
+            return _connected(file, "mode=ro")
+        except sqlite3.OperationalError as error:
+            # on a medium that cannot be written to not even a reader can make the files that a run which goes on has beside it
+            if "unable to open" not in str(error) or Path(f"{file}-wal").exists():
+                raise
+            return _connected(file, "mode=ro&immutable=1")
+    except sqlite3.DatabaseError as error:
+        what = "could not be read" if "lock" in str(error) or "unable to open" in str(error) else "is not a run of torch_gradmon"
+        raise ValueError(f"{str(file)!r} {what}: {error}") from error
+
+
+def _connected(file: Path, how: str) -> tuple[sqlite3.Connection, dict[str, Any]]:
+    db = sqlite3.connect(f"{file.resolve().as_uri()}?{how}", uri=True)
+    try:
+        return db, noted(db)
+    except sqlite3.Error:
+        db.close()
+        raise
+
+
+def noted(db: sqlite3.Connection) -> dict[str, Any]:
+    """The facts about a run."""
+    return {name: json.loads(value) for name, value in db.execute("SELECT name, value FROM meta").fetchall()}
+
+
 class RunStore:
     """Writes records into a run directory.
 

@@ -25,7 +25,8 @@ class TuneMethods:
         """Measure more, or less, from the next step on, for ``steps`` steps of training; then all is again as the script asked for.
 
         May be called between two steps, from another thread, or in a signal handler: nothing happens here but that it is noted. It
-        takes the place of a change before it, and training does not see it: parameters end as the same bits.
+        takes the place of a change before it, and training does not see it: parameters end as the same bits. What ``on_spike=`` does
+        it does in the steps that are monitored, of which there are others now.
 
         Args:
             every: monitor the steps that are divisible by it. For that time neither ``every`` nor ``monitor_step_fn`` nor

@@ -78,7 +78,8 @@ class HungHooks:
         self._version = version
         wanted = _wanted(inventory, metrics)
         for place, (reference, handle) in list(self._hooks.items()):
-            if place not in wanted or wanted[place] is not reference():
+            is_kept = place not in wanted and self.taps[place].is_traced  # else its graph would be compiled again
+            if not is_kept and (place not in wanted or wanted[place] is not reference()):
                 handle.remove()
                 del self._hooks[place]
         needs_root = on_root or bool(wanted)
@@ -92,7 +93,7 @@ class HungHooks:
         if needs_root and (new or not self._after_root):  # behind the hook on the root's own output
             self._after_root.remove()
             self._after_root.add(root.register_forward_hook(ModuleHook(self._of_root.root_ended), always_call=True))
-        if not needs_root:
+        if not needs_root and not self.has_graphs:
             self._leave_root()
         self.has_compiled_parts = is_compiled(root)
         self.left_out = _left_out(root, inventory)

@@ -23,14 +23,20 @@ class WrongRequest(ValueError):
 
 
 def add_parser(commands: Any, name: str, summary: str, description: str, examples: Examples, notes: str = "") -> Any:
-    """Add a parser to ``commands`` whose help ends with ``examples`` and ``notes``, which are printed as they are."""
+    """Add a parser to ``commands`` whose help ends with ``examples`` and the paragraphs of ``notes``."""
     return commands.add_parser(
         name,
         help=summary,
         description=textwrap.fill(description, _WIDTH),
-        epilog="\n".join(["examples:", *shown(examples), *(["", notes] if notes else [])]),
+        epilog="\n".join(["examples:", *shown(examples), *(["", *_wrapped(notes)] if notes else [])]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+
+def _wrapped(notes: str) -> Iterator[str]:
+    for number, paragraph in enumerate(notes.split("\n\n")):
+        yield from [""] * bool(number)
+        yield from textwrap.wrap(" ".join(paragraph.split()), _WIDTH, break_on_hyphens=False)
 
 
 def shown(examples: Examples) -> Iterator[str]:
@@ -45,9 +51,9 @@ def shown(examples: Examples) -> Iterator[str]:
 
 def positive(text: str) -> int:
     """A whole number above zero, for argparse."""
-    number = int(text) if text.isdecimal() else 0
+    number = int(text) if text.isdecimal() and len(text) < 100 else 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+        raise argparse.ArgumentTypeError(f"{text[:100]!r} is not a positive whole number")
     return number
 
 

@@ -27,8 +27,11 @@ The training looks for a change at most once a second, at the end of a step, and
 place of the one before it, and training does not see it: its parameters end as the same bits. Where several ranks exchange
 anything they change together, and tell each other in steps that are monitored: with a large cadence that may take a while.
 A change of the cadence stands above every=, monitor_step_fn= and overhead_budget= of the script. Where a model is compiled,
-activations and attention stay as the script asked for. A run that is resumed does what its script asks for: give the change again.
-"""
+activations and attention stay as the script asked for. Updates are measured in steps divisible by 10, as by the presets. A run that is
+resumed does what its script asks for: give the change again.
+
+The exit code is 0 if the change was asked for (with --wait: if it is in force, or was), 1 if it was waited for and did not come, and 2 if
+nothing looks for changes in that directory, or nothing is to be changed."""
 #: Seconds between two looks at whether a change was taken.
 _PAUSE = 0.2
 
@@ -62,20 +65,25 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         WrongRequest: there is no such run, nothing that would look at a change, or nothing to be changed.
     """
-    change = None if options.status else _change(options)
     if options.status and _named(options):
         raise WrongRequest("--status changes nothing, and goes with no other option")
+    if options.timeout is not None and not options.wait:
+        raise WrongRequest("--timeout says how long to --wait; give both")
+    change = None if options.status else _change(options)
     directory = _directory(options.run)
     found = _felt(directory)
     print(found)
     if change is None:
         _tell(found)
+        _tell_unread(directory, found)
         return 0
     session = _session(found, directory)
     change = changes.numbered(change, 1 + max(_told(found.meta), _written(directory)))
     print(f"until now: {_until_now(found)}")
     changes.write(directory, change, session)
     print(f"asked for, number {change.number}: {in_words(change.facts())}")
+    if waits := found.meta.get("tune", {}).get("waits"):
+        print(f"it takes the place of one that was not in force yet: {_described(waits)}")
     _warn(change, found)
     if options.wait:
         return _wait(directory, change, session, options.timeout)
@@ -86,12 +94,13 @@ def run(options: argparse.Namespace) -> int:
 def _named(options: argparse.Namespace) -> list[str]:
     given = {"--every": options.every, "--preset": options.preset, "--for": options.steps, "--from-step": options.from_step}
     named = [name for name, value in given.items() if value is not None]
-    return named + [name for name, value in (("--reset", options.reset), ("--wait", options.wait)) if value]
+    flags = {"--reset": options.reset, "--wait": options.wait, "--timeout": options.timeout}
+    return named + [name for name, value in flags.items() if value]
 
 
 def _change(options: argparse.Namespace) -> Change:
     if options.reset:
-        if others := [name for name in _named(options) if name not in ("--reset", "--wait")]:
+        if others := [name for name in _named(options) if name not in ("--reset", "--wait", "--timeout")]:
             raise WrongRequest(
                 f"--reset goes back to what the script asks for, and {others[0]} says something else; give one of them"
             )
@@ -137,14 +146,14 @@ def _session(found: Pulse, directory: Path) -> str:
         WrongRequest: none does.
     """
     state = found.meta.get("tune", {})
-    if not state.get("session") or (not state.get("listens") and directory.name.startswith("rank")):
+    if found.has_ended:
+        raise WrongRequest(
+            "this run has ended; when it is resumed it does what its script asks for, and a change can be asked for then"
+        )
+    if not state.get("session") or not state.get("listens"):
         raise WrongRequest(
             f"nothing looks for changes in {str(directory)!r}: it was written by an earlier version of torch_gradmon, or by another rank "
             "than the first, which decides for all"
-        )
-    if not state.get("listens"):
-        raise WrongRequest(
-            "this run has ended; when it is resumed it does what its script asks for, and a change can be asked for then"
         )
     return str(state["session"])
 
@@ -204,12 +213,26 @@ def _tell(found: Pulse) -> None:
         print("nothing is in force but what the script asks for")
 
 
+def _tell_unread(directory: Path, found: Pulse) -> None:
+    """What was asked for, and the training has not looked at."""
+    try:
+        change, session = changes.read(directory / changes.FILE_NAME)
+    except (OSError, ValueError):
+        return
+    state = found.meta.get("tune", {})
+    if session == state.get("session") and change.number > _told(found.meta) and not found.has_ended:
+        print(f"asked for, and the training has not looked yet: {_described(change.facts())}")
+
+
 def _warn(change: Change, found: Pulse) -> None:
     """What whoever asked may not have thought of."""
     if change.first is not None and found.step is not None and change.first <= found.step:
         print(f"step {change.first} is over, so that it begins with the next step")
     if not change.is_reset and change.every is None:
         print(f"without --every the cadence stays that of the script: {_script(found)}")
+    every = change.every or found.meta.get("every")
+    if not change.is_reset and change.steps is not None and every is not None and every > change.steps:
+        print(f"of {change.steps} steps in a row it may be that none is divisible by {every}: then nothing is measured")
     if found.looks_alive is False:
         print("if the run was killed, nobody will look at it; a run that is resumed does what its script asks for")
 
@@ -219,19 +242,24 @@ def _warn(change: Change, found: Pulse) -> None:
 
 def _wait(directory: Path, change: Change, session: str, timeout: int | None) -> int:
     until = None if timeout is None else time.monotonic() + timeout
-    said = ""
+    said: str | None = None
+    doubts = False
     while until is None or time.monotonic() < until:
-        state = _felt(directory).meta.get("tune", {})
+        found = _felt(directory)
+        state = found.meta.get("tune", {})
         outcome = _outcome(state, change, session)
         if outcome is not None:
             taken, words = outcome
             print(words)
             return 0 if taken else 1
         if state.get("number", 0) >= change.number and (why := state.get("why", "")) != said:
-            print(why or "the training has seen it")
+            print(why or f"the training has seen it: {_described(state.get('waits') or change.facts())}")
             said = why
+        if found.looks_alive is False and not doubts:
+            print(f"{found}; Ctrl-C ends the waiting, and the change still stands")
+            doubts = True
         time.sleep(_PAUSE)
-    print(f"it was not taken within {timeout} s; it still stands, and may be taken yet")
+    print(f"it was not in force within {timeout} s; it still stands, and may come yet")
     return 1
 
 
@@ -240,7 +268,9 @@ def _outcome(state: Mapping[str, Any], change: Change, session: str) -> tuple[bo
     for name, title in (("in_force", "in force"), ("last", "taken")):
         told = state.get(name) or {}
         if state.get("session") == session and told.get("number", 0) >= change.number and told.get("since") is not None:
-            if told["number"] > change.number:
+            if (
+                told["number"] > change.number or {**told, **change.facts()} != told
+            ):  # of two that were asked for at once one wins
                 return False, f"another one took its place: {_described(told)}"
             return True, f"{title}: {_described(told)}"
     if state.get("session") != session or state.get("ended"):
