@@ -1,0 +1,81 @@
+"""What somebody sees who has never heard of this project: the demo, and without scrolling the page that it ends with."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.browser import available, browser, picture_of_report, wait_for
+
+pytestmark = pytest.mark.extra
+for package in ("plotly", "jinja2", "rich", "tqdm"):
+    pytest.importorskip(package)
+
+STEPS, SPOILED, LAYER = 121, 80, "blocks.2.up.weight"
+_MAIN = "import sys; from torch_gradmon.cli import main; sys.exit(main())"
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the demo prints."""
+    directory = tmp_path_factory.mktemp("demo")
+    line = [sys.executable, "-W", "ignore", "-c", _MAIN, "demo", "--steps", str(STEPS), "--run-dir", str(directory / "run")]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def page(told: str) -> Path:
+    found = re.search(r"open in a browser: (.*report\.html)\s*\Z", told)
+    assert found is not None, told[-500:]
+    return Path(found[1])
+
+
+def test_the_demo_says_what_it_spoils_and_ends_with_the_path_of_its_report(told: str, page: Path) -> None:
+    assert f"in step {SPOILED} one batch is spoiled on purpose" in told
+    assert page.is_file()
+    first = re.search(r"^(?:ERROR|WARNING|INFO) .*$", told[told.index("\nDiagnosis") :], re.M)
+    assert first is not None
+    assert LAYER in first[0]
+    assert f"step {SPOILED}" in first[0]
+
+
+@pytest.fixture
+def window(page: Path) -> Iterator[Any]:
+    with browser(1280, 800) as driver:
+        size = {"width": 1280, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        driver.get(page.as_uri())
+        wait_for(lambda: driver.execute_script("return document.body.dataset.ready"))
+        yield driver
+
+
+@pytest.mark.skipif(not available(), reason="there is no Chromium")
+def test_the_layer_and_the_step_are_in_sight_without_scrolling(window: Any, page: Path, tmp_path: Path) -> None:
+    head = window.find_element("css selector", ".finding h3")
+    assert LAYER in head.text
+    assert f"step {SPOILED}" in head.text
+    assert head.rect["y"] + head.rect["height"] < 300
+    # the cell of that layer and step is the brightest of the map, and in sight too
+    row, column, bottom = window.execute_script(
+        """
+        const heat = document.getElementById("heat"), [first] = heat.data;
+        let best = [-Infinity, 0, 0];
+        first.z.forEach((cells, row) => cells.forEach((cell, at) => { if (cell !== null && cell > best[0]) best = [cell, row, at]; }));
+        const axis = heat._fullLayout.yaxis;
+        return [heat.layout.yaxis.ticktext[best[1]], first.x[best[2]], heat.getBoundingClientRect().top + axis._offset + axis.d2p(best[1])];
+        """
+    )
+    assert (row, column) == (LAYER, SPOILED)
+    assert bottom < 800
+    assert window.get_log("browser") == []
+    assert window.execute_script("return performance.getEntriesByType('resource').length") == 0
+    picture_of_report(page, tmp_path / "report.png")
+    assert (tmp_path / "report.png").stat().st_size > 20_000
