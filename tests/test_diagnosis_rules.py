@@ -527,7 +527,7 @@ def test_a_spike_is_told_with_the_layer_that_made_it() -> None:
     run.events = [_spike(20, 4.0, 6.0), _spike(60, 58.3, 30.0)]
     (finding,) = spikes(run)
     assert (finding.rule, finding.severity, finding.where, finding.steps) == ("spike", "info", "b.weight", (60, 60))
-    assert "58.3 times what was usual. b.weight left its own normal farthest, 300 times." in finding.cause
+    assert "58.3 times what was usual. b.weight left its own normal farthest: 300 times its usual norm." in finding.cause
     assert "There were 2 steps with spikes." in finding.cause
     assert "--step 60" in finding.advice
     assert finding.evidence["grad_norm"] == 58.3

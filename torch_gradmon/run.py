@@ -8,6 +8,7 @@ import sqlite3
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ class Run(ExportMethods):
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(f"path must be a run directory, got {display(path)}")
         self._db, self.meta = open_to_read(path)
+        self.path = Path(path)
         self._tensors: dict[int, str] = {}
         self._index = StepsIndex(self._db)
         self._index.look()

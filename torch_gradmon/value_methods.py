@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -120,7 +121,11 @@ class ValueMethods:
         if self._session.guard.inert:
             return Diagnosis((), None, {"everything": "GRADMON_DISABLE is set in the environment: nothing is measured"})
         ledger, facts = self._session.ledger, self._session.audit.facts()
-        return diagnosed(History(ledger.memory.records(), facts=facts, matrices=ledger.matrices, kinds=ledger.kinds))
+        place = ledger.outbox.directory
+        history = History(ledger.memory.records(), facts=facts, matrices=ledger.matrices, kinds=ledger.kinds)
+        if place is not None:
+            history.place = shlex.quote(str(place))
+        return diagnosed(history)
 
     def plot(self, kind: str = "heatmap", engine: str = "plotly", **options: Any) -> Any:
         """A figure of the run so far, which shows in a notebook and goes to a dashboard: ``wandb.log({"heatmap": monitor.plot()})``.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 
@@ -35,6 +36,7 @@ class History:
         facts: what the audit of the loop saw.
         matrices: parameters of two or more dimensions, with the fan in, or 0 where that is unknown.
         kinds: the types of the modules, by name.
+        place: of the run, as it stands in a command line.
     """
 
     def __init__(
@@ -44,12 +46,14 @@ class History:
         facts: Iterable[Fact] = (),
         matrices: Mapping[str, int] | None = None,
         kinds: Mapping[str, str] | None = None,
+        place: str = "RUN",
     ) -> None:
         self.records = sorted(records, key=lambda record: record.step)
         self.events = list(events) or [event for record in self.records for event in record.events]
         self.facts = list(facts)
         self.matrices = dict(matrices or {})
         self.kinds = dict(kinds or {})
+        self.place = place
         self._matrices: dict[tuple[str, str], Matrix | None] = {}
 
     @classmethod
@@ -61,7 +65,8 @@ class History:
         chosen = thinned(run.steps, {event.step for event in events}, most, liked)
         facts = [Fact.of_dict(fact) for fact in run.meta.get("audit", [])]
         records = (_record(run, step) for step in chosen)
-        return cls(records, events, facts, run.meta.get("matrices"), run.meta.get("kinds"))
+        place = shlex.quote(str(run.path))
+        return cls(records, events, facts, run.meta.get("matrices"), run.meta.get("kinds"), place)
 
     def sound(self) -> History:
         """The part before parameters are NaN or infinite for good; itself where that never comes."""
@@ -70,7 +75,7 @@ class History:
             last -= 1
         if last == len(self.records):
             return self
-        return History(self.records[:last], self.events, self.facts, self.matrices, self.kinds)
+        return History(self.records[:last], self.events, self.facts, self.matrices, self.kinds, self.place)
 
     @property
     def steps(self) -> list[int]:

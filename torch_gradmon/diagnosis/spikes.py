@@ -37,7 +37,7 @@ def spikes(history: History) -> list[Finding]:
     others = sorted(step for step in found if step != worst.step)
     times = "" if not worst.usual else f", {_times(worst.value / worst.usual)} times what was usual"
     more = "" if not others else f" There were {len(found)} steps with spikes."
-    moved = "" if not layers else f" {layers[0][0]} left its own normal farthest, {_times(layers[0][1])} times."
+    moved = "" if not layers else f" {layers[0][0]} left its own normal farthest: {_times(layers[0][1])} times its usual norm."
     return [
         Finding(
             "spike",
@@ -46,8 +46,8 @@ def spikes(history: History) -> list[Finding]:
             (worst.step, worst.step),
             {worst.signal: worst.value, "usual": math.nan if worst.usual is None else worst.usual, "score": worst.score},
             f"{worst.signal} was {worst.value:.4g}{times}.{moved}{also([name for name, _ in layers])}{more}",
-            f"Look at the batch of this step, and at 'gradmon why RUN --step {worst.step}'; on_spike='skip' leaves such steps out, and "
-            "clip_grad_norm_ bounds them.",
+            f"Look at the batch of this step, and at 'gradmon why {history.place} --step {worst.step}'; on_spike='skip' leaves such "
+            "steps out, and clip_grad_norm_ bounds them.",
             15.0,  # before what is hardly worth a word, behind whatever else is known
         )
     ]

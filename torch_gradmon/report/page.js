@@ -28,7 +28,7 @@
     painted.font = { ...(layout.font || {}), color: text };
     painted.title = undefined;  // the page has headings
     painted.modebar = { bgcolor: "rgba(0,0,0,0)", color: text, activecolor: text };
-    painted.margin = { ...(layout.margin || {}), t: 30 };
+    painted.margin = { ...(layout.margin || {}), t: layout.xaxis?.side === "top" ? 56 : 30 };
     for (const key of Object.keys(layout).filter((name) => /^[xy]axis/.test(name))) {
       painted[key] = { ...layout[key], gridcolor: line, zerolinecolor: line, linecolor: line };
     }
@@ -167,8 +167,8 @@
       });
     }
     const layout = {
-      height: Math.max(300, 17 * rows.length + 90), margin: { l: 60, r: 10, b: 44 }, hovermode: "closest",
-      xaxis: { title: { text: "step" }, range: [view.first[0] - 0.5, view.last[view.last.length - 1] + 0.5] },
+      height: Math.max(300, 17 * rows.length + 90), margin: { l: 60, r: 10, b: 14 }, hovermode: "closest",
+      xaxis: { title: { text: "step", standoff: 4 }, ticklabelstandoff: 6, side: "top", range: [view.first[0] - 0.5, view.last[view.last.length - 1] + 0.5] },
       yaxis: { tickvals: places, ticktext: rows.map((row) => short(row.name)), range: [rows.length - 0.5, -0.5], automargin: true },
       yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
     };
