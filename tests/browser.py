@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import socket
 import subprocess
@@ -53,6 +55,23 @@ def wait_for(found: Callable[[], Any], seconds: float = 60.0) -> Any:
             raise TimeoutError(f"nothing after {seconds} s")
         time.sleep(0.25)
     return result
+
+
+@contextmanager
+def report(page: Path, width: int = 1280, height: int = 940) -> Iterator[Any]:
+    """A window with a report in it, drawn."""
+    with browser(width, height) as driver:
+        driver.get(page.as_uri())
+        wait_for(lambda: driver.execute_script("return document.body.dataset.ready"))
+        yield driver
+
+
+def data_of(page: Path) -> dict[str, Any]:
+    """What a report is made of."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(encoding="utf-8"), re.DOTALL)
+    assert found is not None
+    content: dict[str, Any] = json.loads(found[1])
+    return content
 
 
 @contextmanager

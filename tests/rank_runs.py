@@ -259,7 +259,7 @@ def train(rank: int, setting: Setting) -> list[tuple[dict[str, float], dict[str,
 # --- values of a rank's own batches -----------------------------------------------------------------------------------------------
 
 
-def _wrapped(wrap: str) -> nn.Module:
+def wrapped(wrap: str) -> nn.Module:
     """A small model that all ranks have, or that is spread over them."""
     model = Net(idle=False)
     if wrap == "ddp":
@@ -271,7 +271,7 @@ def _wrapped(wrap: str) -> nn.Module:
 
 def batch_values(rank: int, wrap: str) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
     """Activations and logged values, by the monitor and in the naive way over all ranks; the last layer runs on rank 1 alone."""
-    model = _wrapped(wrap)
+    model = wrapped(wrap)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     monitor = ModuleMonitor(model)
     for metric in ("norm", "mean", "std", "max", "nonfinite"):
@@ -318,7 +318,7 @@ def batch_values(rank: int, wrap: str) -> tuple[list[dict[str, float]], list[dic
 
 def counted(rank: int, wrap: str, values: bool) -> list[list[tuple[str, int]]]:
     """The collectives of ours in each step."""
-    model = _wrapped(wrap)
+    model = wrapped(wrap)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     monitor = gradmon.watch(model, optimizer, on_spike=None)
     if values:
@@ -340,7 +340,7 @@ def counted(rank: int, wrap: str, values: bool) -> list[list[tuple[str, int]]]:
 
 def decided(rank: int, wrap: str, late: bool = False) -> tuple[list[tuple[int, str, float]], list[float], dict[str, int]]:
     """Events, losses and complaints of a run in which one rank's loss is NaN in step 30, and large in step 40."""
-    model = _wrapped(wrap)
+    model = wrapped(wrap)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     events: list[Any] = []
     monitor = ModuleMonitor(model, on_spike=events.append)
@@ -365,7 +365,7 @@ def decided(rank: int, wrap: str, late: bool = False) -> tuple[list[tuple[int, s
 
 def in_disorder(rank: int, what: str) -> list[dict[str, float]]:
     """Steps in which this rank does what the other does not."""
-    model = _wrapped("fsdp2")
+    model = wrapped("fsdp2")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     monitor = gradmon.watch(model, optimizer, on_spike=None)
     monitor.add_gradient_metric("norm")
@@ -398,7 +398,7 @@ def alone(rank: int, wrap: str) -> tuple[list[dict[str, float]], dict[str, str],
     """A monitor on rank 0 only."""
     from torch_gradmon import agreement
 
-    model = _wrapped(wrap)
+    model = wrapped(wrap)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     before, agreement.PATIENCE = agreement.PATIENCE, 1.0
     monitor = gradmon.watch(model, optimizer, on_spike=None) if rank == 0 else None
@@ -423,7 +423,7 @@ def alone(rank: int, wrap: str) -> tuple[list[dict[str, float]], dict[str, str],
 
 def logged(rank: int, directory: str, on_all: bool) -> list[int]:
     """The steps that a sink of this rank got."""
-    model = _wrapped("fsdp2")
+    model = wrapped("fsdp2")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     run_dir = f"{directory}/run" if on_all or rank == 0 else None
     monitor = ModuleMonitor(model, run_dir=run_dir, log_on_all_ranks=on_all, on_spike="warn")
@@ -580,7 +580,7 @@ def looks_closer(rank: int) -> tuple[list[int], list[int], dict[str, int]]:
     """The steps in which outputs were measured, and those monitored, of a run with a cadence and a spike in step 200; one rank reads
     its values at once and has a budget.
     """
-    model = _wrapped("fsdp2")
+    model = wrapped("fsdp2")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -685,7 +685,7 @@ def noisy(rank: int, micro: int, size: int, divided: bool) -> float:
 
 def batches_of(rank: int, wrap: str) -> tuple[list[str], Any, dict[str, list[float]]]:
     """What is said of a spike that one micro-batch of one rank brings; norms by rank, or why there are none; and the true ones."""
-    model = _wrapped(wrap)
+    model = wrapped(wrap)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     events: list[Any] = []
     monitor = ModuleMonitor(model, on_spike=events.append)
@@ -750,7 +750,7 @@ def changed_on_the_way(rank: int) -> list[tuple[dict[str, float], dict[str, floa
 
 def recorded(rank: int, directory: str, every: int) -> None:
     """A run with a spike in step 200, with a cadence and a recorder or without."""
-    model = _wrapped("fsdp2")
+    model = wrapped("fsdp2")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     arguments = {"every": every, "flight_recorder": 4} if every > 1 else {}
     monitor = gradmon.watch(model, optimizer, on_spike=None, run_dir=f"{directory}/{every}", **arguments)  # type: ignore[arg-type]
@@ -811,7 +811,7 @@ def shardwise(rank: int, wrap: str) -> tuple[dict[str, float], dict[str, float],
 
 def left_in_the_middle(rank: int, how: str) -> bool:
     """One rank leaves in the middle of a step, and waits for nobody."""
-    model = _wrapped("fsdp2")
+    model = wrapped("fsdp2")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     monitor = gradmon.watch(model, optimizer)
     monitor.add_activation_metric("norm")
@@ -831,7 +831,7 @@ def left_in_the_middle(rank: int, how: str) -> bool:
 
 def badly_aggregated(rank: int) -> list[dict[str, float]]:
     """A value whose aggregation function raises on one rank, and one that is as it should be."""
-    model = _wrapped("ddp")
+    model = wrapped("ddp")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     monitor = ModuleMonitor(model)
     monitor.add_activation_metric("norm")
@@ -877,7 +877,7 @@ def alone_with_partial_sums(rank: int) -> tuple[list[set[str]], dict[str, str]]:
 
 def logged_between(rank: int, wrap: str, directory: str) -> None:
     """Values that are logged in steps that are recorded, and in those that are monitored."""
-    model = _wrapped(wrap)
+    model = wrapped(wrap)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     monitor = gradmon.watch(model, optimizer, every=10, flight_recorder=4, on_spike=None, run_dir=f"{directory}/{wrap}")
     monitor.add_detector(gradmon.SpikeDetector(signal="loss"))
@@ -892,7 +892,7 @@ def logged_between(rank: int, wrap: str, directory: str) -> None:
 
 def with_a_plain_reference(rank: int) -> tuple[dict[str, float], dict[str, str], dict[str, int]]:
     """Differences of spread parameters to a reference that is not spread."""
-    model = _wrapped("fsdp2")
+    model = wrapped("fsdp2")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     monitor = ModuleMonitor(model)
     monitor.add_gradient_metric("norm")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import math
 import re
 import subprocess
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from tests.browser import available, browser, wait_for
+from tests.browser import available, data_of, report, wait_for
 
 pytestmark = pytest.mark.extra
 for package in ("plotly", "jinja2"):
@@ -74,17 +73,8 @@ def page(run: Path) -> Path:
 
 @pytest.fixture
 def window(page: Path) -> Iterator[Any]:
-    with browser(1280, 940) as driver:
-        driver.get(page.as_uri())
-        wait_for(lambda: driver.execute_script("return document.body.dataset.ready"))
+    with report(page) as driver:
         yield driver
-
-
-def _data(page: Path) -> dict[str, Any]:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(encoding="utf-8"), re.DOTALL)
-    assert found is not None
-    content: dict[str, Any] = json.loads(found[1])
-    return content
 
 
 def _codes(text: str) -> list[int]:
@@ -100,7 +90,7 @@ def test_codes_give_values_back() -> None:
 
 
 def test_the_page_holds_the_values_of_the_run(run: Path, page: Path) -> None:
-    view = _data(page)["views"]["gradient"]
+    view = data_of(page)["views"]["gradient"]
     source = gradmon.load_run(run)
     width, codes = len(view["first"]), _codes(view["sides"]["run"]["cells"])
     assert view["first"] == view["last"] == list(range(STEPS))
@@ -111,7 +101,7 @@ def test_the_page_holds_the_values_of_the_run(run: Path, page: Path) -> None:
 
 
 def test_blocks_are_offered_where_there_are_many_layers(page: Path) -> None:
-    view = _data(page)["views"]["gradient"]
+    view = data_of(page)["views"]["gradient"]
     assert len(view["names"]) == 2 * BLOCKS + 4
     assert [name for name, _ in view["blocks"]][:3] == ["first", "layers.0", "layers.1"]
     assert len(_codes(view["sides"]["run"]["ofBlocks"])) == len(view["blocks"]) * len(view["first"])
@@ -197,7 +187,7 @@ def test_steps_in_the_table_are_whole_and_a_loss_that_is_nan_is_told(tmp_path: P
         optimizer.step()
         monitor.log_scalar("loss", loss.detach() * (math.nan if step >= 90 else 1))
     monitor.detach()
-    data = _data(write(tmp_path))
+    data = data_of(write(tmp_path))
     at = data["layers"]["columns"].index("in step")
     assert [row[at] for row in data["layers"]["rows"]] == [1_234_567] * 2
     assert dict(data["facts"])["loss"].endswith(", not finite since step 1234590")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import math
-import re
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from tests.browser import available, browser, wait_for
+from tests.browser import available, data_of, report, wait_for
 from torch_gradmon.cli import main
 from torch_gradmon.pictures import pair_charts
 from torch_gradmon.pictures.pairing import Pair, relative
@@ -75,20 +74,13 @@ def page(runs: tuple[Path, Path]) -> Path:
     return target
 
 
-def _data(page: Path) -> dict[str, Any]:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(encoding="utf-8"), re.DOTALL)
-    assert found is not None
-    content: dict[str, Any] = json.loads(found[1])
-    return content
-
-
 def _rows(view: dict[str, Any], side: str) -> list[list[int]]:
     codes, width = array("h", base64.b64decode(view["sides"][side]["cells"])), len(view["first"])
     return [list(codes[place * width : (place + 1) * width]) for place in range(len(view["names"]))]
 
 
 def test_each_side_holds_the_values_of_its_run_and_the_difference_that_of_both(runs: tuple[Path, Path], page: Path) -> None:
-    data = _data(page)
+    data = data_of(page)
     view = data["views"]["clipped"]
     both = [gradmon.load_run(path).series(f"gradient/{view['names'][3]}/norm") for path in runs]
     for side, series in zip(("first", "second"), both, strict=True):
@@ -177,8 +169,8 @@ def test_two_runs_that_are_the_same_make_a_page_too(runs: tuple[Path, Path], tmp
     assert main(["report", str(runs[0]), str(runs[0]), "--to", str(target)]) == 0
     text = target.read_text(encoding="utf-8")
     assert "They do not part" in text
-    assert _data(target)["marks"] == []
-    assert len(set(_data(target)["sides"].values())) == 3
+    assert data_of(target)["marks"] == []
+    assert len(set(data_of(target)["sides"].values())) == 3
 
 
 def test_the_second_run_has_the_page_where_no_place_is_named(runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,9 +198,7 @@ def test_json_stays_json_beside_a_page(runs: tuple[Path, Path], tmp_path: Path, 
 
 @pytest.fixture
 def window(page: Path) -> Iterator[Any]:
-    with browser(1280, 940) as driver:
-        driver.get(page.as_uri())
-        wait_for(lambda: driver.execute_script("return document.body.dataset.ready"))
+    with report(page) as driver:
         yield driver
 
 

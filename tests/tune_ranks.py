@@ -9,24 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import torch_gradmon as gradmon
 from benchmarks.exchange import Collectives
 from torch_gradmon import ModuleMonitor, mailbox
 from torch_gradmon.cli import main
 
-from .rank_runs import Net
-
-
-def _wrapped(wrap: str) -> nn.Module:
-    model = Net(idle=False)
-    if wrap == "ddp":
-        return DistributedDataParallel(model)
-    fully_shard(model.first)
-    fully_shard(model)
-    return model
+from .rank_runs import wrapped
 
 
 def _batch(rank: int, step: int) -> Tensor:
@@ -47,7 +36,7 @@ def from_outside(rank: int, wrap: str, directory: str, every: int, calls: dict[i
     The clock of the mailbox is as good as stopped for none of it: a look is due in every step.
     """
     period, mailbox.PERIOD = mailbox.PERIOD, 0.0
-    model = _wrapped(wrap)
+    model = wrapped(wrap)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     monitor = gradmon.watch(model, optimizer, preset="cheap", every=every, on_spike=None, run_dir=f"{directory}/run")
     before = _hooks(model)
@@ -94,7 +83,7 @@ def at_random(rank: int, seed: int, directory: str, is_tuned: bool) -> dict[str,
     spikes = {dice.randrange(10, 60): dice.choice([0, None]) for _ in range(3)}
     changes: dict[int, dict[str, Any]] = {dice.randrange(60): _change(dice) for _ in range(6)}
     everybody = dice.choice([False, True])
-    model = _wrapped(wrap)
+    model = wrapped(wrap)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found: dict[str, Any] = {
         "told": f"{wrap} every={every} {preset} {acts} {recorder} {reduces_from} {adds_at} {everybody} {changes} {spikes}"
@@ -141,7 +130,7 @@ def _change(dice: random.Random) -> dict[str, Any]:
 
 def judged(rank: int) -> dict[str, Any]:
     """A detector on each of two ranks under DDP, of which the first is watched more closely for a while, with a spike meanwhile."""
-    model = _wrapped("ddp")
+    model = wrapped("ddp")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     monitor = gradmon.watch(model, optimizer, every=10, on_spike="raise")
     scores = []
@@ -162,7 +151,7 @@ def judged(rank: int) -> dict[str, Any]:
 
 def of_a_reset(rank: int, steps: int, at: int) -> list[int]:
     """The steps before which anything changes, of a training that goes on long after a reset."""
-    model = _wrapped("fsdp2")
+    model = wrapped("fsdp2")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     monitor = gradmon.watch(model, optimizer, preset="cheap", every=5, on_spike=None)
     versions = []

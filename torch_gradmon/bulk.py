@@ -30,6 +30,11 @@ class Layout(NamedTuple):
     same_as: str
 
 
+def stored_keys(db: sqlite3.Connection) -> dict[int, Key]:
+    """The keys of the values that are stored as such, by their numbers."""
+    return {number: Key(*key) for number, *key in db.execute("SELECT id, source, name, metric FROM keys ORDER BY id").fetchall()}
+
+
 class Bulk:
     """Reads what an index knows of.
 
@@ -55,7 +60,7 @@ class Bulk:
                     yield StepRecord(step, time, bool(applied), values.get(step, {}), {}, json.loads(context), events_in(events))
 
     def _values(self, span: tuple[int, int, int], wanted: Callable[[Key], bool] | None) -> dict[int, dict[Key, float]]:
-        keys = {number: Key(*key) for number, *key in self._db.execute("SELECT id, source, name, metric FROM keys")}
+        keys = stored_keys(self._db)
         condition = ""
         if wanted is not None:
             keys = {number: key for number, key in keys.items() if wanted(key)}

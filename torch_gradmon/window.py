@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import check
-from .bulk import Layout
+from .bulk import Layout, stored_keys
 from .names import ATTENTION_SOURCES, TENSOR_SOURCES, Key
 from .statistics.moments import ALWAYS, VIEWS, WIDTH, Column
 from .steps_index import StepsIndex
@@ -102,8 +102,7 @@ class Windows:
 
     def keys(self) -> dict[int, Key]:
         """The keys of the values that are stored as such, by their numbers."""
-        rows = self._db.execute("SELECT id, source, name, metric FROM keys ORDER BY id").fetchall()
-        return {number: Key(source, name, metric) for number, source, name, metric in rows}
+        return stored_keys(self._db)
 
     def read(self, steps: Iterable[int]) -> Window:
         """See :meth:`torch_gradmon.run.Run.window`."""

@@ -89,12 +89,7 @@ class ExportMethods:
             ValueError, TypeError: an argument is wrong.
             ImportError: pyarrow is missing.
         """
-        frame = _frame(self, table, sources, first, last)
-        _require("to_arrow()", "pyarrow")
-        from .arrow import table as made
-
-        with single_threaded():
-            return made(frame)
+        return _table(_frame(self, table, sources, first, last), "to_arrow()", "pyarrow")
 
     def to_pandas(
         self: Readable,
@@ -115,18 +110,20 @@ class ExportMethods:
             ValueError, TypeError: an argument is wrong.
             ImportError: pyarrow or pandas is missing.
         """
-        frame = _frame(self, table, sources, first, last)
-        _require("to_pandas()", "pyarrow", "pandas")
-        from .arrow import table as made
-
+        found = _table(_frame(self, table, sources, first, last), "to_pandas()", "pyarrow", "pandas")
         with single_threaded():
-            return made(frame).to_pandas()
+            return found.to_pandas()
 
 
-def _require(what: str, *packages: str) -> None:
+def _table(frame: Frame, what: str, *packages: str) -> Any:
+    """The frame as a ``pyarrow.Table``, for ``what``, which needs ``packages``."""
     for package in packages:
         if find_spec(package) is None:
             raise ImportError(f'{what} needs {package}: pip install "torch_gradmon[export]"')
+    from .arrow import table
+
+    with single_threaded():
+        return table(frame)
 
 
 def _chosen(run: Readable, first: int | None, last: int | None) -> list[int]:

@@ -124,6 +124,18 @@ class Profile:
 Chart = Heat | Lines | Profile
 
 
+def cut(name: str, most: int) -> str:
+    """A name on an axis: one that is longer than ``most`` loses its middle."""
+    return name if len(name) <= most else f"{name[: most // 2 - 1]}\N{HORIZONTAL ELLIPSIS}{name[-most // 2 :]}"
+
+
+def shade(value: float, is_log: bool) -> float:
+    """Where a value lies on the scale of colours; NaN for one that is not there, is not finite, or has no logarithm."""
+    if not math.isfinite(value) or (is_log and value <= 0):
+        return math.nan
+    return math.log10(value) if is_log else value
+
+
 def guide(name: str, value: float) -> str:
     """What stands beside a horizontal line."""
     return f"{name} {value:.3g}"

@@ -11,7 +11,7 @@ from plotly.subplots import make_subplots
 
 from ..diagnosis.series import Series
 from . import colours
-from .charts import Chart, Heat, Line, Lines, Profile, Strip, guide, spans
+from .charts import Chart, Heat, Line, Lines, Profile, Strip, cut, guide, shade, spans
 
 #: Pixels of a row of a heat map or profile, of the smallest figure, of a strip, and of a small picture.
 _ROW, _LEAST, _STRIP, _SMALL = 17, 300, 170, 190
@@ -32,8 +32,7 @@ def figure(chart: Chart) -> go.Figure:
 
 def short(name: str) -> str:
     """A name as it stands on an axis; what looks like HTML is no HTML there."""
-    cut = name if len(name) <= _NAME else f"{name[: _NAME // 2 - 1]}\N{HORIZONTAL ELLIPSIS}{name[-_NAME // 2 :]}"
-    return escaped(cut)
+    return escaped(cut(name, _NAME))
 
 
 def escaped(text: str) -> str:
@@ -41,11 +40,10 @@ def escaped(text: str) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-def shade(value: float, is_log: bool) -> float | None:
-    """Where a value lies on the scale of colours; None for one that is not there, is not finite, or has no logarithm."""
-    if not math.isfinite(value) or (is_log and value <= 0):
-        return None
-    return round(math.log10(value), 4) if is_log else round(value, 5)
+def _shade(value: float, is_log: bool) -> float | None:
+    """For JSON: with few digits, and None where there is none."""
+    found = shade(value, is_log)
+    return None if math.isnan(found) else round(found, 4 if is_log else 5)
 
 
 def ticks(values: Sequence[float]) -> dict[str, Any]:
@@ -59,7 +57,7 @@ def ticks(values: Sequence[float]) -> dict[str, Any]:
 
 
 def _heat(heat: Heat) -> go.Figure:
-    shades = [[shade(value, heat.is_log) for value in row] for row in heat.values]
+    shades = [[_shade(value, heat.is_log) for value in row] for row in heat.values]
     known = [value for row in shades for value in row if value is not None]
     told = [[_told(value) for value in row] for row in heat.values]
     names = [short(name) for name in heat.rows]

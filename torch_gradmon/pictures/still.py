@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from ..diagnosis.series import Series
 from . import colours
-from .charts import Chart, Heat, Line, Lines, Profile, Strip, guide, spans
+from .charts import Chart, Heat, Line, Lines, Profile, Strip, cut, guide, shade, spans
 
 _WIDTH, _ROW, _STRIP, _SMALL = 10.0, 0.19, 1.5, 1.7
 _NAME = 40
@@ -27,14 +27,13 @@ def drawing(chart: Chart) -> Figure:
 
 def _plain(name: str) -> str:
     """A name on an axis: a dollar sign would begin a formula."""
-    cut = name if len(name) <= _NAME else f"{name[: _NAME // 2 - 1]}\N{HORIZONTAL ELLIPSIS}{name[-_NAME // 2 :]}"
-    return cut.replace("$", r"\$")
+    return cut(name, _NAME).replace("$", r"\$")
 
 
 def _heat(heat: Heat) -> Figure:
     drawn = Figure(figsize=(_WIDTH, max(2.6, _ROW * len(heat.rows) + 1.1)), layout="constrained")
     axes = drawn.add_subplot()
-    shades = [[_shade(value, heat.is_log) for value in row] for row in heat.values]
+    shades = [[shade(value, heat.is_log) for value in row] for row in heat.values]
     edges = [*heat.first, heat.last[-1] + 1]
     rows = [row - 0.5 for row in range(len(heat.rows) + 1)]
     mesh = axes.pcolormesh(edges, rows, shades, cmap=colours.SCALE.lower(), shading="flat", rasterized=True)
@@ -55,12 +54,6 @@ def _heat(heat: Heat) -> Figure:
     if heat.is_log:
         bar.ax.yaxis.set_major_formatter(lambda value, _: f"1e{value:g}")
     return drawn
-
-
-def _shade(value: float, is_log: bool) -> float:
-    if not math.isfinite(value) or (is_log and value <= 0):
-        return math.nan
-    return math.log10(value) if is_log else value
 
 
 def _profile(profile: Profile) -> Figure:

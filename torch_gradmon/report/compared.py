@@ -43,13 +43,11 @@ def content(
     pair = Pair(Reel(OfRun(runs[0]), names[0]), Reel(OfRun(runs[1]), names[1]), renamed)
     diagnoses = [diagnosed(History.of_run(run)) for run in runs]
     advance()
-    panels = {}
     for name in LAYER_VIEWS:
-        if (found := pair.panels(name)) is not None:
-            panels[name] = found
+        pair.panels(name)
         advance()
-    shown = [set(dict(reel.panels())) for reel in pair.reels]
-    panels = {name: found for name, found in panels.items() if any(name in names for names in shown)}
+    shown = {name for reel in pair.reels for name, _ in reel.panels()}
+    panels = {name: found for name in LAYER_VIEWS if name in shown and (found := pair.panels(name)) is not None}
     marks = [difference.first.step] if difference.first is not None else []
     events = [f"{name}: {event}" for name, reel in zip(names, pair.reels, strict=True) for event in reel.events[-MOST_EVENTS:]]
     return {

@@ -264,7 +264,7 @@
     if (view.blocks === null) return;
     const many = view.blocks.filter(([, places]) => places.length > 1);
     const titles = many.map(([name]) => name);
-    const rows = () => rowsOf(view, side).length;
+    const rows = rowsOf(view, side).length;
     const press = (text, chosen, isOpen) => {
       const button = make("button", text);
       button.type = "button";
@@ -284,7 +284,7 @@
     const buttons = many.map(([name, places]) => {
       const isOpen = opened.has(name);
       const button = press(name, () => (isOpen ? opened.delete(name) : opened.add(name)), isOpen);
-      button.disabled = !isOpen && rows() + places.length > MOST_ROWS;
+      button.disabled = !isOpen && rows + places.length > MOST_ROWS;
       return button;
     });
     $("open").replaceChildren(all, ...buttons);
