@@ -5,7 +5,11 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # how many processes run tests at a time
 WORKERS ?= 2
+# about how long the tests take on two cores that do nothing else, and how large their environments are together
+TEST_MINUTES := 8
+TEST_SIZE := 5.4 GB
 VENV := .venv
+DEMO := .venv-demo
 BARE := .venv-bare
 BENCH := .venv-bench
 
@@ -16,17 +20,24 @@ transformers_extras := transformers,accelerate,wandb,tensorboard,trackio
 ignite_extras := ignite,tensorboard
 accelerate_extras := accelerate,tensorboard
 
-.PHONY: demo test test-all test-integrations lint bench bench-spikes bench-faults bench-widths bench-reports images browser clean
+.PHONY: demo test announce test-all test-integrations lint bench bench-spikes bench-faults bench-widths bench-reports images browser clean
 
-demo: $(VENV)/.ready
-	$(VENV)/bin/gradmon demo
+demo: $(DEMO)/.ready
+	$(DEMO)/bin/gradmon demo
 
 # once without any optional package, then what those packages make possible, then the linters
-test: $(VENV)/.ready $(BARE)/.ready browser
+test: announce $(VENV)/.ready $(BARE)/.ready browser
 	$(BARE)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow and not gpu and not extra and not integration"
-	$(VENV)/bin/python -m pytest -q -m "extra and not slow and not gpu"
+	$(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "extra and not slow and not gpu" $$(grep -l "mark\.extra" tests/test_*.py)
 	$(MAKE) --jobs $(WORKERS) --output-sync=target test-integrations
 	$(MAKE) lint
+
+missing = $(strip $(foreach environment,$(VENV) $(BARE) $(TRAINERS:%=.venv-%),$(if $(wildcard $(environment)/.ready),,$(environment))))
+
+announce:
+	@echo "make test: $(if $(missing),installs $(missing) (all of them: $(TEST_SIZE) with a torch for the CPU); then )runs the tests without" \
+		"optional packages, those that need some, those of the trainers, and the linters:" \
+		"about $(TEST_MINUTES) minutes on two cores that do nothing else."
 
 test-integrations: $(TRAINERS:%=test-%)
 
@@ -44,6 +55,7 @@ lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
 
 bench: $(BENCH)/.ready
 	$(BENCH)/bin/python benchmarks/import_time.py
@@ -73,7 +85,7 @@ bench-widths: $(VENV)/.ready
 
 # the pictures of the README
 images: $(VENV)/.ready browser
-	$(VENV)/bin/gradmon demo --svg images/demo.svg
+	$(VENV)/bin/gradmon demo --to images/demo.svg
 	$(VENV)/bin/python -m tests.browser runs/demo/report.html images/report.png
 	$(VENV)/bin/python examples/two_runs.py
 	$(VENV)/bin/gradmon report runs/two/before runs/two/after --to runs/two/diff.html
@@ -90,24 +102,37 @@ browser:
 		|| echo "there is no Chromium, and it cannot be installed: browser tests are skipped"
 
 $(VENV)/.ready: pyproject.toml
+	@echo "$(VENV): installs all that tests and tools need, 3.3 GB with a torch for the CPU"
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -c "import torch" 2>/dev/null || $(VENV)/bin/pip install --quiet $(TORCH)
 	$(VENV)/bin/pip install --quiet --editable ".[dev]"
 	touch $@
 
+# numpy because torch warns on import where it is missing
+$(DEMO)/.ready: pyproject.toml
+	@echo "$(DEMO): installs rich, tqdm, plotly, jinja2 and numpy, 0.2 GB, and $(TORCH) unless a torch is there already:" \
+		"0.9 GB, or several where it comes with CUDA"
+	test -x $(DEMO)/bin/python || $(PYTHON) -m venv $(DEMO)
+	$(DEMO)/bin/python -c "import torch" 2>/dev/null || $(DEMO)/bin/pip install --quiet $(TORCH)
+	$(DEMO)/bin/pip install --quiet --editable ".[cli,report]" numpy
+	touch $@
+
 $(BARE)/.ready: pyproject.toml
+	@echo "$(BARE): installs torch and pytest alone, 0.9 GB with a torch for the CPU"
 	test -x $(BARE)/bin/python || $(PYTHON) -m venv $(BARE)
 	$(BARE)/bin/python -c "import torch" 2>/dev/null || $(BARE)/bin/pip install --quiet $(TORCH)
 	$(BARE)/bin/pip install --quiet --editable ".[test]"
 	touch $@
 
 $(BENCH)/.ready: pyproject.toml
+	@echo "$(BENCH): installs torch and what the benchmarks compare with"
 	test -x $(BENCH)/bin/python || $(PYTHON) -m venv $(BENCH)
 	$(BENCH)/bin/python -c "import torch" 2>/dev/null || $(BENCH)/bin/pip install --quiet $(TORCH)
 	$(BENCH)/bin/pip install --quiet --editable ".[bench]" $(TORCH)
 	touch $@
 
 .venv-%/.ready: pyproject.toml $(BARE)/.ready
+	@echo ".venv-$*: installs $($*_extras) beside what $(BARE) has, up to 0.5 GB"
 	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
 	$(BARE)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
 		> $$(.venv-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/bare.pth
@@ -115,4 +140,4 @@ $(BENCH)/.ready: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(BARE) $(BENCH) $(TRAINERS:%=.venv-%) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DEMO) $(BARE) $(BENCH) $(TRAINERS:%=.venv-%) .mypy_cache .pytest_cache .ruff_cache .hypothesis

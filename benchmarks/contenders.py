@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.statistics.moments import ALL_COLUMNS, VIEWS, Column
+from torch_gradmon.core.moments import ALL_COLUMNS, VIEWS, Column
 
 from . import rivals
 from .rivals import LeftOut

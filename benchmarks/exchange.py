@@ -23,8 +23,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_gradmon as gradmon
-from torch_gradmon.distributed import GATHERED
-from torch_gradmon.statistics.moments import WIDTH
+from torch_gradmon.core.moments import WIDTH
+from torch_gradmon.step.ranks import GATHERED
 
 from .models import GPT, Sizes
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.audit.rest import TRUSTED
+from torch_gradmon.plugins.loop_audit.sampling import TRUSTED
 
 from .machine import machine
 from .report import RESULTS, ROOT, update_readme, with_spread
@@ -22,7 +22,7 @@ from .timing import spread
 
 PARAMETERS = 150
 _WARM_UP = 20
-#: In the first ones the audit looks at every step, see torch_gradmon/audit/rest.py.
+#: In the first ones the audit looks at every step, see torch_gradmon/plugins/loop_audit/sampling.py.
 _FIRST = 250
 #: Step 0 is monitored, which arms hooks; none of the steps that are measured is.
 _NEVER_AGAIN = 10**9
@@ -96,7 +96,7 @@ def idle(steps: int) -> dict[str, Any]:
 
 def _python(loop: Loop, steps: int) -> list[float]:
     """Microseconds that our hooks take in a step that is not monitored, called as torch calls them."""
-    before = list(loop.model._forward_pre_hooks.values())
+    before = [hook for _, hook in loop.model._forward_pre_hooks.items()]  # as torch does; values() leaves the monitor's out
     around = [*loop.optimizer._optimizer_step_pre_hooks.values(), *loop.optimizer._optimizer_step_post_hooks.values()]
     times = []
     for _ in range(steps):

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from tests.browser import available, browser, wait_for
-from torch_gradmon.names import Key
-from torch_gradmon.record import StepRecord, Table
-from torch_gradmon.report.page import write
-from torch_gradmon.statistics.moments import ALL_COLUMNS, Column
-from torch_gradmon.store import RunStore
+from torch_gradmon.analysis.report.page import write
+from torch_gradmon.core.keys import Key
+from torch_gradmon.core.moments import ALL_COLUMNS, Column
+from torch_gradmon.core.records import StepRecord, Table
+from torch_gradmon.runs.writer import RunStore
 
 from .machine import machine
 from .report import update_readme

@@ -8,9 +8,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from torch_gradmon.widths import WidthSweep
-from torch_gradmon.widths.drawing import middle_of
-from torch_gradmon.widths.judging import series
+from torch_gradmon.analysis.width_sweep import WidthSweep
+from torch_gradmon.analysis.width_sweep.plots import middle_of
+from torch_gradmon.analysis.width_sweep.verdicts import series
 
 #: Okabe & Ito's colours, which colour-blind people tell apart.
 _COLOURS = {"input": "#0072b2", "vector": "#8b949e", "hidden": "#e69f00", "output": "#d55e00"}

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from torch_gradmon.widths import Verdict, WidthSweep, width_sweep
+from torch_gradmon.analysis.width_sweep import Verdict, WidthSweep, width_sweep
 
 from . import width_models as models
 from .machine import machine

@@ -18,8 +18,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import torch_gradmon as gradmon
+from torch_gradmon.core.records import Event
 from torch_gradmon.integrations.ignite import GradMonHandler
-from torch_gradmon.record import Event
 
 EPOCHS, BATCH, POISONED = 4, 64, 40
 Batch = tuple[Tensor, Tensor]

@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from torch_gradmon.widths import width_sweep
+from torch_gradmon.analysis.width_sweep import width_sweep
 
 WIDTHS = (64, 128, 256, 512)
 LR = 3e-3

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from . import forked
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 #: Without these Chromium tries to reach hosts of its maker.
 _QUIET = ("disable-quic", "no-first-run", "disable-background-networking", "disable-component-update", "disable-sync")
@@ -57,13 +59,13 @@ def wait_for(found: Callable[[], Any], seconds: float = 60.0) -> Any:
     return result
 
 
-@contextmanager
-def report(page: Path, width: int = 1280, height: int = 940) -> Iterator[Any]:
-    """A window with a report in it, drawn."""
-    with browser(width, height) as driver:
-        driver.get(page.as_uri())
-        wait_for(lambda: driver.execute_script("return document.body.dataset.ready"))
-        yield driver
+def open_report(driver: Any, page: Path, width: int = 1280, height: int = 940) -> None:
+    """Load a report in a window of that size, until it is drawn."""
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)  # else the window's frame counts too
+    driver.get_log("browser")  # of earlier pages
+    driver.get(page.as_uri())
+    wait_for(lambda: driver.execute_script("return document.body.dataset.ready"))
 
 
 def data_of(page: Path) -> dict[str, Any]:
@@ -117,29 +119,27 @@ def tensorboard_page(driver: Any, address: str) -> list[str]:
 
 def picture_of_tensorboard(directory: Path, target: Path) -> list[str]:
     """Runs the example in ``directory`` and writes a screenshot of its page to ``target``; the titles of the cards."""
-    subprocess.run([sys.executable, str(EXAMPLES / "tensorboard_run.py")], cwd=directory, check=True, capture_output=True)
+    done = forked.run(EXAMPLES / "tensorboard_run.py", cwd=directory)
+    assert done.returncode == 0, done.stderr
     with tensorboard(directory / "runs") as address, browser() as driver:
         titles = tensorboard_page(driver, address)
         driver.save_screenshot(str(target))
     return titles
 
 
-def picture_of_report(page: Path, target: Path, width: int = 1280, height: int = 800) -> None:
+def picture_of_report(driver: Any, page: Path, target: Path, width: int = 1280, height: int = 800) -> None:
     """Writes what a reader sees of a report without scrolling to ``target``."""
-    with browser(width, height) as driver:
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)  # else the window's frame counts too
-        driver.get(page.as_uri())
-        wait_for(lambda: driver.execute_script("return document.body.dataset.ready"))
-        time.sleep(1)  # the heat map is drawn
-        driver.save_screenshot(str(target))
+    open_report(driver, page, width, height)
+    time.sleep(1)  # the heat map is drawn
+    driver.save_screenshot(str(target))
 
 
 if __name__ == "__main__":
     import tempfile
 
     if len(sys.argv) == 3:  # a report, and where its picture goes
-        picture_of_report(Path(sys.argv[1]).resolve(), Path(sys.argv[2]))
+        with browser() as window:
+            picture_of_report(window, Path(sys.argv[1]).resolve(), Path(sys.argv[2]))
     else:
         with tempfile.TemporaryDirectory() as place:
             print(*picture_of_tensorboard(Path(place), Path("images/tensorboard.png")), sep="\n")

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import torch_gradmon as gradmon
-from torch_gradmon import AdaGC, ModuleMonitor, ZClip, agreement
+from torch_gradmon import AdaGC, ModuleMonitor, ZClip
+from torch_gradmon.step import consensus as agreement
 
 from . import clip_oracle
 from .rank_runs import WRAPS, Net, full

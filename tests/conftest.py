@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
+from typing import Any
 
+import hypothesis  # noqa: F401  trio's part of it looks for referrers of a generator, which a frozen one has not
 import pytest
 import torch
+
+from .browser import browser
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which torch may do in any test
@@ -25,6 +32,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"not installed: {', '.join(lacking)}"))
         if not torch.cuda.is_available() and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Leave out torch, its compiler and the collected tests, which stay, from every garbage collection that follows."""
+    importlib.import_module("torch._dynamo")  # which the first optimizer would import
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _collections_look_at_what_is_new() -> None:
+    """What earlier modules left behind, a million objects of the compiler above all, would cost each later collection half a second."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def driver() -> Iterator[Any]:
+    """One browser for all pages: each start takes seconds."""
+    with browser(1280, 940) as found:
+        yield found
 
 
 @pytest.fixture(autouse=True)

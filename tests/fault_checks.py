@@ -111,6 +111,12 @@ def _stayed(spy: Spy) -> float:
     return float(all(update == 0 for step in spy.steps for update in step.update.values()))
 
 
+def _trained(spy: Spy) -> float:
+    """1 where a matrix is another one at the end, whoever has stepped."""
+    found = {n: float(p.detach().float().std()) * p[0].numel() ** 0.5 for n, p in spy.model.named_parameters() if p.dim() > 1}
+    return float(any(abs(found[name] - gain) > 1e-4 for name, gain in spy.gains.items()))
+
+
 def _exchanges(spy: Spy) -> float:
     """Accumulations with an exchange of gradients, for each parameter and step."""
     return spy.exchanged / len(spy.names) / len(spy.steps)
@@ -155,6 +161,10 @@ ABOVE: dict[str, list[tuple[Sign, float, float]]] = {
     "micro-batch-discarded": [(_times("backward zero backward"), 50, 0.5)],
     "stepped-twice": [(_times("step step"), 50, 0.5)],
     "never-stepped": [(lambda s: s.events.count("backward") / (len(s.steps) + 1), 100, 2)],
+    "unattached-optimizer": [
+        (lambda s: len(s.fired) / (len(s.steps) + 1), 100, 20),
+        (_trained, 0.5, math.inf),
+    ],
     "clip-after-step": [(_times("step clip"), 50, 0.5)],
     "clip-per-micro-batch": [(_times("clip backward"), 50, 0.5)],
     "clipped-while-scaled": [(_times("clip unscale"), 50, 0.5)],
@@ -171,6 +181,7 @@ FREE = {
     "non-finite-parameter",
     "gradient-dropped-to-zero",
     "stepped-twice",
+    "unattached-optimizer",
     "clip-after-step",
     "clip-per-micro-batch",
     "frozen-but-moving",

@@ -7,12 +7,12 @@ import os
 import re
 import select
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
-_GRADMON = "import sys; from torch_gradmon.cli import main; sys.exit(main())"
+from . import forked
+
+_GRADMON = "import sys; from torch_gradmon.cli.main import main; sys.exit(main())"
 _WITHOUT_RICH = "import sys; sys.modules['rich'] = None; " + _GRADMON.removeprefix("import sys; ")
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07]*\x07|[()].|[=>])")
 
@@ -29,14 +29,12 @@ class Terminal:
         fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self.output = ""
         known = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
-        self.child = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", _GRADMON if rich else _WITHOUT_RICH, *arguments],
-            stdin=other,
-            stdout=other,
-            stderr=other,
-            env={**known, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8", **environment},
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C means something
+        self.child = forked.start(
+            _GRADMON if rich else _WITHOUT_RICH,
+            *arguments,
+            streams=[other] * 3,
+            environment={**known, "TERM": "xterm-256color", **environment},
+            terminal=True,  # so that Ctrl-C means something
         )
         os.close(other)
 
@@ -82,9 +80,7 @@ class Terminal:
 
     def close(self) -> None:
         """End it if it still runs."""
-        if self.child.poll() is None:
-            self.child.kill()
-            self.child.wait()
+        self.child.kill()
         with contextlib.suppress(OSError):
             os.close(self._own)
 

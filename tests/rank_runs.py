@@ -6,7 +6,7 @@ import contextlib
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,19 +27,19 @@ import torch_gradmon as gradmon
 from benchmarks import exchange
 from benchmarks.exchange import Collectives
 from torch_gradmon import ModuleMonitor
-from torch_gradmon.distributed import Ranks
-from torch_gradmon.errors import Complaints
-from torch_gradmon.exchange import Exchange
-from torch_gradmon.names import GRADIENT, Key
-from torch_gradmon.session import at_exit
-from torch_gradmon.statistics.moments import ALL_COLUMNS, Column, identity
-from torch_gradmon.step import StepBuffer
+from torch_gradmon.core.errors import Complaints
+from torch_gradmon.core.keys import GRADIENT, Key
+from torch_gradmon.core.moments import ALL_COLUMNS, Column, identity
+from torch_gradmon.monitor.session import at_exit
+from torch_gradmon.step.buffer import StepBuffer
+from torch_gradmon.step.exchange import Exchange
+from torch_gradmon.step.ranks import Ranks
 
 from . import oracle
 
 #: Of gradients, parameters and updates.
 METRICS = ("norm", "rms", "mean", "std", "max", "min_value", "max_value", "l1", "sparsity", "nonfinite")
-STEPS, BATCH, WIDTH = 3, 8, 8
+STEPS, BATCH, WIDTH = 2, 8, 8
 
 
 class Net(nn.Module):
@@ -396,7 +396,7 @@ def in_disorder(rank: int, what: str) -> list[dict[str, float]]:
 
 def alone(rank: int, wrap: str) -> tuple[list[dict[str, float]], dict[str, str], dict[str, int]]:
     """A monitor on rank 0 only."""
-    from torch_gradmon import agreement
+    from torch_gradmon.step import consensus as agreement
 
     model = wrapped(wrap)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -577,20 +577,20 @@ def out_of_step(rank: int, apart: int) -> tuple[list[str], dict[str, float], dic
 
 
 def looks_closer(rank: int) -> tuple[list[int], list[int], dict[str, int]]:
-    """The steps in which outputs were measured, and those monitored, of a run with a cadence and a spike in step 200; one rank reads
+    """The steps in which outputs were measured, and those monitored, of a run with a cadence and a spike in step 100; one rank reads
     its values at once and has a budget.
     """
     model = wrapped("fsdp2")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        monitor = ModuleMonitor(model, every=10, overhead_budget=1e-6)
+        monitor = ModuleMonitor(model, every=5, overhead_budget=1e-6)
         monitor.add_preset("cheap")
         monitor.attach(optimizer)
         close = []
-        for step in range(220):
+        for step in range(111):
             optimizer.zero_grad()
-            (model(torch.ones(4, 5)).square().mean() * (100 if step == 200 else 1)).backward()
+            (model(torch.ones(4, 5)).square().mean() * (100 if step == 100 else 1)).backward()
             optimizer.step()
             if rank == 0:
                 monitor.get_step_metrics()
@@ -620,8 +620,8 @@ def refused(rank: int) -> list[str]:
 
 def merged(rank: int, seed: int, columns: list[int], gathers: bool) -> tuple[Tensor, Tensor]:
     """Rows of all ranks merged by the exchange, and by hand; in one collective, or in two as for many ranks."""
-    from torch_gradmon import distributed
-    from torch_gradmon.statistics.moments import merge
+    from torch_gradmon.core.moments import merge
+    from torch_gradmon.step import ranks as distributed
 
     torch.manual_seed(seed)
     everybody = torch.randn(dist.get_world_size(), 5, 8, dtype=torch.float64)
@@ -640,7 +640,7 @@ def merged(rank: int, seed: int, columns: list[int], gathers: bool) -> tuple[Ten
 
 def train_with_reductions(rank: int, setting: Setting) -> list[tuple[dict[str, float], dict[str, float]]]:
     """:func:`train` as if there were very many ranks."""
-    from torch_gradmon import distributed
+    from torch_gradmon.step import ranks as distributed
 
     before, distributed.GATHERED = distributed.GATHERED, 0
     try:
@@ -650,17 +650,22 @@ def train_with_reductions(rank: int, setting: Setting) -> list[tuple[dict[str, f
 
 
 def bytes_of(rank: int, wrap: str) -> list[list[tuple[str, int]]]:
-    """What the benchmark counts."""
-    return exchange.counted(wrap)
+    """What the benchmark counts, of a model of two blocks."""
+    before, exchange.SIZES = exchange.SIZES, replace(exchange.SIZES, blocks=2)
+    try:
+        return exchange.counted(wrap)
+    finally:
+        exchange.SIZES = before
 
 
 # --- micro-batches ----------------------------------------------------------------------------------------------------------------
 
-FEATURES, MEAN, SPREAD = 50, 0.5, 1.5
+#: So many features that few steps tell the noise.
+FEATURES, MEAN, SPREAD = 500, 0.5, 1.5
 
 
 def noisy(rank: int, micro: int, size: int, divided: bool) -> float:
-    """The noise scale after 300 steps of a model whose gradient is the mean of its inputs, whatever its weights are."""
+    """The noise scale after 80 steps of a model whose gradient is the mean of its inputs, whatever its weights are."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     model: nn.Module = nn.Linear(FEATURES, 1, bias=False)
     if ranks > 1:
@@ -671,7 +676,7 @@ def noisy(rank: int, micro: int, size: int, divided: bool) -> float:
     monitor.add_batch_metrics(batch_size=size)
     monitor.attach(optimizer)
     data = torch.Generator().manual_seed(rank)
-    for _ in range(300):
+    for _ in range(80):
         optimizer.zero_grad()
         for number in range(micro):
             with model.no_sync() if ranks > 1 and number < micro - 1 else contextlib.nullcontext():  # type: ignore[operator]
@@ -749,14 +754,14 @@ def changed_on_the_way(rank: int) -> list[tuple[dict[str, float], dict[str, floa
 
 
 def recorded(rank: int, directory: str, every: int) -> None:
-    """A run with a spike in step 200, with a cadence and a recorder or without."""
+    """A run with a spike in step 100, with a cadence and a recorder or without."""
     model = wrapped("fsdp2")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     arguments = {"every": every, "flight_recorder": 4} if every > 1 else {}
     monitor = gradmon.watch(model, optimizer, on_spike=None, run_dir=f"{directory}/{every}", **arguments)  # type: ignore[arg-type]
-    for step in range(212):
+    for step in range(112):
         optimizer.zero_grad()
-        (model(torch.ones(4, 5)).square().mean() * (100 if step == 200 else 1)).backward()
+        (model(torch.ones(4, 5)).square().mean() * (100 if step == 100 else 1)).backward()
         optimizer.step()
     monitor.detach()
 
@@ -824,7 +829,7 @@ def left_in_the_middle(rank: int, how: str) -> bool:
         if how == "detach":
             monitor.detach()
         else:
-            at_exit(lambda: monitor._session, monitor._session.ledger.outbox)
+            at_exit(lambda: monitor._session)
     dist.barrier()
     return bool(monitor.get_all_metrics()[1])
 
@@ -855,7 +860,7 @@ def badly_aggregated(rank: int) -> list[dict[str, float]]:
 
 def alone_with_partial_sums(rank: int) -> tuple[list[set[str]], dict[str, str]]:
     """A monitor on the first rank alone, of a model whose gradients have to be added up over ranks."""
-    from torch_gradmon import agreement
+    from torch_gradmon.step import consensus as agreement
 
     before, agreement.PATIENCE = agreement.PATIENCE, 1.0
     wrapped = WRAPS["tp"](sequence=True)
@@ -879,11 +884,11 @@ def logged_between(rank: int, wrap: str, directory: str) -> None:
     """Values that are logged in steps that are recorded, and in those that are monitored."""
     model = wrapped(wrap)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    monitor = gradmon.watch(model, optimizer, every=10, flight_recorder=4, on_spike=None, run_dir=f"{directory}/{wrap}")
+    monitor = gradmon.watch(model, optimizer, every=5, flight_recorder=4, on_spike=None, run_dir=f"{directory}/{wrap}")
     monitor.add_detector(gradmon.SpikeDetector(signal="loss"))
-    for step in range(206):
+    for step in range(107):
         optimizer.zero_grad()
-        (model(torch.ones(4, 5)).square().mean() * (100 if step == 200 else 1)).backward()
+        (model(torch.ones(4, 5)).square().mean() * (100 if step == 100 else 1)).backward()
         monitor.log_scalar("mean", float(step + rank), reduce="mean")
         monitor.log_scalar("loss", 1.0 + rank)
         optimizer.step()
@@ -1001,7 +1006,7 @@ def _trained(setting: Setting, every: int | None, rank: int) -> list[Tensor]:
             else:
                 clip(model.parameters(), 1e-3)
         optimizer.step()
-        if monitor is not None and number == 3:
+        if monitor is not None and number == 1:
             monitor.get_step_metrics()
     if monitor is not None:
         monitor.detach()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -10,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ class Group:
     """So many processes in one process group; they are used by many tests, since each takes seconds to start."""
 
     def __init__(self, count: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")  # which imports once what every rank needs
+        context.set_forkserver_preload(["torch._dynamo", "tests.rank_runs"])  # the first optimizer imports the former
         self._directory = tempfile.TemporaryDirectory()
         store = Path(self._directory.name) / "store"
         pipes = [context.Pipe() for _ in range(count)]
@@ -57,18 +59,18 @@ class Group:
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
         until = time.monotonic() + limit
-        while len(results) + len(failures) < len(self._pipes) and time.monotonic() < until:
-            for rank, pipe in enumerate(self._pipes):
-                if rank not in results and rank not in failures and pipe.poll(0.01):
-                    good, answer = _received(pipe)
-                    (results if good else failures)[rank] = answer
-                    if not good:  # the others may wait for this one
-                        until = min(until, time.monotonic() + _PATIENCE)
-        if failures or len(results) < len(self._pipes):
+        silent = dict(zip(self._pipes, range(len(self._pipes)), strict=True))
+        while silent and (ready := wait(silent, max(0.0, until - time.monotonic()))):
+            for pipe in ready:
+                rank = silent.pop(pipe)
+                good, answer = _received(pipe)
+                (results if good else failures)[rank] = answer
+                if not good:  # the others may wait for this one
+                    until = min(until, time.monotonic() + _PATIENCE)
+        if failures or silent:
             self.kill()
-            silent = sorted(set(range(len(self._pipes))) - results.keys() - failures.keys())
             told = [f"rank {rank}:\n{text}" for rank, text in failures.items()]
-            raise AssertionError("\n".join([*told, f"no answer from ranks {silent}"] if silent else told))
+            raise AssertionError("\n".join([*told, f"no answer from ranks {sorted(silent.values())}"] if silent else told))
         return [results[rank] for rank in range(len(self._pipes))]
 
     def kill(self) -> None:
@@ -96,6 +98,7 @@ def _work(rank: int, count: int, store: str, pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported before the fork stays out of collections, and in pages that are shared
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=timedelta(seconds=LIMIT - 10)
     )

@@ -1,15 +1,31 @@
-"""Counts what brings values to the host."""
+"""Instruments that see the monitor's operations; and one that counts what brings values to the host."""
 
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torch_gradmon.core import torch_modes as modes
 
-class HostReads(TorchDispatchMode):
+
+class Instrument(TorchDispatchMode):
+    """A dispatch mode that also sees the monitor's operations, which are outside of all modes otherwise."""
+
+    def __enter__(self) -> Any:
+        self._hidden = modes._disable_current_modes
+        modes._disable_current_modes = nullcontext  # type: ignore[assignment]
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        modes._disable_current_modes = self._hidden
+
+
+class HostReads(Instrument):
     """Counts what brings values from ``device`` to the host: scalars, and copies to another device."""
 
     def __init__(self, device: str = "cpu") -> None:

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.exchange import Collectives
-from torch_gradmon import ModuleMonitor, Rollback, Skip, SpikeDetector, SpikeError, agreement
+from torch_gradmon import ModuleMonitor, Rollback, Skip, SpikeDetector, SpikeError
 from torch_gradmon.spikes import Threshold
+from torch_gradmon.step import consensus as agreement
 
 from .rank_runs import WRAPS, Net
 

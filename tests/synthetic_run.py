@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from torch_gradmon.diagnosis.history import History
-from torch_gradmon.names import Key
-from torch_gradmon.record import StepRecord, Table
-from torch_gradmon.statistics.moments import ALL_COLUMNS
+from torch_gradmon.analysis.diagnosis.history import History
+from torch_gradmon.core.keys import Key
+from torch_gradmon.core.moments import ALL_COLUMNS
+from torch_gradmon.core.records import StepRecord, Table
 
 #: A root mean square, or several statistics; the same in each step, or by step. None where a tensor has no row.
 Row = float | Mapping[str, float] | None

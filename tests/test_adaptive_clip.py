@@ -76,8 +76,7 @@ def poison(model: nn.Module, norms: list[float | None], generator: torch.Generat
 # --- the formulas ------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("monitored", [False, True])
+@pytest.mark.parametrize(("monitored", "seed"), [(False, 0), (False, 1), (True, 2), (True, 3)])
 def test_zclip_is_the_naive_formula(seed: int, monitored: bool) -> None:
     model, generator = model_of(*SIZES), torch.Generator().manual_seed(seed)
     monitor, naive = ModuleMonitor(model), clip_oracle.ZClip()
@@ -111,8 +110,7 @@ def test_zclip_is_the_naive_formula(seed: int, monitored: bool) -> None:
     assert state["variance"] == pytest.approx(naive.variance, rel=1e-4)
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("monitored", [False, True])
+@pytest.mark.parametrize(("monitored", "seed"), [(False, 0), (False, 1), (True, 2), (True, 3)])
 def test_adagc_is_the_naive_formula(seed: int, monitored: bool) -> None:
     model, generator = model_of(*SIZES), torch.Generator().manual_seed(seed)
     monitor, naive = ModuleMonitor(model), clip_oracle.AdaGC()

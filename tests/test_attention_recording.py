@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, load_run, monitor_scaled_dot_product_attention
+from torch_gradmon.core.moments import Column
 from torch_gradmon.statistics import attention
 from torch_gradmon.statistics.attention import QUANTITIES
-from torch_gradmon.statistics.moments import Column
 
 from . import loops
 from .families import BY_NAME, Family
@@ -403,7 +403,9 @@ def test_steps_that_are_not_monitored_and_metrics_that_are_not_due_or_do_not_mat
         entropy = expected({"other": model.other.met}, heads=False, metrics=("entropy",)) if number % 4 == 0 else {}
         first = expected(calls, heads=False, metrics=("first_key",))
         assert monitor.get_step_metrics() == pytest.approx({**entropy, **first}, rel=1e-5)
-        assert monitor.missing() == ({"attention_entropy/other": "measured on every 4th step"} if number == 2 else {})
+        assert monitor.missing() == (
+            {"attention_entropy/other": "measured on steps that are divisible by 4"} if number == 2 else {}
+        )
     assert seen == [True, False, True, False, True]
 
 
@@ -430,6 +432,33 @@ def test_heads_are_in_the_run_directory_and_shown_where_asked_for(heads: bool, t
     monitor.detach()
     kept = load_run(tmp_path).metrics(0)
     assert {k: v for k, v in kept.items() if "attention" in k} == pytest.approx(expected({"layer": calls}), rel=1e-5)
+
+
+def test_what_the_preset_measures_of_attention_is_for_the_run_directory(tmp_path: Path) -> None:
+    model = Holder(Attention())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = ModuleMonitor(model, run_dir=tmp_path)
+    monitor.add_preset("full")
+    monitor.attach(optimizer)
+    step(model, optimizer, torch.randn(3, 5, 8))
+    assert not [key for key in monitor.get_step_metrics() if not key.startswith("gradmon/")]
+    monitor.detach()
+    kept = expected({"layer": model.layer.met})
+    kept = {
+        key: value for key, value in kept.items() if key.startswith(("attention_max_logit/", "attention_entropy_normalized/"))
+    }
+    assert {key: value for key, value in load_run(tmp_path).metrics(0).items() if "attention" in key} == pytest.approx(
+        kept, rel=1e-5
+    )
+
+
+def test_of_queries_without_a_finite_logit_there_is_no_largest() -> None:
+    model = Holder(Attention())
+    monitor, optimizer = watched(model, heads=True)
+    step(model, optimizer, torch.full((3, 5, 8), torch.nan))
+    found = {key: value for key, value in monitor.get_step_metrics().items() if key.startswith("attention_max_logit/")}
+    assert len(found) == 5  # of two heads, and over them
+    assert all(math.isnan(value) for value in found.values()), found
 
 
 class Tells(Attention):

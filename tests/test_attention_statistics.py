@@ -16,9 +16,9 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
+from torch_gradmon.core.moments import Column, identity, merge
 from torch_gradmon.statistics import attention
 from torch_gradmon.statistics.attention import QUANTITIES, attention_rows
-from torch_gradmon.statistics.moments import Column, identity, merge
 
 KEPT = [Column.COUNT, Column.SUM, Column.NONFINITE, Column.MIN, Column.MAX]
 ENTROPY, NORMALIZED, MAX_LOGIT, FIRST_KEY = QUANTITIES

@@ -373,16 +373,17 @@ def test_never_stepped_is_said_only_as_long_as_it_is_true() -> None:
     assert rules(monitor) == []
 
 
-def test_a_training_by_hand_steps_without_an_optimizer() -> None:
+def test_a_training_by_hand_steps_without_the_attached_optimizer_and_is_not_idle() -> None:
     model = net()
     optimizer = sgd(model)
     monitor = watched(model, optimizer)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model).backward()
-        for p in model.parameters():
-            p.data = p.data - 0.01 * p.grad
-    assert rules(monitor) == []
+    with pytest.warns(gradmon.GradmonWarning, match="the attached optimizer does not step"):
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            for p in model.parameters():
+                p.data = p.data - 0.01 * p.grad
+    assert rules(monitor) == ["unattached-optimizer"]
 
 
 def test_a_very_large_batch_is_no_training_without_steps() -> None:

@@ -17,13 +17,13 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor
-from torch_gradmon.audit.tallies import Tallies
-from torch_gradmon.diagnosis import Diagnosis
-from torch_gradmon.diagnosis.facts import Fact
-from torch_gradmon.diagnosis.history import History
-from torch_gradmon.diagnosis.loop import loop
-from torch_gradmon.diagnosis.mistakes import MISTAKES
-from torch_gradmon.errors import Complaints
+from torch_gradmon.analysis.diagnosis import Diagnosis
+from torch_gradmon.analysis.diagnosis.history import History
+from torch_gradmon.analysis.diagnosis.rules.loop import loop
+from torch_gradmon.core.errors import Complaints
+from torch_gradmon.core.loop_findings import Fact
+from torch_gradmon.core.loop_mistakes import MISTAKES
+from torch_gradmon.plugins.loop_audit.tallies import Tallies
 
 from . import loops
 from .reads import HostReads
@@ -341,7 +341,7 @@ def test_a_failure_of_the_audit_ends_it_with_one_warning(monkeypatch: pytest.Mon
     def fails(*_: Any) -> None:
         raise RuntimeError("no")
 
-    monkeypatch.setattr("torch_gradmon.audit.probe.Probe.look", fails)
+    monkeypatch.setattr("torch_gradmon.plugins.loop_audit.probe.Probe.look", fails)
     with pytest.warns(gradmon.GradmonWarning, match="the audit of the loop failed and is off") as told:
         for _ in range(4):
             _step(model, optimizer)

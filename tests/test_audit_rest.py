@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.audit.rest import LOOKED, RESTED, TRUSTED, Rest
+from torch_gradmon.plugins.loop_audit.sampling import LOOKED, RESTED, TRUSTED, Rest
 
 ROUND = RESTED + LOOKED
 

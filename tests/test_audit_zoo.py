@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import warnings
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 
 import torch_gradmon as gradmon
 from benchmarks.faults import FAULTS, HEALTHY, Training
-from torch_gradmon.diagnosis.mistakes import MISTAKES
+from torch_gradmon.core.loop_mistakes import MISTAKES
 
 OF_LOOPS = [t for t in FAULTS if t.rule in MISTAKES]
 #: Of each rule the quickest one here.
@@ -25,17 +27,40 @@ CLOSE = (
 )
 
 
-def _seen(training: Training, healed: bool) -> tuple[gradmon.ModuleMonitor, list[str]]:
+#: So many steps of a training show all that the audit warns of; slow tests go on to its end.
+ENOUGH = 60
+
+
+class _Enough(Exception):
+    """The training has had its steps."""
+
+
+class _Front:
+    """What a loop has of its monitor; it ends the loop after a while."""
+
+    def __init__(self, monitor: gradmon.ModuleMonitor, steps: float) -> None:
+        self.no_monitor = monitor.no_monitor
+        self._monitor, self._left = monitor, steps
+
+    def log_scalar(self, name: str, value: Any) -> None:
+        if self._left == 0:
+            raise _Enough
+        self._left -= 1
+        self._monitor.log_scalar(name, value)
+
+
+def _seen(training: Training, healed: bool, steps: float) -> tuple[gradmon.ModuleMonitor, list[str]]:
     """The monitor behind the training, and what the audit warned of."""
     monitors = []
 
-    def watch(model: Any, *optimizers: Any, scaler: Any = None) -> gradmon.ModuleMonitor:
+    def watch(model: Any, *optimizers: Any, scaler: Any = None) -> _Front:
         monitors.append(gradmon.watch(model, *optimizers, scaler=scaler, preset="cheap", on_spike=None))
-        return monitors[-1]
+        return _Front(monitors[-1], steps)
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        training.run(watch, 0, healed)
+        with contextlib.suppress(_Enough):
+            training.run(watch, 0, healed)
     said = {f"{mistake.cause} (": rule for rule, mistake in MISTAKES.items()}
     told = [rule for words, rule in said.items() for w in caught if f"torch_gradmon: {words}" in str(w.message)]
     assert sorted(told) == sorted(c.removeprefix("audit:") for c in monitors[-1].complaints() if c.startswith("audit:"))
@@ -47,9 +72,9 @@ def _names(trainings: Any) -> list[Any]:
     return [pytest.param(training, id=training.name) for training in trainings]
 
 
-def _judge(training: Training) -> None:
+def _judge(training: Training, steps: float) -> None:
     mistake = MISTAKES[training.rule]
-    monitor, told = _seen(training, healed=False)
+    monitor, told = _seen(training, healed=False, steps=steps)
     found = monitor.diagnose().findings
     assert training.rule in [finding.rule for finding in found[:2]]
     assert [f.rule for f in found if f.rule in MISTAKES and f.severity != "info"] == [training.rule] * (
@@ -59,44 +84,44 @@ def _judge(training: Training) -> None:
     assert finding.severity == ("error" if training.name.startswith("head-replaced") else mistake.severity)
     assert finding.weight >= 90
     assert told == [training.rule] * mistake.warns
-    mended, told = _seen(training, healed=True)
+    mended, told = _seen(training, healed=True, steps=steps)
     assert not [finding for finding in mended.diagnose().findings if finding.rule in MISTAKES]
     assert not told
 
 
 @pytest.mark.parametrize("training", _names(QUICK.values()))
 def test_a_mistake_is_named_and_its_mended_twin_is_not(training: Training) -> None:
-    _judge(training)
+    _judge(training, ENOUGH)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("training", _names(t for t in OF_LOOPS if t not in QUICK.values()))
 def test_so_it_is_in_other_families(training: Training) -> None:
-    _judge(training)
+    _judge(training, math.inf)
 
 
 def test_each_mistake_has_a_training() -> None:
     assert set(QUICK) == set(MISTAKES)
 
 
-def _silent(training: Training) -> None:
-    monitor, told = _seen(training, healed=False)
+def _silent(training: Training, steps: float) -> None:
+    monitor, told = _seen(training, healed=False, steps=steps)
     assert not told
     assert not [f for f in monitor.diagnose().findings if f.rule in MISTAKES and f.severity != "info"]
 
 
 @pytest.mark.parametrize("training", _names(t for t in HEALTHY if t.name in CLOSE))
 def test_healthy_loops_that_look_odd_have_no_mistake(training: Training) -> None:
-    _silent(training)
+    _silent(training, ENOUGH)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("training", _names([t for t in HEALTHY if t.name not in CLOSE]))
 def test_healthy_loops_have_no_mistake(training: Training) -> None:
-    _silent(training)
+    _silent(training, math.inf)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("training", _names([t for t in FAULTS if t.rule not in MISTAKES]))
 def test_a_fault_of_another_kind_is_no_mistake_of_the_loop(training: Training) -> None:
-    _silent(training)
+    _silent(training, math.inf)

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from tests import oracle
 from torch_gradmon import GradmonWarning, ModuleMonitor
-from torch_gradmon.errors import Complaints, NotMeasurable
-from torch_gradmon.statistics.backend import Statistics
-from torch_gradmon.statistics.batch import Batch, Request
+from torch_gradmon.core.errors import Complaints, NotMeasurable
+from torch_gradmon.core.moments import ALL_COLUMNS, VIEWS, Column, identity
+from torch_gradmon.statistics.cpp import Fused, compiled
+from torch_gradmon.statistics.dispatch import Statistics
 from torch_gradmon.statistics.eager import DEFAULT_EPS, SMALL, Eager
-from torch_gradmon.statistics.fused import Fused, compiled
-from torch_gradmon.statistics.moments import ALL_COLUMNS, VIEWS, Column, identity
+from torch_gradmon.statistics.request import Batch, Request
 
 
 def views(row: Tensor) -> dict[str, float]:
@@ -248,7 +248,7 @@ class TestCompiled:
             x = torch.randn(4_000_000)
             (x @ x, x.exp().sum())
             tiny, before = torch.full((64,), 1e-40), threads()
-            from torch_gradmon.statistics.fused import Fused
+            from torch_gradmon.statistics.cpp import Fused
             Fused().measure([x] * 4)
             assert (tiny * 1.0).gt(0).all()
             assert threads() == before, (before, threads())

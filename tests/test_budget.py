@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from torch_gradmon import GradmonWarning, ModuleMonitor, watch
-from torch_gradmon.budget import Budget
-from torch_gradmon.errors import Complaints
+from torch_gradmon.core.errors import Complaints
+from torch_gradmon.plugins.overhead_budget import Budget
 
 
 class _Run:

@@ -123,3 +123,22 @@ def test_integers_that_an_optimizer_has_are_left_alone() -> None:
     model["judge"](model["maker"](_batch(0)[:, :4])).square().mean().backward()
     optimizer.step()
     assert monitor.get_step_metrics()["gradmon/grad_norm"] > 0
+
+
+def test_what_comes_in_the_turn_of_another_is_not_before_the_clip() -> None:
+    """A hook of the loop's own behind the accumulation is where an optimizer might step in the backward pass, and none does."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    optimizers = [torch.optim.SGD(model[place].parameters(), lr=0.1) for place in (0, 2)]
+    monitor = gradmon.ModuleMonitor(model)
+    monitor.add_gradient_metric("norm")
+    monitor.attach(*optimizers)
+    for step in range(2):
+        for optimizer, batch, target in zip(optimizers, _batch(step).split(4), (1.0, -1.0), strict=False):
+            model.zero_grad()
+            (model(batch[:, :4]) - target).square().mean().backward()  # which brings gradients to both parts
+            optimizer.step()
+        values = monitor.get_step_metrics()
+        for name, _ in model.named_parameters():
+            assert values[f"gradient_before_clip/{name}/norm"] == values[f"gradient/{name}/norm"], f"{name} in step {step}"

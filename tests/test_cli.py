@@ -8,6 +8,7 @@ import shlex
 import sqlite3
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,13 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.cli import _GROUPS, _commands, _parser, main
-from torch_gradmon.commands import common
+from torch_gradmon.cli.commands import common
+from torch_gradmon.cli.main import _GROUPS, _commands, _parser, main
+
+from . import forked
 
 NAMES = [name for group in _GROUPS.values() for name in group]
-_MAIN = "import sys; from torch_gradmon.cli import main; sys.exit(main())"
+_MAIN = "import sys; from torch_gradmon.cli.main import main; sys.exit(main())"
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +74,7 @@ def test_the_help_of_all_groups_the_examples(capsys: pytest.CaptureFixture[str])
 
 def test_no_command_loads_an_optional_package_before_it_runs() -> None:
     code = (
-        "import sys; from torch_gradmon.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+        "import sys; from torch_gradmon.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
         "print('loaded', *sorted({'rich', 'plotly', 'jinja2', 'pandas', 'pyarrow', 'matplotlib'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
@@ -93,7 +96,7 @@ def test_an_error_is_one_line_with_the_right_exit_code(
     def fails(*_: object) -> str:
         raise error
 
-    monkeypatch.setattr("torch_gradmon.commands.why.opened", fails)
+    monkeypatch.setattr("torch_gradmon.cli.commands.why.opened", fails)
     assert main(["why", str(run_dir)]) == code
     assert capsys.readouterr().err == "gradmon: error: there is no such thing\n"
 
@@ -102,7 +105,7 @@ def test_ctrl_c_ends_with_a_word(run_dir: Path, monkeypatch: pytest.MonkeyPatch,
     def interrupted(*_: object) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("torch_gradmon.commands.why.opened", interrupted)
+    monkeypatch.setattr("torch_gradmon.cli.commands.why.opened", interrupted)
     assert main(["why", str(run_dir)]) == 130
     assert capsys.readouterr().err == "gradmon: error: stopped\n"
 
@@ -134,11 +137,12 @@ def test_what_is_no_run_is_a_wrong_request(name: str, kind: str, tmp_path: Path,
 def test_a_reader_who_leaves_early_is_no_error(words: list[str], run_dir: Path) -> None:
     if words[0] in READERS:
         words = [*words, str(run_dir)]
-    child = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", _MAIN, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    assert child.stdout is not None
-    child.stdout.close()  # before it writes
-    _, error = child.communicate(timeout=240)
-    assert error.decode() == ""
+    reader, writer = os.pipe()
+    os.close(reader)  # before it writes
+    with tempfile.TemporaryFile() as errors:
+        with forked.start(_MAIN, *words, streams=[writer, writer, errors.fileno()]) as child:
+            os.close(writer)
+            child.wait()
+        errors.seek(0)
+        assert errors.read().decode() == ""
     assert child.returncode == (0 if words == ["--help"] else 141)  # argparse itself takes no note of it

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.cli import main
+from torch_gradmon.cli.main import main
 
 from .pseudo_terminal import terminal
 

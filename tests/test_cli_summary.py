@@ -7,8 +7,7 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,15 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import load_run
-from torch_gradmon.cli import main
-from torch_gradmon.diagnosis.series import lower_median
-from torch_gradmon.store import RunStore
-from torch_gradmon.terminal.facts import Summary, summarised
-from torch_gradmon.terminal.layers import MOST, SORTS, Row, arranged, groups
+from torch_gradmon.analysis.diagnosis.series import lower_median
+from torch_gradmon.cli.main import main
+from torch_gradmon.cli.terminal.layer_table import MOST, SORTS, Row, arranged, groups
+from torch_gradmon.cli.terminal.run_facts import Summary, summarised
+from torch_gradmon.core.records import Event
+from torch_gradmon.runs.writer import RunStore
+from torch_gradmon.spikes.attribution import attribution
 
+from . import forked
 from .pseudo_terminal import terminal
 from .test_run_bulk import _record
 
@@ -165,8 +167,8 @@ def test_the_head_of_a_summary_is_what_happened(trained: tuple[Path, Seen, list[
     assert norm.largest == pytest.approx(_together(seen[SPIKE], "before", list(seen[0]["before"])).norm().item(), rel=1e-6)
     assert [spike.step for spike in summary.spikes] == sorted({event.step for event in run.events}) == [SPIKE, SPOILED]
     assert "times the usual" in summary.spikes[0].words
-    assert summary.spikes[1][1:] == ("grad_norm is nan", "[/].weight", "has NaN or Inf")
-    assert (summary.spikes[0].layer, summary.spikes[0].moved) == (run.suspects(SPIKE)[0].name, "moved most")
+    assert summary.spikes[1][1:] == (SPOILED, SPOILED, "grad_norm is nan", "[/].weight", "has NaN or Inf")
+    assert summary.spikes[0].moved == attribution(run.suspects(SPIKE), SPIKE).did
 
 
 @pytest.mark.parametrize("column", [*SORTS, "name"])
@@ -185,7 +187,7 @@ def test_what_is_not_known_is_sorted_last() -> None:
 
 def test_json_is_the_summary(trained: tuple[Path, Seen, list[float]], capsys: pytest.CaptureFixture[str]) -> None:
     path, _, _ = trained
-    assert main(["summary", str(path), "--json", "--last", "20"]) == 0
+    assert main(["summary", str(path), "--json", "--steps", "20"]) == 0
     found = json.loads(capsys.readouterr().out)
     summary = summarised(load_run(path), str(path), last=20)
     assert found == summary.to_dict()
@@ -195,6 +197,8 @@ def test_json_is_the_summary(trained: tuple[Path, Seen, list[float]], capsys: py
     assert (spoiled["nonfinite"], spoiled["since"]) == (1, SPOILED)
     assert found["spikes"][1] == {
         "step": SPOILED,
+        "first": SPOILED,
+        "last": SPOILED,
         "words": "grad_norm is nan",
         "layer": "[/].weight",
         "moved": "has NaN or Inf",
@@ -233,7 +237,7 @@ def test_a_filter_takes_parameters_and_leaves_their_shares(trained: tuple[Path, 
         (["--filter", "hed"], "matches no parameter of the run; known are <b>"),
         (["--filter", "("], "is not a valid regular expression"),
         (["--sort", "size"], "invalid choice: 'size'"),
-        (["--last", "0"], "is not a positive whole number"),
+        (["--steps", "0"], "is not a positive whole number"),
         (["--depth", "1", "--all"], "not allowed with argument"),
     ],
 )
@@ -301,13 +305,14 @@ def test_gradients_after_the_clip_alone(tmp_path: Path) -> None:
     assert all(math.isnan(row.clipped) and math.isnan(row.update) and math.isnan(row.zeros) for row in rows)
 
 
-def test_the_spikes_of_many_are_the_last_ones(tmp_path: Path) -> None:
+def test_the_spikes_of_many_are_the_largest_ones(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
     for step in range(30):
-        store.log(_record(step, 1.0, events=step % 2 == 1))
+        events = (Event(step, "x", 100.0 - abs(step - 12), 9.0, 5.0, "much", usual=1.0),) if step % 2 else ()
+        store.log(replace(_record(step, 1.0), events=events))
     store.close()
     summary = summarised(load_run(tmp_path), "x")
-    assert ([spike.step for spike in summary.spikes], summary.spiked) == ([15, 17, 19, 21, 23, 25, 27, 29], 15)
+    assert ([spike.step for spike in summary.spikes], len(summary.spiked)) == ([5, 7, 9, 11, 13, 15, 17, 19], 15)
     assert len(summarised(load_run(tmp_path), "x", everything=True).spikes) == 15
 
 
@@ -317,7 +322,7 @@ def test_the_spikes_of_many_are_the_last_ones(tmp_path: Path) -> None:
 def _drawn(summary: Summary, width: int, colours: bool = False) -> str:
     from rich.console import Console
 
-    from torch_gradmon.terminal.summary_view import show
+    from torch_gradmon.cli.terminal.summary_view import show
 
     console = Console(width=width, file=io.StringIO(), force_terminal=colours, color_system="standard" if colours else None)
     console._highlight = False
@@ -364,9 +369,9 @@ def test_the_words_of_a_summary(trained: tuple[Path, Seen, list[float]]) -> None
     drawn = _drawn(summarised(load_run(trained[0]), "runs/first"), 120)
     assert "60 monitored, 0 to 59" in drawn
     assert "0.001 to 0.02, 0.02 at the end" in drawn
-    assert "Spikes: 2 steps" in drawn
+    assert "Spikes: 2\n" in re.sub(" +\n", "\n", drawn)
     assert "grad_norm is nan; [/].weight has NaN or Inf" in drawn
-    assert "gradmon why runs/first --step 52 tells its story" in drawn
+    assert "gradmon why runs/first --step 52 tells the story of the largest" in drawn
 
 
 @pytest.mark.extra
@@ -393,10 +398,9 @@ def test_a_real_terminal_gets_a_table_of_its_width(trained: tuple[Path, Seen, li
 
 
 def test_without_rich_the_extra_is_named_and_json_works(trained: tuple[Path, Seen, list[float]]) -> None:
-    code = "import sys; sys.modules['rich'] = None; from torch_gradmon.cli import main; sys.exit(main(sys.argv[1:]))"
-    words = [sys.executable, "-W", "ignore", "-c", code, "summary", str(trained[0])]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=240)
+    code = "import sys; sys.modules['rich'] = None; from torch_gradmon.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    done = forked.run(code, "summary", trained[0])
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == 'gradmon: error: the summary, without --json, needs rich: pip install "torch_gradmon[cli]"\n'
-    done = subprocess.run([*words, "--json"], capture_output=True, text=True, timeout=240)
+    done = forked.run(code, "summary", trained[0], "--json")
     assert (done.returncode, json.loads(done.stdout)["steps"]["count"]) == (0, STEPS)

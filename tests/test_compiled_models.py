@@ -113,9 +113,10 @@ def assert_close(found: list[dict[str, float]], expected: list[dict[str, float]]
         assert one == pytest.approx(other, rel=tolerance, abs=1e-7)
 
 
-@pytest.mark.parametrize("outer", [False, True], ids=["model given", "compiled model given"])
-@pytest.mark.parametrize("recompute", [False, True], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("micro_batches", [1, 3])
+# every two of the three choices
+@pytest.mark.parametrize(
+    ("outer", "recompute", "micro_batches"), [(False, False, 1), (True, True, 1), (True, False, 3), (False, True, 3)]
+)
 def test_compiled_values_are_those_of_eager_steps_with_the_same_bits(outer: bool, recompute: bool, micro_batches: int) -> None:
     settings: Any = {"recompute": recompute, "micro_batches": micro_batches}
     bare = Trained("aot_eager", **settings)
@@ -164,13 +165,14 @@ def test_steps_that_are_not_monitored_compile_nothing_and_run_almost_no_python_o
         nonlocal step
         step += 1
         ran[step] = set()
-        sys.setprofile(note)
+        if step == 2:  # the steps before may compile, which a profile makes twice as slow
+            sys.setprofile(note)
 
     def watch(model: nn.Module, compiled: nn.Module) -> ModuleMonitor:
         return watching(monitor_step_fn=lambda step: step % every == start)(model, compiled)
 
     try:
-        compiled = Trained("aot_eager", watch, steps=7, before_forward=profile)
+        compiled = Trained("eager", watch, steps=7, before_forward=profile)
     finally:
         sys.setprofile(None)
     assert counters["stats"]["unique_graphs"] == 1
@@ -183,7 +185,7 @@ def test_steps_that_are_not_monitored_compile_nothing_and_run_almost_no_python_o
 
 
 def test_other_shapes_share_the_slots_of_one_dynamic_graph() -> None:
-    compiled = Trained("aot_eager", watching(), steps=6, sizes=(5, 7, 4, 6))
+    compiled = Trained("eager", watching(), steps=6, sizes=(5, 7, 4, 6))
     assert counters["stats"]["unique_graphs"] == 2  # one for the first shape, one for any
     assert_close(compiled.values, Trained(None, watching(), steps=6, sizes=(5, 7, 4, 6)).values, 1e-6)
 
@@ -195,15 +197,16 @@ def test_evaluation_and_paused_passes_do_not_count() -> None:
             run(torch.full((5, 6), 1e3))
         run.train()
 
-    plain = Trained("aot_eager", watching())
+    few = watching(regex="sum$|head")
+    plain = Trained("eager", few)
     torch._dynamo.reset()
-    assert_close(Trained("aot_eager", watching(), before_forward=aside).values, plain.values, 1e-12)
+    assert_close(Trained("eager", few, before_forward=aside).values, plain.values, 1e-12)
 
     torch._dynamo.reset()
     monitors: list[ModuleMonitor] = []
 
     def make(model: nn.Module, compiled: nn.Module) -> ModuleMonitor:
-        monitors.append(watching()(model, compiled))
+        monitors.append(few(model, compiled))
         return monitors[-1]
 
     def unwatched(run: nn.Module) -> None:
@@ -212,7 +215,7 @@ def test_evaluation_and_paused_passes_do_not_count() -> None:
             run(torch.full((5, 6), 1e3))
         torch.set_rng_state(state)
 
-    assert_close(Trained("aot_eager", make, before_forward=unwatched).values, plain.values, 1e-12)
+    assert_close(Trained("eager", make, before_forward=unwatched).values, plain.values, 1e-12)
 
 
 def test_a_nan_on_a_step_that_is_not_monitored_does_not_stay_in_the_slots() -> None:
@@ -255,7 +258,7 @@ def test_what_a_graph_cannot_have_is_absent_with_a_reason() -> None:
         monitor.add_attention_metric("entropy")
         return monitor
 
-    trained = Trained("aot_eager", make)
+    trained = Trained("eager", make)
     assert trained.monitor is not None
     missing = trained.monitor.missing()
     for key in ("activation/head/kurtosis", "activation/head/mine", "activation_gradient/head/l2", "input/head/l2"):
@@ -267,16 +270,16 @@ def test_what_a_graph_cannot_have_is_absent_with_a_reason() -> None:
 def test_attached_too_late_it_says_so_and_what_to_do() -> None:
     torch.manual_seed(0)
     model = Net()
-    compiled = torch.compile(model, backend="aot_eager")
+    compiled = torch.compile(model, backend="eager")
     compiled(torch.randn(5, 6)).sum().backward()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    monitor = watching()(model, compiled).attach(optimizer)
-    with pytest.warns(gradmon.GradmonWarning, match=r"torch.compile had traced before.*attach before the first call"):
+    monitor = watching(regex="head")(model, compiled).attach(optimizer)
+    with pytest.warns(gradmon.GradmonWarning, match=r"torch.compile had traced the model before.*attach before the first call"):
         compiled(torch.randn(5, 6)).sum().backward()
         optimizer.step()
     assert "before the monitor came" in monitor.missing()["activation/head/norm"]
     torch.compiler.reset()  # the remedy that it names
-    compiled = torch.compile(model, backend="aot_eager")
+    compiled = torch.compile(model, backend="eager")
     compiled(torch.randn(5, 6)).sum().backward()
     optimizer.step()
     assert "activation/head/norm" in monitor.get_step_metrics()

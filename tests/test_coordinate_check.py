@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, RefinedCoordinateCheck
-from torch_gradmon.capture.outputs import tensors_of
-from torch_gradmon.names import RCC_SOURCES, Key, format_key, parse_key
+from torch_gradmon.capture.modules.structure import tensors_of
+from torch_gradmon.core.keys import RCC_SOURCES, Key, format_key, parse_key
 
 from . import loops
 from .families import BY_NAME

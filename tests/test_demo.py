@@ -19,22 +19,24 @@ from torch import Tensor
 
 import torch_gradmon as gradmon
 
+from . import forked
+
 pytestmark = pytest.mark.extra
 
 STEPS, SEED = 23, 7  # the last step that measures updates is number 20
 _SEEN = ("before", "after", "parameter", "update")
-_BLOCKED = "import sys\nsys.modules[{name!r}] = None\nfrom torch_gradmon.cli import main\nsys.exit(main(['demo']))"
+_BLOCKED = "import sys\nsys.modules[{name!r}] = None\nfrom torch_gradmon.cli.main import main\nsys.exit(main(['demo']))"
 
 
 def _sizes() -> Any:
-    from torch_gradmon.demo import Sizes
+    from torch_gradmon.cli.demo import Sizes
 
     return Sizes(blocks=2, width=16, heads=2, context=12, batch=3)
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    from torch_gradmon.demo import demo
+    from torch_gradmon.cli.demo import demo
 
     run_dir = tmp_path_factory.mktemp("demo") / "run"
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
@@ -47,7 +49,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def plain() -> tuple[dict[str, dict[str, Tensor]], float]:
     """The same training without a monitor: gradients before and after the clip, parameters and updates of step 20, and its loss."""
-    from torch_gradmon.demo import LEARNING_RATE, MAX_NORM, WARM_UP, CharacterGPT, corpus, draw
+    from torch_gradmon.cli.demo import LEARNING_RATE, MAX_NORM, WARM_UP, CharacterGPT, corpus, draw
 
     torch.manual_seed(SEED)
     _, data, characters = corpus()
@@ -117,7 +119,7 @@ def test_the_run_and_the_lines_hold_every_step(finished: Any) -> None:
 def test_the_printed_report_and_the_picture_hold_the_table(finished: Any, capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
-    from torch_gradmon.demo import report
+    from torch_gradmon.cli.demo import report
 
     report(Console(width=80), finished)
     printed = capsys.readouterr().out
@@ -132,7 +134,7 @@ def test_the_printed_report_and_the_picture_hold_the_table(finished: Any, capsys
 
 @pytest.mark.parametrize("steps", [1, 5])
 def test_a_run_too_short_for_a_score_is_shown_all_the_same(steps: int, tmp_path: Path) -> None:
-    from torch_gradmon.demo import demo
+    from torch_gradmon.cli.demo import demo
 
     assert demo(steps, tmp_path, None, 0, _sizes()).step == 0
 
@@ -140,21 +142,15 @@ def test_a_run_too_short_for_a_score_is_shown_all_the_same(steps: int, tmp_path:
 # --- the command line ------------------------------------------------------------------------------------------------------------
 
 
-def _run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": "80", **environment},
-        timeout=120,
-    )
+def _run(program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return forked.run(program, *arguments, environment={**os.environ, "COLUMNS": "80", **environment}, timeout=120)
 
 
 def _gradmon(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return _run("-c", "import sys; from torch_gradmon.cli import main; sys.exit(main())", *arguments, **environment)
+    return _run("import sys; from torch_gradmon.cli.main import main; sys.exit(main())", *arguments, **environment)
 
 
-@pytest.mark.parametrize(("arguments", "told"), [(["--help"], "examples:"), (["demo", "--help"], "--svg FILE")])
+@pytest.mark.parametrize(("arguments", "told"), [(["--help"], "examples:"), (["demo", "--help"], "--to FILE")])
 def test_help_is_printed(arguments: list[str], told: str) -> None:
     done = _gradmon(*arguments)
     assert (done.returncode, done.stderr) == (0, "")
@@ -167,10 +163,11 @@ def test_the_version_is_printed() -> None:
 
 def test_help_loads_nothing_that_only_the_demo_needs() -> None:
     code = (
-        "import sys; from torch_gradmon.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
-        "print('loaded', *sorted({'rich', 'pydoc_data', 'torch_gradmon.demo'} & set(sys.modules)))"
+        "import sys; from torch_gradmon.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+        "print('loaded', *sorted({'rich', 'pydoc_data', 'torch_gradmon.cli.demo'} & set(sys.modules)))"
     )
-    assert _run("-c", code).stdout.endswith("loaded\n")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.endswith("loaded\n")
 
 
 @pytest.mark.parametrize(
@@ -182,7 +179,7 @@ def test_help_loads_nothing_that_only_the_demo_needs() -> None:
         (["demo", "--steps", "many"], 2, "'many' is not a positive whole number"),
         (["demo", "--sgv", "a.svg"], 2, "--sgv"),
         (["demo", "--run-dir", __file__], 1, "is a file; give a directory"),
-        (["demo", "--svg", os.path.dirname(__file__)], 1, "is a directory; give a file"),
+        (["demo", "--to", os.path.dirname(__file__)], 2, "is a directory; name a file in it"),
     ],
 )
 def test_a_wrong_request_fails_in_one_line(arguments: list[str], code: int, told: str, tmp_path: Path) -> None:
@@ -198,7 +195,7 @@ def test_a_wrong_request_fails_in_one_line(arguments: list[str], code: int, told
 
 @pytest.mark.parametrize("name", ["rich", "tqdm"])
 def test_a_missing_package_is_named_in_one_line(name: str) -> None:
-    done = _run("-c", _BLOCKED.format(name=name))
+    done = _run(_BLOCKED.format(name=name))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f'gradmon: error: the demo needs {name}: pip install "torch_gradmon[cli]"\n'
 
@@ -211,13 +208,12 @@ def test_a_switched_off_monitor_is_told(tmp_path: Path) -> None:
 
 
 def test_the_command_has_the_defaults_of_the_function() -> None:
-    from torch_gradmon.cli import _commands, _parser
-    from torch_gradmon.demo import RUN_DIR, STEPS, demo
+    from torch_gradmon.cli.demo import RUN_DIR, STEPS, demo
+    from torch_gradmon.cli.main import _commands, _parser
 
     options = vars(_parser(_commands()).parse_args(["demo"]))
     defaults = {name: parameter.default for name, parameter in inspect.signature(demo).parameters.items()}
     assert (options["steps"], options["run_dir"]) == (STEPS, RUN_DIR)
-    assert {name: options[name] for name in ("steps", "run_dir", "svg", "seed")} == {
-        name: defaults[name] for name in ("steps", "run_dir", "svg", "seed")
-    }
+    names = {"steps": "steps", "run_dir": "run_dir", "to": "svg", "seed": "seed"}
+    assert {option: options[option] for option in names} == {option: defaults[name] for option, name in names.items()}
     assert (STEPS - 1) % 10 == 0

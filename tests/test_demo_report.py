@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.browser import available, browser, picture_of_report, wait_for
+from tests import forked
+from tests.browser import available, open_report, picture_of_report
 
 pytestmark = pytest.mark.extra
 for package in ("plotly", "jinja2", "rich", "tqdm"):
     pytest.importorskip(package)
 
-STEPS, SPOILED, LAYER = 121, 80, "blocks.2.up.weight"
-_MAIN = "import sys; from torch_gradmon.cli import main; sys.exit(main())"
+STEPS, SPOILED, LAYER = 61, 40, "blocks.2.up.weight"
+_MAIN = "import sys; from torch_gradmon.cli.main import main; sys.exit(main())"
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What the demo prints."""
     directory = tmp_path_factory.mktemp("demo")
-    line = [sys.executable, "-W", "ignore", "-c", _MAIN, "demo", "--steps", str(STEPS), "--run-dir", str(directory / "run")]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=300, check=False)
+    done = forked.run(_MAIN, "demo", "--steps", STEPS, "--run-dir", directory / "run", timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -48,13 +45,9 @@ def test_the_demo_says_what_it_spoils_and_ends_with_the_path_of_its_report(told:
 
 
 @pytest.fixture
-def window(page: Path) -> Iterator[Any]:
-    with browser(1280, 800) as driver:
-        size = {"width": 1280, "height": 800, "deviceScaleFactor": 1, "mobile": False}
-        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        driver.get(page.as_uri())
-        wait_for(lambda: driver.execute_script("return document.body.dataset.ready"))
-        yield driver
+def window(driver: Any, page: Path) -> Any:
+    open_report(driver, page, 1280, 800)
+    return driver
 
 
 @pytest.mark.skipif(not available(), reason="there is no Chromium")
@@ -70,12 +63,13 @@ def test_the_layer_and_the_step_are_in_sight_without_scrolling(window: Any, page
         let best = [-Infinity, 0, 0];
         first.z.forEach((cells, row) => cells.forEach((cell, at) => { if (cell !== null && cell > best[0]) best = [cell, row, at]; }));
         const axis = heat._fullLayout.yaxis;
-        return [heat.layout.yaxis.ticktext[best[1]], first.x[best[2]], heat.getBoundingClientRect().top + axis._offset + axis.d2p(best[1])];
+        const middle = (first.x[best[2]] + first.x[best[2] + 1]) / 2, name = heat.layout.yaxis.ticktext[best[1]].replace(/<[^>]*>/g, "");
+        return [name, middle, heat.getBoundingClientRect().top + axis._offset + axis.d2p(best[1])];
         """
     )
     assert (row, column) == (LAYER, SPOILED)
     assert bottom < 800
     assert window.get_log("browser") == []
     assert window.execute_script("return performance.getEntriesByType('resource').length") == 0
-    picture_of_report(page, tmp_path / "report.png")
+    picture_of_report(window, page, tmp_path / "report.png")
     assert (tmp_path / "report.png").stat().st_size > 20_000

@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon import diagnosis
-from torch_gradmon.diagnosis import Diagnosis, Finding
-from torch_gradmon.diagnosis.consequences import CONSEQUENCES
-from torch_gradmon.diagnosis.history import History
-from torch_gradmon.diagnosis.series import Series
-from torch_gradmon.memory import Memory
-from torch_gradmon.names import Key
-from torch_gradmon.record import Event, StepRecord, Table
-from torch_gradmon.statistics.moments import ALL_COLUMNS
-from torch_gradmon.thinning import thinned
+from torch_gradmon.analysis import diagnosis
+from torch_gradmon.analysis.diagnosis import Diagnosis, Finding
+from torch_gradmon.analysis.diagnosis.causes import CONSEQUENCES
+from torch_gradmon.analysis.diagnosis.history import History
+from torch_gradmon.analysis.diagnosis.series import Series
+from torch_gradmon.core.keys import Key
+from torch_gradmon.core.moments import ALL_COLUMNS
+from torch_gradmon.core.records import Event, StepRecord, Table
+from torch_gradmon.core.subsampling import thinned
+from torch_gradmon.monitor.pipeline.record_sample import Memory
 
 
 def _finding(rule: str = "always-clipped", severity: str = "warning", weight: float = 0.0, step: int = 3) -> Finding:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_gradmon.diagnosis.learning import learning, rank_shift
-from torch_gradmon.diagnosis.series import Series
+from torch_gradmon.analysis.diagnosis.learning import learning, rank_shift
+from torch_gradmon.analysis.diagnosis.series import Series
 
 
 def _series(values: list[float]) -> Series:
@@ -41,8 +41,8 @@ def test_curves_with_noise(start: float, end: float, noise: float, state: str, s
 
 @pytest.mark.parametrize("count", [40, 200, 1000])
 def test_noise_alone_is_hardly_ever_taken_for_a_trend(count: int) -> None:
-    wrong = sum(learning(_curve(2.3, 2.3, 0.3, count, seed)).state != "flat" for seed in range(300))
-    assert wrong <= 6, wrong
+    wrong = sum(learning(_curve(2.3, 2.3, 0.3, count, seed)).state != "flat" for seed in range(150))
+    assert wrong <= 3, wrong
 
 
 def test_too_few_losses_are_no_trend_and_those_that_are_not_finite_do_not_count() -> None:

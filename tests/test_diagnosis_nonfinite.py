@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from tests.synthetic_run import history
-from torch_gradmon.diagnosis import Diagnosis
-from torch_gradmon.diagnosis.diagnose import diagnosed
-from torch_gradmon.diagnosis.history import History
-from torch_gradmon.diagnosis.nonfinite import nonfinite
+from torch_gradmon.analysis.diagnosis import Diagnosis
+from torch_gradmon.analysis.diagnosis.diagnose import diagnosed
+from torch_gradmon.analysis.diagnosis.history import History
+from torch_gradmon.analysis.diagnosis.rules.nonfinite import nonfinite
 
 AT = 12
 

@@ -10,19 +10,19 @@ from dataclasses import replace
 import pytest
 
 from tests.synthetic_run import history
-from torch_gradmon.diagnosis import Diagnosis, Finding
-from torch_gradmon.diagnosis.attending import attending
-from torch_gradmon.diagnosis.clips import clips
-from torch_gradmon.diagnosis.depth import depth
-from torch_gradmon.diagnosis.findings import Unseen
-from torch_gradmon.diagnosis.losses import losses
-from torch_gradmon.diagnosis.precision import precision
-from torch_gradmon.diagnosis.rates import rates
-from torch_gradmon.diagnosis.reach import reach
-from torch_gradmon.diagnosis.spikes import spikes
-from torch_gradmon.diagnosis.units import units
-from torch_gradmon.diagnosis.weights import weights
-from torch_gradmon.record import Event
+from torch_gradmon.analysis.diagnosis import Diagnosis, Finding
+from torch_gradmon.analysis.diagnosis.findings import Unseen
+from torch_gradmon.analysis.diagnosis.rules.attention import attending
+from torch_gradmon.analysis.diagnosis.rules.clipping import clips
+from torch_gradmon.analysis.diagnosis.rules.depth import depth
+from torch_gradmon.analysis.diagnosis.rules.learning_rate import rates
+from torch_gradmon.analysis.diagnosis.rules.loss import losses
+from torch_gradmon.analysis.diagnosis.rules.precision import precision
+from torch_gradmon.analysis.diagnosis.rules.spikes import spikes
+from torch_gradmon.analysis.diagnosis.rules.units import units
+from torch_gradmon.analysis.diagnosis.rules.unused_parameters import reach
+from torch_gradmon.analysis.diagnosis.rules.weights import weights
+from torch_gradmon.core.records import Event
 
 LAYERS = [f"{place}.weight" for place in range(9)]
 
@@ -344,7 +344,7 @@ def test_a_bound_far_below_the_usual_norm(
     found = clips(history(loss=loss, values=values))
     assert _rules(found) == expected
     for finding in found:
-        assert finding.evidence["usual norm"] == norm
+        assert finding.evidence["median norm"] == norm
         assert finding.evidence["bound"] == 1.0
 
 
@@ -519,17 +519,17 @@ def _spike(step: int, value: float, score: float) -> Event:
 
 def test_a_spike_is_told_with_the_layer_that_made_it() -> None:
     gradients = {
-        "a.weight": lambda step: 5.0 if step == 60 else 0.1,  # 50 times its normal
+        "a.weight": lambda step: 5.0 if step == 60 else 0.1,  # 50 times what is usual
         "b.weight": lambda step: 3.0 if step == 60 else 0.01,  # 300 times
         "c.weight": lambda step: 0.1 if step == 60 else 1e-5,  # 10,000 times, and nothing beside the others
     }
     run = history(loss=flat, gradient_before_clip=gradients, parameter=dict.fromkeys(gradients, 0.1))
     run.events = [_spike(20, 4.0, 6.0), _spike(60, 58.3, 30.0)]
     (finding,) = spikes(run)
-    assert (finding.rule, finding.severity, finding.where, finding.steps) == ("spike", "info", "b.weight", (60, 60))
-    assert "58.3 times what was usual. b.weight left its own normal farthest: 300 times its usual norm." in finding.cause
-    assert "There were 2 steps with spikes." in finding.cause
-    assert "--step 60" in finding.advice
+    assert (finding.rule, finding.severity, finding.where, finding.steps) == ("spike", "warning", "b.weight", (60, 60))
+    assert "58.3 times what was usual; b.weight (300 times its usual norm, 26% of the square) moved most, then " in finding.cause
+    assert "There was 1 other spike, none larger." in finding.cause
+    assert "monitor.why(60)" in finding.advice
     assert finding.evidence["grad_norm"] == 58.3
 
 

@@ -15,12 +15,14 @@ import pytest
 import torch
 
 import torch_gradmon as gradmon
-from torch_gradmon import batches, summary
-from torch_gradmon.presets import PRESETS
-from torch_gradmon.sinks.outlet import LARGEST
+from torch_gradmon.sinks.filtered_sink import LARGEST
 from torch_gradmon.sinks.wandb_rows import AXIS
+from torch_gradmon.step import micro_batches as batches
+from torch_gradmon.step import summary
+from torch_gradmon.step.presets import PRESETS
 
 from .families import BY_NAME
+from .shown_outputs import Printer, agrees, differences, shown, unchecked, uncommented
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -29,6 +31,7 @@ _FENCE = re.compile(
 )
 _NOT_RUN = re.compile(r"<!--\s*not run:\s*(?P<reason>[^>]*?)\s*-->\s*\Z")
 _MODULES = [gradmon.__name__, *(found.name for found in pkgutil.walk_packages(gradmon.__path__, "torch_gradmon."))]
+_PYTHON = {"python", "py", "python3"}
 _OPTIONAL = {
     "triton",
     "rich",
@@ -77,7 +80,10 @@ def test_the_examples_in_docstrings_run(name: str) -> None:
 
 
 def test_there_are_examples_in_docstrings() -> None:
-    modules = [importlib.import_module(f"torch_gradmon.{name}") for name in ("names", "errors", "mixin", "spikes.detector")]
+    modules = [
+        importlib.import_module(f"torch_gradmon.{name}")
+        for name in ("core.keys", "core.errors", "core.formatting", "monitor.mixin", "spikes.detector")
+    ]
     found = [test for module in modules for test in doctest.DocTestFinder(exclude_empty=True).find(module)]
     assert sum(bool(test.examples) for test in found) >= 6
 
@@ -111,21 +117,80 @@ def _world() -> dict[str, Any]:
     }
 
 
-def test_the_python_in_the_readme_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_in_the_readme_runs_from_top_to_bottom_and_prints_what_it_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)  # run directories that the README makes
-    namespace = _world()
+    printer = Printer()
+    namespace = {**_world(), "print": printer}
+    wrong: list[str] = []
+    before: tuple[str, int] | None = None  # the block of Python right above, and its line
     for language, code, line, reason in _blocks(_readme()):
-        if language in {"python", "py", "python3"} and reason is None:
+        if language == "text" and before is not None and before[1] + before[0].count("\n") + 3 == line:
+            printed = uncommented(before[0], printer, before[1] - 1)
+            if not agrees(f"e.g. {code}", printed):
+                wrong.append(f"line {line}: the text block is not what is printed:\n{printed}")
+        before = None
+        if language in _PYTHON and reason is None:
             with warnings.catch_warnings():
                 if 'on_spike="skip"' in code:  # where a skip is shown, it is told
                     warnings.filterwarnings("ignore", "torch_gradmon: (step 30: .*; skipped$|after the spike of step 30)")
                 # line numbers of the README in a traceback
                 exec(compile("\n" * (line - 1) + code, str(README), "exec"), namespace)
+            wrong += differences(code, printer, line - 1)
+            before = code, line
+    assert not wrong, "\n".join(wrong)
+
+
+def test_outputs_that_nobody_checks_are_not_shown_as_such() -> None:
+    not_run = {f"README.md, block at line {line}": code for of, code, line, why in _blocks(_readme()) if of in _PYTHON and why}
+    files = [*ROOT.glob("examples/*.py"), *ROOT.glob("benchmarks/**/*.py")]
+    assert unchecked({**not_run, **{str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in files}}) == []
+
+
+@pytest.mark.parametrize(
+    ("comment", "printed", "is_right"),
+    [
+        ("60", "60\n", True),
+        ("31", "60\n", False),
+        ("a  b", "a\nb\n", True),
+        ("0.12", "0.121\n", False),
+        ("about 0.12", "0.121\n", True),
+        ("about 0.12", "0.14\n", False),
+        ("about 0.12", "-0.12\n", False),
+        ("about 0", "0.0001\n", False),
+        ("about 0.12 of 3", "0.13 of 3\n", True),
+        ("about 0.12 of 3", "0.13 from 3\n", False),
+        ("about [('4.weight', 0.49), ...]", "[('4.weight', 0.487), ('4.bias', 0.17)]\n", True),
+        ("e.g. step 3: 1.5e-3", "step 7: 12,000\n", True),
+        ("e.g. step 3: 1.5e-3", "stop 7: 12,000\n", False),
+        ("e.g. 1 ... 2", "7 apples and 8\n", True),
+        ("...", "whatever\n", True),
+    ],
+)
+def test_a_shown_output_is_compared_as_its_mark_says(comment: str, printed: str, is_right: bool) -> None:
+    assert agrees(comment, printed) is is_right
+
+
+def test_the_checker_of_outputs_finds_what_is_printed_where() -> None:
+    code = (
+        "for i in range(3):\n    print(i)  # 2\nprint(\n    1,\n    2,\n)  # 1 3\nif True:\n    print('x')\n"
+        "print('never') if False else None\ny = 1  # not an output\nwhile False:\n    print(y)  # 1\n"
+    )
+    printer = Printer()
+    exec(compile("\n\n" + code, "code", "exec"), {"print": printer})
+    assert [each.comment for each in shown(code)] == ["2", "1 3", None, "1"]
+    assert differences(code, printer, 2) == [
+        "line 8: shows '1 3' and prints '1 2\\n'",
+        "line 14: shows '1' and prints None",
+    ]
+    assert uncommented(code, printer, 2) == "x\n"
+    assert unchecked({"place": code, "other": "print(1)  # e.g. 2\nprint(2)\n"}) == ["place:2: 2", "place:6: 1 3", "place:12: 1"]
 
 
 def test_blocks_that_do_not_run_compile_and_say_why() -> None:
     for language, code, line, reason in _blocks(_readme()):
-        if language in {"python", "py", "python3"} and reason is not None:
+        if language in _PYTHON and reason is not None:
             assert len(reason) > 5, f"README.md:{line}: the mark needs a reason"
             compile(code, f"README.md:{line}", "exec")
 

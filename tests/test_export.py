@@ -16,14 +16,14 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import Run, SpikeDetector, load_run
-from torch_gradmon.cli import main
-from torch_gradmon.export import frames
-from torch_gradmon.names import Key
-from torch_gradmon.record import StepRecord, Table
+from torch_gradmon.cli.main import main
+from torch_gradmon.core.keys import Key
+from torch_gradmon.core.moments import ALL_COLUMNS, VIEWS
+from torch_gradmon.core.records import StepRecord, Table
+from torch_gradmon.runs.export import frames
+from torch_gradmon.runs.writer import RunStore
 from torch_gradmon.spikes import MedianMad
 from torch_gradmon.statistics.eager import measure
-from torch_gradmon.statistics.moments import ALL_COLUMNS, VIEWS
-from torch_gradmon.store import RunStore
 
 from .test_run_window import same, values_of
 
@@ -253,15 +253,12 @@ def test_what_comes_late_into_the_last_step_of_a_run_that_goes_on_has_no_column(
 # --- files ----------------------------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_there_is_replaced_only_if_asked(path: Path, tmp_path: Path) -> None:
+def test_directories_are_made_and_what_is_there_is_replaced(path: Path, tmp_path: Path) -> None:
     run = load_run(path)
-    (tmp_path / "out.steps.csv").write_text("mine")
-    with pytest.raises(FileExistsError, match=r"out.steps.csv' is there already; name another file, or force=True \(--force\)"):
-        run.export(tmp_path / "out.csv")
-    assert [file.name for file in tmp_path.iterdir()] == ["out.steps.csv"]
-    run.export(tmp_path / "out.csv", "tensors")  # only the other one is in the way
-    files = run.export(tmp_path / "out.csv", force=True)
-    assert files[1].read_text() != "mine"
+    files = run.export(tmp_path / "new" / "deep" / "out.csv")
+    assert [file.name for file in files] == ["out.csv", "out.steps.csv"]
+    files[1].write_text("before")
+    assert run.export(tmp_path / "new" / "deep" / "out.csv")[1].read_text() != "before"
 
 
 def test_no_half_file_is_left(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +275,7 @@ def test_no_half_file_is_left(path: Path, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Run, "window", fails)
     for table in (None, "tensors", "steps"):
         with pytest.raises(OSError, match="the disk is full"):
-            run.export(tmp_path / "out.csv", table, force=True)
+            run.export(tmp_path / "out.csv", table)
     assert [file.name for file in tmp_path.iterdir()] == ["out.csv"]
     assert (tmp_path / "out.csv").read_text() == "before"
 
@@ -289,13 +286,11 @@ def test_no_half_file_is_left(path: Path, tmp_path: Path, monkeypatch: pytest.Mo
         ({"path": "out.xlsx"}, ValueError, "ends in none of .parquet, .csv, .jsonl"),
         ({"path": "out"}, ValueError, "ends in none of"),
         ({"path": 3}, TypeError, "path must be the path of a file"),
-        ({"path": "nowhere/out.csv"}, ValueError, "there is no such directory"),
         ({"path": "folder.csv"}, ValueError, "is a directory; name a file in it"),
         ({"path": "out.csv", "table": "layers"}, ValueError, "table='layers' is not one of 'tensors', 'steps'"),
         ({"path": "out.csv", "sources": ["gradients"]}, ValueError, "nothing of the source 'gradients'; did you mean gradient"),
         ({"path": "out.csv", "first": -1}, ValueError, "first=-1 must not be negative"),
         ({"path": "out.csv", "last": 1.5}, TypeError, "last must be an int"),
-        ({"path": "out.csv", "force": 1}, TypeError, "force must be True or False"),
     ],
 )
 def test_wrong_arguments_are_refused(
@@ -318,9 +313,8 @@ def test_the_command_line(path: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     ]
     assert printed.err == ""
     for more, message in (
-        ([], "is there already"),
-        (["--source", "gradien", "--force"], "nothing of the source 'gradien'"),
-        (["--first", "-2", "--force"], "first=-2"),
+        (["--source", "gradien"], "nothing of the source 'gradien'"),
+        (["--first", "-2"], "first=-2"),
     ):
         assert main([*words, *more]) == 2
         captured = capsys.readouterr()
@@ -330,7 +324,7 @@ def test_the_command_line(path: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "there is no run" in capsys.readouterr().err
     assert main(["export", str(path), "--to", str(tmp_path / "a.jsonl"), "--table", "steps", "--last", "3"]) == 0
     assert [row["step"] for row in _of_jsonl(tmp_path / "a.jsonl")] == [0, 1, 2, 3]
-    assert main([*words, "--force", "--source", "gradient", "--source", "update"]) == 0
+    assert main([*words, "--source", "gradient", "--source", "update"]) == 0
     assert {row["source"] for row in _of_csv(tmp_path / "out.csv")} == {"gradient", "update"}
 
 
@@ -342,7 +336,7 @@ def test_a_missing_package_is_named(
     for name in [name for name in sys.modules if name.split(".")[0] == "pyarrow"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    monkeypatch.delitem(sys.modules, "torch_gradmon.export.arrow", raising=False)
+    monkeypatch.delitem(sys.modules, "torch_gradmon.runs.export.arrow", raising=False)
     assert main(["export", str(path), "--to", str(tmp_path / "out.parquet")]) == 2
     assert capsys.readouterr().err == (
         'gradmon: error: Parquet needs pyarrow: pip install "torch_gradmon[export]"; .csv and .jsonl need nothing\n'
@@ -437,7 +431,7 @@ def test_a_bar_tells_how_far_it_is(path: Path, tmp_path: Path, capsys: pytest.Ca
     shown = capsys.readouterr().err
     assert "export:" in shown
     assert f"/{2 * len(run.steps)}" in shown
-    run.export(tmp_path / "out.csv", force=True, progress=False)
+    run.export(tmp_path / "out.csv", progress=False)
     assert capsys.readouterr().err == ""
 
 

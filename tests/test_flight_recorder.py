@@ -12,8 +12,8 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, SpikeDetector, load_run
-from torch_gradmon.arrival import Arrival
-from torch_gradmon.names import GRADIENT, GRADIENT_BEFORE_CLIP, PARAMETER, Key
+from torch_gradmon.core.keys import GRADIENT, GRADIENT_BEFORE_CLIP, PARAMETER, Key
+from torch_gradmon.step.device_transfer import Arrival
 
 from .reads import HostReads
 
@@ -122,7 +122,7 @@ def test_after_a_spike_some_steps_are_monitored_whatever_the_cadence() -> None:
     assert monitored == [*range(0, 201, 10), 201, 202, 203, 210, 220]
 
 
-def test_a_recorded_step_sends_nothing_to_the_host_and_keeps_13_kilobytes_for_200_parameters(
+def test_a_recorded_step_sends_nothing_to_the_host_and_keeps_26_kilobytes_for_200_parameters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sent: list[int] = []
@@ -140,7 +140,7 @@ def test_a_recorded_step_sends_nothing_to_the_host_and_keeps_13_kilobytes_for_20
     assert len(kept) == 8
     for step in kept:
         storages = {block.untyped_storage().data_ptr(): block.untyped_storage().nbytes() for block in step.buffer._blocks}
-        assert sum(storages.values()) == 200 * 8 * 8  # rows of 8 columns in float64, once where nothing clips
+        assert sum(storages.values()) == 2 * 200 * 8 * 8  # rows of 8 columns in float64, before and after clipping
     assert len(sent) == 1
 
 

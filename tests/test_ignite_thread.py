@@ -16,7 +16,7 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, SpikeDetector
-from torch_gradmon.record import Event
+from torch_gradmon.core.records import Event
 from torch_gradmon.spikes import Hampel, MeanStd, RollingZScore
 
 from .reads import HostReads

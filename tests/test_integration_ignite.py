@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.record import Event
+from torch_gradmon.core.records import Event
 from torch_gradmon.spikes import MeanStd, Ratio, SpikeDetector, Threshold
 
 from . import trainer_oracle as oracle

@@ -709,6 +709,23 @@ def test_a_training_that_was_broken_off_can_be_begun_again(tmp_path: Path) -> No
     assert losses == [values["gradmon/grad_norm"] for values in records(callback).values()][-STEPS:]
 
 
+def test_another_trainer_takes_over_a_model_that_the_first_one_left_watched(tmp_path: Path) -> None:
+    class Interrupted(Ordered):
+        def compute_loss(self, *given: Any, **named: Any) -> Any:
+            if self.state.global_step == 2:
+                raise KeyboardInterrupt
+            return super().compute_loss(*given, **named)
+
+    net, left, callbacks = model(), GradMonCallback(), [GradMonCallback(), GradMonCallback(prefix="b/")]
+    with pytest.raises(KeyboardInterrupt):  # which the Trainer tells nobody of
+        trainer(tmp_path, left, net=net, kind=Interrupted).train()
+    with pytest.warns(gradmon.GradmonWarning, match="this Classifier was watched already"):
+        trainer(tmp_path, *callbacks, net=net).train()
+    assert [list(records(callback)) for callback in (left, *callbacks)] == [[0, 1], list(range(STEPS)), list(range(STEPS))]
+    norms = [values["gradmon/grad_norm"] for values in records(callbacks[0]).values()]
+    assert norms == [values["b/gradmon/grad_norm"] for values in records(callbacks[1]).values()]
+
+
 def test_it_does_nothing_where_monitors_are_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = trainer(tmp_path)
     plain.train()

@@ -1,12 +1,10 @@
-"""A thousand steps of two hundred layers, into every sink at once: each file has every value."""
+"""Many steps of two hundred layers, into every sink at once: each file has every value."""
 
 from __future__ import annotations
 
 import json
 import os
 import struct
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,14 +12,14 @@ import pytest
 
 import torch_gradmon as gradmon
 
-from . import wandb_files
+from . import forked, wandb_files
 
 PACKAGES = ("wandb", "tensorboard", "trackio")
 pytestmark = [pytest.mark.extra, pytest.mark.skipif(not all(map(find_spec, PACKAGES)), reason="a logger is not installed")]
 
-STEPS, LAYERS = 1000, 200
+LAYERS = 200
 SCRIPT = f"""
-import json
+import json, sys
 import torch, trackio, wandb
 from torch import nn
 import torch_gradmon as gradmon
@@ -46,7 +44,7 @@ trackio.init(project="tests", name="run", auto_log_gpu=False, auto_log_cpu=False
 with gradmon.watch(model, optimizer, layers="all", run_dir="run", on_spike=None) as monitor:
     for sink in (gradmon.JsonlSink("metrics.jsonl"), run, gradmon.TensorBoardSink("tb"), trackio):
         monitor.add_sink(sink)
-    for step in range({STEPS}):
+    for step in range(int(sys.argv[1])):
         loss = model(torch.randn(8, 4)).square().mean()
         optimizer.zero_grad()
         loss.backward()
@@ -66,23 +64,28 @@ json.dump(SQLiteStorage.get_logs("tests", "run"), open("trackio.json", "w"))
 Rows = dict[int, dict[str, float]]
 
 
+@pytest.fixture(scope="module", params=[150, pytest.param(1000, marks=pytest.mark.slow)])
+def steps(request: pytest.FixtureRequest) -> int:
+    number: int = request.param
+    return number
+
+
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(steps: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("long")
     offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_CONSOLE": "off", "HF_HUB_OFFLINE": "1"}
     settings = {"PATH": os.environ["PATH"], "HOME": str(directory), "HF_HOME": str(directory), **offline}
-    command = [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(command, env=settings, cwd=directory, capture_output=True, text=True, timeout=280, check=False)
+    done = forked.run(SCRIPT, steps, environment=settings, cwd=directory, timeout=280)
     assert done.returncode == 0, done.stderr
     return directory
 
 
 @pytest.fixture(scope="module")
-def expected(directory: Path) -> Rows:
+def expected(directory: Path, steps: int) -> Rows:
     rows = {int(step): row for step, row in json.loads((directory / "expected.json").read_text()).items()}
-    assert list(rows) == list(range(STEPS))
+    assert list(rows) == list(range(steps))
     per_layer = [sum(key.startswith("gradient_before_clip/") for key in row) for row in rows.values()]
-    assert per_layer == [LAYERS] * STEPS
+    assert per_layer == [LAYERS] * steps
     return rows
 
 
@@ -91,15 +94,15 @@ def test_jsonl(directory: Path, expected: Rows) -> None:
     assert {row.pop("step"): row for row in lines} == expected
 
 
-def test_wandb(directory: Path, expected: Rows) -> None:
+def test_wandb(directory: Path, expected: Rows, steps: int) -> None:
     rows = wandb_files.history(directory)
-    assert sum("loss" in row for row in rows) == STEPS // 10
+    assert sum("loss" in row for row in rows) == steps // 10
     ours = [row for row in rows if "gradmon/step" in row]
     found = {
         row["gradmon/step"]: {k: v for k, v in row.items() if k[0] != "_" and k not in ("loss", "gradmon/step")} for row in ours
     }
     assert found == expected
-    assert len(ours) == STEPS
+    assert len(ours) == steps
     assert not [key for key in wandb_files.summary(directory) if "layers" in key]
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from torch_gradmon import ModuleMonitor
-from torch_gradmon.names import (
+from torch_gradmon.core.keys import (
     KEY_STYLES,
     NAME_SOURCES,
     ROOT,

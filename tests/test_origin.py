@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor, SpikeDetector
-from torch_gradmon.names import ACTIVATION, ACTIVATION_GRADIENT
-from torch_gradmon.spikes.origin import origin
+from torch_gradmon.core.keys import ACTIVATION, ACTIVATION_GRADIENT
+from torch_gradmon.spikes.nonfinite_origin import origin
 
 BAD = 20
 

@@ -6,8 +6,6 @@ import csv
 import json
 import math
 import os
-import subprocess
-import sys
 import textwrap
 import zipfile
 from collections import defaultdict
@@ -26,9 +24,10 @@ from torch import nn
 import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor
 from torch_gradmon.sinks import MlflowSink
-from torch_gradmon.sinks.renaming import Renaming
+from torch_gradmon.sinks.key_rewriting import Renaming
 from torch_gradmon.sinks.wandb import AXIS
 
+from . import forked
 from .wandb_files import history
 
 pytestmark = pytest.mark.extra
@@ -458,15 +457,8 @@ def test_an_accelerator_of_another_process_than_the_main_one_gets_nothing(accele
 def _fed_elsewhere(code: str, directory: Path, **environment: str) -> None:
     """Run ``code`` in ``directory``, which is its home as well. There, ``feed`` and ``trained`` are the functions above."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("COMET_", "SWANLAB_"))}
-    code = f"from {__name__} import feed, trained\n{textwrap.dedent(code)}"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=directory,
-        env=kept | {"HOME": str(directory), "PYTHONPATH": str(Path(__file__).parents[1])} | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    code = f"import sys\nsys.path.append({str(Path(__file__).parents[1])!r})\nfrom {__name__} import feed, trained\n{textwrap.dedent(code)}"
+    done = forked.run(code, cwd=directory, environment=kept | {"HOME": str(directory)} | environment)
     assert done.returncode == 0, done.stderr
     assert "GradmonWarning" not in done.stderr
 

@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.diagnosis.series import Series
-from torch_gradmon.pictures import charts, colours
-from torch_gradmon.pictures.blocks import blocks, together
-from torch_gradmon.pictures.charts import Heat, Line, Lines, Strip
-from torch_gradmon.pictures.reel import LAYER_VIEWS, OfRecords, OfRun, Panel, Reel
-from torch_gradmon.pictures.squeezing import points, squeezed
+from torch_gradmon.analysis.diagnosis.series import Series, clip_bound
+from torch_gradmon.analysis.plots import charts, colours
+from torch_gradmon.analysis.plots.block_rows import blocks, together
+from torch_gradmon.analysis.plots.downsampling import points, squeezed
+from torch_gradmon.analysis.plots.elements import Heat, Line, Lines, Strip, spans
+from torch_gradmon.analysis.plots.panels import LAYER_VIEWS, OfRecords, OfRun, Panel, Reel
+from torch_gradmon.core.keys import Key
+from torch_gradmon.core.records import StepRecord
 
 VIEW = LAYER_VIEWS["gradient"]
 NAME = "2.weight"
@@ -116,8 +118,8 @@ def test_the_bound_of_a_clip_is_found_by_what_clipped_steps_have_in_common(train
     norm = next(strip for strip in charts.norm(_reels(trained)[0]).strips if strip.title == "gradient norm")
     assert norm.guides == {"bound": pytest.approx(0.5, rel=1e-4)}
     loose = Series((0, 1, 2), (3.0, 4.0, 5.0))
-    assert charts._bound(loose, Series((0, 1, 2), (1.0, 2.0, 3.0))) is None
-    assert charts._bound(loose, loose) is None
+    assert clip_bound(loose, Series((0, 1, 2), (1.0, 2.0, 3.0))) is None
+    assert clip_bound(loose, loose) is None
 
 
 def test_a_profile_has_its_step_and_the_range_of_all(trained: Any) -> None:
@@ -274,7 +276,7 @@ def test_both_engines_draw_every_kind_of_a_run_and_of_a_monitor(trained: Any, ki
 @given(st.lists(st.integers(0, 10_000), unique=True), st.integers(1, 50))
 def test_marks_that_lie_close_are_one_stretch_and_none_is_lost(marks: list[int], most: int) -> None:
     marks.sort()
-    found = charts.spans(marks, most)
+    found = spans(marks, most)
     assert all(any(first <= step <= last for first, last in found) for step in marks)
     assert {step for stretch in found for step in stretch} <= set(marks)
     assert len(found) <= most + 1
@@ -287,6 +289,11 @@ def test_the_edges_of_the_band_are_those_of_all_steps() -> None:
     steps = tuple(range(5000))
     lower, upper = charts._band(Series(steps, tuple(low)), Series(steps, tuple(high)))
     assert (min(lower.values), max(upper.values), len(lower)) == (1e-9, 50.0, 1667)
+
+
+def test_what_was_not_measured_has_no_strip_of_its_own() -> None:
+    records = [StepRecord(step, 0.0, True, {Key("", "loss", ""): 1.0}) for step in range(3)]
+    assert [strip.title for strip in charts.norm(Reel(OfRecords(records))).strips] == ["loss"]
 
 
 def test_gradients_that_were_seen_only_at_the_step_are_not_called_unclipped() -> None:
@@ -324,12 +331,12 @@ def test_a_layer_that_was_frozen_at_first_comes_in_where_it_belongs(tmp_path: Pa
 @pytest.mark.extra
 def test_a_spike_stands_above_its_cell_and_outside_of_the_layers() -> None:
     pytest.importorskip("plotly")
-    from torch_gradmon.pictures.interactive import figure
+    from torch_gradmon.analysis.plots.plotly import figure
 
     heat = Heat("norm", ("a", "b"), (0, 100, 200), (99, 199, 210), ((1.0, 2.0, 3.0), (1.0, 2.0, 3.0)), True, (150,))
     drawn = figure(heat).to_plotly_json()
     cells, marks = drawn["data"]
-    assert list(cells["x"]) == [49.5, 149.5, 205.0]
+    assert list(cells["x"]) == [-0.5, 99.5, 199.5, 210.5]
     assert list(marks["x"]) == [150]
     assert drawn["layout"]["yaxis"]["range"] == [1.5, -0.5]
     assert drawn["layout"]["yaxis2"] == {"overlaying": "y", "range": [0, 1.0], "visible": False, "fixedrange": True}
@@ -338,7 +345,7 @@ def test_a_spike_stands_above_its_cell_and_outside_of_the_layers() -> None:
 @pytest.mark.extra
 def test_hundreds_of_spikes_are_few_shapes_and_names_are_no_html() -> None:
     pytest.importorskip("plotly")
-    from torch_gradmon.pictures.interactive import figure
+    from torch_gradmon.analysis.plots.plotly import figure
 
     line = Line("host <b>", Series(tuple(range(3000)), (1.0,) * 3000), colours.BLUE)
     marks = (5, 700, *range(1000, 3000))
@@ -381,7 +388,7 @@ def test_matplotlib_paints_pink_what_is_not_finite_and_leaves_out_what_was_not_m
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import to_rgb
 
-    from torch_gradmon.pictures.still import drawing
+    from torch_gradmon.analysis.plots.matplotlib import drawing
 
     heat = Heat("norm", ("a", "b"), (0, 1, 2), (0, 1, 2), ((1.0, odd, 10.0), (0.1, 1.0, 100.0)), True)
     drawn = drawing(heat)
@@ -398,7 +405,7 @@ def test_matplotlib_paints_pink_what_is_not_finite_and_leaves_out_what_was_not_m
 @pytest.mark.extra
 def test_matplotlib_marks_the_steps_of_a_line_that_are_not_finite() -> None:
     pytest.importorskip("matplotlib")
-    from torch_gradmon.pictures.still import drawing
+    from torch_gradmon.analysis.plots.matplotlib import drawing
 
     line = Line("norm", Series((0, 1, 2, 3), (1.0, math.nan, 4.0, math.inf)), colours.BLUE)
     drawn = drawing(Lines("norms", (Strip("norm", (line,)),)))
@@ -409,9 +416,9 @@ def test_matplotlib_marks_the_steps_of_a_line_that_are_not_finite() -> None:
 
 @pytest.mark.extra
 def test_a_figure_shows_the_values_and_takes_no_name_for_html() -> None:
-    from torch_gradmon.pictures.interactive import figure
+    from torch_gradmon.analysis.plots.plotly import figure
 
-    heat = charts.Heat("t", ("<b>x</b>", "y"), (0, 5), (4, 5), ((1.0, math.inf), (0.0, math.nan)), True, (5,))
+    heat = Heat("t", ("<b>x</b>", "y"), (0, 5), (4, 5), ((1.0, math.inf), (0.0, math.nan)), True, (5,))
     drawn = figure(heat)
     assert [list(row) for row in drawn.data[0].z] == [[0.0, None], [None, None]]
     assert [list(row) for row in drawn.data[1].z] == [[None, 1], [None, None]]

@@ -19,10 +19,10 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from torch_gradmon.capture.outputs import tensors_of
-from torch_gradmon.capture.reference import ReferencePass, frozen_copy
-from torch_gradmon.errors import Complaints, GradmonWarning, SpikeError
-from torch_gradmon.names import ROOT, canonical_names
+from torch_gradmon.capture.modules.structure import tensors_of
+from torch_gradmon.capture.reference.source import ReferencePass, frozen_copy
+from torch_gradmon.core.errors import Complaints, GradmonWarning, SpikeError
+from torch_gradmon.core.keys import ROOT, canonical_names
 
 Met = list[tuple[str, Tensor, Tensor | None]]
 

@@ -6,9 +6,7 @@ import base64
 import math
 import re
 import subprocess
-import sys
 from array import array
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +15,19 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from tests.browser import available, data_of, report, wait_for
+from tests import forked
+from tests.browser import available, data_of, open_report, wait_for
 
 pytestmark = pytest.mark.extra
 for package in ("plotly", "jinja2"):
     pytest.importorskip(package)
 
-from torch_gradmon.report.packing import LOG_SCALE, LOUD, NONE, ZERO, packed  # noqa: E402
-from torch_gradmon.report.page import write  # noqa: E402
+from torch_gradmon.analysis.report.packing import LOG_SCALE, LOUD, NONE, ZERO, packed  # noqa: E402
+from torch_gradmon.analysis.report.page import write  # noqa: E402
 
 in_browser = pytest.mark.skipif(not available(), reason="there is no Chromium")
 HOSTILE = "</script><img src=x onerror=alert(1)>"
-BLOCKS, STEPS, SPIKE = 60, 60, 45
+BLOCKS, STEPS, SPIKE, LOUDEST = 60, 60, 45, 30
 
 
 class _Named(nn.Module):
@@ -54,11 +53,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = _Named()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     monitor = gradmon.watch(model, optimizer, run_dir=path, on_spike=None)
+    factor = 1.0
+    model.layers[LOUDEST].weight.register_hook(lambda gradient: gradient * factor)
     for step in range(STEPS):
         x = torch.randn(16, 3)
         loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
         optimizer.zero_grad()
-        (loss * (1e4 if step == SPIKE else 1)).backward()
+        factor = 1e5 if step == SPIKE else 1.0
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         monitor.log_scalar("loss", loss.detach())
         optimizer.step()
@@ -72,9 +74,9 @@ def page(run: Path) -> Path:
 
 
 @pytest.fixture
-def window(page: Path) -> Iterator[Any]:
-    with report(page) as driver:
-        yield driver
+def window(driver: Any, page: Path) -> Any:
+    open_report(driver, page)
+    return driver
 
 
 def _codes(text: str) -> list[int]:
@@ -155,6 +157,20 @@ def test_a_reader_finds_what_is_wrong_without_scrolling_and_clicks_through(windo
 
 
 @in_browser
+def test_a_finding_opens_the_block_of_its_layer(window: Any) -> None:
+    link = window.find_element("css selector", ".finding h3 a")
+    name = link.find_element("css selector", "code").text
+    assert name == f"layers.{LOUDEST}.weight"
+    rows = "return document.getElementById('heat').layout.yaxis.ticktext"
+    assert name not in [row.replace("<b>", "").replace("</b>", "") for row in window.execute_script(rows)]
+    link.click()
+    shown = window.execute_script(rows)
+    assert shown[window.execute_script("return document.getElementById('heat').layout.shapes[0].y0 + 0.5")] == f"<b>{name}</b>"
+    assert len(shown) == BLOCKS + 3
+    assert window.get_log("browser") == []
+
+
+@in_browser
 def test_the_arrow_keys_change_the_view(window: Any) -> None:
     from selenium.webdriver.common.keys import Keys
 
@@ -197,15 +213,10 @@ def test_steps_in_the_table_are_whole_and_a_loss_that_is_nan_is_told(tmp_path: P
 
 
 def _gradmon(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", _MAIN, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return forked.run(_MAIN, *arguments, timeout=120)
 
 
-_MAIN = "import sys; from torch_gradmon.cli import main; sys.exit(main())"
+_MAIN = "import sys; from torch_gradmon.cli.main import main; sys.exit(main())"
 
 
 def test_the_command_writes_the_page(run: Path, tmp_path: Path) -> None:

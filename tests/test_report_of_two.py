@@ -6,7 +6,6 @@ import base64
 import json
 import math
 from array import array
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,13 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from tests.browser import available, data_of, report, wait_for
-from torch_gradmon.cli import main
-from torch_gradmon.pictures import pair_charts
-from torch_gradmon.pictures.pairing import Pair, relative
-from torch_gradmon.pictures.reel import OfRun, Reel
-from torch_gradmon.pictures.squeezing import squeezed
-from torch_gradmon.report.packing import LOG_SCALE
+from tests.browser import available, data_of, open_report, wait_for
+from torch_gradmon.analysis.plots import pair_charts
+from torch_gradmon.analysis.plots.downsampling import squeezed
+from torch_gradmon.analysis.plots.pairing import Pair, relative
+from torch_gradmon.analysis.plots.panels import OfRun, Reel
+from torch_gradmon.analysis.report.packing import LOG_SCALE
+from torch_gradmon.cli.main import main
 
 for package in ("plotly", "jinja2"):
     pytest.importorskip(package)
@@ -70,7 +69,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def page(runs: tuple[Path, Path]) -> Path:
     target = runs[1] / "both.html"
-    assert main(["diff", *map(str, runs), "--report", str(target)]) == 1
+    assert main(["diff", *map(str, runs), "--to", str(target)]) == 1
     return target
 
 
@@ -182,12 +181,12 @@ def test_the_second_run_has_the_page_where_no_place_is_named(runs: tuple[Path, P
 
 
 def test_a_page_that_cannot_be_written_is_no_difference(runs: tuple[Path, Path], tmp_path: Path) -> None:
-    assert main(["diff", str(runs[0]), str(runs[0]), "--report", str(tmp_path)]) == 2
-    assert main(["diff", str(runs[0]), str(runs[0]), "--report", "/proc/no/page.html"]) == 2
+    assert main(["diff", str(runs[0]), str(runs[0]), "--to", str(tmp_path)]) == 2
+    assert main(["diff", str(runs[0]), str(runs[0]), "--to", "/proc/no/page.html"]) == 2
 
 
 def test_json_stays_json_beside_a_page(runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["diff", *map(str, runs), "--json", "--report", str(tmp_path / "x.html")]) == 1
+    assert main(["diff", *map(str, runs), "--json", "--to", str(tmp_path / "x.html")]) == 1
     found = capsys.readouterr()
     assert json.loads(found.out)["first"]["step"] == SLIP
     assert "x.html" in found.err
@@ -197,9 +196,9 @@ def test_json_stays_json_beside_a_page(runs: tuple[Path, Path], tmp_path: Path, 
 
 
 @pytest.fixture
-def window(page: Path) -> Iterator[Any]:
-    with report(page) as driver:
-        yield driver
+def window(driver: Any, page: Path) -> Any:
+    open_report(driver, page)
+    return driver
 
 
 @pytest.mark.skipif(not available(), reason="there is no Chromium")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_gradmon.capture.retracing import Run
+from torch_gradmon.capture.reference.replay import Run
 
 
 class Box:

@@ -8,7 +8,6 @@ import shutil
 import signal
 import sqlite3
 import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Iterator
@@ -20,9 +19,10 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor, load_run
-from torch_gradmon.pulse import pulse
-from torch_gradmon.statistics.moments import Column
+from torch_gradmon.core.moments import Column
+from torch_gradmon.runs.liveness import pulse
 
+from . import forked
 from .families import BY_NAME
 
 _CHILD = """
@@ -45,13 +45,11 @@ _CHILD = """
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_after_kill_9_every_step_that_returned_reads_back(seed: int, tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-u", "-c", textwrap.dedent(_CHILD), str(tmp_path), str(seed)], stdout=subprocess.PIPE, text=True
-    ) as child:
+    with forked.start(textwrap.dedent(_CHILD), tmp_path, seed) as child:
         generator = random.Random(seed)
         lines = [child.stdout.readline() for _ in range(generator.randint(1, 60))]
         time.sleep(generator.uniform(0, 0.01))
-        child.send_signal(signal.SIGKILL)
+        child.kill()
         lines += child.stdout.read().splitlines(keepends=True)
     assert child.returncode == -signal.SIGKILL
     printed = {int(step): float(norm) for step, norm in (line.split() for line in lines if line.endswith("\n"))}

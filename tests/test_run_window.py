@@ -12,13 +12,13 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, Run, load_run
-from torch_gradmon.names import GRADIENT, GRADIENT_BEFORE_CLIP, TENSOR_SOURCES, Key, format_key
-from torch_gradmon.plan import evaluate_view
-from torch_gradmon.record import StepRecord, Table
+from torch_gradmon.core.keys import GRADIENT, GRADIENT_BEFORE_CLIP, TENSOR_SOURCES, Key, format_key
+from torch_gradmon.core.moments import ALL_COLUMNS, ALWAYS, VIEWS, Column
+from torch_gradmon.core.records import StepRecord, Table
+from torch_gradmon.runs.window import COUNT, single_threaded
+from torch_gradmon.runs.writer import RunStore
 from torch_gradmon.statistics.eager import measure
-from torch_gradmon.statistics.moments import ALL_COLUMNS, ALWAYS, VIEWS, Column
-from torch_gradmon.store import RunStore
-from torch_gradmon.window import COUNT, single_threaded
+from torch_gradmon.step.plan import evaluate_view
 
 from .families import BY_NAME
 
@@ -174,3 +174,25 @@ def test_the_number_of_threads_is_as_before() -> None:
         assert torch.get_num_threads() == 1
         raise KeyError
     assert torch.get_num_threads() == 2
+
+
+def test_a_series_has_the_steps_in_which_a_value_is_stored_and_those_in_which_it_follows(tmp_path: Path) -> None:
+    """A layer of the dashboard stores its norm, but in steps in which a metric has the statistics of its parameter stored."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = gradmon.ModuleMonitor(model, run_dir=tmp_path, layers="weight")
+    for name in ("norm", "max", "sparsity"):
+        monitor.add_gradient_metric(name, metric_regex="weight", every=2)
+    monitor.attach(optimizer)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(4, 3)).square().mean().backward()
+        optimizer.step()
+    known = monitor.get_all_metrics()
+    monitor.detach()
+    run = gradmon.load_run(tmp_path)
+    for key in {key for values in known.values() for key in values}:
+        series = run.series(key)
+        for step, values in known.items():
+            assert key not in values or series[step] == pytest.approx(values[key], rel=1e-6), (key, step)

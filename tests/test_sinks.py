@@ -7,8 +7,6 @@ import functools
 import gc
 import json
 import math
-import subprocess
-import sys
 import textwrap
 import threading
 from pathlib import Path
@@ -20,11 +18,12 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, JsonlSink, ModuleMonitor
-from torch_gradmon.errors import Complaints
-from torch_gradmon.record import Event
+from torch_gradmon.core.errors import Complaints
+from torch_gradmon.core.records import Event
 from torch_gradmon.sinks import Outlet, delivery
 from torch_gradmon.sinks.delivery import Delivery, Parcel
 
+from . import forked
 from .families import BY_NAME
 
 
@@ -355,8 +354,7 @@ def test_a_sink_that_hangs_does_not_keep_the_process_from_ending(tmp_path: Path)
         monitor.log_scalar("x", step)
         monitor.end_step()
     """
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
+    done = forked.run(textwrap.dedent(script), cwd=tmp_path, timeout=60)
     assert done.returncode == 0
     assert "the sink Hanging did not take its last 5 rows within" in done.stderr
 
@@ -570,7 +568,8 @@ def test_the_last_step_goes_out_when_everything_is_collected() -> None:
 @pytest.mark.parametrize("end", ["", "raise SystemExit(0)", "del model, optimizer", "1 / 0"])
 def test_the_last_step_goes_out_when_the_interpreter_ends(end: str, tmp_path: Path) -> None:
     code = f"""
-        import torch, torch_gradmon as gradmon
+        import warnings, torch, torch_gradmon as gradmon
+        warnings.simplefilter("error")
         model = torch.nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         gradmon.watch(model, optimizer, run_dir={str(tmp_path)!r}).add_sink(gradmon.JsonlSink({str(tmp_path / "m.jsonl")!r}))
@@ -579,12 +578,7 @@ def test_the_last_step_goes_out_when_the_interpreter_ends(end: str, tmp_path: Pa
             optimizer.step()
         {end}
     """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-W", "ignore:Failed to initialize NumPy", "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = forked.run(textwrap.dedent(code))
     assert (done.returncode == 1) == (end == "1 / 0")
     assert "torch_gradmon" not in done.stderr
     assert [row["step"] for row in _read(tmp_path / "m.jsonl")] == [0, 1, 2]
@@ -620,3 +614,32 @@ def test_a_sink_that_is_removed_gets_the_last_row_is_closed_and_hears_no_more() 
     assert sink.rows == [0, 1, 2]
     with pytest.raises(ValueError, match="this sink was not added"):
         monitor.remove_sink(sink)
+
+
+def test_a_forked_process_sends_nothing_twice(tmp_path: Path) -> None:
+    """In a program of its own: what runs at the end of a fork undoes what its parent has, such as temporary directories."""
+    script = """
+import atexit, os, torch
+from torch import nn
+import torch_gradmon as gradmon
+
+model = nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+monitor = gradmon.watch(model, optimizer, on_spike=None, run_dir="run")
+monitor.add_sink(gradmon.JsonlSink("rows.jsonl"))
+for step in range(6):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step == 3:
+        if child := os.fork():
+            os.waitpid(child, 0)
+        else:
+            atexit._run_exitfuncs()
+            os._exit(0)
+"""
+    done = forked.run(script, cwd=tmp_path, timeout=120)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row["step"] for row in rows] == list(range(6))
+    assert gradmon.load_run(tmp_path / "run").steps == list(range(6))

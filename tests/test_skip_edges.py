@@ -99,7 +99,7 @@ def test_whatever_way_a_buffer_is_kept_it_forgets_the_batch(how: str, bad: int) 
 
 @pytest.mark.filterwarnings("always::torch_gradmon.GradmonWarning")
 def test_a_large_buffer_that_moves_for_the_first_time_in_a_skipped_step_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch_gradmon.acting.buffers.COPIED", 0)
+    monkeypatch.setattr("torch_gradmon.plugins.spike_policy.buffers.COPIED", 0)
     model = _net(_Buffered("seldom"))
     optimizer = _sgd(model)
     _watched(model, optimizer)
@@ -124,7 +124,7 @@ def _from_outside(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def test_statistics_of_norms_are_copied_however_large_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch_gradmon.acting.buffers.COPIED", 0)
+    monkeypatch.setattr("torch_gradmon.plugins.spike_policy.buffers.COPIED", 0)
     model = _net()
     optimizer = _sgd(model)
     monitor = _watched(model, optimizer)
@@ -345,7 +345,7 @@ class _Sam(torch.optim.Optimizer):
 
     def __init__(self, base: torch.optim.Optimizer) -> None:
         super().__init__(base.param_groups, {})
-        self.base, self.param_groups = base, base.param_groups
+        self.hidden, self.param_groups = [base], base.param_groups  # in a list it is not found, and followed
 
     def step(self, closure: Any = None) -> Any:
         parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -358,7 +358,7 @@ class _Sam(torch.optim.Optimizer):
             for p, old in zip(parameters, before, strict=True):
                 if p.grad is not None:  # as those do that are in use
                     p.copy_(old)
-        self.base.step()
+        self.hidden[0].step()
         return loss
 
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, Rollback, Skip, SpikeDetector, SpikeError
-from torch_gradmon.arrival import Arrival
+from torch_gradmon.analysis.spike_report import tell
 from torch_gradmon.spikes import Threshold
-from torch_gradmon.story import tell
+from torch_gradmon.step.device_transfer import Arrival
 
 pytestmark = pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning")
 #: Gradient norms of good steps are far below it, and of bad ones far above.
@@ -528,7 +528,7 @@ def test_each_skip_is_said_with_its_reason_and_recorded(tmp_path: Any) -> None:
     skips = [str(w.message) for w in told if "skipped" in str(w.message)]
     assert [text.split(":")[1].strip() for text in skips] == ["step 30", "step 31"]
     assert all("times the usual" in text for text in skips)
-    assert "moved most" in skips[0]
+    assert "layers rose together" in skips[0]
     run = gradmon.load_run(tmp_path / "run")
     assert [(event.step, event.action) for event in run.events] == [(30, "skipped"), (31, "skipped, 2 in a row")]
     assert "skipped, 2 in a row" in tell(run, 31)

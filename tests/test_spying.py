@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from torch_gradmon.capture.spying import Spy
+from torch_gradmon.capture.attention.function_patch import Spy
 
 ORIGINAL = F.scaled_dot_product_attention
 Q = torch.randn(1, 2, 3, 4)

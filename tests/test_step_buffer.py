@@ -14,15 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import oracle
 from torch_gradmon import GradmonWarning, ModuleMonitor
-from torch_gradmon import names as n
-from torch_gradmon.arrival import Arrival
-from torch_gradmon.errors import Complaints
-from torch_gradmon.names import Key
-from torch_gradmon.statistics.backend import Statistics
+from torch_gradmon.core import keys as n
+from torch_gradmon.core.errors import Complaints
+from torch_gradmon.core.keys import Key
+from torch_gradmon.core.moments import ALL_COLUMNS, VIEWS, Column
+from torch_gradmon.statistics.dispatch import Statistics
 from torch_gradmon.statistics.eager import DEFAULT_EPS, measure
-from torch_gradmon.statistics.moments import ALL_COLUMNS, VIEWS, Column
-from torch_gradmon.statistics.reading import threshold_of_squares
-from torch_gradmon.step import StepBuffer
+from torch_gradmon.statistics.tensor_access import threshold_of_squares
+from torch_gradmon.step.buffer import StepBuffer
+from torch_gradmon.step.device_transfer import Arrival
 
 KEY = Key("gradient", "w", "mine")
 
@@ -71,14 +71,6 @@ def test_putting_the_first_names_again_after_others_still_replaces() -> None:
     assert _norms(buffer) == {"a": 3.0, "b": 3.0}
 
 
-def test_reused_rows_are_those_of_the_other_source_unless_measured_themselves() -> None:
-    buffer = _buffer()
-    _put(buffer.put_rows, n.GRADIENT_BEFORE_CLIP, a=[1.0], b=[2.0])
-    buffer.reuse_rows(n.GRADIENT, ["a", "b", "never measured"], n.GRADIENT_BEFORE_CLIP)
-    _put(buffer.put_rows, n.GRADIENT, b=[3.0])
-    assert _norms(buffer) == {"a": 1.0, "b": 3.0}
-
-
 def test_a_table_claims_only_columns_that_all_its_rows_have() -> None:
     buffer = _buffer()
     for columns in (ALL_COLUMNS, frozenset({Column.SUM, Column.MAX})):
@@ -115,19 +107,6 @@ def test_clearing_forgets_the_named_tensors_of_one_source_only(names: list[str] 
         *((n.PARAMETER, name) for name in "abc"),
     }
     assert values.keys() == {Key(n.GRADIENT, name, "mine") for name in left} | {Key(n.PARAMETER, name, "mine") for name in "abc"}
-
-
-def test_what_was_cleared_is_not_reused_either() -> None:
-    buffer, before = _buffer(), KEY._replace(source=n.GRADIENT_BEFORE_CLIP)
-    _put(buffer.put_rows, n.GRADIENT_BEFORE_CLIP, w=[1.0])
-    buffer.put_value(before, 1.0)
-    buffer.reuse_rows(n.GRADIENT, ["w"], n.GRADIENT_BEFORE_CLIP)
-    buffer.reuse_value(KEY, before)
-    buffer.clear(n.GRADIENT, ["w"])
-    buffer.put_value(KEY, 2.0)
-    tables, values, _ = buffer.flush()
-    assert tables.keys() == {n.GRADIENT_BEFORE_CLIP}
-    assert values == {before: 1.0, KEY: 2.0}
 
 
 def test_taking_over_puts_the_others_values_in_the_place_of_what_is_there() -> None:
@@ -223,23 +202,6 @@ def test_an_aggregation_may_return_several_values() -> None:
         **{KEY._replace(metric=f"mine.{name}"): value for name, value in {"low": 1.0, "a.b": 2.0, "3": 3.0}.items()},
         **{Key("", f"loss/per token.{name}", ""): value for name, value in {"low": 1.0, "a.b": 2.0, "3": 3.0}.items()},
     }
-
-
-def test_a_reused_value_is_that_of_the_other_key_and_absent_without_it() -> None:
-    buffer, before = _buffer(), KEY._replace(source=n.GRADIENT_BEFORE_CLIP)
-    buffer.put_value(before, 2.0)
-    buffer.reuse_value(KEY, before)
-    buffer.reuse_value(Key("gradient", "v", "mine"), Key(n.GRADIENT_BEFORE_CLIP, "v", "mine"))
-    assert buffer.flush()[1] == {before: 2.0, KEY: 2.0}
-
-
-def test_a_reused_value_may_be_several() -> None:
-    buffer, before = _buffer(), KEY._replace(source=n.GRADIENT_BEFORE_CLIP)
-    buffer.put_value(before, torch.tensor([1.0, 2.0]), lambda v: {"low": v.min(), "high": v.max()})
-    buffer.reuse_value(KEY, before)
-    found = {key.source + "." + key.metric: value for key, value in buffer.flush()[1].items()}
-    both = {"mine.low": 1.0, "mine.high": 2.0}
-    assert found == {f"{source}.{name}": value for source in ("gradient", n.GRADIENT_BEFORE_CLIP) for name, value in both.items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -11,8 +11,8 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, SpikeDetector, load_run
-from torch_gradmon.cli import main
-from torch_gradmon.story import tell
+from torch_gradmon.analysis.spike_report import tell
+from torch_gradmon.cli.main import main
 
 
 def _spiked(run_dir: Path | None, steps: int = 50, spoiled: float = 40.0) -> ModuleMonitor:
@@ -39,20 +39,21 @@ def test_the_story_names_what_who_when_and_what_came_after() -> None:
     lines = text.splitlines()
     assert lines[0].startswith("step 40: grad_norm = ")
     assert lines[1].startswith("step 40: loss = ")
-    assert lines[2] == "  batch_ids [160, 161], lr 1e-06"
+    assert lines[2] == "  one spike of 2 steps in a row, 39 to 40, the largest in step 39"
+    assert lines[3] == "  batch_ids [160, 161], lr 1e-06"
     titles = next(line for line in lines if line.startswith("signal")).split()
     assert titles == ["signal", "37", "38", "39", "[40]", "41", "42", "43", "44"]
     first = lines[next(row for row, line in enumerate(lines) if line.startswith("parameter, by suspicion")) + 1].split()
     assert first[0] in ("1.weight", "1.bias")
     assert first[-1] == "39"  # it moved the step before
     assert next(line for line in lines if line.startswith("2.weight")).split()[-2:] == ["this", "step"]
-    assert "after the spike of step 40 grad_norm is back to normal since step 41" in text
-    assert "after the spike of step 40 loss is back to normal since step 41" in text
+    assert "after the spike of steps 39 to 40 grad_norm is back to normal since step 41" in text
+    assert "after the spike of steps 39 to 40 loss is back to normal since step 41" in text
 
 
-def test_the_last_spike_is_told_of_by_default_and_other_steps_on_request() -> None:
+def test_the_worst_step_is_told_of_by_default_and_other_steps_on_request() -> None:
     monitor = _spiked(None)
-    assert monitor.why() == monitor.why(40)
+    assert monitor.why() == monitor.why(39)
     assert monitor.why(20).startswith("step 20: no detector called it a spike")
     with pytest.raises(ValueError, match="step 77 is not known: 50 steps are known, from 0 to 49"):
         monitor.why(77)
@@ -108,9 +109,9 @@ def test_a_run_directory_tells_the_same_story(tmp_path: Path) -> None:
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _spiked(tmp_path).detach()
     assert main(["why", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.startswith("step 40: grad_norm = ")
-    assert main(["why", str(tmp_path), "--step", "39"]) == 0
-    assert capsys.readouterr().out.startswith("step 39: ")
+    assert capsys.readouterr().out.startswith("step 39: grad_norm = ")
+    assert main(["why", str(tmp_path), "--step", "40"]) == 0
+    assert capsys.readouterr().out.startswith("step 40: ")
     for words, message in (
         (["why", str(tmp_path), "--step", "999"], "step 999 is not known"),
         (["why", str(tmp_path / "no")], "there is no run in"),

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.gradient_values import DISTRIBUTION
-from torch_gradmon.record import Event
+from torch_gradmon.core.records import Event
 from torch_gradmon.spikes import Threshold
+from torch_gradmon.step.gradient_summary import DISTRIBUTION
 
 
 def _model() -> nn.Sequential:

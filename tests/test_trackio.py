@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import math
 import sqlite3
-import subprocess
-import sys
 import textwrap
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,13 +16,14 @@ import pytest
 
 import torch_gradmon as gradmon
 
+from . import forked
+
 pytestmark = [pytest.mark.extra, pytest.mark.skipif(find_spec("trackio") is None, reason="trackio is not installed")]
 
 
 def _run(script: str, home: Path) -> str:
     settings = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "HOME": str(home), "PATH": ""}
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, env=settings, cwd=home, capture_output=True, text=True, timeout=120, check=False)
+    done = forked.run(textwrap.dedent(script), environment=settings, cwd=home, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -24,10 +24,10 @@ from tests import oracle
 pytest.importorskip("triton")
 pytest.importorskip("numpy")
 
-from torch_gradmon.errors import Complaints, GradmonWarning, NotMeasurable
+from torch_gradmon.core.errors import Complaints, GradmonWarning, NotMeasurable
+from torch_gradmon.core.moments import ALL_COLUMNS, VIEWS, Column, identity
 from torch_gradmon.statistics import eager, triton
-from torch_gradmon.statistics.backend import Statistics
-from torch_gradmon.statistics.moments import ALL_COLUMNS, VIEWS, Column, identity
+from torch_gradmon.statistics.dispatch import Statistics
 from torch_gradmon.statistics.triton import CHUNK, TritonStatistics, supports
 
 pytestmark = [
@@ -122,8 +122,12 @@ def test_values_that_are_hard_to_sum(numbers: list[float]) -> None:
     check(measure(tensors), tensors)
 
 
-@pytest.mark.parametrize("place", [0, 700, BLOCKS - 1, CHUNK - 1, CHUNK, 2 * CHUNK], ids=str)
-@pytest.mark.parametrize("bad", [NAN, INF, -INF], ids=str)
+@pytest.mark.parametrize(
+    ("bad", "place"),
+    # what is bad is decided by element and kind of number, and where it is found by place
+    [*((NAN, place) for place in (0, 700, BLOCKS - 1, CHUNK - 1, CHUNK, 2 * CHUNK)), (INF, 700), (-INF, 700)],
+    ids=str,
+)
 def test_a_single_bad_element_is_found_wherever_it_is(bad: float, place: int) -> None:
     x = random(2 * CHUNK + 1)
     x[place] = bad
@@ -441,7 +445,7 @@ def test_a_copy_starts_anew(duplicate: Callable[[TritonStatistics], TritonStatis
 _COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
-from torch_gradmon.statistics.kernels import rows_of_chunks as kernel
+from torch_gradmon.statistics.triton_kernels import rows_of_chunks as kernel
 from torch_gradmon.statistics.triton import _GROUPS, CHUNK
 types = {"parts": "*fp64", "entries": "*i64", "owners": "*i32", "addresses": "*i64", "scale": "*fp32"}
 constants = dict(SCALED=True, MINUS=True, SIZE=CHUNK, GROUPS=_GROUPS)

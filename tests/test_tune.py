@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import torch_gradmon as gradmon
-from torch_gradmon import GradmonWarning, ModuleMonitor, SpikeDetector, change, load_run, mailbox
-from torch_gradmon.change import Change, changed, in_words
-from torch_gradmon.errors import Complaints
-from torch_gradmon.mailbox import Mailbox
-from torch_gradmon.story import tell
+from torch_gradmon import GradmonWarning, ModuleMonitor, SpikeDetector, load_run
+from torch_gradmon.analysis.spike_report import tell
+from torch_gradmon.core.errors import Complaints
+from torch_gradmon.plugins.live_detail import request_file as mailbox
+from torch_gradmon.plugins.live_detail.request_file import Mailbox
+from torch_gradmon.runs import detail_request as change
+from torch_gradmon.runs.detail_request import Change, changed, in_words
 
 from . import loops
 from .reads import HostReads
@@ -179,6 +181,30 @@ def test_from_outside_it_begins_with_the_step_after_the_look(tmp_path: Path) -> 
     assert state["last"] == {"every": 1, "steps": 3, "number": 1, "since": 4, "until": 6, "ended": "its steps are over"}
     assert "in_force" not in state
     assert "waits" not in state
+
+
+def test_a_step_that_it_begins_in_has_no_part_of_what_the_root_takes() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = gradmon.ModuleMonitor(model, every=100)
+    monitor.add_activation_metric("norm", of="input")
+    monitor.attach(optimizer)
+    norms = []
+    for step in range(4):
+        if step == 2:
+            monitor.tune(every=1, steps=2)
+        batches = torch.randn(2, 5, 3)
+        for x in batches:
+            model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        norms.append(float(batches.norm()))
+        if step == 2:
+            assert "after the step had begun" in monitor.missing()["input/[root module]/norm"]
+    monitor.detach()
+    found = {step: values.get("input/[root module]/norm") for step, values in monitor.get_all_metrics().items()}
+    assert found == {0: pytest.approx(norms[0], rel=1e-6), 2: None, 3: pytest.approx(norms[3], rel=1e-6)}
 
 
 def test_a_later_change_takes_the_place_of_one_before_it() -> None:
@@ -509,6 +535,7 @@ def test_a_budget_goes_back_to_where_it_was(monkeypatch: pytest.MonkeyPatch) -> 
     assert loop.monitor is not None
     budget = loop.monitor._session.budget
     assert budget is not None
+    monkeypatch.setattr(budget, "step_ended", lambda *_: None)  # which goes by the clock
     budget.interval = 4  # as it was found for what the script asks for
     loop.monitor.tune(preset="full", steps=50)
     loop.go(20)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,13 +14,19 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon import change, load_run, mailbox, pulse
-from torch_gradmon.cli import main
+from torch_gradmon import load_run
+from torch_gradmon.cli.main import main
+from torch_gradmon.plugins.live_detail import request_file as mailbox
+from torch_gradmon.runs import detail_request as change
+from torch_gradmon.runs import liveness as pulse
+
+from . import forked
 
 _TRAINING = """
-import os, sys, time, torch
+import os, sys, time, torch, warnings
 from torch import nn
 import torch_gradmon as gradmon
+warnings.simplefilter("error", UserWarning)
 torch.set_num_threads(1)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
@@ -36,26 +41,19 @@ while time.time() < end and not os.path.exists(sys.argv[1] + "/stop"):
         print("begun", flush=True)
     time.sleep(0.005)
 """
-_COMMAND = "import sys; from torch_gradmon.cli import main; sys.exit(main())"
+_COMMAND = "import sys; from torch_gradmon.cli.main import main; sys.exit(main())"
 
 
 def _command(*words: object, limit: float = 120.0) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-c", _COMMAND, "tune", *map(str, words)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=limit, check=False)
+    return forked.run(_COMMAND, "tune", *words, timeout=limit)
 
 
 @contextlib.contextmanager
-def _training(directory: Path) -> Iterator[subprocess.Popen[str]]:
-    line = [sys.executable, "-W", "error::UserWarning", "-W", "ignore:Failed to initialize NumPy", "-c", _TRAINING]
-    process = subprocess.Popen([*line, str(directory)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
+def _training(directory: Path) -> Iterator[forked.Program]:
+    with forked.start(_TRAINING, directory) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
         yield process
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
 
 
 def test_a_training_in_another_process_is_tuned_and_goes_back_by_itself(tmp_path: Path) -> None:
@@ -174,7 +172,7 @@ def _refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
         (["--every", 0], "argument --every: '0' is not a positive whole number"),
         (["--every", "1.5"], "argument --every: '1.5' is not a positive whole number"),
         (["--preset", "fulll"], "argument --preset: invalid choice: 'fulll'"),
-        (["--every", 1, "--from-step", -1], "argument --from-step"),
+        (["--every", 1, "--first", -1], "argument --first"),
         (["--every", 10**20], "every=100000000000000000000 of type int is too large"),
         (["--reset", "--every", 1], "--reset goes back to what the script asks for, and --every says something else"),
         (["--status", "--reset"], "--status changes nothing, and goes with no other option"),
@@ -233,14 +231,14 @@ def test_the_file_itself_may_be_named_and_numbers_grow(tmp_path: Path, capsys: p
 @pytest.mark.usefixtures("at_once")
 def test_what_whoever_asks_may_not_have_thought_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     training = Training(tmp_path, every=1, preset="cheap").go(10)
-    assert "step 3 is over, so that it begins with the next step" in _said(capsys, 0, tmp_path, "--every", 1, "--from-step", 3)
+    assert "step 3 is over, so that it begins with the next step" in _said(capsys, 0, tmp_path, "--every", 1, "--first", 3)
     assert "without --every the cadence stays that of the script: every step, preset cheap" in _said(
         capsys, 0, tmp_path, "--preset", "full", "--for", 5
     )
     training.go(2)
     status = _said(capsys, 0, tmp_path, "--status")
     assert "in force: preset full, for 5 steps (number 2); from step 11 to 15" in status
-    _said(capsys, 0, tmp_path, "--every", 1, "--from-step", 40)
+    _said(capsys, 0, tmp_path, "--every", 1, "--first", 40)
     training.go(1)
     status = _said(capsys, 0, tmp_path, "--status")
     assert "asked for and not yet in force: every step (number 3); not before step 40" in status
@@ -291,7 +289,7 @@ def test_whether_a_run_looks_alive_depends_on_how_often_it_is_monitored(
 ) -> None:
     training = Training(tmp_path, every=every)
     now = 1_000_000.0
-    monkeypatch.setattr("torch_gradmon.assembly.time.time", lambda: now)
+    monkeypatch.setattr("torch_gradmon.step.record_builder.time.time", lambda: now)
     for _ in range(3):  # of a run whose steps take a second
         training.monitor.tune(every=1, steps=1)
         for _ in range(10):
@@ -330,12 +328,12 @@ def test_a_change_that_waits_for_its_step_is_told_by_the_one_that_takes_its_plac
     tmp_path: Path, capsys: pytest.CaptureFixture[str], at_once: None
 ) -> None:
     training = Training(tmp_path).go(3)
-    _said(capsys, 0, tmp_path, "--every", 1, "--from-step", 1000)
+    _said(capsys, 0, tmp_path, "--every", 1, "--first", 1000)
     training.go(1)
-    told = _said(capsys, 1, tmp_path, "--every", 3, "--from-step", 2000, "--wait", "--timeout", 1)
+    told = _said(capsys, 1, tmp_path, "--every", 3, "--first", 2000, "--wait", "--timeout", 1)
     assert "it takes the place of one that was not in force yet: every step (number 1); not before step 1000" in told
     training.go(1)
-    waited = _said(capsys, 1, tmp_path, "--every", 4, "--from-step", 3000, "--wait", "--timeout", 1)
+    waited = _said(capsys, 1, tmp_path, "--every", 4, "--first", 3000, "--wait", "--timeout", 1)
     assert "the training has seen it" not in waited
     assert waited.endswith("it was not in force within 1 s; it still stands, and may come yet\n")
 
@@ -345,7 +343,7 @@ def test_that_it_was_seen_and_waits_is_told_to_whoever_waits(
 ) -> None:
     training = Training(tmp_path).go(3)
     monkeypatch.setattr(time, "sleep", lambda _: training.go(1))
-    told = _said(capsys, 1, tmp_path, "--every", 1, "--from-step", 10**6, "--wait", "--timeout", 1)
+    told = _said(capsys, 1, tmp_path, "--every", 1, "--first", 10**6, "--wait", "--timeout", 1)
     assert told.count("the training has seen it: every step (number 1); not before step 1000000\n") == 1
 
 

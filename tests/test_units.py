@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import torch_gradmon as gradmon
 from tests import oracle
 from torch_gradmon import ModuleMonitor
-from torch_gradmon.capture.units import WINDOW
+from torch_gradmon.capture.modules.unit_metrics import WINDOW
 from torch_gradmon.statistics.kurtosis import central_sums, kurtosis
 
 SGD = torch.optim.SGD
@@ -246,8 +246,8 @@ def test_evaluation_wakes_no_unit_and_ends_no_step() -> None:
     for number in range(WINDOW):
         monitor.begin_step(number)
         with torch.no_grad():
-            model(torch.ones(1, 4))
-        model(torch.tensor([[0.0, 0.0, 0.0, 1.0]]))
+            model.eval()(torch.ones(1, 4))
+        model.train()(torch.tensor([[0.0, 0.0, 0.0, 1.0]]))
         model.eval()(torch.ones(1, 4))
         model.train()
         monitor.end_step()

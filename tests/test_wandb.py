@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import math
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,13 +18,15 @@ import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor, WandbSink
 from torch_gradmon.sinks.wandb_rows import AXIS, counter_of
 
+from . import forked
 from .wandb_files import history, records, summary
 
 wandb = pytest.importorskip("wandb")
 # most loops here are of what is measured, and leave out what the audit of the loop misses
 pytestmark = [pytest.mark.filterwarnings("ignore:torch_gradmon. Gradients are not cleared"), pytest.mark.extra]
 
-STEPS = 330
+#: Enough for scripts that log every hundred steps or so, and for the others.
+STEPS, FEW = 330, 120
 #: Kept here, since a monitor keeps no model alive.
 MODEL, OTHER = nn.Linear(1, 1), nn.Linear(1, 1)
 
@@ -200,6 +199,13 @@ SCRIPTS: list[Callable[[Script, int], None]] = [
     _parts_without_step_and_epochs_with,
     _with_a_call_that_fails,
 ]
+SELDOM = (
+    _every_hundredth_with_step,
+    _long_epochs_with_step,
+    _long_epochs_without_step,
+    _epochs_and_the_last,
+    _iterations_of_five_steps,
+)
 KEPT_BACK = "ignore:.*are kept back from this script's W&B run:torch_gradmon.GradmonWarning"
 
 
@@ -219,10 +225,10 @@ def _step(monitor: ModuleMonitor, step: int, **values: float) -> None:
 def test_no_row_is_lost_neither_ours_nor_the_scripts(
     logs: Callable[[Script, int], None], first: str, run: Any, tmp_path: Path
 ) -> None:
-    script = Script(run)
+    script, steps = Script(run), STEPS if logs in SELDOM else FEW
     monitor = ModuleMonitor(MODEL)
     monitor.add_sink(run)
-    for step in range(STEPS):
+    for step in range(steps):
         if first == "the script first":
             logs(script, step)
         _step(monitor, step, norm=step / 8)
@@ -231,11 +237,11 @@ def test_no_row_is_lost_neither_ours_nor_the_scripts(
         if step % 20 == 0:
             assert counter_of(run) == run.step
     monitor.detach()
-    script.log({"test": 1.0}, **({"step": STEPS * 10_000} if "tokens" in logs.__name__ else {}))
+    script.log({"test": 1.0}, **({"step": steps * 10_000} if "tokens" in logs.__name__ else {}))
     run.finish()
     rows = history(tmp_path)
     ours = [(row[AXIS], row["norm"]) for row in rows if "norm" in row]
-    assert ours == [(step, step / 8) for step in range(STEPS)]
+    assert ours == [(step, step / 8) for step in range(steps)]
     keys = {key for key, _ in script.logged}
     assert sorted(_pairs(rows, *keys)) == sorted(script.logged)
     assert monitor.complaints() == {}
@@ -307,21 +313,6 @@ def test_a_spike_that_is_raised_at_the_end_keeps_no_row_back(run: Any, tmp_path:
     monitor.log_scalar("loss", 1e6)
     run.finish()  # in the middle of a step, which ends with it
     assert [row[AXIS] for row in history(tmp_path)] == list(range(61))
-
-
-def test_a_forked_process_sends_nothing_twice(run: Any, tmp_path: Path) -> None:
-    monitor = ModuleMonitor(MODEL)
-    monitor.add_sink(run)
-    for step in range(10):
-        _step(monitor, step, x=step)
-    child = os.fork()
-    if child == 0:
-        atexit._run_exitfuncs()
-        os._exit(0)
-    os.waitpid(child, 0)
-    monitor.detach()
-    run.finish()
-    assert _pairs(history(tmp_path), "x") == [("x", step) for step in range(10)]
 
 
 def test_a_run_that_is_disabled_takes_everything_and_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -570,8 +561,7 @@ for _ in range(5):
 """
     settings = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_CONSOLE": "off"}
     settings.pop("WANDB_SERVICE", None)  # that of the tests would go on beyond the script's end
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, env=settings, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = forked.run(script, environment=settings, cwd=tmp_path, timeout=120)
     assert done.returncode == (1 if end == "1 / 0" else 0), done.stderr
     assert "GradmonWarning" not in done.stderr
     rows = history(tmp_path)

@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.widths import judging
-from torch_gradmon.widths.drawing import middle_of
-from torch_gradmon.widths.expected import Expected, Layer, asked_for, kind_of, standard
-from torch_gradmon.widths.fit import Slope, fit_slope, student_quantile
-from torch_gradmon.widths.judging import Verdict, judge, outcome, within
-from torch_gradmon.widths.terms import Probe, Terms, terms
-from torch_gradmon.widths.training import Run
-from torch_gradmon.widths.wording import table, words
+from torch_gradmon.analysis.width_sweep import verdicts as judging
+from torch_gradmon.analysis.width_sweep.expected import Expected, Layer, asked_for, kind_of, standard
+from torch_gradmon.analysis.width_sweep.plots import middle_of
+from torch_gradmon.analysis.width_sweep.power_law import Slope, fit_slope, student_quantile
+from torch_gradmon.analysis.width_sweep.terms import Probe, Terms, terms
+from torch_gradmon.analysis.width_sweep.text import table, words
+from torch_gradmon.analysis.width_sweep.training import Run
+from torch_gradmon.analysis.width_sweep.verdicts import Verdict, judge, outcome, within
 
 # --- the quantile of Student's distribution -------------------------------------------------------------------------------------
 

@@ -15,9 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import width_models as models
-from torch_gradmon.cli import main
-from torch_gradmon.widths import WidthSweep, judging, width_sweep, wording
-from torch_gradmon.widths.recipe import usual_loss
+from torch_gradmon.analysis.width_sweep import WidthSweep, width_sweep
+from torch_gradmon.analysis.width_sweep import text as wording
+from torch_gradmon.analysis.width_sweep import verdicts as judging
+from torch_gradmon.analysis.width_sweep.recipe import usual_loss
+from torch_gradmon.cli.main import main
 
 INPUTS, CLASSES = torch.randn(4, 6, generator=torch.Generator().manual_seed(3)), torch.tensor([0, 1, 2, 0])
 
@@ -689,8 +691,10 @@ def test_the_exit_code_says_whether_it_passed(
         (["FILE.py:make", "--data", "FILE.py:batch", "--expect", "0=x"], "give REGEX=EXPONENT"),
         (["FILE.py:make", "--data", "FILE.py:batch", "--expect", "stable", "--expect", "0=1"], "give REGEX=EXPONENT"),
         (["FILE.py:make", "--data", "FILE.py:batch", "--expect", "9=1"], "matches none of the modules"),
-        (["FILE.py:make", "--data", "FILE.py:batch", "--json", "no/where.json"], "there is no such directory"),
-        (["FILE.py:make", "--data", "FILE.py:batch", "--json", "."], "it is a directory"),
+        pytest.param(
+            ["FILE.py:make", "--data", "FILE.py:batch", "--to", "FILE.py/out.png"], "is no directory", marks=pytest.mark.extra
+        ),
+        pytest.param(["FILE.py:make", "--data", "FILE.py:batch", "--to", "."], "is a directory", marks=pytest.mark.extra),
         (["FILE.py:make", "--data", "FILE.py:lost"], "the data of seed 0 cannot be had: KeyError"),
         (["leaves.py:make", "--data", "FILE.py:batch"], "leaves.py exits when it is imported"),
     ],
@@ -704,16 +708,18 @@ def test_what_cannot_be_swept_has_another_exit_code(
     assert len(error.splitlines()) == 1
 
 
-def test_the_command_writes_what_it_measured(script: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    arguments = ["coordcheck", f"{script}:make", "--data", f"{script}:batch", *QUICK, "--json", "out.json"]
-    code = main(arguments)
-    kept = json.loads((tmp_path / "out.json").read_text())
+def test_the_command_prints_what_it_measured(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["coordcheck", f"{script}:make", "--data", f"{script}:batch", *QUICK]
+    code = main([*arguments, "--json"])
+    kept = json.loads(capsys.readouterr().out)
     assert code == (0 if kept["outcome"] == "passes" else 1)
+    main(arguments)
     assert kept["words"] in capsys.readouterr().out
     assert [(run["width"], run["seed"]) for run in kept["runs"]] == [(w, s) for s in (0, 1) for w in (16, 32, 64)]
 
 
-def test_what_lies_beside_a_file_is_found_and_the_table_comes_before_the_files(
+@pytest.mark.extra
+def test_what_lies_beside_a_file_is_found_and_the_table_comes_before_the_picture(
     script: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "inner").mkdir()
@@ -723,25 +729,27 @@ def test_what_lies_beside_a_file_is_found_and_the_table_comes_before_the_files(
     def full(*_: Any) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(WidthSweep, "save", full)
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(WidthSweep, "plot", full)
     file = f"inner/main_{script}.py"
-    assert main(["coordcheck", f"{file}:make", "--data", f"{file}:batch", *QUICK, "--json", "out.json"]) == 2
+    assert main(["coordcheck", f"{file}:make", "--data", f"{file}:batch", *QUICK, "--to", "out.png"]) == 2
     printed = capsys.readouterr()
-    assert "out.json cannot be written: no space left" in printed.err
+    assert "out.png cannot be written: no space left" in printed.err
     assert printed.out.startswith("module")
 
 
 @pytest.mark.extra
 def test_a_picture_of_no_known_kind_is_refused_before_the_sweep(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    assert main(["coordcheck", f"{script}:make", "--data", f"{script}:batch", *QUICK, "--plot", "out.xyz"]) == 2
+    assert main(["coordcheck", f"{script}:make", "--data", f"{script}:batch", *QUICK, "--to", "out.xyz"]) == 2
     printed = capsys.readouterr()
     assert not printed.out
-    assert "matplotlib writes no such files; choose one of" in printed.err
+    assert "--to out.xyz must end in " in printed.err
+    assert " .png, " in printed.err
 
 
 @pytest.mark.extra
 def test_the_command_draws(script: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    main(["coordcheck", f"{script}:make", "--data", f"{script}:batch", *QUICK, "--plot", "out.png"])
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    main(["coordcheck", f"{script}:make", "--data", f"{script}:batch", *QUICK, "--to", "new/out.png"])
+    assert (tmp_path / "new" / "out.png").read_bytes().startswith(b"\x89PNG")

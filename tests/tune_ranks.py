@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from benchmarks.exchange import Collectives
-from torch_gradmon import ModuleMonitor, mailbox
-from torch_gradmon.cli import main
+from torch_gradmon import ModuleMonitor
+from torch_gradmon.cli.main import main
+from torch_gradmon.plugins.live_detail import request_file as mailbox
 
 from .rank_runs import wrapped
 
@@ -67,6 +68,9 @@ def from_outside(rank: int, wrap: str, directory: str, every: int, calls: dict[i
 
 # --- anything at any time ----------------------------------------------------------------------------------------------------------
 
+#: Of a training at random: enough for the spikes to be seen.
+STEPS = 30
+
 
 def at_random(rank: int, seed: int, directory: str, is_tuned: bool) -> dict[str, Any]:
     """A training of which the seed says how it is watched, when its ranks begin to tell each other values, when it spikes, and what the
@@ -77,11 +81,11 @@ def at_random(rank: int, seed: int, directory: str, is_tuned: bool) -> dict[str,
     every = dice.choice([1, 3, 7])
     acts = dice.choice([None, None, "skip"])
     recorder = dice.choice([0, 4]) if every > 1 else 0
-    reduces_from = dice.choice([0, dice.randrange(60), dice.randrange(60), 1000])
-    adds_at = dice.choice([dice.randrange(60), 1000, 1000])
+    reduces_from = dice.choice([0, dice.randrange(STEPS), dice.randrange(STEPS), 1000])
+    adds_at = dice.choice([dice.randrange(STEPS), 1000, 1000])
     preset = dice.choice(["cheap", "standard", "full"])
-    spikes = {dice.randrange(10, 60): dice.choice([0, None]) for _ in range(3)}
-    changes: dict[int, dict[str, Any]] = {dice.randrange(60): _change(dice) for _ in range(6)}
+    spikes = {dice.randrange(10, STEPS): dice.choice([0, None]) for _ in range(3)}
+    changes: dict[int, dict[str, Any]] = {dice.randrange(STEPS): _change(dice) for _ in range(6)}
     everybody = dice.choice([False, True])
     model = wrapped(wrap)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -94,7 +98,7 @@ def at_random(rank: int, seed: int, directory: str, is_tuned: bool) -> dict[str,
         monitor.add_preset(preset)
         monitor.attach(optimizer)
         states, seen = [], []
-        for step in range(60):
+        for step in range(STEPS):
             if step == adds_at:
                 monitor.add_activation_metric("rms", metric_regex="last")
             if is_tuned and step in changes and (rank == 0 or everybody):
@@ -124,7 +128,7 @@ def _change(dice: random.Random) -> dict[str, Any]:
     if dice.random() < 0.6:
         change["steps"] = dice.randrange(1, 12)
     if dice.random() < 0.3:
-        change["from_step"] = dice.randrange(60)
+        change["from_step"] = dice.randrange(STEPS)
     return change
 
 
@@ -132,16 +136,16 @@ def judged(rank: int) -> dict[str, Any]:
     """A detector on each of two ranks under DDP, of which the first is watched more closely for a while, with a spike meanwhile."""
     model = wrapped("ddp")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    monitor = gradmon.watch(model, optimizer, every=10, on_spike="raise")
+    monitor = gradmon.watch(model, optimizer, every=5, on_spike="raise")
     scores = []
-    for step in range(600):
-        if step == 405 and rank == 0:
+    for step in range(300):
+        if step == 205 and rank == 0:
             monitor.tune(every=1, steps=50)
         optimizer.zero_grad()
-        (model(_batch(0, step)).square().mean() * (1e4 if step == 413 else 1)).backward()
+        (model(_batch(0, step)).square().mean() * (1e4 if step == 213 else 1)).backward()
         optimizer.step()
         scores.append(monitor.get_step_metrics().get("gradmon/spike_score"))
-        missing = monitor.missing().get("gradmon/spike_score", "") if step == 413 else ""
+        missing = monitor.missing().get("gradmon/spike_score", "") if step == 213 else ""
         if missing:
             found = missing
     state = monitor.state_dict()["detectors"]

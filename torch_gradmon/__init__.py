@@ -1,20 +1,20 @@
 """See what gradients, parameters, updates and activations do while a PyTorch model trains."""
 
-from .acting.policy import Counts, Rollback, RolledBack, Skip
-from .adaptive_clipping import AdaGC, ZClip
-from .attention import monitor_scaled_dot_product_attention
-from .comparison.result import Difference
-from .coordinate_check import RefinedCoordinateCheck
-from .diagnosis import Diagnosis, Finding
-from .diagnosis.diagnose import diagnose
-from .diff import diff
-from .errors import GradmonWarning, SpikeError
-from .mixin import MonitorMixin
-from .monitor import ModuleMonitor
-from .run import Run, load_run
+from .analysis.comparison.diff import diff
+from .analysis.comparison.result import Difference
+from .analysis.diagnosis import Diagnosis, Finding
+from .analysis.diagnosis.diagnose import diagnose
+from .analysis.run import Run, load_run
+from .core.errors import GradmonWarning, SpikeError
+from .monitor.attention import monitor_scaled_dot_product_attention
+from .monitor.coordinate_check import RefinedCoordinateCheck
+from .monitor.mixin import MonitorMixin
+from .monitor.monitor import ModuleMonitor
+from .monitor.watch import watch
+from .plugins.clipping.adaptive import AdaGC, ZClip
+from .plugins.spike_policy.policy import Counts, Rollback, RolledBack, Skip
 from .sinks import JsonlSink, TensorBoardSink, TrackioSink, WandbSink
 from .spikes import SpikeDetector
-from .watch import watch
 
 __version__ = "0.1.0"
 

@@ -141,6 +141,24 @@ def _clipped_each_time(family: str, watch: Watch, seed: int, healed: bool) -> fl
     return last(losses)
 
 
+def _made_anew(family: str, watch: Watch, seed: int, healed: bool) -> float:
+    """The optimizer is made anew before the training, and the one that is watched never steps."""
+    job = task(family, seed)
+    old = torch.optim.SGD(job.model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(old)  # which keeps it
+    optimizer = adamw(job.model)
+    monitor = watch(job.model, optimizer if healed else scheduler.optimizer)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = job.loss(job.model, next(job.batches))
+        loss.backward()
+        monitor.log_scalar("loss", loss.detach())
+        losses.append(loss.detach())
+        optimizer.step()
+    return last(losses)
+
+
 TRAININGS: list[Training] = [
     *over(
         ["mlp", "cnn", "rnn"],
@@ -168,6 +186,14 @@ TRAININGS: list[Training] = [
     ),
     *over(["mlp", "gpt", "rnn"], "two-steps", "stepped-twice", _stepped_twice, "one step for each gradient", held_back="rnn"),
     *over(["mlp", "autoencoder", "cnn"], "no-step", "never-stepped", _never_stepped, "optimizer.step()", held_back="cnn"),
+    *over(
+        ["mlp", "autoencoder", "cnn"],
+        "optimizer-made-anew",
+        "unattached-optimizer",
+        _made_anew,
+        "attach the optimizer that steps",
+        held_back="cnn",
+    ),
     *over(
         ["mlp", "rnn", "vit"], "clip-behind-step", "clip-after-step", _clipped_too_late, "clip before the step", held_back="vit"
     ),

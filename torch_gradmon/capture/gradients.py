@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from ..names import BATCH_GRADIENT, GRADIENT, GRADIENT_BEFORE_CLIP, GRADIENT_LOCAL, Key
-from ..plan import SourcePlan
-from ..shelf import Place
-from ..statistics.moments import ALWAYS, Column, merge
-from ..step import StepBuffer
-from .measuring import Measurer
+from ..core.keys import BATCH_GRADIENT, GRADIENT, GRADIENT_BEFORE_CLIP, GRADIENT_LOCAL
+from ..core.moments import ALWAYS, Column, merge
+from ..step.buffer import StepBuffer
+from ..step.parameter_refs import Place
+from ..step.plan import SourcePlan
+from .measurer import Measurer
 
-#: What tells an edited gradient from its former self.
-_WITNESSES = frozenset({Column.SUM, Column.SQUARE_SUM})
+_NARROW = frozenset({torch.float16, torch.bfloat16})
 _SQUARES = ALWAYS | {Column.SQUARE_SUM}
 _Seen = dict[int, tuple["weakref.ref[Tensor]", int]]
 
 
 class GradientCapture:
-    """Measures the gradients of one step, and reuses what it measured before clipping where nothing has touched them since.
+    """Measures the gradients of one step: at the end of backward, and again when the optimizer is about to use them.
 
-    Whether a gradient was touched is told by its identity and its version counter, which unscaling leaves alone and clipping
-    moves. An edit through ``.data`` moves neither, so on CPU its sums are compared too, at a fraction of what measuring
-    costs; elsewhere that would take a synchronisation, and everything is measured anew.
+    Rows of the first are never reused for the second. Identity and version counter of a gradient do not show an edit through
+    ``.data``, and no sum shows every edit; to compare all elements would cost what measuring them costs.
     """
 
     def __init__(self, measurer: Measurer) -> None:
@@ -40,20 +38,44 @@ class GradientCapture:
         self._uncommitted: dict[tuple[int, int], StepBuffer] = {}
         self._accumulated: dict[int, weakref.ref[Tensor]] = {}
         self.measures_batches = False  # each micro-batch by itself
+        self._doubtful: frozenset[int] = frozenset()
+        self._clipped: _Seen = {}  # as a clip by the monitor has left them
         self._batches: dict[int, list[Tensor]] = {}  # rows of its gradients, by backward pass
 
-    def begin(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], parameters: Sequence[Place]) -> None:
-        """Start a step; ``parameters`` are those that the plans' positions speak of."""
+    def begin(
+        self,
+        buffer: StepBuffer,
+        plans: Mapping[str, SourcePlan],
+        parameters: Sequence[Place],
+        doubtful: Collection[str] = (),
+    ) -> None:
+        """Start a step; ``parameters`` are those that the plans' positions speak of, ``doubtful`` the names of those that were
+        frozen since the model was first seen, perhaps for a part of each step only.
+        """
         self._buffer, self._plans, self._parameters = buffer, plans, parameters
+        self._doubtful = (
+            frozenset(p for p, name in enumerate(plans[GRADIENT].names) if name in doubtful) if doubtful else frozenset()
+        )
         self._seen, self._held, self._uncommitted, self._accumulated, self._batches = {}, {}, {}, {}, {}
-        self._scaled = False
+        self._scaled, self._clipped = False, {}
 
-    def not_measured(self, positions: Sequence[int], inverse_scale: Tensor | None) -> list[int]:
-        """Those whose gradients before clipping were not measured as they are now."""
+    def there(self, positions: Iterable[int]) -> list[int]:
+        """Those that have gradients now."""
+        return list(self._gradients(positions))
+
+    def not_clipped(self, positions: Sequence[int]) -> list[int]:
+        """Those whose gradients no clip has left as they are: what one clip leaves is not before the next."""
         gradients = self._gradients(positions)
-        unmoved = {p for p, gradient in gradients.items() if self._untouched(p, gradient)}
-        same = self._compared(unmoved, gradients, inverse_scale)[0] if unmoved else set()
+        same = {p for p, g in gradients.items() if p in self._clipped and _tells_edits(g) and _is_as(self._clipped[p], g)}
         return [position for position in positions if position not in same]
+
+    def clipped(self, positions: Sequence[int]) -> None:
+        """These parameters' gradients have just been clipped."""
+        self._clipped.update((p, (weakref.ref(g), _version(g))) for p, g in self._gradients(positions).items())
+
+    def are_measured(self, positions: Iterable[int]) -> bool:
+        """Whether the gradients before clipping that there are have been measured."""
+        return all(position in self._seen for position in self._gradients(positions))
 
     def rows_now(self, positions: Sequence[int], columns: frozenset[Column]) -> Tensor | None:
         """The rows of these parameters' gradients, just measured before clipping; None where one of them has none."""
@@ -78,6 +100,12 @@ class GradientCapture:
 
     def _gradients(self, positions: Iterable[int]) -> dict[int, Tensor]:
         found = {}
+        if self._buffer is not None and self._doubtful:
+            # the gradient does not show it: zero_grad(set_to_none=False) leaves one to a layer that was frozen for good
+            thawed = (
+                p for p in self._doubtful.intersection(positions) if (q := self._parameters[p]()) is not None and q.requires_grad
+            )
+            self._buffer.thawed.update(self._plans[GRADIENT].names[p] for p in thawed)
         for position in positions:
             parameter = self._parameters[position]()
             if parameter is not None and parameter.grad is not None:
@@ -131,66 +159,30 @@ class GradientCapture:
         """Measure the gradients that the optimizer is about to use. Replaces an earlier call's values."""
         if self._buffer is None:
             return
-        plan, before = self._plans[GRADIENT], self._plans[GRADIENT_BEFORE_CLIP]
-        self._buffer.clear(GRADIENT, [plan.names[p] for p in positions])
+        plan = self._plans[GRADIENT]
+        names = [plan.names[p] for p in positions]
+        self._buffer.clear(GRADIENT, names)
+        self._buffer.used.update(names)
         gradients = self._gradients(positions)
-        unmoved = {p for p, gradient in gradients.items() if self._untouched(p, gradient)}
-        same, differing = self._compared(unmoved, gradients, inverse_scale)
-        if gradients and all(p in self._seen for p in gradients):
-            # unscaling in low precision rounds, which is no edit
-            touched = {p for p, gradient in gradients.items() if p not in unmoved and _tells_edits(gradient)}
-            edited = bool(touched) or (bool(differing) and not self._scaled)
-            if edited or all(map(_tells_edits, gradients.values())):  # else the values tell, once they are on the host
-                self._buffer.noted["edited"] = max(self._buffer.noted.get("edited", False), edited)
-        reused = same if plan.columns <= before.columns else set()
-        if reused:
-            self._buffer.reuse_rows(GRADIENT, [plan.names[p] for p in plan.measured if p in reused], GRADIENT_BEFORE_CLIP)
-        self._measurer.statistics(
-            self._buffer, plan, {p: g for p, g in gradients.items() if p not in reused}, inverse_scale=inverse_scale
-        )
-        twins = {p for p in same & plan.functions.keys() if self._reuse_values(p)}
-        self._measurer.run_functions(
-            self._buffer, plan, {p: g for p, g in gradients.items() if p not in twins}, inverse_scale=inverse_scale
-        )
+        if any(p in self._seen and p not in gradients for p in positions):
+            self._buffer.noted["edited"] = True
+        elif gradients and all(p in self._seen for p in gradients):
+            self._note_edits(gradients)
+        if narrow := {gradient.dtype for gradient in gradients.values()} & _NARROW:
+            self._buffer.noted["rounding"] = max(torch.finfo(dtype).eps / 2 for dtype in narrow)
+        self._measurer.measure(self._buffer, plan, gradients, inverse_scale=inverse_scale)
 
-    def _compared(
-        self, positions: set[int], gradients: Mapping[int, Tensor], inverse_scale: Tensor | None
-    ) -> tuple[set[int], set[int]]:
-        """Of these gradients those whose sums are still what they were before clipping, and those whose sums differ."""
+    def _note_edits(self, gradients: Mapping[int, Tensor]) -> None:
+        """Note whether these were written to since they were measured before clipping; without a note the values decide."""
         assert self._buffer is not None
-        before = self._plans[GRADIENT_BEFORE_CLIP]
-        placed = self._buffer.names_of(GRADIENT_BEFORE_CLIP)
-        known = [p for p in before.measured if p in positions and gradients[p].device.type == "cpu" and before.names[p] in placed]
-        if not known or Column.SQUARE_SUM not in before.columns:
-            return set(), set()
-        columns = sorted(_WITNESSES & before.columns)
-        then = self._buffer.rows_of(GRADIENT_BEFORE_CLIP, [before.names[p] for p in known])[:, columns]
-        now = self._measurer.built_in.measure([gradients[p] for p in known], frozenset(columns), inverse_scale)[:, columns]
-        equal = ((now == then) | (now.isnan() & then.isnan())).all(dim=1).tolist()
-        same = {position for position, is_equal in zip(known, equal, strict=True) if is_equal}
-        return same, set(known) - same
-
-    def _reuse_values(self, position: int) -> bool:
-        """Take over the values of the metric functions where each has its twin before clipping."""
-        assert self._buffer is not None
-        plan, before = self._plans[GRADIENT], self._plans[GRADIENT_BEFORE_CLIP]
-        twins = {(m.name, m.function, m.aggregation) for m in before.functions.get(position, ())}
-        metrics = plan.functions[position]
-        if position in plan.spread or not all((m.name, m.function, m.aggregation) in twins for m in metrics):
-            return False
-        name = plan.names[position]
-        for metric in metrics:
-            self._buffer.reuse_value(Key(GRADIENT, name, metric.name), Key(GRADIENT_BEFORE_CLIP, name, metric.name))
-            place = f"{name}/{metric.name}"
-            if (GRADIENT_BEFORE_CLIP, place) in self._buffer.absent:
-                self._buffer.absent[GRADIENT, place] = self._buffer.absent[GRADIENT_BEFORE_CLIP, place]
-        return True
+        touched = any(_tells_edits(gradient) and not self._untouched(p, gradient) for p, gradient in gradients.items())
+        # unscaling moves no counter, and in low precision it rounds: other values, and no edit
+        rounds = self._scaled and any(gradient.dtype in _NARROW for gradient in gradients.values())
+        if touched or (rounds and all(map(_tells_edits, gradients.values()))):
+            self._buffer.noted["edited"] = max(self._buffer.noted.get("edited", False), touched)
 
     def _untouched(self, position: int, gradient: Tensor) -> bool:
-        if position not in self._seen or not _tells_edits(gradient):
-            return False
-        reference, version = self._seen[position]
-        return reference() is gradient and version == _version(gradient)
+        return _is_as(self._seen[position], gradient)
 
     def local(self, position: int, gradient: Tensor | None, inverse_scale: Tensor | None) -> None:
         """Measure the gradient that one backward pass brings for one parameter; it counts once :meth:`commit_local` comes.
@@ -226,6 +218,11 @@ def _tells_edits(gradient: Tensor) -> bool:
     DDP's buckets) share one with their neighbours.
     """
     return type(gradient) is Tensor and not gradient._is_view()
+
+
+def _is_as(seen: tuple[weakref.ref[Tensor], int], gradient: Tensor) -> bool:
+    reference, version = seen
+    return reference() is gradient and version == _version(gradient)
 
 
 def _version(tensor: Tensor) -> int:

@@ -1,8 +1,8 @@
 """Hooks that can be hung on a model without changing what it is.
 
 A hook never keeps its owner alive, so a model can be collected as before: a parameter's hook dict lives in C++, where the
-garbage collector cannot follow a cycle. Copied or pickled along with a module, a hook turns into one that does nothing, so
-that EMA copies do not feed the monitor, and a saved module loads where torch_gradmon is not installed.
+garbage collector cannot follow a cycle. What is copied or pickled of a module has none of these hooks (:mod:`torch_gradmon.core.pickling`),
+so that EMA copies do not feed the monitor, and a saved module loads where torch_gradmon is not installed.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
-from ..shelf import Place
-
-
-def _inert(*_: object) -> None:
-    return None
+from ..core import pickling as saving
+from ..core.pickling import BareState
+from ..core.torch_modes import is_traced
+from ..step.parameter_refs import Place
 
 
 def compiled_graphs() -> int:
@@ -28,6 +28,11 @@ def compiled_graphs() -> int:
     utils = sys.modules.get("torch._dynamo.utils")
     graphs: int = 0 if utils is None else utils.counters["stats"]["unique_graphs"]
     return graphs
+
+
+def takes_hooks(module: nn.Module) -> bool:
+    """Whether hooks of Python can be hung on ``module``; a module of TorchScript refuses them."""
+    return not isinstance(module, torch.jit.ScriptModule)
 
 
 class Hook:
@@ -45,11 +50,8 @@ class Hook:
         method = self._method()
         return None if method is None else method(*self._extra, *args)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Callable[..., None]:
-        return _inert
-
     def __reduce__(self) -> tuple[Any, ...]:
-        # sys.audit takes any arguments and returns None, and every Python has it
+        # for whoever copies hooks one by one: sys.audit takes any arguments and returns None, and every Python has it
         return functools.partial, (sys.audit, "torch_gradmon.inert_hook")
 
 
@@ -61,8 +63,8 @@ class Traceable(Protocol):
 
 
 class ModuleHook(Hook):
-    """A hook on a module's forward. It vanishes where ``torch.export`` traces it, and where ``torch.compile`` does, unless it has
-    a ``tap``.
+    """A hook on a module's forward. It vanishes where ``torch.export`` or ``make_fx`` trace it, and where ``torch.compile`` does, unless
+    it has a ``tap``.
     """
 
     def __init__(self, method: Callable[..., Any], *extra: object, tap: Traceable | None = None) -> None:
@@ -75,7 +77,7 @@ class ModuleHook(Hook):
             if self._tap is not None and not torch.compiler.is_exporting():
                 self._tap.trace(args[-1])
             return None
-        if torch._C._get_tracing_state() is not None:  # of torch.jit.trace
+        if torch._C._get_tracing_state() is not None or is_traced():  # the former of torch.jit.trace
             return None
         method = self._method()  # as above; every step of a training comes through here
         return None if method is None else method(*self._extra, *args)
@@ -106,13 +108,30 @@ class Handles:
         return bool(self._handles)
 
     def add(self, handle: torch.utils.hooks.RemovableHandle) -> None:
-        """Take charge of ``handle``."""
+        """Take charge of ``handle`` of a hook on a tensor, of which torch itself saves none."""
         self._handles.append(handle)
 
-    def on_accumulate(self, place: Place, hook: Hook) -> None:
-        """Hang ``hook`` behind the accumulation of the gradient of the parameter there."""
+    def of_module(self, handle: torch.utils.hooks.RemovableHandle) -> None:
+        """Take charge of ``handle`` of a hook on a module, which is left out of what is saved of it."""
+        self._handles.append(handle)
+        saving.leave_out(handle, scripted=False)
+
+    def of_optimizer(self, handle: torch.utils.hooks.RemovableHandle) -> None:
+        """Take charge of ``handle`` of a hook on an optimizer, which is left out of what is saved of it."""
+        self._handles.append(handle)
+        saving.leave_out(handle)
+
+    def on_accumulate(self, place: Place, hook: Hook, first: bool = False) -> None:
+        """Hang ``hook`` behind the accumulation of the gradient of the parameter there; ``first`` of all hooks there, none of
+        which may be running.
+        """
         if (parameter := place()) is not None:
             self._on_tensor(place, "_post_accumulate_grad_hooks", parameter.register_post_accumulate_grad_hook, hook)
+            hooks: Any = parameter._post_accumulate_grad_hooks
+            if first and len(hooks) > 1:
+                *others, own = hooks.items()
+                hooks.clear()  # torch goes by the order in which they were put there, which move_to_end() leaves alone
+                hooks.update([own, *others])
 
     def on_gradient(self, place: Place, hook: Hook) -> None:
         """Hang ``hook`` on the gradient that each backward pass brings for the parameter there."""
@@ -131,7 +150,7 @@ class Handles:
     def remove(self) -> None:
         """Remove all hooks; calling it again does nothing."""
         for handle in self._handles:
-            handle.remove()
+            saving.remove(handle)
         for place, attribute in self._bare:
             parameter = place()
             if parameter is not None and not getattr(parameter, attribute):
@@ -153,7 +172,7 @@ def _thawed(parameter: torch.nn.Parameter) -> Iterator[None]:
 
 
 class WrappedMethod:
-    """Stands in for a bound method on one instance; copying or pickling the instance leaves the stand-in behind.
+    """Stands in for a bound method on one instance; a copied or pickled instance has the method of its class.
 
     Args:
         owner: the instance, held weakly.
@@ -167,6 +186,8 @@ class WrappedMethod:
         self._around: Callable[..., Any] | None = around
         self._previous = owner.__dict__.get(name)
         setattr(owner, name, self)
+        if not isinstance(owner.__dict__.get("__getstate__"), BareState):
+            owner.__getstate__ = BareState(owner, _unwrapped)
 
     def _original(self) -> Callable[..., Any]:
         if self._previous is not None:
@@ -194,10 +215,14 @@ class WrappedMethod:
                 del owner.__dict__[self._name]
             else:
                 setattr(owner, self._name, previous)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copy = memo.get(id(self._owner()))
-        return getattr(type(copy), self._name).__get__(copy)
+        if owner is not None and not any(isinstance(value, WrappedMethod) for value in vars(owner).values()):
+            vars(owner).pop("__getstate__", None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._owner(), self._name)
+        return getattr, (self._owner(), self._name)  # as Python does it with a bound method that somebody keeps
+
+
+def _unwrapped(value: Any) -> Any:
+    while isinstance(value, WrappedMethod):
+        value = value._previous
+    return value

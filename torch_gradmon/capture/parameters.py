@@ -9,18 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..merging import cosine
-from ..names import OPTIMIZER, PARAMETER, PARAMETER_DIFFERENCE, UPDATE, UPDATE_BASE
-from ..plan import SourcePlan
-from ..registry import BuiltIn
-from ..shelf import Place
-from ..statistics.moments import Column
+from ..core.keys import OPTIMIZER, PARAMETER, PARAMETER_DIFFERENCE, UPDATE, UPDATE_BASE
+from ..core.moments import SQUARES
 from ..statistics.norm import inner_product
-from ..step import StepBuffer
-from .measuring import Measurer
-
-#: What is measured of the parameters that updates refer to.
-SQUARES = frozenset({Column.COUNT, Column.SQUARE_SUM})
+from ..step.buffer import StepBuffer
+from ..step.parameter_refs import Place
+from ..step.plan import SourcePlan
+from ..step.reduction import cosine
+from ..step.registry import BuiltIn
+from .measurer import Measurer
 
 State = Mapping[str, Any]
 
@@ -157,6 +154,11 @@ class ParameterCapture:
                 self._buffer.absent[UPDATE, name] = f"update_sample={self._sample.pattern!r} leaves it out"
             else:
                 self._before[position] = self._rows(parameter).clone()
+
+    def forget(self, positions: Iterable[int]) -> None:
+        """These are not stepped after all."""
+        for position in positions:
+            self._before.pop(position, None)
 
     def after_step(self, positions: Iterable[int], optimizer: torch.optim.Optimizer) -> None:
         """Measure what the step changed, and the optimizer's state."""

@@ -11,8 +11,8 @@ from typing import Any
 
 from accelerate.tracking import GeneralTracker
 
-from ..errors import Complaints, display
-from ..monitor import ModuleMonitor
+from ..core.errors import Complaints, display
+from ..monitor.monitor import ModuleMonitor
 
 
 class GradMonTracker(GeneralTracker):  # type: ignore[misc]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -12,11 +11,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .. import check
-from ..errors import Complaints, display, nearest
-from ..monitor import ModuleMonitor
+from ..capture.hooks import Handles
+from ..core import validation as check
+from ..core.errors import Complaints, display
+from ..monitor import replacing
+from ..monitor.monitor import ModuleMonitor
+from ..monitor.options import check_names
+from ..monitor.watch import prepared
 from ..spikes import SpikeDetector
-from ..watch import prepared
 
 
 class Watching:
@@ -46,13 +48,11 @@ class Watching:
             raise ValueError(
                 "a monitor that is given has detectors of its own: call monitor.add_detector(SpikeDetector(rule)) instead"
             )
-        known = (*inspect.signature(ModuleMonitor).parameters, "preset")
-        own = {"module": "the model", "scaler": "the GradScaler"}
+        own = {"module": "the model", "scaler": "the GradScaler", "start_step": "the number of the first step"}
         for name in arguments:
             if name in own:
                 raise TypeError(f"{name}= is not needed here: the trainer has {own[name]}")
-            if name not in known:
-                raise TypeError(f"there is no argument {name!r}{nearest(name, known)}")
+        check_names(arguments, ("preset", "on_spike"))
         if arguments:  # a rehearsal, which writes nothing, raises what there is to raise
             prepared(None, **{**arguments, "run_dir": None, "compile_statistics": False})
         self.monitor = monitor
@@ -69,8 +69,10 @@ class Watching:
         scaler: torch.amp.GradScaler | None = None,
         start_step: int = 0,
         state: Mapping[str, Any] | None = None,
+        trainer: object = None,
     ) -> ModuleMonitor:
-        """Watch ``model`` from now on. A monitor of its own serves one model; a second training of the same one goes on with it.
+        """Watch ``model`` from now on. A monitor of its own serves one model; a second training of the same one goes on with it. What
+        :func:`torch_gradmon.watch`, or the adapter of another trainer, still watches the model with is detached.
 
         Args:
             model: that is trained.
@@ -78,6 +80,7 @@ class Watching:
             scaler: the GradScaler that drives them.
             start_step: number of the first step.
             state: what :meth:`ModuleMonitor.state_dict` gave in the run that goes on; one that does not fit is left with a warning.
+            trainer: whose adapter this is; it may have several for one model.
 
         Raises:
             TypeError, ValueError: as :meth:`ModuleMonitor.attach`.
@@ -90,9 +93,11 @@ class Watching:
             for detector in self._detectors:
                 self.monitor.add_detector(detector)
         assert self.monitor is not None
-        self.monitor.set_module(model)
+        if self.monitor.module is not model:
+            self.monitor.set_module(model)
         self._model = weakref.ref(model)
-        self.monitor.attach(*optimizers, scaler=scaler, start_step=start_step if is_new else None)
+        first = start_step if is_new else None
+        replacing.attach(self.monitor, optimizers, scaler=scaler, start_step=first, owner=trainer)
         if state:
             try:
                 self.monitor.load_state_dict(state)
@@ -125,7 +130,9 @@ class HeldSchedulers:
     def __init__(self, monitor: ModuleMonitor, optimizers: Iterable[Optimizer], schedulers: Callable[[], Iterable[Any]]) -> None:
         self._monitor, self._schedulers = weakref.ref(monitor), schedulers
         self._kept: list[tuple[Any, dict[str, Any], list[dict[str, Any]]]] = []
-        self._handles = [optimizer.register_step_post_hook(self._stepped) for optimizer in optimizers]
+        self._handles = Handles()
+        for optimizer in optimizers:
+            self._handles.of_optimizer(optimizer.register_step_post_hook(self._stepped))
 
     def _stepped(self, optimizer: Optimizer, *_: object) -> None:
         monitor = self._monitor()
@@ -152,8 +159,7 @@ class HeldSchedulers:
 
     def remove(self) -> None:
         """Follow no more."""
-        for handle in self._handles:
-            handle.remove()
+        self._handles.remove()
 
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:

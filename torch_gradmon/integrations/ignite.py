@@ -5,19 +5,23 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from ignite.engine import Engine, Events
 from torch import nn
 
-from .. import check
-from ..errors import Complaints, display
-from ..monitor import ModuleMonitor
-from ..names import compile_pattern
-from ..record import Event
+from ..core import validation as check
+from ..core.errors import Complaints, display
+from ..core.keys import compile_pattern
+from ..core.records import Event
+from ..monitor.monitor import ModuleMonitor
+from ..monitor.options import WatchOptions
 from ..spikes import Rule, SpikeDetector
 from .common import Watching
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class GradMonHandler:
@@ -53,7 +57,7 @@ class GradMonHandler:
         rule: Rule | Callable[[float], Any] | SpikeDetector | None = None,
         callback: Callable[[Engine, Event], Any] | None = None,
         keys: str | re.Pattern[str] = "gradmon/",
-        **watch_arguments: Any,
+        **watch_arguments: Unpack[WatchOptions],
     ) -> None:
         if callback is not None and not callable(callback):
             raise TypeError(f"callback must be a function of the engine and the event, got {display(callback)}")
@@ -96,10 +100,10 @@ class GradMonHandler:
         if self._handles:
             raise ValueError("this handler is attached already; name all optimizers in one attach() call, or call detach() first")
         check.module(model)
-        bare = check.optimizers(model, optimizers)
+        check.optimizers(model, optimizers)
         check.grad_scaler(scaler)
         self._trainer, self._model, self._scaler = weakref.ref(trainer), weakref.ref(model), scaler
-        self._optimizers = [weakref.ref(optimizer) for optimizer in bare]
+        self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         trainer.state.unhealthy_spike = False  # type: ignore[attr-defined]
         for event, method in (
             (Events.STARTED, self._started),
@@ -158,7 +162,7 @@ class GradMonHandler:
         scaler = self._scaler if self._scaler is not None else getattr(engine.state, "scaler", None)
         scaler = scaler if isinstance(scaler, torch.amp.GradScaler) else None
         loaded, self._loaded = self._loaded, {}
-        monitor = self._watching.begin(model, optimizers, scaler=scaler, start_step=first, state=loaded)
+        monitor = self._watching.begin(model, optimizers, scaler=scaler, start_step=first, state=loaded, trainer=engine)
         self._runs, self._seen = True, monitor.last_step
 
     def _iteration_started(self, engine: Engine) -> None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from .. import check
-from ..batches import DOCUMENTATION as BATCHES
-from ..errors import Complaints, display
-from ..monitor import ModuleMonitor
-from ..summary import DOCUMENTATION, ON_REQUEST
+from ..core import validation as check
+from ..core.errors import Complaints, display
+from ..monitor.monitor import ModuleMonitor
+from ..monitor.options import WatchOptions
+from ..step.micro_batches import DOCUMENTATION as BATCHES
+from ..step.summary import DOCUMENTATION, ON_REQUEST
 from .common import HeldSchedulers, Watching
 from .epoch import Epoch, renamed
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _SECTION, _EPOCH = "gradmon/", "gradmon_epoch/"
 
@@ -61,7 +65,7 @@ class GradMonCallback(Callback):
         explosion_threshold: float | None = None,
         step_prefix: str = _SECTION,
         epoch_prefix: str = _EPOCH,
-        **watch_arguments: Any,
+        **watch_arguments: Unpack[WatchOptions],
     ) -> None:
         if log_every_n_steps is not None:
             check.step_number("log_every_n_steps", log_every_n_steps)
@@ -129,7 +133,9 @@ class GradMonCallback(Callback):
         start, loaded = trainer.global_step // len(trainer.optimizers), self._loaded
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         state, self._loaded = loaded.get("monitor"), {}
-        monitor = self._watching.begin(pl_module, trainer.optimizers, scaler=scaler, start_step=start, state=state)
+        monitor = self._watching.begin(
+            pl_module, trainer.optimizers, scaler=scaler, start_step=start, state=state, trainer=trainer
+        )
         self._epoch, self._shown = Epoch(), -1
         if "epoch" in loaded:
             self._epoch.load_state_dict(loaded["epoch"])

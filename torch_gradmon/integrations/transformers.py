@@ -7,21 +7,25 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
-from .. import check
-from ..batches import DOCUMENTATION as BATCHES
-from ..errors import Complaints, display
-from ..guard import is_disabled
-from ..monitor import ModuleMonitor
-from ..names import SUMMARY
+from ..core import validation as check
+from ..core.errors import Complaints, display
+from ..core.fence import is_disabled
+from ..core.keys import SUMMARY
+from ..monitor.monitor import ModuleMonitor
+from ..monitor.options import WatchOptions
 from ..sinks.tensorboard import TensorBoardSink
 from ..sinks.trackio import TrackioSink
 from ..sinks.wandb import WandbSink
-from ..summary import DOCUMENTATION, ON_REQUEST
+from ..step.micro_batches import DOCUMENTATION as BATCHES
+from ..step.summary import DOCUMENTATION, ON_REQUEST
 from .common import HeldSchedulers, Watching
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 #: What joins the Trainer's own log line.
 LOG_KEYS = ("grad_norm", "grad_norm_clipped", "clipped_share", "spike_score", "steps_not_applied")
@@ -60,7 +64,7 @@ class GradMonCallback(TrainerCallback, ExportableState):  # type: ignore[misc]  
         *,
         report: bool = True,
         log_keys: Collection[str] = LOG_KEYS,
-        **watch_arguments: Any,
+        **watch_arguments: Unpack[WatchOptions],
     ) -> None:
         self._reports = check.flag(report=report)
         if isinstance(log_keys, str) or not isinstance(log_keys, Collection):
@@ -106,7 +110,8 @@ class GradMonCallback(TrainerCallback, ExportableState):  # type: ignore[misc]  
             raise ValueError("DeepSpeed steps by itself and keeps gradients from hooks; use FSDP2, or leave GradMonCallback out")
         saved = self._saved(kept) if state.global_step > 0 else None
         scaler, start = getattr(optimizer, "scaler", None), state.global_step
-        monitor = self._watching.begin(model, [optimizer], scaler=scaler, start_step=start, state=saved)
+        # the Trainer itself is not told of; its control object is one for all its callbacks
+        monitor = self._watching.begin(model, [optimizer], scaler=scaler, start_step=start, state=saved, trainer=control)
         scheduler = getattr(lr_scheduler, "scheduler", lr_scheduler)  # of Accelerate
         self._held = HeldSchedulers(monitor, [check.bare_optimizer(optimizer)], lambda: [scheduler])
         self._since, self._line = {}, -1

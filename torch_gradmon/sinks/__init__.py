@@ -1,8 +1,8 @@
 """Where records go."""
 
+from .filtered_sink import Outlet
 from .jsonl import JsonlSink
 from .mlflow import MlflowSink
-from .outlet import Outlet
 from .tensorboard import TensorBoardSink
 from .trackio import TrackioSink
 from .wandb import WandbSink

@@ -8,7 +8,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from ..errors import display
+from ..core.errors import display
 from .comet import CometSink
 from .mlflow import MlflowSink
 from .tensorboard import TensorBoardSink
@@ -65,7 +65,7 @@ def sender(sink: Any) -> Log:
     """How to give values and a step to ``sink``.
 
     Raises:
-        TypeError: it has no method for that and is not callable.
+        TypeError: it has no method for that and is not callable so.
     """
     methods = [method for name in _METHODS if callable(method := getattr(sink, name, None))]
     # what has such a method is not meant to be called itself, as a module of Lightning
@@ -73,7 +73,7 @@ def sender(sink: Any) -> Log:
         if _takes_values_and_step(function):
             return partial(_call, function)
     raise TypeError(
-        f"a sink needs a method log(dict, step=) or log_metrics(dict, step=), or must be callable, got {display(sink)}"
+        f"a sink needs a method log(dict, step=) or log_metrics(dict, step=), or must be callable as sink(dict, step=), got {display(sink)}"
     )
 
 

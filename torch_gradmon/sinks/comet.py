@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .renaming import Renaming
+from .key_rewriting import Renaming
 
 #: Characters of a name that Comet keeps.
 LONGEST = 100

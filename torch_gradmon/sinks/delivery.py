@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..errors import Complaints, GradmonWarning
+from ..core.errors import Complaints, GradmonWarning, in_words
 
 #: Failures in a row after which a sink is dropped.
 PATIENCE = 3
@@ -50,7 +50,7 @@ class Delivery:
         self._complaints = complaints
         self._kept = f"; all rows are in {kept}" if kept else ""
         self._waiting: deque[Parcel] = deque()
-        self._error: BaseException | None = None
+        self._error: str | None = None
         self._failures = 0
         self._slow = 0
         self._returned = -SLOW
@@ -74,7 +74,7 @@ class Delivery:
         self._give_up(self._waiting)
         return True
 
-    def lose(self, rows: int, message: str = "", error: BaseException | None = None) -> None:
+    def lose(self, rows: int, message: str = "", error: BaseException | str | None = None) -> None:
         """Count lost rows; say the first message, and one by which the sink is dropped."""
         self._complaints.counts[self.cause] += rows
         if message and not self._said:
@@ -94,7 +94,7 @@ class Delivery:
     def _failed(self, waiting: deque[Parcel], error: BaseException) -> None:
         if self._complaints.raising and not self._beside:
             raise error
-        self._error = error
+        self._error = in_words(error)
         self._failures += 1
         if self._failures >= PATIENCE:
             self._drop(waiting, f"failed {PATIENCE} times in a row, first with step {waiting[0].step}, and is dropped", error)
@@ -154,6 +154,9 @@ class ThreadedDelivery(Delivery):
         thread, self._thread = self._thread, None
         if thread is None:
             return True
+        if thread is threading.current_thread():  # in which the monitor was collected
+            self._queue.put_nowait(None)
+            return False
         until = time.monotonic() + _LAST
         try:
             self._queue.put(None, timeout=_LAST)
@@ -167,17 +170,24 @@ class ThreadedDelivery(Delivery):
         return not thread.is_alive()
 
     def _work(self, parcels: queue.Queue[Parcel | None], waiting: deque[Parcel]) -> None:
-        while (parcel := parcels.get()) is not None:
-            if self.dropped:
-                self.lose(parcel.rows)
-                continue
-            waiting.append(parcel)
-            while waiting and not self.dropped:
-                self._send(waiting)
-                if waiting and not self.dropped:
-                    time.sleep(_PAUSE * self._failures)
+        while self._take(parcels.get(), waiting):
+            pass  # with no parcel in hand, which would keep the sink alive for as long as no other one comes
 
-    def lose(self, rows: int, message: str = "", error: BaseException | None = None) -> None:
+    def _take(self, parcel: Parcel | None, waiting: deque[Parcel]) -> bool:
+        """Whether another one may follow."""
+        if parcel is None:
+            return False
+        if self.dropped:
+            self.lose(parcel.rows)
+            return True
+        waiting.append(parcel)
+        while waiting and not self.dropped:
+            self._send(waiting)
+            if waiting and not self.dropped:
+                time.sleep(_PAUSE * self._failures)
+        return True
+
+    def lose(self, rows: int, message: str = "", error: BaseException | str | None = None) -> None:
         """The same; where warnings were made errors, none of them may end the thread."""
         try:
             super().lose(rows, message, error)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from ..errors import display
+from ..core.errors import display
+from ..core.json_numbers import plain
 
 
 class JsonlSink:
@@ -75,19 +75,3 @@ def _abandon(file: IO[str]) -> None:
         file.close()
     except OSError:
         pass
-
-
-def plain(value: float) -> float | str:
-    """The value, or the string that stands for one that is not finite."""
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-
-
-def strict(value: Any) -> Any:
-    """For JSON, which has no numbers that are not finite: these as ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, as in a JsonlSink."""
-    if isinstance(value, Mapping):
-        return {name: strict(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [strict(item) for item in value]
-    return plain(value) if isinstance(value, float) else value

@@ -9,8 +9,8 @@ from importlib import import_module
 from itertools import islice
 from typing import Any
 
-from .packages import require
-from .renaming import Renaming
+from .key_rewriting import Renaming
+from .optional import require
 
 #: Metrics in one call of ``log_metrics``, and characters in a name, by MLflow's own limits.
 AT_ONCE, LONGEST = 1000, 250

@@ -8,11 +8,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ..errors import display
-from ..names import SUMMARY
-from ..record import Event
+from ..core.errors import display
+from ..core.keys import SUMMARY
+from ..core.records import Event
 from .histograms import without_histograms
-from .packages import require
+from .optional import require
 
 
 class TensorBoardSink:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from ..errors import display
-from ..record import Event
+from ..core.errors import display
+from ..core.records import Event
 from .histograms import without_histograms
-from .packages import require
+from .optional import require
 
 
 class TrackioSink:

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-from ..errors import GradmonWarning, display
-from ..names import ATTENTION_SOURCES, NAME_SOURCES, SUMMARY, TENSOR_SOURCES
-from ..record import Event
+from ..core.errors import GradmonWarning, display
+from ..core.keys import ATTENTION_SOURCES, NAME_SOURCES, SUMMARY, TENSOR_SOURCES
+from ..core.records import Event
 from .histograms import Histogram, without_histograms
-from .packages import require
+from .optional import require
 from .wandb_rows import AXIS, Clock, Rows
 
 #: Values that are kept back at most; beyond that the oldest rows go.

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ..names import SUMMARY
+from ..core.keys import SUMMARY
 
 #: The axis of everything that is logged here: the monitor's step.
 AXIS = f"{SUMMARY}/step"

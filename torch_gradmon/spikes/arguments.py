@@ -1,11 +1,11 @@
-"""Checks of what rules are made with, and how factors are said."""
+"""Checks of what rules are made with."""
 
 from __future__ import annotations
 
 import math
 from typing import overload
 
-from ..errors import display
+from ..core.errors import display
 
 
 @overload
@@ -26,13 +26,3 @@ def positive(name: str, value: float, *, above: float = 0.0, whole: bool = False
     if not above < value < math.inf:
         raise ValueError(f"{name} must be {wanted}, got {display(value)}")
     return value if whole else float(value)
-
-
-def times(factor: float) -> str:
-    """A factor for people.
-
-    >>> times(1.2345), times(987.6), times(12345.6), times(1.2e9)
-    ('1.23 times', '988 times', '12,346 times', '1.2e+09 times')
-    """
-    text = f"{factor:.3g}" if factor < 999.5 else f"{factor:,.0f}" if factor < 1e6 else f"{factor:.2g}"
-    return f"{text} times"

@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..errors import display
-from ..record import Event
+from ..core.errors import display
+from ..core.records import Event
 from .hampel import Hampel
 from .rules import Asked, Rule
 from .verdicts import Each, Verdict, foreseen, judged, learn, load_state, state_of

@@ -8,18 +8,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from .arguments import positive
-from .windows import SortedWindow
+from .sorted_window import SortedWindow
 
 #: Makes the median of absolute deviations a standard deviation for normal data.
 MAD_TO_STD = 1.4826
 #: Score above which a norm is a spike, and the smallest factor above usual that is one.
 THRESHOLD, LEAST = 5.5, 1.5
+#: Of the last values that were no spikes, so many tell what is usual.
+NEAR = 9
 #: Values before the first score: a median of fewer tells nothing.
 FIRST = 3
 #: Residuals before their spread counts.
 FEWEST_RESIDUALS = 5
-#: After n values the spread counts as 1 + EARLY_SPREAD / n times as large.
-EARLY_SPREAD = 16
+#: After n values the logarithm of the smallest rise is larger by EARLY / n, and the spread counts as 1 + EARLY_SPREAD / n times as large.
+EARLY, EARLY_SPREAD = 9.0, 16
 #: Values before a value is compared with the far median as well. Norms of the first steps of a warm-up rise like a ramp.
 FAR_FROM = 40
 #: Spikes among the last values after which these are the new level: at once, or once the first of them is that long ago.
@@ -69,8 +71,8 @@ class Hampel:
         threshold: float = THRESHOLD,
         *,
         least: float = LEAST,
-        early: float = 9.0,
-        near: int = 9,
+        early: float = EARLY,
+        near: int = NEAR,
         far: int = 7,
         lag: int = 7,
         window: int = 127,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ..names import SPIKE_SCORE, SUMMARY, Key, format_key, parse_key
-from ..plan import evaluate_view
-from ..record import StepRecord, Table
-from ..statistics.moments import ALWAYS, VIEWS
+from ..core.keys import SPIKE_SCORE, SUMMARY, Key, format_key, parse_key
+from ..core.moments import VIEWS
+from ..core.records import StepRecord, Table
+from ..step.plan import value_in, values_in
 
 
 def value_of(signal: str, record: StepRecord, whole: Mapping[str, float]) -> float | None:
@@ -27,13 +27,6 @@ def value_of(signal: str, record: StepRecord, whole: Mapping[str, float]) -> flo
     return value_in(record.tables.get(key.source), key)
 
 
-def value_in(table: Table | None, key: Key) -> float | None:
-    """The value of ``key``, if it is a built-in metric of a tensor in ``table``."""
-    if table is None or key.name not in table.names or not _measured(key.metric, table):
-        return None
-    return _values(key.metric, table, [table.names.index(key.name)])[0]
-
-
 class Matches:
     """The values of all keys that a pattern is found in, those of :func:`value_of`."""
 
@@ -47,7 +40,7 @@ class Matches:
         found: dict[str, float] = {}
         for source, table in record.tables.items() if with_tables else ():
             for metric, rows, keys in self._plan(source, table):
-                pairs = zip(keys, _values(metric, table, rows), strict=True)
+                pairs = zip(keys, values_in(metric, table, rows), strict=True)
                 found.update((key, value) for key, value in pairs if value is not None)
         for key, value in record.values.items():
             if key.source == SPIKE_SCORE:
@@ -67,19 +60,10 @@ class Matches:
             return known[1]
         plan = []
         for metric in VIEWS:
-            if _measured(metric, table):
+            if table.has(metric):
                 keys = [format_key(Key(source, name, metric)) for name in table.names]
                 rows = [row for row, key in enumerate(keys) if self._pattern.search(key)]
                 if rows:
                     plan.append((metric, rows, [keys[row] for row in rows]))
         self._of_table[source] = table, plan
         return plan
-
-
-def _measured(metric: str, table: Table) -> bool:
-    return metric in VIEWS and VIEWS[metric].columns <= table.columns | ALWAYS
-
-
-def _values(metric: str, table: Table, rows: list[int]) -> list[float | None]:
-    there, values = evaluate_view(VIEWS[metric], table.rows[rows])
-    return [value if defined else None for defined, value in zip(there, values, strict=True)]

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import display
-from .arguments import times
-from .bank import HampelBank
+from ..core.errors import display
+from ..core.formatting import times
 from .hampel import Hampel, value_at
+from .hampel_bank import HampelBank
 from .rules import Rule
 
 #: From so many signals on, judging them one by one takes longer than together.

@@ -10,7 +10,7 @@ from typing import Any
 from .arguments import positive
 from .hampel import MAD_TO_STD, log_of, value_at
 from .rules import Kept, share
-from .windows import SortedWindow
+from .sorted_window import SortedWindow
 
 #: Smallest spread as a share of the mean, where a rule divides by one: a constant signal has none.
 _SMALLEST_SPREAD = 1e-6

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .moments import WIDTH, Column, from_columns, identity
-from .reading import accumulator_dtype
+from ..core.moments import WIDTH, Column, from_columns, identity
+from ..core.torch_modes import no_autocast
+from .tensor_access import accumulator_dtype
 
 #: The most logits in a block, 16 MB in float32; a query that sees more keys than this is a block of its own.
 LOGITS_PER_BLOCK = 2**22
@@ -134,7 +135,7 @@ def attention_rows(
         By quantity, rows ``[heads, 8]`` in the columns of :class:`.moments.Column` over the queries of all batches, on the
         device of the query in :func:`.reading.accumulator_dtype`.
     """
-    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+    with torch.no_grad(), no_autocast(query.device.type):
         values, visible = _per_query(_Call.of(query, key, attn_mask, is_causal, scale))
         some, several = visible > 0, visible > 1
         rows = _rows(values, torch.stack([some, several, some, some]))

@@ -20,12 +20,12 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from ..modes import unseen
-from .batch import Batch, Request
-from .closely import closely, doubt, doubts
-from .moments import ALL_COLUMNS, SUMMED, Column, from_columns, identity
+from ..core.moments import ALL_COLUMNS, SUMMED, Column, from_columns, identity
+from ..core.torch_modes import no_autocast, unseen
 from .packing import CAPACITY, Chunk, Layout
-from .reading import NARROW, is_plain, threshold, threshold_of_squares
+from .precise import closely, doubt, doubts
+from .request import Batch, Request
+from .tensor_access import NARROW, is_plain, threshold, threshold_of_squares
 
 #: Elements per block and thread on CPU: 4 MB of float32 beside as much scratch, which the third-level cache holds.
 #: Smaller blocks cost more in calls than they save in cache misses.
@@ -104,7 +104,7 @@ class Eager:
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             batch = Batch.read(tensors, minus)
             if torch.is_autocast_enabled(device.type):
-                with torch.autocast(device.type, enabled=False):
+                with no_autocast(device.type):
                     return self._measure(batch, request, device)
             return self._measure(batch, request, device)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .reading import accumulator_dtype, flat_values
+from .tensor_access import accumulator_dtype, flat_values
 
 NAME = "log2_histogram"
 #: ``floor(log2 |x|)`` of the first and the last class, which hold whatever lies beyond as well.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .reading import accumulator_dtype, flat_values
+from .tensor_access import accumulator_dtype, flat_values
 
 NAME = "kurtosis"
 #: Elements at once, which bounds the scratch memory; on CPU it also stays in a cache.

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..errors import NotMeasurable
-from .backend import Statistics
+from ..core.errors import NotMeasurable
+from ..core.moments import ALWAYS, Column, identity
+from .dispatch import Statistics
 from .eager import CPU_BLOCK
-from .moments import ALWAYS, Column, identity
-from .reading import accumulator_dtype, flat_pair
+from .tensor_access import accumulator_dtype, flat_pair
 
 #: The columns from which a norm of this order follows, and those that decide whether float32 is wide enough: with all of them
 #: a norm is the same to the last bit whatever else is measured beside it.

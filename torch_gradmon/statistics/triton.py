@@ -26,11 +26,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from ..core.moments import ALL_COLUMNS, WIDTH, Column
 from . import eager
 from .eager import DEFAULT_EPS
-from .kernels import INTERPRETED, merged_rows, rows_of_chunks
-from .moments import ALL_COLUMNS, WIDTH, Column
-from .reading import PLAIN, is_functorch_wrapped, threshold
+from .tensor_access import PLAIN, is_functorch_wrapped, threshold
+from .triton_kernels import INTERPRETED, merged_rows, rows_of_chunks
 
 #: Elements per program of the first kernel: 64 to 256 kB, so that ten million elements still give 306 programs.
 CHUNK = 1 << 15

@@ -1,0 +1,75 @@
+"""What attention statistics have to be, from the calls that were made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .oracle import Key, Number
+    from .truth import Truth
+
+
+def attention(truth: Truth, metric: str, autocast: bool) -> Iterator[tuple[Key, Number]]:
+    """Keys of each head, and over the heads."""
+    from .oracle import NOTHING, Key, Number
+
+    source = f"attention_{metric}"
+    if not truth.attention:
+        yield Key(source, ".*", ""), NOTHING
+    for name, calls in truth.attention.items():
+        found = [_per_query(call, metric, autocast) for call in calls]
+        heads = [torch.cat([values[head] for values in found]) for head in range(len(found[0]))]
+        means = [float(values.max() if metric == "max_logit" else values.mean()) for values in heads]
+        slack = 1e-5 * max(1.0, max(map(abs, means)))
+        for head, value in enumerate(means):
+            yield Key(source, f"{name}.head_{head}", ""), Number(value, slack)
+        yield Key(source, name, "min"), Number(min(means), slack)
+        yield Key(source, name, "mean"), Number(sum(means) / len(means), slack)
+        if metric == "max_logit":
+            yield Key(source, name, "max"), Number(max(means), slack)
+
+
+def parts(truth: Truth, by_head: bool, autocast: bool, call_number: str) -> dict[str, list[Tensor]]:
+    """Query, key, value and result of each call as activations, by name."""
+    found: dict[str, list[Tensor]] = {}
+    for name, calls in truth.attention.items():
+        for call in calls:
+            for label in ("query", "key", "value", "activation"):
+                tensor = _cast(call[label], autocast and label != "activation")
+                heads = enumerate(tensor.unbind(-3)) if by_head else []
+                places = [(f"{name}.head_{head}.{label}", part) for head, part in heads] or [(f"{name}.{label}", tensor)]
+                for place, part in places:
+                    found.setdefault(place + call_number, []).append(part)
+    return found
+
+
+def _cast(tensor: Tensor, autocast: bool) -> Tensor:
+    return tensor.bfloat16() if autocast and tensor.dtype == torch.float32 else tensor
+
+
+def _per_query(call: dict[str, Any], metric: str, autocast: bool) -> list[Tensor]:
+    """The values of all queries, by head."""
+    query, key = (_cast(call[label], autocast).double() for label in ("query", "key"))
+    logits = query @ key.transpose(-1, -2) * (call.get("scale") or 1 / math.sqrt(query.size(-1)))
+    visible = torch.ones(logits.shape, dtype=torch.bool)
+    if call.get("is_causal"):
+        visible = visible.tril()
+    if (mask := call.get("attn_mask")) is not None:
+        visible = visible & (mask if mask.dtype == torch.bool else torch.ones_like(mask, dtype=torch.bool))
+        logits = logits + (mask if mask.dtype != torch.bool else 0)
+    weights = torch.softmax(logits.masked_fill(~visible, -math.inf), dim=-1)
+    entropy = -(weights * weights.clamp_min(1e-300).log()).sum(dim=-1)
+    counts = visible.sum(dim=-1)
+    values = {
+        "entropy": entropy,
+        "entropy_normalized": torch.where(counts > 1, entropy / counts.double().log(), math.nan),
+        "max_logit": logits.masked_fill(~visible, -math.inf).amax(dim=-1),
+        "first_key": weights[..., 0],
+    }[metric]
+    split = [values.select(-2, head).flatten() for head in range(values.size(-2))]
+    return [each[~each.isnan()] for each in split] if metric == "entropy_normalized" else split

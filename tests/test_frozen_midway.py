@@ -1,0 +1,59 @@
+"""Layers that are frozen or thawed in the middle of a run: whole-model values are of what is trained in each step."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torch_gradmon import GradmonWarning, ModuleMonitor
+
+STEPS = 24
+
+
+def _stepped(optimizer: torch.optim.Optimizer, warns: bool) -> None:
+    expected = pytest.warns(GradmonWarning, match="still move") if warns else contextlib.nullcontext()
+    with expected:
+        optimizer.step()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("thaw", [None, 14])
+@pytest.mark.parametrize("options", [{"momentum": 0.9, "weight_decay": 0.01}, {}], ids=["momentum", "plain"])
+def test_a_layer_counts_while_it_is_trained(set_to_none: bool, thaw: int | None, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, **options)
+    monitor = ModuleMonitor(model, on_metric_error="raise")
+    monitor.add_preset("standard")
+    monitor.attach(optimizer)
+    for step in range(STEPS):
+        if step == 6:
+            model[2].requires_grad_(False)
+        if step == thaw:
+            model[2].requires_grad_(True)
+        model(torch.randn(16, 4)).square().mean().backward()
+        before = {name: p.detach().double().clone() for name, p in model.named_parameters()}
+        trained = [name for name, p in model.named_parameters() if p.requires_grad]
+        _stepped(optimizer, step == 8 and bool(options) and not set_to_none)
+        optimizer.zero_grad(set_to_none=set_to_none)
+        values = monitor.get_step_metrics()
+        after = {name: p.detach().double() for name, p in model.named_parameters()}
+
+        def norm(tensors: list[torch.Tensor]) -> float:
+            return float(torch.cat([tensor.flatten() for tensor in tensors]).norm())
+
+        param_norm = norm([before[name] for name in trained])
+        assert values["gradmon/param_norm"] == pytest.approx(param_norm, rel=1e-6), step
+        if step % 10 == 0:
+            update_norm = norm([after[name] - before[name] for name in trained])
+            assert values["gradmon/update_norm"] == pytest.approx(update_norm, rel=1e-4), step
+            assert values["gradmon/update_ratio"] == pytest.approx(update_norm / param_norm, rel=1e-4), step
+            ratios = [float((after[n] - before[n]).norm() / before[n].norm()) for n in trained if before[n].dim() > 1]
+            low, high = torch.quantile(torch.tensor(ratios, dtype=torch.float64), torch.tensor([0.1, 0.9]).double()).tolist()
+            assert values["gradmon/update_ratio_p10"] == pytest.approx(low, rel=1e-4), step
+            assert values["gradmon/update_ratio_p90"] == pytest.approx(high, rel=1e-4), step
+    monitor.detach()

@@ -1,0 +1,47 @@
+"""What a live view says that monitoring costs is what it usually costs, and not what one step or the last few did."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from torch_gradmon import load_run
+from torch_gradmon.cli.terminal.live import Follower, Live
+from torch_gradmon.core.keys import Key
+from torch_gradmon.core.records import StepRecord
+from torch_gradmon.runs.writer import RunStore
+
+
+def written(path: Path, costs: list[float | None]) -> Path:
+    store = RunStore(path)
+    for step, cost in enumerate(costs):
+        context = {} if cost is None else {"overhead_pct": cost}
+        store.log(StepRecord(step, float(step), True, {Key("", "loss", ""): 1.0}, {}, context))
+    store.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("costs", "shown"),
+    [
+        ([6.6] * 9 + [50.0], 6.6),
+        ([6.6] * 90 + [50.0] * 40, 6.6),  # a closer look at the end
+        ([50.0, 45.0] + [6.6, None] * 20, 6.6),  # hooks were made at the beginning; a step that was recorded later has no cost
+        ([90.0] * 500 + [6.6] * 600, 6.6),  # of the steps that are shown, not of the whole run
+        ([None] * 5, None),
+    ],
+)
+def test_the_overhead_is_the_median_of_what_is_shown(tmp_path: Path, costs: list[float | None], shown: float | None) -> None:
+    assert Live(load_run(written(tmp_path, costs)), 600).fact("overhead_pct") == shown
+
+
+@pytest.mark.extra
+def test_the_live_view_calls_it_a_median(tmp_path: Path) -> None:
+    pytest.importorskip("rich")
+    from torch_gradmon.cli.terminal.live_view import Screen, frame
+
+    follower = Follower(written(tmp_path, [6.6] * 90 + [45.0, 55.0] * 15), 600)
+    follower.look()
+    assert "overhead 6.6% (median)" in frame(follower, Screen(100, None), 0.0)[1].plain
+    follower.close()

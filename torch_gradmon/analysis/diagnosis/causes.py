@@ -1,0 +1,45 @@
+"""What may follow from what: one cause brings many signs, and a reader wants the cause."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_STANDSTILL = frozenset({"loss-plateau"})
+_DISORDER = frozenset({"loss-plateau", "loss-divergence", "weight-growth"})
+_UNITS = frozenset({"dead-units", "saturated-units"})
+_ATTENTION = frozenset({"attention-entropy-collapse", "attention-logit-growth"})
+_DEPTH = frozenset({"vanishing-gradients", "exploding-gradients"})
+_RATES = frozenset({"learning-rate-high", "update-ratio-high"})
+
+#: By rule, the rules whose findings are signs of it where both are found. Only what is ranked below its cause is told so.
+CONSEQUENCES: Mapping[str, frozenset[str]] = {
+    "missing-zero-grad": _DISORDER | _UNITS | _ATTENTION | _RATES | {"always-clipped"},
+    "stepped-twice": _DISORDER | _UNITS | _ATTENTION | _RATES,
+    "never-stepped": _STANDSTILL,
+    "unattached-optimizer": frozenset({"not-in-optimizer"}),
+    "step-without-gradients": _STANDSTILL | {"no-gradient"},
+    "not-in-optimizer": _STANDSTILL,
+    "optimizer-before-sharding": _STANDSTILL | {"not-in-optimizer"},
+    "clipped-while-scaled": _STANDSTILL | {"always-clipped", "learning-rate-low", "update-ratio-low"},
+    "initialisation-scale": _DISORDER | _UNITS | _ATTENTION | _DEPTH | _RATES | {"always-clipped", "learning-rate-low"},
+    "learning-rate-high": _DISORDER
+    | _UNITS
+    | _ATTENTION
+    | _DEPTH
+    | {"update-ratio-high", "gradient-dropped-to-zero", "always-clipped"},
+    "exploding-gradients": _DISORDER | _ATTENTION | {"always-clipped"},
+    "weight-growth": _STANDSTILL | _UNITS | _ATTENTION | {"loss-divergence"},
+    "never-clipped": _DISORDER | _UNITS,
+    "always-clipped": _STANDSTILL | {"learning-rate-low"},
+    "dead-units": _STANDSTILL | {"gradient-dropped-to-zero", "no-gradient", "vanishing-gradients"},
+    "saturated-units": _STANDSTILL | {"vanishing-gradients"},
+    "vanishing-gradients": _STANDSTILL | {"learning-rate-low", "update-ratio-low"},
+    "no-gradient": _STANDSTILL,
+    "gradient-dropped-to-zero": _STANDSTILL,
+    "low-precision-underflow": _STANDSTILL | {"gradient-dropped-to-zero", "learning-rate-low", "vanishing-gradients"},
+    "learning-rate-low": _STANDSTILL | {"update-ratio-low"},
+    "update-ratio-high": _DISORDER | _ATTENTION,
+    "update-ratio-low": _STANDSTILL,
+    "attention-logit-growth": _STANDSTILL | {"attention-entropy-collapse"},
+    "attention-entropy-collapse": _STANDSTILL,
+}

@@ -1,0 +1,200 @@
+"""Gradients and signals over the depth of a model: vanishing, exploding, and weights drawn on a wrong scale."""
+
+from __future__ import annotations
+
+import math
+
+from ....core import keys as n
+from ..findings import Finding, Unseen, also
+from ..history import History
+from ..precautions import Precautions
+from ..series import Matrix, lower_median
+
+#: Fewer matrices have no depth.
+_FEWEST = 4
+#: Gradients relative to weights: the last third of the matrices over the first third.
+_VANISHED = 100.0
+#: At the first step, a fade that is less than this came with the training.
+_EVEN = 10.0
+_MADE_BY_TRAINING = "; at the first step they did not fade, so that the training has brought it about"
+#: Types of modules.
+_SQUASHING = frozenset({"Sigmoid", "Tanh", "Hardsigmoid", "Hardtanh", "Softsign", "RNN"})
+_OTHER_ACTIVATIONS = frozenset(
+    {"ReLU", "GELU", "SiLU", "LeakyReLU", "ELU", "SELU", "Mish", "Softplus", "ReLU6", "PReLU", "Hardswish"}
+)
+#: How much the loss changes, relative to itself, where a matrix changes by a part of itself: the gradient's norm times the weights'
+#: over the loss. Healthy models have 1 to 30.
+_EXPLODES = 300.0
+#: Outputs that grow so many times from the first modules to the last ones, and to more than that size, where logits begin at about 1.
+_OUTPUTS, _SIZE = 100.0, 50.0
+#: Outputs of the whole model with this root mean square, from which the loss came down so many times: logits begin at about 1.
+_LOUD, _CAME_DOWN = 8.0, 5.0
+#: Standard deviation times sqrt(fan in): Glorot and Bengio (2010) have 1, He et al. (2015) 1.41, GPT-2 0.55 and more.
+_GAIN_HIGH, _GAIN_LOW = 3.0, 0.03
+#: Fan ins below this one have too few weights to tell their scale.
+_LEAST_FAN_IN = 8
+
+
+def depth(history: History) -> list[Finding]:
+    """Initialisation first: gradients that explode or vanish because of it are not told again."""
+    if not history.matrices:
+        raise Unseen("which parameters are matrices is not known")
+    return _initialisation(history) or [*(_exploding(history) or _loud(history)), *_vanishing(history)]
+
+
+def _initialisation(history: History) -> list[Finding]:
+    gains = _gains(history)
+    if not gains:
+        return []
+    high = {name: gain for name, gain in gains.items() if gain > _GAIN_HIGH}
+    low = {name: gain for name, gain in gains.items() if gain < _GAIN_LOW}
+    odd = high if len(high) >= len(low) else low
+    if len(odd) <= len(gains) / 2:
+        return []
+    worst = sorted(odd, key=lambda name: -abs(math.log(odd[name])))
+    fate = (
+        "large: what goes through grows from layer to layer."
+        if odd is high
+        else "small: what goes through fades from layer to layer."
+    )
+    return [
+        Finding(
+            "initialisation-scale",
+            history.learning.concern,
+            worst[0],
+            (history.steps[0], history.steps[0]),
+            {"std * sqrt(fan in)": odd[worst[0]], "matrices like this": float(len(odd)), "of": float(len(gains))},
+            f"Most matrices begin with weights that are too {fate}{also(worst)}",
+            "Draw them with a standard deviation of gain / sqrt(fan in), as kaiming_normal_ and xavier_normal_ do, "
+            "with a gain of 1 to 1.41.",
+            84.0,
+        )
+    ]
+
+
+def _gains(history: History) -> dict[str, float]:
+    """At the beginning, the root mean square of each matrix that multiplies inputs, times the root of its fan in."""
+    norms = history.matrix(n.PARAMETER, "rms")
+    if norms is None:
+        return {}
+    first = dict(zip(norms.names, norms.values[0].tolist(), strict=True))
+    fan_ins = ((name, fan_in) for name, fan_in in history.matrices.items() if fan_in >= _LEAST_FAN_IN)
+    return {name: first[name] * math.sqrt(fan_in) for name, fan_in in fan_ins if first.get(name, 0.0) > 0}
+
+
+def _loud(history: History) -> list[Finding]:
+    """What the model returns at the beginning is so large that the loss has to come down from it first."""
+    outputs, loss = history.matrix(n.ACTIVATION, "rms"), history.loss.finite
+    names = [] if outputs is None else [name for name in outputs.names if name.startswith(n.ROOT)]
+    if outputs is None or not names or len(loss) < _FEWEST or not loss.values[0] > _CAME_DOWN * history.learning.last > 0:
+        return []
+    largest = max(outputs.of(outputs.steps[:1], names).values[0].nan_to_num(0.0).tolist())
+    if not largest > _LOUD:
+        return []
+    return [
+        Finding(
+            "initialisation-scale",
+            history.learning.concern,
+            outputs.names[-2] if len(outputs.names) > 1 else "",
+            (history.steps[0], history.steps[0]),
+            {"root mean square of the first outputs": largest, "first loss": loss.values[0], "loss now": history.learning.last},
+            "What the model returns at the beginning is far too large, and the loss has to come down from it first.",
+            "Draw the last layer, or the embedding that it is tied to, with a standard deviation of 0.02 or 1 / sqrt(its width).",
+            84.0,
+        )
+    ]
+
+
+def _exploding(history: History) -> list[Finding]:
+    gradients, parameters, loss = history.gradients("norm"), history.matrix(n.PARAMETER, "norm"), history.loss
+    if gradients is None or parameters is None:
+        return []
+    losses = dict(zip(loss.steps, loss.values, strict=True))
+    measured = set(parameters.steps)
+    first = [step for step in gradients.steps if step in measured and losses.get(step, 0) > 0][:20]
+    names = [name for name in gradients.names if name in history.matrices and name in parameters.names]
+    if len(first) < 3 or not names:
+        return []
+    product = gradients.of(first, names).values * parameters.of(first, names).values
+    # the largest loss so far, since one that is solved within these steps is small beside any gradient
+    largest = product.new_tensor([losses[step] for step in first]).cummax(0).values
+    values = (product / largest[:, None]).nan_to_num(0.0)
+    usual = dict(zip(names, values.median(0).values.tolist(), strict=True))
+    worst = max(usual, key=lambda each: usual[each])
+    grows, explodes = _growth_of_outputs(history), usual[worst] > _EXPLODES
+    if not explodes and grows <= _OUTPUTS:
+        return []
+    # a loss that has come down to nothing is small beside any gradient; outputs alone may be large on purpose
+    severity = "info" if history.goes_on else "warning" if explodes else history.learning.concern
+    return [
+        Finding(
+            "exploding-gradients",
+            severity,
+            worst,
+            (first[0], first[-1]),
+            {
+                "gradient * weight / loss": usual[worst],
+                "outputs at the end / at the beginning": grows,
+                "gradient norm": history.series("grad_norm").part(0, 0.1).median,
+            },
+            "Gradients are out of proportion: what goes through the model, or back through it, is multiplied again and again.",
+            "Normalise inside the model (a norm at the start of each residual branch, an orthogonal recurrence)"
+            f"{'; the clip only bounds what comes of it' if Precautions.of(history).clips else ', and clip the gradient norm'}.",
+            78.0 if explodes else 76.5,
+        )
+    ]
+
+
+def _growth_of_outputs(history: History) -> float:
+    """At the beginning, the largest root mean square of an output over that of the first module; 1 for outputs that are not large."""
+    outputs = history.matrix(n.ACTIVATION, "rms")
+    if outputs is None:
+        return 1.0
+    # infinity is a mask, or another rule's matter
+    found = [value for value in outputs.values[0].tolist() if math.isfinite(value)]
+    largest, first = max(found, default=0.0), next(iter(found), 0.0)
+    return largest / first if first > 0 and largest > _SIZE else 1.0
+
+
+def _vanishing(history: History) -> list[Finding]:
+    ratios = history.ratio(n.GRADIENT_BEFORE_CLIP, n.PARAMETER) or history.ratio(n.GRADIENT, n.PARAMETER)
+    if ratios is None or (history.learning.state != "unknown" and not history.learning.is_stuck):
+        return []
+    # where the loss has come to rest for want of them, all gradients are small in the end
+    usual, drop = max((_drop(history, part) for part in (ratios.part(0, 0.1), ratios)), key=lambda found: found[1])
+    if not drop > _VANISHED:
+        return []
+    names = [name for name in usual if history.matrices[name]] or list(usual)  # rather a layer than an embedding
+    came = _drop(history, ratios.of(ratios.steps[:1], ratios.names))[1] < _EVEN
+    made = _MADE_BY_TRAINING if came else ""
+    return [
+        Finding(
+            "vanishing-gradients",
+            history.learning.concern,
+            names[0],
+            (ratios.steps[0], ratios.steps[-1]),
+            {"gradient / weight here": usual[names[0]], f"in {names[-1]}": usual[names[-1]], "last third / first third": drop},
+            f"Gradients fade on their way back to the first layers, which do not learn, and the loss does not fall{made}.",
+            _advice_for_faded(history, came),
+            63.0,
+        )
+    ]
+
+
+def _advice_for_faded(history: History, came: bool) -> str:
+    if came:
+        return f"Lower the learning rate by ten to begin with{Precautions.of(history).warm_up_advice}."
+    kinds = set(history.kinds.values())
+    activations = "" if kinds & _OTHER_ACTIVATIONS and not kinds & _SQUASHING else "ReLU or GELU in place of sigmoid or tanh, "
+    norm = "" if any("Norm" in kind for kind in kinds) else "a norm in each layer, "
+    return f"Use {activations}residual connections, {norm}or an initialisation that keeps the scale."
+
+
+def _drop(history: History, ratios: Matrix) -> tuple[dict[str, float], float]:
+    """The usual gradients relative to weights, and those of the last third of the matrices over those of the first third."""
+    usual = {name: value for name, value in ratios.medians().items() if name in history.matrices}
+    values, third = list(usual.values()), max(len(usual) // 3, 1)
+    if len(usual) < _FEWEST or not (last := lower_median(values[-third:])) > 0:
+        return usual, 1.0
+    first = lower_median(values[:third])
+    return usual, last / first if first > 0 else math.inf

@@ -1,0 +1,36 @@
+"""Mistakes of the training loop, as the audit saw them."""
+
+from __future__ import annotations
+
+from ....core.loop_findings import Fact
+from ....core.loop_mistakes import MISTAKES
+from ....core.records import Severity
+from ..findings import Finding
+from ..history import History
+
+
+def loop(history: History) -> list[Finding]:
+    """One finding for each mistake that was seen."""
+    return [_finding(fact) for fact in history.facts if fact.rule in MISTAKES]
+
+
+def _finding(fact: Fact) -> Finding:
+    mistake = MISTAKES[fact.rule]
+    severity: Severity = mistake.severity
+    cause, advice = mistake.cause, mistake.advice
+    if fact.rule == "not-in-optimizer" and fact.evidence.get("old parameters in the optimizer"):
+        severity = "error"  # nobody means to train what is no part of the model any more
+        cause = f"{cause}; it has others, which are no part of the model any more"
+        advice = (
+            "Make the optimizer after the last change of the model, or call optimizer.add_param_group() with the new parameters"
+        )
+    return Finding(
+        rule=fact.rule,
+        severity=severity,
+        where=fact.where[0] if fact.where else "",
+        steps=(fact.first, fact.last),
+        evidence={"times": float(fact.count), **fact.evidence},
+        cause=f"{cause}.",
+        advice=f"{advice}.",
+        weight=mistake.weight,
+    )

@@ -1,0 +1,90 @@
+"""Gradients that half precision rounds to zero."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ....core import keys as n
+from ....core.moments import Column
+from ....core.records import Table
+from ..findings import Finding, Unseen
+from ..history import History
+from ..precautions import Precautions
+
+#: The smallest float16 is 2**-24, of which all its numbers are multiples; those below 2**-14 have lost digits already (IEEE 754).
+_SMALLEST, _SMALLEST_NORMAL = 2.0**-24, 2.0**-14
+#: Share of the matrices whose gradients were float16 and that small, and share of zeros in the worst of them.
+_TENSORS, _ZEROS = 0.25, 0.3
+#: Share of the modules whose outputs are all numbers that float16 has.
+_HALF = 0.5
+
+
+def precision(history: History) -> list[Finding]:
+    """By the extremes of gradients and outputs alone: no statistic keeps a dtype, but what was float16 has few digits."""
+    tables = [r.tables[n.GRADIENT_BEFORE_CLIP] for r in history.records if r.applied and n.GRADIENT_BEFORE_CLIP in r.tables]
+    tables = [table for table in tables if {Column.MIN, Column.MAX} <= table.columns]
+    if not tables:
+        raise Unseen("the extremes of gradients were not measured")
+    tiny = _tiny_halves(tables)
+    known = list(history.matrices) or list(tables[0].names)
+    matrices = [name for name in tiny if name in known]
+    sparsity = history.gradients("sparsity")
+    zeros = {} if sparsity is None else sparsity.medians()
+    if len(matrices) >= max(_TENSORS * len(known), 1):
+        name = max(matrices, key=lambda each: zeros.get(each, 1.0))
+        if zeros.get(name, 1.0) >= _ZEROS:
+            return [_finding(history, name, tiny[name], zeros.get(name, math.nan), len(matrices))]
+    elif all(not (table.rows[:, [Column.MIN, Column.MAX]] != 0).any() for table in tables) and _computes_in_float16(history):
+        return [_finding(history, "", 0.0, 1.0, len(known))]
+    return []
+
+
+def _finding(history: History, where: str, largest: float, zeros: float, matrices: int) -> Finding:
+    return Finding(
+        "low-precision-underflow",
+        "warning",
+        where,
+        (history.steps[0], history.steps[-1]),
+        {"largest gradient element": largest, "share of zeros": zeros, "matrices like this": float(matrices)},
+        "Gradients were computed in float16 and lie below what it can hold with all digits; most are rounded to zero.",
+        "Scale the loss with torch.amp.GradScaler, or use bfloat16."
+        if (scale := Precautions.of(history).scale) is None
+        else f"Let the GradScaler's scale, {scale:g} at the end, be larger (init_scale, growth_interval), or use bfloat16.",
+        82.0,
+    )
+
+
+def _tiny_halves(tables: list[Table]) -> dict[str, float]:
+    """The usual largest element of each tensor that, whenever it was not zero, had been a float16 without all its digits."""
+    sizes: dict[str, list[float]] = {}
+    others: set[str] = set()
+    for table in tables:
+        extremes = table.rows[:, [Column.MIN, Column.MAX]]
+        largest = extremes.abs().amax(1)
+        are_halves = ((extremes / _SMALLEST).frac() == 0).all(1) & (largest < _SMALLEST_NORMAL)
+        for name, is_half, size in zip(table.names, are_halves.tolist(), largest.tolist(), strict=True):
+            if size > 0 and is_half:
+                sizes.setdefault(name, []).append(size)
+            elif size > 0:
+                others.add(name)
+    return {name: sorted(found)[len(found) // 2] for name, found in sizes.items() if name not in others}
+
+
+def _computes_in_float16(history: History) -> bool:
+    """Whether the extremes of most outputs are float16 numbers, and not all of them bfloat16 ones, which have fewer digits."""
+    half: dict[str, bool] = {}
+    fewer: dict[str, bool] = {}
+    for record in history.records:
+        if (table := record.tables.get(n.ACTIVATION)) is not None and {Column.MIN, Column.MAX} <= table.columns:
+            extremes = table.rows[:, [Column.MIN, Column.MAX]]
+            for found, dtype in ((half, torch.float16), (fewer, torch.bfloat16)):
+                for name, holds in zip(table.names, _holds(extremes, dtype), strict=True):
+                    found[name] = found.get(name, True) and holds
+    return sum(half.values()) > _HALF * max(len(half), 1) and sum(fewer.values()) < sum(half.values())
+
+
+def _holds(values: Tensor, dtype: torch.dtype) -> list[bool]:
+    return (values.to(dtype).double() == values).all(1).tolist()

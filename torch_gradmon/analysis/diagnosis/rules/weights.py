@@ -1,0 +1,81 @@
+"""Weights that grow without bound."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from ....core import keys as n
+from ..findings import Finding, also
+from ..history import History
+from ..series import Series
+
+#: A matrix that has grown so many times, and one that has grown far; fewer steps show no growth.
+_GROWN, _FAR, _FEWEST = 4.0, 8.0, 30
+#: In the last third of the run it still grows by that share of what it grew in the middle third, both as logarithms, and by a fifth:
+#: no bound is near. Weights that nothing holds back but their own size grow with the root of the steps, which gives 0.58;
+#: exponential growth gives 1.
+_STILL, _EXPONENTIAL, _LEAST = 0.6, 0.85, math.log(1.2)
+#: Updates that make weights grow by such a part of what they are long point the way of the weights themselves, as a decay with the wrong
+#: sign does. Those of too high a rate point to and fro, and let them grow by a quarter of that or less.
+_OUTWARDS = 0.4
+
+
+class _Growth(NamedTuple):
+    factor: float
+    middle: float
+    last: float
+    series: Series
+
+    @property
+    def steadiness(self) -> float:
+        return self.last / max(self.middle, 1e-9)
+
+
+def weights(history: History) -> list[Finding]:
+    """By the norms of matrices; what starts at zero has to grow."""
+    norms = history.matrix(n.PARAMETER, "norm")
+    if norms is None:
+        return []
+    grown = {name: growth for name in norms.names if name in history.matrices and (growth := _growth(norms.column(name).finite))}
+    if not grown:
+        return []
+    worst = sorted(grown, key=lambda name: -grown[name].factor)
+    growth = grown[worst[0]]
+    runs_away = growth.factor > _FAR and growth.steadiness > _EXPONENTIAL
+    harms = history.learning.is_stuck or history.learning.state == "rises"
+    is_cause = runs_away and _grows_by_itself(history, worst[0], growth)  # units die of it, and the loss rises
+    return [
+        Finding(
+            "weight-growth",
+            "warning" if harms or runs_away else "info",
+            worst[0],
+            (growth.series.steps[0], growth.series.steps[-1]),
+            {
+                "norm at the beginning": growth.series.values[0],
+                "at the end": growth.series.values[-1],
+                "growth in the last third": math.exp(growth.last),
+            },
+            f"The weights have grown {growth.factor:.3g} times, and go on growing.{also(worst)}",
+            "Look for a penalty or a weight decay with the wrong sign; lower the learning rate, or let weights decay more.",
+            77.0 if is_cause else 69.0 if runs_away else 45.0,
+        )
+    ]
+
+
+def _grows_by_itself(history: History, name: str, growth: _Growth) -> bool:
+    """Whether the updates of the last third go where the weights are already; so where nothing is known of updates."""
+    ratios = history.ratio(n.UPDATE, n.PARAMETER)
+    steps = (growth.series.steps[-1] - growth.series.steps[0]) / 3
+    if ratios is None or name not in ratios.names:
+        return True
+    updates = ratios.column(name).part(2 / 3, 1).finite.values
+    return growth.last > _OUTWARDS * steps * sum(updates) / max(len(updates), 1)
+
+
+def _growth(norms: Series) -> _Growth | None:
+    if len(norms) < _FEWEST or min(norms.values) <= 0:
+        return None
+    logs = [math.log(norms.at(share)) for share in (0.0, 1 / 3, 2 / 3, 1.0)]
+    growth = _Growth(math.exp(logs[3] - logs[0]), logs[2] - logs[1], logs[3] - logs[2], norms)
+    return growth if growth.factor > _GROWN and growth.last > max(_STILL * growth.middle, _LEAST) else None

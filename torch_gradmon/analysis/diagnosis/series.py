@@ -1,0 +1,115 @@
+"""Values over steps: of one thing, and of many tensors."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+def lower_median(values: Iterable[float]) -> float:
+    """The value in the middle, of an even number the lower one; NaN without any."""
+    ordered = sorted(values)
+    return ordered[(len(ordered) - 1) // 2] if ordered else math.nan
+
+
+@dataclass(frozen=True)
+class Series:
+    """One value over the steps that have it.
+
+    Attributes:
+        steps: ascending.
+        values: of these steps; some may not be finite.
+    """
+
+    steps: tuple[int, ...]
+    values: tuple[float, ...]
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @cached_property
+    def finite(self) -> Series:
+        """Without the values that are NaN or infinite."""
+        pairs = [(step, value) for step, value in zip(self.steps, self.values, strict=True) if math.isfinite(value)]
+        return Series(tuple(step for step, _ in pairs), tuple(value for _, value in pairs))
+
+    def since(self, step: int) -> Series:
+        """From ``step`` on."""
+        first = bisect_left(self.steps, step)
+        return Series(self.steps[first:], self.values[first:])
+
+    def part(self, first: float, last: float) -> Series:
+        """From one share of the series to another, such as ``part(0.75, 1)`` for its last quarter; at least one value, if it has any."""
+        low = min(int(first * len(self)), max(len(self) - 1, 0))
+        high = max(math.ceil(last * len(self)), low + 1)
+        return Series(self.steps[low:high], self.values[low:high])
+
+    def at(self, share: float) -> float:
+        """The value of the step that lies at a share of the way from the first one to the last one, or of the next that has one."""
+        step = self.steps[0] + share * (self.steps[-1] - self.steps[0])
+        return self.values[min(bisect_left(self.steps, step), len(self) - 1)]
+
+    @property
+    def median(self) -> float:
+        """The lower median of the finite values; NaN without any."""
+        return lower_median(self.finite.values)
+
+
+def clip_bound(before: Series, after: Series) -> float | None:
+    """To what gradients are clipped: what the clipped steps have in common, if they have."""
+    clipped = dict(zip(after.steps, after.values, strict=True))
+    pairs = [(b, clipped[s]) for s, b in zip(before.steps, before.values, strict=True) if s in clipped]
+    cut = [a for b, a in pairs if math.isfinite(b) and a < 0.999 * b]
+    usual = lower_median(cut)
+    same = sum(abs(a - usual) <= 1e-3 * usual for a in cut)
+    return usual if cut and same > len(cut) / 2 else None
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A built-in metric of many tensors over steps.
+
+    Attributes:
+        steps: ascending.
+        names: of the tensors, in model order.
+        values: float64 ``[steps, tensors]``; NaN where a tensor has none, and where the value is NaN.
+    """
+
+    steps: tuple[int, ...]
+    names: tuple[str, ...]
+    values: Tensor
+
+    def column(self, name: str) -> Series:
+        """One tensor over the steps in which it has a value that is not NaN."""
+        values = self.values[:, self.names.index(name)].tolist()
+        pairs = [(step, value) for step, value in zip(self.steps, values, strict=True) if not math.isnan(value)]
+        return Series(tuple(step for step, _ in pairs), tuple(value for _, value in pairs))
+
+    def of(self, steps: Iterable[int], names: Iterable[str]) -> Matrix:
+        """These steps and tensors, all of which it has."""
+        row = {step: number for number, step in enumerate(self.steps)}
+        column = {name: number for number, name in enumerate(self.names)}
+        steps, names = tuple(steps), tuple(names)
+        values = self.values[[row[step] for step in steps]][:, [column[name] for name in names]]
+        return Matrix(steps, names, values)
+
+    def part(self, first: float, last: float) -> Matrix:
+        """Its steps from one share to another."""
+        rows = Series(self.steps, tuple(range(len(self.steps)))).part(first, last)
+        return Matrix(rows.steps, self.names, self.values[list(rows.values)])
+
+    def largest(self) -> dict[str, float]:
+        """By tensor the largest value that is not NaN, without those that have none."""
+        found = self.values.nan_to_num(-math.inf, math.inf, -math.inf).amax(0).tolist() if len(self.steps) else []
+        return {name: value for name, value in zip(self.names, found, strict=bool(found)) if value > -math.inf}
+
+    def medians(self) -> dict[str, float]:
+        """By tensor the median over the steps in which it has a value, without those that have none."""
+        found = torch.nanmedian(self.values, dim=0).values.tolist() if len(self.steps) else []
+        return {name: value for name, value in zip(self.names, found, strict=bool(found)) if not math.isnan(value)}

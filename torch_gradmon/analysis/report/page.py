@@ -1,0 +1,154 @@
+"""The page itself: one file with its script, its style and its data."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import gzip
+import json
+import os
+from collections.abc import Mapping
+from contextlib import closing
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from plotly.offline import get_plotlyjs
+from plotly.utils import PlotlyJSONEncoder
+
+from ...analysis.run import load_run
+from ...core.progress import Bar
+from ..comparison.result import Difference
+from ..comparison.rules import renamer
+from . import comparison_content as compared
+from .content import PARTS, content
+
+#: What a run directory's report is called.
+NAME = "report.html"
+
+
+def write(
+    path: str | os.PathLike[str],
+    to: str | os.PathLike[str] | None = None,
+    title: str | None = None,
+    progress: bool | None = None,
+) -> Path:
+    """Write the report of the run in the directory ``path``.
+
+    Args:
+        path: the run directory.
+        to: the file; by default ``report.html`` in the run directory.
+        title: of the page; by default the directory's name.
+        progress: whether to show a bar (if tqdm is installed); by default if stderr is a terminal.
+
+    Returns:
+        The file.
+
+    Raises:
+        FileNotFoundError: there is no run in it.
+        ValueError: its file is not one of ours, it has no step yet, or ``to`` is a directory.
+        OSError: the file cannot be written.
+    """
+    target = _checked(Path(path) / NAME if to is None else Path(to))
+    with closing(load_run(path)) as run:
+        if not run.steps:
+            raise ValueError(f"the run in {str(path)!r} has no recorded step yet")
+        with Bar(PARTS, "report", "part", progress) as bar:
+            found = content(run, title or _name(path), bar.advance)
+    return _written(found, target)
+
+
+def write_both(
+    first: str | os.PathLike[str],
+    second: str | os.PathLike[str],
+    difference: Difference,
+    to: str | os.PathLike[str],
+    title: str | None = None,
+    rename: Mapping[str, str] | None = None,
+    progress: bool | None = None,
+) -> Path:
+    """Write one report of two runs over each other.
+
+    Args:
+        first, second: the run directories.
+        difference: what :func:`torch_gradmon.diff` has found.
+        to: the file.
+        title: of the page; by default the names of both directories.
+        rename: as for :func:`torch_gradmon.diff`.
+        progress: see :func:`write`.
+
+    Returns:
+        The file.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no run, its file is not one of ours, or ``to`` is a directory.
+        OSError: the file cannot be written.
+    """
+    target = _checked(Path(to))
+    names = _name(first), _name(second)
+    if names[0] == names[1]:
+        names = str(first), str(second)
+    if names[0] == names[1]:
+        names = f"{names[0]} (first)", f"{names[1]} (second)"
+    with closing(load_run(first)) as left, closing(load_run(second)) as right, Bar(PARTS, "report", "part", progress) as bar:
+        both = f"{names[0]} and {names[1]}"
+        found = compared.content((left, right), names, difference, renamer(rename), title or both, bar.advance)
+    return _written(found, target)
+
+
+def _name(path: str | os.PathLike[str]) -> str:
+    return Path(path).resolve().name
+
+
+def _checked(target: Path) -> Path:
+    """Where the page goes, before the work begins."""
+    if target.is_dir():
+        raise ValueError(f"{str(target)!r} is a directory; name a file in it")
+    return target
+
+
+def _written(data: dict[str, Any], target: Path) -> Path:
+    text = html(data)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    half = target.with_name(f"{target.name}.part")  # somebody may be looking at the old one
+    try:
+        half.write_text(text, encoding="utf-8")
+        half.replace(target)
+    finally:
+        half.unlink(missing_ok=True)
+    return target
+
+
+def html(data: dict[str, Any]) -> str:
+    """The whole page."""
+    here = files(__package__)
+    environment = Environment(
+        loader=PackageLoader("torch_gradmon", "analysis/report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html.j2").render(
+        title=data["title"],
+        facts=data["facts"],
+        against=data["against"],
+        sides=data["sides"],
+        style=here.joinpath("page.css").read_text(encoding="utf-8"),
+        script=here.joinpath("page.js").read_text(encoding="utf-8"),
+        plotly=_plotly(),
+        data=_embedded(data),
+    )
+
+
+@functools.cache
+def _plotly() -> str:
+    """Plotly's script, packed to four tenths of its size, as base64."""
+    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
+
+
+def _embedded(data: Any) -> str:
+    """JSON that cannot end the script element that it stands in, whatever names are in it."""
+    text = json.dumps(data, cls=PlotlyJSONEncoder, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

@@ -1,0 +1,141 @@
+"""A run on disk, and all that can be made of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..core import keys as n
+from ..core.errors import display
+from ..core.progress import Bar
+from ..runs.export import files
+from ..runs.export.tables import TABLES, chosen_steps, frame_of, table_of
+from ..runs.reader import RunReader
+from ..runs.window import single_threaded
+from ..spikes.suspects import REMEMBERED, Gradients, Suspect
+
+
+def load_run(path: str | os.PathLike[str]) -> Run:
+    """Open the run directory ``path`` for reading.
+
+    Raises:
+        FileNotFoundError: there is no run in it.
+        ValueError: its file is not one of ours.
+    """
+    return Run(path)
+
+
+class Run(RunReader):
+    """A run on disk. Where a run was resumed or rolled back, later segments take the place of the steps that they repeat."""
+
+    def suspects(self, step: int) -> list[Suspect]:
+        """The parameters of a step in the order of suspicion, see :class:`torch_gradmon.spikes.suspects.Suspect`.
+
+        Raises:
+            KeyError: the step is not in the run.
+        """
+        self._where(step)
+        gradients = Gradients()
+        for number in [number for number in self.steps if number <= step][-REMEMBERED:]:
+            tables = {source: self.table(source, number) for source in (n.GRADIENT_BEFORE_CLIP, n.GRADIENT)}
+            gradients.see(number, {source: table for source, table in tables.items() if table is not None})
+        return gradients.suspects(step)
+
+    def plot(self, kind: str = "heatmap", engine: str = "plotly", **options: Any) -> Any:
+        """A figure of the run; see :meth:`ModuleMonitor.plot <torch_gradmon.ModuleMonitor.plot>`, which draws the same."""
+        from .plots import panels as reel
+        from .plots import plot
+
+        return plot.plot(reel.Reel(reel.OfRun(self)), kind, engine, options)
+
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        table: str | None = None,
+        *,
+        sources: str | Sequence[str] | None = None,
+        first: int | None = None,
+        last: int | None = None,
+        progress: bool | None = None,
+    ) -> list[Path]:
+        """Write the run into files, some steps at a time, so that memory does not grow with the run.
+
+        There are two tables. ``tensors`` has a row for each tensor in each step, with the columns step, source, name, all built-in
+        metrics, the number of elements (``count``) and other metrics of tensors: ``row[metric]`` is ``run.series("source/name/metric")
+        [step]``. ``steps`` has a row for each step: the time, whether the step was applied, learning rates, the loss scale, values of the
+        whole model, what was logged by hand, and tags, spikes and other facts as JSON. A column whose name is taken gets an underscore.
+
+        Args:
+            path: of the file; its ending, .parquet, .csv or .jsonl, says how it is written. Parquet needs pyarrow. Directories that
+                are missing are made, and a file that is there is replaced.
+            table: which of the two; None for both: ``tensors`` into ``path``, and ``steps`` beside it, ``out.steps.parquet``.
+            sources: the sources of ``tensors``, such as ``"gradient_before_clip"``; None for all.
+            first, last: the steps from and to these only.
+            progress: whether to show a bar (if tqdm is installed); by default if stderr is a terminal.
+
+        Returns:
+            The paths of the files. They are there as a whole or not at all.
+
+        Raises:
+            ValueError, TypeError: an argument is wrong.
+            ImportError: pyarrow is missing.
+            OSError: a file cannot be written.
+        """
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(f"path must be the path of a file, got {display(path)}")
+        main = Path(path)
+        chosen = TABLES if table is None else (table,)
+        paths = [main, main.with_name(f"{main.stem}.steps{main.suffix}")][: len(chosen)]
+        for each in paths:
+            files.check_path(each)
+        if sources is not None and table == "steps":
+            raise ValueError("sources chooses among tensors, of which the table of steps has none; leave it out")
+        frames = [frame_of(self, each, sources, first, last) for each in chosen]
+        with single_threaded(), Bar(len(chosen) * len(chosen_steps(self, first, last)), "export", "step", progress) as bar:
+            files.write(dict(zip(paths, frames, strict=True)), bar.advance)
+        return paths
+
+    def to_arrow(
+        self,
+        table: str = "steps",
+        *,
+        sources: str | Sequence[str] | None = None,
+        first: int | None = None,
+        last: int | None = None,
+    ) -> Any:
+        """One of the two tables of :meth:`export` as a ``pyarrow.Table``. What is not there is null, and NaN is NaN.
+
+        Args:
+            table: ``"steps"`` or ``"tensors"``, which may be large: a hundred bytes for each tensor in each step.
+            sources, first, last: see :meth:`export`.
+
+        Raises:
+            ValueError, TypeError: an argument is wrong.
+            ImportError: pyarrow is missing.
+        """
+        return table_of(frame_of(self, table, sources, first, last), "to_arrow()", "pyarrow")
+
+    def to_pandas(
+        self,
+        table: str = "steps",
+        *,
+        sources: str | Sequence[str] | None = None,
+        first: int | None = None,
+        last: int | None = None,
+    ) -> Any:
+        """One of the two tables of :meth:`export` as a ``pandas.DataFrame``. What is not there is NaN; :meth:`to_arrow` tells it apart.
+
+        Sources and names are categories, in the order of the model; the time is that of UTC.
+
+        Args:
+            table, sources, first, last: see :meth:`to_arrow`.
+
+        Raises:
+            ValueError, TypeError: an argument is wrong.
+            ImportError: pyarrow or pandas is missing.
+        """
+        found = table_of(frame_of(self, table, sources, first, last), "to_pandas()", "pyarrow", "pandas")
+        with single_threaded():
+            return found.to_pandas()

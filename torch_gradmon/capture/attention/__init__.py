@@ -1,0 +1,1 @@
+"""Attention, head by head."""

@@ -1,0 +1,1 @@
+"""The coordinate check of a training."""

@@ -1,0 +1,248 @@
+"""Measure the tensors of one source as its plan says, and put the results into the step's buffer."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.errors import Complaints
+from ..core.keys import OPTIMIZER, Key
+from ..core.metric import Metric
+from ..core.torch_modes import no_autocast
+from ..statistics.dispatch import Statistics
+from ..statistics.tensor_access import refusal
+from ..step.buffer import StepBuffer
+from ..step.plan import SourcePlan
+from ..step.ranks import Ranks
+
+_SPREAD = (
+    "its elements are spread over ranks, and of a function of all of them no rank can give the value; shardwise=True declares that "
+    "the values of parts can be merged"
+)
+
+
+class Measurer:
+    """Runs the statistics and the metric functions; a function that fails is switched off, and training goes on.
+
+    Args:
+        built_in: measures what the built-in metrics are made of.
+        complaints: where failures are reported.
+        ranks: those over which rows are merged.
+    """
+
+    def __init__(self, built_in: Statistics, complaints: Complaints, ranks: Ranks | None = None) -> None:
+        self.built_in = built_in
+        self.ranks = ranks or Ranks()
+        self.complaints = complaints
+        self._proven: set[Key] = set()
+        self._off: dict[Key, str] = {}
+
+    def measure(
+        self,
+        buffer: StepBuffer,
+        plan: SourcePlan,
+        tensors: Mapping[int, Tensor],
+        *,
+        inverse_scale: Tensor | None = None,
+        minus: Mapping[int, Tensor] | None = None,
+        merging: bool = False,
+    ) -> None:
+        """Measure ``tensors``, given by their position in the plan. ``minus`` holds what to subtract from each."""
+        self.statistics(buffer, plan, tensors, inverse_scale=inverse_scale, minus=minus, merging=merging)
+        self.run_functions(buffer, plan, tensors, inverse_scale=inverse_scale, second=minus, merging=merging)
+
+    def statistics(
+        self,
+        buffer: StepBuffer,
+        plan: SourcePlan,
+        tensors: Mapping[int, Tensor],
+        *,
+        inverse_scale: Tensor | None = None,
+        minus: Mapping[int, Tensor] | None = None,
+        merging: bool = False,
+    ) -> None:
+        """The statistics that the plan wants of ``tensors``."""
+        put = buffer.merge_rows if merging else buffer.put_rows
+        groups: dict[torch.device, dict[int, Tensor]] = {}
+        for position in plan.measured:
+            if position in tensors:
+                part = self.ranks.own_part(tensors[position], position in plan.spread)
+                reason = refusal(part)
+                if reason is None:
+                    groups.setdefault(part.device, {})[position] = part
+                else:
+                    buffer.refuse(plan.source, plan.names[position], reason)
+        for device, parts in groups.items():
+            positions = list(parts)
+            others = None
+            if minus is not None:
+                others = [self.ranks.own_part(minus[p], p in plan.spread) for p in positions]
+            scale = None if inverse_scale is None else inverse_scale.to(device)
+            rows = self.built_in.measure(list(parts.values()), plan.columns, scale, others)
+            put(plan.source, [plan.names[p] for p in positions], rows, plan.columns)
+
+    def run_functions(
+        self,
+        buffer: StepBuffer,
+        plan: SourcePlan,
+        tensors: Mapping[int, Any],
+        *,
+        inverse_scale: Tensor | None = None,
+        second: Mapping[int, Tensor] | None = None,
+        merging: bool = False,
+    ) -> None:
+        """The metric functions that the plan wants of ``tensors``, with ``second`` as their second argument."""
+        due = [position for position in plan.functions if position in tensors]
+        if not due:
+            return
+        spread = plan.spread if self.ranks.count > 1 else ()
+        with untouched_rng():
+            for position in due:
+                value = tensors[position]
+                if position in spread:
+                    seconds = None if second is None else second[position]
+                    self._shardwise(buffer, plan, position, value, seconds, inverse_scale, merging)
+                    continue
+                value = _each_tensor(value, lambda t: self.ranks.own_part(t, spread=False))
+                if isinstance(value, Tensor) and (reason := refusal(value)) is not None:
+                    buffer.absent[plan.source, plan.names[position]] = reason
+                    continue
+                if inverse_scale is not None:
+                    value = unscaled(value, inverse_scale)
+                inputs = [value] if second is None else [value, second[position]]
+                self.functions(buffer, plan.source, plan.names[position], plan.functions[position], inputs, merging)
+
+    def _shardwise(
+        self,
+        buffer: StepBuffer,
+        plan: SourcePlan,
+        position: int,
+        value: Any,
+        second: Tensor | None,
+        inverse_scale: Tensor | None,
+        merging: bool,
+    ) -> None:
+        """The functions that may be called for the part that this rank has of a tensor; their values travel to the other ranks."""
+        name, metrics = plan.names[position], plan.functions[position]
+        summable = [metric for metric in metrics if hasattr(metric.function, "contribution")]
+        for metric in metrics:
+            if not metric.shardwise and metric not in summable:
+                buffer.absent[plan.source, f"{name}/{metric.name}"] = _SPREAD
+        wanted = [metric for metric in metrics if metric.shardwise]
+        if not wanted and not summable:
+            return
+        inputs = [_each_tensor(x, lambda t: self.ranks.own_part(t, spread=True)) for x in (value, second) if x is not None]
+        part = inputs[0]["param"] if isinstance(inputs[0], Mapping) else inputs[0]
+        if not (weight := part.numel()):  # another rank has it
+            return
+        if inverse_scale is not None:
+            inputs = [unscaled(tensor, inverse_scale) for tensor in inputs]
+        for metric in summable:
+            found = metric.function.contribution(*inputs)  # type: ignore[union-attr]
+            if found is not None:
+                buffer.contribute(Key(plan.source, name, metric.name), *found)
+        self.functions(buffer, plan.source, name, wanted, inputs, merging, weight)
+        for metric in wanted:
+            buffer.share(Key(plan.source, name, metric.name), str(metric.aggregation))
+
+    def functions(
+        self,
+        buffer: StepBuffer,
+        source: str,
+        name: str,
+        metrics: Sequence[Metric],
+        inputs: Sequence[Any],
+        merging: bool = False,
+        weight: int = 1,
+    ) -> None:
+        """Put the value of each metric function of ``inputs`` into the buffer; ``weight``: of a single value, in a mean."""
+        for metric in metrics:
+            key, cause = Key(source, name, metric.name), f"metric:{source}:{metric.name}"
+            if key in self._off:
+                self.complaints.counts[cause] += 1
+                buffer.absent[key.source, f"{name}/{metric.name}"] = self._off[key]
+                continue
+            try:
+                value = self._call(metric, key, inputs)
+                if value is None:
+                    keeps_none = metric.built_in and source == OPTIMIZER
+                    reason = "the optimizer keeps no such state for it" if keeps_none else "its function returned nothing"
+                    buffer.absent[key.source, f"{name}/{metric.name}"] = reason
+                else:
+                    (buffer.merge_value if merging else buffer.put_value)(key, value, metric.aggregation, weight)
+            except Exception as error:
+                self._off[key] = f"its function raised {type(error).__name__}: {error}"
+                buffer.absent[key.source, f"{name}/{metric.name}"] = self._off[key]
+                message = f"the {metric.source} metric {metric.name!r} failed on {name} and is off for it; training goes on"
+                self.complaints.add(cause, message, error)
+
+    def _call(self, metric: Metric, key: Key, inputs: Sequence[Any]) -> Any:
+        """The value of the metric's function. One that works in place is refused: the first try on each tensor is on a copy."""
+        assert callable(metric.function)
+        first = key not in self._proven
+        given = [_each_tensor(x, (lambda t: t.detach().clone()) if first else (lambda t: t.detach())) for x in inputs]
+        tensors = _tensors_in(given)
+        versions = [_version(t) for t in tensors]
+        with torch.no_grad(), no_autocast(_device_type(inputs)):
+            value = metric.function(*given)
+        moved = versions != [_version(t) for t in tensors]
+        # NumPy and its like write without moving a version counter; on the copy it can be seen by the values
+        moved = moved or (first and not all(_equal(a, b) for a, b in zip(tensors, _tensors_in(inputs), strict=True)))
+        if moved:
+            raise ValueError("it changes its input in place, which would change the training; use abs() instead of abs_()")
+        self._proven.add(key)
+        return value
+
+
+def unscaled(tensor: Tensor, inverse_scale: Tensor) -> Tensor:
+    """``tensor`` times ``inverse_scale``, in float32 at least: a narrow dtype has no room for the inverse of any scale."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * inverse_scale.to(tensor.device)
+
+
+def _tensors_in(values: Sequence[Any]) -> list[Tensor]:
+    return [t for x in values for t in (x.values() if isinstance(x, Mapping) else [x]) if isinstance(t, Tensor)]
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    if a.layout != torch.strided or refusal(a) is not None:
+        return True  # the version counter has to do
+    return torch.equal(a, b) or (torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num()))
+
+
+def _each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: change(item) if isinstance(item, Tensor) else item for name, item in value.items()}
+    return value
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _device_type(inputs: Sequence[Any]) -> str:
+    return next((tensor.device.type for tensor in _tensors_in(inputs)), "cpu")
+
+
+@contextlib.contextmanager
+def untouched_rng() -> Iterator[None]:
+    """Whatever random numbers are drawn inside, training draws the same ones as without."""
+    # an untyped function of torch
+    on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    numpy = getattr(sys.modules.get("numpy"), "random", None)
+    numpy_state = None if numpy is None else numpy.get_state()
+    python_state = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_cuda else []):
+            yield
+    finally:
+        random.setstate(python_state)
+        if numpy is not None:
+            numpy.set_state(numpy_state)

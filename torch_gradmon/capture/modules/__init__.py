@@ -1,0 +1,1 @@
+"""Outputs, inputs and gradients of modules."""

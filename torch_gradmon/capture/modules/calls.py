@@ -1,0 +1,193 @@
+"""Calls of modules in training: what they take and return is measured where a hook tells of it, and gradients when they come."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...core import keys as n
+from ...core.fence import Guard
+from ...core.metric import Metric
+from ...core.torch_modes import unseen
+from ...step.buffer import StepBuffer
+from ...step.model_index import Inventory
+from ..measurer import Measurer
+from ..reference.source import ReferencePass
+from .pass_tracker import Passes
+from .tensor_hooks import FollowedTensors
+from .values import ModuleValues
+
+_GRADIENTS = (n.ACTIVATION_GRADIENT, n.INPUT_GRADIENT)
+_NEEDS_NONE = "it needs no gradient: nothing that it is computed from is trained"
+_BY_PARTS = "the reference module runs when the whole model is called, and here a part of it was called by itself"
+_MISSED = "a part of the model was called in training before the step had begun, so that not all calls were measured"
+
+
+class Calls:
+    """Measures the calls of one step after the other.
+
+    Args:
+        measurer: told of what fails.
+        guard: told of the time that it takes.
+        passes: knows which calls are training.
+        reference: has the outputs to compare with.
+        values: does the work.
+
+    Attributes:
+        inverse_scale: gives what gradients have to be multiplied by.
+        part_called: told that a part of the model is called, while no step is open.
+        seen: whether any call of a module besides the root was told of in this step.
+        compares: whether differences to the reference are due.
+        misses_root: whether the hook on the root's inputs came too late for the first call in this step, so that no call counts.
+    """
+
+    def __init__(self, measurer: Measurer, guard: Guard, passes: Passes, reference: ReferencePass, values: ModuleValues) -> None:
+        self._complaints, self._guard, self._passes = measurer.complaints, guard, passes
+        self._reference, self._values = reference, values
+        self._followed = FollowedTensors(self._gradient_came)
+        self.inverse_scale: Callable[[], Tensor | None] = lambda: None
+        self.part_called: Callable[[nn.Module], object] = lambda _: None
+        self._lock = threading.RLock()  # hooks may fire on several threads, and what they share has room for one
+        self._buffer: StepBuffer | None = None
+        self._numbers: Counter[tuple[str, str]] = Counter()
+        self.seen = self.compares = self.misses_root = False
+
+    def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: Inventory) -> None:
+        """Start a step with the metrics that are due in it."""
+        self._buffer, self.misses_root = buffer, False
+        self._numbers.clear()
+        self._values.begin(buffer, metrics, inventory.modules)
+        self._followed.begin(inventory if any(metric.source in _GRADIENTS for metric in metrics) else None)
+        self.compares = any(metric.source == n.ACTIVATION_DIFFERENCE for metric in metrics)
+        if self.compares and not self._reference:
+            buffer.absent[n.ACTIVATION_DIFFERENCE, ""] = "no reference module is set; see set_reference_module()"
+
+    def end(self) -> None:
+        """End the step; its values can still be evaluated."""
+        self._followed.end()
+        self._values.end()
+        if self._passes.missed and self._buffer is not None:
+            for source in n.MODULE_SOURCES:
+                self._buffer.clear(source)
+                self._buffer.absent[source, ""] = _MISSED
+        self._buffer, self.seen, self._passes.missed = None, False, False
+
+    def forward_began(self) -> None:
+        """The root is called: calls are counted anew."""
+        self._numbers.clear()
+
+    def forget_scaled(self, reason: str) -> None:
+        """The gradients measured so far in this step were divided by a wrong scale, or by none: drop them."""
+        if self._buffer is not None:
+            self._values.forget(_GRADIENTS, reason)
+
+    # --- what hooks tell -------------------------------------------------------------------------------------------------------
+
+    def called(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        """Measure what a module is given."""
+        if name == n.ROOT and self.misses_root:
+            return
+        named: dict[int | str, Any] = dict(enumerate(args))
+        named.update(kwargs or {})
+        value = args[0] if len(args) == 1 and not kwargs else named
+        self._take(name, module, value, n.INPUT, n.INPUT_GRADIENT)
+
+    def returned(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Measure what a module has returned."""
+        self._take(name, module, output, n.ACTIVATION, n.ACTIVATION_GRADIENT)
+
+    def _take(self, name: str, module: nn.Module, value: Any, source: str, gradient_source: str) -> None:
+        with self._lock, unseen():
+            self._take_alone(name, module, value, source, gradient_source)
+
+    # between two large matrix products each call of Python costs ten times what it does else, so there are few in this method
+    def _take_alone(self, name: str, module: nn.Module, value: Any, source: str, gradient_source: str) -> None:
+        passes = self._passes
+        self.seen |= name != n.ROOT
+        if (self._buffer is None or passes.is_tentative or passes.awaits_part) and passes.root_trains is None:
+            self._part_called(module, value)  # where a model is called by its parts, this may be the beginning of a step
+        if self._buffer is None or passes.paused:
+            return
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            self._buffer.absent.setdefault((source, name), "inside a torch.func transform")
+            return
+        start, grad = time.perf_counter(), torch.is_grad_enabled()
+        try:
+            # inside a backward pass the forward is a recomputation; grad mode cannot tell, since checkpointing switches it
+            recomputed = torch._C._current_graph_task_id() != -1
+            trains = passes.root_trains if passes.root_trains is not None else passes.trains(module)
+            if recomputed or trains:
+                call = -1 if recomputed else self._numbers[source, name]
+                # without gradients within a pass that has them: the first pass of a re-entrant checkpoint, whose recomputation has
+                # them
+                if not grad and not recomputed and passes.builds_graph and _is_trained(module):
+                    self._followed.reentrant = True
+                self._numbers[source, name] += not recomputed
+                wanted = grad and self._values.wants(gradient_source, name)
+                if wanted and not self._followed.follow(gradient_source, name, value, call):
+                    self._buffer.absent.setdefault((gradient_source, name), _NEEDS_NONE)
+                if not recomputed:
+                    torch._C._set_grad_enabled(False)  # the context manager costs as much as a small operation
+                    self._measure(source, name, value, call)
+        except Exception as error:
+            self._complaints.add(f"{source}:{name}", f"the {source} of {name} could not be measured", error)
+        finally:
+            torch._C._set_grad_enabled(grad)
+        self._guard.account(time.perf_counter() - start)
+
+    def _part_called(self, module: nn.Module, value: Any) -> None:
+        if (self._buffer is None or self._passes.is_tentative) and self._passes.part_began():
+            self.part_called(module)
+        try:
+            self._passes.watch_part(module, value, missed=self._buffer is None)
+        except Exception as error:
+            self._complaints.add("part", f"a call of a {type(module).__name__} could not be followed", error)
+
+    def _measure(self, source: str, name: str, value: Any, call: int) -> None:
+        if self._values.wants(source, name):
+            self._values.measure(source, name, value, call)
+        if source == n.ACTIVATION and self.compares and self._reference and self.is_compared(name):
+            self._values.measure_pairs(name, value, call, self._other)
+
+    def is_compared(self, name: str) -> bool:
+        """Whether differences of this module's output to the reference's are asked for in this step."""
+        return self._values.wants(n.ACTIVATION_DIFFERENCE, name)
+
+    def _other(self, path: str) -> Tensor | str:
+        if (other := self._reference.take(path)) is not None:
+            return other
+        if not self._reference.is_off and self._passes.root_trains is None:
+            return _BY_PARTS
+        return self._reference.reason or "the reference module has no such output"
+
+    def _gradient_came(self, source: str, name: str, path: str, call: int, within: bool, gradient: Tensor | None) -> None:
+        if self._buffer is None or self._passes.paused or gradient is None or not (within or self._followed.accumulates()):
+            return
+        start = time.perf_counter()
+        try:
+            with self._lock, unseen(), torch.no_grad():
+                self._values.measure(source, name, gradient, call, path, self.inverse_scale())
+        except Exception as error:
+            self._complaints.add(f"{source}:{name}", f"the {source} of {name} could not be measured", error)
+        self._guard.account(time.perf_counter() - start)
+
+    def capture(self, name: str, output: Any) -> None:
+        """Measure ``output``, a tensor or a container of tensors, under the name of its module."""
+        passes = self._passes
+        if self._buffer is None or passes.paused or not passes.in_training or not self._values.wants(n.ACTIVATION, name):
+            return
+        try:
+            with unseen(), torch.no_grad():
+                self._values.measure(n.ACTIVATION, name, output, 0)
+        except Exception as error:
+            self._complaints.add(f"activation:{name}", f"the output of {name} could not be measured", error)
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters(recurse=False))

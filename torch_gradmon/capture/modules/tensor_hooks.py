@@ -1,0 +1,110 @@
+"""Gradients of what modules take and return: hooks on tensors, one for each tensor and place, and which backward passes count."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...step.model_index import Inventory
+from ..hooks import Handles, Hook
+from .structure import tensors_of
+
+_MARK = "torch_gradmon"
+
+
+class FollowedTensors:
+    """The tensors of one step whose gradients are waited for.
+
+    Never full backward hooks of modules: they put a node of their own into the graph.
+
+    Args:
+        came: a method that is told of each gradient: source, name and path, number of the call, ``within``, and the gradient.
+            ``within``: the pass that recomputed this ends in parameters, though the inner one need not.
+
+    Attributes:
+        reentrant: whether a forward without gradients was seen in training, as in the first pass of a re-entrant checkpoint.
+    """
+
+    def __init__(self, came: Callable[[str, str, str, int, bool, Tensor | None], None]) -> None:
+        self._came = came
+        self.reentrant = False
+        self._handles = Handles()
+        self._leaves: dict[tuple[str, str, int, int], weakref.ref[Tensor]] = {}
+        self._round = 0
+        self._probes: Sequence[Any] = ()
+        self._task: tuple[int, bool] = (-1, False)
+
+    def begin(self, inventory: Inventory | None) -> None:
+        """Start a step; without ``inventory`` no gradients are due in it."""
+        self._round += 1
+        self.reentrant = False
+        self._probes = () if inventory is None else _accumulators(inventory)
+
+    def end(self) -> None:
+        """Wait for no gradient any more."""
+        self._handles.remove()
+        self._leaves, self._probes = {}, ()
+
+    def follow(self, source: str, name: str, value: Any, call: int) -> bool:
+        """Wait for the gradients of the tensors in ``value``, and say whether any of them needs one; a negative ``call`` stands for a
+        recomputation.
+        """
+        recomputed = call < 0
+        within = recomputed and self.accumulates()
+        tensors = list(tensors_of(value, name))
+        for path, tensor in tensors:
+            # once for each tensor, which may go into several forwards, or into one and its recomputation
+            if not tensor.requires_grad or self._follows(source, path, None if recomputed else call, tensor):
+                continue
+            hook = Hook(self._came, source, name, path, call, within)
+            self._handles.add(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
+            if tensor.grad_fn is None:
+                self._leaves[source, path, call, id(tensor)] = weakref.ref(tensor)
+            else:
+                _marks(tensor).add((id(self), self._round, tensor.output_nr, source, path, call))
+        return any(tensor.requires_grad for _, tensor in tensors)
+
+    def _follows(self, source: str, path: str, call: int | None, tensor: Tensor) -> bool:
+        """Whether this tensor has a hook for this place already; None for any call."""
+        if tensor.grad_fn is not None:  # a tensor that was saved for a recomputation may come back as another object
+            node = (id(self), self._round, tensor.output_nr, source, path)
+            return any(mark[:-1] == node and call in (None, mark[-1]) for mark in _marks(tensor))
+        leaf = (source, path, id(tensor))
+        return any(
+            (of, at, number) == leaf and call in (None, when) and reference() is tensor
+            for (of, at, when, number), reference in self._leaves.items()
+        )
+
+    def accumulates(self) -> bool:
+        """Whether the running backward pass is one: ``autograd.grad``, as for a gradient penalty, ends in no parameter."""
+        task = torch._C._current_graph_task_id()
+        if self._task[0] != task:
+            found = any(_is_executed(node) for node in self._probes)
+            # parameters in a re-entrant checkpoint are no leaves of the outer graph, and nothing but backward() goes through one
+            whole = self.reentrant and torch.autograd.Variable._execution_engine.is_checkpoint_valid()
+            self._task = task, bool(self._probes) and (found or whole)
+        return self._task[1]
+
+
+def _marks(tensor: Tensor) -> set[tuple[Any, ...]]:
+    """What is noted at the node of the graph that made ``tensor``, and goes with it."""
+    metadata: dict[str, Any] = tensor.grad_fn.metadata  # type: ignore[assignment, union-attr]
+    marks: set[tuple[Any, ...]] = metadata.setdefault(_MARK, set())
+    return marks
+
+
+def _accumulators(inventory: Inventory) -> list[Any]:
+    """The graph nodes that accumulate into the model's parameters."""
+    parameters = [parameter for reference in inventory.references if (parameter := reference()) is not None]
+    return [torch.autograd.graph.get_gradient_edge(p).node for p in parameters if p.requires_grad]
+
+
+def _is_executed(node: Any) -> bool:
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # what is asked for with autograd.grad is captured at this node, not accumulated
+        return False

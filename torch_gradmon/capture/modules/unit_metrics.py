@@ -1,0 +1,124 @@
+"""Metrics of a module's output that know what kind of module it is: dead units, and saturated gates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...statistics.tensor_access import NARROW, accumulator_dtype, threshold
+from ...step.registry import BuiltIn
+
+#: A unit that was silent for so many monitored steps in a row counts as dead.
+WINDOW = 100
+#: An output of a sigmoid or tanh that is so near to either of its bounds counts as saturated.
+MARGIN = 0.05
+
+_BOUNDS: tuple[tuple[type[nn.Module], float, float], ...] = (
+    (nn.Sigmoid, 0.0, 1.0),
+    (nn.Hardsigmoid, 0.0, 1.0),
+    (nn.Tanh, -1.0, 1.0),
+)
+_CHANNELS_FIRST = (
+    nn.modules.conv._ConvNd,
+    nn.modules.batchnorm._NormBase,
+    nn.GroupNorm,
+    nn.modules.pooling._MaxPoolNd,
+    nn.modules.pooling._AvgPoolNd,
+    nn.modules.pooling._AdaptiveMaxPoolNd,
+    nn.modules.pooling._AdaptiveAvgPoolNd,
+    nn.modules.pooling._LPPoolNd,
+)
+
+
+class _Saturation:
+    def bind(self, module: Any) -> Callable[[Tensor], Tensor] | str:
+        for kind, low, high in _BOUNDS:
+            if isinstance(module, kind):
+                return lambda x: _share_outside(x, low, high)
+        return f"its module is no {', '.join(kind.__name__ for kind, *_ in _BOUNDS)}, whose outputs have bounds"
+
+
+def _share_outside(x: Tensor, low: float, high: float) -> Tensor:
+    wide = x.to(accumulator_dtype(x.device))  # where the bounds are what they are
+    return ((wide < low + MARGIN) | (wide > high - MARGIN)).to(wide.dtype)
+
+
+class DeadUnits:
+    """Counts, for one module's output, in how many monitored steps in a row each unit was silent.
+
+    Args:
+        module: decides which dimension the units are: the first after the batch of convolutions, batch norms, pooling and of
+            anything else that returns four dimensions or more; else the last.
+
+    Memory: five bytes for each unit.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module_has_channels = isinstance(module, _CHANNELS_FIRST)
+        self._module_is_linear = isinstance(module, nn.Linear)
+        convolves = isinstance(module, nn.modules.conv._ConvNd)
+        self._dim_of_one_sample = len(module.kernel_size) + 1 if convolves else -1
+        self._alive: Tensor | None = None
+        self._silent: Tensor | None = None
+        self.steps = 0
+
+    def see(self, output: Tensor, eps: float) -> None:
+        """One output of this step; a unit is alive where ``|x| > eps`` or NaN for any sample. Does not synchronise."""
+        if output.dim() == 0:
+            return
+        if output.layout != torch.strided:
+            output = output.to_dense()
+        channels = self._module_has_channels or (output.dim() >= 4 and not self._module_is_linear)
+        units = 1 if channels and output.dim() >= 3 else output.dim() - 1
+        if output.dim() == self._dim_of_one_sample:
+            units = 0
+        others = [dim for dim in range(output.dim()) if dim != units]
+        magnitude = output.detach().abs()
+        magnitude = magnitude.float() if magnitude.dtype in NARROW else magnitude
+        awake = (magnitude <= threshold(eps, magnitude.dtype)).logical_not()
+        alive = awake.any(dim=others) if others else awake
+        if self._alive is None or self._alive.shape != alive.shape or self._alive.device != alive.device:
+            self._alive, self._silent, self.steps = alive, None, 0
+        else:
+            self._alive |= alive
+
+    def end_step(self) -> Tensor | None:
+        """The share of dead units, 0-d; None until :data:`WINDOW` steps were seen."""
+        if self._alive is None:
+            return None
+        if self._silent is None:
+            self._silent = torch.zeros_like(self._alive, dtype=torch.int32)
+        self._silent = torch.where(self._alive, 0, self._silent + 1)
+        self._alive = torch.zeros_like(self._alive)
+        self.steps += 1
+        dead = (self._silent >= WINDOW).to(accumulator_dtype(self._silent.device))
+        return dead.mean() if self.steps >= WINDOW else None
+
+
+class _Dead:
+    """Marks the metric, whose :class:`DeadUnits` live longer than a call."""
+
+    def bind(self, module: Any) -> Callable[..., Any] | str:
+        return "it is measured for outputs of modules only"
+
+
+SATURATION = _Saturation()
+DEAD = _Dead()
+#: Of outputs, besides the statistics of every tensor.
+ACTIVATION_BUILT_INS = {
+    "dead": BuiltIn(
+        frozenset(),
+        "share",
+        f"share of units with |output| <= eps for every sample of the last {WINDOW} monitored steps",
+        DEAD,
+    ),
+    "saturation": BuiltIn(
+        frozenset(),
+        "share",
+        f"share of the outputs of a sigmoid or tanh that are within {MARGIN} of either bound",
+        SATURATION,
+    ),
+}

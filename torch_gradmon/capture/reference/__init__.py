@@ -1,0 +1,1 @@
+"""A reference model beside the one that trains."""

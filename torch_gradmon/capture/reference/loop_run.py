@@ -1,0 +1,111 @@
+"""A run of the reference module that the loop itself made, in a step that was begun by hand."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...core.fence import Guard
+from ...core.torch_modes import unseen
+from ...statistics.tensor_access import refusal
+from ..hooks import Handles, ModuleHook, takes_hooks
+from ..modules.compiled import is_compiled
+from ..modules.pass_tracker import Passes
+from ..modules.structure import tensors_of
+from .replay import Run
+
+
+@dataclass
+class Ran:
+    """One run of the reference: what its parts were given and returned, and all that they returned by path, in the order of calls."""
+
+    run: Run = field(default_factory=lambda: Run(keeps_all=True))
+    outputs: dict[str, deque[Tensor]] = field(default_factory=dict)
+
+    def returned(self, name: str, output: Any) -> None:
+        """A part has returned."""
+        self.run.returned(name, output)
+        for path, tensor in tensors_of(output, name):
+            if refusal(tensor) is None:
+                self.outputs.setdefault(path, deque()).append(tensor.detach().clone())
+
+
+class LoopRun:
+    """Keeps the reference's last run by the loop, which the model's next run is compared with; then no run of ours is needed.
+
+    This is how torch-module-monitor compares: the reference runs first, on inputs of the loop's choice. It holds for steps in which
+    the reference ran before the model. A loop that runs it behind the model, such as a teacher, means something else by it.
+
+    Memory: copies of the first inputs and of the outputs of the parts that are asked for.
+
+    Args:
+        passes: knows when nothing is measured.
+        guard: told of what fails, and of the time that it takes.
+    """
+
+    def __init__(self, passes: Passes, guard: Guard) -> None:
+        self._passes, self._guard = passes, guard
+        self._handles = Handles()
+        self._running: Ran | None = None
+        self._ran: Ran | None = None
+        self._leads: bool | None = None
+
+    def begin(self, reference: nn.Module, parts: Mapping[str, nn.Module]) -> None:
+        """A step begins in which ``reference`` is compared with, ``parts`` of it by name."""
+        self.end()
+        if is_compiled(reference):  # whose graphs would be made again for our hooks, and call none
+            return
+        for name, part in parts.items():
+            if takes_hooks(part):
+                hook = ModuleHook(self._called, name)
+                self._handles.of_module(part.register_forward_pre_hook(hook, with_kwargs=True))
+                self._handles.of_module(part.register_forward_hook(ModuleHook(self._returned, name)))
+        if self._handles and takes_hooks(reference):  # around those on its own calls
+            self._handles.of_module(reference.register_forward_pre_hook(ModuleHook(self._began), prepend=True))
+            self._handles.of_module(reference.register_forward_hook(ModuleHook(self._ended), always_call=True))
+
+    def end(self) -> None:
+        """The step is over."""
+        self._handles.remove()
+        self._running = self._ran = self._leads = None
+
+    def take(self) -> Ran | None:
+        """The run that the model's run, which begins now, is compared with; None where the loop made none."""
+        ran, self._ran = self._ran, None
+        if self._leads is None:
+            self._leads = ran is not None
+        return ran if self._leads else None
+
+    def _began(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        # runs of ours are paused, and one in a backward pass is a recomputation
+        ours = self._passes.paused or torch._C._current_graph_task_id() != -1
+        self._running = None if ours or torch._C._functorch.peek_interpreter_stack() is not None else Ran()
+
+    def _called(self, name: str, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        if (ran := self._running) is not None:
+            self._fenced(lambda: ran.run.called(name, args, kwargs or {}))
+
+    def _returned(self, name: str, part: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if (ran := self._running) is not None:
+            self._fenced(lambda: ran.returned(name, output))
+
+    def _fenced(self, work: Callable[[], None]) -> None:
+        start = time.perf_counter()
+        try:
+            with torch.no_grad(), unseen():
+                work()
+        except Exception as error:
+            self._running = None  # then a run of ours takes its place
+            self._guard.complaints.add("reference:loop", "a run of the reference by the loop could not be followed", error)
+        self._guard.account(time.perf_counter() - start)
+
+    def _ended(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._running is not None:
+            self._ran = self._running if self._running.outputs else None
+            self._running = None

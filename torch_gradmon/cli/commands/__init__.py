@@ -1,0 +1,1 @@
+"""The commands of ``gradmon``, one file each; ``torch_gradmon/cli/main.py`` lists them."""

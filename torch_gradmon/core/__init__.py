@@ -1,0 +1,1 @@
+"""The words that all other rooms share: keys, metrics, records, errors."""

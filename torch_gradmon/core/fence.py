@@ -1,0 +1,109 @@
+"""The fence around everything that runs inside somebody's training step."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from .errors import Complaints, GradmonWarning, SpikeError
+from .torch_modes import call_unseen
+
+
+def is_disabled() -> bool:
+    """Whether ``GRADMON_DISABLE`` is set in the environment, so that monitors that are made now do nothing."""
+    return os.environ.get("GRADMON_DISABLE", "") not in ("", "0")
+
+
+class Guard:
+    """Runs our code so that training neither fails by it nor sees it, and keeps the time that it takes.
+
+    Args:
+        complaints: where failures are reported.
+        inert: nothing runs at all.
+    """
+
+    def __init__(self, complaints: Complaints, inert: bool) -> None:
+        self.complaints = complaints
+        self.inert = inert
+        self._inside = False
+        self._lock = threading.RLock()  # with several GPUs, hooks fire on one of autograd's threads for each
+        self._seconds = self._settled = 0.0
+        self._since = self._entered = time.perf_counter()
+
+    def run(self, method: Callable[..., Any], *args: Any) -> Any:
+        """Call ``method``; a failure becomes one warning. A call from within such a call does nothing."""
+        if self.inert:
+            return None
+        with self._lock:
+            if self._inside:
+                return None
+            self._entered = time.perf_counter()
+            self._inside = True
+            try:
+                return call_unseen(self._run, method, args)
+            finally:
+                self._inside = False
+                self._seconds += time.perf_counter() - self._entered
+
+    def _run(self, method: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # a tenth of what the context manager costs, on every step
+        try:
+            return method(*args)
+        except (SpikeError, GradmonWarning):  # the second where warnings were made errors
+            raise
+        except Exception as error:
+            name = method.__name__
+            self.complaints.add(f"internal:{name}", f"{name} failed, some values are lost; training goes on", error)
+            return None
+        finally:
+            torch._C._set_grad_enabled(grad)
+
+    def spent(self) -> float:
+        """Time spent inside since the beginning, in seconds."""
+        running = time.perf_counter() - self._entered if self._inside else 0.0
+        return self._settled + self._seconds + running
+
+    def account(self, seconds: float) -> None:
+        """So much time of ours was spent outside of the fence."""
+        self._seconds += seconds
+
+    def forgive(self, seconds: float) -> None:
+        """So much of the running call was no time of ours."""
+        self._entered += seconds
+
+    def cost(self) -> float:
+        """Time spent inside, in percent of the time since this was last asked."""
+        now = time.perf_counter()
+        if self._inside:  # the part of the running call until now
+            self._seconds += now - self._entered
+            self._entered = now
+        share = 100 * self._seconds / max(now - self._since, 1e-9)
+        self._settled += self._seconds
+        self._seconds, self._since = 0.0, now
+        return share
+
+
+class Guarded(Protocol):
+    """What has methods that are fenced."""
+
+    guard: Guard
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def guarded(method: F) -> F:
+    """Fence a method of an object that has a :class:`Guard`."""
+
+    @functools.wraps(method)
+    def fenced(self: Guarded, *args: Any) -> Any:
+        return self.guard.run(method, self, *args)
+
+    return fenced  # type: ignore[return-value]

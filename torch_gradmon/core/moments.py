@@ -1,0 +1,166 @@
+"""Sufficient statistics: what one row holds, how rows merge, and the built-in metrics as views of a row.
+
+A row describes one tensor in eight numbers. Each column has one associative operation with an identity, so merging
+micro-batches, shards and ranks is the same few lines, and a built-in metric is arithmetic on a row, never another pass over
+the tensor. The values of the extremes and of the near-zero count are those of the tensor's finite part; the sums take every
+element, so that they turn NaN or infinite exactly when torch's own would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+
+class Column(IntEnum):
+    """The columns of a row, float64 where the device has it."""
+
+    COUNT = 0  #: number of elements
+    SUM = 1  #: sum of x
+    ABS_SUM = 2  #: sum of |x|
+    SQUARE_SUM = 3  #: sum of x * x
+    NEAR_ZERO = 4  #: number of elements with |x| <= eps
+    NONFINITE = 5  #: number of NaN and infinite elements
+    MIN = 6  #: smallest finite element
+    MAX = 7  #: largest finite element
+
+
+#: Columns below this one merge by SUM; then come MIN and MAX.
+SUMMED = Column.MIN
+WIDTH = len(Column)
+ALL_COLUMNS = frozenset(Column)
+#: Exact in every row, whatever was asked for.
+ALWAYS = frozenset({Column.COUNT, Column.NONFINITE})
+#: What is measured of the parameters that updates refer to.
+SQUARES = frozenset({Column.COUNT, Column.SQUARE_SUM})
+
+
+_IDENTITY = torch.tensor([0.0] * SUMMED + [torch.inf, -torch.inf], dtype=torch.float64, device="cpu")
+
+
+def identity(rows: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float64) -> Tensor:
+    """Rows of empty tensors, the identity of :func:`merge`: shape ``[rows, 8]``."""
+    if dtype == torch.float64 and torch.device(device).type == "cpu":
+        return _IDENTITY.repeat(rows, 1)
+    empty = torch.zeros(rows, WIDTH, dtype=dtype, device=device)
+    empty[:, Column.MIN] = torch.inf
+    empty[:, Column.MAX] = -torch.inf
+    return empty
+
+
+def merge(stacked: Tensor) -> Tensor:
+    """Merge rows along the first dimension: ``[k, ..., 8]`` becomes ``[..., 8]``. Associative and commutative."""
+    merged = stacked.sum(dim=0)
+    merged[..., Column.MIN] = stacked[..., Column.MIN].amin(dim=0)
+    merged[..., Column.MAX] = stacked[..., Column.MAX].amax(dim=0)
+    return merged
+
+
+def merge_by_group(rows: Tensor, groups: Sequence[int] | Tensor, count: int) -> Tensor:
+    """Merge rows ``[n, 8]`` that share a group number into ``[count, 8]``; an empty group gives the identity."""
+    return from_columns(dict(zip(Column, rows.unbind(1), strict=True)), groups, count)
+
+
+def from_columns(columns: Mapping[Column, Tensor], groups: Sequence[int] | Tensor | None, count: int) -> Tensor:
+    """Rows ``[count, 8]`` from columns, each ``[n]``, whose elements belong to a group each, or without groups to a row each.
+
+    A column that is not there is that of the identity. In float64 on the CPU, elsewhere in the dtype of the columns.
+    """
+    some = next(iter(columns.values()))
+    wide = torch.float64 if some.device.type == "cpu" else some.dtype
+    merged = dict(zip(Column, identity(count, some.device, wide).unbind(1), strict=True))
+    if groups is None:
+        merged.update(columns)
+        return torch.stack([column.to(wide) for column in merged.values()], dim=1)
+    index = groups if isinstance(groups, Tensor) else torch.tensor(groups, dtype=torch.int64, device=some.device)
+    for column, values in columns.items():
+        if column < SUMMED:
+            merged[column] = merged[column].index_add(0, index, values.to(wide))
+        else:
+            how = "amin" if column is Column.MIN else "amax"
+            merged[column] = merged[column].scatter_reduce(0, index, values.to(wide), how)
+    return torch.stack(list(merged.values()), dim=1)
+
+
+@dataclass(frozen=True)
+class View:
+    """A built-in metric: arithmetic on a row.
+
+    Attributes:
+        columns: what has to be measured for it.
+        compute: rows ``[n, 8]`` on the host to values ``[n]``.
+        needs: ``""``, ``"elements"`` or ``"finite elements"``: without them the value does not exist and its key is absent.
+        unit: of the value, for axes.
+        documentation: one line.
+    """
+
+    columns: frozenset[Column]
+    compute: Callable[[Tensor], Tensor]
+    needs: str
+    unit: str
+    documentation: str
+
+    def defined(self, rows: Tensor) -> Tensor:
+        """Which of the rows ``[n, 8]`` have this value, as booleans ``[n]``."""
+        if self.needs == "elements":
+            return rows[:, Column.COUNT] > 0
+        if self.needs == "finite elements":
+            return rows[:, Column.COUNT] > rows[:, Column.NONFINITE]
+        return torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+
+
+def _mean(rows: Tensor) -> Tensor:
+    return rows[:, Column.SUM] / rows[:, Column.COUNT]
+
+
+def _std(rows: Tensor) -> Tensor:
+    # E[x^2] - E[x]^2 is safe here because both sums are float64: the error is about 3e-8 of rms, the contract is 1e-7
+    variance = rows[:, Column.SQUARE_SUM] / rows[:, Column.COUNT] - _mean(rows).square()
+    return torch.where(variance < 0, torch.zeros_like(variance), variance).sqrt()
+
+
+def _finite_count(rows: Tensor) -> Tensor:
+    return rows[:, Column.COUNT] - rows[:, Column.NONFINITE]
+
+
+def _view(columns: Iterable[Column], needs: str, unit: str, documentation: str, compute: Callable[[Tensor], Tensor]) -> View:
+    return View(frozenset(columns), compute, needs, unit, documentation)
+
+
+_C = Column
+#: Every built-in metric of a tensor. Complex tensors are taken as twice as many real numbers.
+VIEWS: dict[str, View] = {
+    "norm": _view([_C.SQUARE_SUM], "", "1", "L2 norm", lambda r: r[:, _C.SQUARE_SUM].sqrt()),
+    "rms": _view(
+        [_C.COUNT, _C.SQUARE_SUM],
+        "elements",
+        "1",
+        "root of the mean square",
+        lambda r: (r[:, _C.SQUARE_SUM] / r[:, _C.COUNT]).sqrt(),
+    ),
+    "mean": _view([_C.COUNT, _C.SUM], "elements", "1", "mean", _mean),
+    "std": _view([_C.COUNT, _C.SUM, _C.SQUARE_SUM], "elements", "1", "population standard deviation", _std),
+    "max": _view(
+        [_C.COUNT, _C.NONFINITE, _C.MIN, _C.MAX],
+        "finite elements",
+        "1",
+        "largest |x| of the finite elements",
+        lambda r: torch.maximum(r[:, _C.MAX].abs(), r[:, _C.MIN].abs()),
+    ),
+    "min_value": _view([_C.COUNT, _C.NONFINITE, _C.MIN], "finite elements", "1", "smallest finite x", lambda r: r[:, _C.MIN]),
+    "max_value": _view([_C.COUNT, _C.NONFINITE, _C.MAX], "finite elements", "1", "largest finite x", lambda r: r[:, _C.MAX]),
+    "l1": _view([_C.ABS_SUM], "", "1", "sum of |x|", lambda r: r[:, _C.ABS_SUM]),
+    "sparsity": _view(
+        [_C.COUNT, _C.NONFINITE, _C.NEAR_ZERO],
+        "finite elements",
+        "share",
+        "share of the finite elements with |x| <= eps",
+        lambda r: r[:, _C.NEAR_ZERO] / _finite_count(r),
+    ),
+    "zeros": _view([_C.NEAR_ZERO], "", "count", "number of elements with |x| <= eps", lambda r: r[:, _C.NEAR_ZERO]),
+    "nonfinite": _view([_C.NONFINITE], "", "count", "number of NaN and infinite elements", lambda r: r[:, _C.NONFINITE]),
+}

@@ -1,0 +1,228 @@
+"""Checks of public arguments: each raises with the value and the remedy, before anything is changed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .errors import display, nearest
+from .keys import SUMMARY
+
+
+def cadence(every: object, monitor_step_fn: Any) -> Callable[[int], bool]:
+    """Which steps are monitored, from the two ways to say it."""
+    if every is not None and monitor_step_fn is not None:
+        raise ValueError("give either every= or monitor_step_fn=, not both")
+    if monitor_step_fn is not None:
+        if not callable(monitor_step_fn):
+            raise TypeError(f"monitor_step_fn must be a function of the step's number, got {display(monitor_step_fn)}")
+        return monitor_step_fn  # type: ignore[no-any-return]
+    interval = 1 if every is None else every
+    positive_int("every", interval)
+    return lambda step: step % interval == 0  # type: ignore[operator]
+
+
+def positive_int(name: str, value: object, else_: str = "") -> None:
+    """A whole number of at least 1; ``else_`` says what is allowed besides."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}={value!r} must be a positive int{f', {else_}' if else_ else ''}")
+
+
+def share(name: str, value: object) -> None:
+    """A number between 0 and 1."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1:
+        raise ValueError(f"{name}={value!r} must be a share between 0 and 1, such as 0.01 for one percent")
+
+
+def reaction(on_spike: object, actions: tuple[type, ...]) -> None:
+    """What a spike does: a word, a function, or one of ``actions``."""
+    if on_spike is None or callable(on_spike) or isinstance(on_spike, actions):
+        if isinstance(on_spike, type) and issubclass(on_spike, actions):
+            raise TypeError(f"on_spike must be an instance, {on_spike.__name__}(), got the class")
+        return
+    hint = "; to go back to a snapshot, give a torch_gradmon.Rollback()" if "roll" in str(on_spike).lower() else ""
+    try:
+        one_of("on_spike", on_spike, ("warn", "skip", "raise"))
+    except ValueError as error:
+        raise ValueError(f"{error}{hint}") from None
+
+
+def flag(**named: object) -> bool:
+    """True or False."""
+    ((name, value),) = named.items()
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {display(value)}")
+    return value
+
+
+def step_number(name: str, value: object) -> None:
+    """A whole number of at least 0."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {display(value)}")
+    if value < 0:
+        raise ValueError(f"{name}={value} must not be negative")
+
+
+def process_group(group: object) -> None:
+    """None, or a process group that this process is in."""
+    if group is None:
+        return
+    if not torch.distributed.is_available() or not isinstance(group, torch.distributed.ProcessGroup):
+        raise TypeError(
+            f"process_group must be one of torch.distributed, such as mesh.get_group(), or None for all, got {display(group)}"
+        )
+    if torch.distributed.get_rank(group) < 0:
+        raise ValueError("process_group has not this process in it; give the group of the ranks that train the model together")
+
+
+def one_of(name: str, value: object, known: tuple[str, ...]) -> None:
+    """One of ``known``."""
+    if value not in known:
+        hint = nearest(str(value), known)
+        meant = hint if "did you mean" in hint else ""
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, known))}{meant}")
+
+
+def log_key(key: object) -> None:
+    """A key for a value logged by hand."""
+    if not isinstance(key, str):
+        raise TypeError(f"a key must be a str, got {display(key)}")
+    if not key:
+        raise ValueError("a key must not be empty")
+    if key.startswith(f"{SUMMARY}/"):
+        raise ValueError(f"the key {key!r} is in the monitor's own section {SUMMARY}/; choose another")
+
+
+def module(value: object) -> None:
+    """An ``nn.Module`` whose gradients are where they belong."""
+    if type(value).__module__.startswith("torch.distributed.pipelining"):
+        raise TypeError(
+            f"a {type(value).__name__} is not measured as a whole; watch the module of this rank's stage, and name the ranks that share "
+            "it: ModuleMonitor(stage.submod, process_group=...)"
+        )
+    if isinstance(value, type) and issubclass(value, nn.Module):
+        raise TypeError(f"expected a module, got the class {value.__name__}; pass an instance of it")
+    if not isinstance(value, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {display(value)}")
+
+
+_DEEPSPEED = (
+    "from ZeRO 1 on, and with fp16 or bf16, DeepSpeed steps flat copies of the parameters, whose gradients no hook of torch sees; watch "
+    "engine.module with all of these off, or use FSDP2"
+)
+#: By the name of a class, and the package that it is of: why it cannot be watched, and what can.
+_REFUSED = {
+    ("FullyShardedDataParallel", "torch."): (
+        "FSDP1 keeps the parameters of many layers in flat ones, whose storage is freed behind each pass; use FSDP2, "
+        "torch.distributed.fsdp.fully_shard"
+    ),
+    ("DeepSpeedEngine", "deepspeed."): f"it steps by itself; {_DEEPSPEED}",
+}
+#: What DeepSpeed sets on the parameters of a model under ZeRO.
+_ZERO_MARKS = ("_hp_mapping", "ds_id")
+
+
+def measurable(model: nn.Module) -> None:
+    """A module without wrappers that keep gradients elsewhere."""
+    for path, child in model.named_modules():
+        for kind in type(child).__mro__:
+            for (name, package), why in _REFUSED.items():
+                if kind.__name__ == name and kind.__module__.startswith(package):
+                    where = f" (at {path!r})" if path else ""
+                    raise ValueError(f"a {name}{where} cannot be watched: {why}")
+
+
+def initialised(model: nn.Module) -> None:
+    """A module without lazy parameters."""
+    if any(torch.nn.parameter.is_lazy(parameter) for parameter in model.parameters()):
+        raise ValueError(f"this {type(model).__name__} has lazy parameters without a shape; run one batch through it first")
+
+
+def grad_scaler(value: object) -> None:
+    """A GradScaler or None."""
+    if value is not None and not isinstance(value, torch.amp.GradScaler):
+        raise TypeError(f"scaler must be a torch.amp.GradScaler, got {display(value)}")
+
+
+def _parameters_of(optimizer: Any) -> set[int]:
+    return {id(parameter) for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]}
+
+
+def _wrapped(optimizer: Any) -> Optimizer | None:
+    """The optimizer of the same parameters that this one keeps in an attribute, as SAM, Lookahead and the wrappers of trainers do."""
+    kept = [value for value in getattr(optimizer, "__dict__", {}).values() if isinstance(value, Optimizer)]
+    own = _parameters_of(optimizer) if kept else set()
+    return next((value for value in kept if value is not optimizer and _parameters_of(value) == own), None)
+
+
+def chain(optimizer: Any) -> list[Any]:
+    """The optimizer, what it wraps, what that wraps, and so on."""
+    found = [optimizer]
+    while (inner := _wrapped(found[-1])) is not None and inner not in found:
+        found.append(inner)
+    return found
+
+
+def inside(optimizer: Any) -> Any:
+    """What is inside all wrappers around an optimizer, or the thing itself."""
+    return chain(optimizer)[-1]
+
+
+def wrappers(named: Sequence[Any]) -> list[tuple[Any, Optimizer]]:
+    """The wrappers around optimizers, each with the one inside."""
+    return [(outer, found[-1]) for found in map(chain, named) for outer in found[:-1]]
+
+
+def scaler_around(named: Sequence[Any]) -> torch.amp.GradScaler | None:
+    """The GradScaler of the wrapper of a trainer around an optimizer, such as Accelerate's; None where there is none."""
+    scalers = [getattr(each, "scaler", None) for optimizer in named for each in chain(optimizer)]
+    return next((scaler for scaler in scalers if isinstance(scaler, torch.amp.GradScaler)), None)
+
+
+def bare_optimizer(optimizer: Any) -> Optimizer:
+    """The optimizer inside the wrapper of a trainer, such as Accelerate's, or itself.
+
+    Raises:
+        TypeError: there is none.
+    """
+    inner = inside(optimizer)
+    if not isinstance(inner, Optimizer):
+        raise TypeError(
+            f"expected a torch.optim.Optimizer, got {display(optimizer)}; pass the optimizer itself. Where the loop steps without one, use "
+            "ModuleMonitor(model) with begin_step() and end_step()"
+        )
+    return inner
+
+
+def optimizers(model: nn.Module, named: Sequence[Any]) -> list[Optimizer]:
+    """The optimizers inside whatever wraps them.
+
+    Raises:
+        TypeError: one is no optimizer.
+        ValueError: a model that cannot be watched; no optimizer, one twice, or none that holds a parameter of ``model``.
+    """
+    if not named:
+        raise ValueError("the optimizer is missing, as in watch(model, optimizer) or monitor.attach(optimizer)")
+    measurable(model)
+    kinds = [kind for each in named for it in (each, getattr(each, "optimizer", None)) for kind in type(it).__mro__]
+    is_zero = any(hasattr(parameter, mark) for parameter in model.parameters() for mark in _ZERO_MARKS)
+    if is_zero or any(kind.__module__.startswith("deepspeed.runtime") for kind in kinds):
+        raise ValueError(f"an optimizer under DeepSpeed cannot be followed: {_DEEPSPEED}")
+    bare = [bare_optimizer(optimizer) for optimizer in named]
+    if len({id(optimizer) for optimizer in bare}) < len(bare):
+        raise ValueError(
+            f"the same {type(bare[0]).__name__} is named twice; name each optimizer once, in the order in which they step"
+        )
+    owned = {id(p) for optimizer in bare for group in optimizer.param_groups for p in group["params"]}
+    if owned.isdisjoint(id(p) for p in model.parameters()):
+        raise ValueError(
+            f"no optimizer holds a parameter of this {type(model).__name__}: they were made for another model, or before its "
+            "parameters were replaced (fully_shard, to_empty, load_state_dict(assign=True)); make the optimizer afterwards"
+            + (f". If DeepSpeed has taken the optimizer: {_DEEPSPEED}" if "deepspeed.runtime.engine" in sys.modules else "")
+        )
+    return bare

@@ -1,0 +1,116 @@
+"""The public face of the refined coordinate check."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ..core.errors import display
+from .monitor import ModuleMonitor
+
+
+class RefinedCoordinateCheck:
+    """Takes apart how far each module's output has moved since initialisation: by its own weights, and by what reaches it.
+
+    With weights ``W_t`` and input ``x_t`` now, and ``W_0`` and ``x_0`` of the reference module on the same batch,
+
+        f(x_t; W_t) - f(x_0; W_0) = [f(x_t; W_t) - f(x_t; W_0)] + [f(x_t; W_0) - f(x_0; W_0)]
+
+    the update term ``(W_t-W_0)x_t`` and the propagated term ``W_0(x_t-x_0)`` (Haas et al. 2025, "On the Surprising Effectiveness
+    of Large Learning Rates under Standard Width Scaling", arXiv 2505.22491). At width n and depth fixed, a term whose ``rms`` grows
+    with n blows up, and one that shrinks with n ends feature learning there. Keys, with ``{m}`` for each module but the root:
+
+    ======================================================  =======================================================
+    ``RCC (W_t-W_0)x_t/{m}/l2norm``                         f(x_t; W_t) - f(x_t; W_0)
+    ``RCC W_0(x_t-x_0)/{m}/l2norm``                         f(x_t; W_0) - f(x_0; W_0)
+    ``RCC x_t/{m}/l2norm``                                  the first input
+    ``RCC (x_t-x_0)/{m}/l2norm``                            its difference to the reference's
+    of ``nn.Linear`` and ``nn.LayerNorm`` also, without the bias b:
+    ``RCC (W_t-W_0)x_t/{m}.weight/l2norm``                  [f(x_t; W_t) - b_t] - [f(x_t; W_0) - b_0]
+    ``RCC W_0(x_t-x_0)/{m}.weight/l2norm``                  [f(x_t; W_0) - b_0] - [f(x_0; W_0) - b_0]
+    ``RCC (W_t-W_0)x_t/{m}.weight/W_t x_t/l2norm``          f(x_t; W_t) - b_t
+    ``RCC W_0(x_t-x_0)/{m}.weight/W_0 x_0/l2norm``          f(x_0; W_0) - b_0
+    of ``nn.LayerNorm`` also, with n(x) the input normalised, without weight and bias:
+    ``RCC (W_t-W_0)x_t/{m}.weight/x_t/l2norm``              n(x_t)
+    ``RCC W_0(x_t-x_0)/{m}.weight/x_t-x_0/l2norm``          n(x_t) - n(x_0)
+    ======================================================  =======================================================
+
+    Each is the norm over the last dimension, the mean of that over the rest, over calls and over micro-batches. Keys and values
+    are those of torch-module-monitor; of an ``nn.Embedding`` there is the update term only. Outputs in containers have their path
+    in the key, as in ``RCC (W_t-W_0)x_t/attn[0]/l2norm``.
+
+    The values come by themselves with every training forward of a monitored step, by hand or attached, where the reference runs
+    too; for a loop that runs it itself, on another batch, see :meth:`ModuleMonitor.set_reference_module`. Training and reference stay
+    as they are; what a forward changes outside of its module, such as a generator in a global variable, is changed by each run. All
+    calls of a module have the same random numbers, so that without an update the first two terms are zero, dropout or not; up to
+    rounding where torch has other kernels without a graph, as for ``nn.LSTM``.
+
+    A module runs at most once more for each of its calls. But a container's run runs its parts, on inputs that are not those of
+    the model, so with all modules it costs as many more forwards of the model as containers lie in each other; parts that are
+    given what their container is given are not run again. With ``metric_regex`` for the innermost modules only, it is one.
+
+    Inside ``torch.compile`` nothing is checked; :meth:`ModuleMonitor.missing` says so. Does not synchronise.
+
+    Args:
+        monitor: watches the model, and has a reference module.
+        metric_name: last part of the keys; built-in are ``"l2norm"`` and ``"rms"``, which is over the root of the width.
+        metric_fn: instead of a built-in, a function of each term ``[..., n]``.
+        metric_regex: searched in the names of modules.
+        metric_aggregation_fn: see :meth:`ModuleMonitor.add_activation_metric`; by default the mean.
+        every: only on steps that are divisible by it.
+
+    Raises:
+        TypeError: ``monitor`` is no :class:`ModuleMonitor`, or another argument is not what it should be.
+        ValueError: the monitor has no module or no reference module, the metric is unknown, or the check is there already.
+    """
+
+    def __init__(
+        self,
+        monitor: ModuleMonitor,
+        metric_name: str = "l2norm",
+        metric_fn: Callable[..., Any] | None = None,
+        metric_regex: str | re.Pattern[str] = ".*",
+        metric_aggregation_fn: str | Callable[..., Any] | None = None,
+        *,
+        every: int = 1,
+    ) -> None:
+        if not isinstance(monitor, ModuleMonitor):
+            raise TypeError(f"RefinedCoordinateCheck takes a ModuleMonitor, got {display(monitor)}")
+        if monitor._planner.module is None:
+            raise ValueError(
+                "there is no module to check. Set the module to monitor first: ModuleMonitor(model), or set_module(model)"
+            )
+        if not monitor.has_reference_module():
+            raise ValueError(
+                'there is no reference module to compare with. Set the reference module first: monitor.set_reference_module("init") '
+                "before training, or a module with the weights of initialisation"
+            )
+        monitor.add_coordinate_metric(metric_name, metric_fn, metric_regex, metric_aggregation_fn, every=every)
+        self._monitor = monitor
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module that is checked, while it lives."""
+        return self._monitor.module
+
+    @property
+    def reference_module(self) -> nn.Module | None:
+        """What it is compared with."""
+        return self._monitor.reference_module
+
+    def refined_coordinate_check(self) -> None:
+        """For loops that call it after the forward: the values are there by then, so it only sees that there was one.
+
+        Outside of a monitored step, and in steps in which no check is due, it does nothing.
+
+        Raises:
+            ValueError: no training forward was seen in this step.
+        """
+        if self._monitor.is_monitoring() and self._monitor._session.activations.awaits_check:
+            raise ValueError(
+                f"no forward of the model was seen in step {self._monitor.step}; call refined_coordinate_check() after one in "
+                "training mode"
+            )

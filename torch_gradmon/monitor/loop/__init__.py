@@ -1,0 +1,1 @@
+"""Hooks on the loop: forward, backward, optimizer, scaler."""

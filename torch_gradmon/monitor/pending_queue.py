@@ -1,0 +1,119 @@
+"""The steps whose values are on their way to the host, in order."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from ..core.fence import Guard
+from ..core.records import StepRecord
+from ..step.buffer import StepBuffer
+from ..step.pending_step import Flight
+from ..step.reasons import Situation
+from ..step.registry import Registry
+from .pipeline.ledger import Ledger
+
+
+class Flights:
+    """The steps whose records are not made yet, at most two of them: the one that ended last and the one before.
+
+    Args:
+        ledger: where records are entered.
+        registry: the metrics.
+        guard: told of time that was not its own.
+        rest: gives records that are still to be written when everything ends.
+    """
+
+    def __init__(
+        self, ledger: Ledger, registry: Registry, guard: Guard, rest: Callable[[], Sequence[StepRecord]] = tuple
+    ) -> None:
+        self._rest = rest
+        self.lockstep = False  # with the other ranks: when values land is told by the steps' numbers, and not by the device
+        self.now = 0  # the step that begins
+        self._ledger, self._registry, self._guard = ledger, registry, guard
+        self._flying: deque[Flight] = deque()
+
+    def __del__(self) -> None:
+        # collected without detach(): what is still on its way reaches the run directory
+        with contextlib.suppress(Exception):
+            rest = self._rest()
+            if self._flying or rest:
+                self.land(None, open_to_late_values=False)
+                self._ledger.fill(rest)
+                self._ledger.outbox.close()
+
+    def newest(self, step: int | None) -> Flight | None:
+        """The flight of ``step``, if it is the one that departed last."""
+        return self._flying[-1] if self._flying and self._flying[-1].step == step else None
+
+    @property
+    def oldest(self) -> int | None:
+        """The oldest step whose values are on their way."""
+        return self._flying[0].step if self._flying else None
+
+    def start(self, flight: Flight) -> None:
+        """Take charge of ``flight``; where its values are on the host already, its record is made at once."""
+        self._flying.append(flight)
+        if flight.departure.arrival.is_local:
+            self.land(flight.step, open_to_late_values=True)
+
+    def add(self, flight: Flight, late: StepBuffer) -> None:
+        """Values that were logged after the step ended."""
+        if flight.late is None:
+            flight.late = flight.departure.buffer.scalars()
+        flight.late.absorb(late)
+
+    def seal(self) -> None:
+        """The next step begins: late values depart now, while they are not yet behind its work."""
+        for flight in self._flying:
+            if flight.late is not None and flight.late_departure is None:
+                flight.late_departure = flight.late.depart()
+
+    def count_refusal(self) -> None:
+        """A step that was not monitored was not applied."""
+        if self._flying:
+            self._flying[-1].refusals_after += 1
+        else:
+            self._ledger.summary.refused_unseen(1)
+
+    def _may_land(self, flight: Flight) -> bool:
+        return self.now >= flight.step + 2 if self.lockstep else flight.departure.arrival.is_ready()
+
+    def land(self, ended: int | None, open_to_late_values: bool, waiting: bool = True) -> None:
+        """Make the records of steps that have departed.
+
+        Args:
+            ended: number of the step that ended last; the ledger's last record is of that one, or there is none.
+            open_to_late_values: that step is the latest, so that values may still be added to it.
+            waiting: wait for values; otherwise only for those of the step before the last one.
+        """
+        while self._flying:
+            if not waiting and len(self._flying) < 2 and not self._may_land(self._flying[0]):
+                return
+            start = time.perf_counter()
+            self._flying[0].departure.arrival.wait()  # interrupted here, the flight is still there
+            if not waiting:
+                # the device is two steps behind, and it is the training that waits here rather than elsewhere
+                self._guard.forgive(time.perf_counter() - start)
+            flight = self._flying.popleft()
+            self._enter(flight)
+            if flight.step != ended or not open_to_late_values:
+                self._ledger.finish()
+            if flight.step != ended:
+                self._ledger.last = None
+
+    def _enter(self, flight: Flight) -> None:
+        """Make the record and enter it."""
+        ledger, refused = self._ledger, flight.departure.buffer.refused
+        ledger.knows(flight.inventory.facts)
+        ledger.situation = Situation(flight.inventory, flight.plans, flight.due, ledger.summary.shown, flight.attached, refused)
+        record, signals = flight.record(ledger.summary, ledger.layers, self._registry)
+        try:
+            ledger.enter(record, signals, flight.departure.buffer, flight.judged)
+        finally:  # where a spike raises
+            if flight.late is not None:
+                departure = flight.late_departure or flight.late.depart()
+                ledger.amend(flight.late, departure.land()[1])
+            ledger.summary.refused_unseen(flight.refusals_after)

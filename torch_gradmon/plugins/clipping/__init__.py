@@ -1,0 +1,1 @@
+"""Clipping by a limit that follows the gradients."""

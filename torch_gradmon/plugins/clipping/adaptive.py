@@ -1,0 +1,260 @@
+"""Clips whose limit follows the gradients: ZClip for all of them together, AdaGC for each parameter by itself.
+
+What a clip has learned stays on the device of the gradients, in float64 where it has that, and decisions are taken there: nothing
+waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...core.errors import display
+from ...core.moments import Column
+from ...core.validation import one_of, positive_int, share
+from ...spikes.arguments import positive
+
+
+class Told(NamedTuple):
+    """A value of the step: its name under ``gradmon/``, 0-d; ``there`` is whether it exists, None where it adds up over calls."""
+
+    name: str
+    value: Tensor
+    there: Tensor | None = None
+
+
+class AdaptiveClip:
+    """What ``ModuleMonitor.clip_grad_norm_(max_norm=...)`` takes in the place of a number."""
+
+    def factors(self, rows: Tensor, names: Sequence[str]) -> tuple[Tensor, list[Told]]:
+        """What to multiply the gradients by, at most 1; learns from them. Does not synchronise.
+
+        Args:
+            rows: statistics of the gradients, ``[n, 8]``, of which the counts and the sums of squares are used. All zero where a
+                parameter has no gradient.
+            names: of the parameters.
+
+        Returns:
+            0-d for all gradients, or ``[n]``; and what to tell of the step.
+        """
+        raise NotImplementedError
+
+    def kept(self) -> Any:
+        """What was learned so far, for :meth:`put_back`. Does not synchronise."""
+        raise NotImplementedError
+
+    def put_back(self, kept: Any) -> None:
+        """Forget what was learned since: the step is skipped."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learned, as plain numbers. Synchronises with the device."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`, bit for bit.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is no such state; then nothing was loaded.
+        """
+        raise NotImplementedError
+
+
+class ZClip(AdaptiveClip):
+    """Clips the total L2 norm where it is a spike: more than ``threshold`` standard deviations above its moving average.
+
+    With the norm x, its mean m and standard deviation s so far, and ``z = (x - m) / (s + eps)``, a spike is scaled to
+    ``m + threshold^2 / z * s``: the larger it is, the nearer to the mean. Everything else stays as it is. The first ``warmup``
+    norms give the mean and the population variance, as they are; after them x, clipped if it was a spike, moves the mean and then
+    the variance around the new mean. A norm that is NaN or infinite changes nothing, neither gradients nor what was learned.
+
+    Since of a spike only the clipped norm is learned, a norm that doubles for good is clipped in every step for long.
+
+    Args:
+        threshold: standard deviations.
+        alpha: weight of the past in mean and variance.
+        warmup: norms before the first is judged.
+        max_norm: a limit for the norm besides, from the first step on; None for none. It limits what the optimizer gets, and
+            not what is learned.
+        eps: added to the standard deviation where a norm is judged. It has the unit of a gradient norm.
+
+    Raises:
+        TypeError, ValueError: an argument is out of its range.
+
+    Source: Kumar et al. 2025, ZClip (arXiv 2504.02507), with its 2.5 and 0.97. 25, 1e-6, ``max_norm`` throughout and learning before
+    it applies are of the authors' code, whose README has None for ``max_norm`` and whose signature has 1.0; None is our choice.
+    Ours too is to leave out norms that are not finite: one NaN would end the judging for good.
+    """
+
+    def __init__(
+        self, threshold: float = 2.5, alpha: float = 0.97, warmup: int = 25, max_norm: float | None = None, eps: float = 1e-6
+    ) -> None:
+        self.threshold, self.eps = positive("threshold", threshold), positive("eps", eps)
+        self.max_norm = None if max_norm is None else positive("max_norm", max_norm)
+        share("alpha", alpha)
+        positive_int("warmup", warmup)
+        self.alpha, self.warmup = float(alpha), warmup
+        self._state = torch.zeros(3, dtype=torch.float64, device="cpu")  # norms learned, their mean, their variance
+
+    @torch.no_grad()
+    def factors(self, rows: Tensor, names: Sequence[str]) -> tuple[Tensor, list[Told]]:
+        """See :meth:`AdaptiveClip.factors`: one for all, and ``clip_limit``, the norm above which this step is clipped."""
+        norm = rows[:, Column.SQUARE_SUM].sum().sqrt()
+        state = self._state.to(norm)
+        count, mean, variance = state.unbind()
+        spread, judges = variance.sqrt(), count >= self.warmup
+        learns = norm.isfinite() & (rows[:, Column.COUNT].sum() > 0)
+        z = (norm - mean) / (spread + self.eps)
+        learned = torch.where(judges & (z > self.threshold), mean + self.threshold**2 / z * spread, norm)
+        weight = torch.where(judges, 1 - self.alpha, 1 / (count + 1))
+        before = learned - mean
+        mean = mean + weight * before
+        after = learned - mean
+        # in the warm-up Welford's recurrence, so that it ends with the variance of all its norms
+        variance = (1 - weight) * variance + weight * after * torch.where(judges, after, before)
+        limit, allowed = state[1] + self.threshold * (spread + self.eps), learned
+        there = judges
+        if self.max_norm is not None:
+            limit = torch.where(judges, limit, torch.inf).clamp(max=self.max_norm)
+            allowed, there = learned.clamp(max=self.max_norm), torch.ones_like(judges)
+        self._state = torch.where(learns, torch.stack([count + 1, mean, variance]), state)
+        return torch.where(learns & (allowed < norm), allowed / norm, 1.0), [Told("clip_limit", limit, there)]
+
+    def kept(self) -> Tensor:
+        """See :meth:`AdaptiveClip.kept`."""
+        return self._state  # which is replaced, and never written into
+
+    def put_back(self, kept: Tensor) -> None:
+        """See :meth:`AdaptiveClip.put_back`."""
+        self._state = kept
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many norms were learned, their mean and variance. Synchronises with the device."""
+        count, mean, variance = self._state.tolist()
+        return {"count": int(count), "mean": mean, "variance": variance}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`. See :meth:`AdaptiveClip.load_state_dict`."""
+        values = [float(state[name]) for name in ("count", "mean", "variance")]
+        if not all(math.isfinite(value) and value >= 0 for value in values):
+            raise ValueError(f"count, mean and variance must be finite and not negative, got {display(values)}")
+        self._state = torch.tensor(values, dtype=torch.float64, device="cpu")
+
+
+class AdaGC(AdaptiveClip):
+    """Clips the gradient of each parameter by itself, at ``ratio`` times the moving average of its clipped norms.
+
+    In the first ``warmup`` norms of a parameter it is scaled as a clip of the total norm at ``max_norm`` would, and its smallest norm
+    after that is where the average g starts. From then on a norm x above ``ratio * g`` is scaled to it, and
+    ``g = beta * g + (1 - beta) * min(x, ratio * g)``. A norm that is NaN, infinite or zero changes nothing, neither the gradient
+    nor what was learned of its parameter, and nor does a step in which the parameter has no gradient.
+
+    Args:
+        ratio: above 1, or nothing would ever grow.
+        beta: weight of the past in the average.
+        warmup: norms of a parameter before it is clipped by itself.
+        max_norm: limit of the total norm that the warm-up clips by.
+
+    Raises:
+        TypeError, ValueError: an argument is out of its range.
+
+    Source: Wang et al. 2025, AdaGC (arXiv 2502.11034). 1.04, 0.99, 100 and 1.0 are those of the authors' code and its script; the
+    package pytorch_optimizer has 1.05 and 0.98, which may be the paper's. Ours: no epsilon, so that the norm is the limit itself;
+    a warm-up counted for each parameter, which is the same where all have a gradient in every step; the total of the finite norms
+    in the warm-up; and no learning from zero, from which an average could never grow: the first gradients of half of all matrices
+    are zero where the others start at zero, as in LoRA.
+    """
+
+    def __init__(self, ratio: float = 1.04, beta: float = 0.99, warmup: int = 100, max_norm: float = 1.0) -> None:
+        self.ratio, self.max_norm = positive("ratio", ratio, above=1.0), positive("max_norm", max_norm)
+        share("beta", beta)
+        positive_int("warmup", warmup)
+        self.beta, self.warmup = float(beta), warmup
+        self._row: dict[str, int] = {}
+        self._state = _unlearned(0)
+        self._asked: tuple[tuple[str, ...], Tensor | None] | None = None
+
+    @torch.no_grad()
+    def factors(self, rows: Tensor, names: Sequence[str]) -> tuple[Tensor, list[Told]]:
+        """See :meth:`AdaptiveClip.factors`: one for each parameter, and ``clipped_parameters``, how many were scaled down."""
+        squares = rows[:, Column.SQUARE_SUM]
+        norms, finite = squares.sqrt(), squares.isfinite()
+        places = self._places(names, rows)
+        state = self._state if places is None else self._state[places]
+        level, count = state.unbind(1)
+        learns, judges = finite & (norms > 0), count >= self.warmup
+        total = torch.where(finite, squares, 0.0).sum().sqrt()
+        # where the level is still infinite nothing is judged; a total of zero clips nothing
+        factors = torch.where(judges, self.ratio * level / norms, self.max_norm / total).clamp(max=1.0)
+        factors = torch.where(learns, factors, 1.0)
+        clipped = norms * factors
+        level = torch.where(judges, self.beta * level + (1 - self.beta) * clipped, torch.minimum(level, clipped))
+        state = torch.where(learns.unsqueeze(1), torch.stack([level, count + 1], dim=1), state)
+        if places is None:
+            self._state = state
+        else:
+            self._state[places] = state
+        return factors, [Told("clipped_parameters", (factors < 1).sum())]
+
+    def _places(self, names: Sequence[str], like: Tensor) -> Tensor | None:
+        """In which rows of the state these parameters are, or None for all of them in order. Makes rows for new ones."""
+        new = [name for name in names if name not in self._row]
+        for name in new:
+            self._row[name] = len(self._row)
+        self._state = torch.cat([self._state.to(like), _unlearned(len(new)).to(like)]) if new else self._state.to(like)
+        asked = tuple(names)
+        if self._asked is None or self._asked[0] != asked or new:
+            rows = [self._row[name] for name in names]
+            in_order = rows == list(range(len(self._row)))
+            self._asked = asked, None if in_order else torch.tensor(rows, dtype=torch.int64, device="cpu")
+        places = self._asked[1]
+        if places is not None and places.device != like.device:
+            places = places.to(like.device, non_blocking=True)
+            self._asked = asked, places
+        return places
+
+    def kept(self) -> tuple[dict[str, int], Tensor]:
+        """See :meth:`AdaptiveClip.kept`."""
+        return dict(self._row), self._state.clone()
+
+    def put_back(self, kept: tuple[dict[str, int], Tensor]) -> None:
+        """See :meth:`AdaptiveClip.put_back`."""
+        self._row, self._state, self._asked = *kept, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of each parameter the average and how many norms it comes of. Synchronises with the device."""
+        rows = self._state.tolist()
+        found = {name: rows[row] for name, row in self._row.items()}
+        return {"norms": {name: [level, int(count)] for name, (level, count) in found.items() if count}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`. See :meth:`AdaptiveClip.load_state_dict`."""
+        norms = {str(name): [float(level), float(count)] for name, (level, count) in dict(state["norms"]).items()}
+        if not all(math.isfinite(level) and level >= 0 and count >= 1 for level, count in norms.values()):
+            raise ValueError(f"norms must be finite and not negative, and come of at least one, got {display(norms)}")
+        self._row = {name: row for row, name in enumerate(norms)}
+        self._state = torch.tensor(list(norms.values()), dtype=torch.float64, device="cpu").reshape(-1, 2)
+        self._asked = None
+
+
+#: What ``max_norm`` may be called by name.
+_BY_NAME: dict[str, type[AdaptiveClip]] = {"zclip": ZClip, "adagc": AdaGC}
+
+
+def adaptive_clip(name: str) -> AdaptiveClip:
+    """A new one of that name, with its defaults.
+
+    Raises:
+        ValueError: there is none.
+    """
+    one_of("max_norm", name, tuple(_BY_NAME))
+    return _BY_NAME[name]()
+
+
+def _unlearned(count: int) -> Tensor:
+    """So many rows of AdaGC's state, ``[count, 2]``: the average, and how many norms were learned."""
+    return torch.tensor([[math.inf, 0.0]], dtype=torch.float64, device="cpu").repeat(count, 1)

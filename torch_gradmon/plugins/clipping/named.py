@@ -1,0 +1,61 @@
+"""The adaptive clips of a run: those that were asked for by name, and what those in use knew before the step in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .adaptive import AdaptiveClip, adaptive_clip
+
+
+class Clips:
+    """Keeps clips by name for as long as a session lives.
+
+    Args:
+        may_forget: whether steps may be skipped, and what was learned in them has to be forgotten.
+    """
+
+    def __init__(self, may_forget: bool) -> None:
+        self._may_forget = may_forget
+        self._named: dict[str, AdaptiveClip] = {}
+        self._before: dict[int, tuple[AdaptiveClip, Any]] = {}
+
+    def named(self, name: str) -> AdaptiveClip:
+        """The clip of that name.
+
+        Raises:
+            ValueError: there is none of that name.
+        """
+        if name not in self._named:
+            self._named[name] = adaptive_clip(name)
+        return self._named[name]
+
+    def learns(self, adaptive: AdaptiveClip) -> None:
+        """A clip is about to learn from the step in flight."""
+        if self._may_forget and id(adaptive) not in self._before:
+            self._before[id(adaptive)] = adaptive, adaptive.kept()
+
+    def step_opened(self) -> None:
+        """What was learned so far stays."""
+        self._before = {}
+
+    def put_back(self) -> None:
+        """The step in flight is skipped: forget what was learned from it."""
+        for adaptive, kept in self._before.values():
+            adaptive.put_back(kept)
+        self._before = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What those by name have learned, as plain numbers. Synchronises with the device."""
+        return {name: clip.state_dict() for name, clip in self._named.items()}
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """The clips by name are those of ``states``, and no others; where that fails nothing is changed.
+
+        Raises:
+            KeyError, TypeError, ValueError: no such states.
+        """
+        clips = {name: adaptive_clip(name) for name in states}
+        for name, state in states.items():
+            clips[name].load_state_dict(state)
+        self._named = clips

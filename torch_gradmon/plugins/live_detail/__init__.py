@@ -1,0 +1,1 @@
+"""A change of what is measured, asked for while a run goes on."""

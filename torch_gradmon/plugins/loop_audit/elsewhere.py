@@ -1,0 +1,108 @@
+"""Whether the parameters of an optimizer change although it does not step: another one does, or the loop itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ...step.parameter_refs import Place
+from ...step.ranks import is_dtensor
+
+#: So many backward passes in a row, beyond those between two steps, before each of which but the first they have to change. Methods that
+#: move the parameters within a step do so less often.
+_PASSES = 5
+#: Of each parameter so many elements are compared, about.
+_COMPARED = 4096
+
+
+class Elsewhere:
+    """Counts backward passes since the optimizer has stepped last, and those before which its parameters had changed."""
+
+    def __init__(self) -> None:
+        self.passes = self._moves = self._looks = 0
+        self._most = 1  # passes between two steps so far
+        self._is_certain = False
+        self._samples: list[_Sample] = []
+
+    def passed(self, places: Iterable[Place]) -> bool:
+        """A backward pass has come; whether the parameters there have changed before so many that it is no accident.
+
+        Nothing is looked at in the first as many passes as lie between two steps, which is all in most loops: it would cost the model's
+        smaller parameters a copy in every step. Synchronises an accelerator once in the first ones beyond these, and then more and more
+        rarely.
+        """
+        self.passes += 1
+        beyond = self.passes - self._most
+        if beyond <= 1:
+            if beyond == 1:
+                self._samples = [_Sample(place) for place in places]
+            return False
+        if self._is_certain:
+            return True
+        moved = [sample.has_moved() for sample in self._samples]
+        self._moves += any(moved)
+        # fused optimizers of an accelerator, and writes to .data, are not counted
+        is_due = not self._moves and beyond == _PASSES * 3**self._looks
+        self._looks += is_due
+        if is_due or self._moves >= _PASSES - 1:
+            self._is_certain = any(sample.has_changed() for sample in self._samples)
+            self._moves = max(self._moves, beyond) if self._is_certain else 0
+        return self._is_certain
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether the parameters have changed since, as far as is known."""
+        return self._moves > 0
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether they are not as they were when they were looked at first. Synchronises."""
+        return any(sample.has_changed() for sample in self._samples)
+
+    def stepped(self) -> None:
+        """The optimizer has stepped, or another one of the same parameters that is attached."""
+        if self.passes:
+            self._most = max(self._most, self.passes)
+        self.passes = self._moves = self._looks = 0
+        self._is_certain, self._samples = False, []
+
+
+class _Sample:
+    """Some elements of one parameter, and how often it was written to."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._first = self._last = self._now()
+        self._version = self._written()
+
+    def _written(self) -> int:
+        parameter = self._place()
+        return -1 if parameter is None or parameter.is_inference() else parameter._version
+
+    def _now(self) -> Tensor | None:
+        parameter = self._place()
+        if parameter is None:
+            return None
+        part = parameter.to_local().detach() if is_dtensor(parameter) else parameter.detach()  # type: ignore[attr-defined]
+        while part.numel() > _COMPARED and part.dim():
+            part = part[: _COMPARED * len(part) // part.numel()] if part.numel() < _COMPARED * len(part) else part[0]
+        return part.clone()
+
+    def has_moved(self) -> bool:
+        """Whether it has changed since this was asked last; on accelerators, whether it was written to."""
+        version, before = self._version, self._last
+        self._version = self._written()
+        if before is None or before.device.type != "cpu":
+            return self._version != version
+        self._last = self._now()
+        return _differ(self._last, before)
+
+    def has_changed(self) -> bool:
+        """Whether it has changed since the beginning. Synchronises."""
+        return _differ(self._now(), self._first)
+
+
+def _differ(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is not None and other is not None and one.shape == other.shape and not torch.equal(one, other)

@@ -1,0 +1,387 @@
+"""The audit of a training loop: from what hooks tell to what is judged."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.optim import Optimizer
+
+from ...capture.hooks import Handles, Hook
+from ...core.errors import Complaints, GradmonWarning
+from ...core.loop_findings import Fact
+from ...core.torch_modes import call_unseen
+from ...step.planner import Planner
+from .optimizer_state import Watched
+from .ownership import Survey
+from .probe import Probe
+from .sampling import Rest
+from .tallies import Tallies
+from .unused_gradients import Idle
+
+F = TypeVar("F", bound=Callable[..., Any])
+#: Optimizers that get a probe. Where there are more, they are those of single parameters, which step within the backward pass.
+_OPTIMIZERS = 3
+#: Steps in a row in which a probe has no gradient, after which another one is chosen.
+_PATIENCE = 3
+#: Parameters of one optimizer that are compared where it does not step, and the largest of them.
+_PLACES, _LARGEST = 4, 2**20
+
+
+class Run(Protocol):
+    """What the audit has to know of the run that it is beside of."""
+
+    step: int | None
+
+
+def _fenced(method: F) -> F:
+    """What fails in here ends the audit with one warning, and nothing else."""
+
+    @functools.wraps(method)
+    def run(self: Audit, *args: Any) -> None:
+        if not self.is_off:
+            try:
+                call_unseen(method, self, *args)
+            except GradmonWarning:  # where warnings were made errors
+                raise
+            except Exception as error:
+                self.is_off = True
+                self.complaints.add("internal:audit", "the audit of the loop failed and is off; training goes on", error)
+
+    return run  # type: ignore[return-value]
+
+
+class Audit:
+    """Watches a loop from beside; it measures nothing and changes nothing.
+
+    Args:
+        run: the run in which it happens.
+        planner: knows the model.
+        complaints: where mistakes that are certain are said.
+        note: takes facts about the run, for the run directory.
+
+    Attributes:
+        is_off: nothing is watched.
+        paused: what happens now is no training.
+    """
+
+    def __init__(self, run: Run, planner: Planner, complaints: Complaints, note: Callable[..., None]) -> None:
+        self.complaints = complaints
+        self.is_off, self.paused = True, False
+        self._run, self._planner = weakref.ref(run), planner  # a scaler that goes on holds what is wrapped around it
+        self._tallies = Tallies(complaints, self._step, note)
+        self._watched: dict[int, Watched] = {}
+        self._probed: list[Watched] = []
+        self._handles = Handles()
+        self._survey: Survey | None = None
+        self._idle, self._rest = Idle(), Rest()
+        self._ddp: weakref.ref[nn.Module] | None = None
+        self._clock = self._forwards = self._forwards_at_step = self._most_forwards = 0
+        self._has_ranks = False
+        self._settling: set[int] = set()
+        self._is_hung = True
+
+    def _step(self) -> int:
+        run = self._run()
+        return 0 if run is None else run.step or 0
+
+    def facts(self) -> list[Fact]:
+        """The mistakes that were seen often enough."""
+        return self._tallies.facts()
+
+    def receive_apart(self) -> bool:
+        """Whether the optimizers have got gradients from different numbers of backward passes since they stepped last."""
+        return len({watched.probe.fired for watched in self._watched.values() if watched.probe is not None}) > 1
+
+    def tell(self) -> None:
+        """Note the facts in the run directory, if they are news."""
+        self._tallies.tell()
+
+    # --- life cycle ----------------------------------------------------------------------------------------------------------
+
+    def follow(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Watch a loop from now on."""
+        self.leave()
+        self.is_off = False
+        self._begin(module, optimizers)
+
+    @_fenced
+    def _begin(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._watched = {id(optimizer): Watched(optimizer, self._tallies) for optimizer in optimizers}
+        references = [weakref.ref(optimizer) for optimizer in optimizers]
+        self._survey = Survey(self._planner, self._tallies, lambda: [o for ref in references if (o := ref()) is not None])
+        self._ddp, self._has_ranks = _ddp_in(module), _has_ranks()
+        self._clock = 0
+        self._tallies.retract("unattached-optimizer")  # others are attached now
+        self._tallies.tell(begins=True)
+        self._probed = list(self._watched.values())[:_OPTIMIZERS]
+        for watched in self._probed:
+            self._choose(watched)
+        self._hang()
+
+    def leave(self) -> None:
+        """Take all hooks away, and hold nothing any more but the facts."""
+        self.is_off = True
+        self._handles.remove()
+        self._watched, self._survey, self._idle, self._rest, self._ddp = {}, None, Idle(), Rest(), None
+        self._probed = []
+        self._settling.clear()
+
+    def _choose(self, watched: Watched, with_gradient: bool = False) -> None:
+        """Probe the smallest parameter of an optimizer, ``with_gradient`` of those that have one now."""
+        optimizer, inventory = watched.optimizer(), self._planner.now()
+        watched.absent, watched.probe, watched.silent, self._is_hung = 0, None, 0, False
+        if optimizer is None or inventory is None:
+            return
+        watched.owned = owned = frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
+        found = [
+            (parameter.numel(), number)
+            for number, place in enumerate(inventory.references)
+            if (parameter := place()) is not None
+            and id(parameter) in owned
+            and parameter.requires_grad
+            and (parameter.grad is not None or not with_gradient)
+        ]
+        if found:
+            _, number = min(found)
+            place = inventory.references[number]
+            others = [each for size, each in found if size <= _LARGEST and each != number]
+            chosen = others[:: max(1, len(others) // (_PLACES - 1))][: _PLACES - 1]
+            watched.places = [place, *(inventory.references[each] for each in chosen)]
+            if (parameter := place()) is not None:
+                watched.probe = Probe(inventory.names[number], place, parameter)
+
+    def _hang(self) -> None:
+        """One hook on each probe, and one more while it is not known who writes to its gradient; none while the audit rests."""
+        self._is_hung = True
+        self._handles.remove()
+        if self._rest.is_on:
+            return
+        for key, watched in self._watched.items():
+            if watched.probe is not None and not watched.probe.is_offloaded:
+                self._handles.on_accumulate(watched.probe.place, Hook(self._accumulated, key))
+                if watched.writes.is_curious or watched.writes.is_doubtful:
+                    self._handles.on_gradient(watched.probe.place, Hook(self._incoming, key))
+
+    # --- forward and backward --------------------------------------------------------------------------------------------------
+
+    def forward_began(self) -> None:
+        """The model is called in training."""
+        self._forwards += 1
+        if self._rest.is_on and self._forwards - self._forwards_at_step > self._most_forwards + _PATIENCE:
+            self._rest, self._is_hung = Rest(), False  # no optimizer steps any more
+        if not self._is_hung and not self.is_off:  # not from within a hook on the same parameter
+            call_unseen(self._hang)
+
+    @_fenced
+    def _accumulated(self, key: int, parameter: Tensor) -> None:
+        if torch.compiler.is_compiling():  # compiled autograd
+            return
+        watched = self._watched[key]
+        probe = watched.probe
+        if probe is None:
+            return
+        if self.paused:
+            probe.doubtful = probe.is_paused = True
+            return
+        probe.accumulated(parameter, self._clock)
+        if watched.stepped_in != torch._C._current_graph_task_id():
+            self._passed(watched)
+        if probe.late >= 0 or watched.is_unscaled:
+            watched.accumulated(probe)
+        if probe.writes and watched.writes.begin():
+            self._is_hung = False
+        if self._ddp is not None or probe.is_sharded:
+            self._note_sync(probe)
+        if self._has_ranks:
+            self._settle_later(key)
+        if not self._clock and self._idle.goes_on(parameter, probe, watched.writes.clears):
+            self._tallies.seen("never-stepped", key, evidence={"backward passes": float(probe.fired)})
+
+    def _passed(self, watched: Watched) -> None:
+        # within a closure it is the attached optimizer that moves the parameters
+        if any(other.is_unknown for other in self._probed):
+            return
+        if watched.elsewhere.passed(watched.places):
+            passes = {"backward passes": float(watched.elsewhere.passes)}
+            self._tallies.seen("unattached-optimizer", watched.key, evidence=passes)
+
+    @_fenced
+    def backward_ended(self) -> None:
+        """A backward pass of a monitored step is over: a probe that never took part in one is replaced."""
+        for watched in self._probed:
+            if watched.probe is not None and not watched.probe.has_fired and not self.paused:
+                watched.silent += 1
+                self._passed(watched)
+                if watched.silent >= _PATIENCE:
+                    self._choose(watched, with_gradient=True)
+
+    def optimizers_gone(self) -> None:
+        """All optimizers were collected, of which the loop has warned."""
+        self._tallies.seen("unattached-optimizer", warns=False)
+
+    def is_stale(self, in_step: bool) -> bool:
+        """Whether the model has been trained since an attached optimizer stepped last, with the last one's values for the newest.
+
+        Args:
+            in_step: whether a step is open in which no optimizer has stepped.
+        """
+        return any(
+            watched.elsewhere.has_moved or (in_step and (watched.probe.was_written() or watched.elsewhere.has_changed))
+            for watched in self._probed
+            if watched.probe is not None and watched.elsewhere.passes > 0
+        )
+
+    def _note_sync(self, probe: Probe) -> None:
+        ddp = None if self._ddp is None else self._ddp()
+        probe.synced += probe.is_sharded or (ddp is not None and bool(getattr(ddp, "require_backward_grad_sync", False)))
+
+    def _settle_later(self, key: int) -> None:
+        """Look again when DDP has copied the reduced gradients back, which it does in such a callback."""
+        if key not in self._settling:
+            self._settling.add(key)
+            engine = Variable._execution_engine
+            settle = functools.partial(self._settled, key)
+            engine.queue_callback(lambda: engine.queue_callback(settle))
+
+    @_fenced
+    def _settled(self, key: int) -> None:
+        self._settling.discard(key)
+        watched = self._watched.get(key)
+        if watched is not None and watched.probe is not None and (parameter := watched.probe.place()) is not None:
+            watched.probe.settled(parameter)
+
+    @_fenced
+    def _incoming(self, key: int, gradient: Tensor | None) -> None:
+        probe = self._watched[key].probe
+        parameter = None if probe is None else probe.place()
+        if probe is not None and parameter is not None:
+            writes = self._watched[key].writes
+            writes.look(probe, parameter, gradient)
+            writes.look_at_carried(probe, parameter, gradient)
+            self._is_hung &= writes.is_curious or writes.is_doubtful
+
+    # --- steps -----------------------------------------------------------------------------------------------------------------
+
+    @_fenced
+    def step_began(self, optimizer: Optimizer, has_closure: bool) -> None:
+        """An optimizer is about to step, or to call its closure."""
+        watched = self._watched.get(id(optimizer))
+        if watched is None or self._survey is None:
+            return
+        self._clock += 1
+        if self._clock == 1:
+            self._tallies.retract("never-stepped")
+        if not self._rest.is_on:
+            watched.is_unknown = has_closure or self.paused
+            if watched.probe is not None and not watched.is_unknown:
+                self._judge(watched, watched.probe, optimizer)
+        if self._survey.step_began():
+            self._has_ranks = _has_ranks()
+
+    def _judge(self, watched: Watched, probe: Probe, optimizer: Optimizer) -> None:
+        parameter = probe.place()
+        if parameter is None or id(parameter) != probe.identity:  # it was replaced
+            self._choose(watched, with_gradient=True)
+            return
+        if getattr(optimizer, "grad_scale", None) is not None:  # a fused one, that unscales as it steps
+            watched.unscaling(parameter, probe, optimizer)
+        gradient = probe.look(parameter)
+        if gradient is not None:
+            since = self._forwards != self._forwards_at_step
+            watched.step_with_gradient(probe, gradient, since)
+            if probe.carried and watched.writes.doubt():
+                self._is_hung = False
+        elif watched.step_without_gradient(probe, optimizer) and (watched.absent >= _PATIENCE or not watched.had_gradients):
+            self._choose(watched, with_gradient=True)
+
+    @_fenced
+    def step_ended(self, optimizer: Optimizer) -> None:
+        """It has stepped."""
+        watched = self._watched.get(id(optimizer))
+        if watched is not None and self._survey is not None:
+            self._survey.step_ended()
+            watched.stepped_in = torch._C._current_graph_task_id()
+            is_clean = self._is_clean(watched)
+            self._over(watched)
+            if self._rest.step_ended(is_clean):
+                self._turn(watched)
+            if watched.writes.is_doubtful and not self._is_hung:
+                self._hang()
+
+    @_fenced
+    def step_refused(self, optimizer: Optimizer) -> None:
+        """The scaler did not let it step."""
+        self._clock += 1
+        if (watched := self._watched.get(id(optimizer))) is not None:
+            self._over(watched)
+
+    def _over(self, watched: Watched) -> None:
+        self._most_forwards = max(self._most_forwards, self._forwards - self._forwards_at_step)
+        self._forwards_at_step = self._forwards
+        for other in self._probed:
+            if other is watched or not other.owned.isdisjoint(watched.owned):
+                other.elsewhere.stepped()
+                self._tallies.retract("unattached-optimizer", other.key)
+        if not self._rest.is_on:
+            watched.over()
+
+    def _is_clean(self, watched: Watched) -> bool:
+        """Whether nothing was ever seen in this loop, and nothing is open. With several optimizers what one gets tells of the others.
+        Where no forward is seen, only the hook on the probe tells that there are backward passes and no steps.
+        """
+        is_open = watched.writes.is_curious or watched.writes.is_doubtful or watched.probe is None
+        is_seen = self._forwards > self._forwards_at_step
+        return self._tallies.is_empty and len(self._watched) == 1 and is_seen and not (is_open or self._has_ranks)
+
+    def _turn(self, watched: Watched) -> None:
+        """A rest begins or ends: hooks come and go with the next forward, and the probe knows nothing of what was in between."""
+        self._is_hung = False
+        if watched.probe is not None:
+            watched.probe.forget()
+
+    # --- scaler ----------------------------------------------------------------------------------------------------------------
+
+    @_fenced
+    def unscaling(self, optimizer: Optimizer) -> None:
+        """The scaler is about to unscale its gradients."""
+        watched = self._watched.get(id(optimizer))
+        if watched is not None and watched.probe is not None and (parameter := watched.probe.place()) is not None:
+            watched.unscaling(parameter, watched.probe, optimizer)
+
+    @_fenced
+    def unscaled(self, optimizer: Optimizer) -> None:
+        """It has."""
+        if (watched := self._watched.get(id(optimizer))) is not None:
+            watched.unscaled()
+
+    @_fenced
+    def scaled(self) -> None:
+        """The scaler has scaled a loss."""
+        for watched in self._watched.values():
+            watched.scaled()
+
+    @_fenced
+    def updated(self) -> None:
+        """The scaler's attempt is over."""
+        for watched in self._watched.values():
+            watched.attempt_over()
+
+
+def _has_ranks() -> bool:
+    """Whether gradients may be exchanged between ranks."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def _ddp_in(module: nn.Module) -> weakref.ref[nn.Module] | None:
+    """The wrapper whose flag tells whether a backward pass exchanges gradients."""
+    parallel = sys.modules.get("torch.nn.parallel.distributed")
+    kind = getattr(parallel, "DistributedDataParallel", ())
+    return next((weakref.ref(child) for child in module.modules() if isinstance(child, kind)), None)

@@ -1,0 +1,129 @@
+"""How often each mistake of the loop was seen, and from when on it is no accident."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ...core.errors import Complaints
+from ...core.loop_findings import Fact
+from ...core.loop_mistakes import MISTAKES
+
+#: Counts at which the run directory hears of a fact again.
+_TOLD = frozenset(factor * 10**power for power in range(9) for factor in (1, 3))
+
+
+class Tally:
+    """One mistake, of one optimizer. Until it is a fact it has to come again and again, with nothing else between."""
+
+    __slots__ = ("count", "evidence", "first", "is_fact", "last", "repeats", "where")
+
+    def __init__(self, repeats: int) -> None:
+        self.repeats = repeats
+        self.first = self.last = self.count = 0
+        self.is_fact = False
+        self.where: tuple[str, ...] = ()
+        self.evidence: Mapping[str, float] = {}
+
+    def seen(self, step: int, where: tuple[str, ...], evidence: Mapping[str, float]) -> bool:
+        """Once more, in ``step``; whether it became a fact by this."""
+        if not self.count:
+            self.first = step
+        self.count += 1
+        self.last, self.where, self.evidence = step, where, evidence
+        became = not self.is_fact and self.count >= self.repeats
+        self.is_fact |= became
+        return became
+
+    def missed(self) -> None:
+        """This time it was not there."""
+        if not self.is_fact:
+            self.count = 0
+
+
+class Tallies:
+    """All mistakes of one training.
+
+    Args:
+        complaints: where those that are certain are said, once.
+        step: the number of the step in flight.
+        note: takes facts about the run, for the run directory.
+    """
+
+    def __init__(self, complaints: Complaints, step: Callable[[], int], note: Callable[..., None]) -> None:
+        self._complaints, self._step, self._note = complaints, step, note
+        self._tallies: dict[tuple[str, object], Tally] = {}
+        self._told: list[dict[str, Any]] = []
+
+    def seen(
+        self,
+        rule: str,
+        key: object = None,
+        where: tuple[str, ...] = (),
+        evidence: Mapping[str, float] | None = None,
+        warns: bool = True,
+    ) -> None:
+        """The mistake ``rule`` was made, with the optimizer or whatever else ``key`` stands for. ``warns``: unless that is done."""
+        tally = self._tallies.get((rule, key))
+        if tally is None:
+            tally = self._tallies[rule, key] = Tally(MISTAKES[rule].repeats)
+        became = tally.seen(self._step(), where, evidence or {})
+        if became or (tally.is_fact and tally.count in _TOLD):
+            self.tell()
+        if became and warns and MISTAKES[rule].warns:
+            self._warn(rule, tally)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was ever seen."""
+        return not self._tallies
+
+    def missed(self, rule: str, key: object = None) -> None:
+        """It could have been made, and was not."""
+        tally = self._tallies.get((rule, key))
+        if tally is not None:
+            tally.missed()
+
+    def retract(self, rule: str, key: object = None) -> None:
+        """It was none, as has become plain; of one optimizer, or of all."""
+        for known in [known for known in self._tallies if known[0] == rule and key in (None, known[1])]:
+            del self._tallies[known]
+
+    def is_fact(self, rule: str, key: object = None) -> bool:
+        """Whether it is a fact already."""
+        tally = self._tallies.get((rule, key))
+        return tally is not None and tally.is_fact
+
+    def count(self, rule: str, key: object = None) -> int:
+        """How often in a row, or since it is a fact."""
+        tally = self._tallies.get((rule, key))
+        return 0 if tally is None else tally.count
+
+    def facts(self) -> list[Fact]:
+        """What was seen often enough, one fact for each mistake."""
+        found: dict[str, Fact] = {}
+        for (rule, _), tally in self._tallies.items():
+            if tally.is_fact:
+                fact = Fact(rule, tally.first, tally.last, tally.count, tally.where, dict(tally.evidence))
+                found[rule] = _merged(found[rule], fact) if rule in found else fact
+        return list(found.values())
+
+    def tell(self, begins: bool = False) -> None:
+        """Note the facts in the run directory, where they are news, or where a training begins and others may be there."""
+        facts = [fact.to_dict() for fact in self.facts()]
+        if facts != self._told or begins:
+            self._told = facts
+            self._note(audit=facts)
+
+    def _warn(self, rule: str, tally: Tally) -> None:
+        mistake = MISTAKES[rule]
+        of = f", {tally.where[0]}" if tally.where else ""
+        seen = f"seen {tally.count} times by step {tally.last}{of}" if tally.count > 1 else f"seen in step {tally.last}{of}"
+        self._complaints.add(f"audit:{rule}", f"{mistake.cause} ({seen}). {mistake.advice}")
+
+
+def _merged(one: Fact, other: Fact) -> Fact:
+    where = dict.fromkeys((*one.where, *other.where))
+    evidence = {**other.evidence, **one.evidence}
+    first, last = min(one.first, other.first), max(one.last, other.last)
+    return Fact(one.rule, first, last, max(one.count, other.count), tuple(where), evidence)

@@ -1,0 +1,106 @@
+"""The model's buffers as they were before a batch came: its running statistics must not keep what a skipped batch has put into them."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+#: Up to so many bytes of buffers are copied in every step, the smallest first: statistics are small, and masks are not.
+COPIED = 32 << 20
+
+
+@dataclass
+class _Seen:
+    """One buffer when the step began; None where there was none yet under this name."""
+
+    module: weakref.ref[nn.Module]
+    name: str
+    buffer: Tensor | None
+    place: tuple[int, str]
+    version: int
+    copy: Tensor | None = None
+
+
+class Buffers:
+    """Remembers buffers before a step, and puts them back. The model is not kept alive.
+
+    Copied are those of normalisation layers; then the smallest others up to :data:`COPIED` bytes; and whichever was seen to move, by
+    its version counter. That counter alone does not do: the kernels of normalisation layers and writes to ``.data`` do not move it.
+    """
+
+    def __init__(self) -> None:
+        self._modules: list[weakref.ref[nn.Module]] = []
+        self._version: int | None = None
+        self._seen: list[_Seen] = []
+        self._moving: set[tuple[int, str]] = set()
+        self._counters: dict[tuple[int, str], int] = {}
+
+    def remember(self, model: nn.Module, version: int) -> None:
+        """A step begins; the modules of ``model`` are others when ``version`` is. Does not synchronise."""
+        if self._version != version:
+            self._modules, self._version = [weakref.ref(module) for module in model.modules()], version
+            self._moving, self._counters = set(), {}
+        self._seen, left = [], COPIED
+        others: list[tuple[int, int, _Seen, Tensor]] = []
+        for number, reference in enumerate(self._modules):
+            module = reference()
+            for name, buffer in module._buffers.items() if module is not None else ():
+                counter = -1 if buffer is None or buffer.is_inference() else buffer._version
+                seen = _Seen(reference, name, buffer, (number, name), counter)
+                self._seen.append(seen)
+                if buffer is None or is_fixed(buffer):
+                    continue
+                if self._moves(seen.place, counter) or _normalises(module):
+                    seen.copy = buffer.detach().clone()
+                    left -= buffer.nbytes
+                else:
+                    others.append((buffer.nbytes, len(others), seen, buffer))
+        for size, _, seen, buffer in sorted(others, key=lambda each: each[:2]):
+            if (left := left - size) < 0:
+                break
+            seen.copy = buffer.detach().clone()
+
+    def _moves(self, place: tuple[int, str], counter: int) -> bool:
+        if self._counters.setdefault(place, counter) != counter:
+            self._moving.add(place)
+        self._counters[place] = counter
+        return place in self._moving
+
+    def put_back(self) -> list[str]:
+        """The step is skipped: make them what they were, as often as it is said. Returns names of those that could not be."""
+        failed = []
+        with torch.no_grad():
+            for seen in self._seen:
+                module = seen.module()
+                if module is None or seen.name not in module._buffers:
+                    continue
+                module._buffers[seen.name] = seen.buffer  # where the forward has put another tensor into its place
+                try:
+                    if seen.copy is not None and seen.buffer is not None:
+                        seen.buffer.copy_(seen.copy)
+                        self._counters[seen.place] = seen.buffer._version
+                    elif seen.buffer is not None and seen.version >= 0 and seen.buffer._version != seen.version:
+                        failed.append(seen.name)  # it is large, and changed for the first time
+                except RuntimeError:
+                    failed.append(seen.name)
+        return failed
+
+    def forget(self) -> None:
+        """Let go of everything."""
+        self._seen = []
+
+
+def _normalises(module: nn.Module | None) -> bool:
+    """Whether ``module`` may write to its buffers by a kernel of normalisation; of which class one of TorchScript was is not asked."""
+    return isinstance(module, (_NormBase, torch.jit.ScriptModule)) and getattr(module, "training", False)
+
+
+def is_fixed(buffer: Tensor) -> bool:
+    """Whether nothing can be written to it in place."""
+    return buffer.is_inference() or any(
+        stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)
+    )

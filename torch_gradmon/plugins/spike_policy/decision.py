@@ -1,0 +1,112 @@
+"""Whether a step is a spike, told before its optimizer steps: what this rank knows of it, and what all ranks say together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from ...core import keys as n
+from ...core.errors import Complaints
+from ...core.moments import Column, identity
+from ...core.records import Event, StepRecord
+from ...spikes.detector_set import Judges
+from ...step.buffer import StepBuffer
+from ...step.exchange import Exchange
+from ...step.gradient_summary import gradient_values
+from ...step.plan import SourcePlan
+from .policy import View
+
+#: What is known of a step before its optimizer steps.
+_SOURCES = (n.GRADIENT_BEFORE_CLIP, n.GRADIENT)
+#: What a rank says: nothing, that it saw a spike, or one of NaN and Inf that the optimizer would use.
+CALM, SPIKE, NONFINITE = 0.0, 1.0, 2.0
+
+
+class Votes:
+    """Asks the detectors, which learn nothing here, and the other ranks.
+
+    Args:
+        judges: the detectors.
+        exchange: with the other ranks, for decisions alone.
+        complaints: where failures are reported.
+        layout: what all ranks have to have in common.
+
+    Attributes:
+        known: what was known of the step, as a record and whole-model values.
+        split: whether the scalers of the ranks disagreed about the step, which is therefore skipped.
+    """
+
+    def __init__(self, judges: Judges, exchange: Exchange, complaints: Complaints, layout: object) -> None:
+        self.known: tuple[StepRecord, dict[str, float]] | None = None
+        self.split = False
+        self._judges, self._exchange, self._complaints, self._layout = judges, exchange, complaints, layout
+
+    @property
+    def are_common(self) -> bool:
+        """Whether all ranks vote, in the same way."""
+        return self._exchange.all_take_part("decisions", lambda: [self._layout, self._judges.signals])
+
+    def cast(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], view: View) -> tuple[float, str]:
+        """How bad the step is by what all ranks have seen of it so far, and why. Synchronises; a collective, or two.
+
+        Whatever fails here, this rank votes, for the others wait for it.
+        """
+        part = buffer.part(_SOURCES)
+        for source in _SOURCES if view.leftovers else ():
+            part.clear(source, view.leftovers)
+        spread = {source: (plans[source].exchanged, plans[source].columns) for source in _SOURCES if plans[source].exchanged}
+        self._exchange.run(part, spread, self._judges.watches_values, self._judges.watches, asked="decisions")
+        events: list[Event] = []
+        count, refused = 0, view.refused
+        try:
+            record, whole = self.known = _looked_at(part)
+            count = _nonfinite(record)
+            refused |= bool(count) and view.has_scaler
+            if not refused:  # infinite gradients are the scaler's own affair
+                events = self._judges.foresee(record, whole)
+        except Exception as error:
+            self._complaints.add("internal:vote", f"whether step {buffer.step} is a spike could not be told", error)
+        reasons = [event.reason for event in events]
+        if count and not refused and all(math.isfinite(event.value) for event in events):
+            reasons.append(f"{count:,} elements of the gradients are NaN or infinite")
+        if view.unzeroed:
+            reasons.append("the gradients are those of a step that was skipped, and were not zeroed since")
+        severity = CALM if not reasons else NONFINITE if count and not refused else SPIKE
+        vote = self._together(severity, "; ".join(reasons), refused)
+        self._judges.report_failures(self._complaints)
+        return vote
+
+    def _together(self, severity: float, reason: str, refused: bool) -> tuple[float, str]:
+        ranks = self._exchange.ranks
+        if ranks.count == 1:
+            return severity, reason
+        row = identity(2, ranks.device)
+        row[0, Column.MAX] = severity
+        row[1, [Column.MIN, Column.MAX]] = float(refused)
+        votes, refusals = ranks.merged(row, frozenset({Column.MIN, Column.MAX})).tolist()
+        worst, split = votes[Column.MAX], bool(refusals[Column.MAX] and not refusals[Column.MIN])
+        self.split |= split
+        if worst == CALM and not split:
+            return CALM, ""
+        if refused and split:
+            reason = "the scaler did not let the optimizer step"
+        told = {rank: words for rank, words in enumerate(ranks.gathered(reason)) if words}
+        if len(told) == ranks.count and len(set(told.values())) == 1:
+            return worst, next(iter(told.values()))
+        words = "; ".join(f"rank {rank}: {words}" for rank, words in list(told.items())[:3])
+        return NONFINITE if split else worst, words + (f"; and {len(told) - 3} more ranks" if len(told) > 3 else "")
+
+
+def _looked_at(part: StepBuffer) -> tuple[StepRecord, dict[str, float]]:
+    """What is in ``part`` as a record, and the whole-model values that follow. Waits for the device."""
+    tables, values, _ = part.flush()
+    refused = {*part.refused, *(source for (source, name) in part.absent if not name)}
+    before = tables.get(n.GRADIENT_BEFORE_CLIP)
+    whole = {} if before is None or n.GRADIENT_BEFORE_CLIP in refused else gradient_values(before)
+    return StepRecord(part.step, 0.0, True, values, tables), whole
+
+
+def _nonfinite(record: StepRecord) -> int:
+    """Elements that are NaN or infinite, of the gradients as the optimizer will use them, or where that is not known of those before."""
+    table = record.tables.get(n.GRADIENT, record.tables.get(n.GRADIENT_BEFORE_CLIP))
+    return 0 if table is None else int(table.rows[:, Column.NONFINITE].sum())

@@ -1,0 +1,135 @@
+"""An optimizer's step that changes nothing: gradients are set aside before it, and put back after it."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ...step.ranks import is_dtensor
+
+
+class PutBack(NamedTuple):
+    """A gradient that belongs to a skipped step, as long as nobody has written to it or replaced it since."""
+
+    parameter: weakref.ref[Tensor]
+    gradient: weakref.ref[Tensor]
+    version: int
+
+    def is_there(self) -> bool:
+        """Whether the parameter still has it, as it was."""
+        parameter, gradient = self.parameter(), self.gradient()
+        return parameter is not None and gradient is not None and parameter.grad is gradient and gradient._version == self.version
+
+
+class SetAside:
+    """Takes the gradients of an optimizer away, which is the one way to skip a step that every optimizer of ``torch.optim``
+    understands: zeros would be weighed into moments and counted as steps, and weight decay works without any gradient.
+
+    A few count something even so, such as the evaluations of L-BFGS, or make an empty state at their first step. So what is no
+    tensor in the optimizer's state, and its options, are noted, and put back too.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._gradients: list[tuple[Tensor, Tensor]] = []
+        self._state = {parameter: _shallow(state) for parameter, state in optimizer.state.items()}
+        self._options = [
+            {name: (value, _copied(value)) for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
+        self._versions = versions(optimizer)
+        self.again()
+
+    def again(self) -> None:
+        """A closure has brought new gradients: they take the place of those that were set aside."""
+        found = [(p, p.grad) for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if found:
+            self._gradients = found
+        for parameter, _ in found:
+            parameter.grad = None
+
+    def put_back(self) -> list[PutBack]:
+        """The step is over: the loop finds everything as it was. Where somebody has made new gradients, those stay."""
+        back = []
+        for parameter, gradient in self._gradients:
+            if parameter.grad is None:
+                parameter.grad = gradient
+                if not is_dtensor(gradient):  # whose counter does not tell of what is written to it
+                    back.append(PutBack(weakref.ref(parameter), weakref.ref(gradient), gradient._version))
+        self.undo()
+        return back
+
+    def undo(self) -> None:
+        """Put back state and options alone: the step has failed, and the gradients are of no use any more."""
+        self._gradients = []
+        state: dict[Any, Any] = self._optimizer.state
+        for parameter in list(state):
+            if parameter not in self._state:
+                del state[parameter]
+            elif isinstance(state[parameter], dict):
+                state[parameter].clear()
+                state[parameter].update(self._state[parameter])
+        for group, options in zip(self._optimizer.param_groups, self._options, strict=False):
+            for name in [name for name in group if name != "params" and name not in options]:
+                del group[name]
+            for name, (value, before) in options.items():
+                group[name] = before
+                if isinstance(value, Tensor):
+                    group[name] = value
+                    with torch.no_grad():
+                        value.copy_(before)
+
+    @property
+    def changed_parameters(self) -> bool:
+        """Whether the step has changed parameters although it had no gradients, as far as their version counters tell."""
+        return versions(self._optimizer) != self._versions
+
+
+def versions(optimizer: Optimizer) -> list[int]:
+    """How often each of its parameters was written to in place. Fused kernels and ``.data`` write without being counted."""
+    return [p._version for group in optimizer.param_groups for p in group["params"] if not p.is_inference()]
+
+
+def _shallow(state: Any) -> Any:
+    return dict(state) if isinstance(state, dict) else state
+
+
+def _copied(value: Any) -> Any:
+    """Options are few and small; functions among them stay what they are."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return copy.deepcopy(value) if isinstance(value, (list, dict, set)) else value
+
+
+class ScalerAsItWas:
+    """Scale and growth of a GradScaler, to be put back after an ``update()`` that counted a skipped step as a good one.
+
+    Where it found infinite gradients the update stands, which is told on the device. Does not synchronise.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self._scaler = scaler
+        self._kept = [
+            (name, tensor.clone()) for name in ("_scale", "_growth_tracker") if (tensor := _of(scaler, name)) is not None
+        ]
+        states = getattr(scaler, "_per_optimizer_states", {}).values()
+        found = [tensor for state in states for tensor in state.get("found_inf_per_device", {}).values()]
+        self._found_inf = torch.stack([tensor.to(found[0].device).max() for tensor in found]).max() if found else None
+
+    def put_back(self, overruled: bool) -> None:
+        """Undo the update, ``overruled`` also where it found infinite gradients: on this rank, and others did not."""
+        for name, before in self._kept:
+            now = _of(self._scaler, name)
+            if now is not None:
+                refused = None if self._found_inf is None or overruled else self._found_inf.to(now.device) > 0
+                now.copy_(before if refused is None else torch.where(refused, now, before))
+
+
+def _of(scaler: torch.amp.GradScaler, name: str) -> Tensor | None:
+    found = getattr(scaler, name, None)
+    return found if isinstance(found, Tensor) else None

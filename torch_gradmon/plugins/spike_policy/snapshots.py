@@ -1,0 +1,245 @@
+"""Snapshots of a training run, and the way back to one of them, in place: every tensor stays the object that it was."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...step.ranks import is_dtensor
+from .buffers import is_fixed
+from .policy import Rollback
+
+Load = Callable[[], Mapping[str, Any]]
+
+
+class _Kept(NamedTuple):
+    """A snapshot: after which step and how many batches it was taken, its content, and its file."""
+
+    step: int
+    batches: int
+    load: Load
+    file: Path | None
+
+
+class Snapshots:
+    """The last snapshots of a model and its optimizers, of this rank's part of each tensor.
+
+    Args:
+        policy: how many, where, and what else belongs to them.
+        rank: names the files.
+    """
+
+    def __init__(self, policy: Rollback, rank: int) -> None:
+        self._keep, self._every, self._age, self._rank = policy.keep, policy.every, policy.age, rank
+        self._also = [_weakly(each) for each in policy.also]
+        self._parent, self._directory = policy.directory, ""
+        self._kept: list[_Kept] = []  # oldest first
+        self._loaded: Mapping[str, Any] = {}
+        self._since: int | None = None  # the step after which the last one was taken, or at which it was gone back to one
+        self._used: int | None = None  # the one gone back to last, if none was taken since
+
+    @property
+    def steps(self) -> list[int]:
+        """After which steps those that are kept were taken, ascending."""
+        return [kept.step for kept in self._kept]
+
+    def is_due(self, step: int) -> bool:
+        """Whether one is to be taken after ``step``."""
+        return self._since is None or step - self._since >= self._every
+
+    def take(self, step: int, batches: int, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Copy everything to the host, after ``step`` and so many batches. Waits for the device."""
+        self._since, self._used = step, None  # also where it fails: not to try again in every step
+        taken = {
+            "tensors": [_on_host(tensor) for tensor in _tensors(model, optimizers)],
+            "optimizers": [[_copied(optimizer.state.get(p)) for p in _parameters(optimizer)] for optimizer in optimizers],
+            "options": [[{k: _copied(v) for k, v in g.items() if k != "params"} for g in o.param_groups] for o in optimizers],
+            "also": [_copied(each.state_dict()) for each in self._others()],
+        }
+        self._kept.append(_Kept(step, batches, *self._stored(step, taken)))
+        while len(self._kept) > self._keep:
+            self._drop(0)
+
+    def _stored(self, step: int, taken: Mapping[str, Any]) -> tuple[Load, Path | None]:
+        if self._parent is None:
+            return lambda: taken, None
+        if not self._directory:  # one of its own: another run may be given the same path
+            Path(self._parent).mkdir(parents=True, exist_ok=True)
+            self._directory = tempfile.mkdtemp(prefix=f"rank{self._rank}-", dir=self._parent)
+            self._remove = weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
+        file = Path(self._directory) / f"step{step}.pt"
+        partial = file.with_suffix(".part")
+        try:
+            torch.save(taken, partial)
+            os.replace(partial, file)  # a killed run leaves no half of one
+        finally:
+            partial.unlink(missing_ok=True)
+        return lambda: torch.load(file, map_location="cpu", weights_only=False), file  # our own, written by this process
+
+    def _drop(self, place: int) -> None:
+        dropped = self._kept.pop(place)
+        if dropped.file is not None:
+            with contextlib.suppress(OSError):
+                dropped.file.unlink()
+
+    def choose(self, step: int, known: Collection[int]) -> int | None:
+        """Which of the ``known`` snapshots a spike in ``step`` goes back to, by the step that it was taken after; None without any.
+
+        The newest that is old enough, else the oldest; but one before that which was gone back to since the last one was taken.
+        """
+        steps = sorted(known)
+        if self._used is not None:
+            steps = [taken for taken in steps if taken < self._used] or steps[:1]
+        old = [taken for taken in steps if step - taken >= self._age]
+        return max(old) if old else min(steps, default=None)
+
+    def batches_of(self, step: int) -> int:
+        """After how many batches the snapshot of ``step`` was taken."""
+        return next(kept.batches for kept in self._kept if kept.step == step)
+
+    def load(self, to: int, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Get ready to go back to what there was after step ``to``. Later snapshots are dropped.
+
+        Raises:
+            ValueError: the model or its optimizers have other tensors since; nothing was changed.
+            OSError: the file is gone.
+        """
+        while self._kept[-1].step > to:
+            self._drop(-1)
+        saved = self._kept[-1].load()
+        there = _tensors(model, optimizers)
+        shapes, known = [_local(t).shape for t in there], [t.shape for t in saved["tensors"]]
+        counts, before = [len(_parameters(o)) for o in optimizers], [len(states) for states in saved["optimizers"]]
+        if shapes != known or counts != before:
+            raise ValueError("parameters or buffers have come, gone or changed their shape since")
+        self._loaded = saved
+
+    def go_back(self, step: int, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Put everything back as it is in what was loaded; the spike was in ``step``.
+
+        Raises:
+            Exception: whatever the ``load_state_dict`` of somebody else's object raises, when all else has gone back.
+        """
+        saved, self._loaded = self._loaded, {}
+        self._since = step  # the next one is as many steps away as ever
+        self._used = self._kept[-1].step
+        restore = _Restore()
+        with torch.no_grad():
+            for tensor, value in zip(_tensors(model, optimizers), saved["tensors"], strict=True):
+                _local(tensor).copy_(value)
+            for optimizer, states in zip(optimizers, saved["optimizers"], strict=True):
+                for parameter, state in zip(_parameters(optimizer), states, strict=True):
+                    if state is None:
+                        optimizer.state.pop(parameter, None)
+                    else:
+                        optimizer.state[parameter] = restore(optimizer.state.get(parameter), state, parameter)
+        if self._also:
+            for optimizer, groups in zip(optimizers, saved["options"], strict=True):
+                for group, options in zip(optimizer.param_groups, groups, strict=True):
+                    for name, value in options.items():
+                        group[name] = restore(group.get(name), value, None)
+            for each, state in zip(self._others(), saved["also"], strict=True):
+                each.load_state_dict(_copied(state))
+
+    def _others(self) -> list[Any]:
+        found = [reference() for reference in self._also]
+        if any(each is None for each in found):
+            raise ValueError("an object of also= is gone; keep it in a variable of the loop")
+        return found
+
+    def forget(self) -> None:
+        """Drop all of them, and their files."""
+        while self._kept:
+            self._drop(0)
+        if self._directory:
+            self._directory = ""
+            self._remove()
+        self._used = self._since = None
+
+
+def _tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    """What training changes, besides the optimizers' state; each once.
+
+    The parameters are those that the optimizers have: in the forward of FSDP2 the model has others.
+    """
+    owned = [parameter for optimizer in optimizers for parameter in _parameters(optimizer)]
+    buffers = (buffer for buffer in model.buffers() if not is_fixed(buffer))
+    return list({id(tensor): tensor for tensor in (*owned, *buffers)}.values())
+
+
+def _weakly(thing: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(thing)
+    except TypeError:  # some take no references
+        return lambda: thing
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The part that is on this rank."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor.detach()  # type: ignore[attr-defined]
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    local = _local(tensor)
+    return local.clone() if local.device.type == "cpu" else local.to("cpu")
+
+
+def _copied(value: Any) -> Any:
+    """A copy on the host that shares nothing."""
+    if isinstance(value, Tensor):
+        return _on_host(value)
+    if isinstance(value, dict):
+        return {name: _copied(each) for name, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied(each) for each in value)
+    return copy.deepcopy(value)
+
+
+class _Restore:
+    """Puts saved values in the place of others: into the same tensors where there are such."""
+
+    def __init__(self) -> None:
+        self._written: set[int] = (
+            set()
+        )  # what stood for two values that were one when the snapshot was taken, or two, is not written twice
+
+    def __call__(self, now: Any, saved: Any, parameter: Tensor | None) -> Any:
+        if isinstance(saved, Tensor):
+            return self._tensor(now, saved, parameter)
+        if isinstance(saved, dict):
+            there = now if isinstance(now, dict) else {}
+            found = {name: self(there.get(name), each, parameter) for name, each in saved.items()}
+            if not isinstance(now, dict):
+                return found
+            now.clear()
+            now.update(found)
+            return now
+        if type(saved) in (list, tuple):
+            old = now if isinstance(now, (list, tuple)) and len(now) == len(saved) else [None] * len(saved)
+            return type(saved)(self(before, each, parameter) for before, each in zip(old, saved, strict=True))
+        return copy.deepcopy(saved)
+
+    def _tensor(self, now: Any, saved: Tensor, parameter: Tensor | None) -> Tensor:
+        if isinstance(now, Tensor) and id(now) not in self._written:
+            local = _local(now)
+            if local.shape == saved.shape and local.dtype == saved.dtype:
+                local.copy_(saved)
+                self._written.add(id(now))
+                return now
+        # of a state that has changed its shape since, such as the history of L-BFGS
+        return saved.clone() if parameter is None or saved.dim() == 0 else saved.to(parameter.device, copy=True)

@@ -1,0 +1,1 @@
+"""The run directory: write it, read it, export it."""

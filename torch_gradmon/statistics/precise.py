@@ -1,0 +1,109 @@
+"""The second look: which tensors need one, and rows that are right for any values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..core.moments import SUMMED, Column, identity, merge
+from .request import Batch, Request
+from .tensor_access import accumulator_dtype
+
+#: Outside of this range of the mean square, squares leave float32's range.
+_SAFE = (1e-30, 1e30)
+#: Elements per block, which bounds the scratch memory; on CPU it also stays in the cache.
+_CPU_BLOCK, _DEVICE_BLOCK = 1 << 17, 1 << 24
+
+
+def doubts(rows: Tensor, columns: frozenset[Column]) -> tuple[list[int], list[int]]:
+    """What a first look left open, given its rows ``[n, 8]`` on the CPU: which tensors hold NaN or Inf, and which others float32
+    is too narrow for.
+    """
+    if len(rows) == 1:  # as in a hook, where a dozen calls would cost more than reading the tensor
+        (row,) = rows.tolist()
+        nonfinite, imprecise = doubt(row, columns)
+        return ([0], []) if nonfinite else ([], [0] if imprecise else [])
+    unsure, narrow = _doubts(rows, columns)
+    if not bool((unsure | narrow).any()):
+        return [], []
+    return unsure.nonzero().flatten().tolist(), (narrow & ~unsure).nonzero().flatten().tolist()
+
+
+def _doubts(rows: Tensor, columns: frozenset[Column]) -> tuple[Tensor, Tensor]:
+    """Both as booleans ``[n]``."""
+    of = rows.unbind(1)
+    extremes = Column.MIN in columns or Column.MAX in columns
+    witness = rows.sum(dim=1) if extremes else rows[:, :SUMMED].sum(dim=1)
+    count = of[Column.COUNT]
+    nonfinite = ((witness - witness) != 0) & (count > 0)
+    if Column.SQUARE_SUM not in columns:
+        return nonfinite, torch.zeros_like(nonfinite)
+    mean_square = of[Column.SQUARE_SUM] / count
+    imprecise = (mean_square < _SAFE[0]) | (mean_square > _SAFE[1])
+    if Column.ABS_SUM in columns:
+        imprecise &= of[Column.ABS_SUM] != 0  # all zero, which no dtype loses
+    elif extremes:
+        imprecise &= (of[Column.MIN] != 0) | (of[Column.MAX] != 0)
+    if Column.SUM in columns:
+        # with half of the square in the mean, the std loses up to twice what the sums lost; beyond that too much
+        imprecise |= (of[Column.SUM] / count).square() > mean_square / 2
+    return nonfinite, imprecise
+
+
+def doubt(row: Sequence[float], columns: frozenset[Column]) -> tuple[bool, bool]:
+    """Of one row in plain numbers: whether its tensor holds NaN or Inf, else whether float32 is too narrow for it."""
+    count = row[Column.COUNT]
+    if not count:
+        return False, False
+    extremes = Column.MIN in columns or Column.MAX in columns
+    witness = sum(row if extremes else row[:SUMMED])
+    if witness - witness != 0:
+        return True, False
+    if Column.SQUARE_SUM not in columns:
+        return False, False
+    mean_square, mean = row[Column.SQUARE_SUM] / count, row[Column.SUM] / count
+    imprecise = not _SAFE[0] <= mean_square <= _SAFE[1]
+    if Column.ABS_SUM in columns:
+        imprecise &= row[Column.ABS_SUM] != 0
+    elif extremes:
+        imprecise &= row[Column.MIN] != 0 or row[Column.MAX] != 0
+    return False, imprecise or (Column.SUM in columns and mean * mean > mean_square / 2)
+
+
+def closely(batch: Batch, request: Request) -> Tensor:
+    """Rows ``[n, 8]`` of tensors with any values, in float64; columns that nobody asked for come along."""
+    device = batch.values[0].device
+    wide = accumulator_dtype(device)
+    size = _CPU_BLOCK if device.type == "cpu" else _DEVICE_BLOCK
+    rows = []
+    for index in range(len(batch.values)):
+        values, minus = batch.flat(index)
+        parts = [identity(1, device, wide)[0]]
+        for start in range(0, values.numel(), size):
+            block = request.unscaled(values[start : start + size]).to(wide)
+            parts.append(_row(block if minus is None else block - minus[start : start + size].to(wide), request.eps))
+        rows.append(merge(torch.stack(parts)))
+    return batch.add_implicit_zeros(torch.stack(rows))
+
+
+def _row(block: Tensor, eps: float) -> Tensor:
+    """The row of a block: ``[8]``. In floating point throughout: boolean tensors as large cost several times as much on CPU."""
+    inf = torch.inf
+    # what is not finite stands where an extreme passes over it
+    above = torch.nan_to_num(block, nan=inf, posinf=inf, neginf=inf)
+    below = torch.nan_to_num(block, nan=-inf, posinf=-inf, neginf=-inf)
+    smallest, largest = above.amin(), below.amax()
+    magnitude = above.abs_()
+    columns = {
+        Column.COUNT: torch.full_like(block[0], block.numel()),
+        Column.SUM: block.sum(),
+        Column.ABS_SUM: torch.abs(block, out=below).sum(),
+        Column.SQUARE_SUM: torch.square(block, out=below).sum(),
+        Column.NONFINITE: torch.eq(magnitude, inf, out=below).sum(),
+        Column.NEAR_ZERO: magnitude.le_(eps).sum(),
+        Column.MIN: smallest,
+        Column.MAX: largest,
+    }
+    return torch.stack([columns[column] for column in Column])

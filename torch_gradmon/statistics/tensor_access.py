@@ -1,0 +1,143 @@
+"""What can be read of a tensor, and its numbers as one dimension."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+from operator import attrgetter
+
+import torch
+from torch import Tensor, nn
+
+from ..core.errors import NotMeasurable
+
+#: Floating dtypes whose numbers float32 holds exactly, and which copy to it fast.
+NARROW = frozenset({torch.float32, torch.bfloat16, torch.float16})
+#: Dtypes of real numbers that copy to float64.
+REAL = NARROW | {torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+#: Float32 numbers in a vector register of the CPU, as torch's kernels use them; at least those of AVX2.
+LANES = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
+#: Types whose elements are in memory as they are; nn.Buffer makes plain tensors.
+PLAIN = frozenset({Tensor, nn.Parameter})
+_DTYPE, _IS_CPU, _LAYOUT, _IS_NESTED = map(attrgetter, ("dtype", "is_cpu", "layout", "is_nested"))
+_STRIDED = frozenset({torch.strided})
+is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def accumulator_dtype(device: torch.device) -> torch.dtype:
+    """float64, or float32 on devices that have nothing wider (Apple's MPS)."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is an ordinary dense one on the CPU with real numbers, which is cheap to see."""
+    return (
+        type(tensor) in PLAIN
+        and tensor.dtype in REAL
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not is_functorch_wrapped(tensor)
+    )
+
+
+def are_plain(tensors: Sequence[Tensor]) -> bool:
+    """Whether :func:`is_plain` holds for each of ``tensors``, without a call for each."""
+    return (
+        PLAIN.issuperset(map(type, tensors))
+        and REAL.issuperset(map(_DTYPE, tensors))
+        and all(map(_IS_CPU, tensors))
+        and _STRIDED.issuperset(map(_LAYOUT, tensors))
+        and not any(map(_IS_NESTED, tensors))
+        and not any(map(is_functorch_wrapped, tensors))
+    )
+
+
+def refusal(tensor: Tensor) -> str | None:
+    """Why ``tensor`` cannot be measured, or None where it can."""
+    if is_plain(tensor):
+        return None
+    if is_functorch_wrapped(tensor):
+        return "inside a torch.func transform"
+    if hasattr(tensor, "_local_tensor") or hasattr(tensor, "_local_shards"):
+        return "a tensor that is spread over ranks (DTensor)"
+    if type(tensor).__name__ == "FakeTensor":
+        return "a fake tensor, which has no values"
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.device.type == "meta":
+        return "a tensor on the meta device, which has no values"
+    return None
+
+
+def flat_values(tensor: Tensor) -> tuple[Tensor, int]:
+    """All stored numbers of ``tensor`` as one dimension, and how many zeros it implies without storing them.
+
+    The order of the numbers is free, so any dense layout is a view; only gaps and overlaps cost a copy.
+
+    Raises:
+        NotMeasurable: the tensor has no readable local values (meta, nested, sharded, inside a functorch transform).
+    """
+    if (reason := refusal(tensor)) is not None:
+        raise NotMeasurable(reason)
+    tensor, zeros = tensor.detach(), 0
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor.coalesce()
+        zeros = tensor.numel() - tensor.values().numel()
+        tensor = tensor.values()
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
+        zeros = tensor.numel() - tensor.values().numel()
+        tensor = tensor.values()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+        zeros *= 2
+    if not tensor.is_contiguous():
+        dense = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+        tensor = dense if dense.is_contiguous() else tensor
+    return tensor.reshape(-1).as_subclass(Tensor), zeros
+
+
+def flat_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The numbers of two tensors of one shape as one dimension, element beside element whatever their layouts.
+
+    Raises:
+        NotMeasurable: one of them has no readable local values.
+    """
+    for tensor in (a, b):
+        if (reason := refusal(tensor)) is not None:
+            raise NotMeasurable(reason)
+    if a.layout == b.layout == torch.strided and a.stride() == b.stride():
+        return flat_values(a)[0], flat_values(b)[0]
+    a, b = (x.detach().to_dense().reshape(-1) for x in (a, b))
+    if a.is_complex():
+        a, b = (torch.view_as_real(x.resolve_conj()).reshape(-1) for x in (a, b))
+    return a, b
+
+
+#: Between these the square of a float32 number is normal, so that it tells numbers apart that are neighbours.
+SMALLEST_SQUARED, LARGEST_SQUARED = 2.0**-62, 2.0**63
+
+
+@lru_cache(maxsize=64)
+def threshold_of_squares(eps: float) -> float:
+    """What the float32 square of a float32 number is not above just where ``|x| <= eps``, for ``eps`` from
+    :data:`SMALLEST_SQUARED` to :data:`LARGEST_SQUARED`.
+
+    Neighbours differ by at least 2^-24 of themselves, their squares by more than one unit in the last place, which rounding
+    cannot close.
+    """
+    limit = torch.tensor(threshold(eps, torch.float32), dtype=torch.float32, device="cpu")
+    return float(limit * limit)
+
+
+@lru_cache(maxsize=64)
+def threshold(eps: float, dtype: torch.dtype) -> float:
+    """The largest number of ``dtype`` that is not above ``eps``: the comparison then equals the one in real numbers."""
+    if dtype != torch.float32:
+        return eps
+    if eps >= torch.finfo(dtype).max:
+        return torch.finfo(dtype).max
+    bits = struct.unpack("<I", struct.pack("<f", eps))[0]
+    rounded: float = struct.unpack("<f", struct.pack("<I", bits))[0]
+    return rounded if rounded <= eps else float(struct.unpack("<f", struct.pack("<I", bits - 1))[0])

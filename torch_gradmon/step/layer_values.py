@@ -1,0 +1,123 @@
+"""Per-layer values for the dashboard: all parameters, those of a pattern, the top ones, or sums over blocks and groups.
+
+And the same in words, where a step spiked.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor
+
+from ..core import keys as n
+from ..core.errors import GradmonWarning, nearest
+from ..core.keys import Key, block_of, compile_pattern
+from ..core.moments import Column, merge_by_group
+from ..core.records import Table
+
+TOP = 10
+SHARE = "share"
+
+
+class Layers:
+    """Chooses which per-layer values a dashboard gets besides those that were asked for metric by metric.
+
+    Args:
+        choice: ``None``; ``"all"``; ``"blocks"``: norms over blocks (``h.0``) and optimizer parameter groups; ``"top"``: the ten
+            parameters with the largest share of the squared norm; else a pattern for parameter names.
+
+    The values are the norm before clipping, and the update ratio on the steps that measure updates for a preset or a metric.
+    """
+
+    def __init__(self, choice: str | re.Pattern[str] | None) -> None:
+        self.choice = choice
+        self._pattern = compile_pattern(choice, "layers") if choice not in (None, "all", "blocks", "top") else None
+
+    def warn_of_idle(self, names: Iterable[str]) -> None:
+        """Warn where the pattern matches none of the parameters."""
+        names = list(names)
+        if self._pattern is not None and not any(self._pattern.search(name) for name in names):
+            pattern = self._pattern.pattern
+            message = f"torch_gradmon: layers={pattern!r} matches no parameter of the model{nearest(pattern, names)}"
+            warnings.warn(message, GradmonWarning, stacklevel=3)
+
+    @property
+    def needs(self) -> dict[str, frozenset[Column]]:
+        """The statistics of all parameters that the values of every step are made of, by source."""
+        return {} if self.choice is None else {n.GRADIENT_BEFORE_CLIP: frozenset({Column.COUNT, Column.SQUARE_SUM})}
+
+    @property
+    def takes_sums(self) -> bool:
+        """Whether values are made of those of several parameters, so that each of these has to be measured."""
+        return self.choice in ("blocks", "top")
+
+    def members(self, names: Sequence[str]) -> dict[str, list[str]]:
+        """The parameters behind the values that are asked for whatever comes: of each parameter, of those of a pattern, or of blocks."""
+        found: dict[str, list[str]] = {}
+        for name in names if self.choice not in (None, "top") else ():
+            if self.choice == "blocks":
+                found.setdefault(block_of(name), []).append(name)
+            elif self._pattern is None or self._pattern.search(name):
+                found[name] = [name]
+        return found
+
+    def values(
+        self, tables: Mapping[str, Table], base: Table | None, groups: Sequence[tuple[str, frozenset[str]]]
+    ) -> dict[Key, float]:
+        """The chosen values of one step; ``groups`` are the optimizers' parameter groups by name."""
+        if self.choice is None:
+            return {}
+        squares = {source: table for source, table in tables.items() if table.has("norm")}
+        gradients, updates = squares.get(n.GRADIENT_BEFORE_CLIP), squares.get(n.UPDATE)
+        if self.choice == "top":
+            return {Key(n.GRADIENT_BEFORE_CLIP, name, SHARE): share for name, share in top_shares(gradients, TOP)}
+        values: dict[Key, float] = {}
+        if gradients is not None:
+            for name, row in self._rows(gradients, groups):
+                values[Key(n.GRADIENT_BEFORE_CLIP, name, "norm")] = float(row[Column.SQUARE_SUM].sqrt())
+        if updates is not None and base is not None:
+            for (name, row), (_, before) in zip(self._rows(updates, groups), self._rows(base, groups), strict=True):
+                if before[Column.SQUARE_SUM] > 0:
+                    values[Key(n.UPDATE, name, "ratio")] = float((row[Column.SQUARE_SUM] / before[Column.SQUARE_SUM]).sqrt())
+        return values
+
+    def _rows(self, table: Table, groups: Sequence[tuple[str, frozenset[str]]]) -> list[tuple[str, Tensor]]:
+        if self.choice == "blocks":
+            return sums_over_blocks(table) + sums_over_groups(table, groups)
+        return [
+            (name, row)
+            for name, row in zip(table.names, table.rows, strict=True)
+            if self._pattern is None or self._pattern.search(name)
+        ]
+
+
+def sums_over_blocks(table: Table) -> list[tuple[str, Tensor]]:
+    """One merged row for each block, in model order: rows are additive, so this is exact."""
+    blocks = list(dict.fromkeys(block_of(name) for name in table.names))
+    position = {block: index for index, block in enumerate(blocks)}
+    merged = merge_by_group(table.rows, [position[block_of(name)] for name in table.names], len(blocks))
+    return list(zip(blocks, merged, strict=True))
+
+
+def sums_over_groups(table: Table, groups: Sequence[tuple[str, frozenset[str]]]) -> list[tuple[str, Tensor]]:
+    """One merged row for each parameter group of the optimizers, for the parameters in ``table``."""
+    number = {name: index for index, (_, members) in enumerate(groups) for name in members}
+    rows = [row for row, name in enumerate(table.names) if name in number]
+    merged = merge_by_group(table.rows[rows], [number[table.names[row]] for row in rows], len(groups))
+    return [(label, row) for (label, _), row in zip(groups, merged, strict=True) if row[Column.COUNT] > 0]
+
+
+def top_shares(table: Table | None, count: int) -> list[tuple[str, float]]:
+    """The parameters with the largest share of the squared norm of the model, largest first; nothing while that is not known, zero or
+    not finite.
+    """
+    if table is None or table.is_part or not table.has("norm"):
+        return []
+    squares = table.rows[:, Column.SQUARE_SUM]
+    total = float(squares.sum())
+    if not 0 < total < float("inf"):
+        return []
+    best = squares.topk(min(count, len(squares)))
+    return [(table.names[i], s / total) for s, i in zip(best.values.tolist(), best.indices.tolist(), strict=True)]

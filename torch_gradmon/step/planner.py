@@ -1,0 +1,167 @@
+"""What is to be measured in which step: the registry and the summary's needs, compiled against the model as it is now."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..core import keys as n
+from ..core import validation as check
+from ..core.metric import Metric
+from ..core.torch_modes import unseen
+from .model_index import Inventory
+from .plan import SourcePlan, compile_plan
+from .registry import Registry
+from .summary import Summary
+
+_GRADIENTS = frozenset({n.GRADIENT, n.GRADIENT_BEFORE_CLIP})
+#: Sources of what modules take and return.
+OF_MODULES = frozenset({*n.MODULE_SOURCES, *n.RCC_SOURCES, *n.ATTENTION_SOURCES.values()})
+
+
+class Planner:
+    """Compiles plans once, and again when a metric is added or when parameters appear, thaw, freeze or are replaced.
+
+    Args:
+        registry: the metrics.
+        excluded: see :class:`Inventory`.
+        format_name: see :class:`Inventory`.
+        distinct: see :class:`Inventory`.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        excluded: re.Pattern[str] | None,
+        format_name: Callable[[str], str] | None,
+        distinct: re.Pattern[str] | None = None,
+    ) -> None:
+        self.registry = registry
+        self.inventory: Inventory | None = None
+        self._module: weakref.ref[nn.Module] | None = None
+        self._excluded, self._format_name, self._distinct = excluded, format_name, distinct
+        self._cache: dict[Any, dict[str, SourcePlan]] = {}
+        self.version = 0
+        self.measures_each_batch = False  # the gradients of each micro-batch by itself
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The watched model, while it lives."""
+        return None if self._module is None else self._module()
+
+    def rename(self, name: str) -> str:
+        """A canonical name as the user wants it."""
+        return name if self._format_name is None else self._format_name(name)
+
+    def watch(self, module: nn.Module) -> None:
+        """Take ``module`` as the watched model.
+
+        Raises:
+            ValueError: metrics of one name overlap on it.
+        """
+        check.measurable(module)
+        check.initialised(module)
+        inventory = self._taken(module)
+        self.registry.check(_matchable(inventory))
+        self._module, self.inventory = weakref.ref(module), inventory
+        self.changed()
+
+    def matchable(self) -> dict[str, Sequence[str]] | None:
+        """Names that a pattern can match, by source; None while the model is unknown."""
+        return None if self.inventory is None else _matchable(self.inventory)
+
+    def changed(self) -> None:
+        """A metric or the model changed: compile again for the next step."""
+        self._cache.clear()
+        self.version += 1
+
+    def refresh(self) -> None:
+        """Take the model as it is now, if parameters or modules have come, gone, thawed, frozen or been replaced."""
+        module = self.module
+        if module is not None and self.inventory is not None and not self.inventory.is_current():
+            before, self.inventory = self.inventory, self._taken(module)
+            self.inventory.succeed(before)
+            self.changed()
+
+    def now(self) -> Inventory | None:
+        """The model as it is now, which the steps to come are not planned by yet; None without one."""
+        module = self.module
+        if module is None or self.inventory is None or self.inventory.is_current():
+            return None if module is None else self.inventory
+        return self._taken(module)
+
+    def _taken(self, module: nn.Module) -> Inventory:
+        with unseen():
+            return Inventory(module, self._excluded, self._format_name, self._distinct)
+
+    def plans(self, step: int, summary: Summary, gradients_only: bool = False) -> dict[str, SourcePlan]:
+        """The plan of each parameter source for ``step``; or of no metric, only what the summary needs of gradients."""
+        assert self.inventory is not None
+        needs = summary.needs_of_gradients() if gradients_only else summary.needs(step)
+        due = tuple(metric.due(step) and not gradients_only for metric in self.registry.metrics)
+        found = self._cache.get((due, *needs.items()))
+        if found is None:
+            metrics = [metric for metric, is_due in zip(self.registry.metrics, due, strict=True) if is_due]
+            found = self._cache[(due, *needs.items())] = {
+                source: compile_plan(
+                    source,
+                    [metric for metric in metrics if metric.source == source],
+                    self.inventory.names,
+                    excluded=self.inventory.excluded,
+                    always=needs.get(source, frozenset()),
+                    # a frozen parameter that still has a gradient is moved by the optimizer, and its gradient is clipped
+                    always_on=self.inventory.names if source in _GRADIENTS else self.inventory.trainable,
+                    spread=() if source == n.GRADIENT_LOCAL else self.inventory.spread,
+                )
+                for source in n.PARAMETER_SOURCES
+            }
+        return found
+
+    def module_metrics(self) -> list[Metric]:
+        """The metrics of what modules take and return, and of attention, in the order in which they were added."""
+        return [metric for metric in self.registry.metrics if metric.source in OF_MODULES]
+
+    @property
+    def measures_batches(self) -> bool:
+        """Whether anything is measured of a rank's own batches, but for what a spike has lent."""
+        return self.measures_each_batch or any(metric.source in OF_MODULES for metric in self.registry.own)
+
+    def local_positions(self) -> list[int]:
+        """Positions of the parameters whose micro-batch gradients anybody wants, whatever the step; not those that are spread over
+        ranks, whose gradients exist only reduced.
+        """
+        if self.inventory is None:
+            return []
+        metrics, inventory = self.registry.of(n.GRADIENT_LOCAL), self.inventory
+
+        def is_wanted(name: str) -> bool:
+            return self.measures_each_batch or (name not in inventory.excluded and any(m.matches(name) for m in metrics))
+
+        return [p for p, name in enumerate(inventory.names) if name not in inventory.spread and is_wanted(name)]
+
+    def owned(self, optimizers: Iterable[Optimizer]) -> set[str] | None:
+        """The names of the parameters that any of these has; None without a model."""
+        if self.inventory is None:
+            return None
+        parameters = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+        return {self.inventory.names[position] for position in self.inventory.positions(parameters)}
+
+    def positions(self, optimizers: Iterable[Optimizer]) -> tuple[dict[int, list[int]], list[int]]:
+        """Positions of each optimizer's parameters by its id, and those of parameters that none of them has."""
+        assert self.inventory is not None
+        owned = {id(o): self.inventory.positions(p for group in o.param_groups for p in group["params"]) for o in optimizers}
+        taken = {position for positions in owned.values() for position in positions}
+        return owned, [position for position in range(len(self.inventory.names)) if position not in taken]
+
+
+def _matchable(inventory: Inventory) -> dict[str, Sequence[str]]:
+    parameters = [name for name in inventory.names if name not in inventory.excluded]
+    modules = list(inventory.modules)
+    found: dict[str, Sequence[str]] = dict.fromkeys(n.PARAMETER_SOURCES, parameters)
+    # the root, which comes first, gets the same inputs as the reference, so of it there is nothing to take apart
+    return {**found, **dict.fromkeys(OF_MODULES, modules), **dict.fromkeys(n.RCC_SOURCES, modules[1:])}

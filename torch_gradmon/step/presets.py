@@ -1,0 +1,35 @@
+"""Selections of metrics that make sense together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..core import keys as n
+from .summary import CHEAP, STANDARD
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Whole-model keys, and per-layer metrics that go to the run directory only: source, name, and on every how many steps."""
+
+    keys: tuple[str, ...]
+    layer_metrics: tuple[tuple[str, str, int], ...] = ()
+
+
+#: The entropy needs the attention weights, which the fused kernels never write down: as dear as attention itself.
+_ATTENTION_EVERY = 10
+_LAYER_VIEWS = ("norm", "mean", "std", "max", "sparsity", "nonfinite")
+
+PRESETS = {
+    "cheap": Preset(CHEAP),
+    "standard": Preset(STANDARD),
+    "full": Preset(
+        STANDARD,
+        (
+            *((n.GRADIENT, name, 1) for name in _LAYER_VIEWS),
+            *((n.ACTIVATION, name, 1) for name in _LAYER_VIEWS),
+            *((n.OPTIMIZER, name, 1) for name in ("exp_avg_norm", "exp_avg_sq_norm", "grad_momentum_cosine")),
+            *((n.ATTENTION_SOURCES[name], name, _ATTENTION_EVERY) for name in ("entropy_normalized", "max_logit")),
+        ),
+    ),
+}

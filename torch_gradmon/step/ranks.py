@@ -1,0 +1,162 @@
+"""Ranks: which elements of a tensor this one counts, and the one exchange at the end of a step.
+
+A tensor that is spread over ranks (a DTensor of FSDP2 or tensor parallelism) is measured where it lies: each rank makes the row
+of its own elements, and rows merge over ranks by the same associative operations by which they merge over micro-batches. Nothing
+as large as a tensor travels, but for gradients that are partial sums (norm weights under sequence parallelism), which have to be
+added up before anything can be said of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.moments import ALWAYS, SUMMED, Column, identity
+from ..core.moments import merge as merge_rows
+from ..statistics.tensor_access import PLAIN
+
+#: Up to so many bytes from all ranks together each rank gets all of them, in one collective; beyond, two reductions move less.
+GATHERED = 1 << 20
+
+
+def is_spread(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a DTensor of which no rank needs to have all elements."""
+    return is_dtensor(tensor) and tensor.device_mesh.size() > 1 and not all(p.is_replicate() for p in tensor.placements)  # type: ignore[attr-defined]
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether ``tensor`` lies on a mesh of ranks."""
+    return type(tensor) not in PLAIN and hasattr(tensor, "_local_tensor") and hasattr(tensor, "placements")
+
+
+class Ranks:
+    """The processes whose rows are merged.
+
+    Args:
+        group: a process group; None for all processes.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self.group = group
+        self.is_alone = False  # whether other ranks are known to have no monitor
+        self._counting: dict[tuple[Any, tuple[Any, ...]], bool] = {}
+
+    @property
+    def count(self) -> int:
+        """How many there are; one where nothing is distributed."""
+        return torch.distributed.get_world_size(self.group) if self._is_distributed() else 1
+
+    @property
+    def rank(self) -> int:
+        """Which of them this is."""
+        return torch.distributed.get_rank(self.group) if self._is_distributed() else 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the one that speaks for all. Before there is a process group, its launcher tells."""
+        return self.rank == 0 if self._is_distributed() else os.environ.get("RANK", "0") == "0"
+
+    @staticmethod
+    def _is_distributed() -> bool:
+        return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+    def own_part(self, tensor: Tensor, spread: bool) -> Tensor:
+        """The elements of ``tensor`` that this rank counts, as a plain tensor; a plain tensor is returned as it is.
+
+        Args:
+            tensor: of any kind. Partial sums are added up first, which is a collective.
+            spread: whether the rows of all ranks will be merged. Then an element that several ranks have is counted by one of
+                them, and for the others the part is empty. Otherwise each rank counts all elements.
+        """
+        if not is_dtensor(tensor):
+            return tensor
+        from torch.distributed.tensor import Replicate  # there is a DTensor, so that it is loaded
+
+        sharded: Any = tensor.detach()
+        placements = tuple(Replicate() if p.is_partial() or not spread else p for p in sharded.placements)
+        if placements != tuple(sharded.placements):
+            if self.is_alone:
+                return tensor  # nobody would come to the collective; such a tensor is refused
+            sharded = sharded.redistribute(placements=placements)
+        local: Tensor = sharded.to_local()
+        if hasattr(local, "wait"):  # of a collective that is still under way
+            local = local.wait()
+        return local if not spread or self._counts(sharded.device_mesh, placements) else local.new_empty(0)
+
+    def _counts(self, mesh: Any, placements: tuple[Any, ...]) -> bool:
+        """Whether this rank is the one that counts its elements: the first on each dimension of the mesh that replicates them,
+        and where the mesh is one of several that have the same, in the one of the first rank.
+        """
+        known = self._counting.get((mesh, placements))
+        if known is None:
+            first = torch.distributed.get_process_group_ranks(self.group or torch.distributed.group.WORLD)[0]
+            coordinate = mesh.get_coordinate()
+            known = (
+                coordinate is not None
+                and first in mesh.mesh.flatten().tolist()
+                and all(place == 0 for place, p in zip(coordinate, placements, strict=True) if p.is_replicate())
+            )
+            self._counting[mesh, placements] = known
+        return known
+
+    def merged(self, rows: Tensor, columns: frozenset[Column]) -> Tensor:
+        """``rows``, ``[n, 8]`` on :attr:`device`, merged with those of the other ranks, which have as many: the same bits on each.
+
+        A collective, of ``n`` times the number of ``columns`` float64. Does not synchronise the host with the device.
+        """
+        sent = sorted(columns | ALWAYS)
+        found = identity(len(rows), rows.device, rows.dtype)
+        found[:, sent] = self._exchanged(rows[:, sent], sent)
+        return found
+
+    def gathered(self, thing: Any) -> list[Any]:
+        """``thing`` of each rank, as JSON has it. Two collectives, which synchronise the device.
+
+        ``torch.distributed.all_gather_object`` would take NumPy, which the core does without.
+        """
+        if self.count == 1:
+            return [thing]
+        sent = torch.frombuffer(bytearray(json.dumps(thing).encode()), dtype=torch.uint8)
+        sizes = self._gathered(torch.tensor([len(sent)], dtype=torch.int64, device="cpu")).flatten().tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
+        padded[: len(sent)] = sent
+        found = self._gathered(padded).to("cpu")
+        return [json.loads(bytes(row[:size].tolist())) for row, size in zip(found, sizes, strict=True)]
+
+    def _gathered(self, own: Tensor) -> Tensor:
+        """``own``, one dimension, of each rank: ``[ranks, n]``."""
+        flat = torch.empty(self.count * own.numel(), dtype=own.dtype, device=self.device)
+        gather = getattr(torch.distributed, "all_gather_single", None)  # the newer name; where it is, the older one warns
+        (gather or torch.distributed.all_gather_into_tensor)(flat, own.to(self.device), group=self.group)
+        return flat.view(self.count, -1)
+
+    def _exchanged(self, rows: Tensor, columns: Sequence[Column]) -> Tensor:
+        if rows.numel() * rows.element_size() * self.count <= GATHERED:
+            wide = identity(self.count * len(rows), rows.device, rows.dtype)
+            wide[:, columns] = self._gathered(rows.reshape(-1)).view(-1, len(columns))
+            return merge_rows(wide.view(self.count, len(rows), -1))[:, columns]
+        sums, extremes = [c for c in columns if c < SUMMED], [c for c in columns if c >= SUMMED]
+        place = {column: index for index, column in enumerate(columns)}
+        added = rows[:, [place[c] for c in sums]].contiguous()
+        torch.distributed.all_reduce(added, group=self.group)
+        found = rows.clone()
+        found[:, [place[c] for c in sums]] = added
+        if extremes:
+            signs = rows.new_tensor([-1.0 if c is Column.MIN else 1.0 for c in extremes])
+            largest = rows[:, [place[c] for c in extremes]] * signs
+            torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=self.group)
+            found[:, [place[c] for c in extremes]] = largest * signs
+        return found
+
+    @functools.cached_property
+    def device(self) -> torch.device:
+        """Where the group's backend takes tensors from: the same kind on each rank, whatever a rank has measured."""
+        if "nccl" in torch.distributed.get_backend(self.group):
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")

@@ -1,0 +1,116 @@
+"""Why a parameter has no value in a step: what is known of that step, put into words when somebody asks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
+
+from ..core import keys as n
+from ..core.keys import Key
+from ..core.metric import Metric
+from ..core.moments import Column
+from ..core.records import StepRecord, Table
+from .layer_values import Layers
+from .model_index import Inventory
+from .plan import SourcePlan
+
+FROZEN = "it is frozen: its requires_grad is False"
+_OF_GRADIENTS = frozenset({n.GRADIENT, n.GRADIENT_BEFORE_CLIP, n.GRADIENT_LOCAL})
+_OF_OPTIMIZERS = frozenset({n.UPDATE, n.OPTIMIZER})
+_NEEDS_HOOKS = {
+    n.GRADIENT_LOCAL: "gradients of micro-batches are measured by hooks, which attach() hangs",
+    n.UPDATE: "updates are measured by hooks on the optimizer, which attach() hangs",
+    n.OPTIMIZER: "the optimizer's state is measured by hooks on it, which attach() hangs",
+}
+_UNUSED = "it had no gradient: the loss does not depend on it, or its gradient was taken away"
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What is known of a step.
+
+    Attributes:
+        inventory: the model as it was.
+        plans: what was to be measured of the parameters, by source.
+        due: the metrics of modules that were to be measured.
+        shown: the names of the whole-model values that were asked for; a live change may ask for others since.
+        attached: whether hooks on optimizers took part.
+        refused: a reason by source, where some of its tensors could not be measured.
+    """
+
+    inventory: Inventory
+    plans: Mapping[str, SourcePlan]
+    due: tuple[Metric, ...]
+    shown: tuple[str, ...]
+    attached: bool
+    refused: Mapping[str, str]
+
+    def planned(self, metric: Metric) -> bool:
+        """Whether ``metric`` was there when the step began."""
+        plan = self.plans.get(metric.source)
+        if plan is None:
+            return metric in self.due
+        return any(metric is known for known, _ in plan.views) or any(metric in some for some in plan.functions.values())
+
+    def is_frozen(self, source: str, name: str) -> bool:
+        """Whether a gradient of ``name`` was not to come, since it was frozen when the step began."""
+        inventory = self.inventory
+        has_none = name not in inventory.trainable or name in inventory.doubtful
+        return source in _OF_GRADIENTS and has_none and name in inventory.names
+
+    def reason(self, source: str, name: str, record: StepRecord, owned: Set[str] | None) -> str:
+        """Why nothing was measured of ``name``; empty where that is not known. ``owned``: the parameters that attached optimizers have."""
+        if not self.attached and source in _NEEDS_HOOKS:
+            return _NEEDS_HOOKS[source]
+        if source == n.GRADIENT_LOCAL and name in self.inventory.spread:
+            return "it is spread over ranks, and its gradients exist only reduced"
+        if source in _OF_OPTIMIZERS and owned is not None:
+            return "its optimizer did not step" if name in owned else self._unowned(name)
+        if source == n.GRADIENT_BEFORE_CLIP and _has_others(record.tables.get(source)):
+            return _UNUSED
+        if source == n.GRADIENT and _has_others(record.tables.get(source)):
+            return self._gone(name) if _has(record.tables.get(n.GRADIENT_BEFORE_CLIP), name) else _UNUSED
+        if not self.attached and source == n.GRADIENT:
+            return "no gradient of it was measured: call monitor.monitor_gradients() between backward and the optimizer's step"
+        if not self.attached and source == n.GRADIENT_BEFORE_CLIP:
+            return (
+                "no gradient of it was measured before clipping: clip with monitor.clip_grad_norm_, or call "
+                "monitor.monitor_gradients(before_clip=True) before you clip"
+            )
+        return ""
+
+    def _unowned(self, name: str) -> str:
+        frozen = name not in self.inventory.trainable or name in self.inventory.doubtful
+        return "it is frozen, and no attached optimizer has it" if frozen else "no attached optimizer has it"
+
+    def _gone(self, name: str) -> str:
+        if self.attached:
+            return "its gradient was gone when the optimizer stepped, or its optimizer did not step"
+        return "its gradient was gone when monitor.monitor_gradients() was called"
+
+
+def _has(table: Table | None, name: str) -> bool:
+    return table is not None and name in table.names
+
+
+def _has_others(table: Table | None) -> bool:
+    return table is not None and bool(table.names)
+
+
+_ANY = re.compile("")
+
+
+def of_layers(layers: Layers, situation: Situation, record: StepRecord, why: Callable[[Metric, str], str]) -> dict[Key, str]:
+    """Why each value of ``layers`` is not there, if it is not; ``why`` gives the reason of one parameter."""
+    found: dict[Key, str] = {}
+    for source, name in ((n.GRADIENT_BEFORE_CLIP, "norm"), (n.UPDATE, "ratio")):
+        plan = situation.plans.get(source)
+        if plan is None or Column.SQUARE_SUM not in plan.columns:  # updates are shown in the steps that measure them
+            continue
+        metric, there = Metric(name, source, _ANY, shown=False), record.tables.get(source)
+        for label, members in layers.members(situation.inventory.names).items():
+            reasons = [why(metric, member) for member in members if not _has(there, member)]
+            told = dict.fromkeys(filter(None, (situation.refused.get(source), *reasons)))
+            found[Key(source, label, name)] = "; ".join(told) or "the norm of its parameters was zero or NaN before the update"
+    return found

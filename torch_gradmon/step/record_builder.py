@@ -1,0 +1,222 @@
+"""From the flushed values of a step to its record: arithmetic on the host, nothing of hooks or devices."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import replace
+
+from ..core import keys as n
+from ..core.keys import Key
+from ..core.metric import ASKED_LATE, Metric
+from ..core.moments import VIEWS
+from ..core.records import StepRecord, Table
+from ..statistics import histogram, kurtosis
+from .layer_values import Layers
+from .micro_batches import norms_by_rank
+from .plan import SourcePlan
+from .reasons import FROZEN, Situation, of_layers
+from .summary import Facts, Summary
+from .summary import key as summary_key
+
+_UNDEFINED = {
+    "grad_momentum_cosine": "the gradient or the momentum is zero",
+    kurtosis.NAME: "all its elements are equal",
+}
+_CLASS_OF_HISTOGRAM = f"{histogram.NAME}."
+
+
+def assemble(
+    facts: Facts,
+    tables: dict[str, Table],
+    custom: Mapping[Key, float],
+    plans: Mapping[str, SourcePlan],
+    modules: Mapping[Key, float],
+    unshown: Set[tuple[str, str]],
+    heads: frozenset[Key],
+    summary: Summary,
+    layers: Layers,
+    absent: dict[tuple[str, str], str],
+) -> tuple[StepRecord, dict[str, float]]:
+    """The record of one step, and all whole-model values by name.
+
+    ``modules`` are values of what modules take and return, ``heads`` those keys among them that no dashboard gets, and
+    ``absent`` receives reasons for what is not there.
+    """
+    base = tables.pop(n.UPDATE_BASE, None)
+    batches = tables.pop(n.BATCH_GRADIENT, None)
+    norms = {} if batches is None else norms_by_rank(batches)
+    if facts.updates_void:
+        tables.pop(n.UPDATE, None)
+        custom = {key: value for key, value in custom.items() if key.source != n.UPDATE}
+    if not facts.applied:
+        absent[n.UPDATE, ""] = absent[n.OPTIMIZER, ""] = "the step was not applied"
+    undefined = [key for key, value in custom.items() if key.metric in _UNDEFINED and value == n.UNDEFINED]
+    absent.update({(key.source, f"{key.name}/{key.metric}"): _UNDEFINED[key.metric] for key in undefined})
+    custom = _without_empty_classes(custom, absent)
+    # a sum over the model must not be one over the part of it that was to be measured, or could be
+    whole = {source: table for source, table in tables.items() if source not in facts.refused}
+    tables.update({source: replace(tables[source], is_part=True) for source in plans if source in tables and source not in whole})
+    reasons: dict[str, str] = {}
+    summarised = summary.compute(facts, whole, base, reasons, norms)
+    absent.update({(n.SUMMARY, name): reason for name, reason in reasons.items()})
+    values = {summary_key(name): summarised[name] for name in summary.shown if name in summarised}
+    values.update({key: value for key, value in custom.items() if key.source == n.SUMMARY})
+    viewed = dict(modules)
+    for source, plan in plans.items():
+        if source in tables:
+            viewed.update(plan.evaluate(tables[source], base))
+    values.update(viewed)
+    values.update(layers.values(whole if layers.takes_sums else tables, base, facts.groups))
+    values.update({key: value for key, value in custom.items() if key not in undefined})
+    derived = _derived(viewed, tables).difference(custom)
+    hidden = heads
+    if unshown:
+        # of attention the metric of a key says what it is over the heads of a layer
+        attention = {source for source, _ in unshown}.intersection(n.ATTENTION_SOURCES.values())
+        hidden |= {key for key in values if key.source in attention or (key.source, key.metric.partition(".")[0]) in unshown}
+    context = {**facts.context, "batch_norms": norms} if norms else facts.context
+    record = StepRecord(facts.step, time.time(), facts.applied, values, tables, context, derived=derived, hidden=hidden)
+    return record, summarised
+
+
+def _without_empty_classes(custom: Mapping[Key, float], absent: dict[tuple[str, str], str]) -> Mapping[Key, float]:
+    """``custom`` without the classes of histograms that hold nothing, most of them."""
+    classes = [key for key in custom if key.metric.startswith(_CLASS_OF_HISTOGRAM)]
+    if not classes:
+        return custom
+    empty = {key for key in classes if not custom[key]}
+    for source, name in {key[:2] for key in classes} - {key[:2] for key in classes if key not in empty}:
+        absent[source, f"{name}/{histogram.NAME}"] = "it has no finite element"
+    return {key: value for key, value in custom.items() if key not in empty}
+
+
+def _derived(viewed: Collection[Key], tables: Mapping[str, Table]) -> frozenset[Key]:
+    """Those of these keys whose values can be computed from the statistics in ``tables``."""
+    if not viewed:  # as with presets alone
+        return frozenset()
+    names = {source: frozenset(table.names) for source, table in tables.items()}
+    possible = {(source, metric) for source, table in tables.items() for metric in VIEWS if table.has(metric)}
+    return frozenset(key for key in viewed if (key.source, key.metric) in possible and key.name in names[key.source])
+
+
+def asked_for(metrics: Iterable[Metric], names: Mapping[str, Sequence[str]], summary: Iterable[str]) -> list[Key]:
+    """The keys of all that was asked for; attention under its pattern, since only calls show which modules attend."""
+    found = [summary_key(name) for name in summary]
+    for metric in metrics:
+        if metric.source in n.ATTENTION_SOURCES.values():
+            found += [Key(metric.source, metric.pattern.pattern, "")] if metric.shown else []
+        elif metric.shown:
+            found += [Key(metric.source, name, metric.name) for name in names.get(metric.source, ()) if metric.matches(name)]
+    return found
+
+
+def missing(
+    record: StepRecord,
+    metrics: Sequence[Metric],
+    names: Mapping[str, Sequence[str]],
+    absent: Mapping[tuple[str, str], str],
+    situation: Situation,
+    layers: Layers,
+    owned: Set[str] | None,
+) -> dict[Key, str]:
+    """Why each key that was asked for is not in ``record``. ``owned``: the parameters that attached optimizers have, if that is known."""
+
+    def why(metric: Metric, name: str) -> str:
+        return _why_absent(metric, name, record, absent, known.get(metric.source, frozenset()), situation, owned)
+
+    known = {source: frozenset(of) for source, of in names.items()}
+    found = {summary_key(name): absent.get((n.SUMMARY, name), "not measured in this step") for name in situation.shown}
+    found.update(of_layers(layers, situation, record, why))
+    for metric in metrics:
+        if not metric.shown:
+            continue
+        if metric.source in n.ATTENTION_SOURCES.values():
+            if not any(key.source == metric.source for key in record.values):  # which modules attend only calls can tell
+                found[Key(metric.source, metric.pattern.pattern, "")] = _why_no_attention(metric, absent, known, why)
+            continue
+        for name in names.get(metric.source, ()):
+            if metric.matches(name):
+                found[Key(metric.source, name, metric.name)] = why(metric, name)
+    # tensors in containers are named by their path, and an aggregation that returns a dict adds to the metric's name
+    children = {
+        (key.source, key.metric.partition(".")[0], n.owner_of(key.name, known.get(key.source, frozenset())))
+        for key in record.values
+        if not (key.source in n.RCC_SOURCES and ("/" in key.name or key.name.endswith(".weight")))  # beside the module's own
+    }
+    return {
+        key: reason
+        for key, reason in found.items()
+        if key not in record.values and (key.source, key.metric.partition(".")[0], key.name) not in children
+    }
+
+
+def _why_no_attention(
+    metric: Metric,
+    absent: Mapping[tuple[str, str], str],
+    known: Mapping[str, frozenset[str]],
+    why: Callable[[Metric, str], str],
+) -> str:
+    """Which modules attend only their calls tell, so that the reason is one for the pattern; then what is said of modules."""
+    reason = why(metric, "")
+    said = {place: why for (source, place), why in absent.items() if source == metric.source and place and metric.matches(place)}
+    outermost = [place for place in said if place.rpartition(".")[0] not in said]
+    reasons = [f"{place} is {said[place]}" for place in outermost[:3]]
+    if len(outermost) > 3:
+        reasons.append(f"and {len(outermost) - 3} more")
+    if not said or any(metric.matches(name) for name in known.get(metric.source, ())):
+        reasons.insert(0, reason)
+    return "; ".join(reasons)
+
+
+def _why_absent(
+    metric: Metric,
+    name: str,
+    record: StepRecord,
+    absent: Mapping[tuple[str, str], str],
+    known: frozenset[str],
+    situation: Situation,
+    owned: Set[str] | None,
+) -> str:
+    if not metric.due(record.step):
+        return f"measured on steps that are divisible by {metric.every}"
+    if metric.shown and not situation.planned(metric):
+        return ASKED_LATE
+    for place in (f"{name}/{metric.name}", name, ""):
+        if not place and situation.is_frozen(metric.source, name):
+            return FROZEN
+        if (metric.source, place) in absent:
+            return absent[metric.source, place]
+    if metric.source in (*n.MODULE_SOURCES, *n.RCC_SOURCES):  # of a container, what is said of the first tensor in it
+        for (source, place), reason in absent.items():
+            path, _, of = place.rpartition("/")
+            if source == metric.source and of == metric.name and path != name and n.owner_of(path, known) == name:
+                return reason
+    table = record.tables.get(metric.source)
+    if table is not None and any(name == n.owner_of(path, known) for path in table.names):
+        if metric.name == "ratio":
+            return "the norm of the parameter was zero or NaN before the update"
+        return f"the tensor has no {VIEWS[metric.name].needs}" if metric.name in VIEWS else "its function returned nothing"
+    reason = situation.reason(metric.source, name, record, owned) if metric.source in n.PARAMETER_SOURCES else ""
+    return reason or _DEFAULT_REASONS.get(metric.source, "not measured in this step")
+
+
+_DEFAULT_REASONS = {
+    n.GRADIENT: "no gradient in this step, or nothing was measured when the optimizer stepped",
+    n.GRADIENT_BEFORE_CLIP: (
+        "no gradient before clipping was seen: no backward pass ran through the parameter's hook; clip with "
+        "monitor.clip_grad_norm_, or call monitor.monitor_gradients(before_clip=True) before you clip"
+    ),
+    n.GRADIENT_LOCAL: "no backward pass brought a gradient for it",
+    n.PARAMETER: "the parameters were not measured: attach the optimizer, or call monitor.monitor_parameters()",
+    n.PARAMETER_DIFFERENCE: "no reference module is set, or the parameters were not measured",
+    n.UPDATE: "no attached optimizer changes it",
+    **dict.fromkeys(n.ATTENTION_SOURCES.values(), "no call of scaled_dot_product_attention by a module of that name was seen"),
+    n.OPTIMIZER: "the optimizer keeps no such state for it, or is not attached",
+    n.ACTIVATION: "the module was not called in a training forward that hooks can see",
+    n.ACTIVATION_GRADIENT: "no backward pass that ends in parameters brought a gradient for its output in a training forward",
+    n.ACTIVATION_DIFFERENCE: "the module was not called in a training forward that hooks can see",
+    n.INPUT: "the module was not called in a training forward that hooks can see",
+    **dict.fromkeys(n.RCC_SOURCES, "the module was not called in a training forward of the whole model"),
+    n.INPUT_GRADIENT: "no backward pass that ends in parameters brought a gradient for its input in a training forward",
+}
