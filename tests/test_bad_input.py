@@ -66,7 +66,7 @@ class World:
                 list(session.ledger.outbox.outlets),
                 session.ledger.summary.keys,
             ]
-            found += [session.step, session.open, monitor.has_reference_module(), monitor.state_dict()]
+            found += [session.state.clock.step, session.state.is_open, monitor.has_reference_module(), monitor.state_dict()]
         return found
 
 

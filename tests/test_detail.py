@@ -344,7 +344,7 @@ def test_what_asks_for_nothing_is_refused(arguments: dict[str, Any], words: str)
     assert loop.monitor is not None
     with pytest.raises(ValueError, match=words):
         loop.monitor.set_detail(**arguments)
-    assert not loop.monitor._session.tuning.is_awake
+    assert not loop.monitor._session.plugin("live_detail").has_pending_work
 
 
 def test_from_a_signal_handler_in_the_middle_of_a_forward_pass() -> None:
@@ -482,7 +482,7 @@ def test_the_closer_look_after_a_spike_goes_on_beside_it() -> None:
     assert [step for step, _, gradients in seen if gradients] == [51, 52, 53]
     assert monitor._registry.hidden() >= {("activation", "std")}
     assert monitor._registry.metrics == ()
-    assert not monitor._session.activations.hangs
+    assert not monitor._session.captures.modules.hangs
 
 
 # --- who wins --------------------------------------------------------------------------------------------------------------------------
@@ -513,7 +513,7 @@ def test_it_stands_above_the_budget_which_learns_nothing_of_it() -> None:
     assert monitor is not None
     with pytest.warns(GradmonWarning, match="overhead_budget"):
         loop.go(400)
-    budget = monitor._session.budget
+    budget = monitor._session.plugin("overhead_budget")
     assert budget is not None
     interval, told = budget.interval, dict(monitor.complaints())
     assert interval > 4
@@ -533,9 +533,9 @@ def test_it_stands_above_the_budget_which_learns_nothing_of_it() -> None:
 def test_a_budget_goes_back_to_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop(every=1, overhead_budget=0.9).go(60)
     assert loop.monitor is not None
-    budget = loop.monitor._session.budget
+    budget = loop.monitor._session.plugin("overhead_budget")
     assert budget is not None
-    monkeypatch.setattr(budget, "step_ended", lambda *_: None)  # which goes by the clock
+    monkeypatch.setattr(budget, "count", lambda *_: None)  # which goes by the clock
     budget.interval = 4  # as it was found for what the script asks for
     loop.monitor.set_detail(preset="full", steps=50)
     loop.go(20)

@@ -570,7 +570,7 @@ def test_a_late_value_of_a_pattern_is_judged_too() -> None:
     for step in range(40):
         monitor.begin_step(step)
         monitor.log_scalar("train_loss", 1.0)
-        monitor._session.end()
+        monitor._session.cycle.close()
         monitor.log_scalar("val_loss", 30.0 if step == 39 else 1.0)
         monitor.end_step()
     assert [event.signal for event in monitor._session.ledger.recent().events] == ["val_loss"]

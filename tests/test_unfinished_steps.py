@@ -14,7 +14,7 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, SpikeDetector
-from torch_gradmon.monitor.session import at_exit
+from torch_gradmon.monitor.runtime import at_exit
 
 from .loops import differences
 

@@ -26,12 +26,15 @@ class Guard:
     Args:
         complaints: where failures are reported.
         inert: nothing runs at all.
+
+    Attributes:
+        had_grad: whether grad mode was on where the running call came from.
     """
 
     def __init__(self, complaints: Complaints, inert: bool) -> None:
         self.complaints = complaints
         self.inert = inert
-        self._inside = False
+        self._inside = self.had_grad = False
         self._lock = threading.RLock()  # with several GPUs, hooks fire on one of autograd's threads for each
         self._seconds = self._settled = 0.0
         self._since = self._entered = time.perf_counter()
@@ -52,7 +55,7 @@ class Guard:
                 self._seconds += time.perf_counter() - self._entered
 
     def _run(self, method: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        grad = torch.is_grad_enabled()
+        grad = self.had_grad = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # a tenth of what the context manager costs, on every step
         try:
             return method(*args)

@@ -16,14 +16,14 @@ from ..plugins.clipping.clip import clip
 from ..plugins.spike_policy.policy import Counts, RolledBack
 from ..step.planner import Planner
 from .manual_loop import Hand
-from .session import Session
+from .runtime import Runtime
 
 
 class LoopMethods:
     """What a training loop calls where it is written by hand; beside :meth:`ModuleMonitor.attach` none of it is needed."""
 
     _planner: Planner
-    _session: Session
+    _session: Runtime
 
     def begin_step(self, step: int) -> bool:
         """Open step number ``step``; a step that is still open ends first. Returns whether the step is monitored.
@@ -86,16 +86,15 @@ class LoopMethods:
     @contextlib.contextmanager
     def no_monitor(self) -> Iterator[None]:
         """Nothing is measured inside: for evaluation in training mode and other passes that are no training."""
-        activations, audit = self._session.activations, self._session.audit
-        before, activations.paused, audit.paused = activations.paused, True, True
+        before = self._session.pause(True)
         try:
             yield
         finally:
-            activations.paused = audit.paused = before
+            self._session.pause(before)
 
     def is_monitoring(self) -> bool:
         """Whether a monitored step is open and not paused, and this is neither an evaluation pass nor recomputation."""
-        return not torch.compiler.is_compiling() and self._session.listens
+        return not torch.compiler.is_compiling() and self._session.is_listening
 
     def is_step_monitored(self, step: int) -> bool:
         """Whether values are, were or would be taken on ``step``."""
@@ -108,12 +107,12 @@ class LoopMethods:
         For what the loop does besides, such as ``if not monitor.step_skipped: scheduler.step()``. A GradScaler that refuses a step
         is no skip.
         """
-        return self._session.skips
+        return self._session.lifecycle.is_skipped
 
     @property
     def rolled_back(self) -> RolledBack | None:
         """Where the last step took the model back to, with ``on_spike=Rollback()``; None where it did not."""
-        actor = self._session.actor
+        actor = self._session.plugin("spike_policy")
         return None if actor is None else actor.rolled_back
 
     @property
@@ -125,17 +124,17 @@ class LoopMethods:
     @property
     def step(self) -> int | None:
         """Number of the step in flight, else of the one that ended last; None before the first."""
-        return self._session.step
+        return self._session.state.clock.step
 
     @property
     def current_step(self) -> int | None:
         """The same as :attr:`step`, by the name that it has in torch-module-monitor."""
-        return self._session.step
+        return self._session.state.clock.step
 
     @property
     def last_step(self) -> int | None:
         """Number of the step that ended last, which :meth:`ModuleMonitor.get_step_metrics` tells of; None before there was one."""
-        return self._session.last_ended
+        return self._session.state.clock.ended
 
     def clip_grad_norm_(
         self,

@@ -19,7 +19,7 @@ from ..step.presets import PRESETS
 from ..step.registry import Registry
 from ..step.summary import DOCUMENTATION, ON_REQUEST
 from .mixin import has_mixin
-from .session import Session
+from .runtime import Runtime
 
 MetricFunction = Callable[..., Any] | None
 Pattern = str | re.Pattern[str]
@@ -75,7 +75,7 @@ class MetricMethods:
 
     _registry: Registry
     _planner: Planner
-    _session: Session
+    _session: Runtime
 
     def add_gradient_metric(
         self,
@@ -245,7 +245,7 @@ class MetricMethods:
         made = [self._registry.make(source, name, function, regex, aggregation, every=every, **options) for source in sources]
         self._registry.add(made, self._planner.matchable())
         self._planner.changed()
-        self._session.rearm()
+        self._session.replan()
         self._warn_of_idle(made[:1])
 
     def _warn_of_idle(self, metrics: Iterable[Metric]) -> None:
@@ -277,7 +277,7 @@ class MetricMethods:
             unit = "" if metric.unit == "1" else f" [{metric.unit}]"
             often = "" if metric.every == 1 else f", on every {metric.every}th step"
             texts[f"{metric.source}/{metric.pattern.pattern}/{metric.name}"] = f"{metric.documentation}{unit}{often}"
-        if (sample := self._session.parameters.sample_description()) is not None:
+        if (sample := self._session.captures.parameters.sample_description()) is not None:
             for key in texts:
                 if key.startswith((f"{n.SUMMARY}/update_", f"{n.UPDATE}/")):
                     texts[key] += f"; {sample}"

@@ -25,10 +25,13 @@ from ..core.fence import Guard, is_disabled
 from ..core.keys import KEY_STYLES, Key, compile_pattern, format_key
 from ..core.records import Event
 from ..core.torch_modes import unseen
-from ..plugins.flight_recorder import Recorder
-from ..plugins.overhead_budget import Budget
-from ..plugins.post_spike_detail import CloserLook
-from ..plugins.spike_policy.plugin import Actor
+from ..plugins.clipping.named import AdaptiveClips
+from ..plugins.flight_recorder import FlightRecorder
+from ..plugins.live_detail.plugin import LiveDetail
+from ..plugins.loop_audit.plugin import LoopAudit
+from ..plugins.overhead_budget import OverheadBudget
+from ..plugins.post_spike_detail import PostSpikeDetail
+from ..plugins.spike_policy.plugin import SpikePolicy
 from ..plugins.spike_policy.policy import Policy, Rollback, Skip, policy_of
 from ..runs.detail_request import in_words
 from ..sinks.adapters import adapted, logged_anyhow
@@ -38,17 +41,29 @@ from ..spikes.detector import SpikeDetector
 from ..statistics.dispatch import Statistics
 from ..statistics.eager import DEFAULT_EPS
 from ..step.exchange import Exchange
+from ..step.exchange_policy import StepExchange
 from ..step.layer_values import Layers
 from ..step.planner import Planner
+from ..step.plugin import Plugin
 from ..step.ranks import Ranks
 from ..step.registry import VIEW_BUILT_INS, Registry
+from .cadence import Cadence
+from .captures import Captures
+from .hook_schedule import HookSchedule
+from .late_values import LateValues
 from .loop_methods import LoopMethods
 from .metric_methods import MetricMethods
 from .mixin import MonitorMixin, link, unlink
+from .pending_queue import Flights
 from .pipeline.ledger import Ledger, Options
+from .plugin_context import MonitorContext
+from .plugin_set import PluginSet
 from .publisher import Outbox
-from .session import Session, at_exit
+from .runtime import Runtime, at_exit
+from .step_lifecycle import StepLifecycle
+from .step_state import StepState
 from .tune_methods import TuneMethods
+from .value_log import ValueLog
 from .value_methods import ValueMethods
 
 #: Parts of a state that one of a monitor that did not act on spikes, or of an earlier version, has not.
@@ -176,25 +191,51 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods, TuneMethods):
         meta = {"torch": torch.__version__, "eps": eps, "every": None if monitor_step_fn is not None else every or 1}
         outbox = Outbox(complaints, None if inert else run_dir, meta, lambda: not (log_on_all_ranks or ranks.is_first))
         guard = Guard(complaints, inert)
-        budget = None if overhead_budget is None else Budget(overhead_budget, is_monitored, complaints)
         policy = policy_of(on_spike)
         kept = policy.without_others() if isinstance(policy, Rollback) else on_spike
         options = Options(self._shower(key_style, prefix), history, kept)
         measurer = Measurer(Statistics(complaints, float(eps), compile_statistics and not inert), complaints, ranks)
         ledger = Ledger(options, guard, outbox, chosen_layers)
-        closer = CloserLook(planner, post_spike_steps)
-        recorder = Recorder(flight_recorder, registry, ledger.summary)
-        actor = None if policy is None or inert else Actor(policy, ledger.judges, Exchange(ranks, complaints), complaints)
-        if actor is not None:  # whatever is shown and whoever judges: these decide
+        captures = Captures(measurer, guard, update_sample)
+        exchange = StepExchange(Exchange(ranks, complaints), planner, ledger.summary, ledger.judges)
+        post_spike = PostSpikeDetail(planner, post_spike_steps)
+        recorder = FlightRecorder(flight_recorder, registry, ledger.summary)
+        acting: list[Plugin] = []
+        if policy is not None and not inert:
+            acting = [SpikePolicy(policy, ledger.judges, Exchange(ranks, complaints), complaints)]
+            # whatever is shown and whoever judges: these decide
             ledger.summary.signals |= {"grad_norm", "grad_nonfinite"}
-        self._session = Session(
-            budget or is_monitored, guard, planner, measurer, ledger, update_sample, budget, closer, recorder, actor
+        detail = LiveDetail(planner, ledger.summary, outbox, exchange, lambda: post_spike.may_add_hooks, complaints)
+        budget: list[Plugin] = [] if overhead_budget is None else [OverheadBudget(overhead_budget)]
+        audit = LoopAudit(planner, complaints, outbox.note)
+        plugins = PluginSet(
+            [*budget, recorder, *acting, detail, post_spike, AdaptiveClips(may_skip=bool(acting)), audit], complaints
         )
+        ledger.judges.recall = recorder.fetch_recorded
+        ledger.on_alert = partial(plugins.call, "on_alert")
+        ledger.on_record = partial(plugins.call, "on_record")
+        state = StepState()
+        queue = Flights(ledger, registry, guard, plugins)
+        values = ValueLog(state, guard, LateValues(state, ledger, queue, plugins), exchange, captures.modules)
+        lifecycle = StepLifecycle(
+            state,
+            planner,
+            captures,
+            exchange,
+            queue,
+            HookSchedule(planner, captures.modules),
+            Cadence(is_monitored, plugins),
+            values,
+            guard,
+        )
+        for plugin in plugins:
+            plugin.attach(MonitorContext(lifecycle, plugin))
+        self._session = Runtime(lifecycle)
         self._session.scaler = scaler
         self._registry, self._planner = registry, planner
         self._mark: object = None  # on the model, by which watch() finds what it watched it with before
         # an attached session outlives a monitor that nobody kept, and modules with the mixin ask for the monitor
-        self._session.face = self
+        self._session.owner = self
         # at the interpreter's end what waits still goes out, and when all is collected, for which what it takes has to be there
         weakref.finalize(self._session, at_exit, weakref.ref(self._session), outbox.lasting)
         if module is not None:
@@ -255,7 +296,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods, TuneMethods):
     @property
     def reference_module(self) -> nn.Module | None:
         """What :meth:`set_reference_module` has set, without the wrappers of DDP and torch.compile around it."""
-        return self._session.activations.reference.module
+        return self._session.captures.modules.reference.module
 
     def _link_modules(self, module: nn.Module) -> None:
         for child in module.modules():
@@ -299,7 +340,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods, TuneMethods):
 
     def has_reference_module(self) -> bool:
         """Whether a reference module is set."""
-        return bool(self._session.activations.reference)
+        return bool(self._session.captures.modules.reference)
 
     # --- the loop, by itself -------------------------------------------------------------------------------------------------
 
@@ -336,18 +377,18 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods, TuneMethods):
         module = self._planner.module
         if module is None:
             raise ValueError("there is no module to watch; pass it to ModuleMonitor(model) or call set_module(model) first")
-        if self._session.follower is not None:
+        if self._session.loop is not None:
             raise ValueError("already attached; name all optimizers in one attach() call, or call detach() first")
         check.grad_scaler(scaler)
         if start_step is not None:
             check.step_number("start_step", start_step)
         bare = check.optimizers(module, optimizers)
         # asked before anything is hung, for the function is the user's
-        self._session.cadence.asked(self._session.next_step if start_step is None else start_step)
+        self._session.lifecycle.cadence.asked(self._session.state.clock.next_step if start_step is None else start_step)
         if not self._session.guard.inert:
             before(module)
             if start_step is not None:
-                self._session.next_step = start_step
+                self._session.state.clock.next_step = start_step
             self._link_modules(module)
             known = (scaler, self._session.scaler, check.scaler_around(optimizers))
             chosen = next((each for each in known if each is not None), None)
@@ -444,10 +485,10 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods, TuneMethods):
     def state_dict(self) -> dict[str, Any]:
         """Step number, counters and what the detectors and the adaptive clips by name learned, as plain numbers and lists."""
         self._session.settle_now()
-        actor = self._session.actor
+        actor = self._session.plugin("spike_policy")
         acting = {} if actor is None else {"acting": actor.state_dict()}
-        steps = {"next_step": self._session.next_attempt, "attempted": self._session.attempted}
-        return {**steps, **self._session.ledger.state_dict(), **acting, "clipping": self._session.clips.state_dict()}
+        steps = {"next_step": self._session.state.next_attempt, "attempted": self._session.state.clock.attempts}
+        return {**steps, **self._session.ledger.state_dict(), **acting, "clipping": self._session.plugin("clipping").state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where :meth:`state_dict` was taken: the next step has the number after the last one.
@@ -481,14 +522,14 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods, TuneMethods):
 
     def _load_part(self, part: str, value: Any) -> None:
         if part == "next_step":
-            self._session.next_step = int(value)
+            self._session.state.clock.next_step = int(value)
         elif part == "attempted":
-            self._session.attempted = int(value)
+            self._session.state.clock.attempts = int(value)
         elif part == "clipping":
-            self._session.clips.load_state_dict(value)
+            self._session.plugin("clipping").load_state_dict(value)
         elif part == "acting":
-            assert self._session.actor is not None
-            self._session.actor.load_state_dict(value)
+            assert self._session.plugin("spike_policy") is not None
+            self._session.plugin("spike_policy").load_state_dict(value)
         else:
             self._session.ledger.load_part(part, value)
 
@@ -508,7 +549,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods, TuneMethods):
             words.append(f"for now {in_words(self.detail.facts())}")
         if self._session.guard.inert:
             words.append("disabled by GRADMON_DISABLE")
-        elif self._session.follower is None and not self._session.by_hand:
+        elif self._session.loop is None and not self._session.state.is_manual:
             words.append("not attached to an optimizer")
         if place := self._session.ledger.outbox.place:
             words.append(place)

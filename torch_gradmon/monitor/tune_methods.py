@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..runs.detail_request import Change, changed
-from .session import Session
+from .runtime import Runtime
 
 
 class TuneMethods:
     """More detail for a while, in the middle of a run; the command ``gradmon detail`` does the same from outside."""
 
-    _session: Session
+    _session: Runtime
 
     def set_detail(
         self,
@@ -58,12 +58,12 @@ class TuneMethods:
                 "nothing is to be changed; give every= or preset=, or reset=True to go back to what the script asked for"
             )
         if not self._session.guard.inert:
-            self._session.tuning.ask(change)
+            self._session.plugin("live_detail").request(change)
 
     @property
     def detail(self) -> Change | None:
         """The live change under which the step in flight is measured, or the next one: its ``every``, ``preset``, and in ``steps`` for how
         many more steps; None where all is as the script asked for.
         """
-        tuning = self._session.tuning
+        tuning = self._session.plugin("live_detail")
         return None if tuning.in_force is None else replace(tuning.in_force, steps=tuning.left)

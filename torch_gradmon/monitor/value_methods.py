@@ -21,13 +21,13 @@ from ..core.records import Event
 from ..core.torch_modes import unseen
 from ..step.layer_values import top_shares
 from ..step.registry import checked_aggregation
-from .session import Session
+from .runtime import Runtime
 
 
 class ValueMethods:
     """Getters, which never communicate and synchronise at most once a step, and values that are logged by hand."""
 
-    _session: Session
+    _session: Runtime
 
     def get_step_metrics(self) -> dict[str, float]:
         """Values of the step that ended last, plain floats by key; empty when it was not monitored. Synchronises once."""
@@ -99,7 +99,7 @@ class ValueMethods:
         with unseen():
             if tensor.is_complex():
                 raise TypeError(f"log_tensor({key!r}) takes real numbers, got dtype {tensor.dtype}; log its abs()")
-        if self._session.listens:
+        if self._session.is_listening:
             aggregation = checked_aggregation(aggregation_fn, "aggregation_fn")
             self._session.log(Key("", key, ""), tensor, aggregation, is_measured=True)
 
@@ -127,7 +127,7 @@ class ValueMethods:
         self._session.settle_now()
         if self._session.guard.inert:
             return Diagnosis((), None, {"everything": "GRADMON_DISABLE is set in the environment: nothing is measured"})
-        ledger, facts = self._session.ledger, self._session.audit.facts()
+        ledger, facts = self._session.ledger, self._session.plugin("loop_audit").facts()
         place = ledger.outbox.directory
         recent = ledger.recent()
         history = History(
@@ -178,11 +178,11 @@ class ValueMethods:
 
     def missing(self) -> dict[str, str]:
         """Why each key that was asked for has no value in the step that ended last: reason by key."""
-        record, planner, why = self._session.settle_now(), self._session.planner, self._session.lost
+        record, planner, why = self._session.settle_now(), self._session.planner, self._session.stale_reason
         if record is None and not why:
             return {}
-        follower = self._session.follower
-        owned = None if follower is None else planner.owned(follower.optimizers())
+        follower = self._session.loop
+        owned = None if follower is None else planner.owned(follower.optimizers)
         return self._session.ledger.missing(planner.registry.metrics, planner.matchable() or {}, owned, why)
 
     def complaints(self) -> dict[str, int]:

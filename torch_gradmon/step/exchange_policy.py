@@ -74,24 +74,16 @@ class StepExchange:
         what = "tensors" if self._is_spread else "values"
         return self.exchange.ranks.count > 1 and self._has_values and not self.exchange.is_refused(what)
 
-    @property
-    def is_bound(self) -> bool:
-        """Whether this rank cannot even measure without the others, since they have parts of its tensors."""
-        inventory = self._planner.inventory
-        return self.exchange.ranks.count > 1 and inventory is not None and (inventory.on_mesh or self._is_spread)
-
-    def run(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], may_extend: bool, takes_part: bool = True) -> None:
+    def run(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], may_extend: bool) -> None:
         """The step of ``buffer`` ends.
 
         Args:
             buffer: its values.
             plans: what was to be measured.
             may_extend: whether the list of what is shared may grow, and the first rank say something.
-            takes_part: False in a step that the other ranks do not monitor.
         """
-        if self.leaving or not takes_part:
-            why = "the run ended in the middle of the step" if self.leaving else "the step was not one of all ranks"
-            self._refuse(buffer, plans, why)
+        if self.leaving:
+            self._refuse(buffer, plans, "the run ended in the middle of the step")
             return
         wanted = {source: (plan.exchanged, plan.columns) for source, plan in plans.items() if plan.exchanged}
         if n.UPDATE in wanted:

@@ -130,8 +130,8 @@ class Summary:
     def keys(self, keys: Iterable[str]) -> None:
         self._keys = tuple(keys)
 
-    def stand_in(self, keys: Iterable[str] | None) -> None:
-        """Let ``keys`` stand in for those of the script's preset, until this is called with None."""
+    def override_keys(self, keys: Iterable[str] | None) -> None:
+        """Show ``keys`` in the place of those of the script's preset, until this is called with None."""
         self._instead = None if keys is None else tuple(keys)
 
     @property
