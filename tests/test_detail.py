@@ -468,18 +468,15 @@ def test_the_closer_look_after_a_spike_goes_on_beside_it() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
     monitor = gradmon.watch(model, optimizer, on_spike=None)
-    seen = []
-    for step in range(60):
-        if step == 50:
-            monitor.set_detail(preset="full", steps=2)
-        optimizer.zero_grad()
-        (model(torch.randn(16, 4)).square().mean() * (1e4 if step == 50 else 1)).backward()
-        optimizer.step()
-        record = monitor._session.ledger.last
-        assert record is not None
-        seen.append((step, "activation" in record.tables, "activation_gradient" in record.tables))
-    assert [step for step, outputs, _ in seen if outputs] == [50, 51, 52, 53]
-    assert [step for step, _, gradients in seen if gradients] == [51, 52, 53]
+    with gradmon.testing.collect_records(monitor) as records:
+        for step in range(60):
+            if step == 50:
+                monitor.set_detail(preset="full", steps=2)
+            optimizer.zero_grad()
+            (model(torch.randn(16, 4)).square().mean() * (1e4 if step == 50 else 1)).backward()
+            optimizer.step()
+    assert [record.step for record in records if "activation" in record.tables] == [50, 51, 52, 53]
+    assert [record.step for record in records if "activation_gradient" in record.tables] == [51, 52, 53]
     assert monitor._registry.hidden() >= {("activation", "std")}
     assert monitor._registry.metrics == ()
     assert not monitor._session.activations.hangs

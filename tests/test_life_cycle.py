@@ -250,21 +250,21 @@ def test_a_tag_goes_to_its_step_wherever_the_loop_gives_it(when: str, every: int
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = gradmon.ModuleMonitor(model, every=every, on_spike=None)
     monitor.attach(optimizer)
-    tags = {}
-    for step in range(6):
-        if when == "before":
-            monitor.tag(batch=step)
-        optimizer.zero_grad()
-        loss = model(torch.randn(2, 3)).sum()
-        if when == "inside":
-            monitor.tag(batch=step)
-        loss.backward()
-        optimizer.step()
-        if when == "after":
-            monitor.tag(batch=step)
-        if (record := monitor._session.ledger.last) is not None:
-            tags[record.step] = record.context.get("tags")
-    assert tags == {step: {"batch": step} for step in range(0, 6, every)}
+    with gradmon.testing.collect_records(monitor) as records:
+        for step in range(6):
+            if when == "before":
+                monitor.tag(batch=step)
+            optimizer.zero_grad()
+            loss = model(torch.randn(2, 3)).sum()
+            if when == "inside":
+                monitor.tag(batch=step)
+            loss.backward()
+            optimizer.step()
+            if when == "after":
+                monitor.tag(batch=step)
+    assert {record.step: record.context.get("tags") for record in records} == {
+        step: {"batch": step} for step in range(0, 6, every)
+    }
 
 
 def test_a_tag_of_a_step_that_is_not_monitored_goes_to_no_other_step() -> None:

@@ -62,8 +62,7 @@ def by_hand(
     model = net()
     monitor = ModuleMonitor(model, on_spike="warn", post_spike_steps=post_spike_steps)
     monitor.add_detector(SpikeDetector())
-    sources = []
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as said, gradmon.testing.collect_records(monitor) as records:
         warnings.simplefilter("always", GradmonWarning)
         for step in range(30):
             model[1].accident = accident if step >= BAD else None
@@ -72,8 +71,7 @@ def by_hand(
             model(torch.randn(4, 8)).square().mean().backward()
             monitor.monitor_gradients(before_clip=True)
             monitor.end_step()
-            assert monitor._session.ledger.last is not None
-            sources.append({source: list(table.names) for source, table in monitor._session.ledger.last.tables.items()})
+    sources = [{source: list(table.names) for source, table in record.tables.items()} for record in records]
     return sources, [str(warning.message) for warning in said], monitor
 
 
@@ -190,8 +188,7 @@ def _scaled(accident: Callable[[Tensor], Tensor], init_scale: float) -> tuple[li
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-12)
     scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
     monitor = gradmon.watch(model, optimizer, scaler=scaler)
-    close = []
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as said, gradmon.testing.collect_records(monitor) as records:
         warnings.simplefilter("always", GradmonWarning)
         for step in range(40):
             model[1].accident = accident if step >= BAD else None
@@ -200,10 +197,7 @@ def _scaled(accident: Callable[[Tensor], Tensor], init_scale: float) -> tuple[li
             scaler.step(optimizer)
             scaler.update()
             monitor.get_step_metrics()
-            assert monitor._session.ledger.last is not None
-            if ACTIVATION in monitor._session.ledger.last.tables:
-                close.append(step)
-    return [str(warning.message) for warning in said], close
+    return [str(warning.message) for warning in said], [record.step for record in records if ACTIVATION in record.tables]
 
 
 def test_steps_that_a_scaler_refuses_again_and_again_are_looked_at_too() -> None:

@@ -168,25 +168,11 @@ def test_steps_begin_where_it_is_said() -> None:
 # --- a second call ---------------------------------------------------------------------------------------------------------------
 
 
-class Sink:
-    """Remembers what it got, and that it was closed."""
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-        self.closed = 0
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        self.steps.append(step)
-
-    def close(self) -> None:
-        self.closed += 1
-
-
 def test_a_second_call_takes_the_place_of_the_first_and_says_so() -> None:
     model = _model()
     optimizer = _sgd(model)
     first = watch(model, optimizer)
-    bare, sink = _hooks(model, optimizer), Sink()
+    bare, sink = _hooks(model, optimizer), gradmon.testing.RecordingSink()
     first.add_sink(sink)
     norms = [_step(model, optimizer) for _ in range(3)]
     with pytest.warns(GradmonWarning, match=f"this Sequential {AGAIN} after step 2, .* start_step=3 goes on") as caught:

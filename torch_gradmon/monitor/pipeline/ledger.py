@@ -75,6 +75,9 @@ class Ledger:
         self._signals: Mapping[str, float] = {}
         self.spiked_in: int | None = None  # a step that makes a closer look worth while, until somebody has taken note of it
         self._preset_signals: set[str] = set()
+        self.observers: list[
+            Callable[[StepRecord, bool], object]
+        ] = []  # called with each record, and whether it replaces the last one
 
     def enter(self, record: StepRecord, signals: Mapping[str, float], buffer: StepBuffer, judged: bool = True) -> None:
         """A step has ended with ``record``; ``signals`` are its whole-model values, ``buffer`` what it was made of. ``judged``: by
@@ -193,6 +196,8 @@ class Ledger:
         self.last = record
         self._records[record.step] = replace(record, tables={}, rng={})
         self.memory.keep(record)
+        for observe in self.observers:
+            observe(record, amend)
         while len(self._records) > self._options.history:
             self._records.popitem(last=False)
         self.outbox.put(record, functools.partial(_shown, self._options.show, record), amend)
