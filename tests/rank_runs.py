@@ -931,8 +931,8 @@ def watched_in_part(rank: int) -> list[tuple[dict[str, float], dict[str, float]]
             f"update/{name}/norm": float((full(p).double() - before[name]).norm()) for name, p in model[0].named_parameters()
         }
         found.append((monitor.get_step_metrics(), true))
-    assert monitor._planner.inventory is not None
-    assert monitor._planner.inventory.spread == {"0.weight", "0.bias"}
+    assert monitor._session.planner.inventory is not None
+    assert monitor._session.planner.inventory.spread == {"0.weight", "0.bias"}
     monitor.detach()
     return found
 

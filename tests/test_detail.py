@@ -152,7 +152,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: p
 def test_from_within_it_begins_with_the_next_step_and_ends_by_itself() -> None:
     loop = Loop(preset="cheap").go(5)
     assert loop.monitor is not None
-    before, hooks = loop.monitor._registry.metrics, loop.hooks
+    before, hooks = loop.monitor._session.planner.registry.metrics, loop.hooks
     assert loop.monitor.detail is None
     loop.monitor.set_detail(every=1, preset="full", steps=4)
     loop.go(3)
@@ -167,7 +167,7 @@ def test_from_within_it_begins_with_the_next_step_and_ends_by_itself() -> None:
     assert loop.keys[EVERY] == loop.keys[0]
     assert loop.keys[6] > loop.keys[0]  # of the preset's whole-model values, those of parameters
     assert not any(key.startswith("activation") for keys in loop.keys.values() for key in keys)  # they go to the run directory
-    assert loop.monitor._registry.metrics == before
+    assert loop.monitor._session.planner.registry.metrics == before
     assert loop.tables.keys() == {"gradient_before_clip", "gradient"}
 
 
@@ -258,7 +258,7 @@ def test_before_the_first_step_of_all() -> None:
 def test_a_preset_alone_keeps_the_cadence_and_may_be_less_than_the_script_measures() -> None:
     loop = Loop(every=2, preset="full").go(1)
     assert loop.monitor is not None
-    everything = loop.monitor._registry.metrics
+    everything = loop.monitor._session.planner.registry.metrics
     assert "activation" in loop.tables
     loop.monitor.set_detail(preset="cheap", steps=3)
     loop.go(2)
@@ -267,7 +267,7 @@ def test_a_preset_alone_keeps_the_cadence_and_may_be_less_than_the_script_measur
     assert "activation" in loop.tables
     assert loop.seen == [0, 2, 4]
     assert loop.keys[4] == loop.keys[0] - {key for key in loop.keys[0] if "update" in key}
-    assert loop.monitor._registry.metrics == everything
+    assert loop.monitor._session.planner.registry.metrics == everything
 
 
 def test_is_step_monitored_knows_what_is_in_force() -> None:
@@ -415,7 +415,7 @@ def test_what_was_added_by_hand_stays_also_if_it_is_added_meanwhile() -> None:
     loop.go(4)
     assert monitor.detail is None
     assert {"activation/0/max", "gradient/2.weight/norm", "parameter/0.bias/rms"} <= loop.keys[9]
-    names = [(metric.source, metric.name, metric.shown) for metric in monitor._registry.metrics]
+    names = [(metric.source, metric.name, metric.shown) for metric in monitor._session.planner.registry.metrics]
     assert names.count(("gradient", "norm", True)) == 1  # for which the preset's has made way for good
     assert ("gradient", "norm", False) not in names
     assert ("activation", "std", False) in names
@@ -477,8 +477,8 @@ def test_the_closer_look_after_a_spike_goes_on_beside_it() -> None:
             optimizer.step()
     assert [record.step for record in records if "activation" in record.tables] == [50, 51, 52, 53]
     assert [record.step for record in records if "activation_gradient" in record.tables] == [51, 52, 53]
-    assert monitor._registry.hidden() >= {("activation", "std")}
-    assert monitor._registry.metrics == ()
+    assert monitor._session.planner.registry.hidden() >= {("activation", "std")}
+    assert monitor._session.planner.registry.metrics == ()
     assert not monitor._session.activations.hangs
 
 

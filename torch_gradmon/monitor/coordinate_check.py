@@ -79,7 +79,7 @@ class RefinedCoordinateCheck:
     ) -> None:
         if not isinstance(monitor, ModuleMonitor):
             raise TypeError(f"RefinedCoordinateCheck takes a ModuleMonitor, got {display(monitor)}")
-        if monitor._planner.module is None:
+        if monitor.module is None:
             raise ValueError(
                 "there is no module to check. Set the module to monitor first: ModuleMonitor(model), or set_module(model)"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..capture.modules.source import ActivationCapture
 from ..step.planner import Planner
 from .follower import Follower
-from .mixin import has_mixin
+from .links import linkable
 
 
 class Arming:
@@ -52,7 +52,7 @@ class Arming:
         module, inventory = self._planner.module, self._planner.inventory
         if module is not None and inventory is not None:
             metrics = self._planner.module_metrics()
-            self._activations.install(module, inventory, metrics, self._planner.version, has_mixin(module))
+            self._activations.install(module, inventory, metrics, self._planner.version, bool(linkable(module)))
 
     def disarm(self) -> None:
         """Take away what may go."""

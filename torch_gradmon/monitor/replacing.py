@@ -16,6 +16,7 @@ from torch import nn
 
 from ..capture.modules.compiled import unwrapped
 from ..core.errors import GradmonWarning, SpikeError
+from .loop_service import LoopService
 from .monitor import ModuleMonitor
 
 
@@ -76,9 +77,10 @@ def attach(
     def before(module: nn.Module) -> None:
         for other in earlier(module, owner):
             _replace(other, type(unwrapped(module)).__name__)
-        monitor._mark = Mark(unwrapped(module), monitor, owner)
+        monitor._session.mark = Mark(unwrapped(module), monitor, owner)
 
-    return monitor._attach(optimizers, scaler, start_step, before)
+    LoopService(monitor._session).attach(optimizers, scaler, start_step, before)
+    return monitor
 
 
 def _replace(other: ModuleMonitor, kind: str) -> None:

@@ -94,6 +94,7 @@ class Session(StepValues):
         self.arming = Arming(planner, self.activations)
         self._scale_by_hand()
         self.face: object = None
+        self.mark: object = None  # by which watch() finds the monitor of a model
         self.scaler: torch.amp.GradScaler | None = None
         self.step: int | None = None
         self.next_step = 0
