@@ -333,10 +333,10 @@ def test_a_script_that_goes_back_goes_on_counting() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({}, "nothing is to be changed; give every= or preset=, or reset=True"),
-        ({"steps": 5}, "nothing is to be changed"),
+        ({}, "nothing to change; give every= or preset=, or reset=True"),
+        ({"steps": 5}, "nothing to change"),
         ({"every": 0}, "every=0 must be a positive int"),
-        ({"every": 1, "reset": True}, "reset=True goes back to what the script asked for, and takes no other argument"),
+        ({"every": 1, "reset": True}, "reset=True goes back to the settings of the script, and takes no other argument"),
     ],
 )
 def test_what_asks_for_nothing_is_refused(arguments: dict[str, Any], words: str) -> None:

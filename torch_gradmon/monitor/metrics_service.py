@@ -172,11 +172,9 @@ class MetricsService:
         """Request a live change of detail."""
         change = changed(every, preset, steps, from_step)
         if reset and change != Change():
-            raise ValueError("reset=True goes back to what the script asked for, and takes no other argument")
+            raise ValueError("reset=True goes back to the settings of the script, and takes no other argument")
         if change.is_reset and not reset:
-            raise ValueError(
-                "nothing is to be changed; give every= or preset=, or reset=True to go back to what the script asked for"
-            )
+            raise ValueError("nothing to change; give every= or preset=, or reset=True to go back to the settings of the script")
         if not self.session.guard.inert:
             self.session.tuning.ask(change)
 

@@ -99,7 +99,7 @@ class ModuleMonitor:
             most that many rows of each parameter: evenly spaced slices of the first dimension, of each rank's part where the
             parameter is sharded. A pattern selects parameters by name. By default the optimizer's step holds one copy of all
             parameters with an update metric.
-        layers: per-layer values to show besides those that metrics add: ``"blocks"``, ``"top"``, ``"all"`` or a pattern.
+        layers: further per-layer values to show, beside those of metrics: ``"blocks"``, ``"top"``, ``"all"`` or a pattern.
         on_spike: what to do at a spike: ``"warn"``, ``"raise"`` (:class:`SpikeError` when the step ends), a function of the
             :class:`Event`, or None. ``"skip"``, :class:`Skip` and :class:`Rollback` decide before the optimizer steps, in every
             step regardless of the cadence, from gradients and from values logged by then; the decision waits for the device.
