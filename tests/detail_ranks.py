@@ -52,7 +52,7 @@ def from_outside(rank: int, wrap: str, directory: str, every: int, calls: dict[i
             model(_batch(rank, step)).square().mean().backward()
             optimizer.step()
         found["keys"].append(sorted(monitor.get_step_metrics()))
-        record = monitor._session.ledger.last
+        record = monitor._runtime.ledger.last
         found["tuned"].append(None if record is None else record.context.get("tuned"))
         found["collectives"].append(len(collectives.calls))
         table = None if record is None else record.tables.get("activation")
@@ -112,7 +112,7 @@ def at_random(rank: int, seed: int, directory: str, is_tuned: bool) -> dict[str,
             states.append(monitor.detail)
             seen.append(monitor.last_step if monitor.get_step_metrics() else None)
         last = monitor.detail
-        meets = monitor._session.lifecycle.exchange.meets
+        meets = monitor._runtime.lifecycle.exchange.meets
         monitor.detach()
     found |= {"states": states, "seen": seen, "last": last, "meets": meets, "complaints": monitor.complaints()}
     found |= {"parameters": _local(model), "hooks": _hooks(model), "skipped": monitor.counts.skipped, "always": wrap == "fsdp2"}
@@ -165,6 +165,6 @@ def of_a_reset(rank: int, steps: int, at: int) -> list[int]:
         optimizer.zero_grad()
         model(_batch(rank, step)).square().mean().backward()
         optimizer.step()
-        versions.append(monitor._session.planner.version)
+        versions.append(monitor._runtime.planner.version)
     monitor.detach()
     return [step for step in range(2, steps) if versions[step] != versions[step - 1]]

@@ -15,7 +15,15 @@ from torch_gradmon.monitor.step_machine import StepMachine
 from torch_gradmon.monitor.step_state import Phase, StepState
 
 #: Actions that say little about the order of things, and happen around every optimizer step.
-_QUIET = {"annotate", "release_gradients", "hold_parameters", "was_monitored", "has_gradients", "gets_own_gradients", "writes_early"}
+_QUIET = {
+    "annotate",
+    "release_gradients",
+    "hold_parameters",
+    "was_monitored",
+    "has_gradients",
+    "gets_own_gradients",
+    "writes_early",
+}
 
 
 class Recording:
@@ -117,6 +125,8 @@ class Loop:
 _OPENS = ["seal 0", "rewind 0", "open 0"]
 _STEP = ["measure_parameters", "measure_after_clip a with_unowned", "decide a"]
 
+_OVERFLOWED = ["measure_parameters", "measure_after_clip a with_unowned is_overflowed", "decide a", "attempt_ended True"]
+
 #: Events before, the event, the actions of that event, and the phase after it. ``a`` steps first, ``b`` last where there are two.
 TABLE: list[tuple[str, str, str, list[str], Phase]] = [
     # optimizers, events before, event, actions, phase
@@ -141,7 +151,7 @@ TABLE: list[tuple[str, str, str, list[str], Phase]] = [
     ("a", "F B [a", ")a", ["measure_update a", "attempt_ended"], Phase.ATTEMPTED),
     ("a", "F B [a )a", "U", ["close"], Phase.BETWEEN),
     ("a", "F B [a )a", "F", ["close", "seal 1", "open 1"], Phase.FORWARD),
-    ("a", "F B", "!a", ["measure_parameters", "measure_after_clip a with_unowned is_overflowed", "decide a", "attempt_ended True"], Phase.ATTEMPTED),
+    ("a", "F B", "!a", _OVERFLOWED, Phase.ATTEMPTED),
     ("a", "F B !a", "U", ["close is_overflowed"], Phase.BETWEEN),
     ("a", "", "U", [], Phase.BETWEEN),
     # the optimizer raised in its step
@@ -193,7 +203,7 @@ def test_every_phase_is_in_the_table() -> None:
 
 
 def test_numbers_and_attempts() -> None:
-    loop = Loop().run("F B a F B a".split())
+    loop = Loop().run(["F", "B", "a", "F", "B", "a"])
     clock = loop.state.clock
     assert (clock.step, clock.ended, clock.next_step, clock.attempts, clock.stride) == (1, 1, 2, 2, 1)
     loop.run(["F", "B"])
@@ -220,9 +230,9 @@ def test_a_stop_leaves_through_the_optimizer_and_ends_the_step() -> None:
 
 
 def test_a_late_optimizer_is_the_last_one_from_then_on() -> None:
-    loop = Loop("ab").run("F B b a".split())
+    loop = Loop("ab").run(["F", "B", "b", "a"])
     assert loop.machine.order == ["b", "a"]
-    loop.run("F B b".split())
+    loop.run(["F", "B", "b"])
     assert loop.state.phase is Phase.STEPPED
     loop.run("a")
     assert loop.state.phase is Phase.BETWEEN
@@ -231,7 +241,7 @@ def test_a_late_optimizer_is_the_last_one_from_then_on() -> None:
 def test_where_nothing_is_measured_steps_are_counted_all_the_same() -> None:
     loop = Loop()
     loop.seen.has_values = False  # type: ignore[misc]
-    loop.run("F a F a".split())
+    loop.run(["F", "a", "F", "a"])
     assert not [action for action in loop.seen.actions if action.startswith("measure_") and "update" not in action]
     assert (loop.state.clock.step, loop.state.clock.attempts) == (1, 2)
 
@@ -246,11 +256,11 @@ def test_while_paused_nothing_opens_or_closes_a_step() -> None:
 def test_passes_before_the_last_one_are_not_measured_once_their_number_is_known() -> None:
     loop = Loop()
     for _ in range(100):
-        loop.run("F B F B F B a".split())
+        loop.run(["F", "B", "F", "B", "F", "B", "a"])
     loop.seen.actions.clear()
-    loop.run("F B F B".split())
+    loop.run(["F", "B", "F", "B"])
     assert "measure_before_clip" not in loop.seen.actions
-    loop.run("F B".split())
+    loop.run(["F", "B"])
     assert loop.seen.actions.count("measure_before_clip") == 1
 
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from ..capture.modules.source import ActivationCapture
 from ..step.planner import Planner
 from ..step.plugin import OptimizerContext
-from .mixin import has_mixin
+from .links import linkable
 
 
 class DrivingLoop(Protocol):
@@ -82,7 +82,7 @@ class HookSchedule:
         module, inventory = self._planner.module, self._planner.inventory
         if module is not None and inventory is not None:
             metrics = self._planner.module_metrics()
-            self._modules.install(module, inventory, metrics, self._planner.version, has_mixin(module))
+            self._modules.install(module, inventory, metrics, self._planner.version, bool(linkable(module)))
 
     def uninstall(self) -> None:
         """Take away what a step without measurements can do without."""

@@ -52,6 +52,7 @@ class Runtime:
         self.cycle = StepCycle(lifecycle, lifecycle.state)
         self.overflows = OverflowLog(lifecycle.values)
         self.owner: object = None
+        self.mark: object = None  # by which watch() finds the monitor of a model
         self._scaler: torch.amp.GradScaler | None = None
         self._loop: FollowedLoop | None = None
         self._scale_by_hand()

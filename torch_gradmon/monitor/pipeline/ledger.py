@@ -72,6 +72,9 @@ class Ledger:
         self.on_alert: Callable[[int], object] = lambda _: None  # a step is worth a look at more
         self.on_record: Callable[[StepRecord], object] = lambda _: None
         self._preset_signals: set[str] = set()
+        self.observers: list[
+            Callable[[StepRecord, bool], object]
+        ] = []  # called with each record, and whether it replaces the last one
 
     def enter(self, record: StepRecord, signals: Mapping[str, float], buffer: StepBuffer) -> None:
         """A step has ended with ``record``; ``signals`` are its whole-model values, ``buffer`` what it was made of."""
@@ -191,6 +194,8 @@ class Ledger:
         self.last = record
         self._records[record.step] = replace(record, tables={}, rng={})
         self.memory.keep(record)
+        for observe in self.observers:
+            observe(record, amend)
         while len(self._records) > self._options.history:
             self._records.popitem(last=False)
         self.outbox.put(record, functools.partial(_shown, self._options.show, record), amend)
