@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from torch_gradmon import GradmonWarning, ModuleMonitor, watch
-from torch_gradmon.core.errors import Complaints
+from torch_gradmon.core.errors import WarningLog
 from torch_gradmon.plugins.overhead_budget import OverheadBudget
 
 
@@ -41,7 +41,7 @@ class _Context:
     """What the budget needs of a monitor: its warnings."""
 
     def __init__(self) -> None:
-        self.warn = Complaints().add
+        self.warn = WarningLog().add
 
 
 def _budget(share: float = 0.01) -> OverheadBudget:

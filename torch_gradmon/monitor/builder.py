@@ -16,8 +16,8 @@ from ..capture.modules.unit_metrics import ACTIVATION_BUILT_INS
 from ..capture.parameters import OPTIMIZER_BUILT_INS
 from ..core import keys as n
 from ..core import validation as check
-from ..core.errors import Complaints
-from ..core.fence import Guard, is_disabled
+from ..core.errors import WarningLog
+from ..core.fence import Fence, is_disabled
 from ..core.keys import Key, format_key
 from ..plugins.clipping.named import AdaptiveClips
 from ..plugins.flight_recorder import FlightRecorder
@@ -28,9 +28,9 @@ from ..plugins.post_spike_detail import PostSpikeDetail
 from ..plugins.spike_policy.plugin import SpikePolicy
 from ..plugins.spike_policy.policy import Rollback, policy_of
 from ..statistics.dispatch import Statistics
-from ..step.exchange import Exchange
-from ..step.exchange_policy import StepExchange
-from ..step.layer_values import Layers
+from ..step.exchange import RankExchange
+from ..step.exchange_policy import ExchangePolicy
+from ..step.layer_values import LayerSelection
 from ..step.planner import Planner
 from ..step.plugin import Plugin
 from ..step.ranks import Ranks
@@ -60,14 +60,14 @@ def build(config: MonitorConfig, model: nn.Module | None = None) -> Runtime:
         TypeError, ValueError: the model cannot be monitored.
     """
     inert, ranks = is_disabled(), Ranks(config.process_group)
-    complaints = Complaints(raising=config.on_metric_error == "raise")
+    complaints = WarningLog(raising=config.on_metric_error == "raise")
     planner = _planner(config, model)
     outbox = _outbox(config, complaints, ranks, inert)
-    fence = Guard(complaints, inert)
+    fence = Fence(complaints, inert)
     ledger = _ledger(config, fence, outbox)
     statistics = Statistics(complaints, float(config.eps), config.compile_statistics and not inert)
     captures = Captures(Measurer(statistics, complaints, ranks), fence, config.sampled_updates)
-    exchange = StepExchange(Exchange(ranks, complaints), planner, ledger.summary, ledger.judges)
+    exchange = ExchangePolicy(RankExchange(ranks, complaints), planner, ledger.summary, ledger.judges)
     plugins = PluginSet(_plugins(config, planner, ledger, exchange, complaints, inert), complaints)
     ledger.on_alert, ledger.on_record = partial(plugins.call, "on_alert"), partial(plugins.call, "on_record")
     runtime = Runtime(_lifecycle(config, planner, captures, exchange, ledger, plugins, fence))
@@ -83,10 +83,10 @@ def _lifecycle(
     config: MonitorConfig,
     planner: Planner,
     captures: Captures,
-    exchange: StepExchange,
+    exchange: ExchangePolicy,
     ledger: Ledger,
     plugins: PluginSet,
-    fence: Guard,
+    fence: Fence,
 ) -> StepLifecycle:
     state = StepState()
     queue = Flights(ledger, planner.registry, fence, plugins)
@@ -96,7 +96,7 @@ def _lifecycle(
 
 
 def _plugins(
-    config: MonitorConfig, planner: Planner, ledger: Ledger, exchange: StepExchange, complaints: Complaints, inert: bool
+    config: MonitorConfig, planner: Planner, ledger: Ledger, exchange: ExchangePolicy, complaints: WarningLog, inert: bool
 ) -> list[Plugin]:
     """The plugins in the order in which they are called. The budget thins what the script asks for, and the others may ask for more;
     a recorder keeps a step before the detectors learn of it.
@@ -109,7 +109,7 @@ def _plugins(
     policy = policy_of(config.on_spike)
     acting = []
     if policy is not None and not inert:
-        acting = [SpikePolicy(policy, ledger.judges, Exchange(exchange.exchange.ranks, complaints), complaints)]
+        acting = [SpikePolicy(policy, ledger.judges, RankExchange(exchange.exchange.ranks, complaints), complaints)]
         # the decision needs these two, whether they are shown or have a detector or not
         ledger.summary.signals |= {"grad_norm", "grad_nonfinite"}
     audit = LoopAudit(planner, complaints, ledger.outbox.note)
@@ -129,7 +129,7 @@ def _planner(config: MonitorConfig, model: nn.Module | None) -> Planner:
     return planner
 
 
-def _outbox(config: MonitorConfig, complaints: Complaints, ranks: Ranks, inert: bool) -> Outbox:
+def _outbox(config: MonitorConfig, complaints: WarningLog, ranks: Ranks, inert: bool) -> Outbox:
     logs_everywhere, run_dir = config.log_on_all_ranks, config.run_dir
     if run_dir is not None and logs_everywhere and ranks.count > 1:
         run_dir = os.path.join(run_dir, f"rank{ranks.rank}")
@@ -137,12 +137,12 @@ def _outbox(config: MonitorConfig, complaints: Complaints, ranks: Ranks, inert: 
     return Outbox(complaints, None if inert else run_dir, meta, lambda: not (logs_everywhere or ranks.is_first))
 
 
-def _ledger(config: MonitorConfig, guard: Guard, outbox: Outbox) -> Ledger:
+def _ledger(config: MonitorConfig, guard: Fence, outbox: Outbox) -> Ledger:
     policy = policy_of(config.on_spike)
     # schedulers hold the optimizer, which holds the model, and the ledger lives longer than these
     on_spike = policy.without_others() if isinstance(policy, Rollback) else config.on_spike
     options = Options(_key_formatter(config.key_style, config.prefix), config.history, on_spike)
-    return Ledger(options, guard, outbox, Layers(config.layers))
+    return Ledger(options, guard, outbox, LayerSelection(config.layers))
 
 
 def _key_formatter(style: str, prefix: str) -> Callable[[Mapping[Key, float]], dict[str, float]]:

@@ -6,9 +6,9 @@ import re
 
 from ..capture.gradients import GradientCapture
 from ..capture.measurer import Measurer
-from ..capture.modules.source import ActivationCapture
+from ..capture.modules.source import ModuleSource
 from ..capture.parameters import ParameterCapture
-from ..core.fence import Guard
+from ..core.fence import Fence
 from ..step.active_step import ActiveStep, Mode
 from ..step.planner import Planner
 
@@ -23,11 +23,11 @@ class Captures:
         had_root_inputs: a hook was on what the model takes before the open step began.
     """
 
-    def __init__(self, measurer: Measurer, fence: Guard, update_sample: int | re.Pattern[str] | None) -> None:
+    def __init__(self, measurer: Measurer, fence: Fence, update_sample: int | re.Pattern[str] | None) -> None:
         self.measurer = measurer
         self.gradients = GradientCapture(measurer)
         self.parameters = ParameterCapture(measurer, update_sample)
-        self.modules = ActivationCapture(measurer, fence)
+        self.modules = ModuleSource(measurer, fence)
         self.had_root_inputs = False
 
     def begin(self, step: ActiveStep, planner: Planner, by_hand: bool) -> None:

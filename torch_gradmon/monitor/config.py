@@ -13,10 +13,10 @@ import torch
 from ..core import validation as check
 from ..core.errors import display, nearest
 from ..core.keys import KEY_STYLES, compile_pattern
-from ..core.records import Event
+from ..core.records import SpikeEvent
 from ..plugins.spike_policy.policy import Policy, Rollback, Skip
 from ..statistics.eager import DEFAULT_EPS
-from ..step.layer_values import Layers
+from ..step.layer_values import LayerSelection
 from ..step.plugin import Plugin
 
 #: Names of the plugins that a monitor brings.
@@ -44,7 +44,7 @@ class MonitorConfig:
     eps: float = DEFAULT_EPS
     update_sample: int | str | re.Pattern[str] | None = None
     layers: str | re.Pattern[str] | None = None
-    on_spike: str | Policy | Callable[[Event], Any] | None = None
+    on_spike: str | Policy | Callable[[SpikeEvent], Any] | None = None
     history: int = 1000
     run_dir: str | os.PathLike[str] | None = None
     compile_statistics: bool = False
@@ -77,7 +77,7 @@ class MonitorConfig:
         check.grad_scaler(self.scaler)
         check.process_group(self.process_group)
         compiled("rank_distinct_regex", self.rank_distinct_regex)
-        Layers(self.layers)
+        LayerSelection(self.layers)
         self._check_plugins()
 
     def _check_flight_recorder(self) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..capture.hooks import Hook
-from ..core.fence import guarded
+from ..core.fence import fenced
 from ..step.planner import Planner
 from ..step.plugin import OptimizerContext
 from .loop.listener import LoopDriver
@@ -113,13 +113,13 @@ class FollowedLoop(LoopDriver):
         """Those of ``positions`` whose optimizers have not stepped in this step."""
         return self.ownership.to_step(positions, self.machine.state.progress.done)
 
-    @guarded
+    @fenced
     def gradient_came(self, position: int, gradient: Tensor | None) -> None:
         """A backward pass brought a gradient for the parameter at ``position``."""
         if self.machine.gradient_arrived():
             self._lifecycle.captures.gradients.local(position, gradient, self.measurement.inverse_scale())
 
-    @guarded
+    @fenced
     def gradient_accumulated(self, position: int, parameter: Tensor) -> None:
         """That gradient was accumulated."""
         self._lifecycle.captures.gradients.commit_local(position)

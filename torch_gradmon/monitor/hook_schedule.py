@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch.optim import Optimizer
 
-from ..capture.modules.source import ActivationCapture
+from ..capture.modules.source import ModuleSource
 from ..step.planner import Planner
 from ..step.plugin import OptimizerContext
 from .links import linkable
@@ -49,7 +49,7 @@ class HookSchedule:
         loop: has the hooks on parameters; None where steps begin and end by hand.
     """
 
-    def __init__(self, planner: Planner, modules: ActivationCapture) -> None:
+    def __init__(self, planner: Planner, modules: ModuleSource) -> None:
         self._planner, self._modules = planner, modules
         self.loop: DrivingLoop | None = None
         self._installed_for: tuple[int, bool] | None = None  # a version of the plan, and whether on modules too

@@ -12,10 +12,10 @@ from ..core import keys as n
 from ..core import validation as check
 from ..core.errors import GradmonWarning, display, nearest
 from ..core.metric import Metric
-from ..runs.detail_request import Change, changed
+from ..runs.detail_request import DetailRequest, changed
 from ..spikes.detector import SpikeDetector
 from ..step.micro_batches import DOCUMENTATION as BATCHES
-from ..step.micro_batches import Batches
+from ..step.micro_batches import MicroBatchStats
 from ..step.presets import PRESETS
 from ..step.summary import DOCUMENTATION, ON_REQUEST
 from .links import linkable
@@ -125,7 +125,7 @@ class MetricsService:
     def add_batch_metrics(self, batch_size: int) -> None:
         """Measure the gradient of each micro-batch."""
         check.positive_int("batch_size", batch_size)
-        self.runtime.ledger.summary.batches = Batches(batch_size)
+        self.runtime.ledger.summary.batches = MicroBatchStats(batch_size)
         self.runtime.planner.measures_each_batch = True
         self.runtime.planner.changed()
 
@@ -171,14 +171,14 @@ class MetricsService:
     def set_detail(self, every: int | None, preset: str | None, steps: int | None, from_step: int | None, reset: bool) -> None:
         """Request a live change of detail."""
         change = changed(every, preset, steps, from_step)
-        if reset and change != Change():
+        if reset and change != DetailRequest():
             raise ValueError("reset=True goes back to the settings of the script, and takes no other argument")
         if change.is_reset and not reset:
             raise ValueError("nothing to change; give every= or preset=, or reset=True to go back to the settings of the script")
         if not self.runtime.guard.inert:
             self.runtime.plugin("live_detail").request(change)
 
-    def detail(self) -> Change | None:
+    def detail(self) -> DetailRequest | None:
         """The live change in force, with the number of steps that are left."""
         tuning = self.runtime.plugin("live_detail")
         return None if tuning.in_force is None else replace(tuning.in_force, steps=tuning.left)

@@ -10,7 +10,7 @@ from ..capture.modules.compiled import unwrapped
 from ..capture.reference.source import frozen_copy
 from ..core import validation as check
 from ..core.errors import display
-from ..core.torch_modes import unseen
+from ..core.torch_modes import outside_dispatch_modes
 from .links import link, linkable
 from .metrics_service import MetricsService
 from .runtime import Runtime
@@ -90,7 +90,7 @@ class ModelService:
             check.one_of("module", module, ("init",))
             if watched is None:
                 raise ValueError("there is no module to copy; pass it to ModuleMonitor(model) or call set_module(model) first")
-            with unseen():
+            with outside_dispatch_modes():
                 self.runtime.set_reference(frozen_copy(watched), follows=True)
             return
         check.module(module)

@@ -15,10 +15,10 @@ from ..analysis.diagnosis import Diagnosis
 from ..core import keys as n
 from ..core import validation as check
 from ..core.keys import Key
-from ..core.records import Event
+from ..core.records import SpikeEvent
 from ..plugins.clipping.adaptive import AdaptiveClip
 from ..plugins.spike_policy.policy import Counts, Policy, RolledBack
-from ..runs.detail_request import Change
+from ..runs.detail_request import DetailRequest
 from ..spikes.detector import SpikeDetector
 from ..statistics.eager import DEFAULT_EPS
 from ..step.plugin import Plugin
@@ -102,7 +102,7 @@ class ModuleMonitor:
             parameters with an update metric.
         layers: further per-layer values to show, beside those of metrics: ``"blocks"``, ``"top"``, ``"all"`` or a pattern.
         on_spike: what to do at a spike: ``"warn"``, ``"raise"`` (:class:`SpikeError` when the step ends), a function of the
-            :class:`Event`, or None. ``"skip"``, :class:`Skip` and :class:`Rollback` decide before the optimizer steps, in every
+            :class:`SpikeEvent`, or None. ``"skip"``, :class:`Skip` and :class:`Rollback` decide before the optimizer steps, in every
             step regardless of the cadence, from gradients and from values logged by then; the decision waits for the device.
         history: number of steps that :meth:`get_all_metrics` returns.
         run_dir: run directory that keeps every monitored step; None for none.
@@ -144,7 +144,7 @@ class ModuleMonitor:
         eps: float = DEFAULT_EPS,
         update_sample: int | str | re.Pattern[str] | None = None,
         layers: str | re.Pattern[str] | None = None,
-        on_spike: str | Policy | Callable[[Event], Any] | None = None,
+        on_spike: str | Policy | Callable[[SpikeEvent], Any] | None = None,
         history: int = 1000,
         run_dir: str | os.PathLike[str] | None = None,
         compile_statistics: bool = False,
@@ -453,7 +453,7 @@ class ModuleMonitor:
         MetricsService(self._runtime).set_detail(every, preset, steps, from_step, reset)
 
     @property
-    def detail(self) -> Change | None:
+    def detail(self) -> DetailRequest | None:
         """The live change of the step in flight, or else of the next one: its ``every``, its ``preset``, and in ``steps`` the number of
         steps left. None without a change.
         """
@@ -627,7 +627,7 @@ class ModuleMonitor:
         return ValuesService(self._runtime).all_metrics()
 
     @property
-    def last_events(self) -> tuple[Event, ...]:
+    def last_events(self) -> tuple[SpikeEvent, ...]:
         """Spikes in the step that ended last, in the signals with a value by now; none where it was not monitored.
 
         Synchronises once. Signals logged after this call are evaluated when the next step begins.

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..core.errors import display
 from ..sinks.adapters import adapted, logged_anyhow
-from ..sinks.filtered_sink import Outlet
+from ..sinks.filtered_sink import FilteredSink
 from ..sinks.wandb import WandbSink
 from ..spikes.detector import SpikeDetector
 from .runtime import Runtime, at_exit
@@ -36,7 +36,7 @@ class OutputsService:
                 raise ValueError(
                     "W&B takes rows without delay, and those of another thread would come between; leave thread=True out"
                 )
-            outlet = Outlet(each, keys, every, complaints, deferred, thread, outbox.place, logged_anyhow(sink))
+            outlet = FilteredSink(each, keys, every, complaints, deferred, thread, outbox.place, logged_anyhow(sink))
             outlet.given, outlet.is_on_all_ranks = sink, on_all_ranks
             if callable(before_finish := getattr(each, "before_finish", None)):
                 before_finish(partial(at_exit, weakref.ref(self.runtime)))

@@ -64,7 +64,7 @@ class MonitorContext:
         return self._lifecycle.fence.spent()
 
     def call(self, method: Callable[..., Any], *args: Any) -> Any:
-        return self._lifecycle.fence.run(self._lifecycle.plugins.guarded, self._plugin, method, *args)
+        return self._lifecycle.fence.run(self._lifecycle.plugins.call_one, self._plugin, method, *args)
 
     def warn(self, key: str, message: str, error: Exception | None = None) -> None:
         self._lifecycle.fence.complaints.add(key, message, error)

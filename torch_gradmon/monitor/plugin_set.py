@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ..core.errors import Complaints, GradmonWarning, SpikeError
+from ..core.errors import WarningLog, GradmonWarning, SpikeError
 from ..step.plugin import Plugin
 
 #: Called also of a plugin that has stopped: it must let go.
@@ -21,7 +21,7 @@ class PluginSet:
         complaints: where failures are reported.
     """
 
-    def __init__(self, plugins: Sequence[Plugin], complaints: Complaints) -> None:
+    def __init__(self, plugins: Sequence[Plugin], complaints: WarningLog) -> None:
         self._plugins, self._complaints = tuple(plugins), complaints
         self._calls = {hook: self._overridden(hook) for hook in _HOOKS}
         self._stopped: list[Plugin] = []
@@ -49,14 +49,14 @@ class PluginSet:
         for plugin, method in self._calls[hook]:
             try:
                 if not self._stopped or plugin not in self._stopped or hook in _ALWAYS:
-                    results.append(self.guarded(plugin, method, *args))
+                    results.append(self.call_one(plugin, method, *args))
             except (SpikeError, GradmonWarning) as error:
                 raised = raised or error
         if raised is not None:
             raise raised
         return results
 
-    def guarded(self, plugin: Plugin, method: Callable[..., Any], *args: Any) -> Any:
+    def call_one(self, plugin: Plugin, method: Callable[..., Any], *args: Any) -> Any:
         """Call a method of ``plugin``. None where it fails, which is reported once.
 
         Raises:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..capture.grad_scale import reciprocal, scale_of
-from ..core.fence import Guard, guarded
+from ..core.fence import Fence, fenced
 from ..core.keys import Key
 from ..core.records import StepRecord
-from ..core.torch_modes import unseen
+from ..core.torch_modes import outside_dispatch_modes
 from ..plugins.clipping.adaptive import Told
 from ..plugins.spike_policy.policy import Counts
 from ..step.active_step import Mode
@@ -60,7 +60,7 @@ class Runtime:
     # --- parts ---------------------------------------------------------------------------------------------------------------
 
     @property
-    def guard(self) -> Guard:
+    def guard(self) -> Fence:
         """The fence."""
         return self.lifecycle.fence
 
@@ -141,7 +141,7 @@ class Runtime:
         if self.loop.is_orphaned:
             return _GONE
         in_step = self.state.is_open and not self.state.progress.has_stepped
-        with unseen():
+        with outside_dispatch_modes():
             is_stale = any(self.lifecycle.plugins.call("is_stale", in_step))
         return _UNATTACHED if is_stale else ""
 
@@ -154,7 +154,7 @@ class Runtime:
 
     # --- by hand -------------------------------------------------------------------------------------------------------------
 
-    @guarded
+    @fenced
     def begin_step(self, step: int) -> bool:
         """From now on steps begin and end by hand. Returns whether this one is monitored."""
         self.lifecycle.values.is_detached = False
@@ -165,13 +165,13 @@ class Runtime:
         active = self.lifecycle.active
         return active is not None and active.mode is Mode.MONITORED
 
-    @guarded
+    @fenced
     def end_step(self) -> None:
         """End the step and send it out."""
         self.cycle.end()
         self._publish()
 
-    @guarded
+    @fenced
     def _end_last(self) -> None:
         self.cycle.finish()
         self._publish()
@@ -180,15 +180,15 @@ class Runtime:
         self.flush_pending()
         self.ledger.finish()
 
-    @guarded
+    @fenced
     def capture_activation(self, name: str, activations: Any) -> None:
         """Measure a value that is no module's output."""
         self.captures.modules.capture(name, activations)
 
-    @guarded
+    @fenced
     def record_attention(self, name: str, named: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
         """Measure one call of attention, unless it was seen by itself."""
-        with unseen():
+        with outside_dispatch_modes():
             self.captures.modules.attention.tell(name, named, {"query": named["query"], "key": named["key"], **arguments})
 
     def log(self, key: Key, value: Any, aggregation: Aggregation, reducer: str = "", is_measured: bool = False) -> None:
@@ -221,7 +221,7 @@ class Runtime:
         self._flush_fenced()  # does nothing inside of what is fenced already, such as on_spike
         return None if self.stale_reason else self.ledger.last
 
-    @guarded
+    @fenced
     def recall(self) -> None:
         """Take what is recorded of the steps that followed a spike so far. Waits for the device."""
         self._backfill_rest()
@@ -230,14 +230,14 @@ class Runtime:
         for records in self.lifecycle.plugins.call("rest"):
             self.ledger.fill(records)
 
-    @guarded
+    @fenced
     def judge_now(self) -> None:
         """Make the record of the last step, and judge already now what was logged since."""
         self.cycle.release()
         self.flush_pending()
         self.ledger.judge_late()
 
-    @guarded
+    @fenced
     def _flush_fenced(self) -> None:
         self.cycle.release()
         self.flush_pending()
@@ -254,7 +254,7 @@ class Runtime:
         """Follow the loop by hooks from now on."""
         lifecycle = self.lifecycle
         self._scaler, self.state.is_manual, lifecycle.values.is_detached = scaler, False, False
-        with unseen():
+        with outside_dispatch_modes():
             loop = FollowedLoop(self, self.cycle, lifecycle, self.overflows, module, optimizers, scaler, wrappers)
             self._loop = lifecycle.hooks.loop = loop
             self.state.is_driven = True
@@ -308,7 +308,7 @@ class Runtime:
 
     def detach(self) -> None:
         """End the step, send what waits, and take every hook away."""
-        with unseen():
+        with outside_dispatch_modes():
             try:
                 self.leave()
             finally:

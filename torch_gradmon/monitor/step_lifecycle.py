@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ..core.fence import Guard
-from ..core.torch_modes import rng_states, unseen
+from ..core.fence import Fence
+from ..core.torch_modes import rng_states, outside_dispatch_modes
 from ..step.active_step import ActiveStep, Mode, RecordedStep
 from ..step.buffer import StepBuffer
-from ..step.exchange_policy import StepExchange
-from ..step.model_index import Inventory
-from ..step.pending_step import Flight
+from ..step.exchange_policy import ExchangePolicy
+from ..step.model_index import ModelIndex
+from ..step.pending_step import PendingStep
 from ..step.planner import OF_MODULES, Planner
 from .cadence import Cadence
 from .captures import Captures
@@ -48,12 +48,12 @@ class StepLifecycle:
         state: StepState,
         planner: Planner,
         captures: Captures,
-        exchange: StepExchange,
+        exchange: ExchangePolicy,
         queue: Flights,
         hooks: HookSchedule,
         cadence: Cadence,
         values: ValueLog,
-        fence: Guard,
+        fence: Fence,
     ) -> None:
         self.state, self.planner, self.captures, self.exchange = state, planner, captures, exchange
         self.queue, self.hooks, self.cadence, self.values, self.fence = queue, hooks, cadence, values, fence
@@ -255,7 +255,7 @@ class StepLifecycle:
         if self.captures.modules.has_graphs:  # or its forward, in a compiled graph
             self.captures.modules.let_through(self.would_measure(step))
 
-    def _take(self, active: ActiveStep) -> tuple[StepBuffer, Inventory, dict[str, Any]]:
+    def _take(self, active: ActiveStep) -> tuple[StepBuffer, ModelIndex, dict[str, Any]]:
         """Nothing more is measured in this step: its values, the model as it was, and what the loop said of it."""
         buffer, active.buffer, self.values.buffer = active.buffer, None, None
         inventory = self.planner.inventory
@@ -287,7 +287,7 @@ class StepLifecycle:
         readback = buffer.depart()
         self.plugins.call("annotate", active)
         self.queue.start(
-            Flight(
+            PendingStep(
                 readback,
                 active,
                 inventory,
@@ -310,5 +310,5 @@ class StepLifecycle:
             if self.has_values and self.active is not None and self.active.mode is Mode.MONITORED:
                 self.hooks.on_modules()  # what is due in the open step stays, but the next one needs its hooks in time
             elif not self.state.is_open and self.would_measure(self.state.clock.next_step):
-                with unseen():
+                with outside_dispatch_modes():
                     self.hooks.install()

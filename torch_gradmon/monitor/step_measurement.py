@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence, Set
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..core.errors import Complaints
+from ..core.errors import WarningLog
 from ..core.keys import GRADIENT_BEFORE_CLIP
 from ..step.planner import Planner
 from ..step.plugin import OptimizerContext
@@ -54,7 +54,7 @@ class StepMeasurement:
         hooks: LoopHooks,
         order: list[Hashable],
         planner: Planner,
-        complaints: Complaints,
+        complaints: WarningLog,
     ) -> None:
         self._lifecycle, self._captures = lifecycle, captures
         self._ownership, self._hooks, self._order = ownership, hooks, order

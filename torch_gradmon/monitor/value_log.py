@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..capture.modules.source import ActivationCapture
+from ..capture.modules.source import ModuleSource
 from ..capture.modules.structure import copied
-from ..core.fence import Guard
+from ..core.fence import Fence
 from ..core.keys import Key
-from ..core.torch_modes import unseen
+from ..core.torch_modes import outside_dispatch_modes
 from ..plugins.clipping.adaptive import Told
 from ..step.buffer import StepBuffer
-from ..step.exchange_policy import StepExchange
+from ..step.exchange_policy import ExchangePolicy
 from ..step.reduction import Aggregation
 from .late_values import LateValues
 from .step_state import StepState
@@ -38,7 +38,7 @@ class ValueLog:
     """
 
     def __init__(
-        self, state: StepState, fence: Guard, late: LateValues, exchange: StepExchange, modules: ActivationCapture
+        self, state: StepState, fence: Fence, late: LateValues, exchange: ExchangePolicy, modules: ModuleSource
     ) -> None:
         self._state, self._fence, self.late = state, fence, late
         self._exchange, self._modules = exchange, modules
@@ -89,7 +89,7 @@ class ValueLog:
         self._exchange.reduces |= bool(reducer)
         self._warn_late(key, text, reducer)
         try:
-            with unseen():
+            with outside_dispatch_modes():
                 buffer = self._log(key, value, aggregation, is_measured)
                 if reducer and buffer is not None:
                     buffer.share(key, reducer)

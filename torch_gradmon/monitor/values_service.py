@@ -18,8 +18,8 @@ from ..core import validation as check
 from ..core.errors import display
 from ..core.keys import Key
 from ..core.model_order import ModelOrder
-from ..core.records import Event
-from ..core.torch_modes import unseen
+from ..core.records import SpikeEvent
+from ..core.torch_modes import outside_dispatch_modes
 from ..plugins.spike_policy.policy import Counts
 from ..step.layer_values import top_shares
 from ..step.registry import checked_aggregation
@@ -45,7 +45,7 @@ class ValuesService:
         check.log_key(key)
         if reduce is not None:
             check.one_of("reduce", reduce, ("mean", "sum", "min", "max"))
-        with unseen():
+        with outside_dispatch_modes():
             if isinstance(value, Tensor) and value.numel() != 1:
                 shape = tuple(value.shape)
                 raise ValueError(f"log_scalar({key!r}) takes one number, got a tensor of shape {shape}; use log_tensor")
@@ -75,7 +75,7 @@ class ValuesService:
         check.log_key(key)
         if not isinstance(tensor, Tensor):
             raise TypeError(f"log_tensor({key!r}) takes a tensor, got {display(tensor)}; use log_scalar")
-        with unseen():
+        with outside_dispatch_modes():
             if tensor.is_complex():
                 raise TypeError(f"log_tensor({key!r}) takes real numbers, got dtype {tensor.dtype}; log its abs()")
         if self.runtime.is_listening:
@@ -98,7 +98,7 @@ class ValuesService:
         self.runtime.settle_now()
         return self.runtime.ledger.history()
 
-    def last_events(self) -> tuple[Event, ...]:
+    def last_events(self) -> tuple[SpikeEvent, ...]:
         """The spikes of the last step."""
         self.runtime.judge_now()
         record = self.runtime.settle_now()
@@ -122,7 +122,7 @@ class ValuesService:
         """The parameters with the largest shares of the squared gradient norm."""
         check.positive_int("count", count)
         record = self.runtime.settle_now()
-        with unseen():
+        with outside_dispatch_modes():
             return [] if record is None else top_shares(record.tables.get(n.GRADIENT_BEFORE_CLIP), count)
 
     # --- analysis ------------------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class ValuesService:
             recent.steps,
             recent.suspects,
         )
-        with unseen():
+        with outside_dispatch_modes():
             return diagnosed(history)
 
     def plot(self, kind: str, engine: str, options: Mapping[str, Any]) -> Any:

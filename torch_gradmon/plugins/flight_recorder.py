@@ -11,8 +11,8 @@ from typing import Any
 from ..core.records import StepRecord
 from ..step.active_step import RecordedStep
 from ..step.buffer import StepBuffer
-from ..step.layer_values import Layers
-from ..step.pending_step import Flight
+from ..step.layer_values import LayerSelection
+from ..step.pending_step import PendingStep
 from ..step.plugin import Plugin
 from ..step.registry import Registry
 from ..step.summary import Summary
@@ -103,7 +103,7 @@ class FlightRecorder(Plugin):
         pending = [
             _pending(recorded, buffer) for recorded, buffer, _ in kept
         ]  # all copies start before the first one is waited for
-        records = [each.record(self._summary.of_one_step(), Layers(None), self._registry)[0] for each in pending]
+        records = [each.record(self._summary.of_one_step(), LayerSelection(None), self._registry)[0] for each in pending]
         return [
             replace(record, time=ended, context={**record.context, "monitored": False})
             for record, (_, _, ended) in zip(records, kept, strict=True)
@@ -111,6 +111,6 @@ class FlightRecorder(Plugin):
         ]
 
 
-def _pending(recorded: RecordedStep, buffer: StepBuffer) -> Flight:
+def _pending(recorded: RecordedStep, buffer: StepBuffer) -> PendingStep:
     assert recorded.inventory is not None
-    return Flight(buffer.depart(), recorded.step, recorded.inventory, lambda _: {}, [], recorded.tags, None)
+    return PendingStep(buffer.depart(), recorded.step, recorded.inventory, lambda _: {}, [], recorded.tags, None)

@@ -10,7 +10,7 @@ from typing import Any
 from ..core.keys import Key
 from ..core.metric import Metric
 from .buffer import StepBuffer
-from .model_index import Inventory
+from .model_index import ModelIndex
 from .plan import SourcePlan
 
 
@@ -72,6 +72,6 @@ class RecordedStep:
 
     step: ActiveStep
     buffer: StepBuffer | None = None
-    inventory: Inventory | None = None
+    inventory: ModelIndex | None = None
     tags: dict[str, Any] = field(default_factory=dict)
     oldest_pending: int | None = None

@@ -9,7 +9,7 @@ from ..core import keys as n
 from ..core.keys import Key
 from ..core.moments import SQUARES
 from .buffer import StepBuffer
-from .exchange import Exchange
+from .exchange import RankExchange
 from .plan import SourcePlan
 from .planner import Planner
 from .summary import Summary
@@ -32,7 +32,7 @@ class Judging(Protocol):
         """Whether this value is judged."""
 
 
-class StepExchange:
+class ExchangePolicy:
     """Merges the values of a step over ranks; which these are the plan says, not what this rank saw.
 
     Attributes:
@@ -41,7 +41,7 @@ class StepExchange:
         leaving: whether the run ends on this rank, maybe in the middle of a step, so that nobody may come to the exchange.
     """
 
-    def __init__(self, exchange: Exchange, planner: Planner, summary: Summary, judging: Judging) -> None:
+    def __init__(self, exchange: RankExchange, planner: Planner, summary: Summary, judging: Judging) -> None:
         self.exchange = exchange
         self.reduces = self.leaving = False
         self._planner, self._summary, self._judging = planner, summary, judging

@@ -10,19 +10,19 @@ from ..core import keys as n
 from ..core.keys import Key
 from ..core.metric import ASKED_LATE
 from ..core.moments import Column
-from ..core.records import StepRecord, Table
+from ..core.records import StepRecord, StatsTable
 from .active_step import ActiveStep
-from .buffer import Departure, StepBuffer
+from .buffer import PendingReadback, StepBuffer
 from .head_values import head_values
-from .layer_values import Layers
-from .model_index import Inventory
+from .layer_values import LayerSelection
+from .model_index import ModelIndex
 from .record_builder import assemble
 from .registry import Registry
-from .summary import Facts, Summary
+from .summary import StepFacts, Summary
 
 
 @dataclass
-class Flight:
+class PendingStep:
     """What a step leaves behind when it ends.
 
     Attributes:
@@ -40,17 +40,17 @@ class Flight:
         refusals_after: steps that were neither monitored nor applied, between this one and the next one monitored.
     """
 
-    departure: Departure
+    departure: PendingReadback
     active: ActiveStep
-    inventory: Inventory
-    modules: Callable[[dict[str, Table]], dict[Key, float]]
+    inventory: ModelIndex
+    modules: Callable[[dict[str, StatsTable]], dict[Key, float]]
     groups: list[tuple[str, frozenset[str]]]
     tags: dict[str, Any]
     cost: float | None
     ranks: int = 1
     attached: bool = False
     late: StepBuffer | None = None
-    late_departure: Departure | None = None
+    late_departure: PendingReadback | None = None
     refusals_after: int = 0
 
     @property
@@ -58,13 +58,13 @@ class Flight:
         """The number of the step."""
         return self.departure.buffer.step
 
-    def record(self, summary: Summary, layers: Layers, registry: Registry) -> tuple[StepRecord, dict[str, float]]:
+    def record(self, summary: Summary, layers: LayerSelection, registry: Registry) -> tuple[StepRecord, dict[str, float]]:
         """The record, and all whole-model values by name. Waits for the values."""
         buffer = self.departure.buffer
         tables, custom, noted = self.departure.land()
         summary.refused_unseen(int(noted.pop("unseen_refusals", 0)))
         edited, found_inf = noted.pop("edited", None), bool(noted.pop("found_inf", 0))
-        facts = Facts(
+        facts = StepFacts(
             buffer.step,
             applied=not self.active.is_overflowed and not found_inf and not self.active.is_skipped,
             updates_void=found_inf,
@@ -120,5 +120,5 @@ class Flight:
         return context
 
 
-def _is_spoiled(table: Table | None) -> bool:
+def _is_spoiled(table: StatsTable | None) -> bool:
     return table is not None and bool(table.rows[:, Column.NONFINITE].any())

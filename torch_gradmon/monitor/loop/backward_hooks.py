@@ -11,7 +11,7 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from ...capture.hooks import Handles, Hook
-from ...core.fence import Guard
+from ...core.fence import Fence
 from ...step.parameter_refs import Place
 from ..step_state import StepsInBackward
 from .listener import LoopDriver
@@ -39,7 +39,7 @@ class BackwardHooks:
         in_backward: which optimizers step within the backward pass.
     """
 
-    def __init__(self, driver: LoopDriver, fence: Guard, optimizers: OptimizerHooks, in_backward: StepsInBackward) -> None:
+    def __init__(self, driver: LoopDriver, fence: Fence, optimizers: OptimizerHooks, in_backward: StepsInBackward) -> None:
         self._driver, self._fence = weakref.ref(driver), fence
         self._optimizers, self._in_backward = optimizers, in_backward
         self._handles = Handles()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...core.errors import Complaints
+from ...core.errors import WarningLog
 from ...step.ranks import is_dtensor
 
 
@@ -114,7 +114,7 @@ class GradientHolds:
         complaints: where it is reported that a step changed something all the same.
     """
 
-    def __init__(self, complaints: Complaints) -> None:
+    def __init__(self, complaints: WarningLog) -> None:
         self._complaints = complaints
         self._held: dict[int, SetAside] = {}
         self._left: dict[int, list[PutBack]] = {}  # gradients of each optimizer that belong to a skipped step

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...core.fence import Guard
+from ...core.fence import Fence
 from ..step_state import StepsInBackward
 from .backward_hooks import BackwardHooks
 from .listener import LoopDriver
@@ -34,7 +34,7 @@ class LoopHooks:
     def __init__(
         self,
         driver: LoopDriver,
-        fence: Guard,
+        fence: Fence,
         module: nn.Module,
         optimizers: Sequence[Optimizer],
         scaler: torch.amp.GradScaler | None,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ...capture.hooks import Handles, ModuleHook, takes_hooks
-from ...core.fence import Guard
+from ...core.fence import Fence
 from .listener import LoopDriver
 from .optimizer_hooks import OptimizerHooks
 
@@ -23,7 +23,7 @@ class ModelHooks:
         optimizers: hooks on the optimizers.
     """
 
-    def __init__(self, driver: LoopDriver, fence: Guard, module: nn.Module, optimizers: OptimizerHooks) -> None:
+    def __init__(self, driver: LoopDriver, fence: Fence, module: nn.Module, optimizers: OptimizerHooks) -> None:
         self._driver, self._fence = weakref.ref(driver), fence
         self._optimizers = optimizers
         self._handles = Handles()

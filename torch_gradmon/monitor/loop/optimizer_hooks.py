@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...capture.hooks import Handles
-from ...core.fence import Guard
+from ...core.fence import Fence
 from .gradient_hold import GradientHolds
 from .listener import LoopDriver
 from .wrappers import WrapperCalls
@@ -56,7 +56,7 @@ class OptimizerHooks:
     def __init__(
         self,
         driver: LoopDriver,
-        fence: Guard,
+        fence: Fence,
         optimizers: Iterable[Optimizer],
         wrappers: Iterable[tuple[Any, Optimizer]],
     ) -> None:

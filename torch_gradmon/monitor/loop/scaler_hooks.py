@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...capture.grad_scale import Scales, calling_scaler
+from ...capture.grad_scale import GradScale, calling_scaler
 from ...capture.hooks import WrappedMethod
-from ...core.fence import Guard
+from ...core.fence import Fence
 from ...core.validation import inside
 from .listener import LoopDriver
 from .optimizer_hooks import OptimizerHooks
@@ -31,10 +31,10 @@ class ScalerHooks:
         in_step: the scaler's ``step`` is running.
     """
 
-    def __init__(self, driver: LoopDriver, fence: Guard, optimizers: OptimizerHooks, scaler: torch.amp.GradScaler | None) -> None:
+    def __init__(self, driver: LoopDriver, fence: Fence, optimizers: OptimizerHooks, scaler: torch.amp.GradScaler | None) -> None:
         self._driver, self._fence = weakref.ref(driver), fence
         self._optimizers = optimizers
-        self._scales = Scales()
+        self._scales = GradScale()
         self._scales.around = optimizers.wrappers.around
         self._wrapped: list[WrappedMethod] = []
         self.in_step = False

@@ -11,16 +11,16 @@ from typing import Any
 
 from ...analysis.spike_report import Recent
 from ...core.errors import GradmonWarning, SpikeError
-from ...core.fence import Guard
+from ...core.fence import Fence
 from ...core.keys import SUMMARY, Key
 from ...core.metric import Metric
-from ...core.records import Event, StepRecord
+from ...core.records import SpikeEvent, StepRecord
 from ...plugins.spike_policy.policy import Policy, policy_of
 from ...spikes.detector import SpikeDetector
-from ...spikes.detector_set import Judges
+from ...spikes.detector_set import DetectorSet
 from ...step.buffer import StepBuffer
-from ...step.layer_values import Layers
-from ...step.reasons import Situation
+from ...step.layer_values import LayerSelection
+from ...step.reasons import ReasonContext
 from ...step.record_builder import asked_for, missing
 from ...step.summary import Summary
 from ..publisher import Outbox
@@ -37,7 +37,7 @@ class Options:
 
     show: Callable[[Mapping[Key, float]], dict[str, float]]
     history: int = 1000
-    on_spike: str | Policy | Callable[[Event], Any] | None = None
+    on_spike: str | Policy | Callable[[SpikeEvent], Any] | None = None
 
 
 class Ledger:
@@ -50,14 +50,14 @@ class Ledger:
         layers: which per-layer values are shown.
     """
 
-    def __init__(self, options: Options, guard: Guard, outbox: Outbox, layers: Layers) -> None:
+    def __init__(self, options: Options, guard: Fence, outbox: Outbox, layers: LayerSelection) -> None:
         self.outbox = outbox
         self.summary = Summary(all_columns=outbox.stores, of_layers=layers.needs)
         self.layers = layers
-        self.judges = Judges()
+        self.judges = DetectorSet()
         self.last: StepRecord | None = None
         self.absent: dict[tuple[str, str], str] = {}
-        self.situation: Situation | None = None  # of the step that ended last
+        self.situation: ReasonContext | None = None  # of the step that ended last
         self._options = options
         self._guard = guard
         self._records: OrderedDict[int, StepRecord] = OrderedDict()
@@ -89,7 +89,7 @@ class Ledger:
         self._tell(events, record.context.get("action", ""))
 
     def knows(self, facts: Mapping[str, Any]) -> None:
-        """The model as it is now, see :attr:`torch_gradmon.step.model_index.Inventory.facts`."""
+        """The model as it is now, see :attr:`torch_gradmon.step.model_index.ModelIndex.facts`."""
         if facts["matrices"] is self.matrices:
             return
         self.matrices, self.kinds = facts["matrices"], facts["kinds"]
@@ -112,7 +112,7 @@ class Ledger:
         self._judged(record, signals)
         self._warn(self.judges.aftermath(record, signals))
 
-    def _judged(self, record: StepRecord, signals: Mapping[str, float]) -> tuple[StepRecord, list[Event]]:
+    def _judged(self, record: StepRecord, signals: Mapping[str, float]) -> tuple[StepRecord, list[SpikeEvent]]:
         try:
             return self.judges.judge(record, signals, self.absent)
         except Exception as error:  # the record must not be lost for it
@@ -185,7 +185,7 @@ class Ledger:
         return self.outbox.is_awaited(step) or self._options.on_spike not in (None, "warn")
 
     def tag(self, tags: Mapping[str, Any]) -> None:
-        """Facts about the step that ended last."""
+        """StepFacts about the step that ended last."""
         if self.last is not None:
             context = {**self.last.context, "tags": {**self.last.context.get("tags", {}), **tags}}
             self._keep(replace(self.last, context=context), amend=True)
@@ -209,7 +209,7 @@ class Ledger:
         """Whether something is done about spikes before they change the model."""
         return policy_of(self._options.on_spike) is not None
 
-    def _tell(self, events: Sequence[Event], action: str = "") -> None:
+    def _tell(self, events: Sequence[SpikeEvent], action: str = "") -> None:
         news = self.judges.news(events)
         if self.last is not None and action:  # as a rank knows it, though not hundreds in a row
             if self.last.context["in_a_row"] not in _TOLD:

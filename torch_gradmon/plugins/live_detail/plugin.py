@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...core.errors import Complaints
+from ...core.errors import WarningLog
 from ...core.metric import Metric
-from ...runs.detail_request import Change
+from ...runs.detail_request import DetailRequest
 from ...step.active_step import ActiveStep
 from ...step.exchange import SILENCE
-from ...step.exchange_policy import StepExchange
+from ...step.exchange_policy import ExchangePolicy
 from ...step.planner import OF_MODULES, Planner
 from ...step.plugin import Plugin
 from ...step.presets import PRESETS
@@ -50,15 +50,15 @@ class LiveDetail(Plugin):
         planner: Planner,
         summary: Summary,
         notes: RunNotes,
-        exchange: StepExchange,
+        exchange: ExchangePolicy,
         may_add_hooks: Callable[[], bool],
-        complaints: Complaints,
+        complaints: WarningLog,
     ) -> None:
         self._planner, self._summary, self._exchange = planner, summary, exchange
         self._may_add_hooks = may_add_hooks
         self._requests = Requests(notes, exchange.exchange.ranks, complaints)
-        self._agreed: Change | None = None  # waits for its first step
-        self.in_force: Change | None = None
+        self._agreed: DetailRequest | None = None  # waits for its first step
+        self.in_force: DetailRequest | None = None
         self.left: int | None = None
         self._since: int | None = None  # its first step; None before that began
         self._why_ended = self._why_missing = ""
@@ -66,7 +66,7 @@ class LiveDetail(Plugin):
 
     # --- requests --------------------------------------------------------------------------------------------------------------
 
-    def request(self, change: Change) -> None:
+    def request(self, change: DetailRequest) -> None:
         """Request a change from within the program, from any thread, or in a signal handler."""
         self._requests.from_code.append(change)
         self.has_pending_work = True  # after the request, see _update_pending
@@ -95,7 +95,7 @@ class LiveDetail(Plugin):
         exchange = self._exchange.exchange
         received, exchange.heard = exchange.heard, SILENCE
         if received[0]:
-            self._agreed = Change.of_numbers(received)
+            self._agreed = DetailRequest.of_numbers(received)
             self._requests.agreed(self._agreed.number)
 
     # --- steps -----------------------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class LiveDetail(Plugin):
             self.context.flush_pending()  # under what it was measured under
         finally:
             was_changed = self.in_force is not None
-            new: Change | None = None
+            new: DetailRequest | None = None
             if is_due:
                 new, self._agreed = self._agreed, None
             self._end_change(self._why_ended or "its steps are over" if new is None else "another one took its place")

@@ -7,8 +7,8 @@ from collections import deque
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...core.errors import Complaints
-from ...runs.detail_request import Change, numbered
+from ...core.errors import WarningLog
+from ...runs.detail_request import DetailRequest, numbered
 from ...step.exchange import SILENCE
 from ...step.ranks import Ranks
 from .request_file import Mailbox
@@ -41,10 +41,10 @@ class Requests:
         asked: the request that waits to be agreed.
     """
 
-    def __init__(self, notes: RunNotes, ranks: Ranks, complaints: Complaints) -> None:
+    def __init__(self, notes: RunNotes, ranks: Ranks, complaints: WarningLog) -> None:
         self._notes, self._ranks, self._complaints = notes, ranks, complaints
-        self.from_code: deque[Change] = deque(maxlen=1)
-        self.asked: Change | None = None
+        self.from_code: deque[DetailRequest] = deque(maxlen=1)
+        self.asked: DetailRequest | None = None
         self._number = 0
         self._has_left = False
         self._facts: dict[str, Any] = {"session": secrets.token_hex(8), "listens": False}
@@ -71,7 +71,7 @@ class Requests:
         if self.from_code:
             self._take(numbered(self.from_code.pop(), self._number + 1))
 
-    def _take(self, change: Change) -> None:
+    def _take(self, change: DetailRequest) -> None:
         self.asked, self._number = change, max(self._number, change.number)
         self.note(number=self._number, waits=change.facts(), why="")
 
@@ -100,7 +100,7 @@ class Requests:
 
     # --- the run directory -----------------------------------------------------------------------------------------------------
 
-    def note_in_force(self, change: Change, since: int, until: int | None, why: str) -> None:
+    def note_in_force(self, change: DetailRequest, since: int, until: int | None, why: str) -> None:
         """A change has its first step."""
         facts = {**change.facts(), "since": since, "until": until}
         self.note(in_force=facts, waits=None if self.asked is None else self.asked.facts(), why=why)

@@ -13,8 +13,8 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from ...capture.hooks import Handles, Hook
-from ...core.errors import Complaints
-from ...core.loop_findings import Fact
+from ...core.errors import WarningLog
+from ...core.loop_findings import LoopFinding
 from ...step.planner import Planner
 from ...step.plugin import Plugin
 from .optimizer_state import Watched
@@ -47,7 +47,7 @@ class LoopAudit(Plugin):
     name = "loop_audit"
     stops_on_failure = True
 
-    def __init__(self, planner: Planner, complaints: Complaints, note: Callable[..., None]) -> None:
+    def __init__(self, planner: Planner, complaints: WarningLog, note: Callable[..., None]) -> None:
         self.paused = False
         self._planner = planner
         self._tallies = Tallies(complaints, self._step, note)
@@ -65,7 +65,7 @@ class LoopAudit(Plugin):
     def _step(self) -> int:
         return self.context.step or 0
 
-    def facts(self) -> list[Fact]:
+    def facts(self) -> list[LoopFinding]:
         """The mistakes that were seen often enough."""
         return self._tallies.facts()
 

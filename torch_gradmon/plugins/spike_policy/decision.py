@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping
 
 from ...core import keys as n
-from ...core.errors import Complaints
+from ...core.errors import WarningLog
 from ...core.moments import Column, identity
-from ...core.records import Event, StepRecord
-from ...spikes.detector_set import Judges
+from ...core.records import SpikeEvent, StepRecord
+from ...spikes.detector_set import DetectorSet
 from ...step.buffer import StepBuffer
-from ...step.exchange import Exchange
+from ...step.exchange import RankExchange
 from ...step.gradient_summary import gradient_values
 from ...step.plan import SourcePlan
 from ...step.plugin import OptimizerContext
@@ -36,7 +36,7 @@ class Votes:
         split: whether the scalers of the ranks disagreed about the step, which is therefore skipped.
     """
 
-    def __init__(self, judges: Judges, exchange: Exchange, complaints: Complaints, layout: object) -> None:
+    def __init__(self, judges: DetectorSet, exchange: RankExchange, complaints: WarningLog, layout: object) -> None:
         self.known: tuple[StepRecord, dict[str, float]] | None = None
         self.split = False
         self._judges, self._exchange, self._complaints, self._layout = judges, exchange, complaints, layout
@@ -56,7 +56,7 @@ class Votes:
             part.clear(source, optimizer.ignored)
         spread = {source: (plans[source].exchanged, plans[source].columns) for source in _SOURCES if plans[source].exchanged}
         self._exchange.run(part, spread, self._judges.watches_values, self._judges.watches, asked="decisions")
-        events: list[Event] = []
+        events: list[SpikeEvent] = []
         count, refused = 0, optimizer.is_overflowed
         try:
             record, whole = self.known = _looked_at(part)

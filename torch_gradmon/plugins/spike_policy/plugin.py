@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ...core.errors import Complaints, SpikeError
+from ...core.errors import WarningLog, SpikeError
 from ...core.keys import SUMMARY, Key
-from ...spikes.detector_set import Judges
+from ...spikes.detector_set import DetectorSet
 from ...step.active_step import ActiveStep, Mode, RecordedStep
-from ...step.exchange import Exchange
+from ...step.exchange import RankExchange
 from ...step.plugin import OptimizerContext, Plugin
 from .buffers import Buffers
 from .decision import CALM, NONFINITE, Votes
@@ -39,7 +39,7 @@ class SpikePolicy(Plugin):
 
     name = "spike_policy"
 
-    def __init__(self, policy: Policy, detectors: Judges, exchange: Exchange, complaints: Complaints) -> None:
+    def __init__(self, policy: Policy, detectors: DetectorSet, exchange: RankExchange, complaints: WarningLog) -> None:
         self.policy = policy.without_others() if isinstance(policy, Rollback) else policy
         self._model_buffers = KnownBuffers(complaints)
         self.act: Act | None = None
@@ -238,7 +238,7 @@ class KnownBuffers:
         is_known: they were remembered since the last attempt.
     """
 
-    def __init__(self, complaints: Complaints) -> None:
+    def __init__(self, complaints: WarningLog) -> None:
         self._buffers, self._complaints = Buffers(), complaints
         self.is_known = False
 
