@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from torch_gradmon import GradmonWarning, ModuleMonitor, watch
-from torch_gradmon.core.errors import Complaints
+from torch_gradmon.core.errors import WarningLog
 from torch_gradmon.plugins.overhead_budget import Budget
 
 
@@ -37,7 +37,7 @@ class _Run:
 
 
 def _budget(share: float = 0.01, every: int = 1) -> Budget:
-    return Budget(share, lambda step: step % every == 0, Complaints())
+    return Budget(share, lambda step: step % every == 0, WarningLog())
 
 
 @pytest.mark.parametrize("cost", [0.011, 0.03, 0.2])
@@ -95,7 +95,7 @@ def test_it_thins_the_cadence_that_was_asked_for() -> None:
 
 
 def test_a_cadence_that_hits_no_round_number_is_thinned_alike() -> None:
-    run = _Run(Budget(0.01, lambda step: step % 10 == 3, Complaints()))
+    run = _Run(Budget(0.01, lambda step: step % 10 == 3, WarningLog()))
     with pytest.warns(GradmonWarning):
         run.go(600, lambda step: 0.5)
     assert run.budget.interval > 1

@@ -11,8 +11,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from .errors import Complaints, GradmonWarning, SpikeError
-from .torch_modes import call_unseen
+from .errors import GradmonWarning, SpikeError, WarningLog
+from .torch_modes import call_outside_modes
 
 
 def is_disabled() -> bool:
@@ -20,7 +20,7 @@ def is_disabled() -> bool:
     return os.environ.get("GRADMON_DISABLE", "") not in ("", "0")
 
 
-class Guard:
+class Fence:
     """Runs our code so that training neither fails by it nor sees it, and keeps the time that it takes.
 
     Args:
@@ -28,7 +28,7 @@ class Guard:
         inert: nothing runs at all.
     """
 
-    def __init__(self, complaints: Complaints, inert: bool) -> None:
+    def __init__(self, complaints: WarningLog, inert: bool) -> None:
         self.complaints = complaints
         self.inert = inert
         self._inside = False
@@ -46,7 +46,7 @@ class Guard:
             self._entered = time.perf_counter()
             self._inside = True
             try:
-                return call_unseen(self._run, method, args)
+                return call_outside_modes(self._run, method, args)
             finally:
                 self._inside = False
                 self._seconds += time.perf_counter() - self._entered
@@ -90,20 +90,20 @@ class Guard:
         return share
 
 
-class Guarded(Protocol):
+class Fenced(Protocol):
     """What has methods that are fenced."""
 
-    guard: Guard
+    guard: Fence
 
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def guarded(method: F) -> F:
-    """Fence a method of an object that has a :class:`Guard`."""
+def fenced(method: F) -> F:
+    """Fence a method of an object that has a :class:`Fence`."""
 
     @functools.wraps(method)
-    def fenced(self: Guarded, *args: Any) -> Any:
+    def fenced(self: Fenced, *args: Any) -> Any:
         return self.guard.run(method, self, *args)
 
     return fenced  # type: ignore[return-value]

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..capture.hooks import Hook
 from ..core.errors import SpikeError
-from ..core.fence import guarded
+from ..core.fence import fenced
 from ..core.keys import GRADIENT_BEFORE_CLIP
 from ..plugins.spike_policy.policy import View
 from ..step.planner import Planner
@@ -158,7 +158,7 @@ class Follower:
         elif self.session.is_tentative:
             self.session.confirm()
 
-    @guarded
+    @fenced
     def counts_eval(self) -> bool:
         """Whether a call in evaluation mode may be training: where no step has ended so far, and in loops that train in that mode.
         Elsewhere only its backward pass tells.
@@ -174,7 +174,7 @@ class Follower:
         self.session.is_undecided = not self.session.trains_in_eval and self.session.last_ended is not None
         return not self.session.is_undecided
 
-    @guarded
+    @fenced
     def forward_began(self, in_eval: bool) -> None:
         """A training forward."""
         if self.session.open and self._leads and not self._attachment.in_closure:
@@ -199,7 +199,7 @@ class Follower:
             self.guard.complaints.add("optimizers", message)
             self.session.audit.optimizers_gone()
 
-    @guarded
+    @fenced
     def root_in_training(self) -> None:
         """The root is called in training mode: what it does to its buffers may have to be undone."""
         if not self.session.open or not (self._leads or self._backwards):  # it is what the step begins with
@@ -209,7 +209,7 @@ class Follower:
         """It was the root's own hook that told of it."""
         self.session.activations.training_began()
 
-    @guarded
+    @fenced
     def backward_ended(self) -> None:
         """Measure gradients before clipping, since this may have been the last backward pass of the step."""
         if self.session.paused:
@@ -246,7 +246,7 @@ class Follower:
             if positions:
                 self.session.gradients.before_clip(sorted(positions), scale)
 
-    @guarded
+    @fenced
     def gradient_complete(self, position: int) -> None:
         """Measure the gradient of one parameter before clipping: its optimizer may step before the backward pass is over. Where that
         has stepped behind an earlier one, this pass is another optimizer's turn, and its end measures what may still count.
@@ -287,19 +287,19 @@ class Follower:
             yield optimizer, self._owned.get(id(optimizer), [])
         yield None, self._unowned
 
-    @guarded
+    @fenced
     def gradient_came(self, position: int, gradient: torch.Tensor | None) -> None:
         """One backward pass brought a gradient for the parameter at ``position``."""
         if not self.session.paused:
             self._ensure_open()
             self.session.gradients.local(position, gradient, self.inverse_scale())
 
-    @guarded
+    @fenced
     def gradient_accumulated(self, position: int, parameter: torch.Tensor) -> None:
         """That gradient was accumulated."""
         self.session.gradients.commit_local(position)
 
-    @guarded
+    @fenced
     def wrapper_began(self, optimizer: Optimizer) -> None:
         """Measure parameters before anything of a wrapper's step has changed them."""
         self._end_raised(optimizer)
@@ -310,12 +310,12 @@ class Follower:
             self._measure_parameters()
             self.session.parameters.before_step(self._positions_at(optimizer))
 
-    @guarded
+    @fenced
     def wrapper_ended(self, optimizer: Optimizer) -> None:
         """The wrapper has left the step out, as those that accumulate gradients do."""
         self.session.parameters.forget(self._positions_at(optimizer))
 
-    @guarded
+    @fenced
     def step_began(self, optimizer: Optimizer, has_closure: bool) -> bool:
         """Measure parameters, and gradients unless the closure has yet to compute them; whether nothing is to change."""
         self._end_raised(optimizer)
@@ -461,7 +461,7 @@ class Follower:
     def _is_last(self, optimizer: Optimizer) -> bool:
         return self._attachment.optimizers[-1]() is optimizer
 
-    @guarded
+    @fenced
     def closure_ended(self, optimizer: Optimizer) -> bool:
         """The optimizer's gradients are there now. A closure that is called several times leaves its last ones; the first ones
         decide whether nothing is to change.
@@ -477,7 +477,7 @@ class Follower:
             return False
         return self._skips(optimizer)
 
-    @guarded
+    @fenced
     def closure_raised(self, optimizer: Optimizer) -> None:
         """The step of this optimizer is an attempt that was not applied; it is over when the next one begins."""
         self._raised.add(id(optimizer))
@@ -488,7 +488,7 @@ class Follower:
             self.interrupted()
             self.session.end()
 
-    @guarded
+    @fenced
     def step_ended(self, optimizer: Optimizer, found_inf: torch.Tensor | None) -> None:
         """Measure the update; the step ends with the last optimizer, under a scaler with its update."""
         self._begun.discard(id(optimizer))
@@ -504,7 +504,7 @@ class Follower:
             self.session.note_refusal(found_inf)
         self._attempt_over(optimizer)
 
-    @guarded
+    @fenced
     def step_refused(self, optimizer: Optimizer) -> None:
         """The scaler found infinite gradients: they are measured all the same, and the step is labelled not applied."""
         self._ensure_open(is_hidden=False)
@@ -537,13 +537,13 @@ class Follower:
         if self._leads and not self._attachment.in_scaler_step:
             self.session.end()
 
-    @guarded
+    @fenced
     def scaler_updated(self) -> None:
         """The scaler ends the attempt."""
         if self.session.open and self._attempted and self._leads:
             self.session.end()
 
-    @guarded
+    @fenced
     def scale_mistaken(self, reason: str, scaler: torch.amp.GradScaler | None) -> None:
         """The gradients measured so far in this step were divided by a wrong scale, or by none: drop them."""
         if self.session.scaler is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..capture.modules.source import ActivationCapture
+from ..capture.modules.source import ModuleSource
 from ..step.planner import Planner
 from .follower import Follower
 from .mixin import has_mixin
@@ -19,7 +19,7 @@ class Arming:
         follower: has the hooks on parameters; None where steps begin and end by hand.
     """
 
-    def __init__(self, planner: Planner, activations: ActivationCapture) -> None:
+    def __init__(self, planner: Planner, activations: ModuleSource) -> None:
         self._planner, self._activations = planner, activations
         self.follower: Follower | None = None
         self._hung_for: tuple[int, bool] | None = None  # a version of the plan, and whether on modules too

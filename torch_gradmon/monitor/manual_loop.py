@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from ..capture.grad_scale import is_unscaled, reciprocal, scale_of
-from ..core.fence import guarded
+from ..core.fence import fenced
 from ..core.keys import SUMMARY, Key
 from ..core.moments import identity
 from ..plugins.clipping.adaptive import Told
 from ..plugins.clipping.named import Clips
 from ..statistics.norm import NORM_COLUMNS, rows_of
 from ..statistics.tensor_access import accumulator_dtype
-from ..step.ranks import is_dtensor, is_spread
+from ..step.ranks import is_dtensor, is_sharded
 from .session import Session
 
 
@@ -32,7 +32,7 @@ class Hand:
         """Adaptive clips by name."""
         return self.session.clips
 
-    @guarded
+    @fenced
     def measure_gradients(self, before_clip: bool) -> None:
         """Measure the gradients as they are now."""
         if self.session.planner.inventory is not None:
@@ -52,7 +52,7 @@ class Hand:
         scale = None if is_unscaled(self.session.scaler, None) else scale_of(self.session.scaler)
         return None if scale is None else reciprocal(scale)
 
-    @guarded
+    @fenced
     def measure_before_clip(self, parameters: Iterable[Tensor]) -> None:
         """Measure these parameters' gradients before they are clipped: those that an optimizer has yet to use, and no clip has changed."""
         if self.session.planner.inventory is None or not self.session.takes_values:
@@ -62,7 +62,7 @@ class Hand:
         self._measured = set(positions)
         self._measure_gradients(True, self.session.gradients.there(positions))  # of one that is gone there is nothing to clip
 
-    @guarded
+    @fenced
     def was_clipped(self, parameters: Iterable[Tensor]) -> None:
         """These parameters' gradients have just been clipped."""
         if self.session.takes_values and self.session.planner.inventory is not None:
@@ -90,7 +90,7 @@ class Hand:
         inventory, ranks = self.session.planner.inventory, self.session.measurer.ranks
         distinct = set() if inventory is None or ranks.count == 1 else inventory.spread
         names = self.names_of(parameters) if distinct else []
-        found = [i for i, p in enumerate(parameters) if is_spread(p) or (distinct and names[i] in distinct)]
+        found = [i for i, p in enumerate(parameters) if is_sharded(p) or (distinct and names[i] in distinct)]
         if found and ranks.count == 1:
             raise ValueError(
                 "the exact norm of gradients that are spread over ranks takes a monitor of these ranks, and process_group= names this "
@@ -129,7 +129,7 @@ class Hand:
             found[places] = merged.to(found)
         return found
 
-    @guarded
+    @fenced
     def _rows_now(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor | None:
         if not self.session.takes_values:
             return None
@@ -139,7 +139,7 @@ class Hand:
             return None  # some are not of the watched model, or named twice, which torch counts twice; or were measured earlier
         return self.session.gradients.rows_now(positions, NORM_COLUMNS[norm_type])
 
-    @guarded
+    @fenced
     def tell(self, told: Sequence[Told]) -> None:
         """Whole-model values of the step in flight, which stay on the device until it is over."""
         self.session.tell({Key(SUMMARY, "", one.name): one for one in told})
@@ -149,7 +149,7 @@ class Hand:
         if self.session.follower is None:
             self.measure_gradients(False)
 
-    @guarded
+    @fenced
     def measure_parameters(self) -> None:
         """Measure the parameters as they are now."""
         if self.session.takes_values and self.session.planner.inventory is not None:

@@ -13,7 +13,7 @@ from ..core.errors import GradmonWarning, display, nearest
 from ..core.metric import Metric
 from ..spikes.detector import SpikeDetector
 from ..step.micro_batches import DOCUMENTATION as BATCHES
-from ..step.micro_batches import Batches
+from ..step.micro_batches import MicroBatchStats
 from ..step.planner import Planner
 from ..step.presets import PRESETS
 from ..step.registry import Registry
@@ -287,9 +287,9 @@ class MetricMethods:
         """Measure the gradient of each micro-batch on each rank by itself, before it is accumulated and reduced.
 
         That gives ``gradmon/batch_norm_max`` and the gradient noise scale ``gradmon/noise_scale``
-        (:class:`torch_gradmon.step.micro_batches.Batches` has the formula), and the words of a spike name the rank and the micro-batch
-        that it came from. It costs a hook and a pass for each parameter and micro-batch. Not for gradients that exist only reduced, as
-        under FSDP2.
+        (:class:`torch_gradmon.step.micro_batches.MicroBatchStats` has the formula). The text of a spike names the rank and
+        the micro-batch. It costs a hook and a pass for each parameter and micro-batch. Not for gradients that exist only
+        reduced, as under FSDP2.
 
         Args:
             batch_size: examples in a micro-batch of one rank, the unit of the noise scale; by default it is in micro-batches.
@@ -298,7 +298,7 @@ class MetricMethods:
             ValueError: ``batch_size`` is no positive int.
         """
         check.positive_int("batch_size", batch_size)
-        self._session.ledger.summary.batches = Batches(batch_size)
+        self._session.ledger.summary.batches = MicroBatchStats(batch_size)
         self._planner.measures_each_batch = True
         self._planner.changed()
 

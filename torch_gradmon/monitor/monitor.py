@@ -20,25 +20,25 @@ from ..capture.parameters import OPTIMIZER_BUILT_INS
 from ..capture.reference.source import frozen_copy
 from ..core import keys as n
 from ..core import validation as check
-from ..core.errors import Complaints, display
-from ..core.fence import Guard, is_disabled
+from ..core.errors import WarningLog, display
+from ..core.fence import Fence, is_disabled
 from ..core.keys import KEY_STYLES, Key, compile_pattern, format_key
-from ..core.records import Event
-from ..core.torch_modes import unseen
+from ..core.records import SpikeEvent
+from ..core.torch_modes import outside_dispatch_modes
 from ..plugins.flight_recorder import Recorder
 from ..plugins.overhead_budget import Budget
 from ..plugins.post_spike_detail import CloserLook
 from ..plugins.spike_policy.plugin import Actor
 from ..plugins.spike_policy.policy import Policy, Rollback, Skip, policy_of
-from ..runs.detail_request import in_words
+from ..runs.detail_request import request_text
 from ..sinks.adapters import adapted, logged_anyhow
-from ..sinks.filtered_sink import Outlet
+from ..sinks.filtered_sink import FilteredSink
 from ..sinks.wandb import WandbSink
 from ..spikes.detector import SpikeDetector
 from ..statistics.dispatch import Statistics
 from ..statistics.eager import DEFAULT_EPS
-from ..step.exchange import Exchange
-from ..step.layer_values import Layers
+from ..step.exchange import RankExchange
+from ..step.layer_values import LayerSelection
 from ..step.planner import Planner
 from ..step.ranks import Ranks
 from ..step.registry import VIEW_BUILT_INS, Registry
@@ -76,7 +76,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods, TuneMethods):
             metric is held during the optimizer's step.
         layers: per-layer values to show besides those asked for: ``"blocks"``, ``"top"``, ``"all"`` or a pattern.
         on_spike: what a spike does: ``"warn"``, ``"raise"`` (:class:`SpikeError` when the step ends), a function of the
-            :class:`Event`, or None. ``"skip"``, :class:`Skip` and :class:`Rollback` decide before the optimizer steps, in every
+            :class:`SpikeEvent`, or None. ``"skip"``, :class:`Skip` and :class:`Rollback` decide before the optimizer steps, in every
             step whatever the cadence, from gradients and from what was logged by then; this waits for the device.
         history: how many steps :meth:`get_all_metrics` remembers.
         run_dir: the run directory that takes every step; None for none.
@@ -119,7 +119,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods, TuneMethods):
         eps: float = DEFAULT_EPS,
         update_sample: int | str | re.Pattern[str] | None = None,
         layers: str | re.Pattern[str] | None = None,
-        on_spike: str | Policy | Callable[[Event], Any] | None = None,
+        on_spike: str | Policy | Callable[[SpikeEvent], Any] | None = None,
         history: int = 1000,
         run_dir: str | os.PathLike[str] | None = None,
         compile_statistics: bool = False,
@@ -161,11 +161,11 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods, TuneMethods):
         check.process_group(process_group)
         distinct = None if rank_distinct_regex is None else compile_pattern(rank_distinct_regex, "rank_distinct_regex")
         ranks = Ranks(process_group)
-        chosen_layers = Layers(layers)
+        chosen_layers = LayerSelection(layers)
         if module is not None:
             check.module(module)
         inert = is_disabled()
-        complaints = Complaints(raising=on_metric_error == "raise")
+        complaints = WarningLog(raising=on_metric_error == "raise")
         outputs = {**VIEW_BUILT_INS[n.ACTIVATION], **ACTIVATION_BUILT_INS}
         registry = Registry({**VIEW_BUILT_INS, **RCC_BUILT_INS, n.ACTIVATION: outputs, n.OPTIMIZER: OPTIMIZER_BUILT_INS})
         planner = Planner(registry, excluded, format_module_name_fn, distinct)
@@ -175,7 +175,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods, TuneMethods):
             run_dir = os.path.join(run_dir, f"rank{ranks.rank}")
         meta = {"torch": torch.__version__, "eps": eps, "every": None if monitor_step_fn is not None else every or 1}
         outbox = Outbox(complaints, None if inert else run_dir, meta, lambda: not (log_on_all_ranks or ranks.is_first))
-        guard = Guard(complaints, inert)
+        guard = Fence(complaints, inert)
         budget = None if overhead_budget is None else Budget(overhead_budget, is_monitored, complaints)
         policy = policy_of(on_spike)
         kept = policy.without_others() if isinstance(policy, Rollback) else on_spike
@@ -184,7 +184,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods, TuneMethods):
         ledger = Ledger(options, guard, outbox, chosen_layers)
         closer = CloserLook(planner, closer_look)
         recorder = Recorder(flight_recorder, registry, ledger.summary)
-        actor = None if policy is None or inert else Actor(policy, ledger.judges, Exchange(ranks, complaints), complaints)
+        actor = None if policy is None or inert else Actor(policy, ledger.judges, RankExchange(ranks, complaints), complaints)
         if actor is not None:  # whatever is shown and whoever judges: these decide
             ledger.summary.signals |= {"grad_norm", "grad_nonfinite"}
         self._session = Session(
@@ -285,7 +285,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods, TuneMethods):
             check.one_of("module", module, ("init",))
             if watched is None:
                 raise ValueError("there is no module to copy; pass it to ModuleMonitor(model) or call set_module(model) first")
-            with unseen():
+            with outside_dispatch_modes():
                 self._session.set_reference(frozen_copy(watched), follows=True)
             return
         check.module(module)
@@ -384,7 +384,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods, TuneMethods):
         thread: bool = False,
         on_all_ranks: bool = False,
     ) -> None:
-        """Send every step's values to ``sink``; see :class:`torch_gradmon.sinks.Outlet`. A sink never stops the training.
+        """Send every step's values to ``sink``; see :class:`torch_gradmon.sinks.FilteredSink`. A sink never stops the training.
 
         A W&B or Trackio run, a ``SummaryWriter``, a Comet experiment, the modules ``wandb``, ``trackio`` and ``mlflow``, which
         stand for the active run, and the trackers of an ``Accelerator`` get the sink that is made for them; with a ``GradMonTracker``
@@ -406,7 +406,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods, TuneMethods):
                 raise ValueError(
                     "W&B takes rows without delay, and those of another thread would come between; leave thread=True out"
                 )
-            outlet = Outlet(each, keys, every, complaints, deferred, thread, outbox.place, logged_anyhow(sink))
+            outlet = FilteredSink(each, keys, every, complaints, deferred, thread, outbox.place, logged_anyhow(sink))
             outlet.given, outlet.is_on_all_ranks = sink, on_all_ranks
             if callable(before_finish := getattr(each, "before_finish", None)):
                 before_finish(partial(at_exit, weakref.ref(self._session)))
@@ -505,7 +505,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods, TuneMethods):
         if spikes := len({event.step for event in self._session.ledger.recent().events}):
             words.append(f"{spikes} of the last steps with spikes")
         if self.tuned is not None:
-            words.append(f"for now {in_words(self.tuned.facts())}")
+            words.append(f"for now {request_text(self.tuned.facts())}")
         if self._session.guard.inert:
             words.append("disabled by GRADMON_DISABLE")
         elif self._session.follower is None and not self._session.by_hand:

@@ -10,10 +10,10 @@ from typing import Any, TypedDict
 import torch
 
 from ..core.errors import nearest
-from ..core.records import Event
+from ..core.records import SpikeEvent
 from ..plugins.spike_policy.policy import Policy
 
-OnSpike = str | Policy | Callable[[Event], Any] | None
+OnSpike = str | Policy | Callable[[SpikeEvent], Any] | None
 
 
 class MonitorOptions(TypedDict, total=False):

@@ -19,13 +19,13 @@ from torch.optim import Optimizer
 from ..capture.grad_scale import reciprocal, scale_of
 from ..capture.gradients import GradientCapture
 from ..capture.measurer import Measurer
-from ..capture.modules.source import ActivationCapture
+from ..capture.modules.source import ModuleSource
 from ..capture.parameters import ParameterCapture
-from ..core.fence import Guard, guarded
+from ..core.fence import Fence, fenced
 from ..core.keys import Key
 from ..core.metric import Metric
 from ..core.records import StepRecord
-from ..core.torch_modes import rng_states, unseen
+from ..core.torch_modes import outside_dispatch_modes, rng_states
 from ..monitor.pending_queue import Flights
 from ..plugins.clipping.named import Clips
 from ..plugins.flight_recorder import Recorder
@@ -36,10 +36,10 @@ from ..plugins.post_spike_detail import CloserLook
 from ..plugins.spike_policy.plugin import Actor
 from ..plugins.spike_policy.policy import Counts, View
 from ..step.buffer import StepBuffer
-from ..step.exchange import SILENCE, Exchange
-from ..step.exchange_policy import StepExchange
-from ..step.model_index import Inventory
-from ..step.pending_step import Flight
+from ..step.exchange import SILENCE, RankExchange
+from ..step.exchange_policy import ExchangePolicy
+from ..step.model_index import ModelIndex
+from ..step.pending_step import PendingStep
 from ..step.plan import SourcePlan
 from ..step.planner import OF_MODULES, Planner
 from .cadence import Cadence
@@ -62,7 +62,7 @@ class Session(StepValues):
     def __init__(
         self,
         is_step_monitored: Callable[[int], bool],
-        guard: Guard,
+        guard: Fence,
         planner: Planner,
         measurer: Measurer,
         ledger: Ledger,
@@ -76,8 +76,8 @@ class Session(StepValues):
         self.attempted = 0
         self._buffers_known = False  # as they were before the batch came
         self.clips = Clips(may_forget=actor is not None)
-        ledger.judges.recall = recorder.spiked
-        self.together = StepExchange(Exchange(measurer.ranks, guard.complaints), planner, ledger.summary, ledger.judges)
+        ledger.judges.fetch_recorded = recorder.spiked
+        self.together = ExchangePolicy(RankExchange(measurer.ranks, guard.complaints), planner, ledger.summary, ledger.judges)
         self._stride = 1  # from one step's number to the next one's
         self.budget = budget
         self.closer = closer
@@ -90,7 +90,7 @@ class Session(StepValues):
         self.measurer = measurer
         self.gradients = GradientCapture(measurer)
         self.parameters = ParameterCapture(measurer, update_sample)
-        self.activations = ActivationCapture(measurer, guard)
+        self.activations = ModuleSource(measurer, guard)
         self.arming = Arming(planner, self.activations)
         self._scale_by_hand()
         self.face: object = None
@@ -177,9 +177,9 @@ class Session(StepValues):
             if self.arming.is_loose:
                 self.arming.disarm()
         self.activations.step_began(in_eval=is_tentative)
-        unseen, self._unseen = self._unseen, None
-        if unseen is not None and self._buffer is not None and is_hidden:
-            self._buffer.absorb(unseen)
+        outside_dispatch_modes, self._unseen = self._unseen, None
+        if outside_dispatch_modes is not None and self._buffer is not None and is_hidden:
+            self._buffer.absorb(outside_dispatch_modes)
         if not is_tentative:
             self._take_early()
         return monitored
@@ -263,7 +263,7 @@ class Session(StepValues):
         if self.follower is None:
             return
         if not self.open and self._is_monitored(self.next_step):
-            with unseen():
+            with outside_dispatch_modes():
                 self.arming.arm()
         elif self.open and self._buffer is not None and not self._records_only:
             self.arming.on_modules()  # what is due in the open step stays, but the next one needs its hooks in time
@@ -347,7 +347,7 @@ class Session(StepValues):
             if self.activations.hangs:  # where they may not all go
                 self.arming.on_modules()
 
-    def _close(self) -> tuple[StepBuffer, Inventory, dict[str, Any]]:
+    def _close(self) -> tuple[StepBuffer, ModelIndex, dict[str, Any]]:
         """Nothing more is measured in this step: its values, the model as it was, and what the loop said of it."""
         buffer, self._buffer = self._buffer, None
         tags, self._tags = self._tags, {}
@@ -384,9 +384,9 @@ class Session(StepValues):
         if self.actor is not None and self.actor.known is not None and not refused:
             self.ledger.learn(*self.actor.known)
         judges = self.ledger.judges
-        if refused or judges.refused:
-            judges.ended(applied=not refused)
-            if judges.looks_closer():
+        if refused or judges.follow_up.rejected:
+            judges.follow_up.step_ended(applied=not refused)
+            if judges.needs_detail():
                 self.ledger.spiked_in = self.step
                 self._look_closer(False)
 
@@ -399,7 +399,7 @@ class Session(StepValues):
         if self.actor is not None:
             act, skipped = self.actor.act, self.actor.skipped
         self._flights.start(
-            Flight(
+            PendingStep(
                 departure,
                 self._plans,
                 inventory,
@@ -508,7 +508,7 @@ class Session(StepValues):
 
     # --- by hand -------------------------------------------------------------------------------------------------------------
 
-    @guarded
+    @fenced
     def begin_step(self, step: int) -> bool:
         """From now on steps begin and end by hand."""
         self.by_hand, self._is_away = True, False
@@ -518,13 +518,13 @@ class Session(StepValues):
             self.guard.complaints.add("acting", message)
         return self.begin(step)
 
-    @guarded
+    @fenced
     def end_step(self) -> None:
         """End the step and send it out."""
         self._end_now()
         self._send_out()
 
-    @guarded
+    @fenced
     def _end_last(self) -> None:
         self.release()
         self._end_or_drop()
@@ -548,7 +548,7 @@ class Session(StepValues):
             return ""
         if self.follower.orphaned:
             return _GONE
-        with unseen():
+        with outside_dispatch_modes():
             is_stale = self.audit.is_stale(in_step=self.open and not self.follower.has_stepped)
         return _UNATTACHED if is_stale else ""
 
@@ -557,19 +557,19 @@ class Session(StepValues):
         """Number of the step that ended last; None before there was one."""
         return self._ended
 
-    @guarded
+    @fenced
     def recall(self) -> None:
         """Take what is recorded of the steps that followed a spike so far. Waits for the device."""
         self.ledger.fill(self.recorder.rest())
 
-    @guarded
+    @fenced
     def judge_now(self) -> None:
         """Make the record of the step that has ended, and judge already now what was logged since."""
         self.release()
         self.settle()
         self.ledger.judge_late()
 
-    @guarded
+    @fenced
     def _settle_fenced(self) -> None:
         self.release()
         self.settle()
@@ -584,7 +584,7 @@ class Session(StepValues):
         wrappers: Sequence[tuple[Any, Optimizer]] = (),
     ) -> None:
         """Follow the loop by hooks from now on."""
-        with unseen():
+        with outside_dispatch_modes():
             self._follow(module, optimizers, scaler, wrappers)
 
     def _follow(
@@ -639,7 +639,7 @@ class Session(StepValues):
 
     def detach(self) -> None:
         """End the step, send what waits, and take every hook away."""
-        with unseen():
+        with outside_dispatch_modes():
             self._detach()
 
     def _detach(self) -> None:

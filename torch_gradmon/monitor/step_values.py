@@ -7,17 +7,17 @@ from typing import Any
 
 from torch import Tensor
 
-from ..capture.modules.source import ActivationCapture
+from ..capture.modules.source import ModuleSource
 from ..capture.modules.structure import copied
-from ..core.fence import Guard, guarded
+from ..core.fence import Fence, fenced
 from ..core.keys import Key
-from ..core.torch_modes import unseen
+from ..core.torch_modes import outside_dispatch_modes
 from ..monitor.pending_queue import Flights
 from ..plugins.clipping.adaptive import Told
 from ..plugins.flight_recorder import Recorder
 from ..step.buffer import StepBuffer
-from ..step.exchange_policy import StepExchange
-from ..step.pending_step import Flight
+from ..step.exchange_policy import ExchangePolicy
+from ..step.pending_step import PendingStep
 from ..step.reduction import Aggregation
 from .pipeline.ledger import Ledger
 
@@ -25,10 +25,10 @@ from .pipeline.ledger import Ledger
 class StepValues:
     """Facts, values and tags for a step, and which step they belong to. :class:`Session` opens and closes steps."""
 
-    guard: Guard
+    guard: Fence
     ledger: Ledger
     recorder: Recorder
-    activations: ActivationCapture
+    activations: ModuleSource
     step: int | None
     open: bool
     _buffer: StepBuffer | None
@@ -42,7 +42,7 @@ class StepValues:
     _records_only: bool
     _ended: int | None
     _flights: Flights
-    together: StepExchange
+    together: ExchangePolicy
     _tags: dict[str, Any]
     _told_ahead: set[str]
     _unseen_refusals: Tensor | None
@@ -108,15 +108,15 @@ class StepValues:
 
     # --- by the loop -----------------------------------------------------------------------------------------------------------
 
-    @guarded
+    @fenced
     def capture_activation(self, name: str, activations: Any) -> None:
         """Measure a value that is no module's output."""
         self.activations.capture(name, activations)
 
-    @guarded
+    @fenced
     def record_attention(self, name: str, named: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
         """Measure one call of attention, unless it was seen by itself."""
-        with unseen():
+        with outside_dispatch_modes():
             self.activations.attention.tell(name, named, {"query": named["query"], "key": named["key"], **arguments})
 
     def log(self, key: Key, value: Any, aggregation: Aggregation, reducer: str = "", is_measured: bool = False) -> None:
@@ -139,7 +139,7 @@ class StepValues:
                 "own, and no detector judges it; log it before",
             )
         try:
-            with unseen():
+            with outside_dispatch_modes():
                 buffer = self._log(key, value, aggregation, is_measured)
                 if reducer and buffer is not None:
                     buffer.share(key, reducer)
@@ -186,7 +186,7 @@ class StepValues:
             self._flights.add(flight, late)
 
     @property
-    def _in_flight(self) -> Flight | None:
+    def _in_flight(self) -> PendingStep | None:
         """The step that ended last, while its values are on their way."""
         return self._flights.newest(self._ended)
 

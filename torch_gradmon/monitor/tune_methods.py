@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..runs.detail_request import Change, changed
+from ..runs.detail_request import DetailRequest, detail_request
 from .session import Session
 
 
@@ -50,8 +50,8 @@ class TuneMethods:
         Raises:
             ValueError: nothing is to be changed, or an argument is not what it should be.
         """
-        change = changed(every, preset, steps, from_step)
-        if reset and change != Change():
+        change = detail_request(every, preset, steps, from_step)
+        if reset and change != DetailRequest():
             raise ValueError("reset=True goes back to what the script asked for, and takes no other argument")
         if change.is_reset and not reset:
             raise ValueError(
@@ -61,7 +61,7 @@ class TuneMethods:
             self._session.tuning.ask(change)
 
     @property
-    def tuned(self) -> Change | None:
+    def tuned(self) -> DetailRequest | None:
         """The live change under which the step in flight is measured, or the next one: its ``every``, ``preset``, and in ``steps`` for how
         many more steps; None where all is as the script asked for.
         """

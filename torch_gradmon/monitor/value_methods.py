@@ -17,8 +17,8 @@ from ..core import validation as check
 from ..core.errors import display
 from ..core.keys import Key
 from ..core.model_order import ModelOrder
-from ..core.records import Event
-from ..core.torch_modes import unseen
+from ..core.records import SpikeEvent
+from ..core.torch_modes import outside_dispatch_modes
 from ..step.layer_values import top_shares
 from ..step.registry import checked_aggregation
 from .session import Session
@@ -40,7 +40,7 @@ class ValueMethods:
         return self._session.ledger.history()
 
     @property
-    def last_events(self) -> tuple[Event, ...]:
+    def last_events(self) -> tuple[SpikeEvent, ...]:
         """Spikes in the step that ended last, in the signals that there are values for by now; none where it was not monitored.
 
         Synchronises once. A signal that is logged after this was asked is judged when the next step begins.
@@ -69,7 +69,7 @@ class ValueMethods:
         check.log_key(key)
         if reduce is not None:
             check.one_of("reduce", reduce, ("mean", "sum", "min", "max"))
-        with unseen():
+        with outside_dispatch_modes():
             if isinstance(value, Tensor) and value.numel() != 1:
                 shape = tuple(value.shape)
                 raise ValueError(f"log_scalar({key!r}) takes one number, got a tensor of shape {shape}; use log_tensor")
@@ -96,7 +96,7 @@ class ValueMethods:
         check.log_key(key)
         if not isinstance(tensor, Tensor):
             raise TypeError(f"log_tensor({key!r}) takes a tensor, got {display(tensor)}; use log_scalar")
-        with unseen():
+        with outside_dispatch_modes():
             if tensor.is_complex():
                 raise TypeError(f"log_tensor({key!r}) takes real numbers, got dtype {tensor.dtype}; log its abs()")
         if self._session.listens:
@@ -140,7 +140,7 @@ class ValueMethods:
             recent.steps,
             recent.suspects,
         )
-        with unseen():
+        with outside_dispatch_modes():
             return diagnosed(history)
 
     def plot(self, kind: str = "heatmap", engine: str = "plotly", **options: Any) -> Any:
@@ -215,5 +215,5 @@ class ValueMethods:
         """The parameters with the largest share of the squared gradient norm in the step that ended last, largest first."""
         check.positive_int("count", count)
         record = self._session.settle_now()
-        with unseen():
+        with outside_dispatch_modes():
             return [] if record is None else top_shares(record.tables.get(n.GRADIENT_BEFORE_CLIP), count)

@@ -10,9 +10,9 @@ from typing import Any
 
 from ..core.records import StepRecord
 from ..step.buffer import StepBuffer
-from ..step.layer_values import Layers
-from ..step.model_index import Inventory
-from ..step.pending_step import Flight
+from ..step.layer_values import LayerSelection
+from ..step.model_index import ModelIndex
+from ..step.pending_step import PendingStep
 from ..step.plan import SourcePlan
 from ..step.registry import Registry
 from ..step.summary import Summary
@@ -24,13 +24,13 @@ class _Kept:
 
     buffer: StepBuffer
     plans: Mapping[str, SourcePlan]
-    inventory: Inventory
+    inventory: ModelIndex
     refused: bool
     tags: dict[str, Any]
     ended: float = field(default_factory=time.time)
 
-    def depart(self) -> Flight:
-        return Flight(self.buffer.depart(), self.plans, self.inventory, lambda _: {}, self.refused, [], self.tags, None)
+    def depart(self) -> PendingStep:
+        return PendingStep(self.buffer.depart(), self.plans, self.inventory, lambda _: {}, self.refused, [], self.tags, None)
 
 
 class Recorder:
@@ -54,7 +54,7 @@ class Recorder:
         self,
         buffer: StepBuffer,
         plans: Mapping[str, SourcePlan],
-        inventory: Inventory,
+        inventory: ModelIndex,
         refused: bool,
         tags: dict[str, Any],
         in_flight: int | None,
@@ -112,7 +112,7 @@ class Recorder:
         if kept and self._is_open:  # it will be told of again, with what comes late
             self._kept.append(kept[-1])
         flights = [step.depart() for step in kept]  # all copies are started before the first one is waited for
-        records = [flight.record(self._summary.of_one_step(), Layers(None), self._registry)[0] for flight in flights]
+        records = [flight.record(self._summary.of_one_step(), LayerSelection(None), self._registry)[0] for flight in flights]
         return [
             replace(record, time=step.ended, context={**record.context, "monitored": False})
             for record, step in zip(records, kept, strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..core.errors import Complaints
+from ..core.errors import WarningLog
 
 #: Decide after so many monitored steps, for every tenth one measures updates too; after few where it is far off.
 _MANY, _FEW, _FAR = 10, 3, 4
@@ -26,7 +26,7 @@ class Budget:
         interval: of the steps that the cadence asks for, every so-manyth is monitored.
     """
 
-    def __init__(self, share: float, is_monitored: Callable[[int], bool], complaints: Complaints) -> None:
+    def __init__(self, share: float, is_monitored: Callable[[int], bool], complaints: WarningLog) -> None:
         self.share = share
         self.interval = 1
         self._is_monitored, self._complaints = is_monitored, complaints

@@ -10,19 +10,19 @@ from ..core import keys as n
 from ..core.keys import Key
 from ..core.metric import ASKED_LATE, Metric
 from ..core.moments import Column
-from ..core.records import StepRecord, Table
-from .buffer import Departure, StepBuffer
+from ..core.records import StatsTable, StepRecord
+from .buffer import PendingReadback, StepBuffer
 from .head_values import head_values
-from .layer_values import Layers
-from .model_index import Inventory
+from .layer_values import LayerSelection
+from .model_index import ModelIndex
 from .plan import SourcePlan
 from .record_builder import assemble
 from .registry import Registry
-from .summary import Facts, Summary
+from .summary import StepFacts, Summary
 
 
 @dataclass
-class Flight:
+class PendingStep:
     """What a step leaves behind when it ends.
 
     Attributes:
@@ -48,10 +48,10 @@ class Flight:
             come about on all ranks.
     """
 
-    departure: Departure
+    departure: PendingReadback
     plans: Mapping[str, SourcePlan]
-    inventory: Inventory
-    modules: Callable[[dict[str, Table]], dict[Key, float]]
+    inventory: ModelIndex
+    modules: Callable[[dict[str, StatsTable]], dict[Key, float]]
     refused: bool
     groups: list[tuple[str, frozenset[str]]]
     tags: dict[str, Any]
@@ -61,7 +61,7 @@ class Flight:
     withheld: bool = False
     skipped: int | None = None
     late: StepBuffer | None = None
-    late_departure: Departure | None = None
+    late_departure: PendingReadback | None = None
     refusals_after: int = 0
     tuned: Mapping[str, Any] | None = None
     due: tuple[Metric, ...] = ()
@@ -73,13 +73,13 @@ class Flight:
         """The number of the step."""
         return self.departure.buffer.step
 
-    def record(self, summary: Summary, layers: Layers, registry: Registry) -> tuple[StepRecord, dict[str, float]]:
+    def record(self, summary: Summary, layers: LayerSelection, registry: Registry) -> tuple[StepRecord, dict[str, float]]:
         """The record, and all whole-model values by name. Waits for the values."""
         buffer = self.departure.buffer
         tables, custom, noted = self.departure.land()
         summary.refused_unseen(int(noted.pop("unseen_refusals", 0)))
         edited, found_inf = noted.pop("edited", None), bool(noted.pop("found_inf", 0))
-        facts = Facts(
+        facts = StepFacts(
             buffer.step,
             applied=not self.refused and not found_inf and not self.withheld,
             updates_void=found_inf,
@@ -138,5 +138,5 @@ class Flight:
         return context
 
 
-def _is_spoiled(table: Table | None) -> bool:
+def _is_spoiled(table: StatsTable | None) -> bool:
     return table is not None and bool(table.rows[:, Column.NONFINITE].any())

@@ -18,11 +18,11 @@ from torch import nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
-from ...capture.grad_scale import Scales, calling_scaler
+from ...capture.grad_scale import GradScale, calling_scaler
 from ...capture.hooks import Handles, Hook, ModuleHook, WrappedMethod, takes_hooks
 from ...core.errors import GradmonWarning, SpikeError
-from ...core.fence import Guard
-from ...core.torch_modes import call_unseen
+from ...core.fence import Fence
+from ...core.torch_modes import call_outside_modes
 from ...core.validation import inside
 from ...plugins.spike_policy.gradient_hold import PutBack, ScalerAsItWas, SetAside, versions
 from ...step.parameter_refs import Place
@@ -39,7 +39,7 @@ def _harmless(method: F) -> F:
     @functools.wraps(method)
     def run(self: Attachment, *args: Any) -> Any:
         try:
-            return call_unseen(method, self, *args)
+            return call_outside_modes(method, self, *args)
         except (SpikeError, GradmonWarning):
             raise
         except Exception as error:
@@ -78,7 +78,7 @@ def _tensor_in(place: Place) -> int | None:
 class Loop(Protocol):
     """What an attachment tells."""
 
-    guard: Guard
+    guard: Fence
     in_backward: StepsInBackward
 
     def counts_eval(self) -> bool:
@@ -202,7 +202,7 @@ class Attachment:
         self._around_last: dict[int, Callable[..., Any]] = {}  # what stands for the last hook before each optimizer's step
         self._called: set[int] = set()  # optimizers that a scaler has let step, though a wrapper may leave the step out
         self._wrappers = WrapperCalls(wrappers, self._wrapper_began, self._wrapper_ended)
-        self.scales = Scales()
+        self.scales = GradScale()
         self.scales.around = self._wrappers.around
         self.may_skip = False  # whether steps may be skipped; all that is done for that is left out where they may not
         self.in_closure = False

@@ -11,16 +11,16 @@ from typing import Any
 
 from ...analysis.spike_report import Recent
 from ...core.errors import GradmonWarning, SpikeError
-from ...core.fence import Guard
+from ...core.fence import Fence
 from ...core.keys import SUMMARY, Key
 from ...core.metric import Metric
-from ...core.records import Event, StepRecord
+from ...core.records import SpikeEvent, StepRecord
 from ...plugins.spike_policy.policy import Policy, policy_of
 from ...spikes.detector import SpikeDetector
-from ...spikes.detector_set import Judges
+from ...spikes.detector_set import DetectorSet
 from ...step.buffer import StepBuffer
-from ...step.layer_values import Layers
-from ...step.reasons import Situation
+from ...step.layer_values import LayerSelection
+from ...step.reasons import ReasonContext
 from ...step.record_builder import asked_for, missing
 from ...step.summary import Summary
 from ..publisher import Outbox
@@ -40,7 +40,7 @@ class Options:
 
     show: Callable[[Mapping[Key, float]], dict[str, float]]
     history: int = 1000
-    on_spike: str | Policy | Callable[[Event], Any] | None = None
+    on_spike: str | Policy | Callable[[SpikeEvent], Any] | None = None
 
 
 class Ledger:
@@ -53,14 +53,14 @@ class Ledger:
         layers: which per-layer values are shown.
     """
 
-    def __init__(self, options: Options, guard: Guard, outbox: Outbox, layers: Layers) -> None:
+    def __init__(self, options: Options, guard: Fence, outbox: Outbox, layers: LayerSelection) -> None:
         self.outbox = outbox
         self.summary = Summary(all_columns=outbox.stores, of_layers=layers.needs)
         self.layers = layers
-        self.judges = Judges()
+        self.judges = DetectorSet()
         self.last: StepRecord | None = None
         self.absent: dict[tuple[str, str], str] = {}
-        self.situation: Situation | None = None  # of the step that ended last
+        self.situation: ReasonContext | None = None  # of the step that ended last
         self._options = options
         self._guard = guard
         self._records: OrderedDict[int, StepRecord] = OrderedDict()
@@ -81,7 +81,7 @@ class Ledger:
         the detectors, which otherwise learn nothing of it.
         """
         self.absent, self._is_judged = buffer.absent, judged
-        events: list[Event] = []
+        events: list[SpikeEvent] = []
         if judged:
             self.judges.begin(record, self.absent)
             record, events = self._judged(record, signals)
@@ -89,12 +89,12 @@ class Ledger:
             self.absent[SUMMARY, "spike_score"] = _NOT_JUDGED
         self._late = buffer.scalars()
         self._keep(record)
-        self.fill(self.judges.taken_recalled())
+        self.fill(self.judges.take_fetched())
         self._signals = signals
         self._tell(events, record.context.get("action", ""))
 
     def knows(self, facts: Mapping[str, Any]) -> None:
-        """The model as it is now, see :attr:`torch_gradmon.step.model_index.Inventory.facts`."""
+        """The model as it is now, see :attr:`torch_gradmon.step.model_index.ModelIndex.facts`."""
         if facts["matrices"] is self.matrices:
             return
         self.matrices, self.kinds = facts["matrices"], facts["kinds"]
@@ -108,11 +108,11 @@ class Ledger:
         """A step that is not monitored, whose values the detectors are to know all the same."""
         self.judges.begin(record, {})
         self._judged(record, signals)
-        self._warn(self.judges.aftermath(record, signals))
+        self._warn(self.judges.follow_up.reports(record, signals))
 
-    def _judged(self, record: StepRecord, signals: Mapping[str, float]) -> tuple[StepRecord, list[Event]]:
+    def _judged(self, record: StepRecord, signals: Mapping[str, float]) -> tuple[StepRecord, list[SpikeEvent]]:
         try:
-            return self.judges.judge(record, signals, self.absent)
+            return self.judges.detect(record, signals, self.absent)
         except Exception as error:  # the record must not be lost for it
             self._guard.complaints.add("internal:judge", f"step {record.step} could not be judged", error)
             return record, []
@@ -123,7 +123,7 @@ class Ledger:
             while known and next(reversed(known)) >= step:
                 known.popitem()
         self.memory.goes_back(step)
-        self.judges.forget(step)
+        self.judges.rewind(step)
 
     def was_monitored(self, step: int) -> bool:
         """Whether there is a record of ``step``."""
@@ -132,7 +132,7 @@ class Ledger:
     def fill(self, records: Iterable[StepRecord]) -> None:
         """Take steps that were not monitored, now that a spike before or after them makes them interesting. No dashboard gets them."""
         for record in records:
-            self.judges.gradients.fill(record.step, record.tables)
+            self.judges.history.gradients.backfill(record.step, record.tables)
             self._between[record.step] = replace(record, tables={})
             self.outbox.fill(record)
         while len(self._between) > self._options.history:
@@ -148,8 +148,8 @@ class Ledger:
 
     def _finish_judging(self, record: StepRecord) -> None:
         self._judge_again(record)
-        self._warn(self.judges.aftermath(self.last or record, self._signals))
-        for signal in self.judges.unheard():
+        self._warn(self.judges.follow_up.reports(self.last or record, self._signals))
+        for signal in self.judges.signals_without_values():
             why = self.absent.get((SUMMARY, signal.removeprefix(f"{SUMMARY}/")), _NO_SIGNAL)
             self._guard.complaints.add(f"signal:{signal}", f"the spike detector of {signal} has nothing to judge: {why}")
 
@@ -159,10 +159,10 @@ class Ledger:
             self._judge_again(self.last)
 
     def _judge_again(self, record: StepRecord) -> None:
-        judged, events = self._judged(record, {}) if self.judges.hears_late else (record, [])
+        judged, events = self._judged(record, {}) if self.judges.accepts_late_values else (record, [])
         if judged is not record:
             self._keep(judged, amend=True)
-            self.fill(self.judges.taken_recalled())
+            self.fill(self.judges.take_fetched())
         self._tell(events)
 
     def add(self, late: StepBuffer) -> None:
@@ -206,24 +206,24 @@ class Ledger:
         """Whether something is done about spikes before they change the model."""
         return policy_of(self._options.on_spike) is not None
 
-    def _tell(self, events: Sequence[Event], action: str = "") -> None:
-        news = self.judges.news(events)
+    def _tell(self, events: Sequence[SpikeEvent], action: str = "") -> None:
+        news = self.judges.follow_up.alerts(events)
         if self.last is not None and action:  # as a rank knows it, though not hundreds in a row
             if self.last.context["in_a_row"] not in _TOLD:
                 return
             reasons = [event.reason for event in events] or [self.last.skipped]
             where = next((event.where for event in events if event.where), "")
             news = [f"step {self.last.step}: " + "; ".join(filter(None, (*reasons, where, action)))]
-        elif self._acts and (late := [event for event in events if event.signal not in self.judges.foreseen]):
+        elif self._acts and (late := [event for event in events if event.signal not in self.judges.predicted]):
             signals = ", ".join(event.signal for event in late)
             self._guard.complaints.add(
                 f"late:{signals}",
                 f"that {signals} spiked in step {late[0].step} became known only when the optimizer had stepped, so that nothing was "
                 "done about it; what is logged has to be logged before optimizer.step()",
             )
-        if (self.judges.looks_closer() or news) and self.last is not None:
+        if (self.judges.needs_detail() or news) and self.last is not None:
             self.spiked_in = self.last.step
-        self.judges.report_failures(self._guard.complaints)
+        self.judges.warn_of_failures(self._guard.complaints)
         self._warn(news)
         for event in events:
             if callable(self._options.on_spike):
@@ -247,7 +247,7 @@ class Ledger:
     def recent(self) -> Recent:
         """What is remembered of the steps, to tell stories of: the last ones, and those that a diagnosis looks at."""
         kept = {record.step: record for record in self.memory.records()}
-        return Recent({**kept, **self._between, **self._records}, self.judges.gradients, self.judges.suspects)
+        return Recent({**kept, **self._between, **self._records}, self.judges.history.gradients, self.judges.history.suspects)
 
     def missing(
         self, metrics: Iterable[Metric], names: Mapping[str, Any], owned: Set[str] | None = None, why: str = ""

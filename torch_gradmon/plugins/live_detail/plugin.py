@@ -16,11 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...core.errors import Complaints
+from ...core.errors import WarningLog
 from ...core.metric import Metric
-from ...runs.detail_request import Change, numbered
+from ...runs.detail_request import DetailRequest, numbered
 from ...step.exchange import SILENCE
-from ...step.exchange_policy import StepExchange
+from ...step.exchange_policy import ExchangePolicy
 from ...step.planner import OF_MODULES, Planner
 from ...step.presets import PRESETS
 from ...step.summary import Summary
@@ -69,17 +69,17 @@ class Tuning:
         planner: Planner,
         summary: Summary,
         notes: RunNotes,
-        together: StepExchange,
+        together: ExchangePolicy,
         may_hang: Callable[[], bool],
-        complaints: Complaints,
+        complaints: WarningLog,
     ) -> None:
         self._planner, self._summary, self._notes, self._together = planner, summary, notes, together
         self._ranks, self._may_hang, self._complaints = together.exchange.ranks, may_hang, complaints
-        self._from_code: deque[Change] = deque(maxlen=1)
-        self._asked: Change | None = None  # known to this rank
-        self._agreed: Change | None = None  # waits for its first step
+        self._from_code: deque[DetailRequest] = deque(maxlen=1)
+        self._asked: DetailRequest | None = None  # known to this rank
+        self._agreed: DetailRequest | None = None  # waits for its first step
         self._is_common = self._was_told = False  # whether all ranks know what is in force, and what is agreed
-        self.in_force: Change | None = None
+        self.in_force: DetailRequest | None = None
         self.left: int | None = None
         self.since: int | None = None
         self._number = 0
@@ -101,7 +101,7 @@ class Tuning:
 
     # --- what is asked for -----------------------------------------------------------------------------------------------------
 
-    def ask(self, change: Change) -> None:
+    def ask(self, change: DetailRequest) -> None:
         """From within the program, by whatever thread, or a signal handler."""
         self._from_code.append(change)
         self.is_awake = True  # behind it: see _doze
@@ -125,7 +125,7 @@ class Tuning:
         if self._from_code:
             self._take(numbered(self._from_code.pop(), self._number + 1))
 
-    def _take(self, change: Change) -> None:
+    def _take(self, change: DetailRequest) -> None:
         self._asked, self._number, self.is_awake = change, max(self._number, change.number), True
         self._note(number=self._number, waits=change.facts(), why="")
 
@@ -158,7 +158,7 @@ class Tuning:
         heard, exchange.heard = exchange.heard, SILENCE
         if not heard[0]:
             return
-        self._agreed, self._was_told = Change.of_numbers(heard), True
+        self._agreed, self._was_told = DetailRequest.of_numbers(heard), True
         self._number = max(self._number, self._agreed.number)
         if self._asked is not None and (not self._speaks() or self._asked.number <= self._agreed.number):
             self._asked = None
@@ -188,7 +188,7 @@ class Tuning:
 
     def change(self, step: int, last: int | None) -> None:
         """What was agreed comes into force for ``step``, the next one, or else what the script asked for; ``last`` is the step before."""
-        new: Change | None = None
+        new: DetailRequest | None = None
         if self._agreed is not None and step >= (self._agreed.first or 0):
             new, self._agreed, self._is_common = self._agreed, None, self._was_told
         self._over(self._why or "its steps are over" if new is None else "another one took its place", last)

@@ -14,9 +14,9 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from ...capture.hooks import Handles, Hook
-from ...core.errors import Complaints, GradmonWarning
-from ...core.loop_findings import Fact
-from ...core.torch_modes import call_unseen
+from ...core.errors import GradmonWarning, WarningLog
+from ...core.loop_findings import LoopFinding
+from ...core.torch_modes import call_outside_modes
 from ...step.planner import Planner
 from .optimizer_state import Watched
 from .ownership import Survey
@@ -47,7 +47,7 @@ def _fenced(method: F) -> F:
     def run(self: Audit, *args: Any) -> None:
         if not self.is_off:
             try:
-                call_unseen(method, self, *args)
+                call_outside_modes(method, self, *args)
             except GradmonWarning:  # where warnings were made errors
                 raise
             except Exception as error:
@@ -71,7 +71,7 @@ class Audit:
         paused: what happens now is no training.
     """
 
-    def __init__(self, run: Run, planner: Planner, complaints: Complaints, note: Callable[..., None]) -> None:
+    def __init__(self, run: Run, planner: Planner, complaints: WarningLog, note: Callable[..., None]) -> None:
         self.complaints = complaints
         self.is_off, self.paused = True, False
         self._run, self._planner = weakref.ref(run), planner  # a scaler that goes on holds what is wrapped around it
@@ -91,7 +91,7 @@ class Audit:
         run = self._run()
         return 0 if run is None else run.step or 0
 
-    def facts(self) -> list[Fact]:
+    def facts(self) -> list[LoopFinding]:
         """The mistakes that were seen often enough."""
         return self._tallies.facts()
 
@@ -177,7 +177,7 @@ class Audit:
         if self._rest.is_on and self._forwards - self._forwards_at_step > self._most_forwards + _PATIENCE:
             self._rest, self._is_hung = Rest(), False  # no optimizer steps any more
         if not self._is_hung and not self.is_off:  # not from within a hook on the same parameter
-            call_unseen(self._hang)
+            call_outside_modes(self._hang)
 
     @_fenced
     def _accumulated(self, key: int, parameter: Tensor) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ...core.errors import Complaints, SpikeError
+from ...core.errors import SpikeError, WarningLog
 from ...core.records import StepRecord
-from ...spikes.detector_set import Judges
+from ...spikes.detector_set import DetectorSet
 from ...step.buffer import StepBuffer
-from ...step.exchange import Exchange
+from ...step.exchange import RankExchange
 from ...step.plan import SourcePlan
 from .buffers import Buffers
 from .decision import CALM, NONFINITE, Votes
@@ -35,7 +35,7 @@ class Actor:
         skipped, rollbacks: how many so far.
     """
 
-    def __init__(self, policy: Policy, judges: Judges, exchange: Exchange, complaints: Complaints) -> None:
+    def __init__(self, policy: Policy, judges: DetectorSet, exchange: RankExchange, complaints: WarningLog) -> None:
         self.policy = policy.without_others() if isinstance(policy, Rollback) else policy
         self.buffers = Buffers()
         self.act: Act | None = None
