@@ -147,7 +147,7 @@ def _heading(source: Source, step: int, events: Sequence[SpikeEvent], spike: Epi
     elif not applied:
         yield "  the step was not applied"
     if tuned := context.pop("tuned", None):
-        yield f"  measured under a live change of detail (gradmon tune, number {tuned['number']}): {request_text(tuned)}"
+        yield f"  measured under a live change of detail (gradmon detail, number {tuned['number']}): {request_text(tuned)}"
     tags, norms = context.pop("tags", {}), context.pop("batch_norms", {})
     facts = {name: value for name, value in {**tags, **context}.items() if name not in ("time", "overhead_pct")}
     if facts:
