@@ -27,12 +27,12 @@ import torch_gradmon as gradmon
 from benchmarks import exchange
 from benchmarks.exchange import Collectives
 from torch_gradmon import ModuleMonitor
-from torch_gradmon.core.errors import Complaints
+from torch_gradmon.core.errors import WarningLog
 from torch_gradmon.core.keys import GRADIENT, Key
 from torch_gradmon.core.moments import ALL_COLUMNS, Column, identity
 from torch_gradmon.monitor.runtime import at_exit
 from torch_gradmon.step.buffer import StepBuffer
-from torch_gradmon.step.exchange import Exchange
+from torch_gradmon.step.exchange import RankExchange
 from torch_gradmon.step.ranks import Ranks
 
 from . import oracle
@@ -563,7 +563,7 @@ def attached(rank: int, order: str) -> tuple[list[dict[str, float]], list[float]
 
 def out_of_step(rank: int, apart: int) -> tuple[list[str], dict[str, float], dict[str, int]]:
     """An exchange of buffers whose steps lie apart; the sources of tables, the values, and the complaints."""
-    complaints = Complaints()
+    complaints = WarningLog()
     ranks = Ranks()
     buffer = StepBuffer(5 + apart * rank, complaints)
     buffer.put_rows(GRADIENT, ["a"], torch.ones(1, 8, dtype=torch.float64), ALL_COLUMNS)
@@ -571,7 +571,7 @@ def out_of_step(rank: int, apart: int) -> tuple[list[str], dict[str, float], dic
     buffer.share(Key("", "x", ""), "mean")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        Exchange(ranks, complaints).run(buffer, {GRADIENT: (["a"], ALL_COLUMNS)}, True, lambda _: False)
+        RankExchange(ranks, complaints).run(buffer, {GRADIENT: (["a"], ALL_COLUMNS)}, True, lambda _: False)
         tables, values, _ = buffer.flush()
     return sorted(tables), {key.name: value for key, value in values.items()}, dict(complaints.counts)
 

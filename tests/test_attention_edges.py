@@ -295,7 +295,7 @@ def test_compiled_after_attach_by_its_wrapper_the_reason_is_not_compilation():
 
 
 def test_no_reference_is_not_the_reason():
-    """ActivationCapture.begin puts it under (source, ""), and measure_pairs puts another one under each path."""
+    """ModuleSource.begin puts it under (source, ""), and measure_pairs puts another one under each path."""
     model = nn.Sequential(nn.Linear(8, 8))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     monitor = ModuleMonitor(model).attach(optimizer)

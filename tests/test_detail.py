@@ -21,11 +21,11 @@ from torch._dynamo.utils import counters
 import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor, SpikeDetector, load_run
 from torch_gradmon.analysis.spike_report import tell
-from torch_gradmon.core.errors import Complaints
+from torch_gradmon.core.errors import WarningLog
 from torch_gradmon.plugins.live_detail import request_file as mailbox
 from torch_gradmon.plugins.live_detail.request_file import Mailbox
 from torch_gradmon.runs import detail_request as change
-from torch_gradmon.runs.detail_request import Change, changed, in_words
+from torch_gradmon.runs.detail_request import DetailRequest, detail_request, request_text
 
 from . import loops
 from .reads import HostReads
@@ -86,7 +86,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def put(directory: Path, **arguments: Any) -> None:
     """Ask from outside, without the command."""
     session = load_run(directory).meta["tune"]["session"]
-    change.write(directory, changed(**{"number": 1, **arguments}), session)
+    change.write(directory, detail_request(**{"number": 1, **arguments}), session)
 
 
 # --- what it says ------------------------------------------------------------------------------------------------------------------
@@ -95,16 +95,16 @@ def put(directory: Path, **arguments: Any) -> None:
 @pytest.mark.parametrize(
     "one",
     [
-        changed(1, "full", 200, 0, 1),
-        changed(every=7, number=3),
-        changed(preset="cheap", steps=1, number=2**53 - 1),
-        changed(number=5),
-        changed(every=2**53 - 1, first=2**53 - 2, steps=2**53 - 1, number=1),
+        detail_request(1, "full", 200, 0, 1),
+        detail_request(every=7, number=3),
+        detail_request(preset="cheap", steps=1, number=2**53 - 1),
+        detail_request(number=5),
+        detail_request(every=2**53 - 1, first=2**53 - 2, steps=2**53 - 1, number=1),
     ],
 )
-def test_a_change_survives_the_numbers_and_the_file_it_travels_in(one: Change, tmp_path: Path) -> None:
+def test_a_change_survives_the_numbers_and_the_file_it_travels_in(one: DetailRequest, tmp_path: Path) -> None:
     numbers = torch.tensor(one.numbers(), dtype=torch.float64)
-    assert Change.of_numbers((numbers + torch.zeros(5)).tolist()) == one
+    assert DetailRequest.of_numbers((numbers + torch.zeros(5)).tolist()) == one
     assert any(one.numbers())
     change.write(tmp_path, one, "me")
     assert change.read(tmp_path / change.FILE_NAME) == (one, "me")
@@ -125,23 +125,23 @@ def test_a_change_survives_the_numbers_and_the_file_it_travels_in(one: Change, t
 )
 def test_what_is_no_change_is_refused(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        changed(**arguments)
+        detail_request(**arguments)
 
 
 def test_words() -> None:
-    assert in_words(changed(5, None, 1, 12).facts()) == "steps divisible by 5, for 1 step, from step 12 on"
-    assert in_words({}) == "what the script asked for"
+    assert request_text(detail_request(5, None, 1, 12).facts()) == "steps divisible by 5, for 1 step, from step 12 on"
+    assert request_text({}) == "what the script asked for"
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    change.write(tmp_path, changed(every=1, number=1), "me")
+    change.write(tmp_path, detail_request(every=1, number=1), "me")
 
     def full(*_: object) -> None:
         raise OSError("no space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="no space left"):
-        change.write(tmp_path, changed(every=2, number=2), "me")
+        change.write(tmp_path, detail_request(every=2, number=2), "me")
     assert [path.name for path in tmp_path.iterdir()] == [change.FILE_NAME]
     assert change.read(tmp_path / change.FILE_NAME)[0].every == 1
 
@@ -156,7 +156,7 @@ def test_from_within_it_begins_with_the_next_step_and_ends_by_itself() -> None:
     assert loop.monitor.detail is None
     loop.monitor.set_detail(every=1, preset="full", steps=4)
     loop.go(3)
-    assert loop.monitor.detail == Change(1, "full", 1, None, 1)
+    assert loop.monitor.detail == DetailRequest(1, "full", 1, None, 1)
     assert set(loop.tables) >= {"activation", "gradient", "parameter"}
     assert any(key.source == "optimizer" for key in loop.monitor._runtime.ledger.last.values)  # type: ignore[union-attr]
     loop.go(1)
@@ -659,18 +659,18 @@ def test_the_file_is_looked_at_once_a_second_and_read_when_it_is_another(tmp_pat
     now, stat, read = 0.0, os.stat, change.read
     monkeypatch.setattr(os, "stat", lambda *args, **kwargs: looks.append(now) or stat(*args, **kwargs))
     monkeypatch.setattr(change, "read", lambda path: reads.append(path) or read(path))
-    box = Mailbox(tmp_path, "me", Complaints(), clock=lambda: now)
+    box = Mailbox(tmp_path, "me", WarningLog(), clock=lambda: now)
     found = []
     for tick in range(5000):
         now = tick / 1000
         if tick == 1500:
-            change.write(tmp_path, changed(every=1, number=1), "me")
+            change.write(tmp_path, detail_request(every=1, number=1), "me")
         if tick == 3500:
-            change.write(tmp_path, changed(every=2, number=2), "another")
+            change.write(tmp_path, detail_request(every=2, number=2), "another")
         found.append((now, box.look()))
     assert looks == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert len(reads) == 2
-    assert [(when, one) for when, one in found if one is not None] == [(2.0, changed(every=1, number=1))]
+    assert [(when, one) for when, one in found if one is not None] == [(2.0, detail_request(every=1, number=1))]
 
 
 def test_a_training_looks_once_a_second_by_a_real_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

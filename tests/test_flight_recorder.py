@@ -13,7 +13,7 @@ from torch import nn
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, SpikeDetector, load_run
 from torch_gradmon.core.keys import GRADIENT, GRADIENT_BEFORE_CLIP, PARAMETER, Key
-from torch_gradmon.step.device_transfer import Arrival
+from torch_gradmon.step.device_transfer import DeviceToHostCopy
 
 from .reads import HostReads
 
@@ -126,8 +126,8 @@ def test_a_recorded_step_sends_nothing_to_the_host_and_keeps_26_kilobytes_for_20
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sent: list[int] = []
-    begin = Arrival.__init__
-    monkeypatch.setattr(Arrival, "__init__", lambda self, tensors: (sent.append(len(tensors)), begin(self, tensors))[1])
+    begin = DeviceToHostCopy.__init__
+    monkeypatch.setattr(DeviceToHostCopy, "__init__", lambda self, tensors: (sent.append(len(tensors)), begin(self, tensors))[1])
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(100)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     monitor = gradmon.watch(model, optimizer, every=1000, flight_recorder=8)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor, SpikeDetector
 from torch_gradmon.core.keys import ACTIVATION, ACTIVATION_GRADIENT
-from torch_gradmon.spikes.nonfinite_origin import origin
+from torch_gradmon.spikes.nonfinite_origin import nonfinite_origin
 
 BAD = 20
 
@@ -179,7 +179,7 @@ def test_the_run_directory_has_what_the_closer_look_saw(tmp_path: Path) -> None:
 def test_a_record_without_nan_has_no_origin() -> None:
     monitor, _ = watched(lambda y: y, preset="full")
     assert monitor._runtime.ledger.last is not None
-    assert origin(monitor._runtime.ledger.last) == ""
+    assert nonfinite_origin(monitor._runtime.ledger.last) == ""
 
 
 def _scaled(accident: Callable[[Tensor], Tensor], init_scale: float) -> tuple[list[str], list[int]]:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from .errors import WarningLog, GradmonWarning, SpikeError
+from .errors import GradmonWarning, SpikeError, WarningLog
 from .torch_modes import call_outside_modes
 
 

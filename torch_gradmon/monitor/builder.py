@@ -102,7 +102,7 @@ def _plugins(
     a recorder keeps a step before the detectors learn of it.
     """
     recorder = FlightRecorder(config.flight_recorder, planner.registry, ledger.summary)
-    ledger.judges.recall = recorder.fetch_recorded
+    ledger.judges.fetch_recorded = recorder.fetch_recorded
     post_spike = PostSpikeDetail(planner, config.post_spike_steps)
     detail = LiveDetail(planner, ledger.summary, ledger.outbox, exchange, lambda: post_spike.may_add_hooks, complaints)
     budget = [] if config.overhead_budget is None else [OverheadBudget(config.overhead_budget)]

@@ -12,7 +12,7 @@ from ..core import keys as n
 from ..core import validation as check
 from ..core.errors import GradmonWarning, display, nearest
 from ..core.metric import Metric
-from ..runs.detail_request import DetailRequest, changed
+from ..runs.detail_request import DetailRequest, detail_request
 from ..spikes.detector import SpikeDetector
 from ..step.micro_batches import DOCUMENTATION as BATCHES
 from ..step.micro_batches import MicroBatchStats
@@ -170,7 +170,7 @@ class MetricsService:
 
     def set_detail(self, every: int | None, preset: str | None, steps: int | None, from_step: int | None, reset: bool) -> None:
         """Request a live change of detail."""
-        change = changed(every, preset, steps, from_step)
+        change = detail_request(every, preset, steps, from_step)
         if reset and change != DetailRequest():
             raise ValueError("reset=True goes back to the settings of the script, and takes no other argument")
         if change.is_reset and not reset:

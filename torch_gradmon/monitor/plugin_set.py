@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ..core.errors import WarningLog, GradmonWarning, SpikeError
+from ..core.errors import GradmonWarning, SpikeError, WarningLog
 from ..step.plugin import Plugin
 
 #: Called also of a plugin that has stopped: it must let go.

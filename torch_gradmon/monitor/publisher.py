@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import WarningLog, GradmonWarning
+from ..core.errors import GradmonWarning, WarningLog
 from ..core.records import StepRecord
-from ..runs.writer import RunStore, Superseded
+from ..runs.writer import RunWriter, Superseded
 from ..sinks.delivery import PATIENCE
 from ..sinks.filtered_sink import FilteredSink
 
@@ -47,7 +47,7 @@ class Outbox:
         self.lasting: list[object] = []
         self._run_dir, self._meta = run_dir, dict(meta)
         self._writer = secrets.token_hex(8)
-        self._store: RunStore | None = None
+        self._store: RunWriter | None = None
         if run_dir is not None and not is_muted():
             self._opened(run_dir)
         self._waiting: tuple[StepRecord, Callable[[], Mapping[str, float]]] | None = None
@@ -187,15 +187,15 @@ class Outbox:
             )
             self._complaints.add("store", message, error)
 
-    def _claim(self, store: RunStore) -> None:
+    def _claim(self, store: RunWriter) -> None:
         """Write there from the first step on; what another monitor has taken since is not taken back."""
         if not self._has_claimed:
             store.claim(self._meta)
             self._has_claimed = True
 
-    def _opened(self, run_dir: str | os.PathLike[str]) -> RunStore:
+    def _opened(self, run_dir: str | os.PathLike[str]) -> RunWriter:
         if self._store is None:
-            self._store, self._is_closed = RunStore(run_dir, self._meta, self._writer), False
+            self._store, self._is_closed = RunWriter(run_dir, self._meta, self._writer), False
             self.lasting.append(self._store)
         return self._store
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.errors import display
-from ..runs.detail_request import in_words
+from ..runs.detail_request import request_text
 from .config import BUILT_IN_PLUGINS
 from .metrics_service import MetricsService
 from .runtime import Runtime
@@ -94,7 +94,7 @@ class StateService:
         if spikes := len({event.step for event in runtime.ledger.recent().events}):
             yield f"{spikes} of the last steps with spikes"
         if (detail := MetricsService(runtime).detail()) is not None:
-            yield f"for now {in_words(detail.facts())}"
+            yield f"for now {request_text(detail.facts())}"
         if runtime.guard.inert:
             yield "disabled by GRADMON_DISABLE"
         elif runtime.loop is None and not runtime.state.is_manual:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..core.fence import Fence
-from ..core.torch_modes import rng_states, outside_dispatch_modes
+from ..core.torch_modes import outside_dispatch_modes, rng_states
 from ..step.active_step import ActiveStep, Mode, RecordedStep
 from ..step.buffer import StepBuffer
 from ..step.exchange_policy import ExchangePolicy

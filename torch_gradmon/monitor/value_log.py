@@ -37,9 +37,7 @@ class ValueLog:
         is_detached: the monitor left the run.
     """
 
-    def __init__(
-        self, state: StepState, fence: Fence, late: LateValues, exchange: ExchangePolicy, modules: ModuleSource
-    ) -> None:
+    def __init__(self, state: StepState, fence: Fence, late: LateValues, exchange: ExchangePolicy, modules: ModuleSource) -> None:
         self._state, self._fence, self.late = state, fence, late
         self._exchange, self._modules = exchange, modules
         self.buffer: StepBuffer | None = None

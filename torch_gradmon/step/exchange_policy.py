@@ -15,15 +15,15 @@ from .planner import Planner
 from .summary import Summary
 
 
-class Judging(Protocol):
+class ValueDetectors(Protocol):
     """Who judges values: which ones ranks have to tell each other for that.
 
     Attributes:
         watches_values: whether any value that a loop logs is judged.
-        hears_late: whether a value that comes when the ranks have told each other theirs is judged as well.
+        accepts_late_values: whether a value that comes when the ranks have told each other theirs is judged as well.
     """
 
-    hears_late: bool
+    accepts_late_values: bool
 
     @property
     def watches_values(self) -> bool: ...  # noqa: D102
@@ -41,7 +41,7 @@ class ExchangePolicy:
         leaving: whether the run ends on this rank, maybe in the middle of a step, so that nobody may come to the exchange.
     """
 
-    def __init__(self, exchange: RankExchange, planner: Planner, summary: Summary, judging: Judging) -> None:
+    def __init__(self, exchange: RankExchange, planner: Planner, summary: Summary, judging: ValueDetectors) -> None:
         self.exchange = exchange
         self.reduces = self.leaving = False
         self._planner, self._summary, self._judging = planner, summary, judging
@@ -89,7 +89,7 @@ class ExchangePolicy:
         if n.UPDATE in wanted:
             wanted[n.UPDATE_BASE] = wanted[n.UPDATE][0], SQUARES
         self.exchange.run(buffer, wanted, self._has_values, self._judging.watches, may_extend)
-        self._judging.hears_late = not self.exchange.shares_values
+        self._judging.accepts_late_values = not self.exchange.shares_values
 
     def _refuse(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], why: str) -> None:
         if self.exchange.ranks.count > 1:

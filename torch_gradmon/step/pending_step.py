@@ -10,7 +10,7 @@ from ..core import keys as n
 from ..core.keys import Key
 from ..core.metric import ASKED_LATE
 from ..core.moments import Column
-from ..core.records import StepRecord, StatsTable
+from ..core.records import StatsTable, StepRecord
 from .active_step import ActiveStep
 from .buffer import PendingReadback, StepBuffer
 from .head_values import head_values

@@ -83,7 +83,7 @@ class Ledger:
         record, events = self._judged(record, signals)
         self._late = buffer.scalars()
         self._keep(record)
-        self.fill(self.judges.taken_recalled())
+        self.fill(self.judges.take_fetched())
         self._signals = signals
         self.on_record(self.last or record)
         self._tell(events, record.context.get("action", ""))
@@ -101,20 +101,20 @@ class Ledger:
 
     def pass_by(self, refused: bool) -> bool:
         """A step that is not monitored has ended; whether a series of refused ones is worth a look at more."""
-        if not (refused or self.judges.refused):
+        if not (refused or self.judges.follow_up.rejected):
             return False
-        self.judges.ended(applied=not refused)
-        return self.judges.looks_closer()
+        self.judges.follow_up.step_ended(applied=not refused)
+        return self.judges.needs_detail()
 
     def learn(self, record: StepRecord, signals: Mapping[str, float]) -> None:
         """A step that is not monitored, whose values the detectors are to know all the same."""
         self.judges.begin(record, {})
         self._judged(record, signals)
-        self._warn(self.judges.aftermath(record, signals))
+        self._warn(self.judges.follow_up.reports(record, signals))
 
     def _judged(self, record: StepRecord, signals: Mapping[str, float]) -> tuple[StepRecord, list[SpikeEvent]]:
         try:
-            return self.judges.judge(record, signals, self.absent)
+            return self.judges.detect(record, signals, self.absent)
         except Exception as error:  # the record must not be lost for it
             self._guard.complaints.add("internal:judge", f"step {record.step} could not be judged", error)
             return record, []
@@ -125,7 +125,7 @@ class Ledger:
             while known and next(reversed(known)) >= step:
                 known.popitem()
         self.memory.goes_back(step)
-        self.judges.forget(step)
+        self.judges.rewind(step)
 
     def was_monitored(self, step: int) -> bool:
         """Whether there is a record of ``step``."""
@@ -134,7 +134,7 @@ class Ledger:
     def fill(self, records: Iterable[StepRecord]) -> None:
         """Take steps that were not monitored, now that a spike before or after them makes them interesting. No dashboard gets them."""
         for record in records:
-            self.judges.gradients.fill(record.step, record.tables)
+            self.judges.history.gradients.backfill(record.step, record.tables)
             self._between[record.step] = replace(record, tables={})
             self.outbox.fill(record)
         while len(self._between) > self._options.history:
@@ -149,8 +149,8 @@ class Ledger:
 
     def _finish_judging(self, record: StepRecord) -> None:
         self._judge_again(record)
-        self._warn(self.judges.aftermath(self.last or record, self._signals))
-        for signal in self.judges.unheard():
+        self._warn(self.judges.follow_up.reports(self.last or record, self._signals))
+        for signal in self.judges.signals_without_values():
             why = self.absent.get((SUMMARY, signal.removeprefix(f"{SUMMARY}/")), _NO_SIGNAL)
             self._guard.complaints.add(f"signal:{signal}", f"the spike detector of {signal} has nothing to judge: {why}")
 
@@ -160,10 +160,10 @@ class Ledger:
             self._judge_again(self.last)
 
     def _judge_again(self, record: StepRecord) -> None:
-        judged, events = self._judged(record, {}) if self.judges.hears_late else (record, [])
+        judged, events = self._judged(record, {}) if self.judges.accepts_late_values else (record, [])
         if judged is not record:
             self._keep(judged, amend=True)
-            self.fill(self.judges.taken_recalled())
+            self.fill(self.judges.take_fetched())
         self._tell(events)
 
     def add(self, late: StepBuffer) -> None:
@@ -210,23 +210,23 @@ class Ledger:
         return policy_of(self._options.on_spike) is not None
 
     def _tell(self, events: Sequence[SpikeEvent], action: str = "") -> None:
-        news = self.judges.news(events)
+        news = self.judges.follow_up.alerts(events)
         if self.last is not None and action:  # as a rank knows it, though not hundreds in a row
             if self.last.context["in_a_row"] not in _TOLD:
                 return
             reasons = [event.reason for event in events] or [self.last.skipped]
             where = next((event.where for event in events if event.where), "")
             news = [f"step {self.last.step}: " + "; ".join(filter(None, (*reasons, where, action)))]
-        elif self._acts and (late := [event for event in events if event.signal not in self.judges.foreseen]):
+        elif self._acts and (late := [event for event in events if event.signal not in self.judges.predicted]):
             signals = ", ".join(event.signal for event in late)
             self._guard.complaints.add(
                 f"late:{signals}",
                 f"that {signals} spiked in step {late[0].step} became known only when the optimizer had stepped, so that nothing was "
                 "done about it; what is logged has to be logged before optimizer.step()",
             )
-        if (self.judges.looks_closer() or news) and self.last is not None:
+        if (self.judges.needs_detail() or news) and self.last is not None:
             self.on_alert(self.last.step)
-        self.judges.report_failures(self._guard.complaints)
+        self.judges.warn_of_failures(self._guard.complaints)
         self._warn(news)
         for event in events:
             if callable(self._options.on_spike):
@@ -250,7 +250,7 @@ class Ledger:
     def recent(self) -> Recent:
         """What is remembered of the steps, to tell stories of: the last ones, and those that a diagnosis looks at."""
         kept = {record.step: record for record in self.memory.records()}
-        return Recent({**kept, **self._between, **self._records}, self.judges.gradients, self.judges.suspects)
+        return Recent({**kept, **self._between, **self._records}, self.judges.history.gradients, self.judges.history.suspects)
 
     def missing(
         self, metrics: Iterable[Metric], names: Mapping[str, Any], owned: Set[str] | None = None, why: str = ""

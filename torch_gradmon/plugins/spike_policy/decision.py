@@ -63,7 +63,7 @@ class Votes:
             count = _nonfinite(record)
             refused |= bool(count) and optimizer.has_scaler
             if not refused:  # infinite gradients are the scaler's own affair
-                events = self._judges.foresee(record, whole)
+                events = self._judges.predict(record, whole)
         except Exception as error:
             self._complaints.add("internal:vote", f"whether step {buffer.step} is a spike could not be told", error)
         reasons = [event.reason for event in events]
@@ -73,7 +73,7 @@ class Votes:
             reasons.append("the gradients are those of a step that was skipped, and were not zeroed since")
         severity = CALM if not reasons else NONFINITE if count and not refused else SPIKE
         vote = self._together(severity, "; ".join(reasons), refused)
-        self._judges.report_failures(self._complaints)
+        self._judges.warn_of_failures(self._complaints)
         return vote
 
     def _together(self, severity: float, reason: str, refused: bool) -> tuple[float, str]:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ...core.errors import WarningLog, SpikeError
+from ...core.errors import SpikeError, WarningLog
 from ...core.keys import SUMMARY, Key
 from ...spikes.detector_set import DetectorSet
 from ...step.active_step import ActiveStep, Mode, RecordedStep
