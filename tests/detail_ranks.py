@@ -133,7 +133,7 @@ def _change(dice: random.Random) -> dict[str, Any]:
 
 
 def judged(rank: int) -> dict[str, Any]:
-    """A detector on each of two ranks under DDP, of which the first is watched more closely for a while, with a spike meanwhile."""
+    """A detector on each of two ranks under DDP, of which the first one asks for more detail in vain, with a spike meanwhile."""
     model = wrapped("ddp")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     monitor = gradmon.watch(model, optimizer, every=5, on_spike="raise")
@@ -145,12 +145,9 @@ def judged(rank: int) -> dict[str, Any]:
         (model(_batch(0, step)).square().mean() * (1e4 if step == 213 else 1)).backward()
         optimizer.step()
         scores.append(monitor.get_step_metrics().get("gradmon/spike_score"))
-        missing = monitor.missing().get("gradmon/spike_score", "") if step == 213 else ""
-        if missing:
-            found = missing
     state = monitor.state_dict()["detectors"]
     monitor.detach()
-    return {"scores": scores, "state": state, "missing": found if rank == 0 else ""}
+    return {"scores": scores, "state": state}
 
 
 def of_a_reset(rank: int, steps: int, at: int) -> list[int]:

@@ -342,7 +342,7 @@ def test_a_failure_of_the_audit_ends_it_with_one_warning(monkeypatch: pytest.Mon
         raise RuntimeError("no")
 
     monkeypatch.setattr("torch_gradmon.plugins.loop_audit.probe.Probe.look", fails)
-    with pytest.warns(gradmon.GradmonWarning, match="the audit of the loop failed and is off") as told:
+    with pytest.warns(gradmon.GradmonWarning, match="the plugin 'loop_audit' failed, it is off") as told:
         for _ in range(4):
             _step(model, optimizer)
     assert len(told) == 1

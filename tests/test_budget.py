@@ -38,9 +38,10 @@ class _Run:
 
 
 class _Context:
-    """What the budget needs of a monitor: its warnings."""
+    """What the budget needs of a monitor: its warnings, and a cadence."""
 
     def __init__(self) -> None:
+        self.ask_cadence_again = lambda: None
         self.warn = WarningLog().add
 
 

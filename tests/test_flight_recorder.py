@@ -138,8 +138,8 @@ def test_a_recorded_step_sends_nothing_to_the_host_and_keeps_26_kilobytes_for_20
     assert len(sent) == 1
     kept = monitor._runtime.plugin("flight_recorder")._kept
     assert len(kept) == 8
-    for step in kept:
-        storages = {block.untyped_storage().data_ptr(): block.untyped_storage().nbytes() for block in step.buffer._blocks}
+    for _, buffer, _ in kept:
+        storages = {block.untyped_storage().data_ptr(): block.untyped_storage().nbytes() for block in buffer._blocks}
         assert sum(storages.values()) == 2 * 200 * 8 * 8  # rows of 8 columns in float64, before and after clipping
     assert len(sent) == 1
 

@@ -214,7 +214,7 @@ def test_absent_gradients_take_no_place_among_the_last_ones() -> None:
 
 
 def _made(monitor: ModuleMonitor, step: int) -> Any:
-    return attribution(monitor._runtime.ledger.recent().suspects(step), step)
+    return spike_cause(monitor._runtime.ledger.recent().suspects(step), step)
 
 
 _OPTIMIZERS = {"sgd": lambda p: torch.optim.SGD(p, lr=0.02), "adam": lambda p: torch.optim.Adam(p, lr=0.003)}

@@ -103,6 +103,7 @@ ARGUMENTS: dict[str, tuple[Any, Any]] = {
     "process_group": (None, "all"),
     "rank_distinct_regex": ("expert", "["),
     "log_on_all_ranks": (True, None),
+    "plugins": ([], "plugin"),
 }
 
 

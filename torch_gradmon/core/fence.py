@@ -12,7 +12,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from .errors import GradmonWarning, SpikeError, WarningLog
-from .torch_modes import call_outside_modes
+from .torch_modes import outside_dispatch_modes
+
+# asked in every fenced call: without modes there is nothing to leave
+_function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 
 
 def is_disabled() -> bool:
@@ -49,7 +52,10 @@ class Fence:
             self._entered = time.perf_counter()
             self._inside = True
             try:
-                return call_outside_modes(self._run, method, args)
+                if _function_modes() or _dispatch_modes():
+                    with outside_dispatch_modes():
+                        return self._run(method, args)
+                return self._run(method, args)
             finally:
                 self._inside = False
                 self._seconds += time.perf_counter() - self._entered

@@ -18,17 +18,26 @@ class Cadence:
     def __init__(self, asked: Callable[[int], bool], plugins: PluginSet) -> None:
         self.asked = asked
         self.plugins = plugins
+        self._asked: tuple[int, bool] | None = None
         self._answer: tuple[int, bool] | None = None
 
     def wants(self, step: int) -> bool:
-        """Whether the next step is monitored, if it is ``step``. The script is asked once for each."""
+        """Whether the next step is monitored, if it is ``step``. The script is asked once for each, and so are the plugins unless
+        :meth:`plugins_changed`.
+        """
         if self._answer is None or self._answer[0] != step:
-            self._answer = step, bool(self.asked(step))
-        return self.plugins.wants(step, self._answer[1])
+            if self._asked is None or self._asked[0] != step:
+                self._asked = step, bool(self.asked(step))
+            self._answer = step, self.plugins.wants(step, self._asked[1])
+        return self._answer[1]
+
+    def plugins_changed(self) -> None:
+        """Ask the plugins again."""
+        self._answer = None
 
     def ask_again(self) -> None:
-        """Forget what the script said of the next step."""
-        self._answer = None
+        """Forget what the script and the plugins said of the next step."""
+        self._asked = self._answer = None
 
     def foretells(self, step: int, ahead: int | None) -> bool:
         """Whether ``step`` would be monitored, by what is known now.

@@ -3,6 +3,7 @@
 # ruff: noqa: D102 (the protocol has the docstrings)
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Sequence, Set
 from typing import Any
 
@@ -57,6 +58,7 @@ class FollowedLoop(LoopDriver):
     ) -> None:
         self.owner, self.guard = owner, lifecycle.fence
         self._lifecycle, self._overflows = lifecycle, overflows
+        self._first = weakref.ref(optimizers[0])
         self._order: list[Hashable] = [id(optimizer) for optimizer in optimizers]
         self.ownership = Ownership(optimizers)
         self.hooks = LoopHooks(self, self.guard, module, optimizers, scaler, wrappers, cycle.state.in_backward)
@@ -139,7 +141,7 @@ class FollowedLoop(LoopDriver):
         self._look_for_optimizers()
 
     def _look_for_optimizers(self) -> None:
-        if self.ownership.is_orphaned:
+        if self._first() is None and self.ownership.is_orphaned:
             self.is_orphaned = True
             self.guard.complaints.add("optimizers", _GONE)
             self._lifecycle.plugins.call("on_optimizers_lost")

@@ -47,29 +47,26 @@ class HookSchedule:
 
     Attributes:
         loop: has the hooks on parameters; None where steps begin and end by hand.
+        is_bare: nothing is registered that a step without measurements can do without.
     """
 
     def __init__(self, planner: Planner, modules: ModuleSource) -> None:
         self._planner, self._modules = planner, modules
         self.loop: DrivingLoop | None = None
         self._installed_for: tuple[int, bool] | None = None  # a version of the plan, and whether on modules too
+        self.is_bare = False
 
     @property
     def is_partial(self) -> bool:
         """Whether hooks that a monitored step needs may be missing."""
         return self._installed_for is None or not self._installed_for[1]
 
-    @property
-    def is_loose(self) -> bool:
-        """Whether any hook is registered that a step without measurements can do without."""
-        return self._installed_for is not None or self._modules.may_rest
-
     def install(self, on_modules: bool = True) -> None:
         """Register the hooks that monitored steps need, where they are missing; ``on_modules`` too, or on parameters only."""
         wanted = self._planner.version, on_modules
         if self._installed_for == wanted or self._planner.module is None or self._planner.inventory is None:
             return
-        before, self._installed_for = self._installed_for, wanted
+        before, self._installed_for, self.is_bare = self._installed_for, wanted, False
         if on_modules:
             self.on_modules()
         elif self._modules.may_rest:
@@ -81,7 +78,7 @@ class HookSchedule:
         """Register those on modules by the plan as it is now."""
         module, inventory = self._planner.module, self._planner.inventory
         if module is not None and inventory is not None:
-            metrics = self._planner.module_metrics()
+            metrics, self.is_bare = self._planner.module_metrics(), False
             self._modules.install(module, inventory, metrics, self._planner.version, bool(linkable(module)))
 
     def uninstall(self) -> None:
@@ -91,6 +88,7 @@ class HookSchedule:
             self._modules.rest(self._planner.module_metrics())
         if self.loop is not None:
             self.loop.uninstall()
+        self.is_bare = not self._modules.has_hooks_on_parts
 
     def mark_stale(self) -> None:
         """What is registered may not be what is needed any more."""

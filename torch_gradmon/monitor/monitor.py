@@ -442,8 +442,8 @@ class ModuleMonitor:
 
         Only the call on the first rank counts. Ranks that exchange values (sharded tensors, activations, values logged with
         ``reduce=``) change together: the request travels in the exchange of the next step of the current cadence, which may be far
-        away, and the step after that is the first. Ranks that exchange nothing, as under DDP with ``"cheap"`` and ``"standard"``,
-        change alone. The first rank then measures activations of its own batches, and detectors skip the steps that only it monitors.
+        away, and the step after that is the first. Where ranks exchange nothing, as under DDP with ``"cheap"`` and ``"standard"``,
+        the request is refused with a reason.
 
         :meth:`state_dict` does not contain the change: a resumed run uses the settings of its script.
 

@@ -72,6 +72,9 @@ class MonitorContext:
     def annotate_run(self, **facts: Any) -> None:
         self._lifecycle.queue.ledger.outbox.note(**facts)
 
+    def make_metric(self, source: str, name: str, every: int = 1) -> Metric:
+        return self._lifecycle.planner.registry.make(source, name, every=every, shown=False)
+
     def set_overlay(self, name: str, metrics: Sequence[Metric] | None, replaces_hidden: bool = False) -> None:
         self._lifecycle.planner.registry.set_overlay(name, metrics, replaces_hidden)
         self._lifecycle.planner.changed()
@@ -79,8 +82,11 @@ class MonitorContext:
     def request_replan(self, drop_hooks: bool = False) -> None:
         self._lifecycle.replan(drop_hooks)
 
-    def ask_cadence_again(self) -> None:
-        self._lifecycle.cadence.ask_again()
+    def ask_cadence_again(self, script_too: bool = False) -> None:
+        if script_too:
+            self._lifecycle.cadence.ask_again()
+        else:
+            self._lifecycle.cadence.plugins_changed()
 
     def flush_pending(self) -> None:
         state = self._lifecycle.state

@@ -37,8 +37,8 @@ class PluginSet:
         """Whether any plugin overrides ``hook``."""
         return bool(self._calls[hook])
 
-    def call(self, hook: str, *args: Any) -> list[Any]:
-        """Call ``hook`` of each plugin that overrides it; what they return.
+    def call(self, hook: str, *args: Any, is_idle: bool = False) -> list[Any]:
+        """Call ``hook`` of each plugin that overrides it; what they return. Where ``is_idle``, only of those that watch idle steps.
 
         Raises:
             SpikeError: training must stop.
@@ -47,11 +47,14 @@ class PluginSet:
         results: list[Any] = []
         raised: Exception | None = None
         for plugin, method in self._calls[hook]:
+            if (is_idle and not plugin.watches_idle_steps) or (self._stopped and plugin in self._stopped and hook not in _ALWAYS):
+                continue
             try:
-                if not self._stopped or plugin not in self._stopped or hook in _ALWAYS:
-                    results.append(self.call_one(plugin, method, *args))
+                results.append(method(*args))
             except (SpikeError, GradmonWarning) as error:
                 raised = raised or error
+            except Exception as error:
+                self._failed(plugin, hook, error)
         if raised is not None:
             raise raised
         return results
@@ -68,12 +71,15 @@ class PluginSet:
         except (SpikeError, GradmonWarning):
             raise
         except Exception as error:
-            what = "it is off" if plugin.stops_on_failure else "what it does is lost"
-            message = f"{method.__name__}() of the plugin {plugin.name!r} failed, {what}; training goes on"
-            if plugin.stops_on_failure:
-                self._stopped.append(plugin)
-            self._complaints.add(f"plugin:{plugin.name}", message, error)
+            self._failed(plugin, method.__name__, error)
             return None
+
+    def _failed(self, plugin: Plugin, method: str, error: Exception) -> None:
+        what = "it is off" if plugin.stops_on_failure else "what it does is lost"
+        if plugin.stops_on_failure:
+            self._stopped.append(plugin)
+        message = f"{method}() of the plugin {plugin.name!r} failed, {what}; training goes on"
+        self._complaints.add(f"plugin:{plugin.name}", message, error)
 
     def restart(self) -> None:
         """Call plugins again that have stopped."""
@@ -95,4 +101,7 @@ class PluginSet:
     @property
     def requires_gradients(self) -> bool:
         """Whether any plugin needs gradients in steps that are not monitored."""
-        return any(plugin.requires_gradients for plugin in self._requiring)
+        for plugin in self._requiring:  # asked in every idle step: no generator
+            if plugin.requires_gradients:
+                return True
+        return False

@@ -106,9 +106,10 @@ class StepLifecycle:
         """``step`` is about to open: nothing more can be added to the last one."""
         self.queue.now = step
         self.captures.had_root_inputs = self.captures.modules.on_root_inputs
-        self.plugins.call("before_step", step)
+        is_idle = self.active is not None and self.active.mode is Mode.IDLE
+        self.plugins.call("before_step", step, is_idle=is_idle)
         self.finish()
-        self.plugins.call("on_sealed", step)
+        self.plugins.call("on_sealed", step, is_idle=is_idle)
 
     def finish(self) -> None:
         """Publish the last step's record if it is ready or a consumer is waiting for it."""
@@ -131,16 +132,16 @@ class StepLifecycle:
     def open(self, step: int, *, is_tentative: bool, hides_forward: bool, was_undecided: bool) -> None:
         """Begin ``step``."""
         active = self.active = ActiveStep(step, self.state.clock.stride)
-        self.plugins.call("on_step_open", active)
         tags = self.values.late.tags.begin()
         modules = self.captures.modules
         if self.would_measure(step):
             active.mode = Mode.MONITORED
         elif self.planner.module is not None and not self.fence.inert and self.plugins.requires_gradients:
             active.mode = Mode.RECORDED
+        self.plugins.call("on_step_open", active, is_idle=active.mode is Mode.IDLE)
         if active.mode is Mode.IDLE:
             modules.let_through(False)
-            if self.hooks.is_loose:
+            if not self.hooks.is_bare:
                 self.hooks.uninstall()
         else:
             self.values.late.tags.current = tags
@@ -236,14 +237,14 @@ class StepLifecycle:
         active.is_overflowed, self.queue.ledger.last = is_overflowed, None
         try:
             try:
-                self.plugins.call("on_step_closing", active)
+                self.plugins.call("on_step_closing", active, is_idle=active.mode is Mode.IDLE)
             finally:  # where warnings are errors
                 if active.is_monitored:
                     self._close_monitored(active)
                 else:
                     self._close_unmonitored(active)
         finally:  # ranks change together, whatever failed on one of them
-            self.plugins.call("on_step_closed", active)
+            self.plugins.call("on_step_closed", active, is_idle=active.mode is Mode.IDLE)
         self._prepare_next()
 
     def _prepare_next(self) -> None:
@@ -275,7 +276,7 @@ class StepLifecycle:
         else:
             recorded = RecordedStep(active)
             self.values.late.tags.current = {}
-        self.plugins.call("on_unmonitored_step", recorded)
+        self.plugins.call("on_unmonitored_step", recorded, is_idle=active.mode is Mode.IDLE)
         if active.is_overflowed:
             self.queue.count_refusal()
         if self.queue.ledger.pass_by(active.is_overflowed):

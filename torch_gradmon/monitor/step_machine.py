@@ -228,7 +228,8 @@ class StepMachine:
         progress.done.add(optimizer)
         self.state.patterns.is_first = False
         self.state.patterns.backwards_at_step = progress.backwards
-        self.measures.measure_update(optimizer)
+        if self.cycle.boundaries.has_values:
+            self.measures.measure_update(optimizer)
         if not within:  # else the step ends with the backward pass, or with an optimizer behind it
             self._attempt_ended(optimizer, in_scaler_step)
 

@@ -26,6 +26,7 @@ class OverheadBudget(Plugin):
     """
 
     name = "overhead_budget"
+    watches_idle_steps = True
 
     def __init__(self, share: float) -> None:
         self.share = share
@@ -77,6 +78,7 @@ class OverheadBudget(Plugin):
         if monitored and self._monitored >= (_FEW if far else _MANY):
             self._decide(share)
             self._begin(spent, now)
+            self.context.ask_cadence_again()
 
     def on_detail_changed(self, is_back: bool) -> None:
         """Something else is measured for a while, or the same as before that: what was found about the one says nothing of the other."""

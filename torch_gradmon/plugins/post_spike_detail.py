@@ -50,7 +50,7 @@ class PostSpikeDetail(Plugin):
 
     def on_alert(self, step: int) -> None:
         """A spike came."""
-        self._spiked_in = step
+        self._spiked_in, self.watches_idle_steps = step, True
 
     def on_sealed(self, step: int) -> None:
         """What came with the last record begins with the step that opens."""
@@ -61,7 +61,9 @@ class PostSpikeDetail(Plugin):
         if not step.is_monitored:
             return
         self._ends = self._left == 1 and self._has_overlay
-        self._left -= self._left > 0
+        if self._left:
+            self._left -= 1
+            self.context.ask_cadence_again()
         if self._ends:
             self._has_overlay = False
             self.context.set_overlay(self.name, None)
@@ -78,8 +80,8 @@ class PostSpikeDetail(Plugin):
         if self.context.ranks_synchronised and spiked is not None and not (opens and last is not None and spiked < last):
             spiked = None
         if spiked is not None:
-            self._spiked_in = None
-            self.context.ask_cadence_again()
+            self._spiked_in, self.watches_idle_steps = None, False
+            self.context.ask_cadence_again(script_too=True)
         if (spiked is not None and self._begin()) or ends:
             self.context.request_replan()
 
@@ -88,8 +90,7 @@ class PostSpikeDetail(Plugin):
         self._left = self._steps
         if not self._steps or self._has_overlay or not self.may_add_hooks:
             return False
-        make = self._planner.registry.make
-        metrics = [make(source, name, shown=False) for source, names in _METRICS.items() for name in names]
+        metrics = [self.context.make_metric(source, name) for source, names in _METRICS.items() for name in names]
         self.context.set_overlay(self.name, metrics)
         self._has_overlay = True
         return True

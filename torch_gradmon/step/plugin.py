@@ -80,6 +80,13 @@ class PluginContext(Protocol):
     def is_step_open(self) -> bool:
         """Whether a step is open."""
 
+    def make_metric(self, source: str, name: str, every: int = 1) -> Metric:
+        """A built-in metric for :meth:`set_overlay`, such as ``("activation", "std")``.
+
+        Raises:
+            ValueError: there is no such metric.
+        """
+
     def set_overlay(self, name: str, metrics: Sequence[Metric] | None, replaces_hidden: bool = False) -> None:
         """Measure ``metrics`` besides those of the script, under this plugin's ``name``; None takes them back. With
         ``replaces_hidden`` they take the place of those of the script that are not shown.
@@ -88,8 +95,8 @@ class PluginContext(Protocol):
     def request_replan(self, drop_hooks: bool = False) -> None:
         """What is measured has changed: register the hooks for it, and with ``drop_hooks`` take those away that are not needed now."""
 
-    def ask_cadence_again(self) -> None:
-        """Forget which answer the cadence gave for the next step."""
+    def ask_cadence_again(self, script_too: bool = False) -> None:
+        """:meth:`Plugin.wants` has another answer for the next step by now; with ``script_too`` the script may have one as well."""
 
     def flush_pending(self) -> None:
         """Complete the record of the last step. Waits for the device."""
@@ -115,6 +122,9 @@ class Plugin:
     name = "plugin"
     #: Whether the plugin is called no more after it failed, until the next :meth:`ModuleMonitor.attach`.
     stops_on_failure = False
+    #: Whether the methods of a step are called also in idle steps, in which nothing is measured. Most steps of most trainings are idle,
+    #: so this costs the most; a plugin may change it at any time.
+    watches_idle_steps = False
     context: PluginContext
 
     def attach(self, context: PluginContext) -> None:

@@ -143,6 +143,11 @@ class ForwardHooks:
         return any(name != n.ROOT for _, name in self._hooks)
 
     @property
+    def has_hooks_on_parts(self) -> bool:
+        """Whether any module, the root among them, has hooks for what it takes or returns."""
+        return bool(self._hooks)
+
+    @property
     def may_rest(self) -> bool:
         """Whether there are hooks that only monitored steps need, and the model is not compiled.
 

@@ -213,6 +213,11 @@ class ModuleSource:
         return self._hooks.on_root or self._hooks.on_parts
 
     @property
+    def has_hooks_on_parts(self) -> bool:
+        """Whether any module, the root among them, has hooks for what it takes or returns."""
+        return self._hooks.has_hooks_on_parts
+
+    @property
     def may_rest(self) -> bool:
         """Whether hooks may go while steps are not monitored; until a forward was seen nobody knows, since it may be compiled."""
         return self._passes.forward_seen and self._hooks.may_rest

@@ -112,17 +112,21 @@ class GradientHolds:
 
     Args:
         complaints: where it is reported that a step changed something all the same.
+
+    Attributes:
+        any: gradients are held back right now.
     """
 
     def __init__(self, complaints: WarningLog) -> None:
         self._complaints = complaints
         self._held: dict[int, SetAside] = {}
+        self.any = False
         self._left: dict[int, list[PutBack]] = {}  # gradients of each optimizer that belong to a skipped step
         self._versions: dict[int, list[int]] = {}
 
     def hold(self, optimizer: Optimizer) -> None:
         """Hold back the gradients of ``optimizer`` until its step is over."""
-        held = self._held.get(id(optimizer))
+        held, self.any = self._held.get(id(optimizer)), True
         if held is None:
             self._held[id(optimizer)] = SetAside(optimizer)
         else:
@@ -131,6 +135,7 @@ class GradientHolds:
     def restore(self, optimizer: Optimizer, is_wrapped: bool) -> None:
         """The optimizer's step is over: give its gradients back. Warns where the step changed parameters without them."""
         held = self._held.pop(id(optimizer), None)
+        self.any = bool(self._held)
         if held is None:
             return
         self._left[id(optimizer)] = held.put_back()
@@ -144,6 +149,7 @@ class GradientHolds:
         """Optimizers raised in their steps: their state is restored, and not their gradients, which the loop may have zeroed."""
         while self._held:
             self._held.popitem()[1].undo()
+        self.any = False
 
     def leftovers(self, optimizer: Optimizer) -> list[Tensor]:
         """The parameters of ``optimizer`` that still have the gradients of a skipped step."""

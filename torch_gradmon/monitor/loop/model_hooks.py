@@ -35,30 +35,27 @@ class ModelHooks:
         self._handles.remove()
 
     def _forward_hook(self, module: nn.Module, args: tuple[object, ...]) -> None:
-        self._fence.run(self._root_began, module)
+        self._fence.run(self._root_called, module, True)
 
     def root_called(self, module: nn.Module) -> None:
         """The root is called, as another hook on it reports. Idempotent."""
-        self._fence.run(self._root_called, module)
+        self._fence.run(self._root_called, module, False)
 
     def part_called(self, module: nn.Module) -> None:
         """A part of the model is called, by something else than the root."""
         self._fence.run(self._forward_began, module)
 
-    def _root_began(self, module: nn.Module) -> None:
-        driver = self._driver()
-        if self._root_called(module) and driver is not None:
-            driver.root_began()
-
-    def _root_called(self, module: nn.Module) -> bool:
+    def _root_called(self, module: nn.Module, by_own_hook: bool) -> None:
         driver = self._driver()
         if self._optimizers.may_skip and driver is not None and module.training and torch._C._current_graph_task_id() == -1:
             driver.moves_buffers(module)
-        return self._forward_began(module)
+        if self._forward_began(module) and by_own_hook and driver is not None:
+            driver.root_began()
 
     def _forward_began(self, module: nn.Module) -> bool:
         """Report a training forward, and no evaluation or recomputation; whether it is one."""
-        self._optimizers.shield()
+        if not self._optimizers.is_shielded:
+            self._optimizers.shield()
         driver = self._driver()
         if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None:
             return False  # a transform or a trace is no training

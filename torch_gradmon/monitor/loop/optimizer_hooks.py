@@ -47,6 +47,7 @@ class OptimizerHooks:
     Attributes:
         may_skip: steps may be skipped; where they may not, nothing is done for that.
         in_closure: a closure is running.
+        is_shielded: a compiler is loaded, and does not trace the hooks.
         called: ids of optimizers that have stepped, perhaps within a wrapper that left their step out.
         stepped_within: ids of the parameters of optimizers that have stepped within a backward pass.
         before_step: called with the optimizer before anything is reported of its step.
@@ -66,7 +67,7 @@ class OptimizerHooks:
         self._depth: dict[int, int] = {}
         self._around_last: dict[int, Callable[..., Any]] = {}  # what stands for the last hook before each optimizer's step
         self._targets: dict[str, Callable[..., Any]] = {"sees": self._step_hook}
-        self._is_shielded = self.may_skip = self.in_closure = False
+        self.is_shielded = self.may_skip = self.in_closure = False
         self.holds = GradientHolds(fence.complaints)
         self.wrappers = WrapperCalls(wrappers, self._wrapper_began, self._wrapper_ended)
         self.called: set[int] = set()
@@ -102,8 +103,8 @@ class OptimizerHooks:
         """Keep a compiled ``optimizer.step`` from tracing what its hooks do. Without a compiler in the process there is no need, and
         importing it only for this would take a second.
         """
-        if not self._is_shielded and (compiler := sys.modules.get("torch._dynamo")) is not None:
-            self._is_shielded = True
+        if not self.is_shielded and (compiler := sys.modules.get("torch._dynamo")) is not None:
+            self.is_shielded = True
             for name, method in self._targets.items():
                 self._targets[name] = compiler.disable(method)
 
@@ -117,7 +118,8 @@ class OptimizerHooks:
     def heal(self) -> None:
         """Forget the step of an optimizer that raised in it: its depth, and the gradients held back from it."""
         self._depth.clear()
-        self.holds.drop()
+        if self.holds.any:
+            self.holds.drop()
 
     # --- before the step -----------------------------------------------------------------------------------------------------
 
@@ -210,7 +212,8 @@ class OptimizerHooks:
 
     def _step_over(self, optimizer: Optimizer) -> None:
         driver = self._driver()
-        self.holds.restore(optimizer, is_wrapped=bool(self.wrappers.around(optimizer)))
+        if self.holds.any:
+            self.holds.restore(optimizer, is_wrapped=bool(self.wrappers.around(optimizer)))
         if driver is not None:
             found_inf = getattr(optimizer, "found_inf", None)
             driver.step_ended(optimizer, found_inf if isinstance(found_inf, Tensor) else None, is_backward_running())

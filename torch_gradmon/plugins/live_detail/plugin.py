@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...core.errors import WarningLog
+from ...core.errors import GradmonWarning, WarningLog
 from ...core.metric import Metric
 from ...runs.detail_request import DetailRequest
 from ...step.active_step import ActiveStep
@@ -40,7 +40,7 @@ class LiveDetail(Plugin):
     Attributes:
         in_force: the change under which the open step is measured.
         left: for how many steps, with this one; None until further notice.
-        has_pending_work: whether anything is to be done when a step opens or closes.
+        watches_idle_steps: whether anything is to be done when a step opens or closes.
     """
 
     name = "live_detail"
@@ -62,20 +62,21 @@ class LiveDetail(Plugin):
         self.left: int | None = None
         self._since: int | None = None  # its first step; None before that began
         self._why_ended = self._why_missing = ""
-        self.has_pending_work = False
+        self._raised: GradmonWarning | None = None
+        self.watches_idle_steps = False
 
     # --- requests --------------------------------------------------------------------------------------------------------------
 
     def request(self, change: DetailRequest) -> None:
         """Request a change from within the program, from any thread, or in a signal handler."""
         self._requests.from_code.append(change)
-        self.has_pending_work = True  # after the request, see _update_pending
+        self.watches_idle_steps = True  # after the request, see _update_pending
 
     def _update_pending(self) -> None:
-        """Clear ``has_pending_work`` when no request is active; a request that comes at this very moment sets it again."""
-        self.has_pending_work = (self.in_force or self._requests.asked or self._agreed) is not None
+        """Clear ``watches_idle_steps`` when no request is active; a request that comes at this very moment sets it again."""
+        self.watches_idle_steps = (self.in_force or self._requests.asked or self._agreed) is not None
         if self._requests.from_code:
-            self.has_pending_work = True
+            self.watches_idle_steps = True
 
     def _accept(self) -> None:
         """Agree to the request at once in a single process; have it broadcast, or refuse it, where there are other ranks."""
@@ -102,7 +103,7 @@ class LiveDetail(Plugin):
 
     def before_step(self, step: int) -> None:
         """A step is about to open, which may be the first one under a request that came since the last one closed."""
-        if self.has_pending_work:
+        if self.watches_idle_steps:
             self._accept()
             self._change(step)
 
@@ -117,8 +118,11 @@ class LiveDetail(Plugin):
 
     def on_step_closing(self, step: ActiveStep) -> None:
         """The ranks are about to exchange: broadcast what is requested."""
-        self.has_pending_work |= self._requests.look()
-        if self.has_pending_work:
+        raised, self._raised = self._raised, None
+        if raised is not None:
+            raise raised
+        self.watches_idle_steps |= self._requests.look()
+        if self.watches_idle_steps:
             self._requests.receive()
             self._exchange.exchange.word = self._requests.broadcast()
 
@@ -131,7 +135,7 @@ class LiveDetail(Plugin):
     def on_step_closed(self, step: ActiveStep) -> None:
         """Count the step, take what was broadcast in it, and change."""
         has_received = self._exchange.exchange.heard is not SILENCE
-        if not (self.has_pending_work or has_received):
+        if not (self.watches_idle_steps or has_received):
             return
         if has_received:
             self._take_broadcast()
@@ -143,6 +147,10 @@ class LiveDetail(Plugin):
 
     def wants(self, step: int, asked: bool) -> bool:
         """Whether ``step`` is monitored, where the script says ``asked``."""
+        try:
+            self.watches_idle_steps |= self._requests.look()
+        except GradmonWarning as error:  # where warnings are errors; raised where it costs no step
+            self._raised, self.watches_idle_steps = error, True
         every = None if self.in_force is None else self.in_force.every
         return asked if every is None else step % every == 0
 
@@ -174,6 +182,7 @@ class LiveDetail(Plugin):
             self._update_pending()
             if was_changed != (self.in_force is not None):
                 self.context.detail_changed(is_back=was_changed)
+            self.context.ask_cadence_again()
             self.context.request_replan(drop_hooks=True)
 
     def _end_change(self, why: str) -> None:
@@ -191,7 +200,7 @@ class LiveDetail(Plugin):
     def _metrics(self, preset: str) -> list[Metric]:
         """What a preset measures out of sight; in a compiled model the script's own metrics of modules stay as they are."""
         registry = self._planner.registry
-        made = [registry.make(source, name, every=every, shown=False) for source, name, every in PRESETS[preset].layer_metrics]
+        made = [self.context.make_metric(source, name, every) for source, name, every in PRESETS[preset].layer_metrics]
         if self._may_add_hooks():
             return made
         if any(metric.source in OF_MODULES for metric in made):
@@ -209,5 +218,5 @@ class LiveDetail(Plugin):
         if self.in_force is not None:
             self._end_change("the run has ended, or its monitor was detached")
             self._measure(None)
-        self.has_pending_work = True  # until a step opens all the same: by hand, or after attach()
+        self.watches_idle_steps = True  # until a step opens all the same: by hand, or after attach()
         self._requests.leave()
