@@ -340,6 +340,6 @@ def test_the_early_stop_of_the_documentation() -> None:
     loop = Loop(StopWhenStill("0.weight", bound=1.0, patience=5))
     assert loop.monitor is not None
     loop.monitor.add_update_metric("ratio")
-    with pytest.raises(SpikeError, match="0.weight changed by less than 1 of its norm in 5 steps"):
+    with pytest.raises(SpikeError, match=r"0\.weight changed by less than 1 of its norm in 5 steps"):
         loop.go(20)
     assert loop.monitor.last_step == 5

@@ -101,7 +101,7 @@ class PluginSet:
     @property
     def requires_gradients(self) -> bool:
         """Whether any plugin needs gradients in steps that are not monitored."""
-        for plugin in self._requiring:  # asked in every idle step: no generator
+        for plugin in self._requiring:  # noqa: SIM110 (asked in every idle step: no generator)
             if plugin.requires_gradients:
                 return True
         return False

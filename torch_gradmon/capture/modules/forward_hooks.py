@@ -145,7 +145,7 @@ class ForwardHooks:
     @property
     def has_hooks_on_parts(self) -> bool:
         """Whether any module, the root among them, has hooks for what it takes or returns."""
-        return bool(self._hooks)
+        return len(self._hooks) > 0
 
     @property
     def may_rest(self) -> bool:
