@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Sequence, Set
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..capture.hooks import Hook
 from ..core.fence import fenced
 from ..step.planner import Planner
-from ..step.plugin import OptimizerContext
+from .decisions import Decisions
 from .loop.listener import LoopDriver
 from .loop.loop_hooks import LoopHooks
 from .ownership import Ownership
@@ -63,8 +63,9 @@ class FollowedLoop(LoopDriver):
         self.ownership = Ownership(optimizers)
         self.hooks = LoopHooks(self, self.guard, module, optimizers, scaler, wrappers, cycle.state.in_backward)
         self.measurement = StepMeasurement(
-            lifecycle, lifecycle.captures, self.ownership, self.hooks, self._order, lifecycle.planner, self.guard.complaints
+            lifecycle, lifecycle.captures, self.ownership, self.hooks, self._order, self.guard.complaints
         )
+        self.decisions = Decisions(self.ownership, self._order, self.hooks.optimizers.holds, lifecycle.planner)
         self.machine = StepMachine(cycle, self.measurement, self._order)
         self.is_orphaned = False
         self.scaler: torch.amp.GradScaler | None = scaler
@@ -96,16 +97,6 @@ class FollowedLoop(LoopDriver):
     def uninstall(self) -> None:
         """Take them away."""
         self.hooks.backward.uninstall()
-
-    def context_of(
-        self, optimizer: Hashable, done: Set[Hashable], overflowed: Set[Hashable], is_overflowed: bool
-    ) -> OptimizerContext:
-        """What plugins may know of an optimizer that is about to step."""
-        return self.measurement.context_of(optimizer, done, overflowed, is_overflowed)
-
-    def accept_leftovers(self) -> None:
-        """Gradients that are left of skipped steps may be used after all."""
-        self.measurement.accept_leftovers()
 
     def by_scale(self, positions: Sequence[int]) -> list[tuple[list[int], Tensor | None]]:
         """These positions by what their gradients have to be multiplied by at this moment."""
@@ -167,30 +158,30 @@ class FollowedLoop(LoopDriver):
         self.machine.backward_ended(is_nested, self.hooks.scaler.in_step)
 
     def wrapper_began(self, optimizer: Optimizer) -> None:
-        self.machine.wrapper_began(id(optimizer))
+        self.machine.optimizers.wrapper_began(id(optimizer))
 
     def wrapper_ended(self, optimizer: Optimizer) -> None:
-        self.machine.wrapper_ended(id(optimizer))
+        self.machine.optimizers.wrapper_ended(id(optimizer))
 
     def step_began(self, optimizer: Optimizer, has_closure: bool, within: bool) -> bool:
         self._lifecycle.plugins.call("on_optimizer_step", optimizer, has_closure)
-        return self.machine.step_began(id(optimizer), has_closure, within)
+        return self.machine.optimizers.step_began(id(optimizer), has_closure, within)
 
     def closure_ended(self, optimizer: Optimizer) -> bool:
-        return self.machine.closure_ended(id(optimizer))
+        return self.machine.optimizers.closure_ended(id(optimizer))
 
     def closure_raised(self, optimizer: Optimizer) -> None:
-        self.machine.closure_raised(id(optimizer))
+        self.machine.optimizers.closure_raised(id(optimizer))
 
     def step_ended(self, optimizer: Optimizer, found_inf: Tensor | None, within: bool) -> None:
         self._lifecycle.plugins.call("on_optimizer_stepped", optimizer)
         if found_inf is not None and not within:
             self._overflows.note(found_inf)
-        self.machine.step_ended(id(optimizer), within, self.hooks.scaler.in_step)
+        self.machine.optimizers.step_ended(id(optimizer), within, self.hooks.scaler.in_step)
 
     def step_overflowed(self, optimizer: Optimizer) -> None:
         self._lifecycle.plugins.call("on_optimizer_overflowed", optimizer)
-        self.machine.step_overflowed(id(optimizer), self.hooks.scaler.in_step)
+        self.machine.optimizers.step_overflowed(id(optimizer), self.hooks.scaler.in_step)
 
     def loss_scaled(self) -> None:
         self._lifecycle.plugins.call("on_loss_scaled")

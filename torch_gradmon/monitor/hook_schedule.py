@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence, Set
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch.optim import Optimizer
 
 from ..capture.modules.source import ModuleSource
 from ..step.planner import Planner
-from ..step.plugin import OptimizerContext
+from .decisions import Decisions
 from .links import linkable
 
 
@@ -29,13 +29,9 @@ class DrivingLoop(Protocol):
     def uninstall(self) -> None:
         """Take them away."""
 
-    def context_of(
-        self, optimizer: Hashable, done: Set[Hashable], overflowed: Set[Hashable], is_overflowed: bool
-    ) -> OptimizerContext:
-        """What plugins may know of an optimizer that is about to step."""
-
-    def accept_leftovers(self) -> None:
-        """Gradients that are left of skipped steps may be used after all."""
+    @property
+    def decisions(self) -> Decisions:
+        """Describes optimizers to plugins."""
 
 
 class HookSchedule:

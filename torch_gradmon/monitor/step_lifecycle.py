@@ -203,14 +203,14 @@ class StepLifecycle:
             return False
         if not self.plugins.has("before_optimizer_step"):
             return False
-        context = loop.context_of(optimizer, done, overflowed, is_overflowed)
+        context = loop.decisions.context_of(optimizer, done, overflowed, is_overflowed)
         try:
             self.plugins.call("before_optimizer_step", active, context)
         finally:
             if active.is_skipped:
                 self.plugins.call("on_skip", active)
         if context.is_stale and not active.is_skipped:
-            loop.accept_leftovers()
+            loop.decisions.accept_leftovers()
         return active.is_skipped
 
     def attempt_ended(self, is_overflowed: bool) -> None:

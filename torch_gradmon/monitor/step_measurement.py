@@ -3,15 +3,13 @@
 # ruff: noqa: D102 (the protocol has the docstrings)
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence, Set
+from collections.abc import Hashable, Set
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core.errors import WarningLog
 from ..core.keys import GRADIENT_BEFORE_CLIP
-from ..step.planner import Planner
-from ..step.plugin import OptimizerContext
 from .captures import Captures
 from .loop.loop_hooks import LoopHooks
 from .ownership import Ownership
@@ -42,7 +40,6 @@ class StepMeasurement:
         ownership: which optimizer has which parameters.
         hooks: on the loop; know scales and gradients that are held back.
         order: the optimizers in the order in which they step; shared with the step machine, which changes it.
-        planner: knows the model.
         complaints: where it is reported what cannot be done.
     """
 
@@ -53,12 +50,11 @@ class StepMeasurement:
         ownership: Ownership,
         hooks: LoopHooks,
         order: list[Hashable],
-        planner: Planner,
         complaints: WarningLog,
     ) -> None:
         self._lifecycle, self._captures = lifecycle, captures
         self._ownership, self._hooks, self._order = ownership, hooks, order
-        self._planner, self._complaints = planner, complaints
+        self._complaints = complaints
 
     def _scale(self, optimizer: Hashable) -> Tensor | None:
         return self._hooks.scaler.inverse_scale(self._ownership[optimizer])
@@ -199,30 +195,3 @@ class StepMeasurement:
         if self._hooks.optimizers.may_skip:
             message = "optimizers step within the backward pass, before all gradients are there: nothing is done about spikes"
             self._complaints.add("acting", message)
-
-    # --- decisions -----------------------------------------------------------------------------------------------------------
-
-    def context_of(
-        self, optimizer: Hashable, done: Set[Hashable], overflowed: Set[Hashable], is_overflowed: bool
-    ) -> OptimizerContext:
-        """What plugins may know of an optimizer that is about to step."""
-        holds, found = self._hooks.optimizers.holds, self._ownership[optimizer]
-        alive = [name for name in self._order if self._ownership[name] is not None]
-        stepped = [type(self._ownership[name]).__name__ for name in alive if name in done and name != optimizer]
-        left = {name: holds.leftovers(other) for name in alive if (other := self._ownership[name]) is not None}
-        own = left.pop(optimizer, [])
-        has_scaler = isinstance(getattr(found, "found_inf", None), Tensor)  # of a fused optimizer, whose step reads it
-        return OptimizerContext(has_scaler, is_overflowed, " and ".join(stepped), self._ignored(left, overflowed), bool(own))
-
-    def _ignored(self, left: Mapping[Hashable, Sequence[Tensor]], overflowed: Set[Hashable]) -> frozenset[str]:
-        """Names of the parameters whose gradients another optimizer has from a skipped step, or will not use, since it overflowed."""
-        index = self._planner.inventory
-        if index is None:
-            return frozenset()
-        positions = {p for parameters in left.values() if parameters for p in index.positions(parameters)}
-        positions |= {p for name in overflowed for p in self._ownership.positions(name)}
-        return frozenset(index.names[p] for p in positions)
-
-    def accept_leftovers(self) -> None:
-        """Gradients that are left of skipped steps may be used after all."""
-        self._hooks.optimizers.holds.accept()
