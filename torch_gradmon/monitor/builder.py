@@ -47,6 +47,7 @@ from .plugin_set import PluginSet
 from .publisher import Outbox
 from .runtime import Runtime, at_exit
 from .step_lifecycle import StepLifecycle
+from .step_planning import StepPlanning
 from .step_state import StepState
 from .value_log import ValueLog
 
@@ -92,7 +93,8 @@ def _lifecycle(
     queue = Flights(ledger, planner.registry, fence, plugins)
     values = ValueLog(state, fence, LateValues(state, ledger, queue, plugins), exchange, captures.modules)
     hooks, cadence = HookSchedule(planner, captures.modules), Cadence(config.is_step_monitored, plugins)
-    return StepLifecycle(state, planner, captures, exchange, queue, hooks, cadence, values, fence)
+    planning = StepPlanning(state, planner, captures, exchange, ledger, hooks, cadence, fence)
+    return StepLifecycle(planning, queue, values)
 
 
 def _plugins(

@@ -65,7 +65,7 @@ class FollowedLoop(LoopDriver):
         self.measurement = StepMeasurement(
             lifecycle, lifecycle.captures, self.ownership, self.hooks, self._order, self.guard.complaints
         )
-        self.decisions = Decisions(self.ownership, self._order, self.hooks.optimizers.holds, lifecycle.planner)
+        self.decisions = Decisions(self.ownership, self._order, self.hooks.optimizers.holds, lifecycle.planning.planner)
         self.machine = StepMachine(cycle, self.measurement, self._order)
         self.is_orphaned = False
         self.scaler: torch.amp.GradScaler | None = scaler

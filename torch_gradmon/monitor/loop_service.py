@@ -49,7 +49,7 @@ class LoopService:
             check.step_number("start_step", start_step)
         bare = check.optimizers(module, optimizers)
         # the user's function may raise, so it runs before anything is installed
-        runtime.lifecycle.cadence.asked(runtime.state.clock.next_step if start_step is None else start_step)
+        runtime.lifecycle.planning.cadence.asked(runtime.state.clock.next_step if start_step is None else start_step)
         if runtime.guard.inert:
             return
         before(module)

@@ -102,7 +102,7 @@ class Hand:
         if (
             ranks.count > 1
             and (found or any(map(is_dtensor, parameters)))
-            and not self.runtime.lifecycle.exchange.ranks_take_part()
+            and not self.runtime.lifecycle.planning.exchange.ranks_take_part()
         ):
             raise ValueError(
                 "the exact norm of gradients that are spread over ranks takes a monitor of the same model and metrics on every rank; make "

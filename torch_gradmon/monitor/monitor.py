@@ -37,6 +37,7 @@ from .metrics_service import (
 )
 from .model_service import ModelService
 from .outputs_service import OutputsService
+from .queries import Queries
 from .state_service import StateService
 from .values_service import ValuesService
 
@@ -542,11 +543,11 @@ class ModuleMonitor:
 
     def is_monitoring(self) -> bool:
         """Whether a monitored step is open and not paused, and this is neither an evaluation pass nor recomputation."""
-        return not torch.compiler.is_compiling() and self._runtime.is_listening
+        return not torch.compiler.is_compiling() and Queries(self._runtime).is_listening
 
     def is_step_monitored(self, step: int) -> bool:
         """Whether ``step`` was monitored, or will be by the current settings."""
-        return not self._runtime.guard.inert and self._runtime.would_monitor(step)
+        return not self._runtime.guard.inert and Queries(self._runtime).would_monitor(step)
 
     @property
     def step(self) -> int | None:

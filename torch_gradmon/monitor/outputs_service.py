@@ -13,6 +13,7 @@ from ..sinks.adapters import adapted, logged_anyhow
 from ..sinks.filtered_sink import FilteredSink
 from ..sinks.wandb import WandbSink
 from ..spikes.detector import SpikeDetector
+from .queries import Queries
 from .runtime import Runtime, at_exit
 
 
@@ -48,7 +49,7 @@ class OutputsService:
         Raises:
             ValueError: see :meth:`ModuleMonitor.remove_sink`.
         """
-        self.runtime.settle_now()
+        Queries(self.runtime).settle_now()
         outbox = self.runtime.ledger.outbox
         own = [outlet for outlet in outbox.outlets if outlet.given == sink]
         if not own:

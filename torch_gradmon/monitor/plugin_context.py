@@ -28,7 +28,7 @@ class MonitorContext:
 
     @property
     def module(self) -> nn.Module | None:
-        return self._lifecycle.planner.module
+        return self._lifecycle.planning.planner.module
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
@@ -45,7 +45,7 @@ class MonitorContext:
 
     @property
     def plan_version(self) -> int:
-        return self._lifecycle.planner.version
+        return self._lifecycle.planning.planner.version
 
     @property
     def is_step_open(self) -> bool:
@@ -73,20 +73,20 @@ class MonitorContext:
         self._lifecycle.queue.ledger.outbox.note(**facts)
 
     def make_metric(self, source: str, name: str, every: int = 1) -> Metric:
-        return self._lifecycle.planner.registry.make(source, name, every=every, shown=False)
+        return self._lifecycle.planning.planner.registry.make(source, name, every=every, shown=False)
 
     def set_overlay(self, name: str, metrics: Sequence[Metric] | None, replaces_hidden: bool = False) -> None:
-        self._lifecycle.planner.registry.set_overlay(name, metrics, replaces_hidden)
-        self._lifecycle.planner.changed()
+        self._lifecycle.planning.planner.registry.set_overlay(name, metrics, replaces_hidden)
+        self._lifecycle.planning.planner.changed()
 
     def request_replan(self, drop_hooks: bool = False) -> None:
-        self._lifecycle.replan(drop_hooks)
+        self._lifecycle.planning.replan(self._lifecycle.active, drop_hooks)
 
     def ask_cadence_again(self, script_too: bool = False) -> None:
         if script_too:
-            self._lifecycle.cadence.ask_again()
+            self._lifecycle.planning.cadence.ask_again()
         else:
-            self._lifecycle.cadence.plugins_changed()
+            self._lifecycle.planning.cadence.plugins_changed()
 
     def flush_pending(self) -> None:
         state = self._lifecycle.state

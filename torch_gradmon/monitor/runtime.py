@@ -13,10 +13,8 @@ from torch.optim import Optimizer
 from ..capture.grad_scale import reciprocal, scale_of
 from ..core.fence import Fence, fenced
 from ..core.keys import Key
-from ..core.records import StepRecord
 from ..core.torch_modes import outside_dispatch_modes
 from ..plugins.clipping.adaptive import Told
-from ..plugins.spike_policy.policy import Counts
 from ..step.active_step import Mode
 from ..step.planner import Planner
 from ..step.plugin import Plugin
@@ -28,12 +26,6 @@ from .step_cycle import StepCycle
 from .step_lifecycle import StepLifecycle
 from .step_state import StepState
 from .value_log import OverflowLog
-
-_GONE = "the attached optimizers are gone; call monitor.detach(), then monitor.attach() with the new ones"
-_UNATTACHED = (
-    "the parameters have changed since the attached optimizer stepped last: another optimizer steps them, or the loop itself; call "
-    "monitor.detach(), then monitor.attach() with the optimizer whose step() the loop calls"
-)
 
 
 class Runtime:
@@ -67,7 +59,7 @@ class Runtime:
     @property
     def planner(self) -> Planner:
         """Knows the model, and what is to be measured."""
-        return self.lifecycle.planner
+        return self.lifecycle.planning.planner
 
     @property
     def captures(self) -> Captures:
@@ -106,51 +98,6 @@ class Runtime:
     @scaler.setter
     def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
         self._scaler = scaler
-
-    # --- questions -----------------------------------------------------------------------------------------------------------
-
-    def would_monitor(self, step: int) -> bool:
-        """Whether ``step`` is monitored by the cadence, or as one of the steps after a spike or under a live change."""
-        clock, cadence, active = self.state.clock, self.lifecycle.cadence, self.lifecycle.active
-        if clock.step is not None and step <= clock.step:
-            is_open = self.state.is_open and step == clock.step and active is not None and active.is_monitored
-            is_known = self.lifecycle.is_pending(step) or self.ledger.was_monitored(step)
-            return is_open or is_known or cadence.foretells(step, None)
-        ahead = step - clock.next_step if clock.step is None else (step - clock.step - 1) // clock.stride
-        return cadence.foretells(step, ahead)
-
-    @property
-    def is_listening(self) -> bool:
-        """Whether a value from inside of a forward counts."""
-        return self.lifecycle.values.is_listening(self._may_be_forward)
-
-    def _may_be_forward(self) -> bool:
-        """Whether, though no step is open, this may be the forward of the next one: no hook saw the last one's, or this is the first,
-        or only its backward pass shows it.
-        """
-        state = self.state
-        may_be = state.patterns.hides_forward or state.patterns.is_undecided or state.clock.ended is None
-        leads = self.loop is not None and not state.is_manual and torch.is_grad_enabled()
-        return may_be and leads and self.lifecycle.would_measure(state.clock.next_step)
-
-    @property
-    def stale_reason(self) -> str:
-        """Why values of the last step would be stale; empty where they are not."""
-        if self.loop is None or self.state.is_manual:
-            return ""
-        if self.loop.is_orphaned:
-            return _GONE
-        in_step = self.state.is_open and not self.state.progress.has_stepped
-        with outside_dispatch_modes():
-            is_stale = any(self.lifecycle.plugins.call("is_stale", in_step))
-        return _UNATTACHED if is_stale else ""
-
-    def counts(self) -> Counts:
-        """Of the steps so far, as far as their values have come."""
-        summary, policy, attempts = self.ledger.summary, self.plugin("spike_policy"), self.state.clock.attempts
-        skipped, rollbacks = (0, 0) if policy is None else (policy.skipped, policy.rollbacks)
-        applied, overflowed = attempts - summary.not_applied, summary.not_applied - skipped
-        return Counts(attempts, applied, skipped, overflowed, summary.nonfinite, rollbacks)
 
     # --- by hand -------------------------------------------------------------------------------------------------------------
 
@@ -210,37 +157,15 @@ class Runtime:
         self.lifecycle.plugins.call("on_pause", is_paused)
         return before
 
-    # --- values of the last step ---------------------------------------------------------------------------------------------
+    @fenced
+    def backfill(self) -> None:
+        """Take the records of unmonitored steps that plugins still have. Waits for the device."""
+        for records in self.lifecycle.plugins.call("rest"):
+            self.ledger.fill(records)
 
     def flush_pending(self) -> None:
         """Make the record of the last step, if it was not made yet. Waits for its values."""
         self.lifecycle.queue.land(self.state.clock.ended, open_to_late_values=not self.state.is_open)
-
-    def settle_now(self) -> StepRecord | None:
-        """The record of the last step, None where it was not monitored. Waits for the device."""
-        self._flush_fenced()  # does nothing inside of what is fenced already, such as on_spike
-        return None if self.stale_reason else self.ledger.last
-
-    @fenced
-    def recall(self) -> None:
-        """Take what is recorded of the steps that followed a spike so far. Waits for the device."""
-        self._backfill_rest()
-
-    def _backfill_rest(self) -> None:
-        for records in self.lifecycle.plugins.call("rest"):
-            self.ledger.fill(records)
-
-    @fenced
-    def judge_now(self) -> None:
-        """Make the record of the last step, and judge already now what was logged since."""
-        self.cycle.release()
-        self.flush_pending()
-        self.ledger.judge_late()
-
-    @fenced
-    def _flush_fenced(self) -> None:
-        self.cycle.release()
-        self.flush_pending()
 
     # --- life cycle ----------------------------------------------------------------------------------------------------------
 
@@ -293,15 +218,15 @@ class Runtime:
 
     def replan(self) -> None:
         """What is measured changed: register the hooks for it."""
-        self.lifecycle.replan(drop_hooks=False)
+        self.lifecycle.planning.replan(self.lifecycle.active, drop_hooks=False)
 
     def leave(self) -> None:
         """End the step in flight, or drop it if it is unfinished, and take what is recorded."""
-        exchange = self.lifecycle.exchange
+        exchange = self.lifecycle.planning.exchange
         exchange.leaving = True
         try:
             self._end_last()
-            self.recall()
+            self.backfill()
         finally:
             exchange.leaving = False
             self.lifecycle.plugins.call("on_leave", self.state.clock.ended)

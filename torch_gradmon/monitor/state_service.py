@@ -10,6 +10,7 @@ from ..core.errors import display
 from ..runs.detail_request import request_text
 from .config import BUILT_IN_PLUGINS
 from .metrics_service import MetricsService
+from .queries import Queries
 from .runtime import Runtime
 
 #: Parts that are absent from states of monitors without a spike policy, and of earlier versions.
@@ -27,7 +28,7 @@ class StateService:
     def state_dict(self) -> dict[str, Any]:
         """The state as plain numbers and lists."""
         runtime = self.runtime
-        runtime.settle_now()
+        Queries(runtime).settle_now()
         steps = {"next_step": runtime.state.next_attempt, "attempted": runtime.state.clock.attempts}
         parts = {part: plugin.state_dict() for part, name in _PARTS.items() if (plugin := runtime.plugin(name)) is not None}
         states = {plugin.name: plugin.state_dict() for plugin in runtime.plugins if plugin.name not in BUILT_IN_PLUGINS}

@@ -7,19 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ..core.fence import Fence
-from ..core.torch_modes import outside_dispatch_modes, rng_states
-from ..step.active_step import ActiveStep, Mode, RecordedStep
-from ..step.buffer import StepBuffer
-from ..step.exchange_policy import ExchangePolicy
-from ..step.model_index import ModelIndex
-from ..step.pending_step import PendingStep
-from ..step.planner import OF_MODULES, Planner
-from .cadence import Cadence
-from .captures import Captures
-from .hook_schedule import HookSchedule
+from ..step.active_step import ActiveStep, Mode
+from ..step.planner import OF_MODULES
 from .pending_queue import Flights
-from .step_state import StepState
+from .step_closing import StepClosing
+from .step_planning import StepPlanning
 from .value_log import ValueLog
 
 _IN_EVAL = "the model was called in evaluation mode, as it was not before; from the next step on that counts as training"
@@ -29,35 +21,19 @@ class StepLifecycle:
     """Carries out what the step machine says about the boundaries of steps.
 
     Args:
-        state: of the step machine.
-        planner: knows the model, and what is to be measured.
-        captures: measure.
-        exchange: merges values over ranks.
+        planning: what is measured in a step, and which hooks that takes.
         queue: the steps whose values are on their way, and the records.
-        hooks: which hooks are registered.
-        cadence: which steps are monitored.
         values: what the loop logs.
-        fence: where failures are reported.
 
     Attributes:
         active: the open step, or the last one; None before the first.
     """
 
-    def __init__(
-        self,
-        state: StepState,
-        planner: Planner,
-        captures: Captures,
-        exchange: ExchangePolicy,
-        queue: Flights,
-        hooks: HookSchedule,
-        cadence: Cadence,
-        values: ValueLog,
-        fence: Fence,
-    ) -> None:
-        self.state, self.planner, self.captures, self.exchange = state, planner, captures, exchange
-        self.queue, self.hooks, self.cadence, self.values, self.fence = queue, hooks, cadence, values, fence
-        self.plugins = cadence.plugins
+    def __init__(self, planning: StepPlanning, queue: Flights, values: ValueLog) -> None:
+        self.planning, self.queue, self.values = planning, queue, values
+        self.state, self.hooks, self.fence = planning.state, planning.hooks, planning.fence
+        self.captures, self.plugins = planning.captures, planning.cadence.plugins
+        self._closing = StepClosing(planning, queue, values)
         self.active: ActiveStep | None = None
 
     @property
@@ -134,10 +110,7 @@ class StepLifecycle:
         active = self.active = ActiveStep(step, self.state.clock.stride)
         tags = self.values.late.tags.begin()
         modules = self.captures.modules
-        if self.would_measure(step):
-            active.mode = Mode.MONITORED
-        elif self.planner.module is not None and not self.fence.inert and self.plugins.requires_gradients:
-            active.mode = Mode.RECORDED
+        active.mode = self.planning.mode_of(step)
         self.plugins.call("on_step_open", active, is_idle=active.mode is Mode.IDLE)
         if active.mode is Mode.IDLE:
             modules.let_through(False)
@@ -145,7 +118,7 @@ class StepLifecycle:
                 self.hooks.uninstall()
         else:
             self.values.late.tags.current = tags
-            self._prepare(active)
+            self.planning.prepare(active)
             if not (self.captures.had_root_inputs or hides_forward or self.state.is_manual) and modules.on_root_inputs:
                 modules.root_inputs_missed()
             if was_undecided and hides_forward and active.buffer is not None:
@@ -154,28 +127,6 @@ class StepLifecycle:
         self.values.step_opened(active.buffer, active.is_monitored, hides_forward)
         if not is_tentative:
             self.values.take_early()
-
-    def would_measure(self, step: int) -> bool:
-        """Whether ``step`` is monitored if it comes next."""
-        return not self.fence.inert and self.planner.module is not None and self.cadence.wants(step)
-
-    def _prepare(self, active: ActiveStep) -> None:
-        planner = self.planner
-        planner.refresh()
-        self.hooks.check_groups()
-        assert planner.inventory is not None
-        if planner.inventory.spread and self.exchange.exchange.ranks.count > 1:
-            self.queue.ledger.summary.all_columns = True  # on each rank, whoever has a run directory
-        if planner.inventory.on_mesh:  # before anything is added up over ranks
-            self.exchange.ranks_take_part()
-        is_monitored = active.mode is Mode.MONITORED
-        active.plans = planner.plans(active.number, self.queue.ledger.summary, gradients_only=not is_monitored)
-        active.buffer = StepBuffer(active.number, self.fence.complaints)
-        if is_monitored:
-            active.buffer.rng = rng_states() if self.queue.ledger.outbox.stores else {}
-            active.due = tuple(metric for metric in planner.module_metrics() if metric.due(active.number))
-        self.captures.begin(active, planner, by_hand=self.state.is_manual)
-        self.hooks.install(on_modules=is_monitored)
 
     def confirm(self) -> None:
         """The open step trains, although a call in evaluation mode opened it."""
@@ -239,77 +190,7 @@ class StepLifecycle:
             try:
                 self.plugins.call("on_step_closing", active, is_idle=active.mode is Mode.IDLE)
             finally:  # where warnings are errors
-                if active.is_monitored:
-                    self._close_monitored(active)
-                else:
-                    self._close_unmonitored(active)
+                self._closing.close(active)
         finally:  # ranks change together, whatever failed on one of them
             self.plugins.call("on_step_closed", active, is_idle=active.mode is Mode.IDLE)
-        self._prepare_next()
-
-    def _prepare_next(self) -> None:
-        if self.state.is_manual:
-            return
-        step = self.state.clock.next_step
-        if self.hooks.loop is not None and self.hooks.is_partial and self.would_measure(step):
-            self.hooks.install()  # the first thing seen of the next step may be its backward pass
-        if self.captures.modules.has_graphs:  # or its forward, in a compiled graph
-            self.captures.modules.let_through(self.would_measure(step))
-
-    def _take(self, active: ActiveStep) -> tuple[StepBuffer, ModelIndex, dict[str, Any]]:
-        """Nothing more is measured in this step: its values, the model as it was, and what the loop said of it."""
-        buffer, active.buffer, self.values.buffer = active.buffer, None, None
-        inventory = self.planner.inventory
-        assert buffer is not None
-        assert inventory is not None
-        try:
-            self.captures.end()
-        finally:  # collective: the other ranks wait, whatever failed here
-            self.exchange.run(buffer, active.plans, may_extend=active.mode is Mode.MONITORED)
-            self.queue.lockstep = self.exchange.exchange.takes_place
-        return buffer, inventory, self.values.late.tags.take()
-
-    def _close_unmonitored(self, active: ActiveStep) -> None:
-        if active.buffer is not None:
-            buffer, inventory, tags = self._take(active)
-            recorded = RecordedStep(active, buffer, inventory, tags, self.queue.oldest)
-        else:
-            recorded = RecordedStep(active)
-            self.values.late.tags.current = {}
-        self.plugins.call("on_unmonitored_step", recorded, is_idle=active.mode is Mode.IDLE)
-        if active.is_overflowed:
-            self.queue.count_refusal()
-        if self.queue.ledger.pass_by(active.is_overflowed):
-            self.plugins.call("on_alert", active.number)
-
-    def _close_monitored(self, active: ActiveStep) -> None:
-        buffer, inventory, tags = self._take(active)
-        evaluate = self.captures.modules.values.evaluator()
-        readback = buffer.depart()
-        self.plugins.call("annotate", active)
-        self.queue.start(
-            PendingStep(
-                readback,
-                active,
-                inventory,
-                evaluate,
-                self.hooks.groups(),
-                tags,
-                self.fence.cost(),
-                self.exchange.exchange.ranks.count,
-                attached=self.hooks.loop is not None,
-            )
-        )
-
-    def replan(self, drop_hooks: bool) -> None:
-        """What is measured changed: register the hooks for it now, or leave that to the next step where there is time."""
-        if drop_hooks:
-            self.hooks.uninstall()
-            if self.captures.modules.hangs:  # where they may not all go
-                self.hooks.on_modules()
-        elif self.hooks.loop is not None:
-            if self.has_values and self.active is not None and self.active.mode is Mode.MONITORED:
-                self.hooks.on_modules()  # what is due in the open step stays, but the next one needs its hooks in time
-            elif not self.state.is_open and self.would_measure(self.state.clock.next_step):
-                with outside_dispatch_modes():
-                    self.hooks.install()
+        self.planning.prepare_next()

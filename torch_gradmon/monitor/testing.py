@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 from ..core.records import SpikeEvent, StepRecord
 from .monitor import ModuleMonitor
+from .queries import Queries
 
 __all__ = ["RecordingSink", "collect_records"]
 
@@ -78,7 +79,7 @@ def collect_records(monitor: ModuleMonitor) -> Iterator[list[StepRecord]]:
         2.0
     """
     runtime = monitor._runtime
-    runtime.settle_now()  # a step that ended before the block is not part of it
+    Queries(runtime).settle_now()  # a step that ended before the block is not part of it
     records: list[StepRecord] = []
 
     def observe(record: StepRecord, is_update: bool) -> None:
@@ -90,7 +91,7 @@ def collect_records(monitor: ModuleMonitor) -> Iterator[list[StepRecord]]:
     runtime.ledger.observers.append(observe)
     try:
         yield records
-        runtime.judge_now()
-        runtime.settle_now()
+        Queries(runtime).judge_now()
+        Queries(runtime).settle_now()
     finally:
         runtime.ledger.observers.remove(observe)

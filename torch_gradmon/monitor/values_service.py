@@ -23,6 +23,7 @@ from ..core.torch_modes import outside_dispatch_modes
 from ..plugins.spike_policy.policy import Counts
 from ..step.layer_values import top_shares
 from ..step.registry import checked_aggregation
+from .queries import Queries
 from .runtime import Runtime
 
 _DISABLED = {"everything": "GRADMON_DISABLE is set in the environment: nothing is measured"}
@@ -78,7 +79,7 @@ class ValuesService:
         with outside_dispatch_modes():
             if tensor.is_complex():
                 raise TypeError(f"log_tensor({key!r}) takes real numbers, got dtype {tensor.dtype}; log its abs()")
-        if self.runtime.is_listening:
+        if Queries(self.runtime).is_listening:
             aggregation = checked_aggregation(aggregation_fn, "aggregation_fn")
             self.runtime.log(Key("", key, ""), tensor, aggregation, is_measured=True)
 
@@ -90,28 +91,28 @@ class ValuesService:
 
     def step_metrics(self) -> dict[str, float]:
         """The values of the last step."""
-        record = self.runtime.settle_now()
+        record = Queries(self.runtime).settle_now()
         return {} if record is None else self.runtime.ledger.shown(record)
 
     def all_metrics(self) -> dict[int, dict[str, float]]:
         """The values of the last steps."""
-        self.runtime.settle_now()
+        Queries(self.runtime).settle_now()
         return self.runtime.ledger.history()
 
     def last_events(self) -> tuple[SpikeEvent, ...]:
         """The spikes of the last step."""
-        self.runtime.judge_now()
-        record = self.runtime.settle_now()
+        Queries(self.runtime).judge_now()
+        record = Queries(self.runtime).settle_now()
         return () if record is None else record.events
 
     def counts(self) -> Counts:
         """The numbers of steps by outcome."""
-        self.runtime.settle_now()
-        return self.runtime.counts()
+        Queries(self.runtime).settle_now()
+        return Queries(self.runtime).counts()
 
     def missing(self) -> dict[str, str]:
         """Why keys have no value in the last step."""
-        record, planner, why = self.runtime.settle_now(), self.runtime.planner, self.runtime.stale_reason
+        record, planner, why = Queries(self.runtime).settle_now(), self.runtime.planner, Queries(self.runtime).stale_reason
         if record is None and not why:
             return {}
         follower = self.runtime.loop
@@ -121,7 +122,7 @@ class ValuesService:
     def top_parameters(self, count: int) -> list[tuple[str, float]]:
         """The parameters with the largest shares of the squared gradient norm."""
         check.positive_int("count", count)
-        record = self.runtime.settle_now()
+        record = Queries(self.runtime).settle_now()
         with outside_dispatch_modes():
             return [] if record is None else top_shares(record.tables.get(n.GRADIENT_BEFORE_CLIP), count)
 
@@ -129,7 +130,7 @@ class ValuesService:
 
     def diagnose(self) -> Diagnosis:
         """The findings about the training so far."""
-        self.runtime.settle_now()
+        Queries(self.runtime).settle_now()
         if self.runtime.guard.inert:
             return Diagnosis((), None, _DISABLED)
         ledger, facts = self.runtime.ledger, self.runtime.plugin("loop_audit").facts()
@@ -152,7 +153,7 @@ class ValuesService:
         from ..analysis.plots import panels as reel
         from ..analysis.plots import plot
 
-        self.runtime.settle_now()
+        Queries(self.runtime).settle_now()
         inventory, memory = self.runtime.planner.inventory, self.runtime.ledger.memory
         order = None if inventory is None else ModelOrder(inventory.names, inventory.kinds)
         return plot.plot(reel.Reel(reel.OfRecords(memory.records(), order, memory.is_whole)), kind, engine, dict(options))
@@ -167,6 +168,6 @@ class ValuesService:
             check.step_number("step", step)
         elif not self.runtime.ledger.judges.detectors:
             raise ValueError("nothing looks for spikes: call add_preset() or add_detector(SpikeDetector()), or name a step")
-        self.runtime.settle_now()
-        self.runtime.recall()
+        Queries(self.runtime).settle_now()
+        Queries(self.runtime).recall()
         return tell(self.runtime.ledger.recent(), step)

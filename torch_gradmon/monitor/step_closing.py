@@ -1,0 +1,79 @@
+"""The end of a step: its values are exchanged between ranks and sent to the host, and its record follows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..step.active_step import ActiveStep, Mode, RecordedStep
+from ..step.buffer import StepBuffer
+from ..step.model_index import ModelIndex
+from ..step.pending_step import PendingStep
+from .pending_queue import Flights
+from .step_planning import StepPlanning
+from .value_log import ValueLog
+
+
+class StepClosing:
+    """Closes steps.
+
+    Args:
+        planning: has what was planned, and what measures.
+        queue: the steps whose values are on their way, and the records.
+        values: what the loop logs.
+    """
+
+    def __init__(self, planning: StepPlanning, queue: Flights, values: ValueLog) -> None:
+        self._planning, self._queue, self._values = planning, queue, values
+        self._plugins = planning.cadence.plugins
+
+    def close(self, active: ActiveStep) -> None:
+        """Nothing more is measured in this step."""
+        if active.is_monitored:
+            self._close_monitored(active)
+        else:
+            self._close_unmonitored(active)
+
+    def _take(self, active: ActiveStep) -> tuple[StepBuffer, ModelIndex, dict[str, Any]]:
+        """Nothing more is measured in this step: its values, the model as it was, and what the loop said of it."""
+        buffer, active.buffer, self._values.buffer = active.buffer, None, None
+        inventory = self._planning.planner.inventory
+        assert buffer is not None
+        assert inventory is not None
+        try:
+            self._planning.captures.end()
+        finally:  # collective: the other ranks wait, whatever failed here
+            self._planning.exchange.run(buffer, active.plans, may_extend=active.mode is Mode.MONITORED)
+            self._queue.lockstep = self._planning.exchange.exchange.takes_place
+        return buffer, inventory, self._values.late.tags.take()
+
+    def _close_unmonitored(self, active: ActiveStep) -> None:
+        if active.buffer is not None:
+            buffer, inventory, tags = self._take(active)
+            recorded = RecordedStep(active, buffer, inventory, tags, self._queue.oldest)
+        else:
+            recorded = RecordedStep(active)
+            self._values.late.tags.current = {}
+        self._plugins.call("on_unmonitored_step", recorded, is_idle=active.mode is Mode.IDLE)
+        if active.is_overflowed:
+            self._queue.count_refusal()
+        if self._queue.ledger.pass_by(active.is_overflowed):
+            self._plugins.call("on_alert", active.number)
+
+    def _close_monitored(self, active: ActiveStep) -> None:
+        buffer, inventory, tags = self._take(active)
+        evaluate = self._planning.captures.modules.values.evaluator()
+        readback = buffer.depart()
+        self._plugins.call("annotate", active)
+        self._queue.start(
+            PendingStep(
+                readback,
+                active,
+                inventory,
+                evaluate,
+                self._planning.hooks.groups(),
+                tags,
+                self._planning.fence.cost(),
+                self._planning.exchange.exchange.ranks.count,
+                attached=self._planning.hooks.loop is not None,
+            )
+        )

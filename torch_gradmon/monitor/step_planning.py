@@ -1,0 +1,97 @@
+"""What is measured in a step, and which hooks that takes."""
+
+from __future__ import annotations
+
+from ..core.fence import Fence
+from ..core.torch_modes import outside_dispatch_modes, rng_states
+from ..step.active_step import ActiveStep, Mode
+from ..step.buffer import StepBuffer
+from ..step.exchange_policy import ExchangePolicy
+from ..step.planner import Planner
+from .cadence import Cadence
+from .captures import Captures
+from .hook_schedule import HookSchedule
+from .pipeline.ledger import Ledger
+from .step_state import StepState
+
+
+class StepPlanning:
+    """Prepares steps that take values, and the hooks for them.
+
+    Args:
+        state: of the step machine.
+        planner: knows the model, and what is to be measured.
+        captures: measure.
+        exchange: merges values over ranks.
+        ledger: knows what detectors and the run directory need.
+        hooks: which hooks are registered.
+        cadence: which steps are monitored.
+        fence: where failures are reported.
+    """
+
+    def __init__(
+        self,
+        state: StepState,
+        planner: Planner,
+        captures: Captures,
+        exchange: ExchangePolicy,
+        ledger: Ledger,
+        hooks: HookSchedule,
+        cadence: Cadence,
+        fence: Fence,
+    ) -> None:
+        self.state, self.planner, self.captures, self.exchange = state, planner, captures, exchange
+        self.ledger, self.hooks, self.cadence, self.fence = ledger, hooks, cadence, fence
+
+    def would_measure(self, step: int) -> bool:
+        """Whether ``step`` is monitored if it comes next."""
+        return not self.fence.inert and self.planner.module is not None and self.cadence.wants(step)
+
+    def mode_of(self, step: int) -> Mode:
+        """What is measured in ``step``, which is about to begin."""
+        if self.would_measure(step):
+            return Mode.MONITORED
+        is_recorded = self.planner.module is not None and not self.fence.inert and self.cadence.plugins.requires_gradients
+        return Mode.RECORDED if is_recorded else Mode.IDLE
+
+    def prepare(self, active: ActiveStep) -> None:
+        """The step takes values: plan it, and begin it in all sources."""
+        planner = self.planner
+        planner.refresh()
+        self.hooks.check_groups()
+        assert planner.inventory is not None
+        if planner.inventory.spread and self.exchange.exchange.ranks.count > 1:
+            self.ledger.summary.all_columns = True  # on each rank, whoever has a run directory
+        if planner.inventory.on_mesh:  # before anything is added up over ranks
+            self.exchange.ranks_take_part()
+        is_monitored = active.mode is Mode.MONITORED
+        active.plans = planner.plans(active.number, self.ledger.summary, gradients_only=not is_monitored)
+        active.buffer = StepBuffer(active.number, self.fence.complaints)
+        if is_monitored:
+            active.buffer.rng = rng_states() if self.ledger.outbox.stores else {}
+            active.due = tuple(metric for metric in planner.module_metrics() if metric.due(active.number))
+        self.captures.begin(active, planner, by_hand=self.state.is_manual)
+        self.hooks.install(on_modules=is_monitored)
+
+    def prepare_next(self) -> None:
+        """A step has closed: register the hooks that the next one needs before anything is seen of it."""
+        if self.state.is_manual:
+            return
+        step = self.state.clock.next_step
+        if self.hooks.loop is not None and self.hooks.is_partial and self.would_measure(step):
+            self.hooks.install()  # the first thing seen of the next step may be its backward pass
+        if self.captures.modules.has_graphs:  # or its forward, in a compiled graph
+            self.captures.modules.let_through(self.would_measure(step))
+
+    def replan(self, active: ActiveStep | None, drop_hooks: bool) -> None:
+        """What is measured changed: register the hooks for it now, or leave that to the next step where there is time."""
+        if drop_hooks:
+            self.hooks.uninstall()
+            if self.captures.modules.hangs:  # where they may not all go
+                self.hooks.on_modules()
+        elif self.hooks.loop is not None:
+            if active is not None and active.is_monitored:
+                self.hooks.on_modules()  # what is due in the open step stays, but the next one needs its hooks in time
+            elif not self.state.is_open and self.would_measure(self.state.clock.next_step):
+                with outside_dispatch_modes():
+                    self.hooks.install()
