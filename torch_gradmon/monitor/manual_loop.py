@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from ..capture.grad_scale import is_unscaled, reciprocal, scale_of
 from ..core.fence import fenced
 from ..core.keys import SUMMARY, Key
 from ..core.moments import identity
+from ..core.torch_modes import outside_dispatch_modes
 from ..plugins.clipping.adaptive import Told
 from ..plugins.clipping.named import AdaptiveClips
 from ..statistics.norm import NORM_COLUMNS, rows_of
@@ -32,6 +34,17 @@ class Hand:
         """Adaptive clips by name."""
         clips: AdaptiveClips = self.runtime.plugin("clipping")
         return clips
+
+    @fenced
+    def capture_activation(self, name: str, activations: Any) -> None:
+        """Measure a value that is no module's output."""
+        self.runtime.captures.modules.capture(name, activations)
+
+    @fenced
+    def record_attention(self, name: str, named: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
+        """Measure one call of attention, unless it was seen by itself."""
+        with outside_dispatch_modes():
+            self.runtime.captures.modules.attention.tell(name, named, {"query": named["query"], "key": named["key"], **arguments})
 
     @fenced
     def measure_gradients(self, before_clip: bool) -> None:
@@ -149,7 +162,7 @@ class Hand:
     @fenced
     def tell(self, told: Sequence[Told]) -> None:
         """Whole-model values of the step in flight, which stay on the device until it is over."""
-        self.runtime.put({Key(SUMMARY, "", one.name): one for one in told})
+        self.runtime.lifecycle.values.put({Key(SUMMARY, "", one.name): one for one in told})
 
     def measure_after_clip(self) -> None:
         """Measure the clipped gradients, where no optimizer's hook will."""

@@ -528,11 +528,11 @@ class ModuleMonitor:
 
     def monitor_activations(self, module: str | nn.Module, activations: Any) -> None:
         """Measure a tensor, or a container of tensors, as the activation of ``module``, a module or any name."""
-        self._runtime.capture_activation(self.module_name(module), activations)
+        Hand(self._runtime).capture_activation(self.module_name(module), activations)
 
     def record_attention(self, name: str, named: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
         """Measure one call of attention; :func:`monitor_scaled_dot_product_attention` checks its arguments and calls this."""
-        self._runtime.record_attention(name, named, arguments)
+        Hand(self._runtime).record_attention(name, named, arguments)
 
     def after_micro_batch(self) -> None:
         """Does nothing, because the monitor detects micro-batches. It is here for loops written for torch-module-monitor."""
@@ -681,7 +681,7 @@ class ModuleMonitor:
         Between two steps they belong to the one that just ended. A name that was first used before any forward, as in a loop
         that tags each batch as it arrives, belongs to the next step.
         """
-        self._runtime.tag(facts)
+        self._runtime.lifecycle.values.tag(facts)
 
     def missing(self) -> dict[str, str]:
         """The reason why each requested key has no value in the step that ended last, by key."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +12,10 @@ from torch.optim import Optimizer
 
 from ..capture.grad_scale import reciprocal, scale_of
 from ..core.fence import Fence, fenced
-from ..core.keys import Key
 from ..core.torch_modes import outside_dispatch_modes
-from ..plugins.clipping.adaptive import Told
 from ..step.active_step import Mode
 from ..step.planner import Planner
 from ..step.plugin import Plugin
-from ..step.reduction import Aggregation
 from .captures import Captures
 from .followed_loop import FollowedLoop
 from .pipeline.ledger import Ledger
@@ -126,29 +123,6 @@ class Runtime:
     def _publish(self) -> None:
         self.flush_pending()
         self.ledger.finish()
-
-    @fenced
-    def capture_activation(self, name: str, activations: Any) -> None:
-        """Measure a value that is no module's output."""
-        self.captures.modules.capture(name, activations)
-
-    @fenced
-    def record_attention(self, name: str, named: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
-        """Measure one call of attention, unless it was seen by itself."""
-        with outside_dispatch_modes():
-            self.captures.modules.attention.tell(name, named, {"query": named["query"], "key": named["key"], **arguments})
-
-    def log(self, key: Key, value: Any, aggregation: Aggregation, reducer: str = "", is_measured: bool = False) -> None:
-        """See :meth:`ValueLog.log`."""
-        self.lifecycle.values.log(key, value, aggregation, reducer, is_measured)
-
-    def put(self, values: Mapping[Key, Told]) -> None:
-        """See :meth:`ValueLog.put`."""
-        self.lifecycle.values.put(values)
-
-    def tag(self, tags: Mapping[str, Any]) -> None:
-        """See :meth:`ValueLog.tag`."""
-        self.lifecycle.values.tag(tags)
 
     def pause(self, is_paused: bool) -> bool:
         """Measure nothing, or go on; whether nothing was measured before."""

@@ -81,11 +81,11 @@ class ValuesService:
                 raise TypeError(f"log_tensor({key!r}) takes real numbers, got dtype {tensor.dtype}; log its abs()")
         if Queries(self.runtime).is_listening:
             aggregation = checked_aggregation(aggregation_fn, "aggregation_fn")
-            self.runtime.log(Key("", key, ""), tensor, aggregation, is_measured=True)
+            self.runtime.lifecycle.values.log(Key("", key, ""), tensor, aggregation, is_measured=True)
 
     def log_key(self, key: Key, value: Any, aggregation_fn: str | Callable[..., Any] | None, reducer: str) -> None:
         """Log a value under a key in parts."""
-        self.runtime.log(key, value, checked_aggregation(aggregation_fn, "aggregation_fn"), reducer)
+        self.runtime.lifecycle.values.log(key, value, checked_aggregation(aggregation_fn, "aggregation_fn"), reducer)
 
     # --- out -----------------------------------------------------------------------------------------------------------------
 
