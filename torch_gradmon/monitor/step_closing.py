@@ -70,7 +70,7 @@ class StepClosing:
                 active,
                 inventory,
                 evaluate,
-                self._planning.hooks.groups(),
+                self._planning.hooks.groups() if self._queue.ledger.layers.choice == "blocks" else [],
                 tags,
                 self._planning.fence.cost(),
                 self._planning.exchange.exchange.ranks.count,

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from ...core.errors import WarningLog
+
 #: Up to so many bytes of buffers are copied in every step, the smallest first: statistics are small, and masks are not.
 COPIED = 32 << 20
 
@@ -92,6 +94,48 @@ class Buffers:
     def forget(self) -> None:
         """Let go of everything."""
         self._seen = []
+
+
+class KnownBuffers:
+    """The model's buffers as they were before the batch of the open step.
+
+    Args:
+        complaints: where it is reported that some could not be put back.
+
+    Attributes:
+        is_known: they were remembered since the last attempt.
+    """
+
+    def __init__(self, complaints: WarningLog) -> None:
+        self._buffers, self._complaints = Buffers(), complaints
+        self.is_known = False
+
+    def remember(self, module: nn.Module, version: int) -> None:
+        """Remember them as they are; the modules of the model are others when ``version`` is."""
+        self._buffers.remember(module, version)
+
+    def remember_once(self, module: nn.Module, version: int) -> None:
+        """The same, at the first call since the last attempt."""
+        if not self.is_known:
+            self.remember(module, version)
+            self.is_known = True
+
+    def attempt_ended(self, module: nn.Module, version: int) -> None:
+        """The next batch is a new one. Where no call of the model was seen, as when it is called by its parts, the time is now."""
+        if not self.is_known:
+            self.remember(module, version)
+        self.is_known = False
+
+    def put_back(self) -> None:
+        """Make them what they were."""
+        if failed := self._buffers.put_back():
+            names = ", ".join(failed[:3])
+            message = f"buffers of the model ({names}) could not be made what they were before a step that was skipped"
+            self._complaints.add("buffers", message)
+
+    def forget(self) -> None:
+        """Hold nothing."""
+        self._buffers.forget()
 
 
 def _normalises(module: nn.Module | None) -> bool:

@@ -14,7 +14,7 @@ from ...spikes.detector_set import DetectorSet
 from ...step.active_step import ActiveStep, Mode, RecordedStep
 from ...step.exchange import RankExchange
 from ...step.plugin import OptimizerContext, Plugin
-from .buffers import Buffers
+from .buffers import KnownBuffers
 from .decision import CALM, NONFINITE, Votes
 from .policy import Act, Policy, Rollback, RolledBack
 from .snapshots import Snapshots
@@ -226,48 +226,6 @@ class SpikePolicy(Plugin):
         """The inverse of :meth:`state_dict`."""
         self._in_a_row, self.skipped, self.rollbacks = int(state["in_a_row"]), int(state["skipped"]), int(state["rollbacks"])
         self.on_rewind(0)
-
-
-class KnownBuffers:
-    """The model's buffers as they were before the batch of the open step.
-
-    Args:
-        complaints: where it is reported that some could not be put back.
-
-    Attributes:
-        is_known: they were remembered since the last attempt.
-    """
-
-    def __init__(self, complaints: WarningLog) -> None:
-        self._buffers, self._complaints = Buffers(), complaints
-        self.is_known = False
-
-    def remember(self, module: nn.Module, version: int) -> None:
-        """Remember them as they are; the modules of the model are others when ``version`` is."""
-        self._buffers.remember(module, version)
-
-    def remember_once(self, module: nn.Module, version: int) -> None:
-        """The same, at the first call since the last attempt."""
-        if not self.is_known:
-            self.remember(module, version)
-            self.is_known = True
-
-    def attempt_ended(self, module: nn.Module, version: int) -> None:
-        """The next batch is a new one. Where no call of the model was seen, as when it is called by its parts, the time is now."""
-        if not self.is_known:
-            self.remember(module, version)
-        self.is_known = False
-
-    def put_back(self) -> None:
-        """Make them what they were."""
-        if failed := self._buffers.put_back():
-            names = ", ".join(failed[:3])
-            message = f"buffers of the model ({names}) could not be made what they were before a step that was skipped"
-            self._complaints.add("buffers", message)
-
-    def forget(self) -> None:
-        """Hold nothing."""
-        self._buffers.forget()
 
 
 def _ordinal(number: int) -> str:
