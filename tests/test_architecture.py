@@ -136,7 +136,7 @@ HOST_READS = {
     ("statistics.precise", "needs_precise_pass", "tolist"): "behind that flag, or of one row, on CPU only",
     ("statistics.cpp", "_scale", "item"): "of a scale that is on the CPU",
     ("statistics.eager", "_row", "item"): "sums of a block, on CPU only",
-    ("statistics.eager", "_look", "item"): "whether a block has small squares, on CPU only",
+    ("statistics.eager", "_of_block", "item"): "whether a block has small squares, on CPU only",
     ("statistics.tensor_access", "threshold", "float"): "of four bytes, not of a tensor",
     ("statistics.tensor_access", "threshold_of_squares", "float"): "of a number made on the host, once",
     ("capture.parameters", "_rows", "to cpu"): "numbers of rows, made on the host",
@@ -150,7 +150,7 @@ HOST_READS = {
     ("capture.modules.values", "others", "bool"): "of tuples",
     ("capture.modules.values", "wants", "bool"): "of a tuple",
     ("capture.modules.values", "_called", "tolist"): "of a table, which is on the host",
-    ("capture.modules.values", "_measure_staged", "tolist"): "of tensors that are staged, on CPU only",
+    ("capture.modules.values", "_flush", "tolist"): "of batched small tensors, on CPU only",
     ("capture.hooks", "__bool__", "bool"): "of a list",
 }
 _READING_METHODS = {"item", "cpu", "tolist", "numpy", "nonzero_static"}

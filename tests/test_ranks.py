@@ -326,7 +326,7 @@ def test_what_is_logged_in_recorded_steps_is_merged_too(tmp_path: Path, wrap: st
 def test_a_reference_that_is_not_spread_is_no_reference_to_what_is() -> None:
     for values, missing, complaints in on_ranks(2, with_a_plain_reference):
         assert values["gradient/first.weight/norm"] > 0
-        assert "not spread over ranks in the same way" in missing["parameter_difference/first.weight/norm"]
+        assert "not sharded over ranks in the same way" in missing["parameter_difference/first.weight/norm"]
         assert not complaints
 
 

@@ -620,7 +620,7 @@ def test_where_parts_are_called_by_themselves_the_reference_is_said_not_to_run()
         (model[1](model[0](x)) if by_parts else model(x)).sum().backward()
         optimizer.step()
         told = monitor.missing()
-        by_itself = "the reference module runs when the whole model is called, and here a part of it was called by itself"
+        by_itself = "the reference module runs when the whole model is called, but here a part of it was called directly"
         assert told.get("activation_difference/0/norm") == (by_itself if by_parts else None)
 
 

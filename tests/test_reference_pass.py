@@ -655,7 +655,7 @@ def test_one_that_raises_is_off_after_one_complaint() -> None:
     assert complaints.counts == {"reference": 1}
     assert reference.calls == [1]
     assert beside.take("layer") is None
-    assert beside.reason == "the reference module is off, for it raised ZeroDivisionError: too small"
+    assert beside.reason == "the reference module is off, because it raised ZeroDivisionError: too small"
     assert beside
     assert rng_states() == states
     assert torch.is_grad_enabled()

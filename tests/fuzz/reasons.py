@@ -102,7 +102,7 @@ TRUE_REASONS: list[tuple[str, Fact]] = [
         lambda c: True,
     ),
     # of modules
-    (r"its output, a \w+, holds no tensor of real numbers|which is no activation", lambda c: _is_index(c)),
+    (r"its output, a \w+, holds no tensor of real numbers|which is not an activation", lambda c: _is_index(c)),
     (r"the module was not called in a training forward", lambda c: c.p.trains_in_eval or not c.in_any(*_MODULE)),
     (r"no hook on a module was called: none of these modules ran", lambda c: c.p.trains_in_eval or not c.in_any(*_MODULE)),
     (r"the model was called in evaluation mode, as it was not before", lambda c: c.p.trains_in_eval),

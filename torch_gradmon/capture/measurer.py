@@ -1,4 +1,4 @@
-"""Measure the tensors of one source as its plan says, and put the results into the step's buffer."""
+"""Measure the tensors of one source according to its plan, and store the results in the step's buffer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..step.plan import SourcePlan
 from ..step.ranks import Ranks
 
 _SPREAD = (
-    "its elements are spread over ranks, and of a function of all of them no rank can give the value; shardwise=True declares that "
+    "its elements are sharded over ranks, so no rank can compute a function of all of them; shardwise=True declares that "
     "the values of parts can be merged"
 )
 
@@ -31,8 +31,8 @@ class Measurer:
     """Runs the statistics and the metric functions; a function that fails is switched off, and training goes on.
 
     Args:
-        built_in: measures what the built-in metrics are made of.
-        complaints: where failures are reported.
+        built_in: measures the statistics of built-in metrics.
+        complaints: gets failures.
         ranks: those over which rows are merged.
     """
 
@@ -183,7 +183,7 @@ class Measurer:
                 self.complaints.add(cause, message, error)
 
     def _call(self, metric: Metric, key: Key, inputs: Sequence[Any]) -> Any:
-        """The value of the metric's function. One that works in place is refused: the first try on each tensor is on a copy."""
+        """The value of the metric's function. Rejects in-place functions; the first call on each tensor runs on a copy."""
         assert callable(metric.function)
         first = key not in self._proven
         given = [_each_tensor(x, (lambda t: t.detach().clone()) if first else (lambda t: t.detach())) for x in inputs]
@@ -192,7 +192,7 @@ class Measurer:
         with torch.no_grad(), no_autocast(_device_type(inputs)):
             value = metric.function(*given)
         moved = versions != [_version(t) for t in tensors]
-        # NumPy and its like write without moving a version counter; on the copy it can be seen by the values
+        # NumPy and the like write without moving a version counter; on the copy the values show it
         moved = moved or (first and not all(_equal(a, b) for a, b in zip(tensors, _tensors_in(inputs), strict=True)))
         if moved:
             raise ValueError("it changes its input in place, which would change the training; use abs() instead of abs_()")
@@ -201,7 +201,7 @@ class Measurer:
 
 
 def unscaled(tensor: Tensor, inverse_scale: Tensor) -> Tensor:
-    """``tensor`` times ``inverse_scale``, in float32 at least: a narrow dtype has no room for the inverse of any scale."""
+    """``tensor`` times ``inverse_scale``, in float32 or wider, since a narrow dtype cannot hold every inverse scale."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * inverse_scale.to(tensor.device)
 
 
@@ -211,7 +211,7 @@ def _tensors_in(values: Sequence[Any]) -> list[Tensor]:
 
 def _equal(a: Tensor, b: Tensor) -> bool:
     if a.layout != torch.strided or refusal(a) is not None:
-        return True  # the version counter has to do
+        return True  # only the version counter can show a change
     return torch.equal(a, b) or (torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num()))
 
 
@@ -233,7 +233,7 @@ def _device_type(inputs: Sequence[Any]) -> str:
 
 @contextlib.contextmanager
 def untouched_rng() -> Iterator[None]:
-    """Whatever random numbers are drawn inside, training draws the same ones as without."""
+    """Restore all random generators afterwards, so training draws the same numbers as without."""
     # an untyped function of torch
     on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     numpy = getattr(sys.modules.get("numpy"), "random", None)

@@ -36,7 +36,7 @@ from ..sinks.filtered_sink import FilteredSink
 from ..sinks.wandb import WandbSink
 from ..spikes.detector import SpikeDetector
 from ..statistics.dispatch import Statistics
-from ..statistics.eager import DEFAULT_EPS
+from ..statistics.request import DEFAULT_EPS
 from ..step.exchange import RankExchange
 from ..step.layer_values import LayerSelection
 from ..step.planner import Planner

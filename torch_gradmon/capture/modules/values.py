@@ -1,4 +1,4 @@
-"""What modules take, return and get back as gradients: measured where it arises, merged over calls and micro-batches."""
+"""Values of modules' inputs, outputs and their gradients, merged over calls and micro-batches."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from .unit_metrics import DEAD, WINDOW, DeadUnits
 
 @dataclass(frozen=True)
 class RequestedMetrics:
-    """What is asked of the tensors of one module from one source.
+    """The metrics requested of one module and source.
 
     Attributes:
         columns: the statistics that the views need.
         views: built-ins that are views of them.
         functions: metrics with a function.
-        dead: the share of dead units is asked for.
+        dead: the share of dead units is requested.
         split: each call of a forward has keys of its own.
         reasons: why a metric does not apply to this module, by name.
     """
@@ -46,12 +46,12 @@ class RequestedMetrics:
 
     @property
     def others(self) -> bool:
-        """Whether anything is asked for besides views."""
+        """Whether metrics besides views are requested."""
         return bool(self.functions or self.dead or self.reasons)
 
 
 class _Item(NamedTuple):
-    """A tensor, what is asked of it, and the path that its values go to; ``plain`` is that path without the number of the call."""
+    """A tensor, its metrics, and the path of its values; ``plain`` is that path without the number of the call."""
 
     asked: RequestedMetrics
     name: str
@@ -62,13 +62,13 @@ class _Item(NamedTuple):
 
 
 class ModuleValues:
-    """Measures for one step after the other what the metrics of modules ask for. Nothing is cloned or kept.
+    """Measures what the metrics of modules request, one step after the other. Tensors are neither cloned nor kept.
 
     Args:
-        measurer: does the work.
+        measurer: measures.
 
     Attributes:
-        traced: source and path of rows that a compiled graph wrote, and which columns; those without a count were not called.
+        traced: columns of rows that a compiled graph wrote, by source and path; rows without a count were not called.
     """
 
     def __init__(self, measurer: Measurer) -> None:
@@ -80,16 +80,16 @@ class ModuleValues:
         self._owner: dict[tuple[str, str], tuple[str, bool]] = {}
         self._dead: dict[str, DeadUnits] = {}
         self._seen_units: set[str] = set()
-        # in the order in which they came: numbers of one row, rows that are a tensor already, None for a row that waits in the staging
+        # in order of arrival: the numbers of one row, rows as a tensor, or None for a row of the batch of small tensors
         self._rows: list[tuple[str, list[str], frozenset[Column], list[float] | Tensor | None]] = []
-        self._staging: SmallTensorBatch[frozenset[Column]] = SmallTensorBatch()
+        self._small: SmallTensorBatch[frozenset[Column]] = SmallTensorBatch()
         self.traced: dict[tuple[str, str], frozenset[Column]] = {}
 
     def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], modules: Mapping[str, weakref.ref[nn.Module]]) -> None:
-        """Start a step with the metrics that are due in it; ``modules`` by name."""
+        """Start a step with the metrics due in it; ``modules`` by name."""
         self._buffer = buffer
-        self._rows = []  # what is there was left behind by an interrupt while a step ended
-        self._staging.drain()
+        self._rows = []  # an interrupt at the end of a step may have left some
+        self._small.drain()
         self._seen_units.clear()
         if metrics != self._metrics or modules is not self._modules:
             self._metrics, self._modules, self._asked = metrics, modules, {}
@@ -97,7 +97,7 @@ class ModuleValues:
     def end(self) -> None:
         """End the step; its values can still be evaluated."""
         if self._buffer is not None:
-            self._measure_staged()
+            self._flush()
             for path in self._seen_units:
                 units = self._dead[path]
                 share = units.end_step()
@@ -110,28 +110,28 @@ class ModuleValues:
         self._seen_units.clear()
 
     def forget(self, sources: tuple[str, ...], reason: str) -> None:
-        """Drop what was measured of ``sources`` in this step, for this reason."""
+        """Drop what was measured of ``sources`` in this step, for ``reason``."""
         assert self._buffer is not None
-        self._measure_staged()
+        self._flush()
         for source in sources:
             self._buffer.clear(source)
             self._buffer.absent[source, ""] = reason
 
     def adopt(self, source: str, name: str, path: str, columns: frozenset[Column], why: str) -> None:
-        """Rows of ``path`` came from elsewhere, these columns only; ``why`` the rest of what is asked of the module is absent."""
+        """Rows of ``path`` were written elsewhere, with these columns only; ``why``: the reason for other missing values of the module."""
         assert self._buffer is not None
         self._owner[source, path] = name, False
         self.traced[source, path] = columns
         for other in n.MODULE_SOURCES:
-            for asked in self._asked_of(other, name):
+            for asked in self._requested(other, name):
                 there = other == source and not asked.split
                 views = [view for view in asked.views if not (there and view.columns <= columns)]
                 for metric in [*(m.name for m in (*views, *asked.functions)), *(["dead"] if asked.dead else [])]:
                     self._buffer.absent[other, f"{name}/{metric}"] = why
 
     def wants(self, source: str, name: str) -> bool:
-        """Whether anything is asked of this source of this module in this step."""
-        return bool(self._asked_of(source, name))
+        """Whether anything is requested of this source of this module in this step."""
+        return bool(self._requested(source, name))
 
     def measure(
         self, source: str, name: str, value: Any, call: int, path: str | None = None, inverse_scale: Tensor | None = None
@@ -139,10 +139,10 @@ class ModuleValues:
         """Measure ``value``, a tensor or a container of tensors, that the module took or returned in its ``call``-th call.
 
         Args:
-            source, name: what to look up the metrics by.
-            value: goes under ``path``, by default the name.
-            call: negative where it is not known.
-            inverse_scale: what to multiply by first.
+            source, name: determine the metrics.
+            value: measured under ``path``, by default the name.
+            call: negative if unknown.
+            inverse_scale: factor to apply first.
         """
         assert self._buffer is not None
         if path is None and inverse_scale is None and isinstance(value, Tensor) and self._measured_quickly(source, name, value):
@@ -155,12 +155,12 @@ class ModuleValues:
         self.measure_items(source, items, inverse_scale)
 
     def measure_pairs(self, name: str, value: Any, call: int, other_of: Callable[[str], Tensor | str]) -> None:
-        """Measure the difference of each tensor in ``value`` to what ``other_of`` has for its path, or the reason why not."""
+        """Measure the difference of each tensor in ``value`` to ``other_of(path)``, or store the reason that it returns."""
         assert self._buffer is not None
         source, items = n.ACTIVATION_DIFFERENCE, []
         found: dict[str, Tensor | str] = {}
         for item in self._items(source, name, value, call):
-            if item.plain not in found:  # taken once, also where two keys are made of it
+            if item.plain not in found:  # fetched once, even for two keys
                 found[item.plain] = other_of(item.plain)
             other = found[item.plain]
             if not isinstance(other, str) and other.shape != item.tensor.shape:
@@ -172,7 +172,7 @@ class ModuleValues:
         self.measure_items(source, items)
 
     def named(self, tensors: Mapping[str, Tensor]) -> None:
-        """Measure tensors that are no module's output, each under a name of its own."""
+        """Measure tensors that are not a module's output, each under its own name."""
         items: list[_Item] = []
         for name, tensor in tensors.items():
             of = name.rpartition(".")[0]
@@ -180,19 +180,19 @@ class ModuleValues:
         self.measure_items(n.ACTIVATION, items)
 
     def _items(self, source: str, name: str, value: Any, call: int, path: str | None = None) -> Iterator[_Item]:
-        """The measurable tensors inside, once for each key that they have values under."""
+        """The measurable tensors inside, once per key."""
         assert self._buffer is not None
-        asked = self._asked_of(source, name)
+        asked = self._requested(source, name)
         for plain, tensor in tensors_of(value, path or name) if asked else ():
             reason = refusal(tensor)
             if reason is None and not (tensor.is_floating_point() or tensor.is_complex()):
-                reason = f"a tensor of dtype {tensor.dtype}, which is no activation"
+                reason = f"a tensor of dtype {tensor.dtype}, which is not an activation"
             if reason is not None:
                 self._buffer.absent[source, plain] = reason
                 continue
             for each in asked:
                 if each.split and call < 0:
-                    self._buffer.absent[source, name] = "in a recomputation it is not known which call this is"
+                    self._buffer.absent[source, name] = "in a recomputation the number of the call is unknown"
                     continue
                 rest = rest_of(plain, name, self._modules)
                 place = f"{name}@{call}{rest}" if each.split else name + rest
@@ -200,13 +200,15 @@ class ModuleValues:
                 yield _Item(each, name, plain, place, tensor.detach())
 
     def measure_items(self, source: str, items: Sequence[_Item], inverse_scale: Tensor | None = None) -> None:
-        """Measure them, those of one device together; ``inverse_scale`` is what gradients are multiplied by first."""
+        """Measure the items, batched by device; ``inverse_scale`` is applied to gradients first."""
         assert self._buffer is not None
         groups: dict[torch.device, list[_Item]] = {}
         for item in items:
             if not item.asked.views:
                 continue
-            if item.other is not None or not self._put_aside(source, item.path, item.asked.columns, item.tensor, inverse_scale):
+            if item.other is not None or not self._measure_on_host(
+                source, item.path, item.asked.columns, item.tensor, inverse_scale
+            ):
                 groups.setdefault(item.tensor.device, []).append(item)
         for device, members in groups.items():
             columns = members[0].asked.columns.union(*(item.asked.columns for item in members[1:]))
@@ -214,7 +216,7 @@ class ModuleValues:
             others = [item.other for item in members if item.other is not None] or None
             rows = self._measurer.built_in.measure([item.tensor for item in members], columns, scale, others)
             paths = [item.path for item in members]
-            if self._rows:  # which came before, and are before them in the order of the calls
+            if self._rows:  # keeps the order of the calls
                 self._rows.append((source, paths, columns, rows))
             else:
                 self._buffer.merge_rows(source, paths, rows, columns)
@@ -223,42 +225,43 @@ class ModuleValues:
                 self._measure_others(source, item, inverse_scale)
 
     def _measured_quickly(self, source: str, name: str, tensor: Tensor) -> bool:
-        """The usual case, in few calls, for between two large matrix products each of them costs ten times what it does else:
-        one tensor, of which nothing but views of its statistics is asked.
+        """A fast path with few calls for the usual case: one tensor, and only views of its statistics. Between two large matrix products a
+        Python
+        call costs ten times as much as elsewhere.
         """
-        asked = self._asked_of(source, name)
+        asked = self._requested(source, name)
         if len(asked) != 1 or asked[0].split or asked[0].others or not is_plain(tensor):
             return False
         self._owner[source, name] = name, False
-        return self._put_aside(source, name, asked[0].columns, tensor)
+        return self._measure_on_host(source, name, asked[0].columns, tensor)
 
-    def _put_aside(
+    def _measure_on_host(
         self, source: str, path: str, columns: frozenset[Column], tensor: Tensor, inverse_scale: Tensor | None = None
     ) -> bool:
-        """Measure a CPU tensor into plain numbers, or let a small one wait; False where neither can be done."""
+        """Measure a CPU tensor into numbers, or add a small one to the batch. Returns False if neither is possible."""
         if inverse_scale is not None and not inverse_scale.is_cpu:
             return False
         row = self._measurer.built_in.row_of(tensor, columns, inverse_scale)
         if row is not None:
             self._rows.append((source, [path], columns, row))
             return True
-        if not self._staging.takes(tensor):
+        if not self._small.takes(tensor):
             return False
-        if not self._staging.has_room(tensor):
-            self._measure_staged()
-        self._staging.put(columns, tensor, inverse_scale)
+        if not self._small.has_room(tensor):
+            self._flush()
+        self._small.put(columns, tensor, inverse_scale)
         self._rows.append((source, [path], columns, None))
         return True
 
-    def _measure_staged(self) -> None:
-        """What was measured on the host, and the small tensors that wait, all at once."""
+    def _flush(self) -> None:
+        """Store what was measured on the host, and measure the batch of small tensors."""
         assert self._buffer is not None
         measured, self._rows = self._rows, []
         if not measured:
             return
         waited: Iterator[list[float]] = iter(())
         together = frozenset[Column]()
-        if waiting := self._staging.drain():
+        if waiting := self._small.drain():
             together = together.union(*{of for of, _ in waiting})
             waited = iter(self._measurer.built_in.measure([tensor for _, tensor in waiting], together).tolist())
         single = [row for *_, row in measured if not isinstance(row, Tensor)]
@@ -269,7 +272,7 @@ class ModuleValues:
             self._buffer.merge_rows(source, paths, found, together if own is None else columns)
 
     def _measure_others(self, source: str, item: _Item, inverse_scale: Tensor | None) -> None:
-        """What is no view of the statistics."""
+        """Measure what is not a view of the statistics."""
         assert self._buffer is not None
         for metric, reason in item.asked.reasons.items():
             self._buffer.absent[source, f"{item.path}/{metric}"] = reason
@@ -291,9 +294,9 @@ class ModuleValues:
             with untouched_rng():
                 self._measurer.functions(self._buffer, source, item.path, functions, inputs, merging=True)
 
-    # --- what is asked for -----------------------------------------------------------------------------------------------------
+    # --- requested metrics -----------------------------------------------------------------------------------------------------
 
-    def _asked_of(self, source: str, name: str) -> tuple[RequestedMetrics, ...]:
+    def _requested(self, source: str, name: str) -> tuple[RequestedMetrics, ...]:
         found = self._asked.get((source, name))
         if found is None:
             metrics = [metric for metric in self._metrics if metric.source == source and metric.matches(name)]
@@ -305,7 +308,7 @@ class ModuleValues:
         return found
 
     def evaluator(self) -> Callable[[dict[str, StatsTable]], dict[Key, float]]:
-        """A function that gives the built-in values of this step's tables, also when the next step has begun.
+        """A function that computes the built-in values of this step's tables, even after the next step has begun.
 
         It drops rows of modules that were not called.
         """
@@ -318,10 +321,10 @@ class ModuleValues:
                     table = tables[source] = _called(source, tables[source], traced)
                     places: dict[str, list[int]] = {}
                     for place, path in enumerate(table.names):
-                        # where only other ranks have called it, its path tells whose it is
+                        # if only other ranks have called the module, its path gives its name
                         name, split = owner.get((source, path)) or (n.owner_of(path, self._modules), "@" in path)
                         columns = traced.get((source, path), ALL_COLUMNS)
-                        for each in asked.get((source, name)) or self._asked_of(source, name):
+                        for each in asked.get((source, name)) or self._requested(source, name):
                             for metric in each.views if each.split == split else ():
                                 if not metric.columns <= columns:
                                     continue

@@ -1,4 +1,4 @@
-"""The two tables that a run can be turned into: one of tensors, and one of steps."""
+"""The two tables of a run: one of tensors, one of steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TABLES = ("tensors", "steps")
 
 
 def table_of(frame: Frame, what: str, *packages: str) -> Any:
-    """The frame as a ``pyarrow.Table``, for ``what``, which needs ``packages``."""
+    """The frame as a ``pyarrow.Table``; ``what`` names the caller for the error if one of ``packages`` is missing."""
     for package in packages:
         if find_spec(package) is None:
             raise ImportError(f'{what} needs {package}: pip install "torch_gradmon[export]"')
@@ -29,7 +29,7 @@ def chosen_steps(run: ReadableRun, first: int | None, last: int | None) -> list[
     """The steps of the run from ``first`` to ``last``.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there are none.
     """
     steps = between(run.steps, first, last)
     if not steps and run.steps:
@@ -41,7 +41,7 @@ def frame_of(run: ReadableRun, table: str, sources: str | Sequence[str] | None, 
     """One of the two tables.
 
     Raises:
-        ValueError: there is no such table, step or source.
+        ValueError: the table, the steps or a source do not exist.
     """
     check.one_of("table", table, TABLES)
     steps = chosen_steps(run, first, last)

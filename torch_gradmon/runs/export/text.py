@@ -1,4 +1,4 @@
-"""CSV and JSON lines, for which the standard library suffices."""
+"""CSV and JSON lines, with the standard library."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .frames import ColumnValues, Field
 
 
 class CsvFile:
-    """Writes rows under a line of names. What is not there is empty, NaN and infinite values are ``nan`` and ``inf``.
+    """Writes rows below a header. Absent values are empty; NaN and infinite values are ``nan`` and ``inf``.
 
     Args:
         path: of the file.
@@ -39,7 +39,7 @@ class CsvFile:
 
 
 class JsonlFile:
-    """Writes one object a row, without what is not there; NaN and infinite values are strings, as a :class:`JsonlSink` writes them.
+    """Writes one object per row without absent values. NaN and infinite values are strings, as in :class:`JsonlSink`.
 
     Args:
         path: of the file.
@@ -62,7 +62,7 @@ class JsonlFile:
 
 
 def _cells(fields: Sequence[Field], columns: Sequence[ColumnValues], nested: bool = False) -> list[list[Any]]:
-    """The columns as Python's own values, None for what is not there; ``nested`` for JSON, of which texts are a part."""
+    """The columns as Python values, None where absent; ``nested`` decodes JSON texts."""
     return [_column(field, column, nested) for field, column in zip(fields, columns, strict=True)]
 
 
