@@ -804,7 +804,7 @@ def _fsdp() -> nn.Module:
 @pytest.mark.parametrize(
     ("make_module", "message"),
     [
-        (lambda: _with(weight=nn.Parameter(torch.ones(1).as_subclass(Sharded))), "weight is a tensor that is spread over ranks"),
+        (lambda: _with(weight=nn.Parameter(torch.ones(1).as_subclass(Sharded))), "weight is a tensor that is sharded over ranks"),
         (lambda: nn.Linear(2, 2, device="meta"), "weight is a tensor on the meta device"),
         (lambda: nn.LazyLinear(2), "weight is not initialised before the first forward"),
         (_fsdp, "_fsdp_wrapped_module.weight is sharded by FSDP"),

@@ -42,7 +42,7 @@ _MODULE = ("outputs", "inputs")
 TRUE_REASONS: list[tuple[str, Fact]] = [
     # of when something is measured
     (r"updates are measured on every (\d+)th step", lambda c: c.truth.number % UPDATE_EVERY != 0),
-    (r"measured on (?:every|steps that are divisible by) (\d+)", lambda c: c.truth.number % int(c.words[1]) != 0),  # type: ignore[index]
+    (r"measured on (?:every|steps divisible by) (\d+)", lambda c: c.truth.number % int(c.words[1]) != 0),  # type: ignore[index]
     (r"it was asked for after the step had begun", lambda c: c.p.has_event("detail_cheap", "detail_full")),
     (r"it takes 100 monitored steps, and (\d+) were seen", lambda c: int(c.words[1]) < 100),  # type: ignore[index]
     (r"detector('s rule gave no score|has not seen enough)", lambda c: _few(c)),
@@ -56,7 +56,7 @@ TRUE_REASONS: list[tuple[str, Fact]] = [
     (r"no gradient in this step, or nothing was measured", lambda c: c.key.name not in c.truth.used),
     (r"no gradient before clipping was seen: no backward pass ran", lambda c: c.key.name not in c.truth.before),
     (
-        r"it had no gradient: the loss does not depend on it, or its gradient was taken away",
+        r"it had no gradient: the loss does not depend on it, or its gradient was removed",
         lambda c: c.key.name not in c.truth.before,
     ),
     (r"its gradient was gone when", lambda c: c.key.name in c.truth.before and c.key.name not in c.truth.used),

@@ -1,4 +1,4 @@
-"""A step between its end and its record: all that is known of it, and its values on their way to the host."""
+"""A step between its end and its record: its facts, and its values on their way to the host."""
 
 from __future__ import annotations
 
@@ -23,29 +23,28 @@ from .summary import StepFacts, Summary
 
 @dataclass
 class PendingStep:
-    """What a step leaves behind when it ends.
+    """A step that has ended, without its record.
 
     Attributes:
         departure: its values.
         plans: what was to be measured.
         inventory: the model as it was.
-        modules: the built-in values of the tables of what modules take and return.
-        refused: whether the optimizer did not apply the step.
+        modules: computes the built-in values of modules from tables.
+        refused: the optimizer did not apply the step.
         groups: names of the parameters of each of the optimizers' groups.
         tags: facts for its context.
-        cost: time spent in the monitor, in percent of the time since the last step that was monitored; None for one that was not.
-        ranks: over how many the values of batches are merged.
-        annotations: facts for its context that others than the step know.
-        withheld: whether it was not applied because of a spike.
-        skipped: how many steps were skipped so far, where they may be.
-        late: where values that were logged after its end are merged.
-        late_departure: the same on their way, once the next step has begun.
-        refusals_after: steps that were neither monitored nor applied, between this one and the next one monitored.
-        tuned: the live change of detail that it was measured under, if any.
+        cost: time spent in the monitor, in percent of the time since the last monitored step; None for an unmonitored one.
+        ranks: number of ranks over which values of batches are merged.
+        annotations: further facts for its context.
+        withheld: it was not applied because of a spike.
+        skipped: number of steps skipped so far, if skipping is enabled.
+        late: merges values that were logged after its end.
+        late_departure: these on their way to the host, once the next step has begun.
+        refusals_after: steps neither monitored nor applied, between this one and the next monitored one.
+        tuned: the live change of detail under which it was measured, if any.
         due: metrics of modules that were to be measured.
-        attached: whether hooks on optimizers took part.
-        judged: whether detectors are to judge it. Not where this rank alone has monitored it, for what a spike brings about has to
-            come about on all ranks.
+        attached: hooks on optimizers took part.
+        judged: detectors use it. Not if only this rank has monitored it, since reactions to a spike must happen on all ranks.
     """
 
     departure: PendingReadback
@@ -95,9 +94,7 @@ class PendingStep:
             refusal=self.refused or found_inf,
             nonfinite=_is_spoiled(tables.get(n.GRADIENT_BEFORE_CLIP)),
         )
-        if (
-            self.cost is not None and "overhead_pct" in summary.keys
-        ):  # on the dashboard of a preset; in the context of every record
+        if self.cost is not None and "overhead_pct" in summary.keys:
             custom[Key(n.SUMMARY, "", "overhead_pct")] = self.cost
         if self.skipped is not None:
             custom[Key(n.SUMMARY, "", "steps_skipped")] = float(self.skipped)
@@ -118,11 +115,11 @@ class PendingStep:
         return replace(record, rng=buffer.rng), signals
 
     def _unplanned(self) -> dict[str, str]:
-        """Sources of which the whole model was not to be measured in this step: a whole-model value of them was asked for since."""
+        """Sources that were not measured of the whole model in this step, although a whole-model value of them was requested since."""
         return {source: ASKED_LATE for source, plan in self.plans.items() if not plan.is_whole}
 
     def _trained(self) -> Set[str]:
-        """The trainable parameters; those that are frozen now where they were not when this step's gradients came."""
+        """The trainable parameters, without those that were frozen when this step's gradients came."""
         return self.inventory.trainable - self.inventory.doubtful.difference(self.departure.buffer.thawed)
 
     def _context(self, noted: Mapping[str, float]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""The registry of metrics, and the plan that it compiles to: which metric on which tensor.
+"""The registry of metrics.
 
-The registry stores and refuses, nothing more: everything is checked before anything is changed.
+It stores and rejects metrics, nothing more: everything is checked before anything is changed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..statistics import histogram, kurtosis
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """What a source offers by name: a view of its statistics (``function`` is None) or a function."""
+    """A built-in metric of a source: a view of its statistics (``function`` is None) or a function."""
 
     columns: frozenset[Column]
     unit: str
@@ -33,7 +33,7 @@ def _of_tensors(subject: str) -> dict[str, BuiltIn]:
     found = {name: BuiltIn(v.columns, v.unit, f"{v.documentation} of the {subject}") for name, v in VIEWS.items()}
     words = f"number of elements of the {subject} with that floor(log2 |x|), and of zeros; a class without any is absent"
     found[histogram.NAME] = BuiltIn(frozenset(), "count", words, histogram.log2_counts, histogram.as_metrics)
-    words = f"Pearson's kurtosis of the {subject}, 3 for a normal distribution; absent where all elements are equal"
+    words = f"Pearson's kurtosis of the {subject}, 3 for a normal distribution; absent if all elements are equal"
     found[kurtosis.NAME] = BuiltIn(frozenset(), "1", words, kurtosis.central_sums, kurtosis.kurtosis)
     return found
 
@@ -70,16 +70,16 @@ VIEW_BUILT_INS: dict[str, dict[str, BuiltIn]] = {
 
 
 class Registry:
-    """All metrics that were asked for.
+    """All requested metrics.
 
     Args:
-        built_ins: what each source offers by name.
+        built_ins: built-in metrics of each source, by name.
     """
 
     def __init__(self, built_ins: Mapping[str, Mapping[str, BuiltIn]]) -> None:
         self.built_ins = built_ins
         self.metrics: tuple[Metric, ...] = ()
-        self._asked: tuple[Metric, ...] = ()  # what the script asked for, its preset's among it
+        self._asked: tuple[Metric, ...] = ()  # metrics of the script, including those of its preset
         self._instead: tuple[Metric, ...] | None = None
         self._is_shared = False
         self._lent: tuple[Metric, ...] = ()
@@ -156,13 +156,13 @@ class Registry:
         )
 
     def add(self, new: Sequence[Metric], tensors: Mapping[str, Sequence[str]] | None = None) -> None:
-        """Add all of ``new`` or nothing. ``tensors`` are the known names by source, for the check of duplicates.
+        """Add all of ``new`` or nothing. ``tensors``: the known names by source, to find duplicates.
 
         Raises:
             ValueError: the same metric twice on the same tensor.
         """
         asked_for = {(metric.source, metric.name) for metric in new}
-        # what a preset added out of sight makes way for what somebody asks for
+        # hidden metrics of a preset are replaced by requested ones
         kept = tuple(metric for metric in self._asked if metric.shown or (metric.source, metric.name) not in asked_for)
         candidates = kept + tuple(new)
         _refuse_overlaps(candidates, new, tensors)
@@ -170,24 +170,24 @@ class Registry:
         self._compose()
 
     def replace_hidden(self, new: Sequence[Metric]) -> None:
-        """Let ``new`` take the place of all metrics that are not shown; what is there by name already stays as it is."""
+        """Replace all hidden metrics by ``new``, except those that exist by name."""
         shown = tuple(metric for metric in self._asked if metric.shown)
         self._asked = shown + _unknown(new, shown)
         self._compose()
 
     def lend(self, new: Sequence[Metric]) -> None:
-        """Add ``new``, out of sight, until :meth:`take_back`; what is there by source and name already stays as it is."""
+        """Add ``new`` as hidden metrics until :meth:`take_back`, except those that exist by source and name."""
         self._lent = tuple(new)
         self._compose()
 
     def take_back(self) -> None:
-        """End what :meth:`lend` began."""
+        """Remove the metrics of :meth:`lend`."""
         self._lent = ()
         self._compose()
 
     def stand_in(self, new: Sequence[Metric] | None, shared: bool = False) -> None:
-        """Let ``new``, none of which is shown, stand in for all metrics that are not shown, until this is called with None. What is
-        added meanwhile stays. Of several that are called the same the first one counts. ``shared``: every rank does the same.
+        """Override hidden metrics with ``new``; None restores them. Metrics added meanwhile stay; the first of a name counts.
+        ``shared``: every rank does the same.
         """
         first = {(metric.source, metric.name): metric for metric in reversed(new or ())}
         self._instead, self._is_shared = None if new is None else tuple(first.values())[::-1], shared
@@ -204,16 +204,16 @@ class Registry:
 
     @property
     def unseen(self) -> tuple[Metric, ...]:
-        """What the script asked for and is not shown."""
+        """The script's hidden metrics."""
         return tuple(metric for metric in self._asked if not metric.shown)
 
     @property
     def own(self) -> tuple[Metric, ...]:
-        """The metrics that every rank has: all that the script asked for, and what stands in for it on all of them."""
+        """The metrics that every rank has: those of the script, and an override on all ranks."""
         return self._asked + (self._instead or ()) if self._is_shared else self._asked
 
     def hidden(self) -> set[tuple[str, str]]:
-        """Source and name of the metrics that are not shown, or were lent: their last values may still be on their way."""
+        """Source and name of the metrics that are hidden or were temporary: their last values may still be on their way."""
         hidden = self._once_lent.union((metric.source, metric.name) for metric in self.metrics if not metric.shown)
         return hidden.difference((metric.source, metric.name) for metric in self.metrics if metric.shown)
 
@@ -226,7 +226,7 @@ class Registry:
         _refuse_overlaps(self.metrics, self.metrics, tensors)
 
     def of(self, source: str) -> list[Metric]:
-        """The metrics of ``source``, in the order in which they were added."""
+        """The metrics of ``source``, in the order of addition."""
         return [metric for metric in self.metrics if metric.source == source]
 
 

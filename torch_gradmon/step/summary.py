@@ -1,4 +1,4 @@
-"""Whole-model values for the dashboard: a handful of keys in one section, ``gradmon/``, from the statistics of all layers."""
+"""Whole-model values for the dashboard: a few keys in one section, ``gradmon/``, from the statistics of all layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .gradient_summary import DISTRIBUTION, gradient_values, norm_of
 from .micro_batches import DOCUMENTATION as BATCHES
 from .micro_batches import MicroBatchStats
 
-#: What each key means; also the order in which they are shown.
+#: The meaning of each key, in the order of display.
 DOCUMENTATION = {
     "grad_norm": "L2 norm of all gradients before clipping",
     "grad_norm_clipped": "L2 norm of the gradients that the optimizer uses; absent where nothing clips or edits them after backward",
@@ -39,7 +39,7 @@ DOCUMENTATION = {
     "grad_sparsity": "share of the finite gradient elements before clipping with |x| <= eps",
     "overhead_pct": "time spent in the monitor's own code, in percent of the time since the last monitored step",
 }
-#: Of what is asked for by other means than a preset; present where it is in use.
+#: Keys of features that are not part of a preset; present if in use.
 ON_REQUEST = {
     "steps_skipped": "steps so far that were skipped because of a spike",
     "clip_limit": "norm above which an adaptive clip of the total norm clips this step; absent in its warm-up",
@@ -47,7 +47,7 @@ ON_REQUEST = {
 }
 STANDARD = tuple(k for k in DOCUMENTATION if k not in DISTRIBUTION)
 CHEAP = tuple(k for k in STANDARD if not k.startswith(("param_", "update_")))
-#: The update keys need a copy of the parameters, so they come with every tenth step.
+#: The update keys need a copy of the parameters, so they are measured on every tenth step.
 UPDATE_EVERY = 10
 _OF_GRADIENTS = ("grad_norm", "grad_max", "grad_nonfinite", "grad_top_share", "spike_score", *DISTRIBUTION)
 _UPDATE_KEYS = tuple(k for k in DOCUMENTATION if k.startswith("update_"))
@@ -64,19 +64,19 @@ class StepFacts:
 
     Attributes:
         step: its number.
-        applied: whether the optimizer applied it.
-        updates_void: whether updates of zero were measured, because a fused optimizer found infinite gradients.
-        edited: whether the gradients were changed between backward and the optimizer; None where only their values tell.
-        rounding: by how much the gradients that the optimizer uses are rounded, relatively, where that is more than in float32.
-        used: names of the parameters whose gradients an optimizer has used, or would have, had they been there.
+        applied: the optimizer applied it.
+        updates_void: updates of zero were measured, because a fused optimizer found infinite gradients.
+        edited: the gradients were changed between backward and the optimizer; None if only their values can show it.
+        rounding: relative rounding of the gradients that the optimizer uses, if larger than in float32.
+        used: names of the parameters whose gradients an optimizer has used, or would have if they had existed.
         trainable: names of the trainable parameters.
         matrices: names of the parameters of two or more dimensions.
         groups: names of the parameters of each of the optimizers' groups.
-        refused: a reason by source, where some of its tensors could not be measured.
+        refused: a reason by source if some of its tensors could not be measured.
         context: learning rates and the like, for the record.
-        ranks: over how many the values of batches are merged.
-        refusal: whether a GradScaler did not let the optimizer apply it.
-        nonfinite: whether any gradient that was measured before clipping holds NaN or Inf.
+        ranks: number of ranks over which values of batches are merged.
+        refusal: a GradScaler did not let the optimizer apply it.
+        nonfinite: a gradient measured before clipping holds NaN or Inf.
     """
 
     step: int
@@ -101,10 +101,9 @@ class Summary:
     ``signals`` are values that a detector needs, shown or not.
 
     Args:
-        keys: which of :data:`DOCUMENTATION`.
-        all_columns: measure every statistic of the gradients, and of the rest on every tenth step, because a run directory
-            wants them.
-        of_layers: what values of layers are made of, see :attr:`Layers.needs`.
+        keys: names in :data:`DOCUMENTATION`.
+        all_columns: measure every statistic of the gradients, and of the rest on every tenth step, for a run directory.
+        of_layers: the needs of per-layer values, see :attr:`LayerSelection.needs`.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class Summary:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The names of a preset's values: the script's, or one that stands in for it."""
+        """The names of a preset's values: the script's, or those of an override."""
         return self._keys if self._instead is None else self._instead
 
     @keys.setter
@@ -131,48 +130,48 @@ class Summary:
         self._keys = tuple(keys)
 
     def stand_in(self, keys: Iterable[str] | None) -> None:
-        """Let ``keys`` stand in for those of the script's preset, until this is called with None."""
+        """Override the names of the script's preset with ``keys``; None restores them."""
         self._instead = None if keys is None else tuple(keys)
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """The names of all values that are asked for."""
+        """The names of all requested values."""
         asked_for = (*self.keys, *(name for name in self.more if name not in self.keys))
         return asked_for if self.batches is None else (*asked_for, *BATCHES)
 
     @property
     def _wanted(self) -> set[str]:
-        """What is shown, and what detectors need."""
+        """The names of shown values and those that detectors need."""
         return self.signals.union(self.keys, self.more).intersection(DOCUMENTATION)
 
     @property
     def update_every(self) -> int:
-        """The steps that measure updates: every one where a detector wants them."""
+        """The interval of steps that measure updates: 1 if a detector needs them."""
         return 1 if not self.signals.isdisjoint(_UPDATE_KEYS) else UPDATE_EVERY
 
     def of_one_step(self) -> Summary:
-        """For a step beside the others: the values of gradients alone; what it is told changes nothing here."""
+        """An independent summary of gradients for one unmonitored step."""
         found = Summary(name for name in CHEAP if name.startswith("grad_"))
         found._clips.extend(self._clips)
         return found
 
     def refused_unseen(self, steps: int) -> None:
-        """So many steps that were not measured were refused by a GradScaler."""
+        """Count ``steps`` unmeasured steps that a GradScaler did not apply."""
         self.not_applied += steps
         self.nonfinite += steps
 
     def needs_of_gradients(self) -> dict[str, frozenset[Column]]:
-        """The same for gradients, whether or not anybody wants values of them."""
+        """The statistics of gradients that all values need, by source."""
         square = frozenset({Column.COUNT, Column.SQUARE_SUM})
         views = ["max", *(view for name, view in DISTRIBUTION.items() if name in self._wanted)]
         return {
             n.GRADIENT_BEFORE_CLIP: ALL_COLUMNS if self.all_columns else square.union(*(VIEWS[view].columns for view in views)),
-            # with sums besides squares a run directory sees that they are the same gradients, and stores them once
+            # sums and squares show a run directory that gradients are unchanged, so it stores them once
             n.GRADIENT: square | {Column.SUM} if self.all_columns else square,
         }
 
     def needs(self, step: int) -> dict[str, frozenset[Column]]:
-        """The statistics that the next values are made of, by source, for all trainable parameters."""
+        """The statistics that the next values need, by source, for all trainable parameters."""
         wanted, needs = self._wanted, dict(self._of_layers)
         square = frozenset({Column.COUNT, Column.SQUARE_SUM})
         if wanted or self.batches is not None:
@@ -197,13 +196,13 @@ class Summary:
         absent: dict[str, str],
         batch_norms: Mapping[str, Sequence[float]] | None = None,
     ) -> dict[str, float]:
-        """The values of one step by name, also those that are not among ``keys``.
+        """The values of one step by name, including those not among ``keys``.
 
         Args:
-            facts: what is known of the step.
+            facts: of the step.
             tables: statistics by source, of all parameters or not at all.
             base: statistics of the updated parameters before the update.
-            absent: receives a reason for each key that is not there.
+            absent: gets a reason for each missing key.
             batch_norms: of the gradients of micro-batches, by rank.
         """
         values: dict[str, float] = {}
@@ -218,7 +217,7 @@ class Summary:
         else:
             reason = "the parameters were not measured: attach the optimizer, or call monitor.monitor_parameters()"
             absent["param_norm"] = facts.refused.get(n.PARAMETER, reason)
-        if facts.step % self.update_every:  # what a metric of the user measured is of his layers, not of the whole model
+        if facts.step % self.update_every:  # a user's metric may have measured updates of some layers
             absent.update(dict.fromkeys(_UPDATE_KEYS, f"updates are measured on every {UPDATE_EVERY}th step"))
         elif not facts.applied:
             absent.update(dict.fromkeys(_UPDATE_KEYS, "the step was not applied"))
@@ -256,7 +255,7 @@ class Summary:
                 absent["grad_top_share"] = f"the gradient norm is {norm}"
             if facts.applied and after is not None and facts.used >= set(before.names):
                 edited = _differ(before, after) if facts.edited is None else facts.edited
-                # a gradient that was taken away altogether is not clipped
+                # a removed gradient is not clipped
                 self._clips.add(edited, norm_of(_of(before, set(after.names))), norm_of(after), facts.rounding)
         if after is None and facts.used and facts.used >= set(() if before is None else before.names):
             reason = "all gradients were gone when the optimizers stepped"
@@ -339,7 +338,7 @@ def _differ(before: StatsTable, after: StatsTable) -> bool:
     place = {name: row for row, name in enumerate(before.names)}
     then, now = before.rows[[place[name] for name in after.names]], after.rows
     for column in (before.columns & after.columns) - {Column.NEAR_ZERO}:
-        # a sum may cancel: by Cauchy and Schwarz this is the most that its terms can add up to
+        # a sum may cancel; by Cauchy-Schwarz this bounds the sum of its terms
         scale = (then[:, Column.COUNT] * then[:, Column.SQUARE_SUM]).sqrt() if column is Column.SUM else then[:, column].abs()
         same = (now[:, column] - then[:, column]).abs() <= 1e-6 * scale
         same |= (now[:, column] == then[:, column]) | (now[:, column].isnan() & then[:, column].isnan())
