@@ -147,10 +147,10 @@ HOST_READS = {
     ("capture.modules.tensor_hooks", "_is_executed", "bool"): "of what the engine says",
     ("capture.modules.forward_hooks", "on_root", "bool"): "of a list",
     ("capture.modules.forward_hooks", "may_rest", "bool"): "of a dict",
-    ("capture.modules.values", "others", "bool"): "of tuples",
+    ("capture.modules.lookup", "others", "bool"): "of tuples",
     ("capture.modules.values", "wants", "bool"): "of a tuple",
-    ("capture.modules.values", "_called", "tolist"): "of a table, which is on the host",
-    ("capture.modules.values", "_flush", "tolist"): "of batched small tensors, on CPU only",
+    ("capture.modules.lookup", "_called", "tolist"): "of a table, which is on the host",
+    ("capture.modules.host_rows", "flush", "tolist"): "of batched small tensors, on CPU only",
     ("capture.hooks", "__bool__", "bool"): "of a list",
 }
 _READING_METHODS = {"item", "cpu", "tolist", "numpy", "nonzero_static"}

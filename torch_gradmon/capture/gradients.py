@@ -13,7 +13,7 @@ from ..core.moments import ALWAYS, Column, merge
 from ..step.buffer import StepBuffer
 from ..step.parameter_refs import Place
 from ..step.plan import SourcePlan
-from .measurer import Measurer
+from .measurer import Measurement, Measurer
 
 _NARROW = frozenset({torch.float16, torch.bfloat16})
 _SQUARES = ALWAYS | {Column.SQUARE_SUM}
@@ -137,7 +137,7 @@ class GradientCapture:
         else:
             target = StepBuffer(self._buffer.step, self._measurer.complaints)
             self._held[held_for] = target, seen, list(positions)
-        self._measurer.measure(target, plan, gradients, inverse_scale=inverse_scale)
+        self._measurer.measure(Measurement(target, plan, gradients, inverse_scale))
 
     def _replace_seen(self, positions: Iterable[int], seen: _Seen) -> None:
         for position in positions:
@@ -176,7 +176,7 @@ class GradientCapture:
             self._note_edits(gradients)
         if narrow := {gradient.dtype for gradient in gradients.values()} & _NARROW:
             self._buffer.noted["rounding"] = max(torch.finfo(dtype).eps / 2 for dtype in narrow)
-        self._measurer.measure(self._buffer, plan, gradients, inverse_scale=inverse_scale)
+        self._measurer.measure(Measurement(self._buffer, plan, gradients, inverse_scale))
 
     def _note_edits(self, gradients: Mapping[int, Tensor]) -> None:
         """Note whether these were written to since they were measured before clipping; without a note the values decide."""
@@ -198,7 +198,7 @@ class GradientCapture:
         if self._buffer is None or gradient is None:
             return
         held = StepBuffer(self._buffer.step, self._measurer.complaints)
-        self._measurer.measure(held, self._plans[GRADIENT_LOCAL], {position: gradient}, inverse_scale=inverse_scale, merging=True)
+        self._measurer.measure(Measurement(held, self._plans[GRADIENT_LOCAL], {position: gradient}, inverse_scale, merging=True))
         self._uncommitted[torch._C._current_graph_task_id(), position] = held
 
     def commit_local(self, position: int) -> None:

@@ -13,11 +13,11 @@ from ..core.keys import OPTIMIZER, PARAMETER, PARAMETER_DIFFERENCE, UPDATE, UPDA
 from ..core.moments import SQUARES
 from ..statistics.norm import inner_product
 from ..step.buffer import StepBuffer
+from ..step.built_ins import BuiltIn
 from ..step.parameter_refs import Place
 from ..step.plan import SourcePlan
 from ..step.reduction import cosine
-from ..step.registry import BuiltIn
-from .measurer import Measurer
+from .measurer import Measurement, Measurer
 
 State = Mapping[str, Any]
 
@@ -125,7 +125,7 @@ class ParameterCapture:
         if self._buffer is None:
             return
         parameters = self._live(positions)
-        self._measurer.measure(self._buffer, self._plans[PARAMETER], parameters)
+        self._measurer.measure(Measurement(self._buffer, self._plans[PARAMETER], parameters))
         plan = self._plans[PARAMETER_DIFFERENCE]
         if plan.empty:
             return
@@ -141,7 +141,7 @@ class ParameterCapture:
                 self._buffer.absent[PARAMETER_DIFFERENCE, name] = why
             else:
                 there[position], reference[position] = parameters[position], other.detach().to(parameters[position].device)
-        self._measurer.measure(self._buffer, plan, there, minus=reference)
+        self._measurer.measure(Measurement(self._buffer, plan, there, second=reference))
 
     def before_step(self, positions: Iterable[int]) -> None:
         """Copy what the step will change."""
@@ -171,21 +171,18 @@ class ParameterCapture:
         }
         after = {position: self._rows(parameter) for position, parameter in self._parts(before).items()}
         plan = self._plans[UPDATE]
-        self._measurer.statistics(self._buffer, plan, after, minus=before)
+        self._measurer.statistics(Measurement(self._buffer, plan, after, second=before))
         base = SourcePlan(UPDATE_BASE, plan.names, SQUARES, plan.measured, spread=plan.spread)
-        self._measurer.statistics(self._buffer, base, before)
+        self._measurer.statistics(Measurement(self._buffer, base, before))
         for position in plan.functions.keys() & after.keys():
             wide = torch.promote_types(after[position].dtype, torch.float32)
             change = after[position].to(wide) - before[position].to(wide)
-            self._measurer.run_functions(self._buffer, plan, {position: change})
+            self._measurer.run_functions(Measurement(self._buffer, plan, {position: change}))
         states = self._plans[OPTIMIZER]
         if not states.empty:
             owned = {p: parameter for p in positions if (parameter := self._parameters[p]()) is not None}
-            self._measurer.run_functions(
-                self._buffer,
-                states,
-                {p: {**optimizer.state.get(q, {}), "param": q.detach(), "grad": q.grad} for p, q in owned.items()},
-            )
+            kept = {p: {**optimizer.state.get(q, {}), "param": q.detach(), "grad": q.grad} for p, q in owned.items()}
+            self._measurer.run_functions(Measurement(self._buffer, states, kept))
 
     def _rows(self, parameter: Tensor) -> Tensor:
         count = self._sample

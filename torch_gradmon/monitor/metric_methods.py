@@ -17,7 +17,7 @@ from ..step.micro_batches import MicroBatchStats
 from ..step.planner import Planner
 from ..step.presets import PRESETS
 from ..step.registry import Registry
-from ..step.summary import DOCUMENTATION, ON_REQUEST
+from ..step.summary_keys import DOCUMENTATION, ON_REQUEST
 from .mixin import has_mixin
 from .session import Session
 

@@ -37,11 +37,12 @@ from ..sinks.wandb import WandbSink
 from ..spikes.detector import SpikeDetector
 from ..statistics.dispatch import Statistics
 from ..statistics.request import DEFAULT_EPS
+from ..step.built_ins import VIEW_BUILT_INS
 from ..step.exchange import RankExchange
 from ..step.layer_values import LayerSelection
 from ..step.planner import Planner
 from ..step.ranks import Ranks
-from ..step.registry import VIEW_BUILT_INS, Registry
+from ..step.registry import Registry
 from .loop_methods import LoopMethods
 from .metric_methods import MetricMethods
 from .mixin import MonitorMixin, link, unlink

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 
 from ..core import keys as n
-from ..core.errors import display, nearest
+from ..core.errors import display
 from ..core.keys import Key, format_key, parse_key
 from ..core.model_order import ModelOrder
-from ..core.moments import ALWAYS, VIEWS
 from ..core.records import SpikeEvent, StatsTable, StepRecord
-from ..step.plan import evaluate_view, value_in
+from ..step.plan import value_in
 from .file import open_to_read, stored_meta
 from .layouts import Layouts
 from .scan import RunScan, events_in, stored_keys
+from .series import SeriesReader
 from .stats_series import StatsSeries
 from .step_index import StepIndex
-from .window import LAYER_SOURCES, Window, WindowReader, is_of_layer
+from .window import Window, WindowReader
 
 
 class RunReader:
@@ -38,6 +38,7 @@ class RunReader:
         self._layouts = Layouts(self._db)
         self._scan = RunScan(self._db, self._index, self._layouts)
         self._windows = WindowReader(self._db, self._index, self._layouts)
+        self._series = SeriesReader(self._db, self._index, self._layouts, self._scan)
 
     def refresh(self) -> int | None:
         """Read what was written since the last look, at a cost that does not grow with the run.
@@ -181,51 +182,11 @@ class RunReader:
         Raises:
             KeyError: the run has no value for this key.
         """
-        wanted = parse_key(key)
-        # a logged value may have a name that looks like a key
-        found = self._scalars(wanted) or self._scalars(Key("", key, ""))
-        if wanted.metric in VIEWS:  # a value stored in some steps may follow from statistics in others
-            found = dict(sorted({**self._from_statistics(wanted), **found}.items()))
-        if not found:
-            raise KeyError(f"the run has no values for {key!r}{nearest(key, self.keys())}")
-        return found
-
-    def _scalars(self, key: Key) -> dict[int, float]:
-        rows = self._db.execute(
-            "SELECT segment, step, value FROM scalars JOIN keys ON key = id "
-            "WHERE source = ? AND name = ? AND metric = ? ORDER BY step",
-            key,
-        )
-        return {step: float(value) for segment, step, value in rows if self._index.segment_of.get(step) == segment}
-
-    def _from_statistics(self, key: Key) -> dict[int, float]:
-        found: dict[int, float] = {}
-        for stack in self.stacks(key.source):
-            if key.name in stack.names and stack.has(key.metric):
-                there, values = evaluate_view(VIEWS[key.metric], stack.of((key.name,)).rows[:, 0])
-                found.update((step, value) for step, known, value in zip(stack.steps, there, values, strict=True) if known)
-        return found
+        return self._series.values(key, self.keys)
 
     def keys(self) -> list[str]:
         """Every key that :meth:`series` accepts: whole-model and logged values, then tensors in model order."""
-        scalars = self.scalars
-        keys = [key for key in scalars if not is_of_layer(key)]
-        for source in LAYER_SOURCES:
-            keys += self._keys_of(source, [key for key in scalars if key.source == source and is_of_layer(key)])
-        return list(dict.fromkeys(map(format_key, keys)))
-
-    def _keys_of(self, source: str, own: Sequence[Key]) -> Iterator[Key]:
-        """The keys of one source; ``own`` are those of stored values."""
-        metrics: dict[str, dict[str, None]] = {}
-        layouts = self._layouts.of_source(source).values()
-        for layout in layouts:
-            views = dict.fromkeys(metric for metric, view in VIEWS.items() if view.columns <= layout.columns | ALWAYS)
-            for name in layout.names:
-                metrics.setdefault(name, {}).update(views)
-        for key in own:
-            metrics.setdefault(key.name, {})[key.metric] = None
-        orders = [tuple(key.name for key in own), *(layout.names for layout in layouts)]
-        return (Key(source, name, metric) for name in self.in_model_order(source, orders) for metric in metrics[name])
+        return self._series.keys(self.in_model_order)
 
     def _span(self) -> str:
         steps = self._index.steps

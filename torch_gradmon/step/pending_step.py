@@ -18,7 +18,8 @@ from .model_index import ModelIndex
 from .plan import SourcePlan
 from .record_builder import assemble
 from .registry import Registry
-from .summary import StepFacts, Summary
+from .summary import Summary
+from .summary_keys import StepFacts
 
 
 @dataclass

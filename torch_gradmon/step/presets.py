@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..core import keys as n
-from .summary import CHEAP, STANDARD
+from .summary_keys import CHEAP, STANDARD
 
 
 @dataclass(frozen=True)

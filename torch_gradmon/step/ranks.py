@@ -90,9 +90,8 @@ class Ranks:
         return local if not spread or self._counts(sharded.device_mesh, placements) else local.new_empty(0)
 
     def _counts(self, mesh: Any, placements: tuple[Any, ...]) -> bool:
-        """Whether this rank counts its elements: it is the first on each replicating dimension of the mesh, and among several equal meshes in
-        that
-        of the first rank.
+        """Whether this rank counts its elements: it is the first on each replicating dimension of the mesh, and among several equal
+        meshes in that of the first rank.
         """
         known = self._counting.get((mesh, placements))
         if known is None:

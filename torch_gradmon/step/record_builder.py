@@ -16,8 +16,9 @@ from .layer_values import LayerSelection
 from .micro_batches import norms_by_rank
 from .plan import SourcePlan
 from .reasons import FROZEN, ReasonContext, of_layers
-from .summary import StepFacts, Summary
-from .summary import key as summary_key
+from .summary import Summary
+from .summary_keys import StepFacts
+from .summary_keys import key as summary_key
 
 _UNDEFINED = {
     "grad_momentum_cosine": "the gradient or the momentum is zero",

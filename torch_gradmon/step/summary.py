@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from ..core import keys as n
-from ..core.keys import Key
 from ..core.metric import ASKED_LATE
 from ..core.moments import ALL_COLUMNS, VIEWS, Column
 from ..core.records import StatsTable
@@ -17,82 +13,8 @@ from .clip_window import WINDOW, ClipWindow
 from .gradient_summary import DISTRIBUTION, gradient_values, norm_of
 from .micro_batches import DOCUMENTATION as BATCHES
 from .micro_batches import MicroBatchStats
-
-#: The meaning of each key, in the order of display.
-DOCUMENTATION = {
-    "grad_norm": "L2 norm of all gradients before clipping",
-    "grad_norm_clipped": "L2 norm of the gradients that the optimizer uses; absent where nothing clips or edits them after backward",
-    "clipped_share": "share of the last 100 steps in which clipping reduced the gradient norm; absent where the loop does not clip, "
-    "or only scales gradients by one factor",
-    "grad_max": "largest |x| of the finite gradient elements before clipping",
-    "grad_nonfinite": "number of NaN and infinite gradient elements before clipping",
-    "grad_top_share": "largest share of the squared gradient norm that one parameter holds",
-    "param_norm": "L2 norm of all trainable parameters, before the update",
-    "update_norm": "L2 norm of the change that the optimizer made",
-    "update_ratio": "update_norm over the norm of the same parameters before the update",
-    "update_ratio_p10": "10th percentile of the update ratio over parameters of two or more dimensions",
-    "update_ratio_p90": "90th percentile of the update ratio over parameters of two or more dimensions",
-    "spike_score": "how far grad_norm lies above normal, in robust standard deviations of its logarithm",
-    "steps_not_applied": "steps so far that were not applied (infinite gradients under a GradScaler, or skipped after a spike)",
-    "grad_mean": "mean of all gradient elements before clipping",
-    "grad_std": "population standard deviation of all gradient elements before clipping",
-    "grad_sparsity": "share of the finite gradient elements before clipping with |x| <= eps",
-    "overhead_pct": "time spent in the monitor's own code, in percent of the time since the last monitored step",
-}
-#: Keys of features that are not part of a preset; present if in use.
-ON_REQUEST = {
-    "steps_skipped": "steps so far that were skipped because of a spike",
-    "clip_limit": "norm above which an adaptive clip of the total norm clips this step; absent in its warm-up",
-    "clipped_parameters": "parameters whose gradients an adaptive clip has scaled down in this step",
-}
-STANDARD = tuple(k for k in DOCUMENTATION if k not in DISTRIBUTION)
-CHEAP = tuple(k for k in STANDARD if not k.startswith(("param_", "update_")))
-#: The update keys need a copy of the parameters, so they are measured on every tenth step.
-UPDATE_EVERY = 10
-_OF_GRADIENTS = ("grad_norm", "grad_max", "grad_nonfinite", "grad_top_share", "spike_score", *DISTRIBUTION)
-_UPDATE_KEYS = tuple(k for k in DOCUMENTATION if k.startswith("update_"))
-
-
-def key(name: str) -> Key:
-    """The key of a whole-model value."""
-    return Key(n.SUMMARY, "", name)
-
-
-@dataclass
-class StepFacts:
-    """What is known of a step besides its values.
-
-    Attributes:
-        step: its number.
-        applied: the optimizer applied it.
-        updates_void: updates of zero were measured, because a fused optimizer found infinite gradients.
-        edited: the gradients were changed between backward and the optimizer; None if only their values can show it.
-        rounding: relative rounding of the gradients that the optimizer uses, if larger than in float32.
-        used: names of the parameters whose gradients an optimizer has used, or would have if they had existed.
-        trainable: names of the trainable parameters.
-        matrices: names of the parameters of two or more dimensions.
-        groups: names of the parameters of each of the optimizers' groups.
-        refused: a reason by source if some of its tensors could not be measured.
-        context: learning rates and the like, for the record.
-        ranks: number of ranks over which values of batches are merged.
-        refusal: a GradScaler did not let the optimizer apply it.
-        nonfinite: a gradient measured before clipping holds NaN or Inf.
-    """
-
-    step: int
-    applied: bool
-    edited: bool | None
-    used: Set[str]
-    trainable: Set[str]
-    matrices: Set[str]
-    groups: Sequence[tuple[str, frozenset[str]]] = ()
-    updates_void: bool = False
-    refused: Mapping[str, str] = field(default_factory=dict)
-    context: Mapping[str, Any] = field(default_factory=dict)
-    ranks: int = 1
-    refusal: bool = False
-    nonfinite: bool = False
-    rounding: float = 0.0
+from .summary_keys import CHEAP, DOCUMENTATION, OF_GRADIENTS, UPDATE_EVERY, UPDATE_KEYS, StepFacts
+from .update_summary import differ, rows_of, update_values
 
 
 class Summary:
@@ -147,7 +69,7 @@ class Summary:
     @property
     def update_every(self) -> int:
         """The interval of steps that measure updates: 1 if a detector needs them."""
-        return 1 if not self.signals.isdisjoint(_UPDATE_KEYS) else UPDATE_EVERY
+        return 1 if not self.signals.isdisjoint(UPDATE_KEYS) else UPDATE_EVERY
 
     def of_one_step(self) -> Summary:
         """An independent summary of gradients for one unmonitored step."""
@@ -181,7 +103,7 @@ class Summary:
         update_step = step % self.update_every == 0
         if "param_norm" in wanted:
             needs[n.PARAMETER] = square
-        if update_step and not wanted.isdisjoint(_UPDATE_KEYS):
+        if update_step and not wanted.isdisjoint(UPDATE_KEYS):
             needs[n.UPDATE] = square
         if self.all_columns:
             stored = (n.PARAMETER, n.UPDATE, n.GRADIENT_BEFORE_CLIP) if update_step else (n.GRADIENT_BEFORE_CLIP,)
@@ -213,19 +135,19 @@ class Summary:
         if self.batches is not None:
             values |= self.batches.compute(batch_norms or {}, values.get("grad_norm"), facts.ranks, absent)
         if (table := tables.get(n.PARAMETER)) is not None:
-            values["param_norm"] = norm_of(_of(table, facts.trainable))
+            values["param_norm"] = norm_of(rows_of(table, facts.trainable))
         else:
             reason = "the parameters were not measured: attach the optimizer, or call monitor.monitor_parameters()"
             absent["param_norm"] = facts.refused.get(n.PARAMETER, reason)
         if facts.step % self.update_every:  # a user's metric may have measured updates of some layers
-            absent.update(dict.fromkeys(_UPDATE_KEYS, f"updates are measured on every {UPDATE_EVERY}th step"))
+            absent.update(dict.fromkeys(UPDATE_KEYS, f"updates are measured on every {UPDATE_EVERY}th step"))
         elif not facts.applied:
-            absent.update(dict.fromkeys(_UPDATE_KEYS, "the step was not applied"))
+            absent.update(dict.fromkeys(UPDATE_KEYS, "the step was not applied"))
         elif (update := tables.get(n.UPDATE)) is None or base is None:
             reason = "no attached optimizer changed a parameter"
-            absent.update(dict.fromkeys(_UPDATE_KEYS, facts.refused.get(n.UPDATE, reason)))
+            absent.update(dict.fromkeys(UPDATE_KEYS, facts.refused.get(n.UPDATE, reason)))
         else:
-            self._updates(values, _of(update, facts.trainable), _of(base, facts.trainable), facts.matrices, absent)
+            values |= update_values(rows_of(update, facts.trainable), rows_of(base, facts.trainable), facts.matrices, absent)
         return values
 
     def _gradients(
@@ -242,7 +164,7 @@ class Summary:
                 "clip with monitor.clip_grad_norm_ or call monitor.monitor_gradients(before_clip=True) before you clip"
             )
             reason = facts.refused.get(n.GRADIENT_BEFORE_CLIP, reason)
-            absent.update(dict.fromkeys(_OF_GRADIENTS, reason))
+            absent.update(dict.fromkeys(OF_GRADIENTS, reason))
         else:
             values |= gradient_values(before, self._wanted)
             norm = values["grad_norm"]
@@ -254,9 +176,9 @@ class Summary:
             if "grad_top_share" not in values:
                 absent["grad_top_share"] = f"the gradient norm is {norm}"
             if facts.applied and after is not None and facts.used >= set(before.names):
-                edited = _differ(before, after) if facts.edited is None else facts.edited
+                edited = differ(before, after) if facts.edited is None else facts.edited
                 # a removed gradient is not clipped
-                self._clips.add(edited, norm_of(_of(before, set(after.names))), norm_of(after), facts.rounding)
+                self._clips.add(edited, norm_of(rows_of(before, set(after.names))), norm_of(after), facts.rounding)
         if after is None and facts.used and facts.used >= set(() if before is None else before.names):
             reason = "all gradients were gone when the optimizers stepped"
             absent.update(dict.fromkeys(("grad_norm_clipped", "clipped_share"), reason))
@@ -281,36 +203,6 @@ class Summary:
                     f"gradients are multiplied by {factor:.4g} after backward, whatever their norm, which is no clip"
                 )
 
-    def _updates(
-        self,
-        values: dict[str, float],
-        update: StatsTable,
-        base: StatsTable,
-        matrices: Set[str],
-        absent: dict[str, str],
-    ) -> None:
-        values["update_norm"] = norm_of(update)
-        if (norm := norm_of(base)) > 0:
-            values["update_ratio"] = values["update_norm"] / norm
-        else:
-            absent["update_ratio"] = f"the norm of the updated parameters was {norm} before the update"
-        pairs = [
-            (row, other)
-            for name, row, other in zip(
-                update.names, update.rows[:, Column.SQUARE_SUM], base.rows[:, Column.SQUARE_SUM], strict=True
-            )
-            if name in matrices and other > 0
-        ]
-        if pairs:
-            changed, there = (torch.stack(side) for side in zip(*pairs, strict=True))
-            low, high = torch.quantile(
-                (changed / there).sqrt(), torch.tensor([0.1, 0.9], dtype=torch.float64, device="cpu")
-            ).tolist()
-            values["update_ratio_p10"], values["update_ratio_p90"] = low, high
-        else:
-            reason = "no updated parameter of two or more dimensions has a norm above zero"
-            absent.update({"update_ratio_p10": reason, "update_ratio_p90": reason})
-
     def state_dict(self) -> dict[str, Any]:
         """Counters and the clipping window, as plain numbers."""
         batches = {} if self.batches is None else {"batches": self.batches.state_dict()}
@@ -323,25 +215,3 @@ class Summary:
         self._clips.load(state["clips"])
         if self.batches is not None and "batches" in state:
             self.batches.load_state_dict(state["batches"])
-
-
-def _of(table: StatsTable, names: Set[str]) -> StatsTable:
-    """The rows of ``table`` for ``names``."""
-    if names >= set(table.names):
-        return table
-    kept = [row for row, name in enumerate(table.names) if name in names]
-    return StatsTable(tuple(table.names[row] for row in kept), table.rows[kept], table.columns)
-
-
-def _differ(before: StatsTable, after: StatsTable) -> bool:
-    """Whether any statistic that both have differs by more than rounding."""
-    place = {name: row for row, name in enumerate(before.names)}
-    then, now = before.rows[[place[name] for name in after.names]], after.rows
-    for column in (before.columns & after.columns) - {Column.NEAR_ZERO}:
-        # a sum may cancel; by Cauchy-Schwarz this bounds the sum of its terms
-        scale = (then[:, Column.COUNT] * then[:, Column.SQUARE_SUM]).sqrt() if column is Column.SUM else then[:, column].abs()
-        same = (now[:, column] - then[:, column]).abs() <= 1e-6 * scale
-        same |= (now[:, column] == then[:, column]) | (now[:, column].isnan() & then[:, column].isnan())
-        if not bool(same.all()):
-            return True
-    return False

@@ -14,7 +14,7 @@ from ...core import keys as n
 from ...core.metric import Metric
 from ...statistics.tensor_access import accumulator_dtype, refusal
 from ...step.buffer import StepBuffer
-from ...step.registry import BuiltIn
+from ...step.built_ins import BuiltIn
 from ..measurer import Measurer
 from ..modules.structure import rest_of
 

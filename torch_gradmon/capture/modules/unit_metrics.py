@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.keys import ACTIVATION, Key
 from ...statistics.tensor_access import NARROW, accumulator_dtype, threshold
-from ...step.registry import BuiltIn
+from ...step.buffer import StepBuffer
+from ...step.built_ins import BuiltIn
 
 #: Consecutive monitored steps without output after which a unit counts as dead.
 WINDOW = 100
@@ -96,6 +98,36 @@ class DeadUnits:
         self.steps += 1
         dead = (self._silent >= WINDOW).to(accumulator_dtype(self._silent.device))
         return dead.mean() if self.steps >= WINDOW else None
+
+
+class DeadUnitTracker:
+    """The :class:`DeadUnits` of all outputs, by path."""
+
+    def __init__(self) -> None:
+        self._units: dict[str, DeadUnits] = {}
+        self._seen: set[str] = set()
+
+    def clear(self) -> None:
+        """Discard which outputs were seen in this step."""
+        self._seen.clear()
+
+    def see(self, path: str, module: Callable[[], nn.Module | None] | None, output: Tensor, eps: float) -> None:
+        """Add one output of ``module``, given as a weak reference."""
+        if path not in self._units:
+            self._units[path] = DeadUnits(None if module is None else module())
+        self._units[path].see(output, eps)
+        self._seen.add(path)
+
+    def end_step(self, buffer: StepBuffer) -> None:
+        """Store the shares of dead units of outputs seen in this step."""
+        for path in self._seen:
+            share = self._units[path].end_step()
+            if share is not None:
+                buffer.put_value(Key(ACTIVATION, path, "dead"), share)
+            else:
+                steps = self._units[path].steps
+                buffer.absent[ACTIVATION, f"{path}/dead"] = f"it takes {WINDOW} monitored steps, and {steps} were seen"
+        self._seen.clear()
 
 
 class _Dead:
