@@ -24,8 +24,7 @@ class GradientCapture:
     """Measures the gradients of one step: at the end of backward, and again before the optimizer uses them.
 
     Rows of the first are never reused for the second: identity and version counter do not show an edit through ``.data``, no sum shows
-    every
-    edit, and comparing all elements costs as much as measuring them.
+    every edit, and comparing all elements costs as much as measuring them.
     """
 
     def __init__(self, measurer: Measurer) -> None:
@@ -221,8 +220,7 @@ class GradientCapture:
 
 def _tells_edits(gradient: Tensor) -> bool:
     """Whether its version counter moves with each edit, and only then. Subclasses (DTensor) have no such counter, and views (of DDP's
-    buckets)
-    share one.
+    buckets) share one.
     """
     return type(gradient) is Tensor and not gradient._is_view()
 

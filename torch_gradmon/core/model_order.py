@@ -25,8 +25,7 @@ class ModelOrder:
         """All names in ``measured``, each once.
 
         A tensor inside a module's output, an output of one of several calls, and an attention head are placed with their module. A name
-        that the
-        model no longer has keeps its place among the names measured with it.
+        that the model no longer has keeps its place among the names measured with it.
 
         Args:
             source: of the names.

@@ -20,8 +20,7 @@ class Unsaved:
     """Keeps entries of a dict of hooks out of pickles and deep copies; the hooks still run.
 
     It is attached to the dict, not the module: a module may have its own ``__getstate__``, shallow copies share the dict, and handles know
-    the
-    dict by its identity, so it cannot be replaced.
+    the dict by its identity, so it cannot be replaced.
 
     Args:
         hooks: the dict; held weakly.

@@ -50,10 +50,8 @@ class StatsTable:
     """Statistics of one source in one step: ``rows`` is float64 ``[len(names), 8]`` on the host.
 
     Only ``columns`` were measured; the others hold the identity of their operation, which is no value: check with :meth:`has`. ``same_as``
-    names
-    a source of the same step with the same rows. ``is_part``: only a part of the model was measured, so no sum over these rows is one over
-    the
-    model.
+    names a source of the same step with the same rows. ``is_part``: only a part of the model was measured, so no sum over these rows is
+    one over the model.
     """
 
     names: tuple[str, ...]

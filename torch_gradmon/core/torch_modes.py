@@ -53,8 +53,7 @@ def autocast_cache_kept() -> Iterator[None]:
     """Keep autocast's cache of cast weights unchanged.
 
     The outermost ``torch.autocast`` context clears the cache on exit. A loop that enables autocast by ``torch.set_autocast_enabled`` has
-    no
-    context, so one of ours, or of a metric function, would be the outermost. Its exit would make the model cast its weights again, and
+    no context, so one of ours, or of a metric function, would be the outermost. Its exit would make the model cast its weights again, and
     gradients would be rounded and summed differently.
     """
     is_enabled = torch.is_autocast_cache_enabled()

@@ -33,10 +33,9 @@ class ClipWindow:
     """The last :data:`WINDOW` steps whose gradients were seen before and after clipping.
 
     A clip by norm scales by ``max_norm / norm``: two steps with equal factors have equal norms. So a factor below 1 that steps of
-    different
-    norms share is not a clip but a scaling, such as a division by the number of micro-batches. A single step shows only the reciprocal of
-    a whole
-    number, which is taken for a division until other factors come. So are steps with narrow gradients, whose rounding makes factors alike.
+    different norms share is not a clip but a scaling, such as a division by the number of micro-batches. A single step shows only the
+    reciprocal of a whole number, which is taken for a division until other factors come. So are steps with narrow gradients, whose
+    rounding makes factors alike.
     """
 
     def __init__(self) -> None:

@@ -27,8 +27,7 @@ class Rendezvous:
         """Whether every rank has called this with the same ``what``, equally often. The answer is the same on all ranks.
 
         The first rank to know stores the answer, and no other rank can replace it: either one that saw all arrive, or one whose patience
-        has
-        ended. A rank that arrives after a timeout takes part in the next attempt.
+        has ended. A rank that arrives after a timeout takes part in the next attempt.
         """
         _asked[what] += 1
         try:

@@ -23,8 +23,7 @@ class DeviceToHostCopy:
     """An asynchronous copy of tensors to the host, as float64, packed into one copy per device.
 
     From a CUDA device the copy goes to pinned memory, queued behind the device's work; only :meth:`land` waits for it. Other devices are
-    read
-    in :meth:`land`.
+    read in :meth:`land`.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

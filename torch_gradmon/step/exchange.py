@@ -1,10 +1,8 @@
 """The exchange between ranks at the end of a step.
 
 Rows of sharded tensors are in the plan. Which modules are called and which values are logged is known only at the end of a step, and may
-differ
-between ranks; all ranks agree on a list of them. A rank with something new marks that in the exchange; then all ranks gather what is new,
-and
-exchange it too.
+differ between ranks; all ranks agree on a list of them. A rank with something new marks that in the exchange; then all ranks gather what
+is new, and exchange it too.
 """
 
 from __future__ import annotations

@@ -23,8 +23,7 @@ class LayerSelection:
 
     Args:
         choice: None; ``"all"``; ``"blocks"``: norms over blocks (``h.0``) and optimizer parameter groups; ``"top"``: the ten parameters
-            with
-            the largest share of the squared norm; else a pattern for parameter names.
+            with the largest share of the squared norm; else a pattern for parameter names.
 
     The values are the norm before clipping, and the update ratio on steps that measure updates for a preset or a metric.
     """

@@ -35,10 +35,8 @@ class MicroBatchStats:
     From the squared gradient norms of a batch of ``b`` examples, as a mean, and of one of ``B``, unbiased estimates are
     ``G2 = (B norm2(B) - b norm2(b)) / (B - b)`` of the squared norm of the true gradient and
     ``S = (norm2(b) - norm2(B)) / (1 / b - 1 / B)`` of the trace of the covariance of single examples' gradients. Both are averaged over
-    steps,
-    and ``S / G2`` is the noise scale (McCandlish and others 2018, An Empirical Model of Large-Batch Training, arXiv 1812.06162, appendix
-    A). The
-    small batches are the micro-batches of all ranks, the large one is all of them together.
+    steps, and ``S / G2`` is the noise scale (McCandlish and others 2018, An Empirical Model of Large-Batch Training, arXiv 1812.06162,
+    appendix A). The small batches are the micro-batches of all ranks, the large one is all of them together.
 
     Args:
         batch_size: examples in a micro-batch of one rank.

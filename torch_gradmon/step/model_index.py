@@ -105,8 +105,7 @@ class ModelIndex:
         """Inherit from the index ``before``.
 
         A parameter that was trainable then and is frozen now may be thawed again within the step, as with alternating optimizers that
-        freeze each
-        other's parameters. Its gradient shows whether it was trained.
+        freeze each other's parameters. Its gradient shows whether it was trained.
         """
         self.doubtful = (before.trainable - self.trainable).intersection(self.names)
         self.trainable |= self.doubtful

@@ -1,8 +1,7 @@
 """References to the parameters of a model that do not keep them alive: through their modules, or through ``fully_shard``.
 
 A tensor with a weak reference cannot be swapped for another one, as ``module.to(dtype)`` does with DTensors. So the owner of the parameter
-is
-referenced weakly, not the parameter.
+is referenced weakly, not the parameter.
 """
 
 from __future__ import annotations

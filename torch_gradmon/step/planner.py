@@ -133,8 +133,7 @@ class Planner:
 
     def local_positions(self) -> list[int]:
         """Positions of the parameters whose micro-batch gradients are requested, in any step; without sharded ones, whose gradients exist
-        only
-        reduced.
+        only reduced.
         """
         if self.inventory is None:
             return []

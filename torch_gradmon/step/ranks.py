@@ -1,9 +1,8 @@
 """Ranks: which elements of a tensor this rank counts, and the collectives at the end of a step.
 
 A sharded tensor (a DTensor of FSDP2 or tensor parallelism) is measured in place: each rank makes the row of its own elements, and rows
-merge
-over ranks by the same operations as over micro-batches. No data as large as a tensor is sent, except for gradients that are partial sums
-(norm weights under sequence parallelism), which must be added up first.
+merge over ranks by the same operations as over micro-batches. No data as large as a tensor is sent, except for gradients that are partial
+sums (norm weights under sequence parallelism), which must be added up first.
 """
 
 from __future__ import annotations

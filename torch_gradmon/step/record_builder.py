@@ -42,8 +42,7 @@ def assemble(
     """The record of one step, and all whole-model values by name.
 
     ``modules`` are values of modules' inputs and outputs, ``heads`` those of their keys that no dashboard gets, and ``absent`` gets
-    reasons for
-    missing values.
+    reasons for missing values.
     """
     base = tables.pop(n.UPDATE_BASE, None)
     batches = tables.pop(n.BATCH_GRADIENT, None)

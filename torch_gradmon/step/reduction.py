@@ -87,8 +87,7 @@ def row_of_sums(sums: Tensor) -> Tensor:
 
 def contribution(key: Key, pending: PendingValue, reducer: str) -> Tensor | None:
     """This rank's contribution to a value that ranks merge by ``reducer``, as a row of statistics ``[8]``; None if the aggregation function
-    returned
-    several values.
+    returned several values.
     """
     if pending.aggregation == reducer == "mean":  # weighted by how many values each rank has
         total, count = merged_parts(pending.parts, "mean").unbind()

@@ -22,8 +22,7 @@ class FunctionPatch:
     """Replaces a function in every module that has it among its globals, such as by ``from ... import``.
 
     A mode that overrides torch's functions would see calls by other ways too, but it makes torch take other code paths, as in an encoder
-    in
-    evaluation mode, and stops the compiler. A replacement left behind by an interrupt only passes calls on.
+    in evaluation mode, and stops the compiler. A replacement left behind by an interrupt only passes calls on.
 
     Args:
         home: the module that defines the function.

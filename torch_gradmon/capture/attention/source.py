@@ -79,8 +79,13 @@ class AttentionRecorder:
                 for part in wrapped_by(module)
             }
 
-    def end(self) -> None:
-        """End the step."""
+    def set_compiled(self, compiled: bool) -> None:
+        """Whether a part of the model is compiled."""
+        self.compiled = compiled
+
+    def end(self, has_graphs: bool = False) -> None:
+        """End the step; ``has_graphs``: a compiled graph contains a hook."""
+        self.compiled |= has_graphs
         if self._buffer is not None and not self._reported and not self._observed:
             reason = _NOT_IN_GRAPHS if self.compiled else self._reason
             for source in {metric.source for metric in self._metrics}:

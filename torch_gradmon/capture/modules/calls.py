@@ -74,11 +74,11 @@ class ModuleCalls:
         """End the step; its values can still be evaluated."""
         self._followed.end()
         self._values.end()
-        if self._passes.missed and self._buffer is not None:
+        if self._passes.take_missed() and self._buffer is not None:
             for source in n.MODULE_SOURCES:
                 self._buffer.clear(source)
                 self._buffer.absent[source, ""] = _MISSED
-        self._buffer, self.seen, self._passes.missed = None, False, False
+        self._buffer, self.seen = None, False
 
     def forward_began(self) -> None:
         """Restart the numbers of calls, because the root is called."""

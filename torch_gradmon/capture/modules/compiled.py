@@ -1,8 +1,7 @@
 """Hooks on modules under ``torch.compile``: statistics become part of the graph, which writes them to slots.
 
 This runs in Python only while tracing. The graph gets operations that add to tensors of the monitor, and a flag on the device enables them
-on
-monitored steps only. So there is one graph, whichever steps are monitored.
+on monitored steps only. So there is one graph, whichever steps are monitored.
 """
 
 from __future__ import annotations

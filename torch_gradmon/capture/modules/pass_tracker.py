@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,9 +20,8 @@ class PassTracker:
     Inside a backward pass a forward is a recomputation; grad mode does not show it, since checkpointing switches it.
 
     A part that is called without the root, while no step is open, either begins a step or is tried between two; only the backward pass
-    shows
-    which. Until the root was trained, each such call begins a step; from then on none does, and each does again once ``backward()`` has
-    reached the inputs or outputs of such a call.
+    shows which. Until the root was trained, each such call begins a step; from then on none does, and each does again once ``backward()``
+    has reached the inputs or outputs of such a call.
 
     Attributes:
         root_trains: whether the running forward of the root is training; None while none is running.
@@ -42,6 +43,49 @@ class PassTracker:
         self.is_open = self.builds_graph = True
         self._root_trained = self._parts_lead = False
 
+    # --- steps -----------------------------------------------------------------------------------------------------------------
+
+    def use_training_mode(self, by_hand: bool) -> None:
+        """Whether training mode alone decides what is training, because the loop has begun the step explicitly."""
+        self.by_hand = by_hand
+
+    def begin_step(self, in_eval: bool) -> None:
+        """Start a step, begun by a call in evaluation mode if ``in_eval``."""
+        self.counts_eval = self.is_tentative = in_eval
+
+    def count_eval(self) -> None:
+        """Count calls in evaluation mode as training from now on."""
+        self.counts_eval = True
+
+    def confirm(self) -> None:
+        """A backward pass or an optimizer step follows the call that began the step."""
+        self.is_tentative = False
+
+    def set_open(self, is_open: bool) -> None:
+        """Whether values count from now on."""
+        self.is_open = is_open
+        self.missed &= is_open  # an unmonitored step misses nothing
+
+    def take_missed(self) -> bool:
+        """:attr:`missed`, once."""
+        missed, self.missed = self.missed, False
+        return missed
+
+    def set_paused(self, paused: bool) -> None:
+        """Whether nothing is measured from now on."""
+        self.paused = paused
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Measure nothing inside."""
+        self.paused = True
+        try:
+            yield
+        finally:
+            self.paused = False
+
+    # --- the root --------------------------------------------------------------------------------------------------------------
+
     def root_began(self, module: nn.Module) -> bool:
         """Start a forward of the root. Returns whether it is training."""
         self.builds_graph = torch.is_grad_enabled()
@@ -54,6 +98,10 @@ class PassTracker:
         if torch.is_grad_enabled():
             return module.training or self.counts_eval
         return self.by_hand and module.training and not is_called_by(TRACER)
+
+    def forget_forward(self) -> None:
+        """No forward of the root is running, though its end was not seen."""
+        self.root_trains = None
 
     def training_began(self, end_is_seen: bool) -> None:
         """The root's training forward began, which its own hook may have missed; ``end_is_seen``: a hook will see its end."""

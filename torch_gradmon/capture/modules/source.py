@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,14 +16,10 @@ from ...core.fence import Fence
 from ...core.metric import Metric
 from ...step.buffer import StepBuffer
 from ...step.model_index import ModelIndex
-from ..attention.source import AttentionRecorder
-from ..coordinate_check.source import CoordinateCheck
 from ..hooks import compiled_graphs
 from ..measurer import Measurer
-from ..reference.loop_run import LoopRun
-from ..reference.source import ReferencePass
-from .calls import ModuleCalls
 from .forward_hooks import ForwardHooks
+from .forward_scope import ForwardScope
 from .pass_tracker import PassTracker
 from .values import ModuleValues
 
@@ -42,8 +37,7 @@ class ModuleSource:
     """Forward hooks on the modules that a metric matches; no other module has one.
 
     Evaluation passes (the root module in eval mode, or without gradients in a step that the loop has not begun explicitly) and
-    recomputation
-    in activation checkpointing are not training.
+    recomputation in activation checkpointing are not training.
 
     Args:
         measurer: measures.
@@ -55,14 +49,11 @@ class ModuleSource:
     """
 
     def __init__(self, measurer: Measurer, guard: Fence) -> None:
-        self._measurer, self._guard = measurer, guard
+        self._measurer = measurer
         self._passes = PassTracker()
         self.values = ModuleValues(measurer)
-        self.reference = ReferencePass(measurer.complaints)
-        self.attention = AttentionRecorder(measurer.complaints, self.values, guard, self._passes.in_forward)
-        self._calls = ModuleCalls(measurer, guard, self._passes, self.reference, self.values)
-        self.check = CoordinateCheck(measurer, guard, self._passes, self.reference)
-        self._loop_run = LoopRun(self._passes, guard)
+        self._scope = ForwardScope(measurer, guard, self._passes, self.values)
+        self._calls, self.reference, self.attention = self._scope.calls, self._scope.reference, self._scope.attention
         self._hooks = ForwardHooks(self, self._calls, measurer.built_in.eps)
         self.opening: Callable[[nn.Module], object] = lambda _: None
         self.was_trained = False
@@ -91,23 +82,19 @@ class ModuleSource:
 
     def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex, by_hand: bool) -> None:
         """Start a step with the metrics due in it; ``by_hand``: the loop has begun it explicitly."""
-        self._buffer, self.was_trained, self._passes.by_hand = buffer, False, by_hand
-        self._calls.begin(buffer, metrics, inventory)
-        self.attention.begin(buffer, metrics, inventory)
-        self.check.begin(buffer, metrics, inventory)
-        if by_hand and self._runs_beside and (module := self.reference.module) is not None:
-            wanted = {n: p for n, p in self.reference.parts().items() if self.check.wants(n) or self._calls.is_compared(n)}
-            self._loop_run.begin(module, wanted)
+        self._buffer, self.was_trained = buffer, False
+        self._passes.use_training_mode(by_hand)
+        self._scope.begin_step(buffer, metrics, inventory, by_hand)
         self._due = any(metric.source in n.MODULE_SOURCES for metric in metrics)
         self.let_through(self._due)
 
     def step_began(self, in_eval: bool) -> None:
         """A step began; ``in_eval``: by a call in evaluation mode, which :meth:`step_confirmed` may confirm as training."""
-        self._passes.counts_eval = self._passes.is_tentative = in_eval
+        self._passes.begin_step(in_eval)
 
     def count_eval(self) -> None:
         """Count calls in evaluation mode as training from now on in this step."""
-        self._passes.counts_eval = True
+        self._passes.count_eval()
 
     @property
     def on_root_inputs(self) -> bool:
@@ -122,19 +109,14 @@ class ModuleSource:
 
     def step_confirmed(self) -> None:
         """A backward pass or an optimizer step follows the call that began the step."""
-        self._passes.is_tentative = False
+        self._passes.confirm()
 
     def end(self) -> None:
         """End the step; its values can still be evaluated."""
         if self._buffer is None:
             return
         self._collect(self._buffer)
-        self._calls.end()
-        self._loop_run.end()
-        self.attention.compiled |= self.has_graphs
-        self.attention.end()
-        self.check.compiled = self._hooks.has_compiled_parts or self.has_graphs
-        self.check.end()
+        self._scope.end_step(self._hooks.has_compiled_parts, self.has_graphs)
         if self._hooks.unhooked:
             sources = (*n.MODULE_SOURCES, *n.RCC_SOURCES)
             self._buffer.absent.update(((source, name), _SCRIPTED) for source in sources for name in self._hooks.unhooked)
@@ -142,8 +124,7 @@ class ModuleSource:
             if (source, "") in self._buffer.absent:  # the caller of a call that was not seen is unknown
                 self._buffer.absent.update(((source, name), _LEFT_OUT) for name in self._hooks.left_out)
         self._buffer, self.was_trained = None, False
-        self._passes.root_trains = None  # also if a forward was interrupted
-        self.reference.forget()
+        self._passes.forget_forward()  # also if a forward was interrupted
 
     def _collect(self, buffer: StepBuffer) -> None:
         """Collect what compiled graphs have written, or warn that no graph contains a hook."""
@@ -161,7 +142,7 @@ class ModuleSource:
     @property
     def awaits_check(self) -> bool:
         """Whether the coordinate check is due but has seen no forward, although it could."""
-        return self.check.awaits_forward and not self._hooks.has_compiled_parts
+        return self._scope.check.awaits_forward and not self._hooks.has_compiled_parts
 
     def forget_scaled(self, reason: str) -> None:
         """Drop the gradients measured so far in this step, because their scale was wrong or missing."""
@@ -175,8 +156,7 @@ class ModuleSource:
         """Whether compiled graphs with our hooks write values from now on. Does not synchronise."""
         if not (is_open or self._passes.is_open or self._passes.missed):
             return  # as in most steps
-        self._passes.is_open = is_open
-        self._passes.missed &= is_open  # by a step that is not monitored
+        self._passes.set_open(is_open)
         self._hooks.gate.set(is_open and not self.paused)
 
     @property
@@ -191,7 +171,7 @@ class ModuleSource:
 
     @paused.setter
     def paused(self, paused: bool) -> None:
-        self._passes.paused = paused
+        self._passes.set_paused(paused)
         self._hooks.gate.set(self._passes.is_open and not paused)
 
     # --- hooks -----------------------------------------------------------------------------------------------------------------
@@ -202,7 +182,7 @@ class ModuleSource:
         ``root_too``: on the root in any case, because modules log values themselves.
         """
         if self._hooks.install(root, inventory, metrics, version, root_too or self._stays(metrics)):
-            self.attention.compiled = self._hooks.has_compiled_parts
+            self.attention.set_compiled(self._hooks.has_compiled_parts)
 
     def _stays(self, metrics: Iterable[Metric]) -> bool:
         """Whether the root needs hooks before a step is known to be monitored."""
@@ -223,14 +203,13 @@ class ModuleSource:
     def rest(self, metrics: Sequence[Metric]) -> None:
         """Remove the hooks that only monitored steps need."""
         self._hooks.rest(self._stays(metrics))
-        self._passes.root_trains = None
+        self._passes.forget_forward()
 
     def remove(self) -> None:
         """Remove all hooks. Idempotent."""
         self._hooks.rest(stays_on_root=False)
-        self._passes.root_trains = None
-        self.attention.leave()
-        self.check.leave()
+        self._passes.forget_forward()
+        self._scope.leave()
 
     # --- the root --------------------------------------------------------------------------------------------------------------
 
@@ -247,34 +226,12 @@ class ModuleSource:
         self._calls.forward_began()
         if self._buffer is None or self.paused or not trains:
             return
-        start = time.perf_counter()
-        if self._runs_beside:
-            self._run_reference(module, args, kwargs)
-        self.attention.enter()
-        self._guard.add_time(time.perf_counter() - start)
-
-    @property
-    def _runs_beside(self) -> bool:
-        """Whether the reference runs in this step."""
-        return bool(self.reference) and (self._calls.compares or self.check.due)
-
-    def _run_reference(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (ran := self._loop_run.take()) is not None:
-            self.reference.adopt(ran.outputs)
-            self.check.behind(module, ran.run)
-            return
-        with self.check.beside(module) as note:
-            self._passes.paused = True  # the two may share modules
-            try:
-                self.reference.run(module, self._calls.is_compared, args, kwargs, note)
-            finally:
-                self._passes.paused = False
+        self._scope.start(module, args, kwargs)
 
     def root_ended(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """The root has returned or raised."""
         if self._passes.root_ended():
-            self.attention.leave()
-            self.check.leave()
+            self._scope.leave()
             self.reference.forget()
 
     def training_began(self) -> None:

@@ -23,8 +23,7 @@ class TensorGradientHooks:
 
     Args:
         came: a method that gets each gradient: source, name and path, number of the call, ``within``, and the gradient. ``within``: the
-            pass
-            that recomputed this ends in parameters, though the inner one need not.
+            pass that recomputed this ends in parameters, though the inner one need not.
 
     Attributes:
         reentrant: a forward without gradients was seen in training, as in the first pass of a re-entrant checkpoint.

@@ -95,8 +95,7 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
     """Let ``module`` write to copies of its buffers, and restore the attributes of its parts afterwards.
 
     Attributes describe buffers, such as the length up to which a cache was computed. An embedding with ``max_norm`` writes to its
-    parameter, as
-    nothing else in torch does.
+    parameter, as nothing else in torch does.
     """
     parts, flags = list(module.modules()), [(parameter, parameter.requires_grad) for parameter in module.parameters()]
     of_script = [part for part in parts if isinstance(part, torch.jit.ScriptModule)]  # which have no other attributes

@@ -1,8 +1,7 @@
 """One run of the reference or of a part of it: inputs and outputs of its parts, and which inputs came from the model.
 
 A container's output at the reference's weights needs a run of its own, in which parts get other inputs than in the watched model. But
-parts
-that get the container's own inputs, such as the first one, get the same tensors; their outputs need not be computed again.
+parts that get the container's own inputs, such as the first one, get the same tensors; their outputs need not be computed again.
 """
 
 from __future__ import annotations

@@ -26,11 +26,9 @@ class ReferencePass:
     """Runs the reference on the model's inputs, and keeps the outputs of its modules until they are taken.
 
     Neither training nor the reference is changed: the reference gets copies of the inputs, draws the random numbers that the model will
-    draw, and
-    builds no graph; attributes and buffers of its parts are restored. Other side effects, such as appending to a list, remain. Its own
-    hooks
-    run. Compiled parts run eagerly, so that every module is visible. A copy of the model gives the model's outputs to the last bit, unless
-    torch uses other kernels without a graph.
+    draw, and builds no graph; attributes and buffers of its parts are restored. Other side effects, such as appending to a list, remain.
+    Its own hooks run. Compiled parts run eagerly, so that every module is visible. A copy of the model gives the model's outputs to the
+    last bit, unless torch uses other kernels without a graph.
 
     Memory: a copy of each wanted output, since later parts may work in place, and not every kernel moves the version counter; while the
     reference runs, also copies of inputs and buffers.
@@ -75,8 +73,7 @@ class ReferencePass:
             module: the reference.
             rename: maps canonical names to the start of paths.
             follows: before each pass, give parts the mode of their counterparts in the watched model, as for a copy taken at
-                initialisation, and
-                parameters their requires_grad, which also selects kernels.
+                initialisation, and parameters their requires_grad, which also selects kernels.
         """
         self.remove()
         self._module, self._rename, self._follows = _unwrapped(module), rename, follows
@@ -98,10 +95,8 @@ class ReferencePass:
         """Run the reference on the inputs of ``root``, and keep the outputs of its modules whose names are ``wanted``.
 
         With ``note``, called with each input tensor and its copy, it runs even if none is wanted. Earlier outputs are dropped. Inputs on
-        the
-        device of ``root`` are moved to that of the reference, which synchronises the devices; outputs stay there. After a failure,
-        reported as one
-        warning, the reference is off.
+        the device of ``root`` are moved to that of the reference, which synchronises the devices; outputs stay there. After a failure,
+        reported as one warning, the reference is off.
 
         Raises:
             SpikeError, GradmonWarning: from within the reference; or anything, if complaints raise.
