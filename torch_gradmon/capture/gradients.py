@@ -8,11 +8,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..core.keys import BATCH_GRADIENT, GRADIENT, GRADIENT_BEFORE_CLIP, GRADIENT_LOCAL
-from ..core.moments import ALWAYS, Column, merge
+from ..core.keys import GRADIENT, GRADIENT_BEFORE_CLIP, GRADIENT_LOCAL
+from ..core.moments import ALWAYS, Column
 from ..step.buffer import StepBuffer
 from ..step.parameter_refs import Place
 from ..step.plan import SourcePlan
+from .local_gradients import LocalGradients
 from .measurer import Measurement, Measurer
 
 _NARROW = frozenset({torch.float16, torch.bfloat16})
@@ -35,12 +36,9 @@ class GradientCapture:
         self._seen: _Seen = {}
         self._scaled = False
         self._held: dict[int, tuple[StepBuffer, _Seen, list[int]]] = {}
-        self._uncommitted: dict[tuple[int, int], StepBuffer] = {}
-        self._accumulated: dict[int, weakref.ref[Tensor]] = {}
-        self.measures_batches = False  # each micro-batch separately
         self._doubtful: frozenset[int] = frozenset()
         self._clipped: _Seen = {}  # gradients after a clip by the monitor
-        self._batches: dict[int, list[Tensor]] = {}  # rows of gradients by backward pass
+        self._local = LocalGradients(measurer)
 
     def begin(
         self,
@@ -61,8 +59,17 @@ class GradientCapture:
         self._doubtful = (
             frozenset(p for p, name in enumerate(plans[GRADIENT].names) if name in doubtful) if doubtful else frozenset()
         )
-        self._seen, self._held, self._uncommitted, self._accumulated, self._batches = {}, {}, {}, {}, {}
-        self._scaled, self._clipped = False, {}
+        self._local.begin(buffer, plans.get(GRADIENT_LOCAL), parameters)
+        self._seen, self._held, self._clipped, self._scaled = {}, {}, {}, False
+
+    @property
+    def measures_batches(self) -> bool:
+        """Whether each micro-batch is measured separately."""
+        return self._local.measures_batches
+
+    @measures_batches.setter
+    def measures_batches(self, measures: bool) -> None:
+        self._local.measure_batches(measures)
 
     def there(self, positions: Iterable[int]) -> list[int]:
         """The positions with a gradient now."""
@@ -96,12 +103,8 @@ class GradientCapture:
 
     def end(self) -> None:
         """End the step and release everything it held."""
-        if self._buffer is not None:
-            rank = self._measurer.ranks.rank
-            for number, rows in enumerate(self._batches.values()):
-                self._buffer.merge_rows(BATCH_GRADIENT, [f"{rank}/{number}"], merge(torch.stack(rows)).unsqueeze(0), _SQUARES)
-        self._buffer, self._seen, self._held, self._uncommitted = None, {}, {}, {}
-        self._accumulated, self._batches = {}, {}
+        self._local.end()
+        self._buffer, self._seen, self._held = None, {}, {}
 
     def _gradients(self, positions: Iterable[int]) -> dict[int, Tensor]:
         found = {}
@@ -190,32 +193,12 @@ class GradientCapture:
         return _is_as(self._seen[position], gradient)
 
     def local(self, position: int, gradient: Tensor | None, inverse_scale: Tensor | None) -> None:
-        """Measure one parameter's gradient of one backward pass. It counts once :meth:`commit_local` is called.
-
-        ``torch.autograd.grad``, as in gradient penalties, calls this too, but accumulates nothing and never commits.
-        """
-        if self._buffer is None or gradient is None:
-            return
-        held = StepBuffer(self._buffer.step, self._measurer.complaints)
-        self._measurer.measure(Measurement(held, self._plans[GRADIENT_LOCAL], {position: gradient}, inverse_scale, merging=True))
-        self._uncommitted[torch._C._current_graph_task_id(), position] = held
+        """See :meth:`LocalGradients.measure`."""
+        self._local.measure(position, gradient, inverse_scale)
 
     def commit_local(self, position: int) -> None:
-        """The gradient of the running backward pass was accumulated into ``.grad``, so it counts."""
-        held = self._uncommitted.pop((torch._C._current_graph_task_id(), position), None)
-        parameter = self._parameters[position]() if self._parameters else None
-        if held is None or self._buffer is None or parameter is None or parameter.grad is None:
-            return
-        accumulated, task = self._accumulated.get(position), torch._C._current_graph_task_id()
-        # DDP may have replaced the gradient by a view of its bucket, which is the same gradient
-        if accumulated is not None and accumulated() is not parameter.grad and not parameter.grad._is_view():
-            # the gradient accumulated before was discarded, and so are its micro-batches
-            self._buffer.clear(GRADIENT_LOCAL, [self._plans[GRADIENT_LOCAL].names[position]])
-            self._batches = {each: rows for each, rows in self._batches.items() if each == task}
-        self._accumulated[position] = weakref.ref(parameter.grad)
-        if self.measures_batches and (rows := held.parts_of(GRADIENT_LOCAL)):
-            self._batches.setdefault(task, []).extend(rows)
-        self._buffer.absorb(held)
+        """See :meth:`LocalGradients.commit`."""
+        self._local.commit(position)
 
 
 def _tells_edits(gradient: Tensor) -> bool:
