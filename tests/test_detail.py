@@ -482,7 +482,7 @@ def test_the_closer_look_after_a_spike_goes_on_beside_it() -> None:
     assert [step for step, _, gradients in seen if gradients] == [51, 52, 53]
     assert monitor._registry.hidden() >= {("activation", "std")}
     assert monitor._registry.metrics == ()
-    assert not monitor._session.activations.hangs
+    assert not monitor._session.activations.has_hooks
 
 
 # --- who wins --------------------------------------------------------------------------------------------------------------------------

@@ -301,7 +301,7 @@ def test_a_step_reads_no_value_before_its_flush_but_one_flag_for_each_call_on_cp
     original = Statistics.measure
     monkeypatch.setattr(Statistics, "measure", lambda *a, **k: (calls.update(["measure"]), original(*a, **k))[1])
     before_flush = {}
-    depart = StepBuffer.depart
+    depart = StepBuffer.start_readback
 
     def counted(self: StepBuffer) -> Any:
         before_flush.update(reads=counting.counts["read"], calls=calls["measure"])

@@ -41,11 +41,7 @@ class GradientCapture:
         self._local = LocalGradients(measurer)
 
     def begin(
-        self,
-        buffer: StepBuffer,
-        plans: Mapping[str, SourcePlan],
-        parameters: Sequence[Place],
-        doubtful: Collection[str] = (),
+        self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], parameters: Sequence[Place], doubtful: Collection[str] = ()
     ) -> None:
         """Start a step.
 
@@ -155,7 +151,7 @@ class GradientCapture:
             self._replace_seen(positions, seen)
             self._buffer.noted.pop("edited", None)
 
-    def forget_scaled(self, reason: str) -> None:
+    def drop_scaled(self, reason: str) -> None:
         """Drop what was measured before the optimizer's step, because its scale is unknown."""
         if self._buffer is not None:
             for source in (GRADIENT_BEFORE_CLIP, GRADIENT_LOCAL):

@@ -63,12 +63,7 @@ UNDEFINED = float("inf")
 #: Sources with one tensor for each parameter, whose number of elements never changes.
 PARAMETER_SOURCES = (GRADIENT, GRADIENT_BEFORE_CLIP, GRADIENT_LOCAL, PARAMETER, PARAMETER_DIFFERENCE, UPDATE, OPTIMIZER)
 #: Sources of inputs and outputs of modules, by the names that :meth:`add_activation_metric` accepts.
-MODULE_KINDS = {
-    "output": ACTIVATION,
-    "output_gradient": ACTIVATION_GRADIENT,
-    "input": INPUT,
-    "input_gradient": INPUT_GRADIENT,
-}
+MODULE_KINDS = {"output": ACTIVATION, "output_gradient": ACTIVATION_GRADIENT, "input": INPUT, "input_gradient": INPUT_GRADIENT}
 MODULE_SOURCES = (*MODULE_KINDS.values(), ACTIVATION_DIFFERENCE)
 #: Sources of attention by the name of the metric. Keys are ``source/module.head_i``, and ``source/module/min`` over the heads.
 ATTENTION_SOURCES = {

@@ -548,6 +548,6 @@ class Follower:
         """The gradients measured so far in this step were divided by a wrong scale, or by none: drop them."""
         if self.session.scaler is None:
             self.session.scaler = scaler
-        self.session.gradients.forget_scaled(reason)
-        self.session.activations.forget_scaled(reason)
+        self.session.gradients.drop_scaled(reason)
+        self.session.activations.drop_scaled(reason)
         self.guard.complaints.add("scaler", f"{reason}; gradients before clipping are missing in step {self.session.step}")

@@ -32,7 +32,7 @@ class Arming:
     @property
     def is_loose(self) -> bool:
         """Whether any hook hangs that a step without measurements can do without."""
-        return self._hung_for is not None or self._activations.may_rest
+        return self._hung_for is not None or self._activations.has_removable_hooks
 
     def arm(self, on_modules: bool = True) -> None:
         """Hang the hooks that monitored steps need, where they do not hang already; ``on_modules`` too, or on parameters only."""
@@ -42,8 +42,8 @@ class Arming:
         before, self._hung_for = self._hung_for, wanted
         if on_modules:
             self.on_modules()
-        elif self._activations.may_rest:
-            self._activations.rest(self._planner.module_metrics())
+        elif self._activations.has_removable_hooks:
+            self._activations.uninstall(self._planner.module_metrics())
         if self.follower is not None and (before is None or before[0] != wanted[0]):
             self.follower.arm(self._planner)
 
@@ -57,8 +57,8 @@ class Arming:
     def disarm(self) -> None:
         """Take away what may go."""
         self._hung_for = None
-        if self._activations.may_rest:
-            self._activations.rest(self._planner.module_metrics())
+        if self._activations.has_removable_hooks:
+            self._activations.uninstall(self._planner.module_metrics())
         if self.follower is not None:
             self.follower.disarm()
 

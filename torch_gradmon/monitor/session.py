@@ -36,7 +36,7 @@ from ..plugins.post_spike_detail import CloserLook
 from ..plugins.spike_policy.plugin import Actor
 from ..plugins.spike_policy.policy import Counts, View
 from ..step.buffer import StepBuffer
-from ..step.exchange import SILENCE, RankExchange
+from ..step.exchange import EMPTY_SLOT, RankExchange
 from ..step.exchange_policy import ExchangePolicy
 from ..step.model_index import ModelIndex
 from ..step.pending_step import PendingStep
@@ -173,7 +173,7 @@ class Session(StepValues):
             if came_undecided and is_hidden and self._buffer is not None:
                 self._buffer.absent.update(((source, ""), _IN_EVAL) for source in OF_MODULES)
         else:
-            self.activations.let_through(False)
+            self.activations.set_recording(False)
             if self.arming.is_loose:
                 self.arming.disarm()
         self.activations.step_began(in_eval=is_tentative)
@@ -317,7 +317,7 @@ class Session(StepValues):
         if self.follower is not None and not self.by_hand and self.arming.is_partial and self._is_monitored(self.next_step):
             self.arming.arm()  # the first thing seen of the next step may be its backward pass
         if self.activations.has_graphs and not self.by_hand:  # or its forward, in a compiled graph
-            self.activations.let_through(self._is_monitored(self.next_step))
+            self.activations.set_recording(self._is_monitored(self.next_step))
 
     def _end(self, monitored: bool) -> None:
         refused = self.follower is not None and self.follower.refused
@@ -344,7 +344,7 @@ class Session(StepValues):
             if self.budget is not None and was_tuned != (self.tuning.in_force is not None):
                 self.budget.turn(was_tuned, self.guard.spent(), time.perf_counter())
             self.arming.disarm()
-            if self.activations.hangs:  # where they may not all go
+            if self.activations.has_hooks:  # where they may not all go
                 self.arming.on_modules()
 
     def _close(self) -> tuple[StepBuffer, ModelIndex, dict[str, Any]]:
@@ -362,7 +362,7 @@ class Session(StepValues):
         finally:  # whatever failed here: the other ranks wait
             may_extend = not (self._records_only or self._apart)
             self.together.run(buffer, self._plans, may_extend, takes_part=not self._apart or self._is_recorded())
-            if self.together.exchange.heard is not SILENCE:
+            if self.together.exchange.received_slot is not EMPTY_SLOT:
                 self.tuning.is_awake = True
             self._flights.lockstep = self.together.exchange.takes_place
             if self.budget is not None and self._flights.lockstep:
@@ -393,7 +393,7 @@ class Session(StepValues):
     def _end_monitored(self, refused: bool) -> None:
         buffer, inventory, tags = self._close()
         evaluate = self.activations.values.evaluator()
-        departure = buffer.depart()
+        departure = buffer.start_readback()
         cost, ranks = self.guard.cost(), self.measurer.ranks.count
         act = skipped = None
         if self.actor is not None:

@@ -117,7 +117,7 @@ class StepValues:
     def record_attention(self, name: str, named: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
         """Measure one call of attention, unless it was seen by itself."""
         with outside_dispatch_modes():
-            self.activations.attention.tell(name, named, {"query": named["query"], "key": named["key"], **arguments})
+            self.activations.attention.report(name, named, {"query": named["query"], "key": named["key"], **arguments})
 
     def log(self, key: Key, value: Any, aggregation: Aggregation, reducer: str = "", is_measured: bool = False) -> None:
         """A value for the step in flight or, between its end and the next forward, for the step that just ended; merged over

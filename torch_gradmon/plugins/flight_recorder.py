@@ -30,7 +30,9 @@ class _Kept:
     ended: float = field(default_factory=time.time)
 
     def depart(self) -> PendingStep:
-        return PendingStep(self.buffer.depart(), self.plans, self.inventory, lambda _: {}, self.refused, [], self.tags, None)
+        return PendingStep(
+            self.buffer.start_readback(), self.plans, self.inventory, lambda _: {}, self.refused, [], self.tags, None
+        )
 
 
 class Recorder:

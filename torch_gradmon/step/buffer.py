@@ -1,7 +1,7 @@
 """The values of the current step, on the device.
 
-Everything that hooks measure is stored here as device tensors; micro-batches merge here; :meth:`StepBuffer.depart` sends all of it to the
-host at once.
+Everything that hooks measure is stored here as device tensors; micro-batches merge here; :meth:`StepBuffer.start_readback` sends all of it
+to the host at once.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class StepBuffer(RowStore, ValueStore):
         found.refused.update({source: reason for source, reason in self.refused.items() if source in wanted})
         return found
 
-    def depart(self) -> PendingReadback:
+    def start_readback(self) -> PendingReadback:
         """Start the copy to the host, after which nothing may be stored. Does not synchronise."""
         # merged on the host, which is cheaper than one launch for each
         parts = [part for parts in self._parts.values() for part in parts]
@@ -113,8 +113,8 @@ class StepBuffer(RowStore, ValueStore):
         return PendingReadback(self, arrival, merged, list(reduced), set(noted), list(self._counts))
 
     def flush(self) -> tuple[dict[str, StatsTable], dict[Key, float], dict[str, float]]:
-        """:meth:`depart`, then wait: see :meth:`PendingReadback.land`."""
-        return self.depart().land()
+        """:meth:`start_readback`, then wait: see :meth:`PendingReadback.land`."""
+        return self.start_readback().land()
 
     def _reduced(self) -> dict[Key, Tensor]:
         """Final scalars; several for a key whose aggregation returned a dict."""

@@ -25,7 +25,7 @@ Entry = tuple[str, ...]
 #: Columns of the exchange's own row that hold the broadcast slot.
 _SLOT = [Column.COUNT, Column.ABS_SUM, Column.SQUARE_SUM, Column.NEAR_ZERO, Column.NONFINITE]
 #: The empty broadcast slot.
-SILENCE: tuple[float, ...] = (0.0,) * len(_SLOT)
+EMPTY_SLOT: tuple[float, ...] = (0.0,) * len(_SLOT)
 #: By source, the names of tensors whose rows are exchanged, and the columns.
 Tensors = Mapping[str, tuple[Sequence[str], frozenset[Column]]]
 
@@ -50,8 +50,8 @@ class RankExchange:
         complaints: gets a warning if some are missing.
 
     Attributes:
-        word: the broadcast slot: five numbers, sum-reduced, so at most one rank may set them.
-        heard: the slot received in the last exchange of a monitored step, the same on all ranks; its reader resets it.
+        broadcast_slot: five numbers, sum-reduced, so at most one rank may set them.
+        received_slot: the one received in the last exchange of a monitored step, the same on all ranks; its reader resets it.
     """
 
     def __init__(self, ranks: Ranks, complaints: WarningLog) -> None:
@@ -62,7 +62,7 @@ class RankExchange:
         self._entries: list[Entry] = []
         self.takes_place = False  # whether there was any exchange
         self.shares_values = False  # whether ranks have exchanged values of their batches
-        self.word = self.heard = SILENCE
+        self.broadcast_slot = self.received_slot = EMPTY_SLOT
 
     def run(
         self,
@@ -94,8 +94,8 @@ class RankExchange:
         has_new = identity(int(shares_values))
         has_new[:, Column.SUM] = float(not mine.keys() <= set(self._entries))
         has_new[:, [Column.MIN, Column.MAX]] = float(buffer.step)
-        if may_extend and self.word is not SILENCE:
-            has_new[:, _SLOT] = torch.tensor(self.word, dtype=torch.float64, device="cpu")
+        if may_extend and self.broadcast_slot is not EMPTY_SLOT:
+            has_new[:, _SLOT] = torch.tensor(self.broadcast_slot, dtype=torch.float64, device="cpu")
         known = [buffer.rows_or_none(source, names) for source, (names, _) in tensors.items()]
         merged = self._merged([has_new, *known, *_rows(mine, self._entries)], columns)
         start = len(has_new)
@@ -109,8 +109,8 @@ class RankExchange:
             buffer.noted[SKEW] = merged[0, Column.MAX] - merged[0, Column.MIN]
         if shares_values and may_extend:
             received = merged[0].tolist()
-            self.heard = tuple(received[column] for column in _SLOT)
-            self.word = SILENCE
+            self.received_slot = tuple(received[column] for column in _SLOT)
+            self.broadcast_slot = EMPTY_SLOT
             if received[Column.SUM] > 0:
                 self._extend(buffer, mine)
 
@@ -143,7 +143,7 @@ class RankExchange:
 
     def _shared(self, buffer: StepBuffer, watches: Callable[[Key], bool]) -> dict[Entry, Tensor]:
         """This rank's values that are not in the plan."""
-        rows: dict[Entry, Tensor] = {(source, name): row for (source, name), row in buffer.loose_rows().items()}
+        rows: dict[Entry, Tensor] = {(source, name): row for (source, name), row in buffer.merged_rows_of_calls().items()}
         for key, (reducer, row) in buffer.shared_values(watches).items():
             rows[(*key, reducer)] = row
         return rows

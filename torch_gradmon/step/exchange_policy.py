@@ -69,13 +69,13 @@ class ExchangePolicy:
         return self._is_sharded or self.reduces or self._planner.measures_batches or self._detectors.watches_values
 
     @property
-    def meets(self) -> bool:
+    def exchanges_values(self) -> bool:
         """Whether this rank exchanges values when a monitored step ends."""
         what = "tensors" if self._is_sharded else "values"
         return self.exchange.ranks.count > 1 and self._has_values and not self.exchange.is_refused(what)
 
     @property
-    def is_bound(self) -> bool:
+    def requires_peers(self) -> bool:
         """Whether this rank cannot measure without its peers, since they have parts of its tensors."""
         inventory = self._planner.inventory
         return self.exchange.ranks.count > 1 and inventory is not None and (inventory.on_mesh or self._is_sharded)

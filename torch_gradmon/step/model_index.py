@@ -101,7 +101,7 @@ class ModelIndex:
         """Facts about the model for the run directory: its parameters and modules in order, with details."""
         return {"parameters": self.parameters, "aliases": self.aliases, "matrices": self.matrices, "kinds": self.kinds}
 
-    def succeed(self, before: ModelIndex) -> None:
+    def inherit_from(self, before: ModelIndex) -> None:
         """Inherit from the index ``before``.
 
         A parameter that was trainable then and is frozen now may be thawed again within the step, as with alternating optimizers that

@@ -77,7 +77,7 @@ class PendingStep:
         """The record, and all whole-model values by name. Waits for the values."""
         buffer = self.departure.buffer
         tables, custom, noted = self.departure.land()
-        summary.refused_unseen(int(noted.pop("unseen_refusals", 0)))
+        summary.count_rejected(int(noted.pop("unseen_refusals", 0)))
         edited, found_inf = noted.pop("edited", None), bool(noted.pop("found_inf", 0))
         facts = StepFacts(
             buffer.step,
@@ -102,16 +102,7 @@ class PendingStep:
         attention, heads = head_values(tables, buffer.unshown)
         modules = {**self.modules(tables), **attention}
         record, signals = assemble(
-            facts,
-            tables,
-            custom,
-            self.plans,
-            modules,
-            registry.hidden(),
-            heads,
-            summary,
-            layers,
-            buffer.absent,
+            facts, tables, custom, self.plans, modules, registry.hidden(), heads, summary, layers, buffer.absent
         )
         return replace(record, rng=buffer.rng), signals
 

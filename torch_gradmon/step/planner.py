@@ -85,7 +85,7 @@ class Planner:
         module = self.module
         if module is not None and self.inventory is not None and not self.inventory.is_current():
             before, self.inventory = self.inventory, self._index_of(module)
-            self.inventory.succeed(before)
+            self.inventory.inherit_from(before)
             self.changed()
 
     def now(self) -> ModelIndex | None:

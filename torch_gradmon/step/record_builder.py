@@ -20,10 +20,7 @@ from .summary import Summary
 from .summary_keys import StepFacts
 from .summary_keys import key as summary_key
 
-_UNDEFINED = {
-    "grad_momentum_cosine": "the gradient or the momentum is zero",
-    kurtosis.NAME: "all its elements are equal",
-}
+_UNDEFINED = {"grad_momentum_cosine": "the gradient or the momentum is zero", kurtosis.NAME: "all its elements are equal"}
 _CLASS_OF_HISTOGRAM = f"{histogram.NAME}."
 
 
@@ -153,10 +150,7 @@ def missing(
 
 
 def _why_no_attention(
-    metric: Metric,
-    absent: Mapping[tuple[str, str], str],
-    known: Mapping[str, frozenset[str]],
-    why: Callable[[Metric, str], str],
+    metric: Metric, absent: Mapping[tuple[str, str], str], known: Mapping[str, frozenset[str]], why: Callable[[Metric, str], str]
 ) -> str:
     """One reason for the whole pattern, since only calls show which modules attend; then the reasons of modules."""
     reason = why(metric, "")

@@ -79,7 +79,7 @@ class RowStore:
             self._parts.pop((source, name), None)
             self._exchanged.add((source, name))
 
-    def loose_rows(self) -> dict[tuple[str, str], Tensor]:
+    def merged_rows_of_calls(self) -> dict[tuple[str, str], Tensor]:
         """The merged rows of :meth:`merge_rows`, without those of micro-batch gradients: ``[8]`` by source and name."""
         found = {where: parts for where, parts in self._parts.items() if where[0] not in PARAMETER_SOURCES}
         return {where: merge(torch.stack(parts)) if len(parts) > 1 else parts[0] for where, parts in found.items()}

@@ -77,7 +77,7 @@ class Summary:
         found._clips.extend(self._clips)
         return found
 
-    def refused_unseen(self, steps: int) -> None:
+    def count_rejected(self, steps: int) -> None:
         """Count ``steps`` unmeasured steps that a GradScaler did not apply."""
         self.not_applied += steps
         self.nonfinite += steps

@@ -141,7 +141,7 @@ class AttentionRecorder:
             frame = frame.f_back
         return None
 
-    def tell(self, name: str, named: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
+    def report(self, name: str, named: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
         """Measure a call that a module reports, per head, unless it was observed already."""
         if name not in self._observed and self._record(name, named, arguments, dict.fromkeys(n.ATTENTION_SOURCES.values(), True)):
             self._reported.add(name)

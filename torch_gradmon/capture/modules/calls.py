@@ -84,7 +84,7 @@ class ModuleCalls:
         """Restart the numbers of calls, because the root is called."""
         self._numbers.clear()
 
-    def forget_scaled(self, reason: str) -> None:
+    def drop_scaled(self, reason: str) -> None:
         """Drop the gradients measured so far in this step, because their scale was wrong or missing."""
         if self._buffer is not None:
             self._values.forget(_GRADIENTS, reason)

@@ -143,14 +143,14 @@ class ForwardHooks:
         return any(name != n.ROOT for _, name in self._hooks)
 
     @property
-    def may_rest(self) -> bool:
+    def has_removable_hooks(self) -> bool:
         """Whether some hooks are needed on monitored steps only, and the model is not compiled.
 
         A compiled model would be recompiled whenever a module's hooks change, so its hooks stay, which costs nothing.
         """
         return bool(self._hooks) and not self.has_compiled_parts and not self.has_graphs
 
-    def rest(self, stays_on_root: bool) -> None:
+    def uninstall(self, stays_on_root: bool) -> None:
         """Remove the hooks that only monitored steps need; also those on the root, unless it must keep them."""
         for _, handles in self._hooks.values():
             handles.remove()

@@ -86,7 +86,7 @@ class ModuleSource:
         self._passes.use_training_mode(by_hand)
         self._scope.begin_step(buffer, metrics, inventory, by_hand)
         self._due = any(metric.source in n.MODULE_SOURCES for metric in metrics)
-        self.let_through(self._due)
+        self.set_recording(self._due)
 
     def step_began(self, in_eval: bool) -> None:
         """A step began; ``in_eval``: by a call in evaluation mode, which :meth:`step_confirmed` may confirm as training."""
@@ -144,15 +144,15 @@ class ModuleSource:
         """Whether the coordinate check is due but has seen no forward, although it could."""
         return self._scope.check.awaits_forward and not self._hooks.has_compiled_parts
 
-    def forget_scaled(self, reason: str) -> None:
+    def drop_scaled(self, reason: str) -> None:
         """Drop the gradients measured so far in this step, because their scale was wrong or missing."""
-        self._calls.forget_scaled(reason)
+        self._calls.drop_scaled(reason)
 
     def capture(self, name: str, output: Any) -> None:
         """Measure ``output``, a tensor or a container of tensors, under the name of its module."""
         self._calls.capture(name, output)
 
-    def let_through(self, is_open: bool) -> None:
+    def set_recording(self, is_open: bool) -> None:
         """Whether compiled graphs with our hooks write values from now on. Does not synchronise."""
         if not (is_open or self._passes.is_open or self._passes.missed):
             return  # as in most steps
@@ -189,25 +189,25 @@ class ModuleSource:
         return bool(self.reference) or any(metric.source in n.ATTENTION_SOURCES.values() for metric in metrics)
 
     @property
-    def hangs(self) -> bool:
+    def has_hooks(self) -> bool:
         """Whether any module has a hook."""
         return self._hooks.on_root or self._hooks.on_parts
 
     @property
-    def may_rest(self) -> bool:
+    def has_removable_hooks(self) -> bool:
         """Whether hooks may be removed on steps that are not monitored; unknown until a forward was seen, since the model may be
         compiled.
         """
-        return self._passes.forward_seen and self._hooks.may_rest
+        return self._passes.forward_seen and self._hooks.has_removable_hooks
 
-    def rest(self, metrics: Sequence[Metric]) -> None:
+    def uninstall(self, metrics: Sequence[Metric]) -> None:
         """Remove the hooks that only monitored steps need."""
-        self._hooks.rest(self._stays(metrics))
+        self._hooks.uninstall(self._stays(metrics))
         self._passes.forget_forward()
 
     def remove(self) -> None:
         """Remove all hooks. Idempotent."""
-        self._hooks.rest(stays_on_root=False)
+        self._hooks.uninstall(stays_on_root=False)
         self._passes.forget_forward()
         self._scope.leave()
 

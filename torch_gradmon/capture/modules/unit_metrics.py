@@ -142,15 +142,9 @@ DEAD = _Dead()
 #: Built-in metrics of outputs, besides the views of statistics.
 ACTIVATION_BUILT_INS = {
     "dead": BuiltIn(
-        frozenset(),
-        "share",
-        f"share of units with |output| <= eps for every sample of the last {WINDOW} monitored steps",
-        DEAD,
+        frozenset(), "share", f"share of units with |output| <= eps for every sample of the last {WINDOW} monitored steps", DEAD
     ),
     "saturation": BuiltIn(
-        frozenset(),
-        "share",
-        f"share of the outputs of a sigmoid or tanh that are within {MARGIN} of either bound",
-        SATURATION,
+        frozenset(), "share", f"share of the outputs of a sigmoid or tanh that are within {MARGIN} of either bound", SATURATION
     ),
 }

@@ -120,13 +120,7 @@ class ReferencePass:
             self._complaints.add("reference", "the reference module failed and is off; training goes on", error)
 
     def run_part(
-        self,
-        part: nn.Module,
-        watched: nn.Module,
-        root: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        note: Note,
+        self, part: nn.Module, watched: nn.Module, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], note: Note
     ) -> dict[str, Tensor]:
         """The outputs of ``part`` of the reference on the inputs of its counterpart ``watched``, by path. As :meth:`run`, but failures are
         raised.

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from ...core.errors import WarningLog
 from ...core.metric import Metric
 from ...runs.detail_request import DetailRequest, numbered
-from ...step.exchange import SILENCE
+from ...step.exchange import EMPTY_SLOT
 from ...step.exchange_policy import ExchangePolicy
 from ...step.planner import OF_MODULES, Planner
 from ...step.presets import PRESETS
@@ -119,7 +119,7 @@ class Tuning:
         if self.is_awake:
             self._receive()
             says = self._asked is not None and self._speaks()
-            self._together.exchange.word = self._asked.numbers() if says and self._asked is not None else SILENCE
+            self._together.exchange.broadcast_slot = self._asked.numbers() if says and self._asked is not None else EMPTY_SLOT
 
     def _receive(self) -> None:
         if self._from_code:
@@ -132,19 +132,19 @@ class Tuning:
     def _settle(self) -> None:
         """Agree to what is asked for where nobody else has to know."""
         self._receive()
-        if self._agreed is not None and not self._was_told and self._together.meets:
+        if self._agreed is not None and not self._was_told and self._together.exchanges_values:
             self._asked, self._agreed = (
                 self._asked or self._agreed,
                 None,
             )  # it waited for its step, and others have to know by now
         if self._asked is None:
             return
-        if self._together.meets:
+        if self._together.exchanges_values:
             if self._speaks():
                 self._note(why="the ranks tell each other of it in the next step that is monitored")
             else:
                 self._asked = None
-        elif self._together.is_bound:
+        elif self._together.requires_peers:
             why = "parts of the model lie on other ranks, which cannot be told"
             self._complaints.add("tune:ranks", f"a change of detail is not heeded: {why}")
             self._asked = None
@@ -155,7 +155,7 @@ class Tuning:
     def _hear(self) -> None:
         """Agree to what the first rank has said."""
         exchange = self._together.exchange
-        heard, exchange.heard = exchange.heard, SILENCE
+        heard, exchange.received_slot = exchange.received_slot, EMPTY_SLOT
         if not heard[0]:
             return
         self._agreed, self._was_told = DetailRequest.of_numbers(heard), True
@@ -167,11 +167,11 @@ class Tuning:
 
     def step_ended(self) -> None:
         """Count it, take what was heard in it, and see whether a change of this rank alone has become one of all ranks."""
-        if self._together.exchange.heard is not SILENCE:
+        if self._together.exchange.received_slot is not EMPTY_SLOT:
             self._hear()
         if self.left is not None:
             self.left -= 1
-        if self.is_alone and self._together.meets and self.left != 0:
+        if self.is_alone and self._together.exchanges_values and self.left != 0:
             if self._speaks() and self._asked is None and self._agreed is None and self.in_force is not None:
                 self._take(replace(self.in_force, steps=self.left, first=None))
             self.left, self._why = 0, "ranks tell each other values by now, and change together"

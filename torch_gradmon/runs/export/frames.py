@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ...core.json_numbers import strict
-from ...core.keys import Key, format_key
+from ...core.keys import format_key
 from ...core.moments import VIEWS
-from ...core.records import StepRecord
+from ..reader import RunReader
 from ..value_matrix import ValueMatrix, empty_matrix
 from ..window import COUNT, LAYER_SOURCES, Window, is_of_layer
 
@@ -24,34 +24,6 @@ Kind = Literal["whole", "real", "flag", "time", "word", "json"]
 _ROWS = 1 << 16
 #: The name of a metric without a name, as of an attention head.
 _VALUE = "value"
-
-
-class ReadableRun(Protocol):
-    """The reader that tables are made from: a :class:`torch_gradmon.runs.reader.RunReader`."""
-
-    @property
-    def steps(self) -> list[int]:
-        """The known steps, ascending."""
-
-    @property
-    def sources(self) -> list[str]:
-        """The sources with statistics."""
-
-    @property
-    def scalars(self) -> list[Key]:
-        """The keys of all values that are not built-in statistics."""
-
-    def tensors(self, source: str) -> list[str]:
-        """The tensors with statistics of a source."""
-
-    def in_model_order(self, source: str, measured: Iterable[Sequence[str]]) -> list[str]:
-        """All these names of a source, in model order."""
-
-    def records(self, since: int | None = None, wanted: Callable[[Key], bool] | None = None) -> Iterator[StepRecord]:
-        """The steps, without statistics."""
-
-    def window(self, steps: Sequence[int]) -> Window:
-        """All values of some steps."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +67,7 @@ class TensorFrame:
         sources: the sources to include; None for all.
     """
 
-    def __init__(self, run: ReadableRun, steps: Sequence[int], sources: Sequence[str] | None) -> None:
+    def __init__(self, run: RunReader, steps: Sequence[int], sources: Sequence[str] | None) -> None:
         self._run, self._steps = run, steps
         custom = [key for key in run.scalars if is_of_layer(key) and (sources is None or key.source in sources)]
         known = [*run.sources, *(key.source for key in custom)]
@@ -158,7 +130,7 @@ class StepFrame:
         steps: the steps to include.
     """
 
-    def __init__(self, run: ReadableRun, steps: Sequence[int]) -> None:
+    def __init__(self, run: RunReader, steps: Sequence[int]) -> None:
         self._run, self._steps = run, steps
         self._groups, has_scale = 0, False
         for record in run.records(wanted=lambda key: False):
@@ -209,7 +181,7 @@ class StepFrame:
         return ValueMatrix(tuple(self._keys), values, there)
 
 
-def _windows(run: ReadableRun, steps: Sequence[int], size: int) -> Iterator[Window]:
+def _windows(run: RunReader, steps: Sequence[int], size: int) -> Iterator[Window]:
     for start in range(0, len(steps), size):
         yield run.window(steps[start : start + size])
 

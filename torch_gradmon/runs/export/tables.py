@@ -8,8 +8,9 @@ from typing import Any
 
 from ...core import validation as check
 from ...core.errors import nearest
+from ..reader import RunReader
 from ..window import between, is_of_layer, single_threaded
-from .frames import Frame, ReadableRun, StepFrame, TensorFrame
+from .frames import Frame, StepFrame, TensorFrame
 
 TABLES = ("tensors", "steps")
 
@@ -25,7 +26,7 @@ def table_of(frame: Frame, what: str, *packages: str) -> Any:
         return table(frame)
 
 
-def chosen_steps(run: ReadableRun, first: int | None, last: int | None) -> list[int]:
+def chosen_steps(run: RunReader, first: int | None, last: int | None) -> list[int]:
     """The steps of the run from ``first`` to ``last``.
 
     Raises:
@@ -37,7 +38,7 @@ def chosen_steps(run: ReadableRun, first: int | None, last: int | None) -> list[
     return steps
 
 
-def frame_of(run: ReadableRun, table: str, sources: str | Sequence[str] | None, first: int | None, last: int | None) -> Frame:
+def frame_of(run: RunReader, table: str, sources: str | Sequence[str] | None, first: int | None, last: int | None) -> Frame:
     """One of the two tables.
 
     Raises:
@@ -50,7 +51,7 @@ def frame_of(run: ReadableRun, table: str, sources: str | Sequence[str] | None, 
     return TensorFrame(run, steps, None if sources is None else _known(run, [sources] if isinstance(sources, str) else sources))
 
 
-def _known(run: ReadableRun, sources: Sequence[str]) -> Sequence[str]:
+def _known(run: RunReader, sources: Sequence[str]) -> Sequence[str]:
     there = {*run.sources, *(key.source for key in run.scalars if is_of_layer(key))}
     for source in sources:
         if source not in there:

@@ -15,7 +15,17 @@ from ...core.json_numbers import plain
 from .frames import ColumnValues, Field
 
 
-class CsvFile:
+class _TextFile:
+    def __init__(self, path: Path, fields: Sequence[Field]) -> None:
+        self._fields = fields
+        self._file = path.open("w", encoding="utf-8", newline="")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class CsvFile(_TextFile):
     """Writes rows below a header. Absent values are empty; NaN and infinite values are ``nan`` and ``inf``.
 
     Args:
@@ -24,8 +34,7 @@ class CsvFile:
     """
 
     def __init__(self, path: Path, fields: Sequence[Field]) -> None:
-        self._fields = fields
-        self._file = path.open("w", encoding="utf-8", newline="")
+        super().__init__(path, fields)
         self._writer = csv.writer(self._file, lineterminator="\n")
         self._writer.writerow(field.name for field in fields)
 
@@ -33,12 +42,8 @@ class CsvFile:
         """Add rows."""
         self._writer.writerows(zip(*_cells(self._fields, columns), strict=True))
 
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
-
-class JsonlFile:
+class JsonlFile(_TextFile):
     """Writes one object per row without absent values. NaN and infinite values are strings, as in :class:`JsonlSink`.
 
     Args:
@@ -46,19 +51,12 @@ class JsonlFile:
         fields: the columns.
     """
 
-    def __init__(self, path: Path, fields: Sequence[Field]) -> None:
-        self._fields, self._names = fields, [field.name for field in fields]
-        self._file = path.open("w", encoding="utf-8")
-
     def write(self, columns: Sequence[ColumnValues]) -> None:
         """Add rows."""
+        names = [field.name for field in self._fields]
         for row in zip(*_cells(self._fields, columns, nested=True), strict=True):
-            found = {name: value for name, value in zip(self._names, row, strict=True) if value is not None}
+            found = {name: value for name, value in zip(names, row, strict=True) if value is not None}
             self._file.write(json.dumps(found, allow_nan=False) + "\n")
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 def _cells(fields: Sequence[Field], columns: Sequence[ColumnValues], nested: bool = False) -> list[list[Any]]:
