@@ -82,7 +82,7 @@ class Contender:
 
     Attributes:
         label: for people.
-        make: the function to measure; what has to be undone afterwards goes on the stack.
+        make: the function to measure; cleanup is pushed on the stack.
         ours: whether it is part of torch_gradmon.
     """
 

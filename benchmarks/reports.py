@@ -24,7 +24,7 @@ from torch_gradmon.runs.writer import RunWriter
 from .machine import machine
 from .report import update_readme
 
-#: When the page has told its findings, and when it has drawn what is in sight, in milliseconds since it was asked for.
+#: Time until the page shows its findings, and until it has drawn its visible part, in milliseconds since it was asked for.
 _WATCH = """new MutationObserver(() => {
     for (const mark of ["told", "ready"]) if (document.body?.dataset[mark] && !window[mark]) window[mark] = performance.now();
 }).observe(document, { attributes: true, childList: true, subtree: true });"""
@@ -107,7 +107,7 @@ def measured(layers: int, steps: int, times: int) -> dict[str, Any]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """What stands in the README."""
+    """The section of the README."""
     lines = [
         "| layers | steps | size | written in | findings after | all drawn after |",
         "| ---: | ---: | ---: | ---: | ---: | ---: |",

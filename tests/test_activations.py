@@ -1107,7 +1107,7 @@ def test_with_the_monitor_gone_the_model_goes_on_and_can_be_collected(in_a_step:
     if not in_a_step:
         loss.backward()
         optimizer.step()
-    gone = weakref.ref(monitor._session)
+    gone = weakref.ref(monitor._runtime)
     del monitor, optimizer  # the optimizer is what keeps a session alive
     gc.collect()
     assert gone() is None

@@ -232,7 +232,7 @@ def test_the_time_of_recording_is_not_counted(monkeypatch):
     model = Attention()
     monitor, optimizer = watched(model)
     step(model, optimizer, x())
-    assert monitor._session.guard.spent() == 10
+    assert monitor._runtime.guard.spent() == 10
 
 
 def test_under_autocast_it_is_not_what_the_call_attends_with():

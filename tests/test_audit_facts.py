@@ -342,7 +342,7 @@ def test_a_failure_of_the_audit_ends_it_with_one_warning(monkeypatch: pytest.Mon
         raise RuntimeError("no")
 
     monkeypatch.setattr("torch_gradmon.plugins.loop_audit.probe.Probe.look", fails)
-    with pytest.warns(gradmon.GradmonWarning, match="the audit of the loop failed and is off") as told:
+    with pytest.warns(gradmon.GradmonWarning, match="the plugin 'loop_audit' failed, it is off") as told:
         for _ in range(4):
             _step(model, optimizer)
     assert len(told) == 1
@@ -398,7 +398,7 @@ def _share(body: Callable[[Any, Any, Any], None]) -> float:
     monitor = watched(model, critic, maker)
     for _ in range(5):
         body(model, critic, maker)
-    records = monitor._session.ledger.memory.records()
+    records = monitor._runtime.ledger.memory.records()
     assert len(records) == 5
     return sum("by_turns" in record.context for record in records) / 5
 
@@ -454,7 +454,7 @@ def test_a_step_that_a_scaler_refuses_to_one_of_two_optimizers_makes_no_players(
             scaler.step(optimizer)
         scaler.update()
         model.zero_grad()
-    assert not any("by_turns" in record.context for record in monitor._session.ledger.memory.records())
+    assert not any("by_turns" in record.context for record in monitor._runtime.ledger.memory.records())
 
 
 @pytest.mark.parametrize(("kind", "told"), [(torch.optim.Adam, True), (torch.optim.Adagrad, True), (torch.optim.SGD, False)])
@@ -472,5 +472,5 @@ def test_a_training_that_goes_on_is_known_by_the_state_of_its_optimizer(kind: An
         return monitor
 
     for monitor, expected in ((train(), False), (train(), told)):
-        records = monitor._session.ledger.memory.records()
+        records = monitor._runtime.ledger.memory.records()
         assert ["goes_on" in record.context for record in records] == [expected, False, False]

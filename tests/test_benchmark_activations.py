@@ -161,7 +161,7 @@ def test_a_hook_outside_of_the_stopwatch_is_not_overlooked() -> None:
         side = Side(model, None, batch)
         side.step()
         register(model.blocks[1], lambda *_: None)
-        with pytest.raises(RuntimeError, match="Block was hung outside"):
+        with pytest.raises(RuntimeError, match="Block was installed outside"):
             side.step()
 
 

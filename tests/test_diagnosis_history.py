@@ -90,7 +90,7 @@ def test_a_loss_that_is_logged_seldom_is_still_looked_at(tmp_path: Path) -> None
         if step % 25 == 0:
             monitor.log_scalar("train/loss", loss.detach())
         optimizer.step()
-    live, read = monitor._session.ledger.memory.records(), History.of_run(gradmon.load_run(tmp_path), most=100)
+    live, read = monitor._runtime.ledger.memory.records(), History.of_run(gradmon.load_run(tmp_path), most=100)
     assert len(live) < 1000
     assert len(History(live).loss) == 52
     assert len(read.records) <= 100
@@ -291,7 +291,7 @@ def test_a_loss_that_nobody_logs_is_what_the_model_returns(how: str, batch: int,
         optimizer.step()
         losses.append(loss.item())
     monitor.get_step_metrics()
-    found = History(monitor._session.ledger.memory.records()).loss
+    found = History(monitor._runtime.ledger.memory.records()).loss
     assert list(found.values) == (pytest.approx(losses) if known else [])
 
 

@@ -88,7 +88,7 @@ def _in_table(story: str) -> _Told:
 def _everywhere(monitor: ModuleMonitor, path: Path, step: int) -> dict[str, _Told]:
     """What each outlet says of the spike of ``step``, the largest of the run."""
     found = {"why of the monitor": _in_table(monitor.why()), "diagnosis of the monitor": _only(monitor.diagnose().words(10_000))}
-    event = next(event for event in monitor._session.ledger.recent().events if event.step == step)
+    event = next(event for event in monitor._runtime.ledger.recent().events if event.step == step)
     monitor.detach()
     run = load_run(path)
     (line,) = [spike for spike in summarised(run, "x").spikes if spike.step == step]
@@ -118,7 +118,7 @@ RUNS = {
 def test_all_outlets_give_one_number_and_one_first_layer(steps: int, spoiled: list[int], at: int | None, tmp_path: Path) -> None:
     monitor = _train(tmp_path, steps, spoiled)
     if at is None:
-        at = largest(episodes(monitor._session.ledger.recent().events, range(steps)), 1)[0].worst.step
+        at = largest(episodes(monitor._runtime.ledger.recent().events, range(steps)), 1)[0].worst.step
     found = _everywhere(monitor, tmp_path, at)
     assert {told.layer for told in found.values()} == {LAYER}, found
     assert len(set(found.values())) == 1, found
@@ -166,7 +166,7 @@ def test_a_detector_of_all_layers_tells_of_the_layer_that_comes_first_in_all_lis
         optimizer.zero_grad()
         model(torch.ones(8, 4)).square().mean().backward()
         optimizer.step()
-    (event,) = [event for event in monitor._session.ledger.recent().events if event.signal != "grad_norm"]
+    (event,) = [event for event in monitor._runtime.ledger.recent().events if event.signal != "grad_norm"]
     monitor.detach()
     run = load_run(tmp_path)
     first = run.suspects(40)[0]
@@ -214,7 +214,7 @@ def test_absent_gradients_take_no_place_among_the_last_ones() -> None:
 
 
 def _made(monitor: ModuleMonitor, step: int) -> Any:
-    return spike_cause(monitor._session.ledger.recent().suspects(step), step)
+    return spike_cause(monitor._runtime.ledger.recent().suspects(step), step)
 
 
 _OPTIMIZERS = {"sgd": lambda p: torch.optim.SGD(p, lr=0.02), "adam": lambda p: torch.optim.Adam(p, lr=0.003)}
@@ -224,7 +224,7 @@ _OPTIMIZERS = {"sgd": lambda p: torch.optim.SGD(p, lr=0.02), "adam": lambda p: t
 @pytest.mark.parametrize("optimizer", _OPTIMIZERS.values(), ids=_OPTIMIZERS)
 def test_a_loss_times_100_is_blamed_on_no_layer(optimizer: Any, clip: float | None, tmp_path: Path) -> None:
     monitor = _train(tmp_path, 60, [], scaled=lambda step: 100.0 if step == 50 else 1.0, optimizer=optimizer, clip=clip)
-    monitor._session.settle_now()
+    monitor._runtime.settle_now()
     made = _made(monitor, 50)
     assert (made.layer, made.is_common) == ("", True)
     assert made.did.startswith("all 3 layers rose together, by ")
@@ -244,7 +244,7 @@ def test_a_loss_times_100_is_blamed_on_no_layer(optimizer: Any, clip: float | No
 
 def test_a_batch_of_outliers_is_blamed_on_no_layer() -> None:
     monitor = _train(None, 60, [], batch=lambda step, x: 30 * x if step == 50 else x)
-    monitor._session.settle_now()
+    monitor._runtime.settle_now()
     made = _made(monitor, 50)
     assert (made.layer, made.is_common) == ("", True)
     assert "3 layers rose together" in made.did
@@ -254,7 +254,7 @@ def test_a_batch_of_outliers_is_blamed_on_no_layer() -> None:
 @pytest.mark.parametrize("steps", [12, 60])
 def test_one_layer_that_is_spoiled_is_named(layer: str, steps: int) -> None:
     monitor = _train(None, steps + 3, [steps], layer=layer, factor=1000.0)
-    monitor._session.settle_now()
+    monitor._runtime.settle_now()
     made = _made(monitor, steps)
     assert (made.layer, made.is_common) == (layer, False)
     assert made.words.startswith(f"{layer} (")

@@ -9,6 +9,7 @@ import json
 import math
 import textwrap
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,25 +37,18 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
 
 
-class Recorder:
-    """Keeps what it was given, and fails on chosen calls."""
+class Recorder(gradmon.testing.RecordingSink):
+    """Fails on chosen calls."""
 
     def __init__(self, failing: frozenset[int] | set[int] = frozenset()) -> None:
-        self.rows: list[tuple[int, dict[str, float]]] = []
-        self.failing, self.calls, self.closed = failing, 0, 0
+        super().__init__()
+        self.failing, self.calls = failing, 0
 
-    def log(self, values: dict[str, float], step: int) -> None:
+    def log(self, values: Mapping[str, float], step: int) -> None:
         self.calls += 1
         if self.calls - 1 in self.failing:
             raise ConnectionError("the network is down")
-        self.rows.append((step, dict(values)))
-
-    def close(self) -> None:
-        self.closed += 1
-
-    @property
-    def steps(self) -> list[int]:
-        return [step for step, _ in self.rows]
+        super().log(values, step)
 
 
 def _steps(monitor: ModuleMonitor, count: int, start: int = 0, value: float = 1.0) -> None:
@@ -586,32 +580,21 @@ def test_the_last_step_goes_out_when_the_interpreter_ends(end: str, tmp_path: Pa
 
 
 def test_a_sink_that_is_removed_gets_the_last_row_is_closed_and_hears_no_more() -> None:
-    class Sink:
-        def __init__(self) -> None:
-            self.rows: list[int] = []
-            self.closed = 0
-
-        def log(self, values: dict[str, float], step: int) -> None:
-            self.rows.append(step)
-
-        def close(self) -> None:
-            self.closed += 1
-
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    monitor, sink = gradmon.watch(model, optimizer), Sink()
+    monitor, sink = gradmon.watch(model, optimizer), gradmon.testing.RecordingSink()
     monitor.add_sink(sink)
     for step in range(4):
         optimizer.zero_grad()
         model(torch.ones(3, 2)).sum().backward()
         optimizer.step()
         if step == 2:
-            assert sink.rows == [0, 1], "the last row waits for the next step"
+            assert sink.steps == [0, 1], "the last row waits for the next step"
             monitor.remove_sink(sink)
-            assert sink.rows == [0, 1, 2]
+            assert sink.steps == [0, 1, 2]
             assert sink.closed == 1
     monitor.detach()
-    assert sink.rows == [0, 1, 2]
+    assert sink.steps == [0, 1, 2]
     with pytest.raises(ValueError, match="this sink was not added"):
         monitor.remove_sink(sink)
 

@@ -103,6 +103,7 @@ ARGUMENTS: dict[str, tuple[Any, Any]] = {
     "process_group": (None, "all"),
     "rank_distinct_regex": ("expert", "["),
     "log_on_all_ranks": (True, None),
+    "plugins": ([], "plugin"),
 }
 
 
@@ -168,28 +169,14 @@ def test_steps_begin_where_it_is_said() -> None:
 # --- a second call ---------------------------------------------------------------------------------------------------------------
 
 
-class Sink:
-    """Remembers what it got, and that it was closed."""
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-        self.closed = 0
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        self.steps.append(step)
-
-    def close(self) -> None:
-        self.closed += 1
-
-
 def test_a_second_call_takes_the_place_of_the_first_and_says_so() -> None:
     model = _model()
     optimizer = _sgd(model)
     first = watch(model, optimizer)
-    bare, sink = _hooks(model, optimizer), Sink()
+    bare, sink = _hooks(model, optimizer), gradmon.testing.RecordingSink()
     first.add_sink(sink)
     norms = [_step(model, optimizer) for _ in range(3)]
-    with pytest.warns(GradmonWarning, match=f"this Sequential {AGAIN} after step 2, .* start_step=3 goes on") as caught:
+    with pytest.warns(GradmonWarning, match=f"this Sequential {AGAIN} after step 2, .* start_step=3 continues") as caught:
         second = watch(model, optimizer)
     assert [warning.filename for warning in caught] == [__file__], "the line of the script is named"
     assert _hooks(model, optimizer) == bare, "those of one monitor"
@@ -212,10 +199,10 @@ def test_a_step_in_flight_ends_with_the_first_monitor(when: str) -> None:
     said = "before its first step"
     if when == "between backward and step":
         model(torch.randn(3, 4)).square().mean().backward()
-        said = "in step 0, .* start_step=0 goes on"
+        said = "in step 0, .* start_step=0 continues"
     elif when == "in the middle of a forward":
         model(torch.randn(3, 4))
-        said = "in step 0, .* start_step=0 goes on"
+        said = "in step 0, .* start_step=0 continues"
     with pytest.warns(GradmonWarning, match=said):
         second = watch(model, optimizer)
     optimizer.step()
@@ -492,7 +479,7 @@ def test_the_same_run_directory_goes_on_with_the_numbers_that_are_named(tmp_path
     optimizer = _sgd(model)
     watch(model, optimizer, run_dir=tmp_path / "run")
     norms = [_step(model, optimizer) for _ in range(3)]
-    with pytest.warns(GradmonWarning, match="start_step=3 goes on"):
+    with pytest.warns(GradmonWarning, match="start_step=3 continues"):
         monitor = watch(model, optimizer, run_dir=tmp_path / "run", start_step=3)
     norms += [_step(model, optimizer) for _ in range(2)]
     monitor.detach()

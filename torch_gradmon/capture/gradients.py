@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ class GradientCapture:
         self._parameters: Sequence[Place] = ()
         self._seen: _Seen = {}
         self._scaled = False
-        self._held: dict[int, tuple[StepBuffer, _Seen, list[int]]] = {}
+        self._held: dict[Hashable, tuple[StepBuffer, _Seen, list[int]]] = {}
         self._doubtful: frozenset[int] = frozenset()
         self._clipped: _Seen = {}  # gradients after a clip by the monitor
         self._local = LocalGradients(measurer)
@@ -116,10 +116,10 @@ class GradientCapture:
                 found[position] = parameter.grad
         return found
 
-    def before_clip(self, positions: Sequence[int], inverse_scale: Tensor | None, held_for: int | None = None) -> None:
+    def before_clip(self, positions: Sequence[int], inverse_scale: Tensor | None, held_for: Hashable | None = None) -> None:
         """Measure the gradients now: accumulated and not yet clipped. Replaces an earlier call's values.
 
-        ``held_for``: keep the values under this number until :meth:`release`.
+        ``held_for``: keep the values under this key until :meth:`release`.
         """
         if self._buffer is None:
             return
@@ -142,8 +142,8 @@ class GradientCapture:
             self._seen.pop(position, None)
         self._seen.update(seen)
 
-    def release(self, held_for: int) -> None:
-        """Use the values held under this number."""
+    def release(self, held_for: Hashable) -> None:
+        """Use the values held under this key."""
         if self._buffer is not None and held_for in self._held:
             held, seen, positions = self._held.pop(held_for)
             names = self._plans[GRADIENT_BEFORE_CLIP].names

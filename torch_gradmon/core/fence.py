@@ -12,7 +12,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from .errors import GradmonWarning, SpikeError, WarningLog
-from .torch_modes import call_outside_modes
+from .torch_modes import outside_dispatch_modes
+
+# asked in every fenced call: without modes the context is not needed
+_function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 
 
 def is_disabled() -> bool:
@@ -26,12 +29,15 @@ class Fence:
     Args:
         complaints: gets failures.
         inert: run nothing.
+
+    Attributes:
+        had_grad: whether grad mode was on in the caller of the running method.
     """
 
     def __init__(self, complaints: WarningLog, inert: bool) -> None:
         self.complaints = complaints
         self.inert = inert
-        self._inside = False
+        self._inside = self.had_grad = False
         self._lock = threading.RLock()  # with several GPUs, hooks fire on one of autograd's threads for each
         self._seconds = self._settled = 0.0
         self._since = self._entered = time.perf_counter()
@@ -46,13 +52,16 @@ class Fence:
             self._entered = time.perf_counter()
             self._inside = True
             try:
-                return call_outside_modes(self._run, method, args)
+                if _function_modes() or _dispatch_modes():
+                    with outside_dispatch_modes():
+                        return self._run(method, args)
+                return self._run(method, args)
             finally:
                 self._inside = False
                 self._seconds += time.perf_counter() - self._entered
 
     def _run(self, method: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        grad = torch.is_grad_enabled()
+        grad = self.had_grad = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # a tenth of the cost of the context manager
         try:
             return method(*args)
@@ -103,7 +112,7 @@ def fenced(method: F) -> F:
     """Fence a method of an object that has a :class:`Fence`."""
 
     @functools.wraps(method)
-    def fenced(self: Fenced, *args: Any) -> Any:
+    def call(self: Fenced, *args: Any) -> Any:
         return self.guard.run(method, self, *args)
 
-    return fenced  # type: ignore[return-value]
+    return call  # type: ignore[return-value]

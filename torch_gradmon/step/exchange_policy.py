@@ -74,24 +74,16 @@ class ExchangePolicy:
         what = "tensors" if self._is_sharded else "values"
         return self.exchange.ranks.count > 1 and self._has_values and not self.exchange.is_refused(what)
 
-    @property
-    def requires_peers(self) -> bool:
-        """Whether this rank cannot measure without its peers, since they have parts of its tensors."""
-        inventory = self._planner.inventory
-        return self.exchange.ranks.count > 1 and inventory is not None and (inventory.on_mesh or self._is_sharded)
-
-    def run(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], may_extend: bool, takes_part: bool = True) -> None:
+    def run(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], may_extend: bool) -> None:
         """Exchange the values of a step that ends.
 
         Args:
             buffer: its values.
             plans: what was to be measured.
             may_extend: whether the list of shared values may grow, and the first rank broadcast its slot.
-            takes_part: False in a step that the other ranks do not monitor.
         """
-        if self.leaving or not takes_part:
-            why = "the run ended in the middle of the step" if self.leaving else "the step was not one of all ranks"
-            self._refuse(buffer, plans, why)
+        if self.leaving:
+            self._refuse(buffer, plans, "the run ended in the middle of the step")
             return
         wanted = {source: (plan.exchanged, plan.columns) for source, plan in plans.items() if plan.exchanged}
         if n.UPDATE in wanted:

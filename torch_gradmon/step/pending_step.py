@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..core import keys as n
 from ..core.keys import Key
-from ..core.metric import ASKED_LATE, Metric
+from ..core.metric import ASKED_LATE
 from ..core.moments import Column
 from ..core.records import StatsTable, StepRecord
+from .active_step import ActiveStep
 from .buffer import PendingReadback, StepBuffer
 from .head_values import head_values
 from .layer_values import LayerSelection
 from .model_index import ModelIndex
-from .plan import SourcePlan
 from .record_builder import assemble
 from .registry import Registry
 from .summary import Summary
@@ -28,45 +28,31 @@ class PendingStep:
 
     Attributes:
         departure: its values.
-        plans: what was to be measured.
+        active: what was known of it when it closed.
         inventory: the model as it was.
         modules: computes the built-in values of modules from tables.
-        refused: the optimizer did not apply the step.
         groups: names of the parameters of each of the optimizers' groups.
         tags: facts for its context.
         cost: time spent in the monitor, in percent of the time since the last monitored step; None for an unmonitored one.
         ranks: number of ranks over which values of batches are merged.
-        annotations: further facts for its context.
-        withheld: it was not applied because of a spike.
-        skipped: number of steps skipped so far, if skipping is enabled.
+        attached: hooks on optimizers took part.
         late: merges values that were logged after its end.
         late_departure: these on their way to the host, once the next step has begun.
         refusals_after: steps neither monitored nor applied, between this one and the next monitored one.
-        tuned: the live change of detail under which it was measured, if any.
-        due: metrics of modules that were to be measured.
-        attached: hooks on optimizers took part.
-        judged: detectors use it. Not if only this rank has monitored it, since reactions to a spike must happen on all ranks.
     """
 
     departure: PendingReadback
-    plans: Mapping[str, SourcePlan]
+    active: ActiveStep
     inventory: ModelIndex
     modules: Callable[[dict[str, StatsTable]], dict[Key, float]]
-    refused: bool
     groups: list[tuple[str, frozenset[str]]]
     tags: dict[str, Any]
     cost: float | None
     ranks: int = 1
-    annotations: Mapping[str, Any] = field(default_factory=dict)
-    withheld: bool = False
-    skipped: int | None = None
+    attached: bool = False
     late: StepBuffer | None = None
     late_departure: PendingReadback | None = None
     refusals_after: int = 0
-    tuned: Mapping[str, Any] | None = None
-    due: tuple[Metric, ...] = ()
-    attached: bool = False
-    judged: bool = True
 
     @property
     def step(self) -> int:
@@ -81,7 +67,7 @@ class PendingStep:
         edited, found_inf = noted.pop("edited", None), bool(noted.pop("found_inf", 0))
         facts = StepFacts(
             buffer.step,
-            applied=not self.refused and not found_inf and not self.withheld,
+            applied=not self.active.is_overflowed and not found_inf and not self.active.is_skipped,
             updates_void=found_inf,
             edited=None if edited is None else bool(edited),
             used=buffer.used,
@@ -92,23 +78,31 @@ class PendingStep:
             rounding=noted.pop("rounding", 0.0),
             context=self._context(noted),
             ranks=self.ranks,
-            refusal=self.refused or found_inf,
+            refusal=self.active.is_overflowed or found_inf,
             nonfinite=_is_spoiled(tables.get(n.GRADIENT_BEFORE_CLIP)),
         )
         if self.cost is not None and "overhead_pct" in summary.keys:
             custom[Key(n.SUMMARY, "", "overhead_pct")] = self.cost
-        if self.skipped is not None:
-            custom[Key(n.SUMMARY, "", "steps_skipped")] = float(self.skipped)
+        custom.update(self.active.values)
         attention, heads = head_values(tables, buffer.unshown)
         modules = {**self.modules(tables), **attention}
         record, signals = assemble(
-            facts, tables, custom, self.plans, modules, registry.hidden(), heads, summary, layers, buffer.absent
+            facts,
+            tables,
+            custom,
+            self.active.plans,
+            modules,
+            registry.hidden(),
+            heads,
+            summary,
+            layers,
+            buffer.absent,
         )
         return replace(record, rng=buffer.rng), signals
 
     def _unplanned(self) -> dict[str, str]:
         """Sources that were not measured of the whole model in this step, although a whole-model value of them was requested since."""
-        return {source: ASKED_LATE for source, plan in self.plans.items() if not plan.is_whole}
+        return {source: ASKED_LATE for source, plan in self.active.plans.items() if not plan.is_whole}
 
     def _trained(self) -> Set[str]:
         """The trainable parameters, without those that were frozen when this step's gradients came."""
@@ -119,9 +113,7 @@ class PendingStep:
         context.update((name, value) for name, value in noted.items() if "/" not in name)
         if rates := {name: value for name, value in noted.items() if name.startswith("lr/")}:
             context["lr"] = list(rates.values())
-        context.update(self.annotations)
-        if self.tuned is not None:
-            context["tuned"] = dict(self.tuned)
+        context.update(self.active.annotations)
         if self.tags:
             context["tags"] = self.tags
         return context

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ..core import keys as n
@@ -14,6 +15,14 @@ from ..core.errors import display, nearest
 from ..core.keys import compile_pattern
 from ..core.metric import REDUCERS, Metric
 from .built_ins import BuiltIn
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """Temporary hidden metrics; ``replaces_hidden``: instead of the script's hidden ones."""
+
+    metrics: tuple[Metric, ...]
+    replaces_hidden: bool
 
 
 class Registry:
@@ -27,10 +36,8 @@ class Registry:
         self.built_ins = built_ins
         self.metrics: tuple[Metric, ...] = ()
         self._asked: tuple[Metric, ...] = ()  # metrics of the script, including those of its preset
-        self._instead: tuple[Metric, ...] | None = None
-        self._is_shared = False
-        self._lent: tuple[Metric, ...] = ()
-        self._once_lent: set[tuple[str, str]] = set()
+        self._overlays: dict[str, Overlay] = {}
+        self._once_overlaid: set[tuple[str, str]] = set()
 
     def make(
         self,
@@ -122,32 +129,30 @@ class Registry:
         self._asked = shown + _unknown(new, shown)
         self._compose()
 
-    def lend(self, new: Sequence[Metric]) -> None:
-        """Add ``new`` as hidden metrics until :meth:`take_back`, except those that exist by source and name."""
-        self._lent = tuple(new)
-        self._compose()
+    def set_overlay(self, name: str, metrics: Sequence[Metric] | None, replaces_hidden: bool = False) -> None:
+        """Measure ``metrics``, all hidden, besides those of the script; None ends it.
 
-    def take_back(self) -> None:
-        """Remove the metrics of :meth:`lend`."""
-        self._lent = ()
-        self._compose()
-
-    def stand_in(self, new: Sequence[Metric] | None, shared: bool = False) -> None:
-        """Override hidden metrics with ``new``; None restores them. Metrics added meanwhile stay; the first of a name counts.
-        ``shared``: every rank does the same.
+        Metrics that exist by source and name stay, and so do those that the script adds meanwhile. With ``replaces_hidden`` they replace
+        all hidden metrics of the script.
         """
-        first = {(metric.source, metric.name): metric for metric in reversed(new or ())}
-        self._instead, self._is_shared = None if new is None else tuple(first.values())[::-1], shared
+        self._overlays.pop(name, None)
+        if metrics is not None:
+            first = {(metric.source, metric.name): metric for metric in reversed(metrics)}
+            self._overlays[name] = Overlay(tuple(first.values())[::-1], replaces_hidden)
         self._compose()
 
     def _compose(self) -> None:
         found = self._asked
-        if self._instead is not None:
-            shown = tuple(metric for metric in found if metric.shown)
-            found = shown + _unknown(self._instead, shown)
-        lent = _unknown(self._lent, found)
-        self._once_lent |= {(metric.source, metric.name) for metric in (*(self._instead or ()), *lent)}
-        self.metrics = found + lent
+        # those that replace come first
+        for overlay in sorted(self._overlays.values(), key=lambda each: not each.replaces_hidden):
+            if overlay.replaces_hidden:
+                found = tuple(metric for metric in found if metric.shown)
+            new = _unknown(overlay.metrics, found)
+            self._once_overlaid |= {
+                (metric.source, metric.name) for metric in (overlay.metrics if overlay.replaces_hidden else new)
+            }
+            found += new
+        self.metrics = found
 
     @property
     def unseen(self) -> tuple[Metric, ...]:
@@ -156,12 +161,12 @@ class Registry:
 
     @property
     def own(self) -> tuple[Metric, ...]:
-        """The metrics that every rank has: those of the script, and an override on all ranks."""
-        return self._asked + (self._instead or ()) if self._is_shared else self._asked
+        """The metrics that every rank has: those of the script, and overlays that replace some of them."""
+        return self._asked + tuple(m for overlay in self._overlays.values() if overlay.replaces_hidden for m in overlay.metrics)
 
     def hidden(self) -> set[tuple[str, str]]:
-        """Source and name of the metrics that are hidden or were temporary: their last values may still be on their way."""
-        hidden = self._once_lent.union((metric.source, metric.name) for metric in self.metrics if not metric.shown)
+        """Source and name of the metrics that are hidden or were in an overlay: their last values may still be on their way."""
+        hidden = self._once_overlaid.union((metric.source, metric.name) for metric in self.metrics if not metric.shown)
         return hidden.difference((metric.source, metric.name) for metric in self.metrics if metric.shown)
 
     def check(self, tensors: Mapping[str, Sequence[str]]) -> None:

@@ -51,7 +51,7 @@ class Summary:
     def keys(self, keys: Iterable[str]) -> None:
         self._keys = tuple(keys)
 
-    def stand_in(self, keys: Iterable[str] | None) -> None:
+    def override_keys(self, keys: Iterable[str] | None) -> None:
         """Override the names of the script's preset with ``keys``; None restores them."""
         self._instead = None if keys is None else tuple(keys)
 

@@ -143,6 +143,11 @@ class ForwardHooks:
         return any(name != n.ROOT for _, name in self._hooks)
 
     @property
+    def has_hooks_on_parts(self) -> bool:
+        """Whether any module, including the root, has hooks on inputs or outputs."""
+        return len(self._hooks) > 0
+
+    @property
     def has_removable_hooks(self) -> bool:
         """Whether some hooks are needed on monitored steps only, and the model is not compiled.
 

@@ -194,10 +194,13 @@ class ModuleSource:
         return self._hooks.on_root or self._hooks.on_parts
 
     @property
+    def has_hooks_on_parts(self) -> bool:
+        """Whether any module, including the root, has hooks on inputs or outputs."""
+        return self._hooks.has_hooks_on_parts
+
+    @property
     def has_removable_hooks(self) -> bool:
-        """Whether hooks may be removed on steps that are not monitored; unknown until a forward was seen, since the model may be
-        compiled.
-        """
+        """Whether hooks may be removed on unmonitored steps; unknown before the first forward, since the model may be compiled."""
         return self._passes.forward_seen and self._hooks.has_removable_hooks
 
     def uninstall(self, metrics: Sequence[Metric]) -> None:

@@ -28,9 +28,6 @@ from .record_sample import Memory
 
 #: Of skipped steps in a row, those that are worth a warning.
 _TOLD = frozenset({1, 2, 3, 4, 10, 30, 100, 300, 1000, 3000, 10_000})
-_NOT_JUDGED = (
-    "only this rank has monitored the step, which no detector judges: what follows from a spike has to follow on all ranks"
-)
 _NO_SIGNAL = "no step so far has it; log it with log_scalar(), or add the metric that it is a key of"
 
 
@@ -71,26 +68,24 @@ class Ledger:
         self._noted: dict[str, Any] = {}  # of the model, in the run directory
         self._late: StepBuffer | None = None  # what is logged for the step that ended last, until it is finished
         self._logged: StepBuffer | None = None  # the same of a finished one
-        self._is_judged = True  # whether the last step is
         self._signals: Mapping[str, float] = {}
-        self.spiked_in: int | None = None  # a step that makes a closer look worth while, until somebody has taken note of it
+        self.on_alert: Callable[[int], object] = lambda _: None  # a step is worth a look at more
+        self.on_record: Callable[[StepRecord], object] = lambda _: None
         self._preset_signals: set[str] = set()
+        self.observers: list[
+            Callable[[StepRecord, bool], object]
+        ] = []  # called with each record, and whether it replaces the last one
 
-    def enter(self, record: StepRecord, signals: Mapping[str, float], buffer: StepBuffer, judged: bool = True) -> None:
-        """A step has ended with ``record``; ``signals`` are its whole-model values, ``buffer`` what it was made of. ``judged``: by
-        the detectors, which otherwise learn nothing of it.
-        """
-        self.absent, self._is_judged = buffer.absent, judged
-        events: list[SpikeEvent] = []
-        if judged:
-            self.judges.begin(record, self.absent)
-            record, events = self._judged(record, signals)
-        else:
-            self.absent[SUMMARY, "spike_score"] = _NOT_JUDGED
+    def enter(self, record: StepRecord, signals: Mapping[str, float], buffer: StepBuffer) -> None:
+        """A step has ended with ``record``; ``signals`` are its whole-model values, ``buffer`` what it was made of."""
+        self.absent = buffer.absent
+        self.judges.begin(record, self.absent)
+        record, events = self._judged(record, signals)
         self._late = buffer.scalars()
         self._keep(record)
         self.fill(self.judges.take_fetched())
         self._signals = signals
+        self.on_record(self.last or record)
         self._tell(events, record.context.get("action", ""))
 
     def knows(self, facts: Mapping[str, Any]) -> None:
@@ -103,6 +98,13 @@ class Ledger:
         if new:
             self._noted.update(new)
             self.outbox.note(**new)
+
+    def pass_by(self, refused: bool) -> bool:
+        """A step that is not monitored has ended; whether a series of refused ones is worth a look at more."""
+        if not (refused or self.judges.follow_up.rejected):
+            return False
+        self.judges.follow_up.step_ended(applied=not refused)
+        return self.judges.needs_detail()
 
     def learn(self, record: StepRecord, signals: Mapping[str, float]) -> None:
         """A step that is not monitored, whose values the detectors are to know all the same."""
@@ -142,8 +144,7 @@ class Ledger:
         """Nothing more can come for the step that has ended: judge the signals that came late, and send it out."""
         if self.last is not None and self._late is not None:
             self._logged, self._late = self._late, None
-            if self._is_judged:
-                self._finish_judging(self.last)
+            self._finish_judging(self.last)
         self.outbox.publish()
 
     def _finish_judging(self, record: StepRecord) -> None:
@@ -155,7 +156,7 @@ class Ledger:
 
     def judge_late(self) -> None:
         """Judge the signals that came late so far, of the step that has ended, before its record is finished."""
-        if self.last is not None and self._late is not None and self._is_judged:
+        if self.last is not None and self._late is not None:
             self._judge_again(self.last)
 
     def _judge_again(self, record: StepRecord) -> None:
@@ -184,7 +185,7 @@ class Ledger:
         return self.outbox.is_awaited(step) or self._options.on_spike not in (None, "warn")
 
     def tag(self, tags: Mapping[str, Any]) -> None:
-        """Facts about the step that ended last."""
+        """StepFacts about the step that ended last."""
         if self.last is not None:
             context = {**self.last.context, "tags": {**self.last.context.get("tags", {}), **tags}}
             self._keep(replace(self.last, context=context), amend=True)
@@ -193,6 +194,8 @@ class Ledger:
         self.last = record
         self._records[record.step] = replace(record, tables={}, rng={})
         self.memory.keep(record)
+        for observe in self.observers:
+            observe(record, amend)
         while len(self._records) > self._options.history:
             self._records.popitem(last=False)
         self.outbox.put(record, functools.partial(_shown, self._options.show, record), amend)
@@ -222,7 +225,7 @@ class Ledger:
                 "done about it; what is logged has to be logged before optimizer.step()",
             )
         if (self.judges.needs_detail() or news) and self.last is not None:
-            self.spiked_in = self.last.step
+            self.on_alert(self.last.step)
         self.judges.warn_of_failures(self._guard.complaints)
         self._warn(news)
         for event in events:
