@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,14 +25,6 @@ def outside_dispatch_modes() -> AbstractContextManager[object]:
     if not _dispatch_modes():
         return torch._C.DisableTorchFunction() if sees_functions else _NOTHING
     return _outside_of_all_modes() if sees_functions else _disable_current_modes()
-
-
-def call_outside_modes(function: Callable[..., Any], *args: Any) -> Any:
-    """Call ``function`` as in :func:`outside_dispatch_modes`, at no cost where no mode is active: a step enters several fences."""
-    if not (_function_modes() or _dispatch_modes()):
-        return function(*args)
-    with outside_dispatch_modes():
-        return function(*args)
 
 
 def _sees_functions() -> bool:

@@ -58,7 +58,6 @@ class FilteredSink:
 
     Attributes:
         given: the object that the sink was made from.
-        is_of_package: the sink is a class of this package, so it holds nothing of the training.
         is_on_all_ranks: it gets values also on ranks that do not report.
 
     Raises:
@@ -85,13 +84,17 @@ class FilteredSink:
         self.every = every
         self.deferred = deferred
         self.given = sink
-        self.is_of_package = type(sink).__module__.startswith(__package__ or " ")
         self.is_on_all_ranks = False
         self._log = sender(self.sink)
         self._complaints = complaints
         self._delivery = (ThreadedDelivery if thread else Delivery)(name_of(self.sink), complaints, kept)
         self._largest = _LargestNorm()
         self._lost = 0
+
+    @property
+    def is_of_package(self) -> bool:
+        """Whether the sink is a class of this package, which holds nothing of the training."""
+        return type(self.sink).__module__.startswith(__package__ or " ")
 
     @property
     def dropped(self) -> bool:

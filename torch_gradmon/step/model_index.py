@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..core.keys import ROOT, WRAPPERS, canonical_name, canonical_names
+from .model_shape import ModelShape
 from .parameter_refs import ParameterRefs, Place
 from .ranks import is_dtensor, is_sharded
 
@@ -38,8 +39,8 @@ class ModelIndex:
         format_name: Callable[[str], str] | None = None,
         distinct: re.Pattern[str] | None = None,
     ) -> None:
-        self._refs = ParameterRefs(module)
-        raw = {name: (parameter, place) for name, parameter, place in self._refs.parameters(module)}
+        refs = ParameterRefs(module)
+        raw = {name: (parameter, place) for name, parameter, place in refs.parameters(module)}
         short = canonical_names(raw)
         rename = format_name or (lambda name: name)
         self.names: list[str] = []
@@ -70,7 +71,7 @@ class ModelIndex:
         if len(set(self.names)) < len(self.names):
             twice = next(name for name in self.names if self.names.count(name) > 1)
             raise ValueError(f"format_module_name_fn gives the name {twice!r} to more than one parameter; names must differ")
-        for raw_name, parameter, _ in self._refs.parameters(module, remove_duplicate=False):
+        for raw_name, parameter, _ in refs.parameters(module, remove_duplicate=False):
             # torch leaves out modules that compare equal to others
             if raw_name not in raw and id(parameter) in name_of:
                 self.aliases.setdefault(name_of[id(parameter)], []).append(canonical_name(raw_name))
@@ -82,19 +83,7 @@ class ModelIndex:
             if excluded is None or name == ROOT or not excluded.search(name):
                 self.modules[rename(name)] = weakref.ref(child)
         self.kinds = {rename(name): kind_of(modules[raw]) for raw, name in short.items()}
-        # for is_current: the children and parameters of each module, by identity
-        places = self._refs.places.keys()
-        self._shape = [(weakref.ref(m), {k: v for k, v in _slots(m) if (id(m), k) not in places}) for m in modules.values()]
-        # during a pass, plain parameters replace sharded ones that a parent module keeps elsewhere
-        self._replaced_in_pass = {
-            (id(m), name): parameter.shape
-            for m in modules.values()
-            for name, parameter in m._parameters.items()
-            if parameter is not None and (id(m), name) not in places and is_sharded(parameter)
-        }
-        self._sharded_names = (
-            {id(m): {name for owner, name in places if owner == id(m)} for m in modules.values()} if places else {}
-        )
+        self._shape = ModelShape(list(modules.values()), refs)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -112,30 +101,7 @@ class ModelIndex:
 
     def is_current(self) -> bool:
         """False once a parameter or module was added, removed or replaced, or a parameter was frozen or thawed."""
-        if not self._refs.is_current():
-            return False
-        for reference, slots in self._shape:
-            module = reference()
-            if module is None:
-                return False
-            sharded = self._sharded_names.get(id(module), ())
-            if len(module._parameters) + len(module._modules) != len(slots) + len(sharded):
-                return False
-            for name, child in module._modules.items():
-                if slots.get(name) != id(child):
-                    return False
-            for name, parameter in module._parameters.items():
-                if name in sharded or (parameter is not None and not isinstance(parameter, nn.Parameter)):
-                    continue  # torch.func.functional_call puts plain tensors there during a call
-                expected = slots.get(name)
-                actual = None if parameter is None else (id(parameter), parameter.requires_grad)
-                if expected != actual and not self._is_replacement(parameter, id(module), name):
-                    return False
-        return True
-
-    def _is_replacement(self, parameter: Tensor | None, owner: int, name: str) -> bool:
-        shape = self._replaced_in_pass.get((owner, name))
-        return parameter is not None and not is_dtensor(parameter) and parameter.shape == shape
+        return self._shape.is_current()
 
     def positions(self, parameters: Iterable[Tensor]) -> list[int]:
         """Positions in :attr:`names` of those ``parameters`` that belong to the model, ascending."""
@@ -172,10 +138,3 @@ def wrapped_in(module: nn.Module) -> nn.Module | None:
         return None
     ((name, inner),) = module._modules.items()
     return inner if name in WRAPPERS else None
-
-
-def _slots(module: nn.Module) -> Iterator[tuple[str, object]]:
-    for name, child in module._modules.items():
-        yield name, id(child)
-    for name, parameter in module._parameters.items():
-        yield name, None if parameter is None else (id(parameter), parameter.requires_grad)

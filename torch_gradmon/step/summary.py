@@ -9,12 +9,12 @@ from ..core import keys as n
 from ..core.metric import ASKED_LATE
 from ..core.moments import ALL_COLUMNS, VIEWS, Column
 from ..core.records import StatsTable
-from .clip_window import WINDOW, ClipWindow
+from .clip_summary import ClipSummary
 from .gradient_summary import DISTRIBUTION, gradient_values, norm_of
 from .micro_batches import DOCUMENTATION as BATCHES
 from .micro_batches import MicroBatchStats
 from .summary_keys import CHEAP, DOCUMENTATION, OF_GRADIENTS, UPDATE_EVERY, UPDATE_KEYS, StepFacts
-from .update_summary import differ, rows_of, update_values
+from .update_summary import rows_of, update_values
 
 
 class Summary:
@@ -40,7 +40,7 @@ class Summary:
         self.not_applied = 0
         self.nonfinite = 0  # steps whose gradients held NaN or Inf
         self.batches: MicroBatchStats | None = None
-        self._clips = ClipWindow()
+        self._clips = ClipSummary()
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -74,7 +74,7 @@ class Summary:
     def of_one_step(self) -> Summary:
         """An independent summary of gradients for one unmonitored step."""
         found = Summary(name for name in CHEAP if name.startswith("grad_"))
-        found._clips.extend(self._clips)
+        found._clips.window.extend(self._clips.window)
         return found
 
     def count_rejected(self, steps: int) -> None:
@@ -176,42 +176,18 @@ class Summary:
             if "grad_top_share" not in values:
                 absent["grad_top_share"] = f"the gradient norm is {norm}"
             if facts.applied and after is not None and facts.used >= set(before.names):
-                edited = differ(before, after) if facts.edited is None else facts.edited
-                # a removed gradient is not clipped
-                self._clips.add(edited, norm_of(rows_of(before, set(after.names))), norm_of(after), facts.rounding)
-        if after is None and facts.used and facts.used >= set(() if before is None else before.names):
-            reason = "all gradients were gone when the optimizers stepped"
-            absent.update(dict.fromkeys(("grad_norm_clipped", "clipped_share"), reason))
-        elif after is None and not self._clips.is_known:
-            reason = (
-                "the gradients that the optimizer uses were not measured: attach the optimizer, or call monitor.monitor_gradients() "
-                "after you clip"
-            )
-            absent.update(dict.fromkeys(("grad_norm_clipped", "clipped_share"), facts.refused.get(n.GRADIENT, reason)))
-        elif not self._clips.has_edits:
-            absent.update(dict.fromkeys(("grad_norm_clipped", "clipped_share"), f"nothing clipped in the last {WINDOW} steps"))
-        elif after is None or (before is not None and not facts.used >= set(before.names)):
-            reason = "not every attached optimizer stepped"
-            absent.update(dict.fromkeys(("grad_norm_clipped", "clipped_share"), reason))
-        else:
-            values["grad_norm_clipped"] = norm_of(after)
-            share, factor = self._clips.share()
-            if share is not None:
-                values["clipped_share"] = share
-            else:
-                absent["clipped_share"] = (
-                    f"gradients are multiplied by {factor:.4g} after backward, whatever their norm, which is no clip"
-                )
+                self._clips.add(before, after, facts)
+        values |= self._clips.values(before, after, facts, absent)
 
     def state_dict(self) -> dict[str, Any]:
         """Counters and the clipping window, as plain numbers."""
         batches = {} if self.batches is None else {"batches": self.batches.state_dict()}
         counts = {"not_applied": self.not_applied, "nonfinite": self.nonfinite}
-        return {**counts, "clips": self._clips.state(), **batches}
+        return {**counts, "clips": self._clips.window.state(), **batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
         self.not_applied, self.nonfinite = int(state["not_applied"]), int(state.get("nonfinite", 0))
-        self._clips.load(state["clips"])
+        self._clips.window.load(state["clips"])
         if self.batches is not None and "batches" in state:
             self.batches.load_state_dict(state["batches"])
