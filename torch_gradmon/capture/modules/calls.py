@@ -40,8 +40,6 @@ class ModuleCalls:
         values: measures.
 
     Attributes:
-        inverse_scale: returns the factor for gradients.
-        part_called: called with a part of the model that runs while no step is open.
         seen: whether a module besides the root was called in this step.
         compares: whether differences to the reference are due.
         misses_root: the hook on the root's inputs came too late for the first call in this step, so no call counts.
@@ -53,12 +51,20 @@ class ModuleCalls:
         self._complaints, self._guard, self._passes = measurer.complaints, guard, passes
         self._reference, self._values = reference, values
         self._followed = TensorGradientHooks(self._gradient_came)
-        self.inverse_scale: Callable[[], Tensor | None] = lambda: None
-        self.part_called: Callable[[nn.Module], object] = lambda _: None
+        self._inverse_scale: Callable[[], Tensor | None] = lambda: None
+        self._on_part: Callable[[nn.Module], object] = lambda _: None
         self._lock = threading.RLock()  # hooks may fire on several threads, and share buffers
         self._buffer: StepBuffer | None = None
         self._numbers: Counter[tuple[str, str]] = Counter()
         self.seen = self.compares = self.misses_root = False
+
+    def connect(self, inverse_scale: Callable[[], Tensor | None], part_called: Callable[[nn.Module], object]) -> None:
+        """See :meth:`ModuleSource.connect`."""
+        self._inverse_scale, self._on_part = inverse_scale, part_called
+
+    def miss_root(self) -> None:
+        """Ignore the root's inputs in this step, because the hook on them came too late."""
+        self.misses_root = True
 
     def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex) -> None:
         """Start a step with the metrics due in it."""
@@ -144,7 +150,7 @@ class ModuleCalls:
 
     def _part_called(self, module: nn.Module, value: Any) -> None:
         if (self._buffer is None or self._passes.is_tentative) and self._passes.part_began():
-            self.part_called(module)
+            self._on_part(module)
         try:
             self._passes.watch_part(module, value, missed=self._buffer is None)
         except Exception as error:
@@ -173,7 +179,7 @@ class ModuleCalls:
         start = time.perf_counter()
         try:
             with self._lock, outside_dispatch_modes(), torch.no_grad():
-                self._values.measure(source, name, gradient, call, path, self.inverse_scale())
+                self._values.measure(source, name, gradient, call, path, self._inverse_scale())
         except Exception as error:
             self._complaints.add(f"{source}:{name}", f"the {source} of {name} could not be measured", error)
         self._guard.add_time(time.perf_counter() - start)

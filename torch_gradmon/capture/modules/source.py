@@ -44,7 +44,6 @@ class ModuleSource:
         guard: counts the time.
 
     Attributes:
-        opening: called with the root when it is called, before anything else.
         was_trained: the model has had a training forward or a backward pass in this step.
     """
 
@@ -55,28 +54,26 @@ class ModuleSource:
         self._scope = ForwardScope(measurer, guard, self._passes, self.values)
         self._calls, self.reference, self.attention = self._scope.calls, self._scope.reference, self._scope.attention
         self._hooks = ForwardHooks(self, self._calls, measurer.built_in.eps)
-        self.opening: Callable[[nn.Module], object] = lambda _: None
+        self._opening: Callable[[nn.Module], object] = lambda _: None
         self.was_trained = False
         self._buffer: StepBuffer | None = None
         self._due = False
 
-    @property
-    def inverse_scale(self) -> Callable[[], Tensor | None]:
-        """Returns the factor for gradients."""
-        return self._calls.inverse_scale
+    def connect(
+        self,
+        inverse_scale: Callable[[], Tensor | None],
+        opening: Callable[[nn.Module], object] = lambda _: None,
+        part_called: Callable[[nn.Module], object] = lambda _: None,
+    ) -> None:
+        """Connect with the loop.
 
-    @inverse_scale.setter
-    def inverse_scale(self, inverse_scale: Callable[[], Tensor | None]) -> None:
-        self._calls.inverse_scale = inverse_scale
-
-    @property
-    def part_called(self) -> Callable[[nn.Module], object]:
-        """Called with a part of the model that runs while no step is open."""
-        return self._calls.part_called
-
-    @part_called.setter
-    def part_called(self, part_called: Callable[[nn.Module], object]) -> None:
-        self._calls.part_called = part_called
+        Args:
+            inverse_scale: returns the factor for gradients.
+            opening: called with the root when it is called, before anything else.
+            part_called: called with a part of the model that runs while no step is open.
+        """
+        self._opening = opening
+        self._calls.connect(inverse_scale, part_called)
 
     # --- steps -----------------------------------------------------------------------------------------------------------------
 
@@ -104,7 +101,7 @@ class ModuleSource:
     def root_inputs_missed(self) -> None:
         """The step began in a call of the root, for which the hook on its inputs was installed too late."""
         assert self._buffer is not None
-        self._calls.misses_root = True
+        self._calls.miss_root()
         self._buffer.absent.update(((source, n.ROOT), _ROOT_MISSED) for source in (n.INPUT, n.INPUT_GRADIENT))
 
     def step_confirmed(self) -> None:
@@ -219,7 +216,7 @@ class ModuleSource:
     def root_began(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         """The root is called; ``kwargs`` is None after its hook was removed."""
         # before the reference runs, since it has copies of the model's own hooks; so the step may have to be opened here
-        self.opening(module)
+        self._opening(module)
         # a hook that is removed while earlier hooks run is called once more, without kwargs; if the opening of an unmonitored
         # step has removed it, no hook would see the end of this forward
         if kwargs is None or not self._hooks.on_root or torch._C._current_graph_task_id() != -1:
