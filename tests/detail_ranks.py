@@ -112,7 +112,7 @@ def at_random(rank: int, seed: int, directory: str, is_tuned: bool) -> dict[str,
             states.append(monitor.detail)
             seen.append(monitor.last_step if monitor.get_step_metrics() else None)
         last = monitor.detail
-        meets = monitor._runtime.lifecycle.planning.exchange.meets
+        meets = monitor._runtime.lifecycle.planning.exchange.exchanges_values
         monitor.detach()
     found |= {"states": states, "seen": seen, "last": last, "meets": meets, "complaints": monitor.complaints()}
     found |= {"parameters": _local(model), "hooks": _hooks(model), "skipped": monitor.counts.skipped, "always": wrap == "fsdp2"}

@@ -164,7 +164,7 @@ def test_parts_that_are_trained_after_the_whole_was_lack_one_step_and_say_so(
         optimizer.step()
         if number == 3 and every == 1:
             assert monitor.get_step_metrics() == {}
-            reason = "a part of the model was called in training before the step had begun, so that not all calls were measured"
+            reason = "a part of the model was called in training before the step had begun, so not all calls were measured"
             needs_none = "it needs no gradient: nothing that it is computed from is trained"
             assert set(monitor.missing().values()) - {needs_none} == {reason}
         else:
@@ -430,7 +430,7 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(y, y, y)
 
 
-NO_CALL = "no call of scaled_dot_product_attention was seen in training; what holds the function in an attribute calls it unseen"
+NO_CALL = "no call of scaled_dot_product_attention was seen in training; a call through an attribute that holds the function is not seen"
 
 
 OUT = "left out by excluded_modules_regex"

@@ -823,7 +823,7 @@ def test_single_calls_of_what_is_recomputed_are_told_apart_or_absent(reentrant: 
         inside = {key for key in expected if "gradient" in key[0] and key[1].startswith("middle")}
         expected = {key: tensors for key, tensors in expected.items() if key not in inside}
         missing = {key: reason for key, reason in monitor.missing().items() if "middle" in key}
-        assert set(missing.values()) == {"in a recomputation it is not known which call this is"}
+        assert set(missing.values()) == {"in a recomputation the number of the call is unknown"}
         assert len(missing) == 5 * len(oracle.BUILT_INS)
     check(monitor.get_step_metrics(), expected)
 

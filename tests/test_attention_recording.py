@@ -30,7 +30,7 @@ from . import loops
 from .families import BY_NAME, Family
 from .test_attention_statistics import oracle
 
-NO_CALL = "no call of scaled_dot_product_attention was seen in training; what holds the function in an attribute calls it unseen"
+NO_CALL = "no call of scaled_dot_product_attention was seen in training; a call through an attribute that holds the function is not seen"
 METRICS = ("entropy", "entropy_normalized", "max_logit", "first_key")
 Call = tuple[Tensor, Tensor, dict[str, Any]]
 modes = torch._C._len_torch_function_stack
@@ -403,9 +403,7 @@ def test_steps_that_are_not_monitored_and_metrics_that_are_not_due_or_do_not_mat
         entropy = expected({"other": model.other.met}, heads=False, metrics=("entropy",)) if number % 4 == 0 else {}
         first = expected(calls, heads=False, metrics=("first_key",))
         assert monitor.get_step_metrics() == pytest.approx({**entropy, **first}, rel=1e-5)
-        assert monitor.missing() == (
-            {"attention_entropy/other": "measured on steps that are divisible by 4"} if number == 2 else {}
-        )
+        assert monitor.missing() == ({"attention_entropy/other": "measured on steps divisible by 4"} if number == 2 else {})
     assert seen == [True, False, True, False, True]
 
 
@@ -572,7 +570,7 @@ def test_in_a_compiled_model_it_is_absent_and_compiles_nothing(compiled: Callabl
     assert all(map(torch.equal, graphs[0][2], graphs[1][2]))
     assert monitor.get_step_metrics() == {}
     assert set(monitor.missing()) == {f"attention_{metric}/.*" for metric in METRICS}
-    assert all("in a model of which any part is compiled" in reason for reason in monitor.missing().values())
+    assert all("in a model with a compiled part" in reason for reason in monitor.missing().values())
 
 
 def _forward_of(model: nn.Module, x: Tensor) -> tuple[int, int]:

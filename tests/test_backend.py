@@ -22,8 +22,8 @@ from torch_gradmon.core.errors import NotMeasurable, WarningLog
 from torch_gradmon.core.moments import ALL_COLUMNS, VIEWS, Column, identity
 from torch_gradmon.statistics.cpp import CppStatistics, compiled
 from torch_gradmon.statistics.dispatch import Statistics
-from torch_gradmon.statistics.eager import DEFAULT_EPS, SMALL, EagerStatistics
-from torch_gradmon.statistics.request import Batch, Request
+from torch_gradmon.statistics.eager import SMALL, EagerStatistics
+from torch_gradmon.statistics.request import DEFAULT_EPS, Batch, Request
 
 
 def views(row: Tensor) -> dict[str, float]:
@@ -32,7 +32,7 @@ def views(row: Tensor) -> dict[str, float]:
 
 
 class _Broken:
-    def measure(self, tensors: Sequence[Tensor], *_: Any, **__: Any) -> Tensor:
+    def rows(self, tensors: Sequence[Tensor], *_: Any, **__: Any) -> Tensor:
         raise RuntimeError("the kernel fails")
 
 
@@ -105,7 +105,7 @@ class TestCompiled:
             padded = torch.zeros(len(wanted), place + 1, dtype=dtype)
             padded[:, 0] = wanted
             table = [row.contiguous() for row in padded]
-            rows = fused._first_look(Batch.read(table, None), Request(ALL_COLUMNS, DEFAULT_EPS, None))
+            rows = fused._first_pass(Batch.read(table, None), Request(ALL_COLUMNS, DEFAULT_EPS, None))
             assert torch.equal(rows[:, Column.SUM], wanted.double())
             assert torch.equal(rows[:, Column.ABS_SUM], wanted.double().abs())
 
@@ -248,8 +248,8 @@ class TestCompiled:
             x = torch.randn(4_000_000)
             (x @ x, x.exp().sum())
             tiny, before = torch.full((64,), 1e-40), threads()
-            from torch_gradmon.statistics.cpp import Fused
-            Fused().measure([x] * 4)
+            from torch_gradmon.statistics.cpp import CppStatistics
+            CppStatistics().measure([x] * 4)
             assert (tiny * 1.0).gt(0).all()
             assert threads() == before, (before, threads())
             assert "torch._inductor.codecache" not in sys.modules

@@ -84,7 +84,7 @@ def test_the_words_say_which_stands_out(norms: dict[str, list[float]], words: st
 def test_one_micro_batch_has_no_noise_scale_and_that_is_said() -> None:
     monitor, _, _ = _watched(1, steps=3)
     assert "gradmon/noise_scale" not in monitor.get_step_metrics()
-    assert "one micro-batch only" in monitor.missing()["gradmon/noise_scale"]
+    assert "only one micro-batch" in monitor.missing()["gradmon/noise_scale"]
     assert "gradient noise scale" in monitor.describe()["gradmon/noise_scale"]
 
 
@@ -124,10 +124,7 @@ def test_a_spike_names_the_rank() -> None:
 
 def test_gradients_that_exist_only_reduced_are_said_to() -> None:
     for _, norms, _ in on_ranks(2, batches_of, "fsdp2"):
-        assert (
-            norms
-            == "not every rank has told of its micro-batches: gradients of tensors that are spread over ranks exist only reduced"
-        )
+        assert norms == "not every rank has reported its micro-batches: gradients of sharded tensors exist only reduced"
 
 
 @pytest.mark.parametrize("size", [0, 1.5, True])

@@ -173,9 +173,9 @@ def test_whoever_follows_knows_what_a_fresh_reader_knows(seed: int, window: int,
             step += chance.choice([1, 10])
             store.log(_record(step, value, events=chance.random() < 0.1))
         elif what == "late":
-            store.log(_record(step, value, events=True), amend=True)
+            store.log(_record(step, value, events=True), update=True)
         elif what == "between":
-            store.log(_record(max(0, step - chance.randrange(1, 25)), value), fill=True)
+            store.log(_record(max(0, step - chance.randrange(1, 25)), value), backfill=True)
         elif what == "back":
             step = chance.randrange(0, step + 1)
             store.log(_record(step, value))

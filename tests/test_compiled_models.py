@@ -274,10 +274,10 @@ def test_attached_too_late_it_says_so_and_what_to_do() -> None:
     compiled(torch.randn(5, 6)).sum().backward()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     monitor = watching(regex="head")(model, compiled).attach(optimizer)
-    with pytest.warns(gradmon.GradmonWarning, match=r"torch.compile had traced the model before.*attach before the first call"):
+    with pytest.warns(gradmon.GradmonWarning, match=r"torch.compile traced the model before.*attach before the first call"):
         compiled(torch.randn(5, 6)).sum().backward()
         optimizer.step()
-    assert "before the monitor came" in monitor.missing()["activation/head/norm"]
+    assert "before the monitor was attached" in monitor.missing()["activation/head/norm"]
     torch.compiler.reset()  # the remedy that it names
     compiled = torch.compile(model, backend="eager")
     compiled(torch.randn(5, 6)).sum().backward()

@@ -549,8 +549,8 @@ def test_an_embedding_has_the_update_term_only_and_containers_of_indices_no_inpu
     found, missing = monitor.get_step_metrics(), monitor.missing()
     assert found.keys() == {f"{UPDATE}/0.0/l2norm", f"{UPDATE}/0/l2norm", f"{PROPAGATED}/0/l2norm"}
     assert found[f"{UPDATE}/0.0/l2norm"] == found[f"{UPDATE}/0/l2norm"] > 0 == found[f"{PROPAGATED}/0/l2norm"]
-    assert missing[f"{PROPAGATED}/0.0/l2norm"] == "an embedding takes indices, of which there is no difference"
-    assert missing[f"{INPUT}/0/l2norm"] == "a tensor of dtype torch.int64, of which there is no difference"
+    assert missing[f"{PROPAGATED}/0.0/l2norm"] == "an embedding takes indices, which have no difference"
+    assert missing[f"{INPUT}/0/l2norm"] == "a tensor of dtype torch.int64, which has no difference"
 
 
 @pytest.mark.parametrize("way", ["removed", "raises", "compiled", "beside", "in place"])
@@ -574,7 +574,7 @@ def test_without_a_reference_that_runs_or_with_compiled_parts_there_is_a_reason(
         (reason,) = set(monitor.missing().values())
         assert {
             "removed": 'call monitor.set_reference_module("init") before training',
-            "raises": "the reference module is off, for it raised ZeroDivisionError: on purpose",
+            "raises": "the reference module is off, because it raised ZeroDivisionError: on purpose",
         }.get(way, "inside torch.compile modules cannot be run once more") in reason
         assert len(monitor.missing()) == 8
     torch._dynamo.reset()

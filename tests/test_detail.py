@@ -480,7 +480,7 @@ def test_the_closer_look_after_a_spike_goes_on_beside_it() -> None:
     assert [record.step for record in records if "activation_gradient" in record.tables] == [51, 52, 53]
     assert monitor._runtime.planner.registry.hidden() >= {("activation", "std")}
     assert monitor._runtime.planner.registry.metrics == ()
-    assert not monitor._runtime.captures.modules.hangs
+    assert not monitor._runtime.captures.modules.has_hooks
 
 
 # --- who wins --------------------------------------------------------------------------------------------------------------------------
@@ -707,13 +707,13 @@ def _said(**facts: Any) -> Callable[[Path], Any]:
 
 
 _HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "half": (_text('{"format": 1, "sess'), "it is no JSON"),
-    "empty": (_text(""), "it is no JSON"),
-    "bytes": (_text(b"\xff\xfe\x00"), "it is no JSON"),
-    "deep": (_text("[" * 4000), "it is no JSON"),
+    "half": (_text('{"format": 1, "sess'), "it is not JSON"),
+    "empty": (_text(""), "it is not JSON"),
+    "bytes": (_text(b"\xff\xfe\x00"), "it is not JSON"),
+    "deep": (_text("[" * 4000), "it is not JSON"),
     "large": (_text('"' + "x" * 100_000), "it is larger than 4096 bytes"),
-    "list": (_text("[1, 2]"), "and no object"),
-    "long number": (_text('{"format": 1, "every": ' + "9" * 4000 + "}"), "it is no JSON|session"),
+    "list": (_text("[1, 2]"), "not an object"),
+    "long number": (_text('{"format": 1, "every": ' + "9" * 4000 + "}"), "it is not JSON|session"),
     "other format": (_said(format=2), "its format is 2"),
     "no session": (_said(session=None), "its session is None"),
     "no number": (_said(number=0), "it has no number"),
@@ -723,10 +723,10 @@ _HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "true": (_said(every=True), "every=True must be a positive int"),
     "no preset": (_said(preset="../../etc/passwd"), "preset='../../etc/passwd' is not one of"),
     "too many": (_said(steps=10**30), "is too large"),
-    "unknown": (_said(command="rm"), "it says .*command.*, which is not known"),
-    "pipe": (_fifo, "it is no ordinary file"),
-    "directory": (Path.mkdir, "Is a directory|it is no ordinary file"),
-    "device": (lambda path: path.symlink_to("/dev/zero"), "it is no ordinary file"),
+    "unknown": (_said(command="rm"), "unknown fields .*command"),
+    "pipe": (_fifo, "it is not a regular file"),
+    "directory": (Path.mkdir, "Is a directory|it is not a regular file"),
+    "device": (lambda path: path.symlink_to("/dev/zero"), "it is not a regular file"),
     "loop": (lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
 }
 

@@ -240,7 +240,7 @@ def test_what_comes_late_into_the_last_step_of_a_run_that_goes_on_has_no_column(
     run = load_run(tmp_path)
     parts = frames.StepFrame(run, run.steps), frames.TensorFrame(run, run.steps, None)
     late = {Key("", "late", ""): 2.0, Key("", "x", ""): 1.0, Key("gradient", "w", "mine"): 3.0, Key("gradient", "v", "norm"): 4.0}
-    store.log(StepRecord(2, 0.0, True, late, {"gradient": table}), amend=True)
+    store.log(StepRecord(2, 0.0, True, late, {"gradient": table}), update=True)
     for frame in parts:
         ((steps, columns),) = frame.parts()
         assert steps == 3

@@ -347,7 +347,7 @@ def test_of_modules_of_torchscript_the_missing_outputs_have_their_reason_and_all
     for name, module in model.named_modules():
         key = f"activation/{name or '[root module]'}/rms"
         if isinstance(module, torch.jit.ScriptModule):
-            assert missing[key] == "a module of TorchScript (torch.jit), which calls no hooks of Python"
+            assert missing[key] == "a module of TorchScript (torch.jit), which calls no Python hooks"
         else:
             assert key in values
     assert monitor.step == 2

@@ -18,7 +18,7 @@ from torch_gradmon.step.model_index import ModelIndex
 from torch_gradmon.step.reasons import ReasonContext
 
 FROZEN = "it is frozen: its requires_grad is False"
-UNUSED = "it had no gradient: the loss does not depend on it, or its gradient was taken away"
+UNUSED = "it had no gradient: the loss does not depend on it, or its gradient was removed"
 NOT_APPLIED = "the step was not applied"
 LATE = "it was asked for after the step had begun"
 NEEDS_NONE = "it needs no gradient: nothing that it is computed from is trained"
@@ -266,9 +266,9 @@ def sparse(loop: Loop) -> None:
 
 
 BY_HAND = {
-    **_of("update", "norm max ratio", "updates are measured by hooks on the optimizer, which attach() hangs"),
-    "optimizer exp_avg_norm": "the optimizer's state is measured by hooks on it, which attach() hangs",
-    **_of("gradient_local", "norm max", "gradients of micro-batches are measured by hooks, which attach() hangs"),
+    **_of("update", "norm max ratio", "updates are measured by hooks on the optimizer, which attach() installs"),
+    "optimizer exp_avg_norm": "the optimizer's state is measured by hooks on it, which attach() installs",
+    **_of("gradient_local", "norm max", "gradients of micro-batches are measured by hooks, which attach() installs"),
 }
 NOT_MEASURED = _of(
     "parameter", "norm max", "the parameters were not measured: attach the optimizer, or call monitor.monitor_parameters()"
@@ -391,7 +391,7 @@ TABLE: list[tuple[Callable[[Loop], None], str, dict[str, str]]] = [
     (evaluated_only, "base.weight", {}),
     (asked_for_within_the_step, "base.weight", {"gradient rms": LATE, "gradient_before_clip rms": LATE, "parameter own": LATE}),
     (asked_for_within_the_step, "base", {"activation rms": LATE}),
-    (on_every_second_step, "base.weight", {"parameter l1": "measured on steps that are divisible by 2"}),
+    (on_every_second_step, "base.weight", {"parameter l1": "measured on steps divisible by 2"}),
     (sparse, "embed.0.weight", {"optimizer exp_avg_norm": "the optimizer keeps no such state for it"}),
 ]
 
@@ -546,7 +546,7 @@ def test_a_module_that_does_not_run_beside_something_compiled() -> None:
     loop.monitor.set_module(loop.model)
     loop.monitor.add_activation_metric("norm", metric_regex="spare")
     loop.monitor.attach(*loop.optimizers)
-    with pytest.warns(gradmon.GradmonWarning, match="none of these modules ran, or torch.compile had traced the model"):
+    with pytest.warns(gradmon.GradmonWarning, match="none of these modules ran, or torch.compile traced the model"):
         loop.step()
     assert loop.monitor.missing()["activation/spare/norm"].startswith(
         "no hook on a module was called: none of these modules ran, or"
@@ -620,7 +620,7 @@ def test_where_parts_are_called_by_themselves_the_reference_is_said_not_to_run()
         (model[1](model[0](x)) if by_parts else model(x)).sum().backward()
         optimizer.step()
         told = monitor.missing()
-        by_itself = "the reference module runs when the whole model is called, and here a part of it was called by itself"
+        by_itself = "the reference module runs when the whole model is called, but here a part of it was called directly"
         assert told.get("activation_difference/0/norm") == (by_itself if by_parts else None)
 
 

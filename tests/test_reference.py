@@ -307,7 +307,7 @@ def test_one_that_raises_is_off_after_one_warning_until_another_one_is_set() -> 
             step(model, optimizer)
             assert not torch.equal(model[0].weight, before)
             assert monitor.get_step_metrics() == {}
-            reason = "the reference module is off, for it raised ZeroDivisionError: on purpose"
+            reason = "the reference module is off, because it raised ZeroDivisionError: on purpose"
             assert set(monitor.missing().values()) == {reason}
     assert len(caught) == 1
     assert monitor.complaints() == {"reference": 1}

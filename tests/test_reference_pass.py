@@ -655,7 +655,7 @@ def test_one_that_raises_is_off_after_one_complaint() -> None:
     assert complaints.counts == {"reference": 1}
     assert reference.calls == [1]
     assert beside.take("layer") is None
-    assert beside.reason == "the reference module is off, for it raised ZeroDivisionError: too small"
+    assert beside.reason == "the reference module is off, because it raised ZeroDivisionError: too small"
     assert beside
     assert rng_states() == states
     assert torch.is_grad_enabled()
@@ -804,7 +804,7 @@ def _fsdp() -> nn.Module:
 @pytest.mark.parametrize(
     ("make_module", "message"),
     [
-        (lambda: _with(weight=nn.Parameter(torch.ones(1).as_subclass(Sharded))), "weight is a tensor that is spread over ranks"),
+        (lambda: _with(weight=nn.Parameter(torch.ones(1).as_subclass(Sharded))), "weight is a tensor that is sharded over ranks"),
         (lambda: nn.Linear(2, 2, device="meta"), "weight is a tensor on the meta device"),
         (lambda: nn.LazyLinear(2), "weight is not initialised before the first forward"),
         (_fsdp, "_fsdp_wrapped_module.weight is sharded by FSDP"),

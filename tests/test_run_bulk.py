@@ -169,13 +169,13 @@ def test_whoever_reads_what_is_new_knows_what_a_fresh_reader_knows(seed: int, tm
             store.log(_record(step, value))
             last = step
         elif what == "amend":
-            store.log(_record(last, value, events=True), amend=True)
+            store.log(_record(last, value, events=True), update=True)
         elif what == "fill" and last > 3:
-            store.log(_record(max(0, last - chance.randrange(1, 25)), value), fill=True)
+            store.log(_record(max(0, last - chance.randrange(1, 25)), value), backfill=True)
         elif what == "back":
             step = chance.randrange(0, step + 1)
             if chance.random() < 0.5:
-                store.goes_back(step)
+                store.rewind(step)
             else:
                 store.log(_record(step, value))
                 last = step
@@ -215,7 +215,7 @@ def test_what_a_rollback_took_back_is_gone_though_nothing_takes_its_place(tmp_pa
     for step in range(10):
         store.log(_record(step, 1.0))
     follower = _Follower(load_run(tmp_path))
-    store.goes_back(4)
+    store.rewind(4)
     assert follower.look() == 9
     assert follower.run.steps == list(range(10))  # until there is something else
     store.log(_record(7, 2.0))

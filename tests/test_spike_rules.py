@@ -28,8 +28,8 @@ from torch_gradmon.spikes import (
     SpikeDetector,
     Threshold,
 )
-from torch_gradmon.spikes.hampel import value_at
 from torch_gradmon.spikes.hampel_bank import HampelBank
+from torch_gradmon.spikes.level import value_at
 from torch_gradmon.spikes.sorted_window import SortedWindow
 from torch_gradmon.spikes.verdicts import judge
 

@@ -19,7 +19,8 @@ from torch_gradmon.core.errors import WarningLog
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.moments import ALL_COLUMNS, VIEWS, Column
 from torch_gradmon.statistics.dispatch import Statistics
-from torch_gradmon.statistics.eager import DEFAULT_EPS, measure
+from torch_gradmon.statistics.eager import measure
+from torch_gradmon.statistics.request import DEFAULT_EPS
 from torch_gradmon.statistics.tensor_access import threshold_of_squares
 from torch_gradmon.step.buffer import StepBuffer
 from torch_gradmon.step.device_transfer import DeviceToHostCopy
@@ -300,7 +301,7 @@ def test_a_step_reads_no_value_before_its_flush_but_one_flag_for_each_call_on_cp
     original = Statistics.measure
     monkeypatch.setattr(Statistics, "measure", lambda *a, **k: (calls.update(["measure"]), original(*a, **k))[1])
     before_flush = {}
-    depart = StepBuffer.depart
+    depart = StepBuffer.start_readback
 
     def counted(self: StepBuffer) -> Any:
         before_flush.update(reads=counting.counts["read"], calls=calls["measure"])

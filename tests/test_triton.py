@@ -28,6 +28,7 @@ from torch_gradmon.core.errors import GradmonWarning, NotMeasurable, WarningLog
 from torch_gradmon.core.moments import ALL_COLUMNS, VIEWS, Column, identity
 from torch_gradmon.statistics import eager, triton
 from torch_gradmon.statistics.dispatch import Statistics
+from torch_gradmon.statistics.request import DEFAULT_EPS
 from torch_gradmon.statistics.triton import CHUNK, TritonStatistics, supports
 
 pytestmark = [
@@ -48,7 +49,7 @@ def measure(tensors: Sequence[Tensor], **options: Any) -> Tensor:
     return TritonStatistics().measure(tensors, **options)
 
 
-def check(rows: Tensor, tensors: Sequence[Tensor], eps: float = eager.DEFAULT_EPS) -> None:
+def check(rows: Tensor, tensors: Sequence[Tensor], eps: float = DEFAULT_EPS) -> None:
     """Every built-in metric of every row is what the oracle says of the tensor, and the row holds its eight columns."""
     assert rows.shape == (len(tensors), 8)
     assert rows.dtype == torch.float64
@@ -373,7 +374,7 @@ def test_another_eps_is_noticed() -> None:
 
 
 def test_tables_do_not_pile_up_and_keep_no_tensor(monkeypatch: pytest.MonkeyPatch, uploads: list[int]) -> None:
-    monkeypatch.setattr(triton, "_KEPT", 6)
+    monkeypatch.setattr(triton, "_CACHED", 6)
     statistics, often = TritonStatistics(), [random(7)]
     alive = []
     for size in range(1, 12):
@@ -383,7 +384,7 @@ def test_tables_do_not_pile_up_and_keep_no_tensor(monkeypatch: pytest.MonkeyPatc
         statistics.measure(often)
     del x
     assert not [reference for reference in alive if reference() is not None]
-    assert len(statistics._kept) == 6
+    assert len(statistics._cached) == 6
     assert uploads.count(5) == 1, "what is used often was dropped"
 
 
@@ -438,7 +439,7 @@ def test_a_copy_starts_anew(duplicate: Callable[[TritonStatistics], TritonStatis
     statistics, x = TritonStatistics(), random(10)
     statistics.measure([x])
     other = duplicate(statistics)
-    assert not other._kept
+    assert not other._cached
     check(other.measure([x]), [x])
 
 
@@ -517,7 +518,7 @@ def test_a_cuda_graph_measures_anew_with_each_replay_whatever_runs_between() -> 
     for _ in range(3):
         for x in tensors:
             x.copy_(random(len(x), dtype=x.dtype))
-        for size in range(1, 2 * triton._KEPT):  # pushes every table out of the cache, and its memory goes to others
+        for size in range(1, 2 * triton._CACHED):  # pushes every table out of the cache, and its memory goes to others
             statistics.measure([random(size)])
         graph.replay()
         check(rows, [*tensors, *(x * 2 for x in tensors)])
@@ -535,7 +536,7 @@ def test_each_stream_has_tables_of_its_own() -> None:
     torch.cuda.synchronize()
     for row in rows:
         check(row, tensors)
-    assert len({key[-1] for key in statistics._kept}) == 3
+    assert len({key[-1] for key in statistics._cached}) == 3
 
 
 @pytest.mark.gpu

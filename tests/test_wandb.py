@@ -425,7 +425,7 @@ def test_alone_nothing_is_kept_back(run: Any, tmp_path: Path) -> None:
 def test_what_is_kept_back_is_told_once(logs: Callable[[Script, int], None], why: str, run: Any) -> None:
     script, monitor = Script(run), ModuleMonitor(MODEL)
     monitor.add_sink(run)
-    with pytest.warns(GradmonWarning, match=f"kept back from this script's W&B run until it is finished, for .*{why}") as caught:
+    with pytest.warns(GradmonWarning, match=f"kept back from this script's W&B run until it finishes, because .*{why}") as caught:
         for step in range(250):
             _step(monitor, step, x=step)
             logs(script, step)

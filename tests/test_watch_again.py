@@ -570,14 +570,14 @@ def test_a_store_finds_out_that_another_one_writes(tmp_path: Path) -> None:
     one.log(record)
     with pytest.raises(Superseded):
         other.log(record)
-    other.note({"who": 3})  # not its turn
+    other.annotate({"who": 3})  # not its turn
     assert run_status(tmp_path).meta["who"] == 1
     other.claim({"who": 2})
     other.log(StepRecord(1, 0.0, True, {}))
     with pytest.raises(Superseded):
         one.log(StepRecord(2, 0.0, True, {}))
-    one.note({"who": 1})
-    one.goes_back(0)
+    one.annotate({"who": 1})
+    one.rewind(0)
     assert run_status(tmp_path).meta["who"] == 2
     one.close()
     other.close()

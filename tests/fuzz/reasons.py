@@ -42,7 +42,7 @@ _MODULE = ("outputs", "inputs")
 TRUE_REASONS: list[tuple[str, Fact]] = [
     # of when something is measured
     (r"updates are measured on every (\d+)th step", lambda c: c.truth.number % UPDATE_EVERY != 0),
-    (r"measured on (?:every|steps that are divisible by) (\d+)", lambda c: c.truth.number % int(c.words[1]) != 0),  # type: ignore[index]
+    (r"measured on (?:every|steps divisible by) (\d+)", lambda c: c.truth.number % int(c.words[1]) != 0),  # type: ignore[index]
     (r"it was asked for after the step had begun", lambda c: c.p.has_event("detail_cheap", "detail_full")),
     (r"it takes 100 monitored steps, and (\d+) were seen", lambda c: int(c.words[1]) < 100),  # type: ignore[index]
     (r"detector('s rule gave no score|has not seen enough)", lambda c: _few(c)),
@@ -56,7 +56,7 @@ TRUE_REASONS: list[tuple[str, Fact]] = [
     (r"no gradient in this step, or nothing was measured", lambda c: c.key.name not in c.truth.used),
     (r"no gradient before clipping was seen: no backward pass ran", lambda c: c.key.name not in c.truth.before),
     (
-        r"it had no gradient: the loss does not depend on it, or its gradient was taken away",
+        r"it had no gradient: the loss does not depend on it, or its gradient was removed",
         lambda c: c.key.name not in c.truth.before,
     ),
     (r"its gradient was gone when", lambda c: c.key.name in c.truth.before and c.key.name not in c.truth.used),
@@ -102,7 +102,7 @@ TRUE_REASONS: list[tuple[str, Fact]] = [
         lambda c: True,
     ),
     # of modules
-    (r"its output, a \w+, holds no tensor of real numbers|which is no activation", lambda c: _is_index(c)),
+    (r"its output, a \w+, holds no tensor of real numbers|which is not an activation", lambda c: _is_index(c)),
     (r"the module was not called in a training forward", lambda c: c.p.trains_in_eval or not c.in_any(*_MODULE)),
     (r"no hook on a module was called: none of these modules ran", lambda c: c.p.trains_in_eval or not c.in_any(*_MODULE)),
     (r"the model was called in evaluation mode, as it was not before", lambda c: c.p.trains_in_eval),

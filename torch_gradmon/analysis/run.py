@@ -37,7 +37,7 @@ class Run(RunReader):
         Raises:
             KeyError: the step is not in the run.
         """
-        self._where(step)
+        self._check_step(step)
         gradients = GradientNormHistory()
         for number in [number for number in self.steps if number <= step][-REMEMBERED:]:
             tables = {source: self.table(source, number) for source in (n.GRADIENT_BEFORE_CLIP, n.GRADIENT)}

@@ -1,4 +1,4 @@
-"""What a GradScaler has done to the gradients at each moment, told without synchronising the device."""
+"""What a GradScaler has done to the gradients, known without synchronising the device."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ _UNSCALED = 1  # torch.amp.grad_scaler.OptState.UNSCALED; READY is 0, STEPPED is
 
 
 class GradScale:
-    """Which optimizer's gradients are scaled by what, as far as it can be known before the optimizer steps."""
+    """Which optimizer's gradients are scaled, as far as it can be known before the optimizer steps."""
 
     def __init__(self) -> None:
         self.scaler: torch.amp.GradScaler | None = None
-        self.around: Callable[[Optimizer], Iterable[int]] = lambda _: ()  # ids by which the scaler may know an optimizer as well
-        self._plain_steps: Counter[int] = Counter()  # steps without the scaler, in a row
+        self.around: Callable[[Optimizer], Iterable[int]] = lambda _: ()  # further ids that the scaler may use for an optimizer
+        self._plain_steps: Counter[int] = Counter()  # consecutive steps without the scaler
 
     def inverse(self, optimizer: Optimizer | None, stepping: bool) -> Tensor | None:
-        """What the gradients must be multiplied by, float32 on their device; None where they are unscaled. Those of parameters that no
-        optimizer has, with None, stay scaled: ``unscale_`` leaves them out.
+        """The factor for the gradients, float32 on their device; None if they are unscaled.
+
+        With None as optimizer: for parameters that no optimizer has. They stay scaled, since ``unscale_`` leaves them out.
         """
-        scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer has it while it steps and has to unscale by itself
+        scale = getattr(optimizer, "grad_scale", None)  # set while a fused optimizer steps that unscales by itself
         if scale is None:
             scale = scale_of(self.scaler)
             if scale is None or stepping or self._is_plain(optimizer):
@@ -35,13 +36,13 @@ class GradScale:
         return reciprocal(scale)
 
     def mistake(self, optimizer: Optimizer, calling: torch.amp.GradScaler | None) -> str | None:
-        """Only when an optimizer steps it is certain which scaler drives it, if any: what was wrong about what was assumed."""
+        """What was wrong about the assumed scaler, or None. Only at the optimizer's step it is certain which scaler drives it."""
         if calling is not None and not calling.is_enabled():
-            calling = None  # which is how most loops without mixed precision are written
+            calling = None  # as in most loops without mixed precision
         if calling is not None and self.scaler is None:
             return "a GradScaler was noticed only in this step; pass scaler= to attach() or watch()"
         if calling is not None and calling is not self.scaler:
-            return "another GradScaler drives this optimizer; one for all optimizers is understood"
+            return "another GradScaler drives this optimizer; one GradScaler for all optimizers is supported"
         if scale_of(self.scaler) is None:
             return None
         plain = calling is None and not self._is_unscaled(optimizer)
@@ -53,24 +54,24 @@ class GradScale:
         return is_unscaled(self.scaler, optimizer, self.around(optimizer))
 
     def _is_plain(self, optimizer: Optimizer | None) -> bool:
-        """Whether this optimizer, or with None any, is taken to step without the scaler: it did so twice in a row."""
+        """Whether this optimizer, or with None any, is assumed to step without the scaler: it did so twice in a row."""
         counts = self._plain_steps.values() if optimizer is None else [self._plain_steps[id(optimizer)]]
         return any(count >= 2 for count in counts)
 
 
 def scale_of(scaler: torch.amp.GradScaler | None) -> Tensor | None:
-    """The scaler's scale on the device, or None where nothing was scaled. ``get_scale()`` would synchronise."""
+    """The scaler's scale on the device, or None if nothing was scaled. ``get_scale()`` would synchronise."""
     return scaler._scale if scaler is not None and scaler.is_enabled() else None
 
 
 def reciprocal(scale: Tensor) -> Tensor:
-    """One over the scale, rounded as ``GradScaler.unscale_`` does it."""
+    """The reciprocal of the scale, rounded as in ``GradScaler.unscale_``."""
     return scale.double().reciprocal().float()
 
 
 def is_unscaled(scaler: torch.amp.GradScaler | None, optimizer: Optimizer | None, around: Iterable[int] = ()) -> bool:
-    """Whether the scaler has unscaled the gradients of ``optimizer``, or with None of any optimizer, in this attempt. ``around``: the
-    ids of wrappers around it.
+    """Whether the scaler has unscaled the gradients of ``optimizer``, or with None of any, in this attempt. ``around``: ids of its
+    wrappers.
     """
     states = getattr(scaler, "_per_optimizer_states", {})
     wanted = states.keys() if optimizer is None else (id(optimizer), *around)
@@ -78,7 +79,7 @@ def is_unscaled(scaler: torch.amp.GradScaler | None, optimizer: Optimizer | None
 
 
 def calling_scaler() -> torch.amp.GradScaler | None:
-    """The GradScaler whose ``step`` is calling, if one is. Without knowing it, scaled gradients would be taken for true ones."""
+    """The GradScaler whose ``step`` is calling, if any. Without it, scaled gradients would be taken for true ones."""
     frame = sys._getframe(2)
     for _ in range(12):
         if frame.f_code.co_name == "step" and isinstance(owner := frame.f_locals.get("self"), torch.amp.GradScaler):

@@ -1,8 +1,8 @@
-"""Hooks that can be hung on a model without changing what it is.
+"""Hooks that leave a model unchanged otherwise.
 
-A hook never keeps its owner alive, so a model can be collected as before: a parameter's hook dict lives in C++, where the
-garbage collector cannot follow a cycle. What is copied or pickled of a module has none of these hooks (:mod:`torch_gradmon.core.pickling`),
-so that EMA copies do not feed the monitor, and a saved module loads where torch_gradmon is not installed.
+A hook never keeps its owner alive, so a model can be collected as before: a parameter's hook dict is in C++, where the garbage collector
+cannot follow a cycle. Copies and pickles of a module have none of these hooks (:mod:`torch_gradmon.core.pickling`): EMA copies do not feed
+the monitor, and a saved module loads without torch_gradmon.
 """
 
 from __future__ import annotations
@@ -24,47 +24,47 @@ from ..step.parameter_refs import Place
 
 
 def compiled_graphs() -> int:
-    """How many graphs ``torch.compile`` has made in this process. That it is imported says nothing: every optimizer does that."""
+    """Number of graphs that ``torch.compile`` has made in this process. Its mere import is no sign: every optimizer imports it."""
     utils = sys.modules.get("torch._dynamo.utils")
     graphs: int = 0 if utils is None else utils.counters["stats"]["unique_graphs"]
     return graphs
 
 
 def takes_hooks(module: nn.Module) -> bool:
-    """Whether hooks of Python can be hung on ``module``; a module of TorchScript refuses them."""
+    """Whether ``module`` accepts Python hooks; a module of TorchScript does not."""
     return not isinstance(module, torch.jit.ScriptModule)
 
 
 class Hook:
-    """Calls ``method`` of an object that it holds weakly, with ``extra`` arguments first."""
+    """Calls ``method`` of a weakly held object, with ``extra`` as first arguments."""
 
-    __torch_unserializable__ = True  # a tensor that is pickled with it leaves it behind, and torch need not warn of that
+    __torch_unserializable__ = True  # a pickled tensor leaves the hook behind, and torch does not warn
 
     def __init__(self, method: Callable[..., Any], *extra: object) -> None:
         self._method = weakref.WeakMethod(method)
         self._extra = extra
-        self.__name__ = "torch_gradmon_hook"  # what inspects hooks expects of a function
+        self.__name__ = "torch_gradmon_hook"  # code that inspects hooks expects a name
 
     def __call__(self, *args: object) -> Any:
-        """Call the method, if its object still lives."""
+        """Call the method if its object is alive."""
         method = self._method()
         return None if method is None else method(*self._extra, *args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # for whoever copies hooks one by one: sys.audit takes any arguments and returns None, and every Python has it
+        # for code that copies hooks one by one: sys.audit accepts any arguments, returns None, and always exists
         return functools.partial, (sys.audit, "torch_gradmon.inert_hook")
 
 
 class Traceable(Protocol):
-    """What a hook does where ``torch.compile`` traces it."""
+    """What a hook does while ``torch.compile`` traces it."""
 
     def trace(self, output: Any) -> None:
         """Become part of the graph."""
 
 
 class ModuleHook(Hook):
-    """A hook on a module's forward. It vanishes where ``torch.export`` or ``make_fx`` trace it, and where ``torch.compile`` does, unless
-    it has a ``tap``.
+    """A hook on a module's forward. It disappears where ``torch.export`` or ``make_fx`` trace it, and without a ``tap`` under
+    ``torch.compile``.
     """
 
     def __init__(self, method: Callable[..., Any], *extra: object, tap: Traceable | None = None) -> None:
@@ -72,23 +72,23 @@ class ModuleHook(Hook):
         self._tap = tap
 
     def __call__(self, *args: object) -> Any:
-        """Call the method, unless this is being traced."""
+        """Call the method unless it is being traced."""
         if torch.compiler.is_compiling():
             if self._tap is not None and not torch.compiler.is_exporting():
                 self._tap.trace(args[-1])
             return None
-        if torch._C._get_tracing_state() is not None or is_traced():  # the former of torch.jit.trace
+        if torch._C._get_tracing_state() is not None or is_traced():  # the former under torch.jit.trace
             return None
-        method = self._method()  # as above; every step of a training comes through here
+        method = self._method()  # repeated from the base class for speed
         return None if method is None else method(*self._extra, *args)
 
 
 def _untraced_by_itself(method: Callable[..., Any]) -> None:
-    """Let the compiler leave calls of ``method`` alone, and all that it calls, where they are not part of a larger graph.
+    """Let the compiler skip calls of ``method``, and all that it calls, outside of a larger graph.
 
-    A compiled model's root calls its own hooks outside of its graph, but with the compiler listening.
+    A compiled model's root calls its own hooks outside of its graph, but with the compiler active.
     """
-    with contextlib.suppress(ImportError, AttributeError):  # private; without it such hooks are graphs of their own
+    with contextlib.suppress(ImportError, AttributeError):  # a private API; without it such hooks become graphs of their own
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
         set_code_exec_strategy(method.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
@@ -98,7 +98,7 @@ _untraced_by_itself(ModuleHook.__call__)
 
 
 class Handles:
-    """Removes hooks, and leaves the hook dicts of parameters as they were found."""
+    """Owns hooks, and restores the hook dicts of parameters on removal."""
 
     def __init__(self) -> None:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -108,33 +108,33 @@ class Handles:
         return bool(self._handles)
 
     def add(self, handle: torch.utils.hooks.RemovableHandle) -> None:
-        """Take charge of ``handle`` of a hook on a tensor, of which torch itself saves none."""
+        """Own the ``handle`` of a hook on a tensor; torch itself never saves these."""
         self._handles.append(handle)
 
     def of_module(self, handle: torch.utils.hooks.RemovableHandle) -> None:
-        """Take charge of ``handle`` of a hook on a module, which is left out of what is saved of it."""
+        """Own the ``handle`` of a hook on a module, which is left out of its saved state."""
         self._handles.append(handle)
         saving.leave_out(handle, scripted=False)
 
     def of_optimizer(self, handle: torch.utils.hooks.RemovableHandle) -> None:
-        """Take charge of ``handle`` of a hook on an optimizer, which is left out of what is saved of it."""
+        """Own the ``handle`` of a hook on an optimizer, which is left out of its saved state."""
         self._handles.append(handle)
         saving.leave_out(handle)
 
     def on_accumulate(self, place: Place, hook: Hook, first: bool = False) -> None:
-        """Hang ``hook`` behind the accumulation of the gradient of the parameter there; ``first`` of all hooks there, none of
-        which may be running.
+        """Register ``hook`` after the accumulation of the parameter's gradient; ``first`` of all such hooks, none of which may be
+        running.
         """
         if (parameter := place()) is not None:
             self._on_tensor(place, "_post_accumulate_grad_hooks", parameter.register_post_accumulate_grad_hook, hook)
             hooks: Any = parameter._post_accumulate_grad_hooks
             if first and len(hooks) > 1:
                 *others, own = hooks.items()
-                hooks.clear()  # torch goes by the order in which they were put there, which move_to_end() leaves alone
+                hooks.clear()  # torch uses the order of insertion, which move_to_end() does not change
                 hooks.update([own, *others])
 
     def on_gradient(self, place: Place, hook: Hook) -> None:
-        """Hang ``hook`` on the gradient that each backward pass brings for the parameter there."""
+        """Register ``hook`` on the gradient of each backward pass."""
         if (parameter := place()) is not None:
             self._on_tensor(place, "_backward_hooks", parameter.register_hook, hook)
 
@@ -148,7 +148,7 @@ class Handles:
             self.add(register(hook))
 
     def remove(self) -> None:
-        """Remove all hooks; calling it again does nothing."""
+        """Remove all hooks. Idempotent."""
         for handle in self._handles:
             saving.remove(handle)
         for place, attribute in self._bare:
@@ -160,7 +160,7 @@ class Handles:
 
 @contextlib.contextmanager
 def _thawed(parameter: torch.nn.Parameter) -> Iterator[None]:
-    """A frozen parameter takes no hook, though it keeps those that it has."""
+    """Unfreeze the parameter: a frozen one accepts no hook, though it keeps those that it has."""
     is_frozen = not parameter.requires_grad
     if is_frozen:
         parameter.requires_grad_(True)
@@ -172,7 +172,7 @@ def _thawed(parameter: torch.nn.Parameter) -> Iterator[None]:
 
 
 class WrappedMethod:
-    """Stands in for a bound method on one instance; a copied or pickled instance has the method of its class.
+    """Replaces a bound method on one instance; a copied or pickled instance has the method of its class.
 
     Args:
         owner: the instance, held weakly.
@@ -198,19 +198,19 @@ class WrappedMethod:
         return getattr(type(owner), self._name).__get__(owner)  # type: ignore[no-any-return]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the original, or what was put around it."""
+        """Call the original, or the function around it."""
         if self._around is None:
             return self._original()(*args, **kwargs)
         return self._around(self._original(), *args, **kwargs)
 
     def remove(self) -> None:
-        """Put back what was there; where somebody wrapped over it since, stay and pass calls through."""
+        """Restore the previous method; if it was wrapped again since, stay and pass calls through."""
         self._around = None
         owner = self._owner()
         if owner is not None and owner.__dict__.get(self._name) is self:
             previous = self._previous
             while isinstance(previous, WrappedMethod) and previous._around is None:
-                previous = previous._previous  # it was removed while this one stood over it
+                previous = previous._previous  # a wrapper that was removed while this one was around it
             if previous is None:
                 del owner.__dict__[self._name]
             else:
@@ -219,7 +219,7 @@ class WrappedMethod:
             vars(owner).pop("__getstate__", None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._owner(), self._name)  # as Python does it with a bound method that somebody keeps
+        return getattr, (self._owner(), self._name)  # as for any bound method
 
 
 def _unwrapped(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Measure the tensors of one source as its plan says, and put the results into the step's buffer."""
+"""Measure the tensors of one source according to its plan, and store the results in the step's buffer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,17 +23,38 @@ from ..step.plan import SourcePlan
 from ..step.ranks import Ranks
 
 _SPREAD = (
-    "its elements are spread over ranks, and of a function of all of them no rank can give the value; shardwise=True declares that "
+    "its elements are sharded over ranks, so no rank can compute a function of all of them; shardwise=True declares that "
     "the values of parts can be merged"
 )
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Tensors of one source to measure.
+
+    Attributes:
+        buffer: gets the results.
+        plan: of the source.
+        tensors: by their position in the plan.
+        inverse_scale: 0-d tensor that multiplies each tensor first, or None.
+        second: tensors by position to subtract from each before statistics, and the second argument of metric functions.
+        merging: merge with earlier results of the step instead of replacing them.
+    """
+
+    buffer: StepBuffer
+    plan: SourcePlan
+    tensors: Mapping[int, Any]
+    inverse_scale: Tensor | None = None
+    second: Mapping[int, Tensor] | None = None
+    merging: bool = False
 
 
 class Measurer:
     """Runs the statistics and the metric functions; a function that fails is switched off, and training goes on.
 
     Args:
-        built_in: measures what the built-in metrics are made of.
-        complaints: where failures are reported.
+        built_in: measures the statistics of built-in metrics.
+        complaints: gets failures.
         ranks: those over which rows are merged.
     """
 
@@ -43,32 +65,15 @@ class Measurer:
         self._proven: set[Key] = set()
         self._off: dict[Key, str] = {}
 
-    def measure(
-        self,
-        buffer: StepBuffer,
-        plan: SourcePlan,
-        tensors: Mapping[int, Tensor],
-        *,
-        inverse_scale: Tensor | None = None,
-        minus: Mapping[int, Tensor] | None = None,
-        merging: bool = False,
-    ) -> None:
-        """Measure ``tensors``, given by their position in the plan. ``minus`` holds what to subtract from each."""
-        self.statistics(buffer, plan, tensors, inverse_scale=inverse_scale, minus=minus, merging=merging)
-        self.run_functions(buffer, plan, tensors, inverse_scale=inverse_scale, second=minus, merging=merging)
+    def measure(self, wanted: Measurement) -> None:
+        """Run the statistics and the metric functions of the plan."""
+        self.statistics(wanted)
+        self.run_functions(wanted)
 
-    def statistics(
-        self,
-        buffer: StepBuffer,
-        plan: SourcePlan,
-        tensors: Mapping[int, Tensor],
-        *,
-        inverse_scale: Tensor | None = None,
-        minus: Mapping[int, Tensor] | None = None,
-        merging: bool = False,
-    ) -> None:
-        """The statistics that the plan wants of ``tensors``."""
-        put = buffer.merge_rows if merging else buffer.put_rows
+    def statistics(self, wanted: Measurement) -> None:
+        """Measure the statistics that the plan needs."""
+        buffer, plan, tensors = wanted.buffer, wanted.plan, wanted.tensors
+        put = buffer.merge_rows if wanted.merging else buffer.put_rows
         groups: dict[torch.device, dict[int, Tensor]] = {}
         for position in plan.measured:
             if position in tensors:
@@ -81,75 +86,58 @@ class Measurer:
         for device, parts in groups.items():
             positions = list(parts)
             others = None
-            if minus is not None:
-                others = [self.ranks.own_part(minus[p], p in plan.spread) for p in positions]
-            scale = None if inverse_scale is None else inverse_scale.to(device)
+            if wanted.second is not None:
+                others = [self.ranks.own_part(wanted.second[p], p in plan.spread) for p in positions]
+            scale = None if wanted.inverse_scale is None else wanted.inverse_scale.to(device)
             rows = self.built_in.measure(list(parts.values()), plan.columns, scale, others)
             put(plan.source, [plan.names[p] for p in positions], rows, plan.columns)
 
-    def run_functions(
-        self,
-        buffer: StepBuffer,
-        plan: SourcePlan,
-        tensors: Mapping[int, Any],
-        *,
-        inverse_scale: Tensor | None = None,
-        second: Mapping[int, Tensor] | None = None,
-        merging: bool = False,
-    ) -> None:
-        """The metric functions that the plan wants of ``tensors``, with ``second`` as their second argument."""
-        due = [position for position in plan.functions if position in tensors]
+    def run_functions(self, wanted: Measurement) -> None:
+        """Run the metric functions of the plan."""
+        plan, second = wanted.plan, wanted.second
+        due = [position for position in plan.functions if position in wanted.tensors]
         if not due:
             return
         spread = plan.spread if self.ranks.count > 1 else ()
         with untouched_rng():
             for position in due:
-                value = tensors[position]
                 if position in spread:
-                    seconds = None if second is None else second[position]
-                    self._shardwise(buffer, plan, position, value, seconds, inverse_scale, merging)
+                    self._shardwise(wanted, position)
                     continue
-                value = _each_tensor(value, lambda t: self.ranks.own_part(t, spread=False))
+                value = _each_tensor(wanted.tensors[position], lambda t: self.ranks.own_part(t, spread=False))
                 if isinstance(value, Tensor) and (reason := refusal(value)) is not None:
-                    buffer.absent[plan.source, plan.names[position]] = reason
+                    wanted.buffer.absent[plan.source, plan.names[position]] = reason
                     continue
-                if inverse_scale is not None:
-                    value = unscaled(value, inverse_scale)
+                if wanted.inverse_scale is not None:
+                    value = unscaled(value, wanted.inverse_scale)
                 inputs = [value] if second is None else [value, second[position]]
-                self.functions(buffer, plan.source, plan.names[position], plan.functions[position], inputs, merging)
+                self.functions(wanted.buffer, plan.source, plan.names[position], plan.functions[position], inputs, wanted.merging)
 
-    def _shardwise(
-        self,
-        buffer: StepBuffer,
-        plan: SourcePlan,
-        position: int,
-        value: Any,
-        second: Tensor | None,
-        inverse_scale: Tensor | None,
-        merging: bool,
-    ) -> None:
-        """The functions that may be called for the part that this rank has of a tensor; their values travel to the other ranks."""
-        name, metrics = plan.names[position], plan.functions[position]
+    def _shardwise(self, wanted: Measurement, position: int) -> None:
+        """Run functions that accept this rank's part of a sharded tensor; their values are merged over ranks."""
+        buffer, source = wanted.buffer, wanted.plan.source
+        name, metrics = wanted.plan.names[position], wanted.plan.functions[position]
         summable = [metric for metric in metrics if hasattr(metric.function, "contribution")]
         for metric in metrics:
             if not metric.shardwise and metric not in summable:
-                buffer.absent[plan.source, f"{name}/{metric.name}"] = _SPREAD
-        wanted = [metric for metric in metrics if metric.shardwise]
-        if not wanted and not summable:
+                buffer.absent[source, f"{name}/{metric.name}"] = _SPREAD
+        due = [metric for metric in metrics if metric.shardwise]
+        if not due and not summable:
             return
-        inputs = [_each_tensor(x, lambda t: self.ranks.own_part(t, spread=True)) for x in (value, second) if x is not None]
+        values = [wanted.tensors[position], None if wanted.second is None else wanted.second[position]]
+        inputs = [_each_tensor(x, lambda t: self.ranks.own_part(t, spread=True)) for x in values if x is not None]
         part = inputs[0]["param"] if isinstance(inputs[0], Mapping) else inputs[0]
         if not (weight := part.numel()):  # another rank has it
             return
-        if inverse_scale is not None:
-            inputs = [unscaled(tensor, inverse_scale) for tensor in inputs]
+        if wanted.inverse_scale is not None:
+            inputs = [unscaled(tensor, wanted.inverse_scale) for tensor in inputs]
         for metric in summable:
             found = metric.function.contribution(*inputs)  # type: ignore[union-attr]
             if found is not None:
-                buffer.contribute(Key(plan.source, name, metric.name), *found)
-        self.functions(buffer, plan.source, name, wanted, inputs, merging, weight)
-        for metric in wanted:
-            buffer.share(Key(plan.source, name, metric.name), str(metric.aggregation))
+                buffer.contribute(Key(source, name, metric.name), *found)
+        self.functions(buffer, source, name, due, inputs, wanted.merging, weight)
+        for metric in due:
+            buffer.share(Key(source, name, metric.name), str(metric.aggregation))
 
     def functions(
         self,
@@ -161,7 +149,7 @@ class Measurer:
         merging: bool = False,
         weight: int = 1,
     ) -> None:
-        """Put the value of each metric function of ``inputs`` into the buffer; ``weight``: of a single value, in a mean."""
+        """Store the value of each metric function of ``inputs``; ``weight``: of a single value in a mean."""
         for metric in metrics:
             key, cause = Key(source, name, metric.name), f"metric:{source}:{metric.name}"
             if key in self._off:
@@ -183,7 +171,7 @@ class Measurer:
                 self.complaints.add(cause, message, error)
 
     def _call(self, metric: Metric, key: Key, inputs: Sequence[Any]) -> Any:
-        """The value of the metric's function. One that works in place is refused: the first try on each tensor is on a copy."""
+        """The value of the metric's function. Rejects in-place functions; the first call on each tensor runs on a copy."""
         assert callable(metric.function)
         first = key not in self._proven
         given = [_each_tensor(x, (lambda t: t.detach().clone()) if first else (lambda t: t.detach())) for x in inputs]
@@ -192,7 +180,7 @@ class Measurer:
         with torch.no_grad(), no_autocast(_device_type(inputs)):
             value = metric.function(*given)
         moved = versions != [_version(t) for t in tensors]
-        # NumPy and its like write without moving a version counter; on the copy it can be seen by the values
+        # NumPy and the like write without moving a version counter; on the copy the values show it
         moved = moved or (first and not all(_equal(a, b) for a, b in zip(tensors, _tensors_in(inputs), strict=True)))
         if moved:
             raise ValueError("it changes its input in place, which would change the training; use abs() instead of abs_()")
@@ -201,7 +189,7 @@ class Measurer:
 
 
 def unscaled(tensor: Tensor, inverse_scale: Tensor) -> Tensor:
-    """``tensor`` times ``inverse_scale``, in float32 at least: a narrow dtype has no room for the inverse of any scale."""
+    """``tensor`` times ``inverse_scale``, in float32 or wider, since a narrow dtype cannot hold every inverse scale."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * inverse_scale.to(tensor.device)
 
 
@@ -211,7 +199,7 @@ def _tensors_in(values: Sequence[Any]) -> list[Tensor]:
 
 def _equal(a: Tensor, b: Tensor) -> bool:
     if a.layout != torch.strided or refusal(a) is not None:
-        return True  # the version counter has to do
+        return True  # only the version counter can show a change
     return torch.equal(a, b) or (torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num()))
 
 
@@ -233,7 +221,7 @@ def _device_type(inputs: Sequence[Any]) -> str:
 
 @contextlib.contextmanager
 def untouched_rng() -> Iterator[None]:
-    """Whatever random numbers are drawn inside, training draws the same ones as without."""
+    """Restore all random generators afterwards, so training draws the same numbers as without."""
     # an untyped function of torch
     on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     numpy = getattr(sys.modules.get("numpy"), "random", None)

@@ -1,4 +1,4 @@
-"""Parameters, what the optimizer changed of them, and what it remembers."""
+"""Parameters, their updates, and the optimizer's state."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ..core.keys import OPTIMIZER, PARAMETER, PARAMETER_DIFFERENCE, UPDATE, UPDA
 from ..core.moments import SQUARES
 from ..statistics.norm import inner_product
 from ..step.buffer import StepBuffer
+from ..step.built_ins import BuiltIn
 from ..step.parameter_refs import Place
 from ..step.plan import SourcePlan
 from ..step.reduction import cosine
-from ..step.registry import BuiltIn
-from .measurer import Measurer
+from .measurer import Measurement, Measurer
 
 State = Mapping[str, Any]
 
 
 class StateNorm:
-    """The norm of the first of these tensors that the optimizer keeps."""
+    """The norm of the first of these state tensors that the optimizer has."""
 
     def __init__(self, *names: str) -> None:
         self._names = names
@@ -32,12 +32,12 @@ class StateNorm:
         return next((state[name] for name in self._names if isinstance(state.get(name), Tensor)), None)
 
     def __call__(self, state: State) -> Tensor | None:
-        """0-d, or None where there is no such state."""
+        """0-d, or None without such a state."""
         found = self._tensor(state)
         return None if found is None else inner_product(found, found).sqrt()
 
     def contribution(self, state: State) -> tuple[str, Tensor] | None:
-        """What the parts of tensors on one rank contribute, and how contributions merge."""
+        """What one rank's part of a tensor contributes, and how contributions merge."""
         found = self._tensor(state)
         return None if found is None else ("norm", torch.stack([inner_product(found, found)]))
 
@@ -54,18 +54,18 @@ class Cosine:
         return torch.stack([inner_product(a, b) for a, b in pairs])
 
     def __call__(self, state: State) -> Tensor | None:
-        """0-d, or None where there is no momentum."""
+        """0-d, or None without momentum."""
         sums = self._sums(state)
         return None if sums is None else cosine(*sums.unbind())
 
     def contribution(self, state: State) -> tuple[str, Tensor] | None:
-        """What the parts of tensors on one rank contribute, and how contributions merge."""
+        """What one rank's part of a tensor contributes, and how contributions merge."""
         sums = self._sums(state)
         return None if sums is None else ("cosine", sums)
 
 
-#: Of the optimizer's state after the step, which includes this step's gradient. The cosine is the one that MosaicML Composer
-#: logs as ``cosine/moment_grad``.
+#: Built-ins of the optimizer's state after the step, which includes this step's gradient. The cosine is MosaicML Composer's
+#: ``cosine/moment_grad``.
 OPTIMIZER_BUILT_INS = {
     "exp_avg_norm": BuiltIn(frozenset(), "1", "norm of the first moment or momentum", StateNorm("exp_avg", "momentum_buffer")),
     "exp_avg_sq_norm": BuiltIn(
@@ -76,14 +76,14 @@ OPTIMIZER_BUILT_INS = {
 
 
 class ParameterCapture:
-    """Measures parameters before the optimizer's step, and updates as parameters after it minus before it.
+    """Measures parameters before the optimizer's step, and updates: parameters after it minus before it.
 
     Args:
-        measurer: does the work.
-        update_sample: bounds the copies that updates need: ``None`` for all, an int for at most so many rows (slices of the
-            first dimension, evenly spread) of each parameter, or a pattern for the names of the parameters to take.
+        measurer: measures.
+        update_sample: limits the copies for updates: None for all, an int for at most that many rows (evenly spaced slices of the first
+            dimension) of each parameter, or a pattern for the names of parameters.
 
-    Memory: for one optimizer's step, a copy of the parameters (or of the sample) that this optimizer steps.
+    Memory: during one optimizer's step, a copy of its parameters (or of the sample).
     """
 
     def __init__(self, measurer: Measurer, update_sample: int | re.Pattern[str] | None) -> None:
@@ -95,7 +95,7 @@ class ParameterCapture:
         self.shared: set[int] = set()  # positions of parameters that several optimizers step
 
     def sample_description(self) -> str | None:
-        """What update values are of, where that is not all of every parameter."""
+        """What update values cover, if not all elements of every parameter."""
         if self._sample is None:
             return None
         if isinstance(self._sample, re.Pattern):
@@ -103,12 +103,12 @@ class ParameterCapture:
         return f"of at most {self._sample} rows of each parameter"
 
     def begin(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], parameters: Sequence[Place]) -> None:
-        """Start a step; ``parameters`` are those that the plans' positions speak of."""
+        """Start a step; ``parameters`` are those that positions in the plans refer to."""
         self._buffer, self._plans, self._parameters = buffer, plans, parameters
         self._before = {}
 
     def end(self) -> None:
-        """End the step, and let go of everything that it held."""
+        """End the step and release everything it held."""
         self._buffer, self._before = None, {}
 
     def _live(self, positions: Iterable[int]) -> dict[int, Tensor]:
@@ -116,16 +116,16 @@ class ParameterCapture:
         return {position: parameter.detach() for position, parameter in found.items() if parameter is not None}
 
     def _parts(self, positions: Iterable[int]) -> dict[int, Tensor]:
-        """Of each what this rank counts."""
+        """The part of each parameter that this rank counts."""
         spread = self._plans[UPDATE].spread
         return {p: self._measurer.ranks.own_part(parameter, p in spread) for p, parameter in self._live(positions).items()}
 
     def measure(self, positions: Iterable[int]) -> None:
-        """Measure the parameters as they are now, and their difference to the reference model."""
+        """Measure the parameters now, and their difference to the reference model."""
         if self._buffer is None:
             return
         parameters = self._live(positions)
-        self._measurer.measure(self._buffer, self._plans[PARAMETER], parameters)
+        self._measurer.measure(Measurement(self._buffer, self._plans[PARAMETER], parameters))
         plan = self._plans[PARAMETER_DIFFERENCE]
         if plan.empty:
             return
@@ -137,11 +137,11 @@ class ParameterCapture:
                 why = "has no such parameter" if other is None else f"has another shape there, {tuple(other.shape)}"
                 self._buffer.absent[PARAMETER_DIFFERENCE, name] = f"the reference module {why}"
             elif getattr(other, "placements", None) != getattr(parameters[position], "placements", None):
-                why = "the reference module's is not spread over ranks in the same way"
+                why = "the reference module's is not sharded over ranks in the same way"
                 self._buffer.absent[PARAMETER_DIFFERENCE, name] = why
             else:
                 there[position], reference[position] = parameters[position], other.detach().to(parameters[position].device)
-        self._measurer.measure(self._buffer, plan, there, minus=reference)
+        self._measurer.measure(Measurement(self._buffer, plan, there, second=reference))
 
     def before_step(self, positions: Iterable[int]) -> None:
         """Copy what the step will change."""
@@ -156,7 +156,7 @@ class ParameterCapture:
                 self._before[position] = self._rows(parameter).clone()
 
     def forget(self, positions: Iterable[int]) -> None:
-        """These are not stepped after all."""
+        """Drop the copies of parameters that are not stepped after all."""
         for position in positions:
             self._before.pop(position, None)
 
@@ -171,21 +171,18 @@ class ParameterCapture:
         }
         after = {position: self._rows(parameter) for position, parameter in self._parts(before).items()}
         plan = self._plans[UPDATE]
-        self._measurer.statistics(self._buffer, plan, after, minus=before)
+        self._measurer.statistics(Measurement(self._buffer, plan, after, second=before))
         base = SourcePlan(UPDATE_BASE, plan.names, SQUARES, plan.measured, spread=plan.spread)
-        self._measurer.statistics(self._buffer, base, before)
+        self._measurer.statistics(Measurement(self._buffer, base, before))
         for position in plan.functions.keys() & after.keys():
             wide = torch.promote_types(after[position].dtype, torch.float32)
             change = after[position].to(wide) - before[position].to(wide)
-            self._measurer.run_functions(self._buffer, plan, {position: change})
+            self._measurer.run_functions(Measurement(self._buffer, plan, {position: change}))
         states = self._plans[OPTIMIZER]
         if not states.empty:
             owned = {p: parameter for p in positions if (parameter := self._parameters[p]()) is not None}
-            self._measurer.run_functions(
-                self._buffer,
-                states,
-                {p: {**optimizer.state.get(q, {}), "param": q.detach(), "grad": q.grad} for p, q in owned.items()},
-            )
+            kept = {p: {**optimizer.state.get(q, {}), "param": q.detach(), "grad": q.grad} for p, q in owned.items()}
+            self._measurer.run_functions(Measurement(self._buffer, states, kept))
 
     def _rows(self, parameter: Tensor) -> Tensor:
         count = self._sample

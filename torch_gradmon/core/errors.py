@@ -1,7 +1,7 @@
-"""What goes wrong, said once and in words that help.
+"""Errors and warnings.
 
-Users see :class:`ValueError` and :class:`TypeError` with the offending value and the remedy. What fails inside a running
-training step is reported through :class:`WarningLog`: one warning per cause, everything after it only counted.
+Users get :class:`ValueError` and :class:`TypeError` with the offending value and the remedy. A failure inside a running training step is
+reported through :class:`WarningLog`: one warning per cause, after which it is only counted.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from collections.abc import Iterable
 
 
 class GradmonWarning(UserWarning):
-    """The category of every warning that torch_gradmon gives, so that one filter can address them all."""
+    """The category of all warnings of torch_gradmon, for warning filters."""
 
 
 class SpikeError(RuntimeError):
-    """Raised at the end of a step when ``on_spike="raise"`` and a detector called the step a spike."""
+    """Raised at the end of a step with a spike if ``on_spike="raise"``."""
 
 
 class NotMeasurable(Exception):
-    """Internal: a tensor of a kind that cannot be measured; the message becomes the reason in ``missing()``."""
+    """Internal: a tensor cannot be measured; the message becomes the reason in ``missing()``."""
 
 
 class WarningLog:
-    """Warns once for each cause and counts how often it came back.
+    """Warns once per cause and counts how often it occurs.
 
     Args:
         raising: raise instead of warning, for tests (``on_metric_error="raise"``).
@@ -35,8 +35,8 @@ class WarningLog:
         self.raising = raising
         self.counts: Counter[str] = Counter()
 
-    def unused(self, cause: str) -> str:
-        """``cause``, with a number where another one has that name; it counts from zero."""
+    def new_cause(self, cause: str) -> str:
+        """Register ``cause``, with a number appended if it is taken."""
         number = 1
         name = cause
         while name in self.counts:
@@ -51,22 +51,22 @@ class WarningLog:
         if self.raising and error is not None:
             raise error
         if self.counts[cause] == 1:
-            self.say(message, error)
+            self.warn(message, error)
 
-    def say(self, message: str, error: BaseException | str | None = None) -> None:
-        """Warn, whether something was said before or not; of an ``error`` that is long past there are :func:`error_text`."""
+    def warn(self, message: str, error: BaseException | str | None = None) -> None:
+        """Warn in any case. An earlier ``error`` is given as its :func:`error_text`."""
         detail = "" if error is None else f" ({error if isinstance(error, str) else error_text(error)})"
-        # stacklevel is of no use here: the callers are hooks, below them stands the user's optimizer.step() or backward()
+        # no stacklevel is right: the callers are hooks, called from the user's optimizer.step() or backward()
         warnings.warn(f"torch_gradmon: {message}{detail}", GradmonWarning, stacklevel=3)
 
 
 def error_text(error: BaseException) -> str:
-    """The class and the message of ``error``, to keep in its place: it holds the frames that it came through, and all that is in them."""
+    """The class and message of ``error``. Unlike the exception, the text keeps no frames alive."""
     return f"{type(error).__name__}: {error}"
 
 
 def display(value: object, width: int = 80) -> str:
-    """What somebody passed, on one line and cut to a length that a message can bear, with its type.
+    """``value`` for an error message: on one line, shortened, with its type.
 
     >>> display("adam")
     "'adam' of type str"
@@ -76,7 +76,7 @@ def display(value: object, width: int = 80) -> str:
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
-    """A clause that names the likeliest intended spellings, or all that is known where there is little of it.
+    """A clause for an error message with the most similar known names, or else the first known names.
 
     >>> nearest("nrom", ["norm", "mean"])
     '; did you mean norm?'

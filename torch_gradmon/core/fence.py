@@ -1,4 +1,4 @@
-"""The fence around everything that runs inside somebody's training step."""
+"""The fence around all code that runs inside a training step."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ import torch
 from .errors import GradmonWarning, SpikeError, WarningLog
 from .torch_modes import outside_dispatch_modes
 
-# asked in every fenced call: without modes there is nothing to leave
+# asked in every fenced call: without modes the context is not needed
 _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 
 
 def is_disabled() -> bool:
-    """Whether ``GRADMON_DISABLE`` is set in the environment, so that monitors that are made now do nothing."""
+    """Whether ``GRADMON_DISABLE`` is set in the environment, which makes new monitors inert."""
     return os.environ.get("GRADMON_DISABLE", "") not in ("", "0")
 
 
 class Fence:
-    """Runs our code so that training neither fails by it nor sees it, and keeps the time that it takes.
+    """Runs monitoring code so that it can neither fail nor affect training, and measures its time.
 
     Args:
-        complaints: where failures are reported.
-        inert: nothing runs at all.
+        complaints: gets failures.
+        inert: run nothing.
 
     Attributes:
-        had_grad: whether grad mode was on where the running call came from.
+        had_grad: whether grad mode was on in the caller of the running method.
     """
 
     def __init__(self, complaints: WarningLog, inert: bool) -> None:
@@ -43,7 +43,7 @@ class Fence:
         self._since = self._entered = time.perf_counter()
 
     def run(self, method: Callable[..., Any], *args: Any) -> Any:
-        """Call ``method``; a failure becomes one warning. A call from within such a call does nothing."""
+        """Call ``method``; a failure becomes a warning. A nested call does nothing."""
         if self.inert:
             return None
         with self._lock:
@@ -62,10 +62,10 @@ class Fence:
 
     def _run(self, method: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         grad = self.had_grad = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # a tenth of what the context manager costs, on every step
+        torch._C._set_grad_enabled(False)  # a tenth of the cost of the context manager
         try:
             return method(*args)
-        except (SpikeError, GradmonWarning):  # the second where warnings were made errors
+        except (SpikeError, GradmonWarning):  # the second if warnings are errors
             raise
         except Exception as error:
             name = method.__name__
@@ -75,20 +75,20 @@ class Fence:
             torch._C._set_grad_enabled(grad)
 
     def spent(self) -> float:
-        """Time spent inside since the beginning, in seconds."""
+        """Seconds spent inside since the beginning."""
         running = time.perf_counter() - self._entered if self._inside else 0.0
         return self._settled + self._seconds + running
 
-    def account(self, seconds: float) -> None:
-        """So much time of ours was spent outside of the fence."""
+    def add_time(self, seconds: float) -> None:
+        """Add ``seconds`` to the measured overhead."""
         self._seconds += seconds
 
-    def forgive(self, seconds: float) -> None:
-        """So much of the running call was no time of ours."""
+    def exclude_time(self, seconds: float) -> None:
+        """Exclude ``seconds`` of the current call from the overhead."""
         self._entered += seconds
 
     def cost(self) -> float:
-        """Time spent inside, in percent of the time since this was last asked."""
+        """Time spent inside, in percent of the time since the last call."""
         now = time.perf_counter()
         if self._inside:  # the part of the running call until now
             self._seconds += now - self._entered
@@ -100,7 +100,7 @@ class Fence:
 
 
 class Fenced(Protocol):
-    """What has methods that are fenced."""
+    """An object with fenced methods."""
 
     guard: Fence
 

@@ -1,4 +1,4 @@
-"""Numbers that JSON does not have: NaN and the infinite ones are strings."""
+"""Strings for numbers that JSON does not have: NaN and infinities."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 
 def plain(value: float) -> float | str:
-    """The value, or the string that stands for one that is not finite."""
+    """The value, or a string if it is not finite: ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``."""
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def strict(value: Any) -> Any:
-    """For JSON, which has no numbers that are not finite: these as ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, as in a JsonlSink."""
+    """The same for all numbers in nested dicts and lists."""
     if isinstance(value, Mapping):
         return {name: strict(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,7 +1,7 @@
-"""Names: canonical tensor names, and the keys under which values are logged.
+"""Canonical tensor names, and the keys of logged values.
 
-One function builds keys (:func:`format_key`), one parses them (:func:`parse_key`); everything in between carries the three
-parts of a :class:`Key` apart.
+:func:`format_key` is the only function that builds keys, :func:`parse_key` the only one that parses them. All other code passes the three
+parts of a :class:`Key`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SUMMARY = "gradmon"
 SPIKE_SCORE = "spike_score"
 #: Sources of the refined coordinate check, as torch-module-monitor names them.
 RCC_SOURCES = (RCC_UPDATE, RCC_PROPAGATED, RCC_INPUT, RCC_INPUT_DIFFERENCE)
-#: Internal: statistics of the updated parameters before the update. No keys come of it.
+#: Internal: statistics of the updated parameters before the update; they have no keys.
 UPDATE_BASE = "update_base"
 #: Internal: a row for the gradient of each micro-batch, named by rank and number.
 BATCH_GRADIENT = "batch_gradient"
@@ -58,17 +58,12 @@ TENSOR_SOURCES = (
     INPUT_GRADIENT,
     *RCC_SOURCES,
 )
-#: What a built-in of the optimizer's state gives where its value does not exist; its own values are finite or NaN.
+#: Returned by built-ins of the optimizer's state for an undefined value; defined values are finite or NaN.
 UNDEFINED = float("inf")
-#: Sources of one tensor for each parameter, whose number of elements never changes.
+#: Sources with one tensor for each parameter, whose number of elements never changes.
 PARAMETER_SOURCES = (GRADIENT, GRADIENT_BEFORE_CLIP, GRADIENT_LOCAL, PARAMETER, PARAMETER_DIFFERENCE, UPDATE, OPTIMIZER)
-#: Sources of what modules take and return, by what :meth:`add_activation_metric` calls them.
-MODULE_KINDS = {
-    "output": ACTIVATION,
-    "output_gradient": ACTIVATION_GRADIENT,
-    "input": INPUT,
-    "input_gradient": INPUT_GRADIENT,
-}
+#: Sources of inputs and outputs of modules, by the names that :meth:`add_activation_metric` accepts.
+MODULE_KINDS = {"output": ACTIVATION, "output_gradient": ACTIVATION_GRADIENT, "input": INPUT, "input_gradient": INPUT_GRADIENT}
 MODULE_SOURCES = (*MODULE_KINDS.values(), ACTIVATION_DIFFERENCE)
 #: Sources of attention by the name of the metric. Keys are ``source/module.head_i``, and ``source/module/min`` over the heads.
 ATTENTION_SOURCES = {
@@ -77,11 +72,11 @@ ATTENTION_SOURCES = {
     "max_logit": ATTENTION_MAX_LOGIT,
     "first_key": ATTENTION_FIRST_KEY,
 }
-#: What the heads of a layer are summed up to.
+#: Aggregations over the heads of a layer.
 OVER_HEADS = ("min", "mean", "max")
-#: Sources whose keys are ``source/name``: the source is the metric.
+#: Sources whose keys are ``source/name``, since the source is the metric.
 NAME_SOURCES = (*ATTENTION_SOURCES.values(), SPIKE_SCORE)
-#: Stages of a gradient, in the order in which a step passes them.
+#: Stages of a gradient, in the order of a step.
 GRADIENT_STAGES = {"local": GRADIENT_LOCAL, "before_clip": GRADIENT_BEFORE_CLIP, "after_clip": GRADIENT}
 
 ROOT = "[root module]"
@@ -93,7 +88,7 @@ WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoin
 
 
 class Key(NamedTuple):
-    """The three parts of a logged value's name. Free keys, such as those of ``log_scalar``, have a name only."""
+    """The three parts of a logged value's name. Free keys, such as those of ``log_scalar``, have only a name."""
 
     source: str
     name: str
@@ -101,7 +96,7 @@ class Key(NamedTuple):
 
 
 def canonical_name(name: str) -> str:
-    """``name`` without the path components that wrappers add; the root module has a name of its own.
+    """``name`` without path components of wrappers; :data:`ROOT` for the root module.
 
     >>> canonical_name("module._orig_mod.h.0.attn.weight")
     'h.0.attn.weight'
@@ -112,7 +107,7 @@ def canonical_name(name: str) -> str:
 
 
 def canonical_names(names: Iterable[str]) -> dict[str, str]:
-    """Canonical name of each of ``names``. Where two would fall together, both stay as they are.
+    """Canonical name of each of ``names``. Names with the same canonical name stay unchanged.
 
     >>> canonical_names(["_orig_mod.a.weight", "module.b", "b"])
     {'_orig_mod.a.weight': 'a.weight', 'module.b': 'module.b', 'b': 'b'}
@@ -123,7 +118,7 @@ def canonical_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def block_of(name: str) -> str:
-    """The block that a parameter belongs to: its path up to the first number, else its first component.
+    """The block of a parameter: its path up to the first number, else its first component.
 
     >>> block_of("transformer.h.3.attn.weight"), block_of("lm_head.weight")
     ('transformer.h.3', 'lm_head')
@@ -149,7 +144,7 @@ def format_key(key: Key, style: str = "seed", prefix: str = "") -> str:
 
 
 def parse_key(text: str, style: str = "seed", prefix: str = "") -> Key:
-    """The inverse of :func:`format_key`. What no source claims comes back as a free key.
+    """The inverse of :func:`format_key`. A text without a known source is a free key.
 
     >>> parse_key("gradient/fc.weight/norm")
     Key(source='gradient', name='fc.weight', metric='norm')
@@ -175,14 +170,14 @@ def parse_key(text: str, style: str = "seed", prefix: str = "") -> Key:
 
 
 def owner_of(path: str, known: Container[str]) -> str:
-    """The module whose path ``path`` is: ``encoder.layer`` for ``encoder.layer@1[0].hidden``."""
+    """The module of a path: ``encoder.layer`` for ``encoder.layer@1[0].hidden``."""
     while path not in known and (cut := max(map(path.rfind, ".[@"))) > 0:
         path = path[:cut]
     return path
 
 
 def compile_pattern(pattern: str | re.Pattern[str], argument: str = "metric_regex") -> re.Pattern[str]:
-    """``pattern`` compiled, with an error that names the argument.
+    """``pattern`` compiled. Errors name the argument.
 
     Raises:
         TypeError: not a string or compiled pattern.

@@ -1,4 +1,4 @@
-"""What was seen of a training loop that no statistics tell: such as that gradients are never cleared."""
+"""Findings about the training loop that need no statistics, such as that gradients are never cleared."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LoopFinding:
-    """One mistake of the loop, as often as it was seen.
+    """One mistake of the loop.
 
     Attributes:
-        rule: the slug of the finding that it makes, such as ``missing-zero-grad``.
-        first: the step in which it was first seen.
-        last: and last.
-        count: in how many steps.
-        where: parameters or modules, as far as it is about some of them; the first is the one that is named.
-        evidence: numbers, by what they are.
+        rule: the slug of the finding, such as ``missing-zero-grad``.
+        first: the first step in which it occurred.
+        last: the last one.
+        count: number of such steps.
+        where: affected parameters or modules, if any; messages name the first.
+        evidence: numbers by description.
     """
 
     rule: str

@@ -1,4 +1,4 @@
-"""Mistakes of a training loop: how grave each is, what it is, and the line to change."""
+"""Mistakes of a training loop: severity, cause, and the line to change."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class Mistake(NamedTuple):
 
     Attributes:
         severity: of the finding.
-        cause: what it is, a sentence without its full stop.
+        cause: a sentence without its full stop.
         advice: what to change, likewise.
-        repeats: from so many times on it is no accident.
-        warns: whether it is certain, and certain not to be meant; the others are told only where somebody asks.
-        weight: of the finding. All are high, since the loop's mistake is the cause of whatever the statistics show.
+        repeats: number of occurrences from which it counts.
+        warns: warn during training. Others are reported only on request, since they are uncertain or may be intended.
+        weight: of the finding. All are high, since a mistake in the loop causes what the statistics show.
     """
 
     severity: Severity
@@ -30,24 +30,24 @@ class Mistake(NamedTuple):
 MISTAKES: dict[str, Mistake] = {
     "missing-zero-grad": Mistake(
         "error",
-        "Gradients are not cleared between two steps, so that each step takes the sum of all gradients so far",
+        "Gradients are not cleared between two steps, so each step uses the sum of all gradients so far",
         "Call optimizer.zero_grad() once in each step, before the first backward pass",
     ),
     "step-without-gradients": Mistake(
         "error",
         "The optimizer steps when all gradients are None, and changes nothing",
-        "Move optimizer.zero_grad() before loss.backward(), so that nothing stands between that and optimizer.step()",
+        "Move optimizer.zero_grad() before loss.backward(), with nothing between that and optimizer.step()",
     ),
     "micro-batch-discarded": Mistake(
         "warning",
-        "Gradients are cleared between the backward passes of one step, so that only the last micro-batch counts",
-        "Call optimizer.zero_grad() once for each optimizer.step(), and not for each micro-batch",
+        "Gradients are cleared between the backward passes of one step, so only the last micro-batch counts",
+        "Call optimizer.zero_grad() once for each optimizer.step(), not for each micro-batch",
         warns=False,
     ),
     "stepped-twice": Mistake(
         "error",
         "The optimizer steps twice on the same gradient, with no forward or backward pass between the two",
-        "Take one of the two calls of optimizer.step() out, such as one inside of a helper",
+        "Remove one of the two calls of optimizer.step(), such as one inside a helper",
     ),
     "never-stepped": Mistake(
         "error",
@@ -58,9 +58,9 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "unattached-optimizer": Mistake(
         "error",
-        "The parameters change, and the attached optimizer does not step: another one does, or the loop itself, and nothing is recorded",
-        "Call monitor.detach(), then monitor.attach() with the optimizer whose step() the loop calls. Around updates that the loop makes "
-        "by itself, call monitor.begin_step() and monitor.end_step()",
+        "The parameters change, but the attached optimizer does not step: another one does, or the loop itself, and nothing is recorded",
+        "Call monitor.detach(), then monitor.attach() with the optimizer whose step() the loop calls. If the loop itself updates "
+        "the parameters, call monitor.begin_step() and monitor.end_step() around the updates",
         repeats=1,
     ),
     "clip-after-step": Mistake(
@@ -88,27 +88,27 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "not-in-optimizer": Mistake(
         "warning",
-        "Parameters get gradients and no optimizer has them, so that they stay as they are",
-        "Give them to the optimizer, or set requires_grad=False where they are meant to stay",
+        "Parameters get gradients but are in no optimizer, so they never change",
+        "Add them to the optimizer, or set requires_grad=False if they are meant to stay fixed",
         repeats=2,
         warns=False,
         weight=100.0,
     ),
     "optimizer-before-sharding": Mistake(
         "error",
-        "The optimizer was made before fully_shard replaced the parameters: it steps the old ones, which nothing uses any more",
-        "Make the optimizer after fully_shard, and watch the model after both",
+        "The optimizer was created before fully_shard replaced the parameters: it steps the old ones, which nothing uses any more",
+        "Create the optimizer after fully_shard, and watch the model after both",
         repeats=2,
     ),
     "frozen-but-moving": Mistake(
         "warning",
-        "Parameters with requires_grad=False still move, by momentum or weight decay, for they have gradients that are not None",
-        "Set parameter.grad = None when freezing, or take them out of the optimizer",
+        "Parameters with requires_grad=False still move, by momentum or weight decay, because their gradients are not None",
+        "Set parameter.grad = None when freezing, or remove them from the optimizer",
         weight=100.0,
     ),
     "weights-untied": Mistake(
         "warning",
-        "Weights that were one parameter are two now, and go different ways",
+        "Weights that were one parameter are now two, and diverge",
         "Tie them again, as in head.weight = embedding.weight, after whatever replaced one of them (load_state_dict(assign=True))",
         repeats=2,
         warns=False,
@@ -116,15 +116,15 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "sync-every-micro-batch": Mistake(
         "info",
-        "Ranks exchange gradients in each backward pass of a step and not only in the last one, which takes time and changes nothing",
-        "Put forward and backward of all micro-batches but the last under model.no_sync(), or set_requires_gradient_sync(False)",
+        "Ranks exchange gradients in each backward pass of a step, not only in the last one, which takes time and changes nothing",
+        "Run forward and backward of all micro-batches except the last under model.no_sync(), or set_requires_gradient_sync(False)",
         warns=False,
         weight=90.0,
     ),
     "dead-hooks": Mistake(
         "warning",
-        "The parameters were replaced while the training went on: hooks on the old ones never fire again",
-        "Load checkpoints without assign=True and convert before the training; otherwise hang hooks, and make monitors, again afterwards",
+        "The parameters were replaced during training: hooks on the old ones never fire again",
+        "Load checkpoints without assign=True and convert before the training; otherwise create hooks and monitors again afterwards",
         repeats=2,
         warns=False,
         weight=95.0,

@@ -1,4 +1,4 @@
-"""Metric: what is computed, on which tensors, how often, and how its values merge."""
+"""Metric: what to compute, on which tensors, how often, and how values merge."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from .moments import Column
 
 #: Named ways to merge the values of micro-batches; ``mean`` is weighted by elements.
 REDUCERS = ("mean", "sum", "min", "max")
-#: Why what is asked for has no value in a step that was planned before.
+#: The reason for a missing value of a metric that was added during the step.
 ASKED_LATE = "it was asked for after the step had begun"
 
 
 class ForModule(Protocol):
-    """Stands for a metric's function that depends on the module whose output it gets."""
+    """A metric's function that depends on the module whose output it gets."""
 
     def bind(self, module: Any) -> Callable[..., Any] | str:
-        """The function for ``module`` (None where only a name is known), or the reason why there is none."""
+        """The function for ``module`` (None if only its name is known), or the reason why there is none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,18 +30,18 @@ class Metric:
         name: last part of the key; without a slash.
         source: first part of the key, see :mod:`torch_gradmon.core.keys`.
         pattern: searched in the canonical name of a tensor.
-        function: of the tensor, or what gives it for a module; ``None`` for a view of the one-pass statistics.
+        function: of the tensor, or a :class:`ForModule`; None for a view of the one-pass statistics.
         aggregation: one of :data:`REDUCERS`, or a callable that gets all values of a step as one flat tensor and returns a
             scalar or a dict of scalars.
         columns: the statistics that a built-in needs.
         unit: of its values.
         documentation: one line.
-        every: computed on steps that are divisible by it.
-        split_calls: of a module: the calls of one forward have keys of their own, ``name@0`` and so on.
-        built_in: its function is ours, and says nothing of a tensor without elements.
-        per_head: of attention: the values of single heads are shown too.
-        shardwise: of a tensor that is spread over ranks, its function is called for each rank's part, and the values are merged.
-        shown: belongs into ``get_step_metrics()``; otherwise it goes to the run directory only.
+        every: computed on steps divisible by it.
+        shown: in ``get_step_metrics()``; otherwise only in the run directory.
+        split_calls: for modules: the calls of one forward have keys of their own, ``name@0`` and so on.
+        per_head: for attention: the values of single heads are shown too.
+        built_in: its function is one of this package, and is not called for a tensor without elements.
+        shardwise: its function may be called for each rank's part of a sharded tensor, and the values are merged.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The order in which a model has its parameters and modules, for the rows of pictures, tables and lists of keys."""
+"""The order of a model's parameters and modules, for rows of plots, tables and lists of keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _DIGITS = re.compile(r"(\d+)")
 
 
 class ModelOrder:
-    """Sorts the names of what was measured.
+    """Sorts names of measured tensors.
 
     Args:
         parameters: of the model, in its order.
@@ -24,14 +24,14 @@ class ModelOrder:
     def sorted(self, source: str, measured: Iterable[Sequence[str]]) -> list[str]:
         """All names in ``measured``, each once.
 
-        A tensor inside a module's output, an output of one of several calls, and a head of attention stand with their module. A name that
-        the model does not have, since that changed, keeps its place among the names that were measured with it.
+        A tensor inside a module's output, an output of one of several calls, and an attention head are placed with their module. A name
+        that the model no longer has keeps its place among the names measured with it.
 
         Args:
-            source: what the names are of.
-            measured: the names of tensors that were measured together, any number of times.
+            source: of the names.
+            measured: lists of tensors that were measured together.
         """
-        orders = sorted(measured, key=len, reverse=True)  # the longest one has most to tell about names that the model lacks
+        orders = sorted(measured, key=len, reverse=True)  # the longest list places unknown names best
         place = self._parameters if source in PARAMETER_SOURCES else self._modules
         owners = {name: owner_of(name, place) for order in orders for name in order}
         known = (name for name, owner in owners.items() if owner in place)
@@ -39,7 +39,7 @@ class ModelOrder:
 
 
 def merged(orders: Iterable[Sequence[str]]) -> list[str]:
-    """One order of all names. An earlier order counts more; a name that it lacks comes before the one that follows it in a later order.
+    """Merge several orders; earlier ones take precedence. A name missing in one is placed before its successor in a later one.
 
     >>> merged([["a", "c"], ["b", "c", "d"], ["a", "aa", "b"]])
     ['a', 'aa', 'b', 'c', 'd']
@@ -58,5 +58,5 @@ def merged(orders: Iterable[Sequence[str]]) -> list[str]:
 
 
 def _natural(name: str) -> list[tuple[int, int | str]]:
-    """Sorts numbers in names as numbers: ``head_2`` before ``head_10``."""
+    """Sort key with numbers compared as numbers: ``head_2`` before ``head_10``."""
     return [(0, int(part)) if part.isdecimal() else (1, part) for part in _DIGITS.split(name)]

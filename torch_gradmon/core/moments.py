@@ -1,9 +1,8 @@
-"""Sufficient statistics: what one row holds, how rows merge, and the built-in metrics as views of a row.
+"""Sufficient statistics: the contents of a row, how rows merge, and the built-in metrics as views of a row.
 
-A row describes one tensor in eight numbers. Each column has one associative operation with an identity, so merging
-micro-batches, shards and ranks is the same few lines, and a built-in metric is arithmetic on a row, never another pass over
-the tensor. The values of the extremes and of the near-zero count are those of the tensor's finite part; the sums take every
-element, so that they turn NaN or infinite exactly when torch's own would.
+A row describes one tensor in eight numbers. Each column has one associative operation with an identity, so micro-batches, shards and ranks
+merge in the same few lines, and a built-in metric is arithmetic on a row, never another pass over the tensor. Extremes and the near-zero
+count are of the finite elements. Sums are of all elements, so they become NaN or infinite exactly when torch's own would.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor
 
 
 class Column(IntEnum):
-    """The columns of a row, float64 where the device has it."""
+    """The columns of a row, float64 if the device has it."""
 
     COUNT = 0  #: number of elements
     SUM = 1  #: sum of x
@@ -33,9 +32,9 @@ class Column(IntEnum):
 SUMMED = Column.MIN
 WIDTH = len(Column)
 ALL_COLUMNS = frozenset(Column)
-#: Exact in every row, whatever was asked for.
+#: Exact in every row, whatever was requested.
 ALWAYS = frozenset({Column.COUNT, Column.NONFINITE})
-#: What is measured of the parameters that updates refer to.
+#: Columns of the parameters that updates are compared with.
 SQUARES = frozenset({Column.COUNT, Column.SQUARE_SUM})
 
 
@@ -61,14 +60,14 @@ def merge(stacked: Tensor) -> Tensor:
 
 
 def merge_by_group(rows: Tensor, groups: Sequence[int] | Tensor, count: int) -> Tensor:
-    """Merge rows ``[n, 8]`` that share a group number into ``[count, 8]``; an empty group gives the identity."""
+    """Merge rows ``[n, 8]`` with equal group numbers into ``[count, 8]``; an empty group gives the identity."""
     return from_columns(dict(zip(Column, rows.unbind(1), strict=True)), groups, count)
 
 
 def from_columns(columns: Mapping[Column, Tensor], groups: Sequence[int] | Tensor | None, count: int) -> Tensor:
-    """Rows ``[count, 8]`` from columns, each ``[n]``, whose elements belong to a group each, or without groups to a row each.
+    """Rows ``[count, 8]`` from columns ``[n]``, merged by group, or without groups one row per element.
 
-    A column that is not there is that of the identity. In float64 on the CPU, elsewhere in the dtype of the columns.
+    A missing column is that of the identity. float64 on the CPU, elsewhere the dtype of the columns.
     """
     some = next(iter(columns.values()))
     wide = torch.float64 if some.device.type == "cpu" else some.dtype
@@ -91,9 +90,9 @@ class StatView:
     """A built-in metric: arithmetic on a row.
 
     Attributes:
-        columns: what has to be measured for it.
+        columns: those that it needs.
         compute: rows ``[n, 8]`` on the host to values ``[n]``.
-        needs: ``""``, ``"elements"`` or ``"finite elements"``: without them the value does not exist and its key is absent.
+        needs: ``""``, ``"elements"`` or ``"finite elements"``; without them the value is undefined and its key absent.
         unit: of the value, for axes.
         documentation: one line.
     """
@@ -105,7 +104,7 @@ class StatView:
     documentation: str
 
     def defined(self, rows: Tensor) -> Tensor:
-        """Which of the rows ``[n, 8]`` have this value, as booleans ``[n]``."""
+        """Which rows ``[n, 8]`` have this value: bool ``[n]``."""
         if self.needs == "elements":
             return rows[:, Column.COUNT] > 0
         if self.needs == "finite elements":
@@ -118,7 +117,7 @@ def _mean(rows: Tensor) -> Tensor:
 
 
 def _std(rows: Tensor) -> Tensor:
-    # E[x^2] - E[x]^2 is safe here because both sums are float64: the error is about 3e-8 of rms, the contract is 1e-7
+    # E[x^2] - E[x]^2 is accurate enough with float64 sums: the error is about 3e-8 of rms, and 1e-7 is allowed
     variance = rows[:, Column.SQUARE_SUM] / rows[:, Column.COUNT] - _mean(rows).square()
     return torch.where(variance < 0, torch.zeros_like(variance), variance).sqrt()
 
@@ -132,7 +131,7 @@ def _view(columns: Iterable[Column], needs: str, unit: str, documentation: str, 
 
 
 _C = Column
-#: Every built-in metric of a tensor. Complex tensors are taken as twice as many real numbers.
+#: All built-in metrics of a tensor. A complex tensor counts as twice as many real numbers.
 VIEWS: dict[str, StatView] = {
     "norm": _view([_C.SQUARE_SUM], "", "1", "L2 norm", lambda r: r[:, _C.SQUARE_SUM].sqrt()),
     "rms": _view(

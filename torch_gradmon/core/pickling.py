@@ -1,7 +1,7 @@
-"""What is saved and copied of an object that has something of ours on it: all of it but that.
+"""Keep hooks and attributes of the monitor out of what is pickled or copied.
 
-Both ways use that pickle and copy look up ``__reduce_ex__`` and ``__getstate__`` on the object before its class. So no class is
-changed, nothing of ours is in the bytes, and they load with ``weights_only=True`` where those of the bare object do.
+pickle and copy look up ``__reduce_ex__`` and ``__getstate__`` on the object before its class, so both are set on the object. No class is
+changed, the bytes hold nothing of the monitor, and they load with ``weights_only=True`` if those of the bare object do.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ _ATTRIBUTES = ("gradmon", "__reduce_ex__", "values")
 
 
 class Unsaved:
-    """Keeps entries of a dict of hooks out of what is pickled and deep-copied of it; the hooks are called as before.
+    """Keeps entries of a dict of hooks out of pickles and deep copies; the hooks still run.
 
-    It hangs on the dict and not on the module: a module may have a ``__getstate__`` of its own, shallow copies share the dict, and
-    the handles of others know the dict by its identity, so that none may take its place.
+    It is attached to the dict, not the module: a module may have its own ``__getstate__``, shallow copies share the dict, and handles know
+    the dict by its identity, so it cannot be replaced.
 
     Args:
-        hooks: the dict; it is held weakly.
+        hooks: the dict; held weakly.
 
     Attributes:
-        keys: the entries that are left out.
-        monitor: what a module with :class:`torch_gradmon.MonitorMixin` is linked to; left out as well.
+        keys: the entries to leave out.
+        monitor: the link of a module with :class:`torch_gradmon.MonitorMixin`; also left out.
     """
 
     def __init__(self, hooks: OrderedDict[int, Any]) -> None:
@@ -38,7 +38,7 @@ class Unsaved:
 
     def _bare(self) -> OrderedDict[int, Any]:
         hooks = self._hooks()
-        assert hooks is not None  # it is what calls this
+        assert hooks is not None  # this is a method of the dict
         bare = OrderedDict((key, hook) for key, hook in hooks.items() if key not in self.keys)
         vars(bare).update((name, value) for name, value in vars(hooks).items() if name not in _ATTRIBUTES)
         return bare
@@ -47,12 +47,12 @@ class Unsaved:
         return self._bare().__reduce_ex__(protocol)
 
     def leave_unscripted(self) -> None:
-        """Keep them from ``torch.jit.script`` as well, which compiles the values of a module's dict; the items are what is called."""
+        """Hide the entries from ``torch.jit.script`` too, which compiles the dict's values; calls use its items."""
         if (hooks := self._hooks()) is not None:
             hooks.values = lambda: self._bare().values()  # type: ignore[method-assign]
 
     def leave_if_empty(self) -> None:
-        """Go from the dict where nothing is left out of it."""
+        """Detach from the dict if nothing is left out of it."""
         hooks = self._hooks()
         if hooks is not None and not self.keys and self.monitor is None:
             for name in _ATTRIBUTES:
@@ -60,14 +60,12 @@ class Unsaved:
 
 
 def unsaved_of(hooks: Any) -> Unsaved | None:
-    """What keeps entries of ``hooks`` out, where any are."""
+    """The :class:`Unsaved` of ``hooks``, or None."""
     return getattr(hooks, "gradmon", None)
 
 
 def leave_out(handle: RemovableHandle, scripted: bool = True) -> None:
-    """Leave the hook of ``handle`` out of what is saved of the module or optimizer that it is on; not ``scripted``, out of what
-    ``torch.jit.script`` compiles, too.
-    """
+    """Leave the hook of ``handle`` out of what is saved of its module or optimizer; not ``scripted``: also out of ``torch.jit.script``."""
     for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref):
         hooks = reference()
         if isinstance(hooks, OrderedDict) and handle.id in hooks:
@@ -78,7 +76,7 @@ def leave_out(handle: RemovableHandle, scripted: bool = True) -> None:
 
 
 def remove(handle: RemovableHandle) -> None:
-    """Remove the hook of ``handle``, and what :func:`leave_out` did for it."""
+    """Remove the hook of ``handle`` and undo :func:`leave_out`."""
     handle.remove()
     for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref):
         if (unsaved := unsaved_of(reference())) is not None:
@@ -87,18 +85,18 @@ def remove(handle: RemovableHandle) -> None:
 
 
 class BareState:
-    """Stands on an object as its ``__getstate__``: what the class gives, each attribute as ``bare`` makes it.
+    """A replacement for an object's ``__getstate__`` that applies ``bare`` to each attribute.
 
     Args:
-        owner: the object; it is held weakly.
-        bare: the value of an attribute without anything of ours, None where nothing is left of it.
+        owner: the object; held weakly.
+        bare: an attribute's value without anything of the monitor; None if nothing remains.
     """
 
     def __init__(self, owner: Any, bare: Callable[[Any], Any]) -> None:
         self._owner, self._bare = weakref.ref(owner), bare
 
     def __call__(self) -> Any:
-        """The state that is pickled or copied."""
+        """The state to pickle or copy."""
         owner = self._owner()
         of_class = getattr(type(owner), "__getstate__", None)  # from Python 3.11 on every class has it
         state = vars(owner) if of_class is None else of_class(owner)

@@ -1,4 +1,4 @@
-"""A progress bar for what takes long."""
+"""A progress bar for long operations."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 
 class ProgressBar:
-    """A progress bar where tqdm is installed and somebody looks, and nothing elsewhere.
+    """Progress bar; a no-op without tqdm or a terminal.
 
     Args:
-        total: how much there is to do.
-        what: is done.
-        unit: of what.
+        total: number of units.
+        what: description.
+        unit: name of the unit.
         wanted: whether to show it; by default if stderr is a terminal.
     """
 
@@ -34,6 +34,6 @@ class ProgressBar:
             self._bar.close()
 
     def advance(self, count: int = 1) -> None:
-        """So much more is done."""
+        """Mark ``count`` units as done."""
         if self._bar is not None:
             self._bar.update(count)

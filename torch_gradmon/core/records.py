@@ -1,4 +1,4 @@
-"""What a finished step leaves behind. Sinks, detectors, the store and the report know these, and nothing of the monitor."""
+"""The results of a step. Sinks, detectors, the run directory and the report know these, and nothing of the monitor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from .keys import Key
 from .moments import ALWAYS, VIEWS, Column
 
-#: How grave a finding is, from the gravest.
+#: Severity of a finding, most severe first.
 Severity = Literal["error", "warning", "info"]
 
 
@@ -20,15 +20,15 @@ class SpikeEvent:
     """A spike in a signal.
 
     Attributes:
-        step: when.
-        signal: what was judged, such as ``grad_norm``.
-        value: the value of the signal.
-        score: how far from normal, in the rule's own unit.
-        threshold: the score above which the rule calls it a spike.
-        reason: the same in words.
-        usual: what was normal, in units of the signal; None where the rule does not say.
-        where: which layers moved, in words; empty where that is not known.
-        action: what was done about it, in words; empty where nothing was.
+        step: of the spike.
+        signal: its name, such as ``grad_norm``.
+        value: of the signal.
+        score: distance from normal, in the rule's own unit.
+        threshold: the score above which the rule reports a spike.
+        reason: the same as text.
+        usual: the baseline, in units of the signal; None if the rule has none.
+        where: the layers that moved, as text; empty if unknown.
+        action: what was done about it, as text; empty if nothing.
     """
 
     step: int
@@ -49,9 +49,9 @@ class SpikeEvent:
 class StatsTable:
     """Statistics of one source in one step: ``rows`` is float64 ``[len(names), 8]`` on the host.
 
-    Only ``columns`` were measured; the others hold the identity of their operation, which is no value: ask :meth:`has` first.
-    ``same_as`` names a source of the same step whose rows these are, all of them. ``is_part``: only a part of the model was to be
-    measured, or could be, so no sum over these rows is one over the model.
+    Only ``columns`` were measured; the others hold the identity of their operation, which is no value: check with :meth:`has`. ``same_as``
+    names a source of the same step with the same rows. ``is_part``: only a part of the model was measured, so no sum over these rows is
+    one over the model.
     """
 
     names: tuple[str, ...]
@@ -61,7 +61,7 @@ class StatsTable:
     is_part: bool = False
 
     def has(self, metric: str) -> bool:
-        """Whether what was measured suffices for a built-in metric."""
+        """Whether the measured columns suffice for a built-in metric."""
         return metric in VIEWS and VIEWS[metric].columns <= self.columns | ALWAYS
 
 
@@ -71,15 +71,15 @@ class StepRecord:
 
     Attributes:
         step: its number.
-        time: seconds since the epoch, when it ended.
-        applied: False when the optimizer did not apply it (an infinite gradient under a GradScaler, or a skip).
+        time: seconds since the epoch, at its end.
+        applied: False if the optimizer did not apply it (an infinite gradient under a GradScaler, or a skip).
         values: all values by key, plain floats.
         tables: statistics by source.
         context: learning rates, loss scale, tags: in every record, on no dashboard.
-        events: what the detectors found.
+        events: the spikes.
         derived: keys whose values follow from the tables.
-        hidden: keys of values that are for the run directory only.
-        rng: states of torch's random generators at the step's beginning, by device; bytes as uint8 tensors.
+        hidden: keys of values for the run directory only.
+        rng: states of torch's random generators at the start of the step, by device; uint8 tensors.
     """
 
     step: int
@@ -95,5 +95,5 @@ class StepRecord:
 
     @property
     def skipped(self) -> str:
-        """Why it was skipped; empty where it was not."""
+        """Why the step was skipped; empty if it was not."""
         return str(self.context.get("skipped", ""))

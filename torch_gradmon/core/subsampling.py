@@ -1,4 +1,4 @@
-"""Some steps of many."""
+"""Choose some of many steps."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ _ENDS, _AROUND = 50, 3
 
 
 def subsample_steps(steps: Sequence[int], around: Iterable[int], most: int, liked: Sequence[int] = ()) -> list[int]:
-    """Some of ``steps``, ascending: both ends, those close to steps in ``around``, and up to ``most`` at even distances.
+    """Some of ``steps``, ascending: both ends, the neighbourhood of steps in ``around``, and evenly spaced ones, up to ``most`` in all.
 
-    Of those between two such distances one in ``liked``, ascending and among ``steps``, is taken first: a loss that is logged every
-    hundred steps would hardly ever be met by chance. Distances are of the steps' numbers and not of their places, so that what was
-    thinned before can be thinned again.
+    Each even interval prefers a step in ``liked``, ascending and among ``steps``: a loss logged every hundred steps would rarely be hit by
+    chance. Distances are of step numbers, so a subsample can be subsampled again.
     """
     if len(steps) <= most:
         return list(steps)

@@ -1,11 +1,10 @@
-"""Modes of torch: what others put around the model's forward must not see our operations; autocast; and the random generators."""
+"""Modes of torch: hiding our operations from modes of the user, autocast, and random generators."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +16,10 @@ _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C.
 
 
 def outside_dispatch_modes() -> AbstractContextManager[object]:
-    """A context outside of all dispatch modes and function modes, in which no mode of the user sees an operation.
+    """A context outside of all dispatch and function modes, in which no mode of the user sees an operation.
 
-    Selective activation checkpointing keeps the results of operations in order, and would hand ours to the model's
-    recomputation; flop counters would count them; a mode that draws random numbers would draw more of them.
+    Selective activation checkpointing stores results of operations in order and would return ours to the model's recomputation; flop
+    counters would count them; a mode that draws random numbers would draw more.
     """
     sees_functions = _function_modes() and _sees_functions()
     if not _dispatch_modes():
@@ -28,16 +27,8 @@ def outside_dispatch_modes() -> AbstractContextManager[object]:
     return _outside_of_all_modes() if sees_functions else _disable_current_modes()
 
 
-def call_outside_modes(function: Callable[..., Any], *args: Any) -> Any:
-    """Call ``function`` as in :func:`outside_dispatch_modes`, at no cost where no mode is active: a step enters several fences."""
-    if not (_function_modes() or _dispatch_modes()):
-        return function(*args)
-    with outside_dispatch_modes():
-        return function(*args)
-
-
 def _sees_functions() -> bool:
-    # torch.set_default_device is a function mode too, without side effects; metric functions may rely on it
+    # torch.set_default_device is a function mode without side effects; metric functions may rely on it
     stack = map(torch._C._get_function_stack_at, range(_function_modes()))
     return not all(isinstance(mode, DeviceContext) for mode in stack)
 
@@ -50,11 +41,11 @@ def _outside_of_all_modes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def autocast_cache_kept() -> Iterator[None]:
-    """Whatever runs inside, autocast's cache of cast weights stays as it is.
+    """Keep autocast's cache of cast weights unchanged.
 
-    The outermost ``torch.autocast`` context empties the cache when it exits. A loop that enables autocast by
-    ``torch.set_autocast_enabled`` has entered no context, so one of ours, or of a metric function, would be the outermost: its
-    exit would make the model cast its weights again, and gradients would be rounded and summed in another way.
+    The outermost ``torch.autocast`` context clears the cache on exit. A loop that enables autocast by ``torch.set_autocast_enabled`` has
+    no context, so one of ours, or of a metric function, would be the outermost. Its exit would make the model cast its weights again, and
+    gradients would be rounded and summed differently.
     """
     is_enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # weights cast inside would have no graph
@@ -68,7 +59,7 @@ def autocast_cache_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_autocast(device_type: str) -> Iterator[None]:
-    """Autocast is off inside for this device type, and its cache stays as it is."""
+    """Disable autocast for this device type, and keep its cache."""
     is_enabled = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
     with autocast_cache_kept():
         if is_enabled:
@@ -81,7 +72,7 @@ def no_autocast(device_type: str) -> Iterator[None]:
 
 
 def is_traced() -> bool:
-    """Whether operations are being recorded or tried on tensors without values: by ``make_fx``, AOTAutograd, or under a fake mode."""
+    """Whether operations are traced, or run on tensors without values: by ``make_fx``, AOTAutograd, or under a fake mode."""
     if not _dispatch_modes():
         return False
     key = torch._C._TorchDispatchModeKey
@@ -89,14 +80,14 @@ def is_traced() -> bool:
 
 
 def rng_states() -> dict[str, Tensor]:
-    """The states of torch's random generators by device, uint8 on the CPU: that of the CPU, and of the current GPU if it is used.
+    """The states of torch's random generators by device, as uint8 on the CPU: of the CPU, and of the current GPU if it is in use.
 
     They are on the host, so nothing waits for a device.
     """
     with outside_dispatch_modes():
         states = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            with contextlib.suppress(RuntimeError):  # while a graph is captured it cannot be asked for
+            with contextlib.suppress(RuntimeError):  # not available while a graph is captured
                 device = torch.cuda.current_device()
                 states[f"cuda:{device}"] = torch.cuda.get_rng_state(device)
     return states

@@ -1,4 +1,4 @@
-"""Checks of public arguments: each raises with the value and the remedy, before anything is changed."""
+"""Checks of public arguments. Each raises with the value and the remedy, before anything is changed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .keys import SUMMARY
 
 
 def cadence(every: object, monitor_step_fn: Any) -> Callable[[int], bool]:
-    """Which steps are monitored, from the two ways to say it."""
+    """Which steps are monitored, from either argument."""
     if every is not None and monitor_step_fn is not None:
         raise ValueError("give either every= or monitor_step_fn=, not both")
     function("monitor_step_fn", monitor_step_fn, "the step's number")
@@ -27,43 +27,43 @@ def cadence(every: object, monitor_step_fn: Any) -> Callable[[int], bool]:
 
 
 def positive_int(name: str, value: object, else_: str = "") -> None:
-    """A whole number of at least 1; ``else_`` says what is allowed besides."""
+    """Check for an int of at least 1; ``else_`` names other allowed values."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name}={value!r} must be a positive int{f', {else_}' if else_ else ''}")
 
 
 def positive_int_or_zero(name: str, value: object) -> None:
-    """A whole number of at least 1, or 0 to switch the option off."""
+    """Check for an int of at least 1, or 0 to switch the option off."""
     if value != 0 or isinstance(value, bool):
         positive_int(name, value, "or 0 for none")
 
 
 def not_negative(name: str, value: object, example: str) -> None:
-    """A finite number of at least 0."""
+    """Check for a finite number of at least 0."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < float("inf"):
         raise ValueError(f"{name}={value!r} must be a number of at least 0, {example}")
 
 
 def string(name: str, value: object) -> None:
-    """A string."""
+    """Check for a string."""
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a str, got {display(value)}")
 
 
 def function(name: str, value: object, argument: str) -> None:
-    """A function of ``argument``, or None."""
+    """Check for a function of ``argument``, or None."""
     if value is not None and not callable(value):
         raise TypeError(f"{name} must be a function of {argument}, got {display(value)}")
 
 
 def share(name: str, value: object) -> None:
-    """A number between 0 and 1."""
+    """Check for a number between 0 and 1, both excluded."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1:
         raise ValueError(f"{name}={value!r} must be a share between 0 and 1, such as 0.01 for one percent")
 
 
 def reaction(on_spike: object, actions: tuple[type, ...]) -> None:
-    """What a spike does: a word, a function, or one of ``actions``."""
+    """Check ``on_spike``: a name, a function, or one of ``actions``."""
     if on_spike is None or callable(on_spike) or isinstance(on_spike, actions):
         if isinstance(on_spike, type) and issubclass(on_spike, actions):
             raise TypeError(f"on_spike must be an instance, {on_spike.__name__}(), got the class")
@@ -76,7 +76,7 @@ def reaction(on_spike: object, actions: tuple[type, ...]) -> None:
 
 
 def flag(**named: object) -> bool:
-    """True or False."""
+    """Check for True or False."""
     ((name, value),) = named.items()
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {display(value)}")
@@ -84,7 +84,7 @@ def flag(**named: object) -> bool:
 
 
 def step_number(name: str, value: object) -> None:
-    """A whole number of at least 0."""
+    """Check for an int of at least 0."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int, got {display(value)}")
     if value < 0:
@@ -92,7 +92,7 @@ def step_number(name: str, value: object) -> None:
 
 
 def process_group(group: object) -> None:
-    """None, or a process group that this process is in."""
+    """Check for None, or a process group that includes this process."""
     if group is None:
         return
     if not torch.distributed.is_available() or not isinstance(group, torch.distributed.ProcessGroup):
@@ -100,11 +100,11 @@ def process_group(group: object) -> None:
             f"process_group must be one of torch.distributed, such as mesh.get_group(), or None for all, got {display(group)}"
         )
     if torch.distributed.get_rank(group) < 0:
-        raise ValueError("process_group has not this process in it; give the group of the ranks that train the model together")
+        raise ValueError("process_group does not include this process; give the group of the ranks that train the model together")
 
 
 def one_of(name: str, value: object, known: tuple[str, ...]) -> None:
-    """One of ``known``."""
+    """Check for one of ``known``."""
     if value not in known:
         hint = nearest(str(value), known)
         meant = hint if "did you mean" in hint else ""
@@ -112,7 +112,7 @@ def one_of(name: str, value: object, known: tuple[str, ...]) -> None:
 
 
 def log_key(key: object) -> None:
-    """A key for a value logged by hand."""
+    """Check the key of a logged value."""
     if not isinstance(key, str):
         raise TypeError(f"a key must be a str, got {display(key)}")
     if not key:
@@ -122,7 +122,7 @@ def log_key(key: object) -> None:
 
 
 def module(value: object) -> None:
-    """An ``nn.Module`` whose gradients are where they belong."""
+    """Check for an ``nn.Module`` that has its gradients itself."""
     if type(value).__module__.startswith("torch.distributed.pipelining"):
         raise TypeError(
             f"a {type(value).__name__} is not measured as a whole; watch the module of this rank's stage, and name the ranks that share "
@@ -138,7 +138,7 @@ _DEEPSPEED = (
     "from ZeRO 1 on, and with fp16 or bf16, DeepSpeed steps flat copies of the parameters, whose gradients no hook of torch sees; watch "
     "engine.module with all of these off, or use FSDP2"
 )
-#: By the name of a class, and the package that it is of: why it cannot be watched, and what can.
+#: By name and package of a class: why it cannot be watched, and the alternative.
 _REFUSED = {
     ("FullyShardedDataParallel", "torch."): (
         "FSDP1 keeps the parameters of many layers in flat ones, whose storage is freed behind each pass; use FSDP2, "
@@ -146,12 +146,12 @@ _REFUSED = {
     ),
     ("DeepSpeedEngine", "deepspeed."): f"it steps by itself; {_DEEPSPEED}",
 }
-#: What DeepSpeed sets on the parameters of a model under ZeRO.
+#: Attributes that DeepSpeed sets on the parameters of a model under ZeRO.
 _ZERO_MARKS = ("_hp_mapping", "ds_id")
 
 
 def measurable(model: nn.Module) -> None:
-    """A module without wrappers that keep gradients elsewhere."""
+    """Check for wrappers that keep gradients elsewhere."""
     for path, child in model.named_modules():
         for kind in type(child).__mro__:
             for (name, package), why in _REFUSED.items():
@@ -161,13 +161,13 @@ def measurable(model: nn.Module) -> None:
 
 
 def initialised(model: nn.Module) -> None:
-    """A module without lazy parameters."""
+    """Check for lazy parameters."""
     if any(torch.nn.parameter.is_lazy(parameter) for parameter in model.parameters()):
         raise ValueError(f"this {type(model).__name__} has lazy parameters without a shape; run one batch through it first")
 
 
 def grad_scaler(value: object) -> None:
-    """A GradScaler or None."""
+    """Check for a GradScaler or None."""
     if value is not None and not isinstance(value, torch.amp.GradScaler):
         raise TypeError(f"scaler must be a torch.amp.GradScaler, got {display(value)}")
 
@@ -177,14 +177,14 @@ def _parameters_of(optimizer: Any) -> set[int]:
 
 
 def _wrapped(optimizer: Any) -> Optimizer | None:
-    """The optimizer of the same parameters that this one keeps in an attribute, as SAM, Lookahead and the wrappers of trainers do."""
+    """An optimizer in an attribute with the same parameters, as in SAM, Lookahead and the wrappers of trainers."""
     kept = [value for value in getattr(optimizer, "__dict__", {}).values() if isinstance(value, Optimizer)]
     own = _parameters_of(optimizer) if kept else set()
     return next((value for value in kept if value is not optimizer and _parameters_of(value) == own), None)
 
 
 def chain(optimizer: Any) -> list[Any]:
-    """The optimizer, what it wraps, what that wraps, and so on."""
+    """The optimizer and all nested ones inside it, outermost first."""
     found = [optimizer]
     while (inner := _wrapped(found[-1])) is not None and inner not in found:
         found.append(inner)
@@ -192,23 +192,23 @@ def chain(optimizer: Any) -> list[Any]:
 
 
 def inside(optimizer: Any) -> Any:
-    """What is inside all wrappers around an optimizer, or the thing itself."""
+    """The innermost optimizer, or the object itself."""
     return chain(optimizer)[-1]
 
 
 def wrappers(named: Sequence[Any]) -> list[tuple[Any, Optimizer]]:
-    """The wrappers around optimizers, each with the one inside."""
+    """All wrappers around optimizers, each with the innermost one."""
     return [(outer, found[-1]) for found in map(chain, named) for outer in found[:-1]]
 
 
 def scaler_around(named: Sequence[Any]) -> torch.amp.GradScaler | None:
-    """The GradScaler of the wrapper of a trainer around an optimizer, such as Accelerate's; None where there is none."""
+    """The GradScaler of a trainer's wrapper around an optimizer, such as Accelerate's, or None."""
     scalers = [getattr(each, "scaler", None) for optimizer in named for each in chain(optimizer)]
     return next((scaler for scaler in scalers if isinstance(scaler, torch.amp.GradScaler)), None)
 
 
 def bare_optimizer(optimizer: Any) -> Optimizer:
-    """The optimizer inside the wrapper of a trainer, such as Accelerate's, or itself; a TypeError without one."""
+    """The innermost optimizer; raises TypeError if there is none."""
     inner = inside(optimizer)
     if not isinstance(inner, Optimizer):
         raise TypeError(
@@ -219,11 +219,11 @@ def bare_optimizer(optimizer: Any) -> Optimizer:
 
 
 def optimizers(model: nn.Module, named: Sequence[Any]) -> list[Optimizer]:
-    """The optimizers inside whatever wraps them.
+    """The innermost optimizer of each of ``named``.
 
     Raises:
         TypeError: one is no optimizer.
-        ValueError: a model that cannot be watched; no optimizer, one twice, or none that holds a parameter of ``model``.
+        ValueError: the model cannot be watched; no optimizer, one twice, or none that holds a parameter of ``model``.
     """
     if not named:
         raise ValueError("the optimizer is missing, as in watch(model, optimizer) or monitor.attach(optimizer)")

@@ -102,7 +102,7 @@ class Watching:
             try:
                 self.monitor.load_state_dict(state)
             except (TypeError, ValueError) as error:
-                WarningLog().say("the monitor's state in the checkpoint does not fit this monitor, which begins anew", error)
+                WarningLog().warn("the monitor's state in the checkpoint does not fit this monitor, which begins anew", error)
         return self.monitor
 
     def state_dict(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from ..core.errors import WarningLog, display
 from ..monitor.monitor import ModuleMonitor
 from ..monitor.options import WatchOptions
 from ..step.micro_batches import DOCUMENTATION as BATCHES
-from ..step.summary import DOCUMENTATION, ON_REQUEST
+from ..step.summary_keys import DOCUMENTATION, ON_REQUEST
 from .common import HeldSchedulers, Watching
 from .epoch import Epoch, renamed
 

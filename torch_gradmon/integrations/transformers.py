@@ -21,7 +21,7 @@ from ..sinks.tensorboard import TensorBoardSink
 from ..sinks.trackio import TrackioSink
 from ..sinks.wandb import WandbSink
 from ..step.micro_batches import DOCUMENTATION as BATCHES
-from ..step.summary import DOCUMENTATION, ON_REQUEST
+from ..step.summary_keys import DOCUMENTATION, ON_REQUEST
 from .common import HeldSchedulers, Watching
 
 if TYPE_CHECKING:

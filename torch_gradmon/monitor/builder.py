@@ -28,13 +28,14 @@ from ..plugins.post_spike_detail import PostSpikeDetail
 from ..plugins.spike_policy.plugin import SpikePolicy
 from ..plugins.spike_policy.policy import Rollback, policy_of
 from ..statistics.dispatch import Statistics
+from ..step.built_ins import VIEW_BUILT_INS
 from ..step.exchange import RankExchange
 from ..step.exchange_policy import ExchangePolicy
 from ..step.layer_values import LayerSelection
 from ..step.planner import Planner
 from ..step.plugin import Plugin
 from ..step.ranks import Ranks
-from ..step.registry import VIEW_BUILT_INS, Registry
+from ..step.registry import Registry
 from .cadence import Cadence
 from .captures import Captures
 from .config import MonitorConfig, compiled

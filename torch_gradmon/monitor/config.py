@@ -15,7 +15,7 @@ from ..core.errors import display, nearest
 from ..core.keys import KEY_STYLES, compile_pattern
 from ..core.records import SpikeEvent
 from ..plugins.spike_policy.policy import Policy, Rollback, Skip
-from ..statistics.eager import DEFAULT_EPS
+from ..statistics.request import DEFAULT_EPS
 from ..step.layer_values import LayerSelection
 from ..step.plugin import Plugin
 

@@ -65,8 +65,8 @@ class HookSchedule:
         before, self._installed_for, self.is_bare = self._installed_for, wanted, False
         if on_modules:
             self.on_modules()
-        elif self._modules.may_rest:
-            self._modules.rest(self._planner.module_metrics())
+        elif self._modules.has_removable_hooks:
+            self._modules.uninstall(self._planner.module_metrics())
         if self.loop is not None and (before is None or before[0] != wanted[0]):
             self.loop.install(self._planner)
 
@@ -80,8 +80,8 @@ class HookSchedule:
     def uninstall(self) -> None:
         """Take away what a step without measurements can do without."""
         self._installed_for = None
-        if self._modules.may_rest:
-            self._modules.rest(self._planner.module_metrics())
+        if self._modules.has_removable_hooks:
+            self._modules.uninstall(self._planner.module_metrics())
         if self.loop is not None:
             self.loop.uninstall()
         self.is_bare = not self._modules.has_hooks_on_parts

@@ -44,7 +44,9 @@ class Hand:
     def record_attention(self, name: str, named: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
         """Measure one call of attention, unless it was seen by itself."""
         with outside_dispatch_modes():
-            self.runtime.captures.modules.attention.tell(name, named, {"query": named["query"], "key": named["key"], **arguments})
+            self.runtime.captures.modules.attention.report(
+                name, named, {"query": named["query"], "key": named["key"], **arguments}
+            )
 
     @fenced
     def measure_gradients(self, before_clip: bool) -> None:

@@ -17,7 +17,7 @@ from ..spikes.detector import SpikeDetector
 from ..step.micro_batches import DOCUMENTATION as BATCHES
 from ..step.micro_batches import MicroBatchStats
 from ..step.presets import PRESETS
-from ..step.summary import DOCUMENTATION, ON_REQUEST
+from ..step.summary_keys import DOCUMENTATION, ON_REQUEST
 from .links import linkable
 from .runtime import Runtime
 

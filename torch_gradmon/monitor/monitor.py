@@ -20,7 +20,7 @@ from ..plugins.clipping.adaptive import AdaptiveClip
 from ..plugins.spike_policy.policy import Counts, Policy, RolledBack
 from ..runs.detail_request import DetailRequest
 from ..spikes.detector import SpikeDetector
-from ..statistics.eager import DEFAULT_EPS
+from ..statistics.request import DEFAULT_EPS
 from ..step.plugin import Plugin
 from .builder import build
 from .config import MonitorConfig

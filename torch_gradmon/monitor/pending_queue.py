@@ -66,14 +66,14 @@ class Flights:
         """The next step begins: late values depart now, while they are not yet behind its work."""
         for flight in self._flying:
             if flight.late is not None and flight.late_departure is None:
-                flight.late_departure = flight.late.depart()
+                flight.late_departure = flight.late.start_readback()
 
     def count_refusal(self) -> None:
         """A step that was not monitored was not applied."""
         if self._flying:
             self._flying[-1].refusals_after += 1
         else:
-            self.ledger.summary.refused_unseen(1)
+            self.ledger.summary.count_rejected(1)
 
     def _may_land(self, flight: PendingStep) -> bool:
         return self.now >= flight.step + 2 if self.lockstep else flight.departure.arrival.is_ready()
@@ -93,7 +93,7 @@ class Flights:
             self._flying[0].departure.arrival.wait()  # interrupted here, the flight is still there
             if not waiting:
                 # the device is two steps behind, and it is the training that waits here rather than elsewhere
-                self._guard.forgive(time.perf_counter() - start)
+                self._guard.exclude_time(time.perf_counter() - start)
             flight = self._flying.popleft()
             self._enter(flight)
             if flight.step != ended or not open_to_late_values:
@@ -113,6 +113,6 @@ class Flights:
             ledger.enter(record, signals, flight.departure.buffer)
         finally:  # where a spike raises
             if flight.late is not None:
-                departure = flight.late_departure or flight.late.depart()
+                departure = flight.late_departure or flight.late.start_readback()
                 ledger.amend(flight.late, departure.land()[1])
-            ledger.summary.refused_unseen(flight.refusals_after)
+            ledger.summary.count_rejected(flight.refusals_after)

@@ -59,13 +59,13 @@ class Outbox:
     def add(self, outlet: FilteredSink) -> None:
         """Send to ``outlet`` from now on."""
         self.outlets.append(outlet)
-        if outlet.is_own:
+        if outlet.is_of_package:
             self.lasting.append(outlet)
 
     def remove(self, outlet: FilteredSink) -> None:
         """Send nothing to ``outlet`` any more, and close it."""
         self.outlets.remove(outlet)
-        if outlet.is_own:
+        if outlet.is_of_package:
             self.lasting.remove(outlet)
         outlet.close()
 
@@ -111,7 +111,7 @@ class Outbox:
         self._meta.update(facts)
         if self._store is not None and not self._forked():
             try:
-                self._store.note(facts)
+                self._store.annotate(facts)
             except sqlite3.Error as error:
                 self._complaints.add("store", f"the run directory {self._run_dir} could not be written", error)
 
@@ -135,7 +135,7 @@ class Outbox:
         if not self._forked() and self._store is not None:
             try:
                 self._claim(self._store)
-                self._store.goes_back(step)
+                self._store.rewind(step)
             except sqlite3.Error as error:
                 self._complaints.add("store", f"the run directory {self._run_dir} could not be written", error)
 
@@ -170,7 +170,7 @@ class Outbox:
         try:
             store = self._opened(self._run_dir)
             self._claim(store)
-            store.log(record, amend=amend, fill=fill)
+            store.log(record, update=amend, backfill=fill)
             self._failures = 0
         except Superseded:
             self._failures = PATIENCE

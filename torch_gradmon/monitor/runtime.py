@@ -160,9 +160,7 @@ class Runtime:
             lifecycle.plugins.restart()
             lifecycle.plugins.call("on_attach", module, optimizers)
             lifecycle.hooks.mark_stale()
-            modules = self.captures.modules
-            modules.inverse_scale, modules.opening = loop.measurement.inverse_scale, loop.hooks.model.root_called
-            modules.part_called = loop.part_called
+            self.captures.modules.connect(loop.measurement.inverse_scale, loop.hooks.model.root_called, loop.part_called)
             # also where the first step is not monitored: a model that will be compiled takes only the hooks that it has then
             lifecycle.hooks.install()
             self.guard.cost()
@@ -175,9 +173,7 @@ class Runtime:
             scaler = None if (alive := runtime()) is None else alive.scaler
             return None if (scale := scale_of(scaler)) is None else reciprocal(scale)
 
-        modules = self.captures.modules
-        modules.inverse_scale = inverse_scale
-        modules.opening = modules.part_called = lambda _: None
+        self.captures.modules.connect(inverse_scale)
 
     def set_reference(self, module: nn.Module | None, follows: bool) -> None:
         """Compare with ``module`` from now on; ``follows`` keeps it in the mode of the watched model."""

@@ -62,7 +62,7 @@ class StepClosing:
     def _close_monitored(self, active: ActiveStep) -> None:
         buffer, inventory, tags = self._take(active)
         evaluate = self._planning.captures.modules.values.evaluator()
-        readback = buffer.depart()
+        readback = buffer.start_readback()
         self._plugins.call("annotate", active)
         self._queue.start(
             PendingStep(

@@ -113,7 +113,7 @@ class StepLifecycle:
         active.mode = self.planning.mode_of(step)
         self.plugins.call("on_step_open", active, is_idle=active.mode is Mode.IDLE)
         if active.mode is Mode.IDLE:
-            modules.let_through(False)
+            modules.set_recording(False)
             if not self.hooks.is_bare:
                 self.hooks.uninstall()
         else:

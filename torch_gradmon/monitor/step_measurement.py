@@ -167,8 +167,8 @@ class StepMeasurement:
 
     def forget_scaled(self, reason: str) -> None:
         """The gradients measured so far in this step were divided by a wrong scale, or by none: drop them."""
-        self._captures.gradients.forget_scaled(reason)
-        self._captures.modules.forget_scaled(reason)
+        self._captures.gradients.drop_scaled(reason)
+        self._captures.modules.drop_scaled(reason)
         step = self._lifecycle.number
         self._complaints.add("scaler", f"{reason}; gradients before clipping are missing in step {step}")
 

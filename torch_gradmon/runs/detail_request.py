@@ -1,4 +1,4 @@
-"""A live change of detail: what it says, in words, in a file, and in the few numbers by which ranks tell it to each other."""
+"""A request for a live change of detail: as text, as a file, and as the numbers that ranks exchange."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from ..core import validation as check
 from ..core.errors import display
 from ..step.presets import PRESETS
 
-#: Beside the run's own file. ``gradmon detail`` writes it whole, under another name, and renames it.
+#: In the run directory. ``gradmon detail`` writes a temporary file and renames it.
 FILE_NAME = "tune.json"
 FORMAT = 1
-#: No file of ours is larger than this, in bytes.
+#: Upper bound of the file's size, in bytes.
 _LARGEST_FILE = 4096
-#: Numbers up to this one are exact in float64, in which they travel between ranks.
+#: Numbers below this are exact in float64, which ranks exchange.
 _LARGEST = 2**53
 _PRESETS = tuple(PRESETS)
 
 
 @dataclass(frozen=True)
 class DetailRequest:
-    """What is to be measured, and how often, for a while. One that names neither a cadence nor a preset goes back to the script's.
+    """What to measure, and how often, for a while. Without a cadence and a preset it restores the script's settings.
 
     Attributes:
-        every: monitor the steps that are divisible by it; None for the script's own cadence.
-        preset: measure what it stands for, in place of the script's preset; None for that one.
-        steps: for so many steps of training; None until further notice.
-        first: not before the step of that number; None from the next one on.
-        number: grows from one change of a run to the next.
+        every: monitor steps divisible by it; None for the script's cadence.
+        preset: replaces the script's preset; None keeps it.
+        steps: duration in training steps; None until further notice.
+        first: the first step to which it applies; None for the next one.
+        number: increases with each request of a run.
     """
 
     every: int | None = None
@@ -46,15 +46,15 @@ class DetailRequest:
 
     @property
     def is_reset(self) -> bool:
-        """Whether it goes back to what the script asked for."""
+        """Whether it restores the script's settings."""
         return self.every is None and self.preset is None
 
     def facts(self) -> dict[str, Any]:
-        """What it says, without what it leaves open."""
+        """The fields that are set."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def numbers(self) -> tuple[float, ...]:
-        """The same as five numbers that are exact in float64; the first one is never zero."""
+        """Five numbers, exact in float64, for the exchange between ranks; the first is never zero."""
         preset = 0 if self.preset is None else 1 + _PRESETS.index(self.preset)
         first = 0 if self.first is None else 1 + self.first
         return tuple(map(float, (self.number, self.every or 0, preset, self.steps or 0, first)))
@@ -69,10 +69,10 @@ class DetailRequest:
 def detail_request(
     every: object = None, preset: object = None, steps: object = None, first: object = None, number: object = 0
 ) -> DetailRequest:
-    """A change of these arguments.
+    """A validated request.
 
     Raises:
-        ValueError: one of them is not what it should be.
+        ValueError: an argument is invalid.
     """
     for name, value in (("every", every), ("steps", steps)):
         if value is not None:
@@ -89,9 +89,9 @@ def detail_request(
 
 
 def request_text(facts: Mapping[str, Any]) -> str:
-    """What :meth:`DetailRequest.facts` or the context of a record says, for people.
+    """Describe :meth:`DetailRequest.facts`, or the same facts from the context of a record.
 
-    >>> in_words({"every": 1, "preset": "full", "steps": 200, "number": 3})
+    >>> request_text({"every": 1, "preset": "full", "steps": 200, "number": 3})
     'every step, preset full, for 200 steps'
     """
     words = []
@@ -111,13 +111,13 @@ def request_text(facts: Mapping[str, Any]) -> str:
 # --- the file ----------------------------------------------------------------------------------------------------------------------
 
 
-def write(directory: Path, change: DetailRequest, session: str) -> None:
-    """Put ``change`` into the run directory, for the monitor that calls itself ``session``; whoever reads sees all of it or nothing.
+def write(directory: Path, request: DetailRequest, session: str) -> None:
+    """Write ``request`` atomically into the run directory, addressed to the monitor ``session``.
 
     Raises:
         OSError: it could not be written.
     """
-    text = json.dumps({"format": FORMAT, "session": session, **change.facts()}) + "\n"
+    text = json.dumps({"format": FORMAT, "session": session, **request.facts()}) + "\n"
     handle, name = tempfile.mkstemp(prefix=f".{FILE_NAME}.", dir=directory)
     try:
         with open(handle, "w", encoding="utf-8") as file:
@@ -133,38 +133,38 @@ def write(directory: Path, change: DetailRequest, session: str) -> None:
 
 
 def read(path: Path) -> tuple[DetailRequest, str]:
-    """What a file says, and to which session. Never waits, whatever the file is.
+    """The request in a file, and the session it is addressed to. Never blocks, whatever the file is.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is not what :func:`write` writes; the message says what is wrong, in one line.
+        ValueError: it is not a file of :func:`write`; the message gives the reason in one line.
     """
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe in its place would wait for somebody to write
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # opening a pipe would wait for a writer
     with open(handle, "rb") as file:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise ValueError("it is no ordinary file")
+            raise ValueError("it is not a regular file")
         data = file.read(_LARGEST_FILE + 1)
     if len(data) > _LARGEST_FILE:
         raise ValueError(f"it is larger than {_LARGEST_FILE} bytes")
     try:
         found = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is no JSON: {' '.join(str(error).split())[:80]}") from None
+        raise ValueError(f"it is not JSON: {' '.join(str(error).split())[:80]}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"it holds {display(found)} and no object")
+        raise ValueError(f"it holds {display(found)}, not an object")
     if found.get("format") != FORMAT:
         raise ValueError(f"its format is {display(found.get('format'))}, expected {FORMAT}")
     if not isinstance(session := found.get("session"), str):
         raise ValueError(f"its session is {display(session)}")
     unknown = found.keys() - {"format", "session", *vars(DetailRequest())}
     if unknown:
-        raise ValueError(f"it says {display(sorted(unknown))}, which is not known")
-    change = detail_request(**{name: value for name, value in found.items() if name not in ("format", "session")})
-    if not change.number:
+        raise ValueError(f"it has unknown fields {display(sorted(unknown))}")
+    request = detail_request(**{name: value for name, value in found.items() if name not in ("format", "session")})
+    if not request.number:
         raise ValueError("it has no number")
-    return change, session
+    return request, session
 
 
-def numbered(change: DetailRequest, number: int) -> DetailRequest:
-    """The same under another number."""
-    return replace(change, number=number)
+def numbered(request: DetailRequest, number: int) -> DetailRequest:
+    """The same request with another number."""
+    return replace(request, number=number)

@@ -1,4 +1,4 @@
-"""Whether a run still goes on: what its file tells of that, looked up and not read through."""
+"""Whether a run is still alive, from a quick look at its file."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from .writer import open_to_read
+from .file import open_to_read
 
-#: A run whose last record is younger than this many seconds, or than so many times what usually lies between two, looks alive.
+#: A run looks alive if its last record is younger than this, in seconds, or than this multiple of the usual interval.
 _FRESH, _TIMES = 60.0, 5.0
-#: Records that tell what is usual.
+#: Number of last records that give the usual interval.
 _LOOKED_AT = 20
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """What is known of a run at this moment.
+    """What is known about a run now.
 
     Attributes:
-        meta: facts about it.
-        step: its last record; None without any.
-        age: seconds since that was made, by the clock of this machine.
-        usual: seconds that usually lie between two records, as far as the last ones and the cadence tell; None where they do not.
+        meta: facts about the run.
+        step: of its last record; None without any.
+        age: seconds since that record, by this machine's clock.
+        usual: usual seconds between two records, from the last ones and the cadence; None if unknown.
     """
 
     meta: Mapping[str, Any]
@@ -36,12 +36,12 @@ class RunStatus:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its monitor has said so; one that was killed has not."""
+        """Whether its monitor has reported the end; a killed run has not."""
         return bool(self.meta.get("tune", {}).get("ended"))
 
     @property
     def looks_alive(self) -> bool | None:
-        """Whether its last record is as young as they usually are; None where that cannot be told."""
+        """Whether its last record is as recent as usual; None if unknown."""
         if self.has_ended:
             return False
         if self.step is None or (self.usual is None and self.age > _FRESH):
@@ -60,11 +60,11 @@ class RunStatus:
 
 
 def run_status(path: str | os.PathLike[str]) -> RunStatus:
-    """Feel the pulse of the run in ``path``. Takes a millisecond, however long the run is.
+    """Read the liveness of the run in ``path``. Takes a millisecond, however long the run is.
 
     Raises:
         FileNotFoundError: there is no run in it.
-        ValueError: its file is not one of ours, or cannot be read.
+        ValueError: its file is not one of this package, or cannot be read.
     """
     db, meta = open_to_read(path)
     with contextlib.closing(db):
@@ -75,20 +75,20 @@ def run_status(path: str | os.PathLike[str]) -> RunStatus:
 
 
 def _usual(meta: Mapping[str, Any], last: Sequence[tuple[int, float]]) -> float | None:
-    """What lies between two of the ``last`` records, newest first, or between steps of the cadence in force, whichever is more."""
+    """The interval between the ``last`` records, newest first, or between steps of the current cadence, whichever is longer."""
     gaps = sorted(abs(later - earlier) for (_, later), (_, earlier) in pairwise(last))
     if not gaps:
         return None
     usual = gaps[len(gaps) // 2]
     (newest, now), (oldest, then) = last[0], last[-1]
     every = (meta.get("tune", {}).get("in_force") or {}).get("every") or meta.get("every")
-    if every is not None and newest > oldest:  # those under a live change come closer together than those after it
+    if every is not None and newest > oldest:  # under a live request records come closer together than after it
         usual = max(usual, every * (now - then) / (newest - oldest))
     return usual
 
 
 def duration(seconds: float) -> str:
-    """A length of time for people.
+    """A duration as text.
 
     >>> duration(0.0412), duration(75), duration(7300), duration(200000)
     ('41 ms', '75 s', '2.0 h', '2.3 days')

@@ -1,55 +1,51 @@
-"""Read a run directory, of a run that has ended, still goes on, or was killed."""
+"""Read a run directory, of a run that has ended, is still running, or was killed."""
 
 from __future__ import annotations
 
-import json
 import os
 import sqlite3
-import sys
-from array import array
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..core import keys as n
-from ..core.errors import display, nearest
+from ..core.errors import display
 from ..core.keys import Key, format_key, parse_key
 from ..core.model_order import ModelOrder
-from ..core.moments import ALWAYS, VIEWS, Column
 from ..core.records import SpikeEvent, StatsTable, StepRecord
-from ..step.plan import evaluate_view, value_in
-from .scan import RunScan, events_in
+from ..step.plan import value_in
+from .file import open_to_read, stored_meta
+from .layouts import Layouts
+from .scan import RunScan, events_in, stored_keys
+from .series import SeriesReader
 from .stats_series import StatsSeries
 from .step_index import StepIndex
-from .window import LAYER_SOURCES, Window, WindowReader, is_of_layer
-from .writer import open_to_read, stored_meta, unpack
-
-_ROWS = "SELECT segment, step, columns, tensors, counts, same_as, data FROM rows JOIN layouts ON layout = id"
+from .window import Window, WindowReader
 
 
 class RunReader:
-    """A run on disk. Where a run was resumed or rolled back, later segments take the place of the steps that they repeat."""
+    """A run on disk. If it was resumed or rolled back, later segments replace the steps that they repeat."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(f"path must be a run directory, got {display(path)}")
         self._db, self.meta = open_to_read(path)
         self.path = Path(path)
-        self._tensors: dict[int, str] = {}
         self._index = StepIndex(self._db)
         self._index.look()
-        self._segment_of = self._index.segment_of
-        self._bulk = RunScan(self._db, self._index, self._names)
-        self._windows = WindowReader(self._db, self._index, self._names)
+        self._layouts = Layouts(self._db)
+        self._scan = RunScan(self._db, self._index, self._layouts)
+        self._windows = WindowReader(self._db, self._index, self._layouts)
+        self._series = SeriesReader(self._db, self._index, self._layouts, self._scan)
 
     def refresh(self) -> int | None:
-        """Look at what was written since the run was opened, or since the last look, at a cost that does not grow with the run.
+        """Read what was written since the last look, at a cost that does not grow with the run.
 
         Returns:
-            The first step that may be new or changed, such as the last one known, which what is logged late amends, or the one that a
-            rollback went back to; None where nothing was written.
+            The first step that may be new or changed; None if nothing was written. A late value changes the last known step, and a
+            rollback all steps from its target on.
         """
         first = self._index.look()
         if first is not None:
@@ -63,21 +59,21 @@ class RunReader:
 
     @property
     def segments(self) -> list[tuple[int, int]]:
-        """The first and the last step of what was written without a break; each begins where the run was taken back to."""
+        """First and last step of each unbroken part; each part begins where the run was rewound to."""
         return [(first, last) for _, first, last in self._index.spans(None, len(self._index.steps))]
 
     @property
     def sources(self) -> list[str]:
-        """The sources that have statistics in some step."""
-        there = {source for (source,) in self._db.execute("SELECT DISTINCT source FROM layouts").fetchall()}
+        """The sources with statistics in any step."""
+        there = self._layouts.sources()
         return [source for source in n.TENSOR_SOURCES if source in there]
 
     def tensors(self, source: str) -> list[str]:
-        """The tensors that have statistics of ``source`` in some step, in model order."""
+        """The tensors with statistics of ``source`` in any step, in model order."""
         return self.in_model_order(source, self._measured(source))
 
     def tensors_as_measured(self, source: str) -> list[str]:
-        """The same in the order in which they were measured: outputs in the order of the calls."""
+        """The same in the order of measurement: outputs in the order of the calls."""
         return list(dict.fromkeys(name for names in sorted(self._measured(source), key=len, reverse=True) for name in names))
 
     def in_model_order(self, source: str, measured: Iterable[Sequence[str]]) -> list[str]:
@@ -85,21 +81,19 @@ class RunReader:
         return ModelOrder(self.meta.get("parameters", ()), self.meta.get("kinds", ())).sorted(source, measured)
 
     def _measured(self, source: str) -> list[tuple[str, ...]]:
-        """The tensors of each layout of ``source``."""
-        layouts = self._db.execute("SELECT tensors FROM layouts WHERE source = ? ORDER BY id", (source,)).fetchall()
-        return [self._names(tensors) for (tensors,) in layouts]
+        return [layout.names for layout in self._layouts.of_source(source).values()]
 
     @property
     def scalars(self) -> list[Key]:
-        """The keys of all values but built-in statistics of tensors: of the whole model, custom metrics, and what was logged by hand."""
-        return list(self._windows.keys().values())
+        """The keys of all values that are not built-in statistics of tensors: of the whole model, custom metrics, logged values."""
+        return list(stored_keys(self._db).values())
 
     @property
     def events(self) -> list[SpikeEvent]:
-        """What the detectors found, in order."""
+        """The spikes, in order."""
         found: list[SpikeEvent] = []
         for segment, step, text in self._db.execute("SELECT segment, step, events FROM steps WHERE events != '[]' ORDER BY step"):
-            if self._segment_of.get(step) == segment:
+            if self._index.segment_of.get(step) == segment:
                 found += events_in(text)
         return found
 
@@ -109,25 +103,20 @@ class RunReader:
         Raises:
             KeyError: the step is not in the run.
         """
-        time, applied, context = self._db.execute(
-            "SELECT time, applied, context FROM steps WHERE segment = ? AND step = ?", self._where(step)
-        ).fetchone()
-        return {"time": time, "applied": bool(applied), **json.loads(context)}
+        facts = self._at(step).facts[step]
+        del facts["events"]
+        return facts
 
     def metrics(self, step: int) -> dict[str, float]:
-        """All scalars of a step: whole-model values, custom metrics, what was logged by hand.
+        """All scalars of a step: whole-model values, custom metrics, logged values.
 
         Raises:
             KeyError: the step is not in the run.
         """
-        rows = self._db.execute(
-            "SELECT source, name, metric, value FROM scalars JOIN keys ON key = id WHERE segment = ? AND step = ?",
-            self._where(step),
-        )
-        return {format_key(Key(*key)): float(value) for *key, value in rows}
+        return {format_key(key): value for key, value in self._at(step).scalars(step).items()}
 
     def value(self, signal: str, step: int) -> float | None:
-        """The value of one key in a step, or of a whole-model value by its name; None where there is none.
+        """The value of a key in a step, or of a whole-model value by its name; None if there is none.
 
         Raises:
             KeyError: the step is not in the run.
@@ -137,139 +126,75 @@ class RunReader:
         return value_in(self.table(key.source, step), key) if found is None and key.source in n.TENSOR_SOURCES else found
 
     def table(self, source: str, step: int) -> StatsTable | None:
-        """The statistics of ``source`` in a step, or None where they were not measured.
+        """The statistics of ``source`` in a step, or None if they were not measured.
 
         Raises:
             KeyError: the step is not in the run.
         """
-        row = self._db.execute(f"{_ROWS} WHERE segment = ? AND step = ? AND source = ?", (*self._where(step), source)).fetchone()
-        return None if row is None else self._table(*row)
+        return self._at(step).table(source, step)
 
     def records(self, since: int | None = None, wanted: Callable[[Key], bool] | None = None) -> Iterator[StepRecord]:
-        """The steps from ``since`` on, ascending, in one go, without statistics; for these see :meth:`stacks`.
+        """The steps from ``since`` on, ascending, without statistics; for these see :meth:`stacks`.
 
         Args:
             since: leave out earlier steps.
-            wanted: says by key which values are read; by default all of them are.
+            wanted: which keys to read; by default all.
         """
-        return self._bulk.records(since, wanted)
+        return self._scan.records(since, wanted)
 
     def stacks(self, source: str, since: int | None = None) -> Iterator[StatsSeries]:
         """The statistics of ``source`` in the steps from ``since`` on that have them, ascending, some hundred steps at a time."""
-        return self._bulk.stacks(source, since)
+        return self._scan.stacks(source, since)
 
     def window(self, steps: Iterable[int]) -> Window:
-        """All that is known of some steps, values as matrices; steps that the run does not have are left out."""
+        """All values of some steps, as matrices; steps that the run does not have are left out."""
         return self._windows.read(steps)
 
+    def _check_step(self, step: int) -> None:
+        if step not in self._index.segment_of:
+            raise KeyError(f"step {step} is not in the run; its {len(self._index.steps)} monitored steps are {self._span()}")
+
+    def _at(self, step: int) -> Window:
+        self._check_step(step)
+        return self.window([step])
+
     def rng_state(self, step: int) -> dict[str, torch.Tensor]:
-        """The states of torch's random generators at the beginning of a step with a spike, by device: for ``torch.set_rng_state``.
+        """The states of torch's random generators at the beginning of a step with a spike, by device, for ``torch.set_rng_state``.
 
         Raises:
-            KeyError: the step is not in the run, or none was kept because it had no spike.
+            KeyError: the step is not in the run, or it had no spike.
         """
-        states = self._states(self._where(step))
+        self._check_step(step)
+        where = (self._index.segment_of[step], step)
+        try:
+            states = self._db.execute("SELECT device, state FROM rng WHERE segment = ? AND step = ?", where).fetchall()
+        except sqlite3.OperationalError:  # early files have no such table
+            states = []
         if not states:
             raise KeyError(f"no random state is kept of step {step}: only steps with a spike have one")
         return {device: torch.tensor(list(state), dtype=torch.uint8, device="cpu") for device, state in states}
 
-    def _states(self, where: tuple[int, int]) -> list[tuple[str, bytes]]:
-        try:
-            return self._db.execute("SELECT device, state FROM rng WHERE segment = ? AND step = ?", where).fetchall()
-        except sqlite3.OperationalError:  # a run of before these were kept
-            return []
-
-    def _table(self, segment: int, step: int, mask: int, tensors: bytes, counts: bytes, same_as: str, data: bytes) -> StatsTable:
-        if same_as:
-            of = self._db.execute(f"{_ROWS} WHERE segment = ? AND step = ? AND source = ?", (segment, step, same_as)).fetchone()
-            whole, kept = self._table(*of), set(self._names(tensors))
-            rows = [row for row, name in enumerate(whole.names) if name in kept]
-            return StatsTable(tuple(whole.names[row] for row in rows), whole.rows[rows], whole.columns)
-        return unpack(data, self._names(tensors), frozenset(c for c in Column if mask >> c & 1), counts)
-
-    def _names(self, tensors: bytes) -> tuple[str, ...]:
-        ids = array("I")
-        ids.frombytes(tensors)
-        if sys.byteorder == "big":
-            ids.byteswap()
-        if not self._tensors.keys() >= set(ids):
-            self._tensors = dict(self._db.execute("SELECT id, name FROM tensors"))
-        return tuple(self._tensors[i] for i in ids)
-
     def series(self, key: str) -> dict[int, float]:
         """Value by step for one key, such as ``gradmon/grad_norm`` or ``gradient_before_clip/h.0.attn.weight/std``.
 
-        Any built-in metric of any tensor whose statistics were stored can be asked for. Steps without the value are left out.
+        Any built-in metric of a tensor with stored statistics is available. Steps without the value are left out.
 
         Raises:
-            KeyError: nothing in the run has this key.
+            KeyError: the run has no value for this key.
         """
-        wanted = parse_key(key)
-        # a value logged by hand may have a name that looks like one of ours
-        found = self._scalars(wanted) or self._scalars(Key("", key, ""))
-        if wanted.metric in VIEWS:  # what was stored as a value in some steps may follow from statistics in others
-            found = dict(sorted({**self._from_rows(wanted, found), **found}.items()))
-        if not found:
-            raise KeyError(f"the run has no values for {key!r}{nearest(key, self.keys())}")
-        return found
-
-    def _scalars(self, key: Key) -> dict[int, float]:
-        rows = self._db.execute(
-            "SELECT segment, step, value FROM scalars JOIN keys ON key = id "
-            "WHERE source = ? AND name = ? AND metric = ? ORDER BY step",
-            key,
-        )
-        return {step: float(value) for segment, step, value in rows if self._segment_of.get(step) == segment}
-
-    def _from_rows(self, wanted: Key, known: Container[int]) -> dict[int, float]:
-        """From the statistics of the steps that are not ``known``."""
-        view, found = VIEWS[wanted.metric], {}
-        for row in self._db.execute(f"{_ROWS} WHERE source = ? ORDER BY step", (wanted.source,)).fetchall():
-            segment, step = row[:2]
-            if step in known or self._segment_of.get(step) != segment:
-                continue
-            table = self._table(*row)
-            if wanted.name in table.names and view.columns <= table.columns | ALWAYS:
-                position = table.names.index(wanted.name)
-                there, value = evaluate_view(view, table.rows[position : position + 1])
-                if there[0]:
-                    found[step] = value[0]
-        return found
+        return self._series.values(key, self.keys)
 
     def keys(self) -> list[str]:
-        """Every key that :meth:`series` answers: values of the whole model and what was logged, then tensors in model order."""
-        scalars = self.scalars
-        keys = [key for key in scalars if not is_of_layer(key)]
-        for source in LAYER_SOURCES:
-            keys += self._keys_of(source, [key for key in scalars if key.source == source and is_of_layer(key)])
-        return list(dict.fromkeys(map(format_key, keys)))
+        """Every key that :meth:`series` accepts: whole-model and logged values, then tensors in model order."""
+        return self._series.keys(self.in_model_order)
 
-    def _keys_of(self, source: str, own: Sequence[Key]) -> Iterator[Key]:
-        """The keys of one source; ``own`` are those of values that are stored as such."""
-        metrics: dict[str, dict[str, None]] = {}
-        orders = [tuple(key.name for key in own)]
-        for mask, tensors in self._db.execute("SELECT columns, tensors FROM layouts WHERE source = ?", (source,)).fetchall():
-            columns = {c for c in Column if mask >> c & 1} | ALWAYS
-            views = dict.fromkeys(metric for metric, view in VIEWS.items() if view.columns <= columns)
-            orders.append(self._names(tensors))
-            for name in orders[-1]:
-                metrics.setdefault(name, {}).update(views)
-        for key in own:
-            metrics.setdefault(key.name, {})[key.metric] = None
-        return (Key(source, name, metric) for name in self.in_model_order(source, orders) for metric in metrics[name])
-
-    def _where(self, step: int) -> tuple[int, int]:
-        if step not in self._segment_of:
-            steps = self.steps
-            span = f"{steps[0]} to {steps[-1]}" if steps else "none"
-            raise KeyError(f"step {step} is not in the run; its {len(steps)} monitored steps are {span}")
-        return self._segment_of[step], step
+    def _span(self) -> str:
+        steps = self._index.steps
+        return f"{steps[0]} to {steps[-1]}" if steps else "none"
 
     def close(self) -> None:
         """Close the file."""
         self._db.close()
 
     def __repr__(self) -> str:
-        steps = self.steps
-        span = f"{steps[0]} to {steps[-1]}" if steps else "none"
-        return f"{type(self).__name__}({len(steps)} steps: {span}, {len(self.events)} events)"
+        return f"{type(self).__name__}({len(self._index.steps)} steps: {self._span()}, {len(self.events)} events)"

@@ -1,4 +1,4 @@
-"""Which steps a run's file has, kept up to date by reading what is new only."""
+"""Which steps a run's file has, kept up to date by reading only what is new."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from collections.abc import Iterator
 
 
 class StepIndex:
-    """The steps of a file and the segment of each. A segment takes the place of what earlier ones have from its first step on.
+    """The steps of a file and the segment of each. A segment replaces the steps of earlier ones from its own first step on.
 
     Args:
-        db: the file; no other thread uses it, and no transaction is left open on it, which would keep a writer's log from being
-            emptied.
+        db: the file; used by this thread only. No transaction is left open on it, since that would keep a writer from truncating its log.
     """
 
     def __init__(self, db: sqlite3.Connection) -> None:
@@ -23,29 +22,28 @@ class StepIndex:
         self.segment_of: dict[int, int] = {}
 
     def look(self) -> int | None:
-        """Look at what was written since the last look.
+        """Read what was written since the last look.
 
         Returns:
-            The first step that may be new or changed, such as the last one, which what is logged late amends; None where nothing was
-            written.
+            The first step that may be new or changed; None if nothing was written. The last step may change by a late value.
         """
         (version,) = self._db.execute("PRAGMA data_version").fetchone()
         if version == self._version:
             return None
-        self._db.execute("BEGIN")  # so that all of it is seen as it was at one time
+        self._db.execute("BEGIN")  # a consistent snapshot
         try:
-            first = min([self._take(segment, first) for segment, first in self._news()], default=None)
+            first = min([self._take(segment, first) for segment, first in self._changes()], default=None)
         finally:
             self._db.rollback()
         self._version = version
         return first
 
-    def _news(self) -> Iterator[tuple[int, int]]:
-        """Segments that were written to, and the first step from which on each has to be read."""
+    def _changes(self) -> Iterator[tuple[int, int]]:
+        """Segments that were written to, and the first step to read from each."""
         written = self._written()
         if self.steps:
             yield self._segment, min(self.steps[-1], written.get(self._segment, self.steps[-1]))
-        begins = self._told_begins()
+        begins = self._declared_begins()
         while True:
             (segment,) = self._db.execute("SELECT MIN(segment) FROM steps WHERE segment > ?", (self._segment,)).fetchone()
             if segment is None:
@@ -54,24 +52,24 @@ class StepIndex:
             yield segment, min(first, begins.get(segment, first))
 
     def _written(self) -> dict[int, int]:
-        """By segment the first step whose statistics were written since: also that of one which a spike made interesting later."""
+        """By segment, the first step with new statistics; an older one if it was recorded before a spike and added later."""
         before, self._rowid = self._rowid, self._db.execute("SELECT IFNULL(MAX(rowid), 0) FROM rows").fetchone()[0]
         if not self.steps:
             return {}
-        # the plus keeps SQLite from walking over all rows in the order of an index
+        # the plus keeps SQLite from scanning the whole table in the order of an index
         return dict(
             self._db.execute("SELECT segment, MIN(step) FROM rows WHERE rowid > ? GROUP BY +segment", (before,)).fetchall()
         )
 
-    def _told_begins(self) -> dict[int, int]:
-        """The first step of segments whose beginning was no monitored step, as far as it was written down."""
+    def _declared_begins(self) -> dict[int, int]:
+        """First steps of segments that begin at a step which was not monitored."""
         try:
             return dict(self._db.execute("SELECT segment, first FROM segments").fetchall())
-        except sqlite3.OperationalError:  # a run of before these were kept
+        except sqlite3.OperationalError:  # early files have no such table
             return {}
 
     def _take(self, segment: int, first: int) -> int:
-        """From ``first`` on the steps are those of ``segment``."""
+        """Assign the steps from ``first`` on to ``segment``."""
         cut = bisect_left(self.steps, first)
         for step in self.steps[cut:]:
             del self.segment_of[step]
@@ -82,7 +80,7 @@ class StepIndex:
         return first
 
     def spans(self, since: int | None, most: int) -> Iterator[tuple[int, int, int]]:
-        """The steps from ``since`` on in parts, ascending: segment, first and last step. ``most`` steps each at most."""
+        """The steps from ``since`` on in parts of ``most`` steps or fewer, ascending: segment, first and last step."""
         at = 0 if since is None else bisect_left(self.steps, since)
         while at < len(self.steps):
             segment = self.segment_of[self.steps[at]]

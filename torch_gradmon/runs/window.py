@@ -1,12 +1,11 @@
-"""Several steps of a run at once: values as matrices of steps by keys, where one step after the other would take too long."""
+"""Read some steps of a run at once, with values as matrices of steps by keys."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -16,19 +15,21 @@ from torch import Tensor
 from ..core import validation as check
 from ..core.keys import ATTENTION_SOURCES, TENSOR_SOURCES, Key
 from ..core.moments import ALWAYS, VIEWS, WIDTH, Column
-from .scan import TableLayout, stored_keys
+from ..core.records import StatsTable
+from .layouts import Layouts, TableLayout
+from .scan import stored_keys
 from .step_index import StepIndex
-from .writer import unpack_steps
+from .value_matrix import ValueMatrix, empty_matrix
 
-#: Sources whose keys name a tensor, or a module of attention and its heads.
+#: Sources whose keys name a tensor, or an attention module and its heads.
 LAYER_SOURCES = (*TENSOR_SOURCES, *ATTENTION_SOURCES.values())
-#: Beside the built-ins of a tensor: the number of its elements.
+#: The number of elements, next to the built-in metrics of a tensor.
 COUNT = "count"
 
 
 @contextlib.contextmanager
 def single_threaded() -> Iterator[None]:
-    """Many operations on some megabytes: threads would hardly gain anything, and where others use the cores lose tenfold."""
+    """Use one thread: for many operations on a few megabytes threads gain little, and on busy cores they cost tenfold."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -38,10 +39,10 @@ def single_threaded() -> Iterator[None]:
 
 
 def between(steps: Sequence[int], first: int | None, last: int | None) -> list[int]:
-    """Those from ``first`` to ``last``; None for no bound.
+    """The steps from ``first`` to ``last``, inclusive; None for no bound.
 
     Raises:
-        ValueError: a bound is not the number of a step.
+        TypeError, ValueError: a bound is not a step number.
     """
     for name, value in (("first", first), ("last", last)):
         if value is not None:
@@ -49,93 +50,42 @@ def between(steps: Sequence[int], first: int | None, last: int | None) -> list[i
     return [step for step in steps if (first is None or step >= first) and (last is None or step <= last)]
 
 
-@dataclass(frozen=True)
-class ValueMatrix:
-    """Values of some steps.
-
-    Attributes:
-        keys: what each column is.
-        values: float64 ``[steps, keys]``; NaN where there is none.
-        there: which of them there are, booleans: a value that is there may be NaN.
-    """
-
-    keys: tuple[Key, ...]
-    values: Tensor
-    there: Tensor
-
-    def columns(self, chosen: Sequence[int]) -> ValueMatrix:
-        """The columns of these numbers."""
-        if tuple(chosen) == tuple(range(len(self.keys))):
-            return self
-        return ValueMatrix(tuple(self.keys[column] for column in chosen), self.values[:, chosen], self.there[:, chosen])
-
-    def with_absent(self, keys: Sequence[Key]) -> ValueMatrix:
-        """The same with columns behind it of which there is nothing."""
-        if not keys:
-            return self
-        count = len(keys)
-        return ValueMatrix((*self.keys, *keys), _padded(self.values, count, torch.nan), _padded(self.there, count, False))
-
-    def overlaid(self, other: ValueMatrix) -> ValueMatrix:
-        """Its values, and where ``other`` has one, that instead; keys that only ``other`` has come behind."""
-        place = {key: column for column, key in enumerate(dict.fromkeys((*self.keys, *other.keys)))}
-        new = len(place) - len(self.keys)
-        values, there = _padded(self.values, new, torch.nan), _padded(self.there, new, False)
-        columns = torch.tensor([place[key] for key in other.keys], dtype=torch.int64, device="cpu")
-        values[:, columns] = torch.where(other.there, other.values, values[:, columns])
-        there[:, columns] |= other.there
-        return ValueMatrix(tuple(place), values, there)
-
-
 class WindowReader:
-    """Reads windows of what an index knows of.
+    """Reads windows of steps that an index knows.
 
     Args:
         db: the file.
         index: its steps.
-        names_of: the names of the tensors that a layout has.
+        layouts: of its statistics.
     """
 
-    def __init__(self, db: sqlite3.Connection, index: StepIndex, names_of: Callable[[bytes], tuple[str, ...]]) -> None:
-        self._db, self._index, self._names_of = db, index, names_of
-        self._layouts: dict[int, tuple[str, TableLayout]] = {}
-
-    def keys(self) -> dict[int, Key]:
-        """The keys of the values that are stored as such, by their numbers."""
-        return stored_keys(self._db)
+    def __init__(self, db: sqlite3.Connection, index: StepIndex, layouts: Layouts) -> None:
+        self._db, self._index, self._layouts = db, index, layouts
 
     def read(self, steps: Iterable[int]) -> Window:
-        """See :meth:`torch_gradmon.analysis.run.Run.window`."""
+        """See :meth:`torch_gradmon.runs.reader.RunReader.window`."""
         of_segment: dict[int, list[int]] = {}
         for step in sorted(self._index.segment_of.keys() & set(steps)):
             of_segment.setdefault(self._index.segment_of[step], []).append(step)
-        found = Window(sorted(step for some in of_segment.values() for step in some), self.keys())
+        found = Window(sorted(step for some in of_segment.values() for step in some), stored_keys(self._db))
         for segment, some in of_segment.items():
             where = f"WHERE segment = {segment} AND step IN ({', '.join(map(str, some))})"
             found.take_facts(self._db.execute(f"SELECT step, time, applied, context, events FROM steps {where}").fetchall())
             found.take_scalars(self._db.execute(f"SELECT step, key, value FROM scalars {where}").fetchall())
             rows = self._db.execute(f"SELECT step, layout, data FROM rows {where}").fetchall()
-            found.take_rows([(step, *self._layout(number), data) for step, number, data in rows])
+            found.take_rows([(step, *self._layouts.of(number), data) for step, number, data in rows])
         return found
-
-    def _layout(self, number: int) -> tuple[str, TableLayout]:
-        if number not in self._layouts:
-            query = "SELECT source, tensors, columns, counts, same_as FROM layouts WHERE id = ?"
-            source, tensors, mask, counts, same_as = self._db.execute(query, (number,)).fetchone()
-            layout = TableLayout(self._names_of(tensors), frozenset(c for c in Column if mask >> c & 1), counts, same_as)
-            self._layouts[number] = source, layout
-        return self._layouts[number]
 
 
 class Window:
-    """What a run knows of some steps.
+    """All values of some steps.
 
     Args:
         steps: ascending.
-        keys: of the values that are stored as such, by their numbers.
+        keys: of stored values, by their ids.
 
     Attributes:
-        facts: by step what :meth:`torch_gradmon.analysis.run.Run.context` has, and the events as they are stored.
+        facts: by step what :meth:`torch_gradmon.runs.reader.RunReader.context` returns, and the stored events.
     """
 
     def __init__(self, steps: Sequence[int], keys: Mapping[int, Key]) -> None:
@@ -147,16 +97,16 @@ class Window:
         self._packed: dict[str, dict[int, tuple[TableLayout, bytes]]] = {}
 
     def take_facts(self, rows: Iterable[tuple[int, float, int, str, str]]) -> None:
-        """Step, time, whether it was applied, context and events, as they are stored."""
+        """Add stored rows of step, time, whether it was applied, context and events."""
         for step, time, applied, context, events in rows:
             self.facts[step] = {"time": time, "applied": bool(applied), **json.loads(context), "events": events}
 
     def take_scalars(self, rows: Iterable[tuple[int, int, float | str]]) -> None:
-        """Step, number of the key, and value, as they are stored."""
+        """Add stored rows of step, id of the key, and value."""
         self._scalars += rows
 
     def take_rows(self, rows: Iterable[tuple[int, str, TableLayout, bytes]]) -> None:
-        """Step, source, layout and packed statistics, as they are stored; all those of a step at once."""
+        """Add stored rows of step, source, layout and packed statistics; all rows of a step at once."""
         found: dict[str, dict[int, tuple[TableLayout, bytes]]] = {}
         for step, source, layout, data in rows:
             found.setdefault(source, {})[step] = (layout, data)
@@ -165,19 +115,28 @@ class Window:
             for step, (layout, data) in of_steps.items():
                 known[step] = _part_of(*found[layout.same_as][step], layout.names) if layout.same_as else (layout, data)
 
+    def scalars(self, step: int) -> dict[Key, float]:
+        """The stored values of one step."""
+        return {self._keys[key]: float(value) for known, key, value in self._scalars if known == step}
+
+    def table(self, source: str, step: int) -> StatsTable | None:
+        """The statistics of a source in one step, or None."""
+        found = self._packed.get(source, {}).get(step)
+        return None if found is None else found[0].table(found[1])
+
     def is_like(self, other: Window, source: str) -> bool:
-        """Whether all that is stored of the tensors of ``source`` is the same byte for byte, as in runs that do the same."""
+        """Whether the stored statistics of ``source`` are equal byte for byte."""
         own, theirs = self._packed.get(source, {}), other._packed.get(source, {})
         return own == theirs and not self._own(source) and not other._own(source)
 
     @property
     def sources(self) -> list[str]:
-        """The sources of tensors, and of heads of attention, of which anything is known, in the order of :data:`LAYER_SOURCES`."""
+        """The sources of tensors and attention heads with any value, in the order of :data:`LAYER_SOURCES`."""
         custom = {key.source for key in self._scalar_sheet.keys if is_of_layer(key)}
         return [source for source in LAYER_SOURCES if source in self._packed or source in custom]
 
     def sheet(self, source: str) -> ValueMatrix:
-        """All metrics of a source, built-in and other ones; key by key what ``Run.series`` has, and the numbers of elements."""
+        """All metrics of a source, as ``RunReader.series`` returns them by key, and the numbers of elements."""
         own, statistics = self._own(source), self._statistics(source)
         return statistics.overlaid(self._scalar_sheet.columns(own)) if own else statistics
 
@@ -186,14 +145,14 @@ class Window:
 
     @cached_property
     def others(self) -> ValueMatrix:
-        """What is of no layer: values of the whole model, and what was logged by hand."""
+        """Whole-model values and logged values."""
         return self._scalar_sheet.columns([c for c, key in enumerate(self._scalar_sheet.keys) if not is_of_layer(key)])
 
     @cached_property
     def _scalar_sheet(self) -> ValueMatrix:
         numbers = sorted({key for _, key, _ in self._scalars})
         place = {key: column for column, key in enumerate(numbers)}
-        values, there = self._empty(len(numbers))
+        values, there = empty_matrix(len(self.steps), len(numbers))
         if self._scalars:
             steps, keys, found = zip(*self._scalars, strict=True)
             at = torch.tensor([[self._row[s] for s in steps], [place[k] for k in keys]], dtype=torch.int64, device="cpu")
@@ -208,7 +167,7 @@ class Window:
         names = {name: at for at, name in enumerate(dict.fromkeys(name for layout in groups for name in layout.names))}
         measured = frozenset(column for layout in groups for column in layout.columns) | ALWAYS
         metrics = [metric for metric, view in VIEWS.items() if view.columns <= measured] if groups else []
-        values, there = self._empty(len(metrics) + bool(groups), len(names))
+        values, there = empty_matrix(len(self.steps), len(metrics) + bool(groups), len(names))
         for layout, of_steps in groups.items():
             at = torch.tensor([row for row, _ in of_steps], device="cpu").unsqueeze(1)
             columns = torch.tensor([names[name] for name in layout.names], dtype=torch.int64, device="cpu")
@@ -224,13 +183,6 @@ class Window:
             there[at, -1, columns] = True
         return ValueMatrix(_keys(source, tuple(names), (*metrics, COUNT)), values.flatten(1), there.flatten(1))
 
-    def _empty(self, *columns: int) -> tuple[Tensor, Tensor]:
-        shape = (len(self.steps), *columns)
-        return (
-            torch.full(shape, torch.nan, dtype=torch.float64, device="cpu"),
-            torch.zeros(shape, dtype=torch.bool, device="cpu"),
-        )
-
 
 @lru_cache(maxsize=256)
 def _keys(source: str, names: tuple[str, ...], metrics: tuple[str, ...]) -> tuple[Key, ...]:
@@ -238,18 +190,17 @@ def _keys(source: str, names: tuple[str, ...], metrics: tuple[str, ...]) -> tupl
 
 
 def is_of_layer(key: Key) -> bool:
-    """Whether it is a metric of a tensor, or of a head of attention, and not of the whole model."""
+    """Whether it is a metric of a tensor or an attention head, not of the whole model."""
     return key.source in LAYER_SOURCES and bool(key.name)
 
 
 def _unpacked(layout: TableLayout, blobs: Sequence[bytes]) -> Tensor:
-    """The rows of several steps, one after the other; columns stand together, since that is how views read them."""
-    rows = unpack_steps(b"".join(blobs), len(blobs), len(layout.names), layout.columns, layout.counts)
-    return rows.reshape(-1, WIDTH).t().contiguous().t()
+    """The rows of several steps, concatenated; stored column by column, since views read columns."""
+    return layout.rows(blobs).reshape(-1, WIDTH).t().contiguous().t()
 
 
 def _part_of(layout: TableLayout, data: bytes, names: Sequence[str]) -> tuple[TableLayout, bytes]:
-    """Of these tensors only."""
+    """Reduce packed statistics to the tensors ``names``."""
     kept = set(names)
     if kept.issuperset(layout.names):
         return layout, data
@@ -258,7 +209,3 @@ def _part_of(layout: TableLayout, data: bytes, names: Sequence[str]) -> tuple[Ta
     counts = b"".join(layout.counts[8 * row : 8 * row + 8] for row in rows)
     part = layout._replace(names=tuple(layout.names[row] for row in rows), counts=counts)
     return part, b"".join(data[width * row : width * (row + 1)] for row in rows)
-
-
-def _padded(values: Tensor, columns: int, fill: float) -> Tensor:
-    return torch.cat([values, values.new_full((len(values), columns), fill)], dim=1)

@@ -1,4 +1,4 @@
-"""What somebody gives as a sink, as a function of values and step; trackers that need more get the sink made for them."""
+"""Turn what the user gives as a sink into a function of values and step, by a sink of this package where one is needed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _METHODS = ("log", "log_metrics", "log_dict")
 
 
 def adapted(sink: Any) -> list[Any]:
-    """``sink``, or what of this package knows how to feed it; one for each tracker of an Accelerator."""
+    """``sink``, or the sink of this package that feeds it; for an Accelerator, one for each tracker."""
     if isinstance(sink, ModuleType):
         of_module = {"wandb": WandbSink, "trackio": TrackioSink, "mlflow": MlflowSink}.get(sink.__name__)
         return [sink if of_module is None else of_module()]
@@ -41,9 +41,7 @@ def adapted(sink: Any) -> list[Any]:
 
 
 def logged_anyhow(sink: Any) -> Container[str]:
-    """Keys that the trackers of an Accelerator get from the loop, as far as one of them feeds a monitor and so knows; it goes on
-    growing.
-    """
+    """Keys that the trackers of an Accelerator get from the loop, if one of the trackers feeds a monitor. The container may grow."""
     known = (
         [tracker.logged_anyhow for tracker in sink.trackers if hasattr(tracker, "logged_anyhow")] if _is_accelerator(sink) else []
     )
@@ -55,20 +53,20 @@ def _is_accelerator(sink: Any) -> bool:
 
 
 def _unwrapped(tracker: Any) -> Any:
-    """What Accelerate's tracker stands before, where there is a sink for that."""
+    """The tracker behind Accelerate's wrapper, if there is a sink for it."""
     if tracker.name == "mlflow":
         return MlflowSink()
     return tracker.tracker if tracker.name in ("wandb", "tensorboard", "trackio", "comet_ml") else tracker
 
 
 def sender(sink: Any) -> Log:
-    """How to give values and a step to ``sink``.
+    """The function that sends values and a step to ``sink``.
 
     Raises:
-        TypeError: it has no method for that and is not callable so.
+        TypeError: it has no such method and is not callable with these arguments.
     """
     methods = [method for name in _METHODS if callable(method := getattr(sink, name, None))]
-    # what has such a method is not meant to be called itself, as a module of Lightning
+    # an object with such a method is not meant to be called itself: a Lightning module is callable
     for function in methods or ([sink] if callable(sink) else []):
         if _takes_values_and_step(function):
             return partial(_call, function)
@@ -82,24 +80,24 @@ def _call(function: Callable[..., object], values: Mapping[str, float], step: in
 
 
 def _takes_values_and_step(function: Callable[..., Any]) -> bool:
-    for follow in (True, False):  # what a decorator says of its function need not be so, as in SwanLab
+    for follow in (True, False):  # a decorator may declare another signature than its function has, as in SwanLab
         try:
             inspect.signature(function, follow_wrapped=follow).bind({}, step=0)
         except TypeError:
             continue
-        except ValueError:  # built in, and says nothing of its arguments
+        except ValueError:  # a built-in function without a signature
             return True
         return True
     return False
 
 
 def closer(sink: Any) -> Callable[[], object] | None:
-    """What writes the rest and closes ``sink``; None where it has nothing of the kind."""
+    """The function that flushes and closes ``sink``, or None."""
     if callable(close := getattr(sink, "close", None)):
         return close  # type: ignore[no-any-return]
     is_of_lightning = type(sink).__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
     save = getattr(sink, "save", None)
-    # a logger that Trainer.fit has finalised would keep what comes after it to itself
+    # a logger that Trainer.fit has finalised would not write later rows by itself
     return save if is_of_lightning and hasattr(sink, "log_metrics") and callable(save) else None
 
 

@@ -1,4 +1,4 @@
-"""Comet, whose experiment keeps one step for everybody."""
+"""Comet, whose experiment has one step for all loggers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ LONGEST = 100
 
 
 class CometSink:
-    """Logs to a Comet experiment, and leaves the step that the script has set as it is.
+    """Logs to a Comet experiment without changing the step that the script has set.
 
-    Comet cuts names at 100 characters; here they stay apart.
+    Comet cuts names at 100 characters; here cut names stay distinct.
 
     Args:
         experiment: a ``comet_ml.Experiment``, online or offline.
@@ -28,7 +28,7 @@ class CometSink:
         """Log ``values``.
 
         Raises:
-            RuntimeError: the experiment has ended; Comet itself would say nothing.
+            RuntimeError: the experiment has ended, which Comet itself would not report.
         """
         if not self.experiment.alive:
             raise RuntimeError("the experiment has ended; detach the monitor before experiment.end()")

@@ -1,10 +1,10 @@
-"""An outlet stands between the monitor and one sink: it filters keys and thins steps; a :class:`Delivery` does the rest."""
+"""One sink with its filter of keys and steps. :class:`Delivery` makes the calls."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,24 +15,50 @@ from .adapters import closer, name_of, sender
 from .delivery import Delivery, PendingCall, ThreadedDelivery
 
 _NORM = "gradmon/grad_norm"
-#: What is put behind the key of the gradient norm for the largest one since the last row.
+#: Suffix of the key for the largest gradient norm since the last row.
 LARGEST = "_max"
+
+
+class _LargestNorm:
+    """The largest gradient norm since the last row."""
+
+    def __init__(self) -> None:
+        self._key: str | None = None
+        self._value = -math.inf
+
+    def add(self, values: Mapping[str, float], chooses: Callable[[str], bool]) -> None:
+        if self._key is None:
+            self._key = next((key for key in values if key.endswith(_NORM) and chooses(key)), None)
+        value = values.get(self._key or "")
+        if value is not None and not (math.isnan(self._value) or value <= self._value):
+            self._value = value  # NaN too, and it stays, so that it is seen
+
+    def take(self) -> dict[str, float]:
+        """The value by its key, for one row."""
+        if self._key is None or self._value == -math.inf:
+            return {}
+        value, self._value = self._value, -math.inf
+        return {self._key + LARGEST: value}
 
 
 class FilteredSink:
     """One sink with its filter.
 
     Args:
-        sink: an object with ``log(dict, step=)`` or ``log_metrics(dict, step=)``, or a callable of the same arguments. If it has
-            a method ``log_spike(event, text)``, that is called for each spike, whatever ``keys`` and ``every`` say.
-        keys: a pattern; only keys in which it is found are sent.
-        every: only steps that are divisible by it are sent. Where that is more than 1, each row has beside
-            ``gradmon/grad_norm`` the largest one since the row before, as ``gradmon/grad_norm_max``.
-        complaints: where failures are reported, each under ``sink:{class}``.
+        sink: an object with ``log(dict, step=)`` or ``log_metrics(dict, step=)``, or a callable with these arguments. Its method
+            ``log_spike(event, text)``, if any, is called for each spike, whatever ``keys`` and ``every`` are.
+        keys: a pattern; only matching keys are sent.
+        every: only steps divisible by it are sent. If above 1, each row also has the largest ``gradmon/grad_norm`` since the row before,
+            as ``gradmon/grad_norm_max``.
+        complaints: gets failures, each under ``sink:{class}``.
         deferred: values may come one step late, so that nothing waits for the device.
         thread: call the sink in a thread of its own.
-        kept: where else lost rows can be found, for the message.
-        without: keys that are never sent, which may become more.
+        kept: where lost rows are stored as well, for the message.
+        without: keys that are never sent; may grow.
+
+    Attributes:
+        given: the object that the sink was made from.
+        is_on_all_ranks: it gets values also on ranks that do not report.
 
     Raises:
         TypeError: ``sink`` is none of these.
@@ -57,15 +83,18 @@ class FilteredSink:
         self.sink = sink
         self.every = every
         self.deferred = deferred
-        self.given = sink  # what it was made from
-        self.is_own = type(sink).__module__.startswith(__package__ or " ")  # which holds nothing of the training
-        self.is_on_all_ranks = False  # whether it has values also where another rank speaks
+        self.given = sink
+        self.is_on_all_ranks = False
         self._log = sender(self.sink)
         self._complaints = complaints
         self._delivery = (ThreadedDelivery if thread else Delivery)(name_of(self.sink), complaints, kept)
-        self._norm: str | None = None
-        self._largest = -math.inf
+        self._largest = _LargestNorm()
         self._lost = 0
+
+    @property
+    def is_of_package(self) -> bool:
+        """Whether the sink is a class of this package, which holds nothing of the training."""
+        return type(self.sink).__module__.startswith(__package__ or " ")
 
     @property
     def dropped(self) -> bool:
@@ -73,44 +102,34 @@ class FilteredSink:
         return self._delivery.dropped
 
     def send(self, values: Mapping[str, float], step: int) -> None:
-        """Give the step's values to the sink. Never raises: a failing sink is tried again with the next step, then dropped."""
+        """Send the step's values. Never raises: a failing sink is retried with the next step, then dropped."""
         if self.every > 1:
-            self._note_norm(values)
+            self._largest.add(values, self._chooses)
             if step % self.every:
                 return
-        chosen = {key: value for key, value in values.items() if self._chooses(key)}
-        if self._norm is not None and self._largest != -math.inf:
-            chosen[self._norm + LARGEST] = self._largest
-            self._largest = -math.inf
+        chosen = {key: value for key, value in values.items() if self._chooses(key)} | self._largest.take()
         self._delivery.put(PendingCall(step, partial(self._log_copy, chosen, step)))
-        # rows that a sink took, kept back, and could keep no longer
+        # a sink may have kept rows back, and lost them later
         lost, self._lost = getattr(self.sink, "lost", 0) - self._lost, getattr(self.sink, "lost", 0)
         if lost:
             self._delivery.lose(lost)
 
     def _log_copy(self, values: dict[str, float], step: int) -> None:
-        self._log(dict(values), step)  # a sink may do with it as it likes, also where it is tried again
+        self._log(dict(values), step)  # a copy, since a sink may change it and fail
 
     def _chooses(self, key: str) -> bool:
         return key not in self._without and (self._keys is None or self._keys.search(key) is not None)
 
-    def _note_norm(self, values: Mapping[str, float]) -> None:
-        if self._norm is None:
-            self._norm = next((key for key in values if key.endswith(_NORM) and self._chooses(key)), None)
-        value = values.get(self._norm or "")
-        if value is not None and not (math.isnan(self._largest) or value <= self._largest):
-            self._largest = value  # also where that is NaN, so that it is seen
-
     def send_spike(self, event: SpikeEvent, text: str) -> None:
-        """Tell the sink of a spike, if it has a method for that. Never raises."""
+        """Send a spike, if the sink has a method for that. Never raises."""
         log_spike = getattr(self.sink, "log_spike", None)
         if callable(log_spike):
             self._delivery.put(PendingCall(event.step, partial(log_spike, event, text), rows=0))
 
     def close(self) -> None:
-        """Send what waits and close the sink where it can be closed. Never raises."""
+        """Send what waits and close the sink, if it can be closed. Never raises."""
         if not self._delivery.close():
-            return  # its thread hangs in it, and closing might hang as well
+            return  # its thread hangs in the sink, and closing might hang as well
         if (close := closer(self.sink)) is not None:
             try:
                 close()

@@ -1,4 +1,4 @@
-"""Histograms among the values of a step, put together again for trackers that can show them."""
+"""Rebuild histograms from the values of a step, for trackers that can show them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _CLASS = re.compile(rf"^(.*{NAME})\.(-?\d+)(/.*)?$")  # in both styles of keys
 
 @dataclass
 class Histogram:
-    """Elements by the logarithm of their magnitude; those that are zero are a value of their own.
+    """Elements by the logarithm of their magnitude, without zeros, which are a value of their own.
 
     Attributes:
         counts: from the lowest class to the highest.
-        edges: ``log2 |x|`` where the classes begin, and where the last one ends.
+        edges: ``log2 |x|`` at the start of each class, and at the end of the last.
     """
 
     counts: list[float] = field(default_factory=lambda: [0.0] * (HIGHEST - LOWEST + 1))
@@ -25,7 +25,7 @@ class Histogram:
 
 
 def without_histograms(values: Mapping[str, float]) -> tuple[dict[str, float], dict[str, Histogram]]:
-    """``values`` without the classes of histograms, and these by their key."""
+    """``values`` without the classes of histograms, and the histograms by key."""
     scalars: dict[str, float] = {}
     found: dict[str, Histogram] = {}
     for key, value in values.items():

@@ -1,4 +1,4 @@
-"""One JSON object per line and step: appendable, readable while the run goes on, and complete up to a crash."""
+"""One JSON object per line and step: appendable, readable during the run, and complete up to a crash."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from ..core.json_numbers import plain
 class JsonlSink:
     """Appends ``{"step": 3, "gradmon/grad_norm": 0.71, ...}`` for each step.
 
-    NaN and infinite values are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, since JSON has no such
-    numbers and readers differ in what they make of them.
+    NaN and infinite values are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, since JSON has no such numbers.
 
     Args:
-        path: the file; its directory is made when missing. An existing file is continued.
+        path: the file; a missing directory is created. An existing file is continued.
 
     Raises:
-        TypeError: ``path`` is no path.
+        TypeError: ``path`` is not a path.
         IsADirectoryError: ``path`` is a directory.
     """
 
@@ -35,7 +34,7 @@ class JsonlSink:
         self._file: IO[str] | None = None
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Append one line and hand it to the operating system, so that it survives the end of this process."""
+        """Append one line and flush it to the operating system, so that it survives a crash of this process."""
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             broken = _ends_within_a_line(self.path)
@@ -43,7 +42,7 @@ class JsonlSink:
             if broken:
                 self._file.write("\n")
         row: dict[str, float | str] = {"step": step, **{key: plain(value) for key, value in values.items()}}
-        row["step"] = step  # also where somebody logs a value of that name
+        row["step"] = step  # also if a value of that name was logged
         line = json.dumps(row, allow_nan=False)
         try:
             self._file.write(line + "\n")
@@ -62,7 +61,7 @@ class JsonlSink:
 
 
 def _ends_within_a_line(path: Path) -> bool:
-    """Whether a crash or a full disk cut the last line short; what follows would be lost with it."""
+    """Whether a crash or a full disk cut the last line short; appending to it would lose the next row."""
     if not path.is_file() or path.stat().st_size == 0:
         return False
     with path.open("rb") as file:

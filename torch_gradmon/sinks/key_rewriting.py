@@ -1,4 +1,4 @@
-"""Names that a tracker takes, where it does not take all."""
+"""Unique names for trackers that restrict length or characters."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 
 class KeyRewriter:
-    """Gives each key a name of its own, no longer than so many characters.
+    """Gives each key a unique name of limited length.
 
     Args:
-        longest: the most characters.
-        clean: makes a name of the characters that are allowed; two may come out alike.
+        longest: maximum number of characters.
+        clean: replaces forbidden characters; may map two keys to one name.
     """
 
     def __init__(self, longest: int, clean: Callable[[str], str] = str) -> None:
@@ -20,7 +20,7 @@ class KeyRewriter:
         self._taken: set[str] = set()
 
     def __call__(self, key: str) -> str:
-        """The name for ``key``, the same each time."""
+        """The name for ``key``, always the same."""
         name = self._names.get(key)
         if name is None:
             name = self._clean(key)

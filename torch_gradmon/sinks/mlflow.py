@@ -18,14 +18,13 @@ _NOT_ALLOWED = re.compile(r"[^\w/.\- ]")
 
 
 class MlflowSink:
-    """Logs to an MLflow run, or to a logger with ``log_metrics`` that stands before MLflow.
+    """Logs to an MLflow run, or to a logger with ``log_metrics`` in front of MLflow.
 
-    Names that MLflow refuses are made into such as it takes: brackets become underscores, empty parts of a path go, long ones
-    are cut. Two names never become one.
+    Names that MLflow rejects are changed: brackets become underscores, empty parts of a path are removed, long names are cut. Two names
+    never become one.
 
     Args:
-        logger: by default MLflow itself, and the run that is active now, also when another thread sends the rows or the run
-            has been ended before the last one.
+        logger: by default MLflow itself with the run that is active now, whichever thread sends the rows, even after the run has ended.
 
     Raises:
         ImportError: mlflow is not installed.
@@ -41,14 +40,14 @@ class MlflowSink:
             run = mlflow.active_run()
             if run is None:
                 raise ValueError("no MLflow run is active: call mlflow.start_run() before MlflowSink()")
-            # which run is active is a matter of the thread, and without one MLflow starts another
+            # the active run is thread-local, and without one MLflow starts another
             self._log = partial(mlflow.log_metrics, run_id=run.info.run_id)
         self._name = KeyRewriter(LONGEST, _allowed)
         #: Step and number of the values of the row that failed half-way.
         self._done = (-1, 0)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Log ``values``, a thousand at once. Where that failed half-way, the same row goes on where it stopped."""
+        """Log ``values``, a thousand at once. A retry of a partly failed row continues where it stopped."""
         done = self._done[1] if self._done[0] == step else 0
         pairs = islice(values.items(), done, None)
         while part := {self._name(key): value for key, value in islice(pairs, AT_ONCE)}:

@@ -1,4 +1,4 @@
-"""The optional packages that sinks stand before."""
+"""Optional packages behind sinks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 
 def require(package: str, sink: object) -> None:
-    """Refuse to make ``sink`` without ``package``.
+    """Check that ``package`` is installed for ``sink``.
 
     Raises:
         ImportError: it is not installed.

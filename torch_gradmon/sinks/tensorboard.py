@@ -16,10 +16,10 @@ from .optional import require
 
 
 class TensorBoardSink:
-    """Writes scalars to a TensorBoard event file, as float32, which is what TensorBoard keeps.
+    """Writes scalars to a TensorBoard event file, as float32, TensorBoard's own precision.
 
-    What ``log2_histogram`` counts becomes a histogram. All other values of a step go out as one summary, which is several times
-    cheaper than ``add_scalar`` for each. Spikes are written as text under ``gradmon/spikes``.
+    ``log2_histogram`` becomes a histogram. All other values of a step are one summary, several times cheaper than ``add_scalar`` for each.
+    Spikes are written as text under ``gradmon/spikes``.
 
     Args:
         writer_or_dir: a ``SummaryWriter``, which stays open, or the directory for a new one.
@@ -44,19 +44,19 @@ class TensorBoardSink:
             raise TypeError(f"writer_or_dir must be a SummaryWriter or a directory, got {display(writer_or_dir)}")
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Write ``values`` as one summary; the file is flushed by TensorBoard's own clock, every two minutes."""
+        """Write ``values`` as one summary; TensorBoard flushes the file every two minutes."""
         writer = self._open()
         values, histograms = without_histograms(values)
         for key, found in histograms.items():
             edges, total = found.edges, sum(found.counts)
-            # TensorBoard draws neither mean nor deviation, so the sums have no meaning here
+            # TensorBoard shows neither mean nor deviation, so the sums are not needed
             writer.add_histogram_raw(key, edges[0], edges[-1], total, 0.0, 0.0, edges[1:], found.counts, step)
         if type(writer).__module__.startswith("torch.utils.tensorboard"):
             messages = import_module("tensorboard.compat.proto.summary_pb2")
             scalars = [messages.Summary.Value(tag=key, simple_value=value) for key, value in values.items()]
-            # the getter opens a writer again that somebody has closed
+            # the getter reopens a writer that the script has closed
             writer._get_file_writer().add_summary(messages.Summary(value=scalars), step)
-        else:  # tensorboardX and others have messages of their own
+        else:  # tensorboardX and others have other message classes
             for key, value in values.items():
                 writer.add_scalar(key, value, step)
 

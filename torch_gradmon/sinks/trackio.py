@@ -13,14 +13,14 @@ from .optional import require
 
 
 class TrackioSink:
-    """Logs to a Trackio run. Spikes are sent as alerts; what ``log2_histogram`` counts becomes a histogram.
+    """Logs to a Trackio run. Spikes are sent as alerts; ``log2_histogram`` becomes a histogram.
 
     Args:
-        run: what ``trackio.init()`` gave; by default the active run.
+        run: the result of ``trackio.init()``; by default the active run.
 
     Raises:
         ImportError: trackio is not installed.
-        TypeError: ``run`` is no run.
+        TypeError: ``run`` is not a run.
         ValueError: there is no active run.
     """
 
@@ -35,7 +35,7 @@ class TrackioSink:
         self.run = run
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Log ``values``. Trackio keeps a value named ``step`` as ``__step``, and takes steps in any order."""
+        """Log ``values``. Trackio stores a value named ``step`` as ``__step``, and takes steps in any order."""
         scalars, histograms = without_histograms(values)
         row: dict[str, Any] = dict(scalars)
         for key, found in histograms.items():

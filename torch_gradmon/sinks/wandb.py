@@ -1,4 +1,4 @@
-"""Weights & Biases: rows that get on with whatever else the script logs to the run."""
+"""Weights & Biases: rows that fit between those of the script."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ from .histograms import Histogram, without_histograms
 from .optional import require
 from .wandb_rows import AXIS, Clock, Rows
 
-#: Values that are kept back at most; beyond that the oldest rows go.
+#: Values held back at most; beyond that the oldest rows are lost.
 MOST = 1_000_000
-#: Rows that are kept back before a warning says so.
+#: Rows held back before a warning.
 PATIENCE = 100
-#: A value for a layer, in both styles of keys, behind any prefix.
+#: A per-layer value, in both styles of keys, with any prefix.
 _TENSORS = "|".join(map(re.escape, (*TENSOR_SOURCES, *ATTENTION_SOURCES.values())))
 _LAYER = re.compile(rf"(?:^|.*\W|.*_)(?:(?:{_TENSORS})(?:/.+/[^/]+|_[^/]+/.+)|(?:{'|'.join(NAME_SOURCES)})/.+)$")
 _OWN = re.compile(rf"(?:^|.*\W|.*_){SUMMARY}/[^/]+$")
 
 
 class WandbSink:
-    """Logs to a W&B run, beside whatever the script logs to it.
+    """Logs to a W&B run, next to what the script logs to it.
 
-    Rows have an axis of their own, ``gradmon/step``. They join the row that the script has open, and open new ones only where
-    that cannot make W&B drop rows of the script, which it does with a ``step=`` that lies behind:
+    Rows have an axis of their own, ``gradmon/step``. They join the row that the script has open, and open new ones only where W&B cannot
+    drop rows of the script for it, as it does with a ``step=`` behind its counter:
 
-    * while the script logs without ``step=``, at once;
-    * with ``step=`` in every step, at once, in the row of that step; in every tenth, in the steps between;
-    * where there is no place, because ``step=`` counts epochs or the script has not logged anything yet, rows are kept back
-      until there is one or the run is finished, a million values at most, and a warning says so.
+    * while the script logs without ``step=``: at once;
+    * with ``step=`` in every step: at once, in the row of that step; in every tenth: in the steps between;
+    * if there is no place, because ``step=`` counts epochs or the script has not logged yet: rows are held back until there is one or the
+      run finishes, up to a million values, with a warning.
 
-    A script that logs without ``step=`` first and with it later may lose rows to W&B; a warning says that too. A key that the
-    script logs as well is one metric for W&B. What ``log2_histogram`` counts becomes a W&B histogram. Per-layer values stay out
-    of the run's summary. A spike is sent as an alert, at most one a minute for a signal.
+    A script that logs without ``step=`` first and with it later may lose rows to W&B; a warning says so. A key that the script logs as well
+    is one metric for W&B. ``log2_histogram`` becomes a W&B histogram. Per-layer values stay out of the run's summary. A spike is sent as
+    an alert, at most one a minute per signal.
 
     Args:
-        run: what ``wandb.init()`` gave; by default the active run.
-        alone: the script never gives ``step=`` to this run, so no row has to be kept back.
+        run: the result of ``wandb.init()``; by default the active run.
+        alone: the script never gives ``step=`` to this run, so no row has to be held back.
 
     Attributes:
-        lost: rows that were kept back and could be kept no longer.
+        lost: rows that were held back and then dropped.
 
     Raises:
         ImportError: wandb is not installed.
-        TypeError: ``run`` is no run.
+        TypeError: ``run`` is not a run.
         ValueError: there is no active run.
     """
 
@@ -75,11 +75,11 @@ class WandbSink:
         self._held: deque[dict[str, Any]] = deque()
         self._values = 0  # in the rows that are held
         self._known: set[str] = set()
-        self._warned = self._said_overtaken = self._ending = False
+        self._warned = self._warned_overtaken = self._ending = False
         self._process = os.getpid()
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Log ``values`` now, or when there is room for them.
+        """Log ``values`` now, or when there is room.
 
         Raises:
             RuntimeError: the run is finished.
@@ -87,10 +87,10 @@ class WandbSink:
         if getattr(self.run, "_is_finished", False):
             raise RuntimeError("the run is finished; wandb.init() begins another, which needs a sink of its own")
         if not values or self._rows is None or os.getpid() != self._process:
-            return  # nothing to log, a run that keeps nothing, or a forked worker
+            return  # nothing to log, a disabled run, or a forked worker
         scalars, histograms = without_histograms(values)
         row = {AXIS: step, **scalars, **{key: _native(found) for key, found in histograms.items()}}
-        if not self._held or self._held[-1] != row:  # else it was taken before and is tried again
+        if not self._held or self._held[-1] != row:  # else this is a retry
             self._define(row)
             self._held.append(row)
             self._values += len(row)
@@ -101,24 +101,24 @@ class WandbSink:
         while self._values > MOST:
             self._values -= len(self._held.popleft())
             self.lost += 1
-        self._tell(self._rows)
+        self._warn(self._rows)
 
     def log_spike(self, event: SpikeEvent, text: str) -> None:
         """Send an alert."""
         self.run.alert(title=f"spike in {event.signal}"[:63], text=text, level="WARN")
 
     def before_finish(self, call: Callable[[], object]) -> None:
-        """Have ``call`` made when the run is finished, by the script or at the interpreter's end, while it still takes rows."""
+        """Call ``call`` when the run finishes, by the script or at the interpreter's exit, while the run still takes rows."""
 
         def quietly() -> None:
             atexit.unregister(quietly)
             self._ending = True
             for each in (call, self.close):
-                # nothing of ours may keep a run from being finished, neither a spike that is to be raised
+                # nothing of ours may prevent a run from finishing, not even a spike that raises
                 with contextlib.suppress(Exception):
                     each()
 
-        # an interpreter that ends closes the run in a way that calls no hook; what was registered last comes first
+        # at interpreter exit wandb closes the run without calling hooks; atexit calls the last registered function first
         atexit.register(quietly)
         hooks = getattr(self.run, "_teardown_hooks", None)
         if isinstance(hooks, list):
@@ -126,7 +126,7 @@ class WandbSink:
             hooks.append(stages.TeardownHook(quietly, stages.TeardownStage.EARLY))
 
     def close(self) -> None:
-        """Log what was kept back, if the run is being finished: before, the script may still name any step."""
+        """Log held rows if the run is finishing. Before that the script may still name any step."""
         if self._rows is None or os.getpid() != self._process:
             return
         with self._rows.lock:
@@ -140,7 +140,7 @@ class WandbSink:
     def _define(self, row: Mapping[str, Any]) -> None:
         for key in row.keys() - self._known:
             self._known.add(key)
-            # in define_metric a dot is a step down and a star a pattern, in which names with dots take no part
+            # in define_metric a dot separates levels and a star is a pattern; escaped names match no pattern
             name = key.replace(".", r"\.")
             if key == AXIS:
                 self.run.define_metric(key, hidden=True)
@@ -151,12 +151,12 @@ class WandbSink:
             elif _OWN.match(key):
                 self.run.define_metric(name, step_metric=AXIS)
 
-    def _tell(self, rows: Rows) -> None:
-        """Warn, once of each, where the script loses rows or ours are kept back."""
-        if rows.overtaken is not None:
-            (step, counter), rows.overtaken = rows.overtaken, None
-            if not self._said_overtaken:
-                self._said_overtaken = True
+    def _warn(self, rows: Rows) -> None:
+        """Warn once if the script loses rows, and once if ours are held back."""
+        if (overtaken := rows.take_overtaken()) is not None:
+            step, counter = overtaken
+            if not self._warned_overtaken:
+                self._warned_overtaken = True
                 warnings.warn(
                     f"torch_gradmon: this script logged to W&B with step={step}, where its run stood at {counter} already; W&B drops "
                     "such rows. Name all steps or none, or let WandbSink log to a run of its own",
@@ -168,11 +168,11 @@ class WandbSink:
             why = (
                 "its run.log(step=...) counts more slowly than training steps"
                 if rows.names
-                else "it has not logged anything itself, and W&B would drop a later run.log(step=...) that lies behind"
+                else "it has not logged anything itself, and W&B would drop a later run.log(step=...) behind the counter"
             )
             warnings.warn(
-                f"torch_gradmon: rows of the monitor are kept back from this script's W&B run until it is finished, for {why}. Log "
-                "without step=, or say WandbSink(run, alone=True) where nothing else names steps, to have them at once",
+                f"torch_gradmon: rows of the monitor are kept back from this script's W&B run until it finishes, because {why}. Log "
+                "without step=, or use WandbSink(run, alone=True) if nothing else names steps, to log them at once",
                 GradmonWarning,
                 stacklevel=2,
             )

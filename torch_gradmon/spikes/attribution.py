@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..core.formatting import factor_text, times
-from .hampel import LEAST
+from .level import LEAST
 from .suspects import ParameterAttribution, are_alike, begins_at, last_of_all, module_of
 
 #: Layers rose together if the median layer rose by at least this part of the rise of the whole norm, both as logarithms. The part is above

@@ -11,7 +11,7 @@ from ..core.errors import WarningLog
 from ..core.keys import PARAMETER_SOURCES, SPIKE_SCORE, SUMMARY, Key, parse_key
 from ..core.records import SpikeEvent, StepRecord
 from ..step.micro_batches import rank_norms_text
-from ..step.summary import DOCUMENTATION
+from ..step.summary_keys import DOCUMENTATION
 from .attribution import spike_cause
 from .detector import SpikeDetector
 from .episodes import size
@@ -103,13 +103,8 @@ class DetectorSet:
     ) -> tuple[StepRecord, list[SpikeEvent]]:
         """Feed the signals that have a value by now.
 
-        Args:
-            record: of the step.
-            whole: whole-model values by name.
-            absent: gets the reasons for missing scores.
-
-        Returns:
-            ``record`` with the new scores and events, and these events.
+        Returns ``record`` with the new scores and events, and these events. ``whole`` has the whole-model values by name; ``absent`` gets
+        the reasons for missing scores.
         """
         scores: dict[Key, float] = {}
         events: list[SpikeEvent] = []

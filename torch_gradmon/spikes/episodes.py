@@ -86,11 +86,8 @@ def episodes(events: Iterable[SpikeEvent], steps: Sequence[int]) -> list[Episode
             rows[-1].append(step)
         else:
             rows.append([step])
-    return [_episode(row, [event for step in row for event in by_step[step]]) for row in rows]
-
-
-def _episode(steps: Sequence[int], events: Sequence[SpikeEvent]) -> Episode:
-    return Episode(tuple(steps), tuple(events), max(events, key=size))
+    grouped = [(row, [event for step in row for event in by_step[step]]) for row in rows]
+    return [Episode(tuple(row), tuple(found), max(found, key=size)) for row, found in grouped]
 
 
 def largest(found: Sequence[Episode], most: int) -> list[Episode]:

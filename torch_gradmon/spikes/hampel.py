@@ -8,28 +8,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from .arguments import positive
-from .sorted_window import SortedWindow
-
-#: Makes the median of absolute deviations a standard deviation for normal data.
-MAD_TO_STD = 1.4826
-#: Score above which a norm is a spike, and the smallest factor above usual of a spike.
-THRESHOLD, LEAST = 5.5, 1.5
-#: Number of last values, without spikes, in the near median.
-NEAR = 9
-#: Values before the first score.
-FIRST = 3
-#: Residuals before their spread counts.
-FEWEST_RESIDUALS = 5
-#: After n values the logarithm of the smallest rise is larger by EARLY / n, and the spread is 1 + EARLY_SPREAD / n times as large.
-EARLY, EARLY_SPREAD = 9.0, 16
-#: Values before the far median counts as well: norms of the first steps of a warm-up rise like a ramp.
-FAR_FROM = 40
-#: A new level needs ACCEPT_AT_ONCE spikes among the RECENT last values, or ACCEPT_IN_THE_END if the oldest of these is one.
-ACCEPT_AT_ONCE, ACCEPT_IN_THE_END, RECENT = 5, 3, 9
-#: A value is usual, and no spike, after this number of similarly high ones among the last ``window``.
-USUAL = 16
-#: The logarithm used for a norm of zero: below the logarithm of any positive number.
-LOG_OF_ZERO = -745.0
+from .level import (
+    ACCEPT_AT_ONCE,
+    ACCEPT_IN_THE_END,
+    EARLY,
+    EARLY_SPREAD,
+    FAR_FROM,
+    FEWEST_RESIDUALS,
+    FIRST,
+    LEAST,
+    NEAR,
+    RECENT,
+    THRESHOLD,
+    USUAL,
+    Level,
+    log_of,
+    value_at,
+)
 
 
 class Hampel:
@@ -80,15 +75,14 @@ class Hampel:
         self.least = positive("least", least, above=1.0)
         self.early = positive("early", early)
         self.lag = positive("lag", lag, whole=True)
-        self._near = SortedWindow(positive("near", near, above=FIRST - 1, whole=True))
-        self._far = SortedWindow(positive("far", far, above=FIRST - 1, whole=True))
+        near, far = positive("near", near, above=FIRST - 1, whole=True), positive("far", far, above=FIRST - 1, whole=True)
         size = positive("window", window, above=FEWEST_RESIDUALS - 1, whole=True)
-        self._near_residuals, self._far_residuals = SortedWindow(size), SortedWindow(size)
+        self._near, self._far = Level(near, size), Level(far, size)
         self._between: deque[float] = deque()
         self._recent: deque[tuple[float, bool]] = deque(maxlen=RECENT)
         self._peaks: deque[float] = deque([-math.inf] * size, maxlen=size)  # values above the threshold; -inf for the others
         self._count = 0
-        self._linear = False
+        self.linear = False  # after a negative value, values are compared instead of logarithms
         self._scored: tuple[float, float | None] | None = None
 
     @classmethod
@@ -99,19 +93,19 @@ class Hampel:
     @property
     def sizes(self) -> dict[str, int]:
         """Sizes of the windows, by argument."""
-        return {"near": self._near.size, "far": self._far.size, "lag": self.lag, "window": self._near_residuals.size}
-
-    @property
-    def linear(self) -> bool:
-        """Whether a negative value has come, which makes the rule compare values instead of logarithms."""
-        return self._linear
+        return {
+            "near": self._near.values.size,
+            "far": self._far.values.size,
+            "lag": self.lag,
+            "window": self._near.residuals.size,
+        }
 
     @property
     def baseline(self) -> float | None:
         """The usual value now, in units of the signal."""
-        if not len(self._near):
+        if not len(self._near.values):
             return None
-        return self._near.median() if self._linear else value_at(self._near.median())
+        return self._near.values.median() if self.linear else value_at(self._near.values.median())
 
     def score(self, value: float) -> float | None:
         """Robust standard deviations above normal, negative below it; None for the first three values."""
@@ -120,35 +114,25 @@ class Hampel:
         return self._scored[1]
 
     def _compared(self, value: float) -> float | None:
-        if self._count < FIRST or (value < 0 and not self._linear):
+        if self._count < FIRST or (value < 0 and not self.linear):
             return None
-        position = self._position(value)
-        score = self._score(position, self._near, self._near_residuals)
+        position = value if self.linear else log_of(value)
+        least = math.log(self.least) + self.early / self._count
+        limits = self.linear, least, self.threshold, 1 + EARLY_SPREAD / self._count
+        score = self._near.score(position, *limits)
         if self._count >= FAR_FROM:
-            score = max(score, self._score(position, self._far, self._far_residuals))
+            score = max(score, self._far.score(position, *limits))
         return min(score, self.threshold) if score > self.threshold and self._is_usual(position) else score
 
     def _is_usual(self, position: float) -> bool:
-        unit = abs(self._near.median()) if self._linear else 1.0
-        nearly = position - unit * math.log(self.least)
+        nearly = position - (abs(self._near.values.median()) if self.linear else 1.0) * math.log(self.least)
         return sum(peak >= nearly for peak in self._peaks) >= USUAL
-
-    def _score(self, position: float, normal: SortedWindow, residuals: SortedWindow) -> float:
-        median = normal.median()
-        # a rise of the logarithm by log(least) is a factor of ``least``
-        unit = abs(median) if self._linear else 1.0
-        spread = unit * (math.log(self.least) + self.early / self._count) / self.threshold
-        if len(residuals) >= FEWEST_RESIDUALS:
-            deviation = residuals.median_deviation(residuals.median())
-            spread = max(spread, MAD_TO_STD * deviation * (1 + EARLY_SPREAD / self._count))
-        rise = position - median
-        return rise / spread if spread > 0 else math.copysign(math.inf, rise) if rise else 0.0
 
     def update(self, value: float) -> None:
         """Learn a finite ``value`` unless its score is that of a spike."""
-        if value < 0 and not self._linear:
+        if value < 0 and not self.linear:
             self._restart()
-        score, position = self.score(value), self._position(value)
+        score, position = self.score(value), (value if self.linear else log_of(value))
         self._scored = None
         is_spike = score is not None and score > self.threshold
         is_high = score is not None and score >= self.threshold
@@ -162,50 +146,43 @@ class Hampel:
             self._accept()
 
     def _learn(self, position: float) -> None:
-        if len(self._near) >= FIRST:
-            self._near_residuals.add(position - self._near.median())
-        if len(self._far) >= FIRST:
-            self._far_residuals.add(position - self._far.median())
+        self._near.add_residual(position)
+        self._far.add_residual(position)
         self._count += 1
-        self._near.add(position)
+        self._near.values.add(position)
         self._between.append(position)
         if len(self._between) > self.lag:
-            self._far.add(self._between.popleft())
+            self._far.values.add(self._between.popleft())
 
     def _accept(self) -> None:
         """Restart the medians from the first of the recent spikes on."""
         recent = list(self._recent)
         first = next(index for index, (_, is_spike) in enumerate(recent) if is_spike)
-        for normal in (self._near, self._far):
-            normal.clear()
-            normal.extend(position for position, _ in recent[first:])
+        for level in (self._near, self._far):
+            level.restart(position for position, _ in recent[first:])
         self._between.clear()
         self._recent.clear()
 
     def _restart(self) -> None:
         """Drop all logarithms at the first negative value."""
-        self._linear, self._count, self._scored = True, 0, None
+        self.linear, self._count, self._scored = True, 0, None
         self._peaks.extend([-math.inf] * len(self._peaks))
-        for window in (self._near, self._far, self._near_residuals, self._far_residuals, self._between, self._recent):
-            window.clear()
-
-    def _position(self, value: float) -> float:
-        if self._linear:
-            return value
-        return log_of(value)
+        self._between, self._recent = deque(), deque(maxlen=RECENT)
+        for level in (self._near, self._far):
+            level.load((), ())
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and lists."""
         return {
-            "near": self._near.values(),
-            "far": self._far.values(),
-            "near_residuals": self._near_residuals.values(),
-            "far_residuals": self._far_residuals.values(),
+            "near": self._near.values.values(),
+            "far": self._far.values.values(),
+            "near_residuals": self._near.residuals.values(),
+            "far_residuals": self._far.residuals.values(),
             "between": list(self._between),
             "recent": [[position, is_spike] for position, is_spike in self._recent],
             "peaks": [None if peak == -math.inf else peak for peak in self._peaks],
             "count": self._count,
-            "linear": self._linear,
+            "linear": self.linear,
             "sizes": self.sizes,
         }
 
@@ -220,26 +197,13 @@ class Hampel:
             raise ValueError(
                 f"the state is of a Hampel rule with the sizes {dict(state['sizes'])}, but this one has {self.sizes}"
             )
-        missing = self.state_dict().keys() - state.keys()
-        if missing:
+        if missing := self.state_dict().keys() - state.keys():
             raise KeyError(f"the state of a Hampel rule lacks {', '.join(sorted(missing))}")
         self._scored = None
-        self._near = SortedWindow(self._near.size, map(float, state["near"]))
-        self._far = SortedWindow(self._far.size, map(float, state["far"]))
-        self._near_residuals = SortedWindow(self._near_residuals.size, map(float, state["near_residuals"]))
-        self._far_residuals = SortedWindow(self._far_residuals.size, map(float, state["far_residuals"]))
+        self._near.load(state["near"], state["near_residuals"])
+        self._far.load(state["far"], state["far_residuals"])
         self._between = deque(map(float, state["between"]))
         self._recent = deque(((float(position), bool(spike)) for position, spike in state["recent"]), maxlen=RECENT)
         peaks = (-math.inf if peak is None else float(peak) for peak in state["peaks"])
         self._peaks = deque(peaks, maxlen=self._peaks.maxlen)
-        self._count, self._linear = int(state["count"]), bool(state["linear"])
-
-
-def log_of(value: float) -> float:
-    """The logarithm. A norm of exactly zero is legal: it lies far below normal."""
-    return math.log(value) if value > 0 else LOG_OF_ZERO
-
-
-def value_at(position: float) -> float:
-    """The inverse of :func:`log_of`."""
-    return math.exp(position) if position > LOG_OF_ZERO + 1 else 0.0
+        self._count, self.linear = int(state["count"]), bool(state["linear"])

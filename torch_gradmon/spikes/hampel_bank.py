@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .hampel import (
+from .hampel import Hampel
+from .level import (
     ACCEPT_AT_ONCE,
     ACCEPT_IN_THE_END,
     EARLY_SPREAD,
@@ -20,7 +21,6 @@ from .hampel import (
     MAD_TO_STD,
     RECENT,
     USUAL,
-    Hampel,
 )
 from .sorted_window_bank import Rows, SortedWindowBank, chosen_rows
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from .arguments import positive, share
-from .hampel import log_of
+from .level import log_of
 
 
 class Rule(Protocol):

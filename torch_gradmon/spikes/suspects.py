@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .hampel import LEAST, THRESHOLD
+from .level import LEAST, THRESHOLD
 from .usual import Baseline
 
 #: Steps whose gradients are kept: 13 kB each for 200 parameters.

@@ -12,7 +12,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .hampel import EARLY, EARLY_SPREAD, FEWEST_RESIDUALS, FIRST, LEAST, LOG_OF_ZERO, MAD_TO_STD, NEAR, THRESHOLD
+from .level import (
+    EARLY,
+    EARLY_SPREAD,
+    FEWEST_RESIDUALS,
+    FIRST,
+    LEAST,
+    LOG_OF_ZERO,
+    MAD_TO_STD,
+    NEAR,
+    THRESHOLD,
+)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ..core.errors import display
 from ..core.formatting import times
-from .hampel import Hampel, value_at
+from .hampel import Hampel
 from .hampel_bank import HampelBank
+from .level import value_at
 from .rules import Rule
 
 #: From this number of signals on, a bank is faster than single rules.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .arguments import positive, share
-from .hampel import MAD_TO_STD, log_of, value_at
+from .level import MAD_TO_STD, log_of, value_at
 from .rules import StatefulRule
 from .sorted_window import SortedWindow
 

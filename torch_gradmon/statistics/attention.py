@@ -1,4 +1,4 @@
-"""Statistics of scaled dot product attention: what the heads attend to, computed beside the real call."""
+"""Statistics of scaled dot product attention: what the heads attend to, computed next to the real call."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from ..core.moments import WIDTH, Column, from_columns, identity
 from ..core.torch_modes import no_autocast
 from .tensor_access import accumulator_dtype
 
-#: The most logits in a block, 16 MB in float32; a query that sees more keys than this is a block of its own.
+#: Largest number of logits in a block, 16 MB in float32; a query with more keys is a block of its own.
 LOGITS_PER_BLOCK = 2**22
-#: What :func:`attention_rows` returns, in the order of its computation.
+#: The results of :func:`attention_rows`, in the order of their computation.
 QUANTITIES = ("attention_entropy", "attention_entropy_normalized", "attention_max_logit", "attention_first_key")
-#: Exponents of weights that are zero in any dtype; in the expectation they stand for -inf, for 0 * -inf would be NaN.
+#: An exponent whose weight is zero in any dtype; it replaces -inf in the expectation, since 0 * -inf is NaN.
 _NO_WEIGHT = -1000.0
 
 
 @dataclass(frozen=True)
 class _AttentionCall:
-    """One call with its heads in groups that share a key head; nothing is copied, all are views.
+    """One call, with heads in groups that share a key head. All tensors are views.
 
     Attributes:
         query: ``[..., key heads, groups, L, E]``; key: ``[..., key heads, S, E]``.
         mask: as many dimensions as ``query``, each of the size there or 1 (the last one S or 1), or None.
-        dtype: of the arithmetic, float32, or float64 where an input is.
+        dtype: of the arithmetic: float32, or float64 if an input is.
     """
 
     query: Tensor
@@ -42,7 +42,7 @@ class _AttentionCall:
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> _AttentionCall:
-        """Take the arguments of scaled dot product attention apart. One key head serves any number of query heads."""
+        """From the arguments of scaled dot product attention. One key head serves any number of query heads."""
         leading = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3])  # type: ignore[no-untyped-call]
         heads = max(query.size(-3), key.size(-3))
         grouped = (key.size(-3), heads // max(key.size(-3), 1))
@@ -55,7 +55,7 @@ class _AttentionCall:
         return cls(query, key.expand(*leading, *key.shape[-3:]), mask, is_causal, scale, dtype)
 
     def visible(self) -> Tensor:
-        """The number of keys that each query ``[..., key heads, groups, L]`` may see as far as the mask lets it."""
+        """The number of keys visible to each query ``[..., key heads, groups, L]``, ignoring the mask."""
         length, keys = self.query.size(-2), self.key.size(-2)
         counts = self.query.new_full((length,), keys, dtype=self.dtype)
         if self.is_causal:
@@ -63,9 +63,9 @@ class _AttentionCall:
         return counts.expand(self.query.shape[:-1]).contiguous()
 
     def bias(self, mask: Tensor, queries: tuple[slice, ...], keys: int) -> Tensor:
-        """What the mask adds to the logits of some queries and of the first ``keys`` keys, -inf where it hides a key.
+        """What the mask adds to the logits of some queries and the first ``keys`` keys; -inf hides a key.
 
-        Of the mask's own shape, which broadcasts to ``[..., key heads, groups, l, keys]``.
+        Has the mask's own shape, which broadcasts to ``[..., key heads, groups, l, keys]``.
         """
         boxes = zip((*queries, slice(keys)), mask.shape, strict=True)
         mask = mask[tuple(box if size > 1 else slice(None) for box, size in boxes)]
@@ -74,12 +74,12 @@ class _AttentionCall:
         return functional.threshold(mask, torch.finfo(mask.dtype).min / 2, -math.inf).to(self.dtype)
 
     def hide(self, logits: Tensor, queries: tuple[slice, ...], visible: Tensor, spare: Tensor) -> None:
-        """Apply mask and ``is_causal`` to the logits of a block, and count what a mask leaves visible, both in place."""
+        """Apply mask and ``is_causal`` to the logits of a block, and count the keys that a mask leaves visible; both in place."""
         start, length, later = queries[-1].start, logits.size(-2), logits.size(-1) - queries[-1].start
         if self.mask is not None:
             bias = self.bias(self.mask, queries, logits.size(-1))
             logits.add_(bias)
-            # as floating numbers in memory at hand: summing booleans makes a copy of twice the block, in int64
+            # floats in existing memory: summing booleans makes an int64 copy of twice the block
             shown = spare.copy_(bias != -math.inf)
             visible[queries] = (shown.tril_(start) if self.is_causal else shown).sum(dim=-1)
         if self.is_causal and later > 0:  # keys before the block's first query are hidden from none of its queries
@@ -95,16 +95,16 @@ def attention_rows(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> dict[str, Tensor]:
-    """Rows of sufficient statistics, head by head, of what the queries of one attention call attend to.
+    """Rows of sufficient statistics, per head, of what the queries of one attention call attend to.
 
-    A key is *visible* to a query unless ``is_causal`` hides it (aligned at the top left), or a boolean mask is False there, or
-    an additive mask is at most half of its dtype's smallest number: -inf, and also ``finfo.min``, which Hugging Face's masks
-    hold (half of it, for a bias of positions may have been added to that, and a mask of bfloat16 may have become float32). A
-    query all of whose keys are hidden counts nowhere, whatever hides them. With ``finfo.min`` softmax does spread its weight,
-    evenly, over the hidden keys; but such a query is padding whose output nobody reads, and its logits of -3e38 would drown
-    the mean. Milder masks, -1e4 or -100, are numbers like any bias: their keys are visible and get hardly any weight.
+    A key is *visible* to a query unless ``is_causal`` hides it (aligned at the top left), a boolean mask is False there, or an additive
+    mask is at most half of its dtype's smallest number: -inf, or ``finfo.min`` as in Hugging Face's masks. Half of it, since a position
+    bias may have been added, or a bfloat16 mask converted to float32. A query without visible keys counts nowhere. With ``finfo.min``
+    softmax spreads its weight evenly over the hidden keys, but such a query is padding, and its logits of -3e38 would drown the mean.
+    Masks of -1e4 or
+    -100 are ordinary biases: their keys are visible and get hardly any weight.
 
-    Four quantities, each a value per query:
+    Four quantities, each one value per query:
 
     ===================================  =============================================================================
     ``attention_entropy``                of the softmax weights, in nats: log-sum-exp minus expected logit; at least 0
@@ -113,27 +113,26 @@ def attention_rows(
     ``attention_first_key``              share of the weight on key 0, the attention sink of most decoders; 0 if hidden
     ===================================  =============================================================================
 
-    A row holds COUNT, SUM, NONFINITE, MIN and MAX of these values; its other columns are 0. NaN and infinite inputs make the
-    values of their queries NaN or infinite as they do torch's weights, which also holds where a mask hides such a key. Rows of
-    micro-batches merge with :func:`.moments.merge`, and the mean is SUM / COUNT.
+    A row holds COUNT, SUM, NONFINITE, MIN and MAX of these values; its other columns are 0. NaN and infinite inputs make the values of
+    their queries NaN or infinite, as they do torch's weights, even where a mask hides such a key. Rows of micro-batches merge with
+    :func:`torch_gradmon.core.moments.merge`, and the mean is SUM / COUNT.
 
-    Works in float32, or in float64 where an input is float64, with autocast off. Half-precision products are then exact; those
-    of float32 follow ``torch.set_float32_matmul_precision`` as the call itself does. Does not synchronise the device.
+    Works in float32, or in float64 if an input is, with autocast off. Half-precision products are then exact; those of float32 follow
+    ``torch.set_float32_matmul_precision``, as the call itself does. Does not synchronise the device.
 
-    Peak memory: two blocks of :data:`LOGITS_PER_BLOCK` logits, 32 MB in float32 and twice that in float64; up to one and a
-    half more for a mask, less where it broadcasts. Queries and keys of a block's heads are copied where they need casting or
-    are not contiguous, each at most a block, or the keys of one head. Each query of a head takes 24 bytes meanwhile, and up
-    to 80 when all blocks are done and gone.
+    Peak memory: two blocks of :data:`LOGITS_PER_BLOCK` logits, 32 MB in float32 and twice that in float64; up to one and a half more for a
+    mask, less if it broadcasts. Queries and keys of a block's heads are copied if they need casting or are not contiguous, each at most one
+    block or the keys of one head. Each query of a head takes 24 bytes meanwhile, and up to 80 at the end.
 
     Args:
         query: ``[..., heads, L, E]``, any floating dtype.
         key: ``[..., key heads, S, E]``; heads are a multiple of key heads, as with ``enable_gqa``; keys are not repeated.
-        attn_mask: boolean or additive, of any shape that broadcasts to ``[..., heads, L, S]``; applied beside ``is_causal``.
-        is_causal, scale, enable_gqa: as in :func:`torch.nn.functional.scaled_dot_product_attention`. Dropout does not enter.
+        attn_mask: boolean or additive, of any shape that broadcasts to ``[..., heads, L, S]``; combined with ``is_causal``.
+        is_causal, scale, enable_gqa: as in :func:`torch.nn.functional.scaled_dot_product_attention`. Dropout is ignored.
 
     Returns:
-        By quantity, rows ``[heads, 8]`` in the columns of :class:`.moments.Column` over the queries of all batches, on the
-        device of the query in :func:`.reading.accumulator_dtype`.
+        By quantity, rows ``[heads, 8]`` in the columns of :class:`torch_gradmon.core.moments.Column` over the queries of all batches, on
+        the device of the query in :func:`.tensor_access.accumulator_dtype`.
     """
     with torch.no_grad(), no_autocast(query.device.type):
         values, visible = _per_query(_AttentionCall.of(query, key, attn_mask, is_causal, scale))
@@ -145,29 +144,29 @@ def attention_rows(
 def _per_query(call: _AttentionCall) -> tuple[Tensor, Tensor]:
     """The quantities ``[4, ..., key heads, groups, L]``, and the number of visible keys ``[..., key heads, groups, L]``.
 
-    Values that do not count, for want of visible keys, are undefined.
+    Values of queries without enough visible keys are undefined.
     """
     (*_, groups, length, size), keys = call.query.shape, call.key.size(-2)
     values = call.query.new_zeros(len(QUANTITIES), *call.query.shape[:-1], dtype=call.dtype)
     visible = call.visible()
     if not values.numel() or not keys:
         return values, visible
-    # queries are bounded by the float32 copy of their block as well, and heads by that of their keys
+    # a block is also bounded by the float32 copies of its queries and of the keys of its heads
     rows = LOGITS_PER_BLOCK // max(keys, size)
     parts = list(_boxes((groups, length), rows))
     heads = list(_boxes(call.key.shape[:-2], min(rows // _volume(parts[0]), LOGITS_PER_BLOCK // (keys * size))))
-    # made once: memory that is new to the process costs the CPU as much time as the arithmetic
+    # allocated once: on CPU, new memory costs as much time as the arithmetic
     first, second = (values.new_empty(_volume(heads[0]) * _volume(parts[0]) * keys) for _ in range(2))
     for head in heads:
         key = call.key[head].to(call.dtype, memory_format=torch.contiguous_format).reshape(-1, keys, size).transpose(1, 2)
         for part in parts:
             index = head + part
-            seen = min(keys, part[-1].stop) if call.is_causal else keys  # the rest is hidden from the whole block
+            seen = min(keys, part[-1].stop) if call.is_causal else keys  # later keys are hidden from the whole block
             query = call.query[index].to(call.dtype, memory_format=torch.contiguous_format)
             logits, spare = (b[: _volume(index) * seen].view(*query.shape[:-1], seen) for b in (first, second))
             products = logits.view(key.size(0), -1, seen)
             products.baddbmm_(query.reshape(key.size(0), -1, size), key[..., :seen], beta=0, alpha=call.scale)
-            del query  # a copy, perhaps: here and below it goes before the next one comes
+            del query  # possibly a copy; free it before the next one is made
             call.hide(logits, index, visible, spare)
             values[(slice(None), *index)] = _of_block(logits, spare, visible[index])
         del key
@@ -175,24 +174,23 @@ def _per_query(call: _AttentionCall) -> tuple[Tensor, Tensor]:
 
 
 def _of_block(logits: Tensor, spare: Tensor, visible: Tensor) -> Tensor:
-    """The quantities ``[4, ...]`` of logits ``[..., S]``; ``spare`` is as large, and both are overwritten.
+    """The quantities ``[4, ...]`` of logits ``[..., S]``; ``spare`` has the same size, and both are overwritten.
 
-    Every pass is in place and fused where torch has it: a pass over a block that has left the cache costs as much as
-    the product that made it.
+    Every pass is in place and fused if torch has it: a pass over a block outside of the cache costs as much as its matrix product.
     """
     largest = logits.amax(dim=-1)
     weights = torch.softmax(logits, dim=-1, out=spare)
     first = weights[..., 0].clone()
     log_sum = -weights.amax(dim=-1).log()  # of exp(logit - largest), since the largest weight is 1 / that sum
-    # shifted by the largest before anything is subtracted: logits of 1e4 would leave 1e-3 of an entropy
+    # subtract the largest first: with logits of 1e4, the entropy would have an error of 1e-3
     logits.sub_(largest.unsqueeze(-1)).clamp_(min=_NO_WEIGHT)
     expected = weights.mul_(logits).sum(dim=-1)
-    entropy = (log_sum - expected).clamp_(min=0)  # by as much as a device rounds the largest weight above 1
+    entropy = (log_sum - expected).clamp_(min=0)  # a device may round the largest weight above 1
     return torch.stack([entropy, entropy / visible.log(), largest, first])
 
 
 def _rows(values: Tensor, counted: Tensor) -> Tensor:
-    """Rows ``[k, heads, 8]`` of the counted ones among values ``[k, ..., key heads, groups, L]``."""
+    """Rows ``[k, heads, 8]`` of the ``counted`` values ``[k, ..., key heads, groups, L]``."""
     kinds, heads = len(values), values.size(-3) * values.size(-2)
     wide = accumulator_dtype(values.device)
     if not values.numel():

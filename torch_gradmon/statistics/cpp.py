@@ -1,7 +1,7 @@
-"""Measure CPU tensors by one call of a kernel in C++, however many tensors there are: one read of memory, all columns.
+"""Measure CPU tensors with one call of a C++ kernel for all of them: one read of memory, all columns.
 
-Opt-in, since it needs a C++ compiler and about a second when the monitor is made. Nothing but the memory of the tensors is
-shared with the kernel, so that no compiler of torch, and no header, has a part in it.
+Opt-in, since it needs a C++ compiler and about a second at start. The kernel shares only the tensors' memory with torch, so it needs
+neither torch's compiler nor its headers.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .request import Batch, Request
 from .tensor_access import is_plain, threshold
 
 _SOURCE = Path(__file__).with_name("cpp_kernel.cpp")
-#: How the kernel tells the dtypes apart.
+#: The kernel's codes of dtypes.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-#: No -ffast-math: linked into a library it would have the whole process flush subnormal numbers to zero.
+#: No -ffast-math: a library linked with it makes the whole process flush subnormal numbers to zero.
 _FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC")
-#: Tried in turn: Apple's compiler has no OpenMP, and not every one knows the processor that it runs on.
+#: Tried in turn: Apple's compiler has no OpenMP, and some compilers do not know the processor.
 _EXTRA = (("-march=native", "-fopenmp"), ("-march=native",), ())
 _TIMEOUT_S = 60
 _Row = ctypes.c_double * WIDTH
@@ -45,7 +45,7 @@ class CppStatistics(EagerStatistics):
     """:class:`EagerStatistics`, with a compiled kernel for float32, bfloat16 and float16.
 
     Raises:
-        RuntimeError: there is no compiler, or it fails; the message has its words.
+        RuntimeError: there is no compiler, or it fails; the message has its output.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class CppStatistics(EagerStatistics):
     def row_of(
         self, tensor: Tensor, columns: frozenset[Column], eps: float, inverse_scale: Tensor | None = None
     ) -> list[float] | None:
-        """The row of one CPU tensor of any size as numbers; see :meth:`EagerStatistics.row_of`. All columns, whichever are asked for."""
+        """The row of one CPU tensor of any size as numbers; see :meth:`EagerStatistics.row_of`. Always has all columns."""
         if not (is_plain(tensor) and _is_readable(tensor)):
             return None
         scale, limit, threads = _scale(inverse_scale), threshold(eps, torch.float32), torch.get_num_threads()
@@ -72,18 +72,18 @@ class CppStatistics(EagerStatistics):
         return row
 
     def _measure(self, batch: Batch, request: Request, device: torch.device) -> Tensor:
-        # all columns come along, so all of them decide who needs a second look: a row is the same whatever is asked for
+        # the kernel fills all columns, so all decide on the precise pass: a row does not depend on the request
         return super()._measure(batch, replace(request, columns=ALL_COLUMNS), device)
 
-    def _first_look(self, batch: Batch, request: Request) -> Tensor:
+    def _first_pass(self, batch: Batch, request: Request) -> Tensor:
         entries, kept, places = array("q"), [], []
         for index, (tensor, other) in self._taken(batch):
             minus, wide = 0 if other is None else other.data_ptr(), batch.wide[index]
             entries.extend((tensor.data_ptr(), minus, tensor.numel(), _KINDS[tensor.dtype], wide))
-            kept.append((tensor, other))  # copies, some of them, that have to outlive the call
+            kept.append((tensor, other))  # some are copies that must outlive the call
             places.append(index)
         if not places:
-            return super()._first_look(batch, request)
+            return super()._first_pass(batch, request)
         rows = torch.empty(len(places), WIDTH, dtype=torch.float64, device="cpu")
         limit, scale = threshold(request.eps, torch.float32), _scale(request.inverse_scale)
         self._kernel(len(places), entries.buffer_info()[0], scale, limit, torch.get_num_threads(), rows.data_ptr())
@@ -92,12 +92,12 @@ class CppStatistics(EagerStatistics):
         both = torch.empty(len(batch.values), WIDTH, dtype=torch.float64, device="cpu")
         rest = sorted(set(range(len(batch.values))) - set(places))
         both[places] = batch.take(places).add_implicit_zeros(rows)
-        both[rest] = super()._first_look(batch.take(rest), request)
+        both[rest] = super()._first_pass(batch.take(rest), request)
         return both
 
     @staticmethod
     def _taken(batch: Batch) -> Iterator[tuple[int, tuple[Tensor, Tensor | None]]]:
-        """The tensors that the kernel can take, by position, each with what is to be subtracted."""
+        """The tensors that the kernel can read, by position, each with what to subtract."""
         for index, tensor in enumerate(batch.values):
             pair = tensor, None if batch.minus is None else batch.minus[index]
             if tensor.dtype in _KINDS and not _are_readable(*pair):
@@ -113,7 +113,7 @@ def _are_readable(tensor: Tensor, other: Tensor | None) -> bool:
 
 
 def _is_readable(tensor: Tensor) -> bool:
-    """Whether the numbers of a plain tensor are in memory in a row, as they are: a negative view has them with the other sign."""
+    """Whether a plain tensor's numbers are contiguous in memory and unchanged: a negative view has the opposite sign."""
     in_order = tensor.dtype in _KINDS and tensor.is_contiguous() and not tensor.is_neg()
     return in_order and (tensor.data_ptr() != 0 or tensor.numel() == 0)
 
@@ -124,8 +124,8 @@ def _scale(inverse_scale: Tensor | None) -> ctypes.Array[ctypes.c_float] | None:
 
 @lru_cache(maxsize=1)
 def compiled() -> Kernel:
-    """The kernel, compiled once in a process."""
-    compiler, said = _compiler(), ""
+    """The kernel, compiled once per process."""
+    compiler, output = _compiler(), ""
     with tempfile.TemporaryDirectory() as place:
         for number, extra in enumerate(_EXTRA):
             library = os.path.join(place, f"torch_gradmon_{number}.so")
@@ -134,10 +134,10 @@ def compiled() -> Kernel:
             try:
                 if done.returncode == 0:
                     return _loaded(library)
-                said = said or done.stderr.strip()
+                output = output or done.stderr.strip()
             except OSError as error:
-                said = said or str(error)
-    raise RuntimeError(f"{' '.join(compiler)} failed:\n{said[:2000]}")
+                output = output or str(error)
+    raise RuntimeError(f"{' '.join(compiler)} failed:\n{output[:2000]}")
 
 
 def _compiler() -> list[str]:

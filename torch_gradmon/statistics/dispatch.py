@@ -1,39 +1,24 @@
-"""The fastest way to measure on each device, and stock operations wherever that one cannot be had."""
+"""Choose the fastest backend for each device, and fall back to stock operations."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..core.errors import WarningLog
-from ..core.moments import ALL_COLUMNS, Column, identity
-from .eager import DEFAULT_EPS, EagerStatistics
-
-
-class Backend(Protocol):
-    """Measures tensors that are on one device; see :meth:`torch_gradmon.statistics.eager.EagerStatistics.measure`."""
-
-    def measure(
-        self,
-        tensors: Sequence[Tensor],
-        columns: frozenset[Column] = ALL_COLUMNS,
-        *,
-        eps: float = DEFAULT_EPS,
-        inverse_scale: Tensor | None = None,
-        minus: Sequence[Tensor] | None = None,
-    ) -> Tensor:
-        """Rows ``[len(tensors), 8]``."""
+from ..core.moments import Column, identity
+from .eager import EagerStatistics
+from .request import DEFAULT_EPS, Backend, Request
 
 
 class Statistics:
-    """Measures tensors, wherever they are.
+    """Measures tensors on any device.
 
     Args:
-        complaints: where it is said, once, that a faster way cannot be had.
+        complaints: gets one warning if a faster backend is unavailable.
         eps: an element counts as near zero when ``|x| <= eps``.
         compiled: compile a kernel for large CPU tensors, now.
     """
@@ -43,11 +28,11 @@ class Statistics:
         self._complaints = complaints
         self._eager = EagerStatistics()
         self._of: dict[str, Backend] = {}
-        self._lock = threading.Lock()  # forward hooks may fire on several threads, and the scratch memory is shared
+        self._lock = threading.Lock()  # forward hooks may fire on several threads, which share the scratch memory
         if compiled:
-            self._of["cpu"] = self._fused()
+            self._of["cpu"] = self._cpp()
 
-    def _fused(self) -> Backend:
+    def _cpp(self) -> Backend:
         try:
             from .cpp import CppStatistics
 
@@ -66,7 +51,7 @@ class Statistics:
             return self._eager
 
     def row_of(self, tensor: Tensor, columns: frozenset[Column], inverse_scale: Tensor | None = None) -> list[float] | None:
-        """The row of one CPU tensor as numbers, or None where :meth:`measure` has to be asked. See :meth:`EagerStatistics.row_of`."""
+        """The row of one CPU tensor as numbers, or None if :meth:`measure` must be used. See :meth:`EagerStatistics.row_of`."""
         backend = self._of.get("cpu", self._eager)
         if not tensor.is_cpu or not isinstance(backend, EagerStatistics):
             return None
@@ -80,21 +65,22 @@ class Statistics:
         inverse_scale: Tensor | None = None,
         minus: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """Rows ``[len(tensors), 8]`` of tensors on one device, on that device. See :meth:`EagerStatistics.measure`."""
+        """Rows ``[len(tensors), 8]`` of tensors on one device, on that device. See :meth:`Backend.measure`."""
         if not tensors:
             return identity(0)
         kind = tensors[0].device.type
         backend = self._of.get(kind)
         if backend is None:
             backend = self._of[kind] = self._triton() if kind == "cuda" and torch.version.hip is None else self._eager
+        request = Request(columns, self.eps, inverse_scale)
         with self._lock:
             try:
-                return backend.measure(tensors, columns, eps=self.eps, inverse_scale=inverse_scale, minus=minus)
+                return backend.rows(tensors, request, minus)
             except Exception as error:
                 if backend is self._eager:
                     raise
-                rows = self._eager.measure(tensors, columns, eps=self.eps, inverse_scale=inverse_scale, minus=minus)
-                self._of[kind] = self._eager  # after it has succeeded: else the tensors were to blame
+                rows = self._eager.rows(tensors, request, minus)
+                self._of[kind] = self._eager  # only once this worked: else the tensors are the cause
                 name = type(backend).__name__
                 self._complaints.add(f"backend:{kind}", f"{name} failed and is off: statistics are slower now, not wrong", error)
                 return rows

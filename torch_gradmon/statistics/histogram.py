@@ -1,4 +1,4 @@
-"""Histograms by magnitude: how many elements lie between one power of two and the next."""
+"""Histograms of magnitudes: elements per power of two."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from torch import Tensor
 from .tensor_access import accumulator_dtype, flat_values
 
 NAME = "log2_histogram"
-#: ``floor(log2 |x|)`` of the first and the last class, which hold whatever lies beyond as well.
+#: ``floor(log2 |x|)`` of the first and the last class, which include everything beyond.
 LOWEST, HIGHEST = -40, 23
 ZERO = "zero"
-#: Elements at once, which bounds the scratch memory; on CPU it also stays in a cache.
+#: Elements per block, which bounds the scratch memory; on CPU a block also fits a cache.
 _CPU_BLOCK, _DEVICE_BLOCK = 1 << 16, 1 << 24
 
 
 def log2_counts(tensor: Tensor) -> Tensor:
-    """Number of elements that are zero, and of those in each class: ``[65]``, on the tensor's device. Does not synchronise.
+    """Number of zeros, and of elements in each class: ``[65]``, on the tensor's device. Does not synchronise.
 
     NaN and infinite elements are in no class. Complex tensors count as twice as many real numbers.
     """
     values, implied = flat_values(tensor)
     on_cpu = values.device.type == "cpu"
-    # exponents as they stand in the number: those of the smallest and of zero are 0, those of NaN and Inf all ones
+    # biased exponents: 0 for subnormal numbers and zero, all ones for NaN and Inf
     bias, mantissa, ones, integer = (
         (1023, 52, 2047, torch.int64) if values.dtype == torch.float64 else (127, 23, 255, torch.int32)
     )
@@ -36,7 +36,7 @@ def log2_counts(tensor: Tensor) -> Tensor:
         exponents = (exact.view(integer) >> mantissa) & ones
         if on_cpu:
             by_exponent += torch.bincount(exponents, minlength=ones + 1)
-        else:  # where bincount would wait for the device
+        else:  # bincount would wait for the device
             by_exponent.index_add_(0, exponents, torch.ones_like(by_exponent[:1]).expand(len(exponents)))
     low, high = LOWEST + bias, HIGHEST + bias
     inner = by_exponent[low : high + 1].clone()
@@ -46,6 +46,6 @@ def log2_counts(tensor: Tensor) -> Tensor:
 
 
 def as_metrics(counts: Tensor) -> Mapping[str, Tensor]:
-    """The counts of all micro-batches, ``[n * 65]``, as one value for each class; its name is the power of two."""
+    """The counts of all micro-batches, ``[n * 65]``, as one value per class, named by its power of two."""
     names = [ZERO, *map(str, range(LOWEST, HIGHEST + 1))]
     return dict(zip(names, counts.reshape(-1, len(names)).sum(dim=0).unbind(), strict=True))

@@ -1,4 +1,4 @@
-"""Kurtosis: how heavy the tails of a tensor's values are. Merged over micro-batches exactly, from central sums."""
+"""Kurtosis: how heavy the tails of a tensor's values are. Merged exactly over micro-batches, from central sums."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch import Tensor
 from .tensor_access import accumulator_dtype, flat_values
 
 NAME = "kurtosis"
-#: Elements at once, which bounds the scratch memory; on CPU it also stays in a cache.
+#: Elements per block, which bounds the scratch memory; on CPU a block also fits a cache.
 _CPU_BLOCK, _DEVICE_BLOCK = 1 << 17, 1 << 24
 _FIELDS = 5
 
 
 def central_sums(tensor: Tensor) -> Tensor:
-    """Count, mean, and the sums of the second, third and fourth powers of ``x - mean``: ``[5]``, float64 where the device has it.
+    """Count, mean, and sums of the second, third and fourth powers of ``x - mean``: ``[5]``, float64 if the device has it.
 
     Two passes. Does not synchronise. Complex tensors count as twice as many real numbers; without elements all are zero.
     """
@@ -37,10 +37,10 @@ def kurtosis(parts: Tensor) -> Tensor:
     """Pearson's kurtosis, ``n * sum (x - mean)^4 / (sum (x - mean)^2)^2``, 3 for a normal distribution, of all ``parts`` together.
 
     Args:
-        parts: ``[n * 5]``, what :func:`central_sums` gave for each micro-batch.
+        parts: ``[n * 5]``, the results of :func:`central_sums` for the micro-batches.
 
-    The sums are moved to the common mean by the formulas of Pebay (2008, Sandia report SAND2008-6212). Infinite where all
-    elements are equal, but for what rounding makes of that, or where there are none: then it does not exist.
+    The sums are moved to the common mean by the formulas of Pebay (2008, Sandia report SAND2008-6212). Infinite if there are no elements
+    or all are equal up to rounding: then it is undefined.
     """
     counts, means, second, third, fourth = parts.reshape(-1, _FIELDS).unbind(1)
     total = counts.sum()

@@ -1,4 +1,4 @@
-"""The norm of many tensors together, and the inner product of two, exactly."""
+"""The exact norm of many tensors together, and the exact inner product of two."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .dispatch import Statistics
 from .eager import CPU_BLOCK
 from .tensor_access import accumulator_dtype, flat_pair
 
-#: The columns from which a norm of this order follows, and those that decide whether float32 is wide enough: with all of them
-#: a norm is the same to the last bit whatever else is measured beside it.
+#: The columns of a norm of each order, and those that decide whether float32 is accurate enough: with all of them a norm is the same to the
+#: last bit, whatever else is measured.
 NORM_COLUMNS = {
     1.0: ALWAYS | {Column.ABS_SUM, Column.SUM, Column.SQUARE_SUM},
     2.0: ALWAYS | {Column.SUM, Column.SQUARE_SUM},
@@ -26,7 +26,7 @@ def rows_of(gradients: Sequence[Tensor], norm_type: float, statistics: Statistic
     """Rows ``[len(gradients), 8]`` with the ``NORM_COLUMNS`` of this order, on the first gradient's device. Does not synchronise.
 
     Raises:
-        ValueError: a gradient that cannot be measured.
+        ValueError: a gradient cannot be measured.
     """
     by_device: dict[torch.device, list[int]] = {}
     for place, gradient in enumerate(gradients):
@@ -35,7 +35,7 @@ def rows_of(gradients: Sequence[Tensor], norm_type: float, statistics: Statistic
         found = [statistics.measure([gradients[i] for i in some], NORM_COLUMNS[norm_type]) for some in by_device.values()]
     except NotMeasurable as error:
         raise ValueError(
-            f"the exact norm of these gradients cannot be measured, for one is {error}; use a number for max_norm and exact=False"
+            f"the exact norm of these gradients cannot be measured, because one is {error}; use a number for max_norm and exact=False"
         ) from error
     if len(found) <= 1:
         return found[0] if found else identity(0)
@@ -44,10 +44,9 @@ def rows_of(gradients: Sequence[Tensor], norm_type: float, statistics: Statistic
 
 
 def norm_of_rows(rows: Tensor, norm_type: float, wide: bool) -> Tensor:
-    """Total norm of order 1, 2 or inf from rows ``[n, 8]`` that have the ``NORM_COLUMNS`` of this order: 0-d, float32, or float64 if
-    ``wide``.
+    """Total norm of order 1, 2 or inf from rows ``[n, 8]`` with the ``NORM_COLUMNS`` of this order: 0-d, float32, or float64 if ``wide``.
 
-    Accumulated in float64; NaN or Inf where an element is. Does not synchronise.
+    Accumulated in float64; NaN or Inf if any element is. Does not synchronise.
     """
     if norm_type == 1.0:
         total = rows[:, Column.ABS_SUM].sum()
@@ -55,7 +54,7 @@ def norm_of_rows(rows: Tensor, norm_type: float, wide: bool) -> Tensor:
         total = rows[:, Column.SQUARE_SUM].sum().sqrt()
     else:
         largest = torch.maximum(rows[:, Column.MAX].amax(), -rows[:, Column.MIN].amin()).clamp(min=0)
-        # the extremes are those of the finite part; the sum of magnitudes tells NaN from Inf
+        # the extremes are of the finite part; the sum of magnitudes distinguishes NaN from Inf
         total = torch.where(rows[:, Column.NONFINITE].sum() > 0, rows[:, Column.ABS_SUM].sum(), largest)
     return total.to(torch.float64 if wide else torch.float32)
 

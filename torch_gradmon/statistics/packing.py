@@ -1,4 +1,4 @@
-"""Many small tensors in one buffer, each in rows of its own, so that a few operations measure all of them."""
+"""Pack many small tensors into one buffer, each in rows of its own, so that a few operations measure all of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-#: Elements of the buffer: it stays in the second-level cache while a handful of operations pass over it.
+#: Elements of the buffer: it fits the second-level cache while a handful of operations pass over it.
 CAPACITY = 1 << 18
 
 
@@ -16,13 +16,13 @@ class Chunk:
     """Tensors that fit into the buffer together.
 
     Args:
-        members: their positions in the list that is packed.
+        members: their positions in the packed list.
         shapes: of these tensors.
-        run: length of a row; every tensor begins a new one.
+        run: length of a row; every tensor starts a new row.
 
     Attributes:
-        rows: how many rows they take.
-        padding: positions in the buffer, behind the last element of a tensor and before the next row; None for none.
+        rows: number of rows.
+        padding: positions in the buffer between the end of a tensor and the next row, or None.
     """
 
     def __init__(self, members: range, shapes: Sequence[torch.Size], run: int) -> None:
@@ -40,7 +40,7 @@ class Chunk:
         self.padding = torch.cat(gaps) if gaps else None
 
     def fill(self, buffer: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Copy ``tensors``, all the members in order, into the flat ``buffer``, in its dtype, with zeros behind each."""
+        """Copy all members, in order, into the flat ``buffer``, in its dtype and zero-padded."""
         views = self._views.get(id(buffer))
         if views is None:
             views = self._views[id(buffer)] = [buffer[p : p + shape.numel()].view(shape) for p, shape in self._places]
@@ -48,7 +48,7 @@ class Chunk:
         self.pad(buffer, 0.0)
 
     def pad(self, buffer: Tensor, value: float) -> None:
-        """Put ``value`` behind each tensor."""
+        """Set the padding to ``value``."""
         if self.padding is not None:
             buffer.index_fill_(0, self.padding, value)
 
@@ -57,10 +57,10 @@ class PackedLayout:
     """How tensors of these shapes are packed, in rows of ``run`` elements.
 
     Attributes:
-        chunks: one after the other they hold all tensors.
-        owners: which tensor each row belongs to, int64, or None where every tensor has exactly one.
+        chunks: together they hold all tensors.
+        owners: the tensor of each row, int64, or None if every tensor has exactly one row.
         counts: number of elements of each tensor, float64.
-        padded: number of elements of padding of each tensor, float64.
+        padded: number of padding elements of each tensor, float64.
     """
 
     def __init__(self, shapes: Sequence[torch.Size], run: int) -> None:

@@ -1,4 +1,4 @@
-"""The second look: which tensors need one, and rows that are right for any values."""
+"""The second pass: which tensors need one, and rows that are right for any values."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from ..core.moments import SUMMED, Column, identity, merge
 from .request import Batch, Request
 from .tensor_access import accumulator_dtype
 
-#: Outside of this range of the mean square, squares leave float32's range.
+#: Outside of this range of the mean square, squares leave the range of float32.
 _SAFE = (1e-30, 1e30)
-#: Elements per block, which bounds the scratch memory; on CPU it also stays in the cache.
+#: Elements per block, which bounds the scratch memory; on CPU a block also fits the cache.
 _CPU_BLOCK, _DEVICE_BLOCK = 1 << 17, 1 << 24
 
 
 def needs_precise_pass(rows: Tensor, columns: frozenset[Column]) -> tuple[list[int], list[int]]:
-    """What a first look left open, given its rows ``[n, 8]`` on the CPU: which tensors hold NaN or Inf, and which others float32
-    is too narrow for.
+    """Check the rows ``[n, 8]`` of a first pass, on the CPU.
+
+    Returns:
+        Positions of tensors with NaN or Inf, and of the others for which float32 is too inexact.
     """
-    if len(rows) == 1:  # as in a hook, where a dozen calls would cost more than reading the tensor
+    if len(rows) == 1:  # as in a hook, where a dozen calls cost more than reading the row
         (row,) = rows.tolist()
         nonfinite, imprecise = row_needs_precise_pass(row, columns)
         return ([0], []) if nonfinite else ([], [0] if imprecise else [])
@@ -43,17 +45,17 @@ def _doubts(rows: Tensor, columns: frozenset[Column]) -> tuple[Tensor, Tensor]:
     mean_square = of[Column.SQUARE_SUM] / count
     imprecise = (mean_square < _SAFE[0]) | (mean_square > _SAFE[1])
     if Column.ABS_SUM in columns:
-        imprecise &= of[Column.ABS_SUM] != 0  # all zero, which no dtype loses
+        imprecise &= of[Column.ABS_SUM] != 0  # all zeros are exact in any dtype
     elif extremes:
         imprecise &= (of[Column.MIN] != 0) | (of[Column.MAX] != 0)
     if Column.SUM in columns:
-        # with half of the square in the mean, the std loses up to twice what the sums lost; beyond that too much
+        # if half of the square is in the mean, the std has up to twice the error of the sums; beyond that too much
         imprecise |= (of[Column.SUM] / count).square() > mean_square / 2
     return nonfinite, imprecise
 
 
 def row_needs_precise_pass(row: Sequence[float], columns: frozenset[Column]) -> tuple[bool, bool]:
-    """Of one row in plain numbers: whether its tensor holds NaN or Inf, else whether float32 is too narrow for it."""
+    """For one row of numbers: whether its tensor holds NaN or Inf, else whether float32 is too inexact for it."""
     count = row[Column.COUNT]
     if not count:
         return False, False
@@ -73,7 +75,7 @@ def row_needs_precise_pass(row: Sequence[float], columns: frozenset[Column]) -> 
 
 
 def measure_precisely(batch: Batch, request: Request) -> Tensor:
-    """Rows ``[n, 8]`` of tensors with any values, in float64; columns that nobody asked for come along."""
+    """Rows ``[n, 8]`` of tensors with any values, in float64, with all columns."""
     device = batch.values[0].device
     wide = accumulator_dtype(device)
     size = _CPU_BLOCK if device.type == "cpu" else _DEVICE_BLOCK
@@ -89,9 +91,9 @@ def measure_precisely(batch: Batch, request: Request) -> Tensor:
 
 
 def _row(block: Tensor, eps: float) -> Tensor:
-    """The row of a block: ``[8]``. In floating point throughout: boolean tensors as large cost several times as much on CPU."""
+    """The row of a block: ``[8]``. All in floating point: boolean tensors of this size cost several times as much on CPU."""
     inf = torch.inf
-    # what is not finite stands where an extreme passes over it
+    # replace non-finite elements by values that the extremes ignore
     above = torch.nan_to_num(block, nan=inf, posinf=inf, neginf=inf)
     below = torch.nan_to_num(block, nan=-inf, posinf=-inf, neginf=-inf)
     smallest, largest = above.amin(), below.amax()

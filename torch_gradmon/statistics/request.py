@@ -1,4 +1,4 @@
-"""What is to be measured: tensors, what to do to them first, and what is wanted of them."""
+"""The interface of the backends: the request, the tensors as a batch, and ``measure``."""
 
 from __future__ import annotations
 
@@ -10,52 +10,54 @@ import torch
 from torch import Tensor
 
 from ..core.errors import NotMeasurable
-from ..core.moments import Column
+from ..core.moments import ALL_COLUMNS, Column
 from .tensor_access import LARGEST_SQUARED, NARROW, SMALLEST_SQUARED, are_plain, flat_pair, flat_values, is_plain
+
+DEFAULT_EPS = 1e-8
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is wanted of tensors.
+    """What to compute.
 
     Attributes:
-        columns: those that are needed.
+        columns: needed columns; the others hold their identity, or values that cost nothing extra. COUNT and NONFINITE are always exact.
         eps: an element counts as near zero when ``|x| <= eps``.
-        inverse_scale: 0-d tensor that multiplies every element first, or None.
+        inverse_scale: 0-d tensor that multiplies every element first, in float32 as ``GradScaler.unscale_`` does, or None.
     """
 
-    columns: frozenset[Column]
-    eps: float
-    inverse_scale: Tensor | None
+    columns: frozenset[Column] = ALL_COLUMNS
+    eps: float = DEFAULT_EPS
+    inverse_scale: Tensor | None = None
 
     @cached_property
     def squares(self) -> bool:
-        """Whether squares are to be summed."""
+        """Whether to sum squares."""
         return Column.SQUARE_SUM in self.columns
 
     @cached_property
     def magnitudes(self) -> bool:
-        """Whether a column of magnitudes is needed."""
+        """Whether any column needs magnitudes."""
         return not self.columns.isdisjoint((Column.ABS_SUM, Column.NEAR_ZERO))
 
     @cached_property
     def near_zero(self) -> bool:
-        """Whether small magnitudes are to be counted."""
+        """Whether to count small magnitudes."""
         return Column.NEAR_ZERO in self.columns
 
     def zeros_by_squares(self, dtype: torch.dtype) -> bool:
-        """Whether small magnitudes can be counted by squares, which are there anyway, and nothing else needs magnitudes."""
+        """Whether squares can count small magnitudes, so that no magnitudes are needed."""
         by_squares = self.near_zero and self.squares and Column.ABS_SUM not in self.columns
         return by_squares and dtype == torch.float32 and SMALLEST_SQUARED <= self.eps <= LARGEST_SQUARED
 
     @cached_property
     def extremes(self) -> bool:
-        """Whether an extreme is needed."""
+        """Whether any column needs extremes."""
         return not self.columns.isdisjoint((Column.MIN, Column.MAX))
 
     @cached_property
     def sums(self) -> bool:
-        """Whether elements are to be summed: also where nothing else would show that one is not finite."""
+        """Whether to sum elements; also if nothing else would show a non-finite one."""
         return Column.SUM in self.columns or not (self.squares or self.magnitudes or self.extremes)
 
     def unscaled(self, values: Tensor) -> Tensor:
@@ -66,15 +68,48 @@ class Request:
         return values.to(dtype) * self.inverse_scale.to(dtype)
 
 
+class Backend:
+    """Measures tensors on one device."""
+
+    def measure(
+        self,
+        tensors: Sequence[Tensor],
+        columns: frozenset[Column] = ALL_COLUMNS,
+        *,
+        eps: float = DEFAULT_EPS,
+        inverse_scale: Tensor | None = None,
+        minus: Sequence[Tensor] | None = None,
+    ) -> Tensor:
+        """:meth:`rows` with the fields of the :class:`Request` as arguments."""
+        return self.rows(tensors, Request(columns, eps, inverse_scale), minus)
+
+    def rows(self, tensors: Sequence[Tensor], request: Request, minus: Sequence[Tensor] | None = None) -> Tensor:
+        """Statistics of each tensor.
+
+        Args:
+            tensors: on one device; any floating, integer or complex dtype, dense or sparse, any strides, any size. Complex tensors count as
+                twice as many real numbers; a sparse tensor counts its implicit zeros.
+            request: what to compute.
+            minus: tensors to subtract, of the same shapes; the difference is rounded once, to float32 (float64 for float64).
+
+        Returns:
+            ``[len(tensors), 8]`` on the tensors' device, float64 (float32 if the device has none). Does not synchronise.
+
+        Raises:
+            NotMeasurable: a tensor without readable local values (meta, nested, sharded, inside a functorch transform).
+        """
+        raise NotImplementedError
+
+
 @dataclass
 class Batch:
-    """Tensors to be measured together; where one is not plain, its numbers as one dimension.
+    """Tensors to be measured together. A tensor that is not plain is flattened.
 
     Attributes:
         values: the tensors.
-        minus: what is to be subtracted from each, of the same shape, or None for nothing.
-        wide: whether float32 would lose numbers of the tensor, for each.
-        zeros: how many zeros a sparse tensor implies, by position.
+        minus: tensors of the same shapes to subtract, or None.
+        wide: for each tensor, whether float32 cannot hold its numbers.
+        zeros: number of implicit zeros of sparse tensors, by position.
     """
 
     values: list[Tensor]
@@ -84,7 +119,7 @@ class Batch:
 
     @classmethod
     def read(cls, tensors: Sequence[Tensor], minus: Sequence[Tensor] | None) -> Batch:
-        """The batch of these tensors.
+        """The batch of ``tensors``.
 
         Raises:
             NotMeasurable: a tensor without readable local values.
@@ -109,7 +144,7 @@ class Batch:
         return cls(values, others, wide, zeros)
 
     def take(self, members: Sequence[int], widened: bool = False) -> Batch:
-        """Some of the tensors, on request all of them to be measured in float64."""
+        """Some of the tensors; ``widened`` measures all of them in float64."""
         return Batch(
             [self.values[i] for i in members],
             None if self.minus is None else [self.minus[i] for i in members],
@@ -118,13 +153,13 @@ class Batch:
         )
 
     def flat(self, index: int) -> tuple[Tensor, Tensor | None]:
-        """The numbers of one tensor as one dimension, and beside them what is to be subtracted."""
+        """One tensor flattened, with what to subtract."""
         if self.minus is None:
             return flat_values(self.values[index])[0], None
         return flat_pair(self.values[index], self.minus[index])
 
     def add_implicit_zeros(self, rows: Tensor) -> Tensor:
-        """``rows`` of the stored numbers, ``[n, 8]``, with the zeros that sparse tensors imply; changed in place."""
+        """Count the implicit zeros of sparse tensors in ``rows`` ``[n, 8]``, in place."""
         for index, count in self.zeros.items():
             rows[index, [Column.COUNT, Column.NEAR_ZERO]] += count
             rows[index, Column.MIN].clamp_(max=0)

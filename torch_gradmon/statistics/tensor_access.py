@@ -1,4 +1,4 @@
-"""What can be read of a tensor, and its numbers as one dimension."""
+"""Which tensors can be read, and how to flatten them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from ..core.errors import NotMeasurable
 
-#: Floating dtypes whose numbers float32 holds exactly, and which copy to it fast.
+#: Floating dtypes whose numbers float32 holds exactly, and which convert to it fast.
 NARROW = frozenset({torch.float32, torch.bfloat16, torch.float16})
 #: Dtypes of real numbers that copy to float64.
 REAL = NARROW | {torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-#: Float32 numbers in a vector register of the CPU, as torch's kernels use them; at least those of AVX2.
+#: float32 numbers in a vector register of the CPU, as torch's kernels use them; at least those of AVX2.
 LANES = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
-#: Types whose elements are in memory as they are; nn.Buffer makes plain tensors.
+#: Types whose memory holds the elements unchanged; nn.Buffer makes plain tensors.
 PLAIN = frozenset({Tensor, nn.Parameter})
 _DTYPE, _IS_CPU, _LAYOUT, _IS_NESTED = map(attrgetter, ("dtype", "is_cpu", "layout", "is_nested"))
 _STRIDED = frozenset({torch.strided})
@@ -26,12 +26,12 @@ is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def accumulator_dtype(device: torch.device) -> torch.dtype:
-    """float64, or float32 on devices that have nothing wider (Apple's MPS)."""
+    """float64, or float32 on devices without it (Apple's MPS)."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is an ordinary dense one on the CPU with real numbers, which is cheap to see."""
+    """Whether ``tensor`` is an ordinary dense CPU tensor of real numbers. Cheap."""
     return (
         type(tensor) in PLAIN
         and tensor.dtype in REAL
@@ -43,7 +43,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def are_plain(tensors: Sequence[Tensor]) -> bool:
-    """Whether :func:`is_plain` holds for each of ``tensors``, without a call for each."""
+    """Whether :func:`is_plain` holds for all ``tensors``, without one call for each."""
     return (
         PLAIN.issuperset(map(type, tensors))
         and REAL.issuperset(map(_DTYPE, tensors))
@@ -55,13 +55,13 @@ def are_plain(tensors: Sequence[Tensor]) -> bool:
 
 
 def refusal(tensor: Tensor) -> str | None:
-    """Why ``tensor`` cannot be measured, or None where it can."""
+    """Why ``tensor`` cannot be measured, or None."""
     if is_plain(tensor):
         return None
     if is_functorch_wrapped(tensor):
         return "inside a torch.func transform"
     if hasattr(tensor, "_local_tensor") or hasattr(tensor, "_local_shards"):
-        return "a tensor that is spread over ranks (DTensor)"
+        return "a tensor that is sharded over ranks (DTensor)"
     if type(tensor).__name__ == "FakeTensor":
         return "a fake tensor, which has no values"
     if tensor.is_nested:
@@ -72,9 +72,9 @@ def refusal(tensor: Tensor) -> str | None:
 
 
 def flat_values(tensor: Tensor) -> tuple[Tensor, int]:
-    """All stored numbers of ``tensor`` as one dimension, and how many zeros it implies without storing them.
+    """All stored numbers of ``tensor`` as one dimension, and the number of implicit zeros.
 
-    The order of the numbers is free, so any dense layout is a view; only gaps and overlaps cost a copy.
+    The order is arbitrary, so any dense layout is a view; only gaps and overlaps need a copy.
 
     Raises:
         NotMeasurable: the tensor has no readable local values (meta, nested, sharded, inside a functorch transform).
@@ -99,7 +99,7 @@ def flat_values(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def flat_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The numbers of two tensors of one shape as one dimension, element beside element whatever their layouts.
+    """The numbers of two tensors of equal shape as one dimension, in the same order whatever their layouts.
 
     Raises:
         NotMeasurable: one of them has no readable local values.
@@ -115,17 +115,16 @@ def flat_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return a, b
 
 
-#: Between these the square of a float32 number is normal, so that it tells numbers apart that are neighbours.
+#: Between these the square of a float32 number is normal, so squares of neighbouring numbers differ.
 SMALLEST_SQUARED, LARGEST_SQUARED = 2.0**-62, 2.0**63
 
 
 @lru_cache(maxsize=64)
 def threshold_of_squares(eps: float) -> float:
-    """What the float32 square of a float32 number is not above just where ``|x| <= eps``, for ``eps`` from
-    :data:`SMALLEST_SQUARED` to :data:`LARGEST_SQUARED`.
+    """A limit for float32 squares that is exceeded exactly if ``|x| > eps``, for ``eps`` from :data:`SMALLEST_SQUARED` to
+    :data:`LARGEST_SQUARED`.
 
-    Neighbours differ by at least 2^-24 of themselves, their squares by more than one unit in the last place, which rounding
-    cannot close.
+    Neighbours differ by at least 2^-24 of their size, their squares by more than one unit in the last place, which rounding cannot close.
     """
     limit = torch.tensor(threshold(eps, torch.float32), dtype=torch.float32, device="cpu")
     return float(limit * limit)
@@ -133,7 +132,7 @@ def threshold_of_squares(eps: float) -> float:
 
 @lru_cache(maxsize=64)
 def threshold(eps: float, dtype: torch.dtype) -> float:
-    """The largest number of ``dtype`` that is not above ``eps``: the comparison then equals the one in real numbers."""
+    """The largest number of ``dtype`` that is at most ``eps``: comparing with it equals comparing in real numbers."""
     if dtype != torch.float32:
         return eps
     if eps >= torch.finfo(dtype).max:

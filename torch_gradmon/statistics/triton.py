@@ -1,16 +1,15 @@
 """Measure lists of CUDA tensors with two kernel launches, however many tensors there are: one read of memory, all columns.
 
-The first kernel takes one chunk of one tensor per program and leaves that chunk's row, the second merges the rows of each
-tensor's chunks in a fixed order. No atomics: the same input gives the same row to the last bit. Sums run in float64 from the
-first element on, which the accuracy of the std and values down to 1e-30 and up to 1e30 ask for: four float64 operations an
-element. GPUs such as A100 and H100 have half of their float32 rate in float64, so that memory should stay the limit; consumer
-GPUs have a 32nd or a 64th of it, and there arithmetic should be the limit.
+The first kernel takes one chunk of one tensor per program and writes that chunk's row; the second merges the rows of each tensor's chunks
+in a fixed order. There are no atomics: the same input gives the same row to the last bit. Sums run in float64 from the first element on,
+as the accuracy of the std and values down to 1e-30 and up to 1e30 require: four float64 operations per element. GPUs such as A100 and
+H100 have half of their float32 rate in float64, so memory should be the limit; consumer GPUs have a 32nd or a 64th, so arithmetic should.
 
-Pointers and sizes reach the kernels in tables on the device, which are kept until a tensor moves or changes its size. New
-tables come from pinned memory without waiting for the device; torch's host allocator hands a pinned buffer out again only
-when the copy from it is done, and never again where the copy was captured into a CUDA graph.
+Pointers and sizes reach the kernels in device tables, which are cached until a tensor moves or changes its size. New tables come from
+pinned memory without waiting for the device. torch's host allocator reuses a pinned buffer only after the copy from it is done, and
+never after the copy was captured into a CUDA graph.
 
-Importing this file imports Triton. With ``TRITON_INTERPRET=1`` in the environment before that, it measures CPU tensors instead.
+Importing this file imports Triton. With ``TRITON_INTERPRET=1`` in the environment, it measures CPU tensors instead.
 """
 
 from __future__ import annotations
@@ -26,76 +25,56 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..core.moments import ALL_COLUMNS, WIDTH, Column
-from . import eager
-from .eager import DEFAULT_EPS
+from ..core.moments import WIDTH
+from .eager import EagerStatistics
+from .request import Backend, Request
 from .tensor_access import PLAIN, is_functorch_wrapped, threshold
 from .triton_kernels import INTERPRETED, merged_rows, rows_of_chunks
 
-#: Elements per program of the first kernel: 64 to 256 kB, so that ten million elements still give 306 programs.
+#: Elements per program of the first kernel: 64 to 256 kB; ten million elements still give 306 programs.
 CHUNK = 1 << 15
 #: Groups of 16 bytes that a program of the first kernel loads at once: four for each of its 128 threads.
 _GROUPS = 512
 #: Chunks that the second kernel merges at once.
 _LANES = 128
-#: How the kernels tell the dtypes apart.
+#: The kernels' codes of dtypes.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
-#: Tables that are kept; a list of tensors has two.
-_KEPT = 32
+#: Cached tables; a list of tensors has two.
+_CACHED = 32
 
 
-class TritonStatistics:
-    """Measures lists of tensors with the kernels of this file. Keeps tables on the device between calls, never a tensor.
-
-    Not to be called by two threads at once.
-    """
+class TritonStatistics(Backend):
+    """Measures lists of tensors with two kernels. Caches tables on the device, never a tensor. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[object, ...], tuple[Tensor, ...]] = OrderedDict()
+        self._cached: OrderedDict[tuple[object, ...], tuple[Tensor, ...]] = OrderedDict()
 
     def __reduce__(self) -> tuple[type[TritonStatistics], tuple[()]]:
-        return TritonStatistics, ()  # a copy starts anew: the tables hold addresses of this process
+        return TritonStatistics, ()  # a copy starts empty: the tables hold addresses of this process
 
-    def measure(
-        self,
-        tensors: Sequence[Tensor],
-        columns: frozenset[Column] = ALL_COLUMNS,
-        *,
-        eps: float = DEFAULT_EPS,
-        inverse_scale: Tensor | None = None,
-        minus: Sequence[Tensor] | None = None,
-    ) -> Tensor:
-        """Statistics of each tensor, with the meaning of :func:`eager.measure`.
+    def rows(self, tensors: Sequence[Tensor], request: Request, minus: Sequence[Tensor] | None = None) -> Tensor:
+        """See :meth:`Backend.rows`. All columns are filled, and each call returns new memory.
 
-        Two kernel launches serve all tensors that :func:`supports` accepts, and :func:`eager.measure` the others. Can be captured
-        into a CUDA graph, once the same call has run outside of one; each replay then writes the rows anew.
-
-        Args:
-            tensors: on one device, of any kind.
-            columns: what is needed. The kernels fill all columns, as they read every element once anyway.
-            eps: an element counts as near zero when ``|x| <= eps``.
-            inverse_scale: 0-d tensor on that device; each tensor is multiplied by it first, in float32 (float64 for float64).
-            minus: tensors to subtract, of the same shapes; the difference is rounded once, to float32 (float64 for float64).
-
-        Returns:
-            ``[len(tensors), 8]`` float64 on the tensors' device, new memory with each call. Does not synchronise.
+        Two kernel launches serve all tensors that :func:`supports` accepts; :class:`EagerStatistics` measures the others. Can be
+        captured into a CUDA graph after the same call has run outside of one; each replay writes the rows anew.
 
         Raises:
-            NotMeasurable: a tensor without readable local values (meta, nested, sharded, inside a functorch transform).
-            Exception: whatever Triton raises where the kernels cannot be compiled or launched.
+            NotMeasurable: see :meth:`Backend.rows`.
+            Exception: Triton cannot compile or launch the kernels.
         """
+        scale = request.inverse_scale
         partners: Sequence[Tensor | None] = [None] * len(tensors) if minus is None else minus
         taken: list[int] = []
-        if tensors and (inverse_scale is None or _readable(inverse_scale, tensors[0].device)):
+        if tensors and (scale is None or _readable(scale, tensors[0].device)):
             taken = [i for i, x in enumerate(tensors) if supports(x, partners[i], tensors[0].device)]
         if not taken:
-            return eager.measure(tensors, columns, eps=eps, inverse_scale=inverse_scale, minus=minus)
-        rows = self._rows([tensors[i] for i in taken], [partners[i] for i in taken], eps, inverse_scale)
+            return EagerStatistics().rows(tensors, request, minus)
+        rows = self._rows([tensors[i] for i in taken], [partners[i] for i in taken], request.eps, scale)
         if len(taken) == len(tensors):
             return rows
         rest = sorted(set(range(len(tensors))) - set(taken))
         less = None if minus is None else [minus[i] for i in rest]
-        others = eager.measure([tensors[i] for i in rest], columns, eps=eps, inverse_scale=inverse_scale, minus=less)
+        others = EagerStatistics().rows([tensors[i] for i in rest], request, less)
         with _on(rows.device):
             places = tuple(sorted(range(len(tensors)), key=(taken + rest).__getitem__))
             (order,) = self._tables_of(_numbers, places, rows.device)
@@ -104,7 +83,7 @@ class TritonStatistics:
     def _rows(
         self, tensors: Sequence[Tensor], partners: Sequence[Tensor | None], eps: float, inverse_scale: Tensor | None
     ) -> Tensor:
-        """Rows of tensors that the kernels take; all of them have a partner, or none has."""
+        """Rows of tensors that the kernels accept; either all have a partner or none."""
         device = tensors[0].device
         kinds = {dtype: (kind, _threshold_bits(eps, dtype)) for dtype, kind in _KINDS.items()}
         sizes = tuple(number for x in tensors for number in (x.numel(), *kinds[x.dtype]))
@@ -133,10 +112,10 @@ class TritonStatistics:
         return rows
 
     def _tables_of(self, make: _Maker, numbers: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
-        """``make(numbers, device)``, kept for the next call with the same numbers on the same stream.
+        """``make(numbers, device)``, cached for calls with the same numbers on the same stream.
 
-        What is kept is read on one stream only, so that it can be dropped without waiting for anything. A graph under capture
-        has tables of its own, which its replays copy anew.
+        A cached table is read on one stream only, so it can be dropped without waiting. A graph under capture gets its own tables, which
+        its replays copy anew.
         """
         stream = 0
         if device.type == "cuda":
@@ -144,10 +123,10 @@ class TritonStatistics:
                 return make(numbers, device)
             stream = torch.cuda.current_stream(device).cuda_stream
         key = (make, numbers, device, stream)
-        tables = self._kept.pop(key, None) or make(numbers, device)
-        self._kept[key] = tables  # the latest stand last
-        if len(self._kept) > _KEPT:
-            self._kept.popitem(last=False)
+        tables = self._cached.pop(key, None) or make(numbers, device)
+        self._cached[key] = tables  # least recently used first
+        if len(self._cached) > _CACHED:
+            self._cached.popitem(last=False)
         return tables
 
 
@@ -155,9 +134,9 @@ _Maker = Callable[[tuple[int, ...], torch.device], tuple[Tensor, ...]]
 
 
 def supports(tensor: Tensor, minus: Tensor | None = None, device: torch.device | None = None) -> bool:
-    """Whether the kernels take ``tensor``, less ``minus``, on ``device`` (by default its own).
+    """Whether the kernels accept ``tensor``, minus ``minus``, on ``device`` (by default its own).
 
-    They take dense floating tensors of 16, 32 or 64 bits in any order of dimensions, if ``minus`` lies in memory likewise.
+    They accept dense floating tensors of 16, 32 or 64 bits in any order of dimensions, if ``minus`` has the same memory layout.
     """
     device = tensor.device if device is None else device
     if tensor.dtype not in _KINDS or not _readable(tensor, device):
@@ -172,7 +151,7 @@ def supports(tensor: Tensor, minus: Tensor | None = None, device: torch.device |
 
 
 def _readable(tensor: Tensor, device: torch.device) -> bool:
-    """Whether the elements are in memory on ``device`` as they are, so that a kernel can be given their address."""
+    """Whether a kernel can read the elements at their address: in memory on ``device``, unchanged."""
     return (
         type(tensor) in PLAIN
         and (tensor.is_cpu if INTERPRETED else tensor.is_cuda)
@@ -186,7 +165,7 @@ def _readable(tensor: Tensor, device: torch.device) -> bool:
 
 
 def _has_no_gaps(tensor: Tensor) -> bool:
-    """Whether the strides are those of a contiguous tensor with its dimensions in another order."""
+    """Whether the strides are those of a contiguous tensor with permuted dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
@@ -198,13 +177,13 @@ def _has_no_gaps(tensor: Tensor) -> bool:
 
 @lru_cache(maxsize=64)
 def _threshold_bits(eps: float, dtype: torch.dtype) -> int:
-    """The near-zero threshold for a dtype as the bits of a float64."""
+    """The near-zero threshold of a dtype, as the bits of a float64."""
     limit = threshold(eps, torch.float64 if dtype == torch.float64 else torch.float32)
     return cast(int, struct.unpack("<q", struct.pack("<d", limit))[0])
 
 
 def _chunks(numbers: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """The tables of sizes: per tensor ``[elements, dtype, threshold, first chunk, chunks]``, per chunk its tensor."""
+    """Tables of sizes: per tensor ``[elements, dtype, threshold, first chunk, chunks]``, per chunk its tensor."""
     tensors = [numbers[i : i + 3] for i in range(0, len(numbers), 3)]
     counts = [max(1, -(-elements // CHUNK)) for elements, _, _ in tensors]  # an empty tensor has an empty chunk
     firsts = accumulate(counts, initial=0)
@@ -216,11 +195,11 @@ def _chunks(numbers: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...
 
 
 def _numbers(numbers: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """A table of the numbers as they are. The device is not waited for."""
+    """A table of ``numbers``. Does not wait for the device."""
     table = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     return (table.to(device, non_blocking=True),)
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Where the kernels are launched: Triton takes the current device, whatever the tensors' is."""
+    """The context for a launch: Triton uses the current device, not that of the tensors."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -41,8 +41,8 @@ def _row_of_chunk(
     source = address.to(tl.pointer_type(STORED))
     partner = other.to(tl.pointer_type(STORED))
 
-    # Whole blocks from the first 16-byte boundary on: a thread loads 16 bytes at once and sums them by itself. A gradient that
-    # is a view of a larger buffer may start anywhere.
+    # Whole blocks start at the first 16-byte boundary, so a thread loads and sums 16 bytes at once. A gradient that is a view of a larger
+    # buffer may start anywhere.
     head = ((-address & 15) // ITEM).to(tl.int32)
     body = tl.maximum(length - head, 0) // BLOCK * BLOCK
     if MINUS:
@@ -70,7 +70,7 @@ def _row_of_chunk(
         smallest = tl.minimum(smallest, tl.min(x, axis=1))
         largest = tl.maximum(largest, tl.max(x, axis=1))
 
-    # The sum of |x| shows whether those blocks hold NaN or Inf. If so they are looked at again, with the elements around them.
+    # A non-finite sum of |x| shows NaN or Inf. Then all elements go through the slower loop below.
     good = tl.sum(abs_sums) < _INF
     body = tl.where(good, body, 0)
     sums = tl.where(good, sums, 0.0)
@@ -82,7 +82,7 @@ def _row_of_chunk(
     nonfinites = tl.zeros([GROUPS], tl.int32)
     column = tl.arange(0, COLUMNS)[None, :]
     for first in range(0, length - body, GROUPS * COLUMNS):
-        # neighbouring threads take neighbouring elements, and still a thread sums by itself
+        # neighbouring threads take neighbouring elements, and each thread still has its own sum
         index = first + column * GROUPS + group
         inside = index < length - body
         index = tl.where(index < head, index, index + body)

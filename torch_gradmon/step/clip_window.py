@@ -1,4 +1,4 @@
-"""Which of the last steps were clipped, as their gradient norms show; gradients that are only scaled by one factor are told apart."""
+"""Which of the last steps were clipped, as their gradient norms show. Gradients that are only scaled by a constant factor do not count."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
-#: How many steps back clipping is counted.
+#: Number of steps over which clipping is counted.
 WINDOW = 100
-#: Factors that differ by less, relatively, are the same: rounding of float32 gradients stays far below. Narrow ones round by more.
+#: Relative difference below which factors are equal. Rounding of float32 gradients is far smaller, that of narrow ones larger.
 _SAME = 1e-5
-#: Norms that differ by more, relatively, are different ones, also behind a clip that has rounded both of them, and its factor.
+#: Relative difference above which norms are different, even if a clip has rounded both of them and its factor.
 _DIFFERENT, _ROUNDINGS = 1e-3, 8
-#: Up to this number, and this close to its reciprocal, a single step's factor is taken for a division by it.
+#: A single step's factor is taken for a division by a whole number up to this one, if it is this close to its reciprocal.
 _MOST, _EXACT = 64, 1e-6
-#: Share of the edited steps that one factor has to have.
+#: Smallest share of the edited steps for a constant factor.
 _OFTEN = 0.1
 
 
@@ -23,7 +23,7 @@ class _Step(NamedTuple):
     edited: bool  # gradients were written to between backward and the optimizer's step
     norm: float  # before
     factor: float  # norm after over norm before
-    slack: float = _SAME  # how far the factor may be from the one that the gradients were multiplied by, relatively
+    slack: float = _SAME  # relative error of the factor
 
 
 _FACTOR = attrgetter("factor")
@@ -32,18 +32,23 @@ _FACTOR = attrgetter("factor")
 class ClipWindow:
     """The last :data:`WINDOW` steps whose gradients were seen before and after clipping.
 
-    A clip by norm scales by ``max_norm / norm``: where two steps have one factor they have one norm. So a factor below 1 that
-    steps of different norms have is no clip but a scaling, such as a division by the number of micro-batches. A single step
-    shows only the reciprocal of a whole number, which is taken for a division until other factors come; and so do steps whose gradients
-    are narrow, since their rounding makes many factors look like one.
+    A clip by norm scales by ``max_norm / norm``: two steps with equal factors have equal norms. So a factor below 1 that steps of
+    different norms share is not a clip but a scaling, such as a division by the number of micro-batches. A single step shows only the
+    reciprocal of a whole number, which is taken for a division until other factors come. So are steps with narrow gradients, whose
+    rounding makes factors alike.
     """
 
     def __init__(self) -> None:
         self._steps: deque[_Step] = deque(maxlen=WINDOW)
 
     def add(self, edited: bool, before: float, after: float, rounding: float = 0.0) -> None:
-        """A step's norms before and after clipping, whether its gradients were written to in between, and by how much they were then
-        rounded, relatively.
+        """Add a step.
+
+        Args:
+            edited: its gradients were written to between the two measurements.
+            before: norm before clipping.
+            after: norm after clipping.
+            rounding: relative rounding of the gradients in between.
         """
         factor = after / before if 0 < before < float("inf") else 1.0
         self._steps.append(_Step(edited, before, factor, _SAME if _is_one(factor) else max(_SAME, rounding)))
@@ -63,7 +68,7 @@ class ClipWindow:
         return any(step.edited for step in self._steps)
 
     def share(self) -> tuple[float | None, float | None]:
-        """Share of the steps that were clipped; None where gradients were only scaled, and then the largest factor besides."""
+        """Share of clipped steps. None if gradients were only scaled; then also the largest factor."""
         edited = [step for step in self._steps if step.edited]
         factors = _scalings(edited)
         usual = max(factors, default=1.0)
@@ -87,7 +92,7 @@ class ClipWindow:
 
 
 def _is_one(factor: float) -> bool:
-    """By which nothing is rounded."""
+    """Whether multiplying by it rounds nothing."""
     return abs(factor - 1) <= _SAME
 
 
@@ -96,9 +101,9 @@ def _are_same(one: float, other: float, slack: float) -> bool:
 
 
 def _scalings(steps: Sequence[_Step]) -> list[float]:
-    """The factors that gradients are scaled by whatever their norm; 1 is one of them where a clip does not always act."""
+    """Constant factors of gradients, whatever their norm. 1 is one of them if a clip does not always act."""
     runs: list[list[_Step]] = []
-    for step in sorted(steps, key=_FACTOR):  # of a clip that acts all factors differ, so that there are many runs
+    for step in sorted(steps, key=_FACTOR):  # the factors of an active clip all differ, which gives many runs
         if runs and step.factor - runs[-1][0].factor <= step.slack * step.factor:
             runs[-1].append(step)
         else:
@@ -110,7 +115,9 @@ def _scalings(steps: Sequence[_Step]) -> list[float]:
 
 
 def _is_reciprocal(factor: float, slack: float = _EXACT) -> bool:
-    """Of a whole number, as a mean over micro-batches or ranks has it. One clipped step in 10,000 looks so by chance."""
+    """Whether it is the reciprocal of a whole number, as for a mean over micro-batches or ranks. One clipped step in 10,000 is by
+    chance.
+    """
     number = round(1 / factor) if factor > 0 else 0
     return 2 <= number <= _MOST and abs(factor * number - 1) <= slack
 

@@ -1,4 +1,4 @@
-"""Whether all ranks take part in something: asked where nobody has to answer, so that nobody hangs who was left alone."""
+"""Whether all ranks take part in an exchange: a question that no rank has to answer, so none can hang on it."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from typing import Any
 
 from .ranks import Ranks
 
-#: Seconds that a rank waits for the others. They come out of the same backward pass, so that milliseconds are usual.
+#: Seconds that a rank waits for the others; usually milliseconds, since all come from the same backward pass.
 PATIENCE = 20.0
 _PAUSE = 0.005
 
 
 class Rendezvous:
-    """Asks through the key-value store by which the processes of ``torch.distributed`` have found each other.
+    """Meets the other ranks in the key-value store of ``torch.distributed``.
 
     Args:
-        ranks: those that are asked.
+        ranks: those that should meet.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
 
     def on(self, what: str) -> bool:
-        """Whether every rank has come here with the same ``what``, and as often: the same answer on each rank that asks.
+        """Whether every rank has called this with the same ``what``, equally often. The answer is the same on all ranks.
 
-        The first to know writes the answer down, and nobody can write another: either one who saw all come, or one whose
-        patience has ended. Who comes to a question that was given up asks the next one.
+        The first rank to know stores the answer, and no other rank can replace it: either one that saw all arrive, or one whose patience
+        has ended. A rank that arrives after a timeout takes part in the next attempt.
         """
         _asked[what] += 1
         try:
             store = _store(f"torch_gradmon/{what}/{_asked[what]}")
-        except (ImportError, RuntimeError, ValueError):  # it is private, and some backends have none: then nobody can be asked
+        except (ImportError, RuntimeError, ValueError):  # a private API, and some backends have no store
             return True
         while store.check(["answer"]) and store.get("answer") == b"no":
             _asked[what] += 1
@@ -46,7 +46,7 @@ class Rendezvous:
         return bool(store.compare_set("answer", "", "yes") == b"yes")
 
 
-#: How often each thing was asked in this process.
+#: Number of attempts by subject, in this process.
 _asked: Counter[str] = Counter()
 
 

@@ -1,4 +1,4 @@
-"""The one way of measured values to the host: started when a step ends, waited for when somebody asks."""
+"""The only transfer of measured values to the host: started when a step ends, awaited when the values are needed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class _DeviceGroup(NamedTuple):
 
 
 class DeviceToHostCopy:
-    """Tensors on their way to the host, as float64, in one packed copy for each device that they are on.
+    """An asynchronous copy of tensors to the host, as float64, packed into one copy per device.
 
-    From a CUDA device the copy goes to pinned memory and runs behind what the device is doing; nothing waits for it but
-    :meth:`land`. Other devices are read when :meth:`land` is called.
+    From a CUDA device the copy goes to pinned memory, queued behind the device's work; only :meth:`land` waits for it. Other devices are
+    read in :meth:`land`.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -31,34 +31,34 @@ class DeviceToHostCopy:
         by_device: dict[torch.device, list[int]] = {}
         for position, tensor in enumerate(tensors):
             by_device.setdefault(tensor.device, []).append(position)
-        self._parcels = [_send(device, positions, tensors) for device, positions in by_device.items()]
+        self._groups = [_send(device, positions, tensors) for device, positions in by_device.items()]
 
     @property
     def is_local(self) -> bool:
-        """Whether all of it is on the host already."""
-        return all(parcel.packed.device.type == "cpu" and parcel.copied is None for parcel in self._parcels)
+        """Whether all tensors are on the host already."""
+        return all(group.packed.device.type == "cpu" and group.copied is None for group in self._groups)
 
     def is_ready(self) -> bool:
-        """Whether :meth:`land` would wait for nothing. Does not synchronise."""
+        """Whether :meth:`land` would not wait. Does not synchronise."""
         return all(
-            parcel.packed.device.type == "cpu" if parcel.copied is None else parcel.copied.query()  # type: ignore[no-untyped-call]
-            for parcel in self._parcels
+            group.packed.device.type == "cpu" if group.copied is None else group.copied.query()  # type: ignore[no-untyped-call]
+            for group in self._groups
         )
 
     def wait(self) -> None:
-        """Wait for the copies that are on their way."""
-        for parcel in self._parcels:
-            if parcel.copied is not None:
-                parcel.copied.synchronize()
+        """Wait for the copies."""
+        for group in self._groups:
+            if group.copied is not None:
+                group.copied.synchronize()
 
     def land(self) -> list[Tensor]:
-        """The tensors on the host, in order. Waits for the copies, and for nothing that was queued after them."""
+        """The tensors on the host, in order. Waits for the copies, but not for work queued after them."""
         self.wait()
         host = list(self._tensors)
-        for parcel in self._parcels:
-            values = parcel.packed.to("cpu", torch.float64)
-            pieces = torch.split(values, [self._tensors[p].numel() for p in parcel.positions])
-            for position, piece in zip(parcel.positions, pieces, strict=True):
+        for group in self._groups:
+            values = group.packed.to("cpu", torch.float64)
+            pieces = torch.split(values, [self._tensors[p].numel() for p in group.positions])
+            for position, piece in zip(group.positions, pieces, strict=True):
                 host[position] = piece.reshape(self._tensors[position].shape)
         return host
 
@@ -67,7 +67,7 @@ def _send(device: torch.device, positions: list[int], tensors: Sequence[Tensor])
     packed = torch.cat([tensors[p].reshape(-1).to(accumulator_dtype(device)) for p in positions])
     if device.type != "cuda":
         return _DeviceGroup(positions, packed, None)
-    # the caching allocator for pinned memory keeps these few kilobytes for the next step
+    # the caching allocator for pinned memory reuses these few kilobytes in the next step
     pinned = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=True)
     with torch.cuda.device(device):
         pinned.copy_(packed, non_blocking=True)

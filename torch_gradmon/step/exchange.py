@@ -1,8 +1,8 @@
-"""What ranks tell each other at the end of a step, all of it at once.
+"""The exchange between ranks at the end of a step.
 
-Rows of the tensors that are spread over ranks stand in the plan. Which modules are called and which values are logged only a step
-can tell, and not each rank may see the same; of these there is a list that all ranks agree on. A rank that has something new says
-so in the exchange, and then all tell each other what is new, and exchange that too.
+Rows of sharded tensors are in the plan. Which modules are called and which values are logged is known only at the end of a step, and may
+differ between ranks; all ranks agree on a list of them. A rank with something new marks that in the exchange; then all ranks gather what
+is new, and exchange it too.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ from .buffer import SKEW, StepBuffer
 from .consensus import Rendezvous
 from .ranks import Ranks
 
-#: Something that all ranks exchange: a tensor by source and name, or a value by source, name, metric and how it merges.
+#: An item that all ranks exchange: a tensor by source and name, or a value by source, name, metric and reducer.
 Entry = tuple[str, ...]
-#: Columns of the row that tells of the exchange itself, in which the first rank may tell the others something; nobody else uses them.
-_WORD = [Column.COUNT, Column.ABS_SUM, Column.SQUARE_SUM, Column.NEAR_ZERO, Column.NONFINITE]
-#: As many numbers, when it has nothing to say.
-SILENCE: tuple[float, ...] = (0.0,) * len(_WORD)
-#: Of each source the names of the tensors whose rows are exchanged, and the columns.
+#: Columns of the exchange's own row that hold the broadcast slot.
+_SLOT = [Column.COUNT, Column.ABS_SUM, Column.SQUARE_SUM, Column.NEAR_ZERO, Column.NONFINITE]
+#: The empty broadcast slot.
+EMPTY_SLOT: tuple[float, ...] = (0.0,) * len(_SLOT)
+#: By source, the names of tensors whose rows are exchanged, and the columns.
 Tensors = Mapping[str, tuple[Sequence[str], frozenset[Column]]]
 
 _ALONE = {
     "tensors": (
-        "not every rank has a monitor of the same model and metrics, so that nothing can be told of what is spread over ranks; make one "
-        "on each of them, and where a pipeline's stages differ, name the ranks of this stage with process_group="
+        "some ranks have no monitor with the same model and metrics, so sharded tensors cannot be reported; create the monitor on every "
+        "rank, and if a pipeline's stages differ, pass the ranks of this stage as process_group="
     ),
     "decisions": (
-        "not every rank has a monitor that acts on spikes in the same way, so nothing is done about them on this one; give on_spike= and "
-        "the same detectors on each rank"
+        "some ranks have no monitor that acts on spikes in the same way, so this rank does not act on them; pass on_spike= and "
+        "the same detectors on every rank"
     ),
-    "values": "not every rank has a monitor, so that what this one tells of activations and logged values is of its own batches",
+    "values": "some ranks have no monitor, so activations and logged values of this rank are of its own batches",
 }
 
 
 class RankExchange:
-    """The one exchange of a step. Every rank enters it with the same rows, whatever it has of them.
+    """The exchange of a step. Every rank enters it with the same rows, whether or not it has values for them.
 
     Args:
-        ranks: that tell each other.
-        complaints: where it is said that others are missing.
+        ranks: that take part.
+        complaints: gets a warning if some are missing.
 
     Attributes:
-        word: what this rank has to say to all, in five numbers whose sum over ranks is taken: so one rank at most says anything.
-        heard: what was said in the last exchange of a monitored step, the same on all ranks; whoever reads it sets it back.
+        broadcast_slot: five numbers, sum-reduced, so at most one rank may set them.
+        received_slot: the one received in the last exchange of a monitored step, the same on all ranks; its reader resets it.
     """
 
     def __init__(self, ranks: Ranks, complaints: WarningLog) -> None:
@@ -61,8 +61,8 @@ class RankExchange:
         self._agreed: dict[str, bool] = {}
         self._entries: list[Entry] = []
         self.takes_place = False  # whether there was any exchange
-        self.shares_values = False  # whether all ranks have told each other values of their batches
-        self.word = self.heard = SILENCE
+        self.shares_values = False  # whether ranks have exchanged values of their batches
+        self.broadcast_slot = self.received_slot = EMPTY_SLOT
 
     def run(
         self,
@@ -73,15 +73,15 @@ class RankExchange:
         may_extend: bool = True,
         asked: str = "",
     ) -> None:
-        """Merge what ``buffer`` has with what it has on the other ranks. Nothing where there are none, or nothing to merge.
+        """Merge the values in ``buffer`` with those of the other ranks. A no-op without other ranks or anything to merge.
 
         Args:
             buffer: of the step that ends.
-            tensors: rows that all ranks know to expect.
-            shares_values: whether activations, and values that were logged to be shared, are merged too.
-            watches: whether a logged value is shared in any case, as its mean, since a detector judges it.
-            asked: what all ranks are known to take part in; by default they are asked for tensors or for values.
-            may_extend: whether the list of what is shared may grow in this step, which synchronises with the device.
+            tensors: rows that all ranks expect.
+            shares_values: whether to merge activations, and values that were logged to be shared.
+            watches: whether a logged value is shared in any case, as its mean, because a detector uses it.
+            asked: what all ranks are known to take part in; by default tensors or values.
+            may_extend: whether the list of shared values may grow in this step, which synchronises with the device.
         """
         if not (tensors or shares_values) or self.ranks.count == 1:
             return
@@ -94,8 +94,8 @@ class RankExchange:
         has_new = identity(int(shares_values))
         has_new[:, Column.SUM] = float(not mine.keys() <= set(self._entries))
         has_new[:, [Column.MIN, Column.MAX]] = float(buffer.step)
-        if may_extend and self.word is not SILENCE:
-            has_new[:, _WORD] = torch.tensor(self.word, dtype=torch.float64, device="cpu")
+        if may_extend and self.broadcast_slot is not EMPTY_SLOT:
+            has_new[:, _SLOT] = torch.tensor(self.broadcast_slot, dtype=torch.float64, device="cpu")
         known = [buffer.rows_or_none(source, names) for source, (names, _) in tensors.items()]
         merged = self._merged([has_new, *known, *_rows(mine, self._entries)], columns)
         start = len(has_new)
@@ -108,17 +108,17 @@ class RankExchange:
         if shares_values:
             buffer.noted[SKEW] = merged[0, Column.MAX] - merged[0, Column.MIN]
         if shares_values and may_extend:
-            told = merged[0].tolist()
-            self.heard = tuple(told[column] for column in _WORD)
-            self.word = SILENCE  # it is said
-            if told[Column.SUM] > 0:
+            received = merged[0].tolist()
+            self.received_slot = tuple(received[column] for column in _SLOT)
+            self.broadcast_slot = EMPTY_SLOT
+            if received[Column.SUM] > 0:
                 self._extend(buffer, mine)
 
     def _extend(self, buffer: StepBuffer, mine: Mapping[Entry, Tensor]) -> None:
-        """Some rank has something new."""
+        """Exchange new entries of any rank, and add them to the list."""
         known = set(self._entries)
-        told = self.ranks.gathered([entry for entry in mine if entry not in known])
-        new = sorted({tuple(entry) for entries in told for entry in entries})
+        gathered = self.ranks.gathered([entry for entry in mine if entry not in known])
+        new = sorted({tuple(entry) for entries in gathered for entry in entries})
         self._entries += new
         _take(buffer, new, self._merged(_rows(mine, new), ALL_COLUMNS))
 
@@ -126,8 +126,8 @@ class RankExchange:
         return self.ranks.merged(torch.cat([some.to(self.ranks.device, torch.float64) for some in rows]), columns)
 
     def all_take_part(self, what: str, layout: Callable[[], object] = tuple) -> bool:
-        """Whether every rank exchanges ``"tensors"`` of this layout, ``"values"`` or ``"decisions"``. Asked once; who is alone waits
-        for a while.
+        """Whether every rank exchanges ``"tensors"`` of this layout, ``"values"`` or ``"decisions"``. Asked once; a rank without
+        peers waits.
         """
         if what not in self._agreed:
             digest = hashlib.sha256(repr(layout()).encode()).hexdigest()[:16]
@@ -138,12 +138,12 @@ class RankExchange:
         return self._agreed[what]
 
     def is_refused(self, what: str) -> bool:
-        """Whether it is known by now that not every rank takes part."""
+        """Whether it is known that not every rank takes part."""
         return self._agreed.get(what) is False
 
     def _shared(self, buffer: StepBuffer, watches: Callable[[Key], bool]) -> dict[Entry, Tensor]:
-        """What this rank has of what is not in the plan."""
-        rows: dict[Entry, Tensor] = {(source, name): row for (source, name), row in buffer.loose_rows().items()}
+        """This rank's values that are not in the plan."""
+        rows: dict[Entry, Tensor] = {(source, name): row for (source, name), row in buffer.merged_rows_of_calls().items()}
         for key, (reducer, row) in buffer.shared_values(watches).items():
             rows[(*key, reducer)] = row
         return rows

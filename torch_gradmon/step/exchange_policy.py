@@ -1,4 +1,4 @@
-"""Where the steps of all ranks meet: what they must have in common, and what is merged when a step ends."""
+"""Which values of a step ranks exchange, and what all ranks must have in common for that."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .summary import Summary
 
 
 class ValueDetectors(Protocol):
-    """Who judges values: which ones ranks have to tell each other for that.
+    """The detectors, as far as ranks have to share values for them.
 
     Attributes:
-        watches_values: whether any value that a loop logs is judged.
-        accepts_late_values: whether a value that comes when the ranks have told each other theirs is judged as well.
+        watches_values: a detector uses logged values.
+        accepts_late_values: detectors also use values that arrive after the ranks have exchanged theirs.
     """
 
     accepts_late_values: bool
@@ -29,58 +29,58 @@ class ValueDetectors(Protocol):
     def watches_values(self) -> bool: ...  # noqa: D102
 
     def watches(self, key: Key) -> bool:
-        """Whether this value is judged."""
+        """Whether a detector uses this value."""
 
 
 class ExchangePolicy:
-    """Merges the values of a step over ranks; which these are the plan says, not what this rank saw.
+    """Merges the values of a step over ranks. The plan determines which, not what this rank has seen.
 
     Attributes:
         exchange: with the other ranks.
-        reduces: whether values were logged to be merged over ranks.
-        leaving: whether the run ends on this rank, maybe in the middle of a step, so that nobody may come to the exchange.
+        reduces: values were logged to be merged over ranks.
+        leaving: the run ends on this rank, perhaps within a step, so other ranks may not come to the exchange.
     """
 
-    def __init__(self, exchange: RankExchange, planner: Planner, summary: Summary, judging: ValueDetectors) -> None:
+    def __init__(self, exchange: RankExchange, planner: Planner, summary: Summary, detectors: ValueDetectors) -> None:
         self.exchange = exchange
         self.reduces = self.leaving = False
-        self._planner, self._summary, self._judging = planner, summary, judging
+        self._planner, self._summary, self._detectors = planner, summary, detectors
 
     def ranks_take_part(self) -> bool:
-        """Whether every rank exchanges rows of tensors, of the same model and metrics. All ask together, and once."""
+        """Whether every rank exchanges rows of tensors, of the same model and metrics. Collective; asked once."""
         return self.exchange.all_take_part("tensors", self._layout)
 
     def _layout(self) -> list[object]:
         """What all ranks must have in common to exchange rows of tensors."""
         inventory = self._planner.inventory
-        if inventory is None:  # nothing is watched, and gradients are clipped all the same
+        if inventory is None:  # no model is watched, but gradients may be clipped
             return []
         metrics = [(m.source, m.name, m.pattern.pattern, m.every) for m in self._planner.registry.own]
         return [inventory.names, sorted(inventory.spread), metrics, sorted(self._summary.shown)]
 
     @property
-    def _is_spread(self) -> bool:
+    def _is_sharded(self) -> bool:
         inventory = self._planner.inventory
         return inventory is not None and bool(inventory.spread)
 
     @property
     def _has_values(self) -> bool:
-        """Whether values go along where ranks meet: a rank cannot know whether the others have any."""
-        return self._is_spread or self.reduces or self._planner.measures_batches or self._judging.watches_values
+        """Whether values are exchanged. The plan decides, since a rank cannot know whether the others have any."""
+        return self._is_sharded or self.reduces or self._planner.measures_batches or self._detectors.watches_values
 
     @property
-    def meets(self) -> bool:
-        """Whether this rank tells others anything when a monitored step ends."""
-        what = "tensors" if self._is_spread else "values"
+    def exchanges_values(self) -> bool:
+        """Whether this rank exchanges values when a monitored step ends."""
+        what = "tensors" if self._is_sharded else "values"
         return self.exchange.ranks.count > 1 and self._has_values and not self.exchange.is_refused(what)
 
     def run(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], may_extend: bool) -> None:
-        """The step of ``buffer`` ends.
+        """Exchange the values of a step that ends.
 
         Args:
             buffer: its values.
             plans: what was to be measured.
-            may_extend: whether the list of what is shared may grow, and the first rank say something.
+            may_extend: whether the list of shared values may grow, and the first rank broadcast its slot.
         """
         if self.leaving:
             self._refuse(buffer, plans, "the run ended in the middle of the step")
@@ -88,8 +88,8 @@ class ExchangePolicy:
         wanted = {source: (plan.exchanged, plan.columns) for source, plan in plans.items() if plan.exchanged}
         if n.UPDATE in wanted:
             wanted[n.UPDATE_BASE] = wanted[n.UPDATE][0], SQUARES
-        self.exchange.run(buffer, wanted, self._has_values, self._judging.watches, may_extend)
-        self._judging.accepts_late_values = not self.exchange.shares_values
+        self.exchange.run(buffer, wanted, self._has_values, self._detectors.watches, may_extend)
+        self._detectors.accepts_late_values = not self.exchange.shares_values
 
     def _refuse(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], why: str) -> None:
         if self.exchange.ranks.count > 1:

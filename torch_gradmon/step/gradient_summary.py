@@ -1,4 +1,4 @@
-"""Whole-model values that follow from the gradients before clipping alone."""
+"""Whole-model values that need only the gradients before clipping."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Collection
 from ..core.moments import VIEWS, Column, merge_by_group
 from ..core.records import StatsTable
 
-#: Of the elements of all gradients together, by the name of the view; only on request, since they need more columns.
+#: Views of the elements of all gradients together; only on request, since they need more columns.
 DISTRIBUTION = {"grad_mean": "mean", "grad_std": "std", "grad_sparsity": "sparsity"}
 
 
 def gradient_values(before: StatsTable, wanted: Collection[str] = ()) -> dict[str, float]:
-    """The values by name; what is not defined is left out.
+    """The values by name, without undefined ones.
 
     Args:
         before: statistics of the gradients before clipping, of all parameters.
-        wanted: which of :data:`DISTRIBUTION` besides.
+        wanted: names in :data:`DISTRIBUTION` to compute as well.
     """
     values = {"grad_norm": norm_of(before), "grad_nonfinite": before.rows[:, Column.NONFINITE].sum().item()}
     finite = VIEWS["max"].defined(before.rows)
@@ -30,7 +30,7 @@ def gradient_values(before: StatsTable, wanted: Collection[str] = ()) -> dict[st
 
 
 def _distribution(table: StatsTable, wanted: Collection[str]) -> dict[str, float]:
-    """Rows are additive: of all elements together the row is the sum of those of the layers."""
+    """Rows are additive, so the row of all elements is the sum of the layers' rows."""
     row = merge_by_group(table.rows, [0] * len(table.names), 1)
     views = {name: VIEWS[view] for name, view in DISTRIBUTION.items() if name in wanted}
     return {

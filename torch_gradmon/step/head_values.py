@@ -1,4 +1,4 @@
-"""From the statistics of attention heads to values: one for each head, and the smallest, mean and largest over a layer's heads."""
+"""Values of attention heads, and their minimum, mean and maximum over each layer."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _HEAD = re.compile(r"\.head_\d+$")
 
 
 def head_values(tables: dict[str, StatsTable], unshown: Set[tuple[str, str]]) -> tuple[dict[Key, float], frozenset[Key]]:
-    """The values of all attention metrics, and the keys of those that are for the run directory only.
+    """The values of all attention metrics, and the keys of those for the run directory only.
 
     Args:
-        tables: by source; those of attention are taken out, since no metric is a view of them.
+        tables: by source; those of attention are removed, since no metric is a view of them.
         unshown: source and name of heads whose own values are not for a dashboard.
     """
     values: dict[Key, float] = {}
@@ -29,7 +29,7 @@ def head_values(tables: dict[str, StatsTable], unshown: Set[tuple[str, str]]) ->
         if table is None:
             continue
         counts = table.rows[:, Column.COUNT]
-        # means are over queries, and so are weighted by them when calls merge; of the largest logit it is the largest finite one
+        # means are over queries, which weight them when calls merge; the largest logit is the largest finite one
         some = torch.where(counts > table.rows[:, Column.NONFINITE], table.rows[:, Column.MAX], torch.nan)
         numbers = some if source == n.ATTENTION_MAX_LOGIT else table.rows[:, Column.SUM] / counts
         for name, count, number in zip(table.names, counts.tolist(), numbers.tolist(), strict=True):

@@ -1,7 +1,4 @@
-"""Per-layer values for the dashboard: all parameters, those of a pattern, the top ones, or sums over blocks and groups.
-
-And the same in words, where a step spiked.
-"""
+"""Per-layer values for the dashboard: of all parameters, those matching a pattern, the top ones, or sums over blocks and groups."""
 
 from __future__ import annotations
 
@@ -22,13 +19,13 @@ SHARE = "share"
 
 
 class LayerSelection:
-    """Chooses which per-layer values a dashboard gets besides those that were asked for metric by metric.
+    """Chooses which per-layer values a dashboard gets besides the metrics requested individually.
 
     Args:
-        choice: ``None``; ``"all"``; ``"blocks"``: norms over blocks (``h.0``) and optimizer parameter groups; ``"top"``: the ten
-            parameters with the largest share of the squared norm; else a pattern for parameter names.
+        choice: None; ``"all"``; ``"blocks"``: norms over blocks (``h.0``) and optimizer parameter groups; ``"top"``: the ten parameters
+            with the largest share of the squared norm; else a pattern for parameter names.
 
-    The values are the norm before clipping, and the update ratio on the steps that measure updates for a preset or a metric.
+    The values are the norm before clipping, and the update ratio on steps that measure updates for a preset or a metric.
     """
 
     def __init__(self, choice: str | re.Pattern[str] | None) -> None:
@@ -36,7 +33,7 @@ class LayerSelection:
         self._pattern = compile_pattern(choice, "layers") if choice not in (None, "all", "blocks", "top") else None
 
     def warn_of_idle(self, names: Iterable[str]) -> None:
-        """Warn where the pattern matches none of the parameters."""
+        """Warn if the pattern matches none of the parameters."""
         names = list(names)
         if self._pattern is not None and not any(self._pattern.search(name) for name in names):
             pattern = self._pattern.pattern
@@ -45,16 +42,16 @@ class LayerSelection:
 
     @property
     def needs(self) -> dict[str, frozenset[Column]]:
-        """The statistics of all parameters that the values of every step are made of, by source."""
+        """The statistics of all parameters that the values of every step need, by source."""
         return {} if self.choice is None else {n.GRADIENT_BEFORE_CLIP: frozenset({Column.COUNT, Column.SQUARE_SUM})}
 
     @property
     def takes_sums(self) -> bool:
-        """Whether values are made of those of several parameters, so that each of these has to be measured."""
+        """Whether values combine several parameters, so that all of these have to be measured."""
         return self.choice in ("blocks", "top")
 
     def members(self, names: Sequence[str]) -> dict[str, list[str]]:
-        """The parameters behind the values that are asked for whatever comes: of each parameter, of those of a pattern, or of blocks."""
+        """The parameters of each value that is always requested: single parameters, those of a pattern, or blocks."""
         found: dict[str, list[str]] = {}
         for name in names if self.choice not in (None, "top") else ():
             if self.choice == "blocks":
@@ -94,7 +91,7 @@ class LayerSelection:
 
 
 def sums_over_blocks(table: StatsTable) -> list[tuple[str, Tensor]]:
-    """One merged row for each block, in model order: rows are additive, so this is exact."""
+    """One merged row per block, in model order. Exact, since rows are additive."""
     blocks = list(dict.fromkeys(block_of(name) for name in table.names))
     position = {block: index for index, block in enumerate(blocks)}
     merged = merge_by_group(table.rows, [position[block_of(name)] for name in table.names], len(blocks))
@@ -102,7 +99,7 @@ def sums_over_blocks(table: StatsTable) -> list[tuple[str, Tensor]]:
 
 
 def sums_over_groups(table: StatsTable, groups: Sequence[tuple[str, frozenset[str]]]) -> list[tuple[str, Tensor]]:
-    """One merged row for each parameter group of the optimizers, for the parameters in ``table``."""
+    """One merged row per parameter group of the optimizers, for the parameters in ``table``."""
     number = {name: index for index, (_, members) in enumerate(groups) for name in members}
     rows = [row for row, name in enumerate(table.names) if name in number]
     merged = merge_by_group(table.rows[rows], [number[table.names[row]] for row in rows], len(groups))
@@ -110,9 +107,7 @@ def sums_over_groups(table: StatsTable, groups: Sequence[tuple[str, frozenset[st
 
 
 def top_shares(table: StatsTable | None, count: int) -> list[tuple[str, float]]:
-    """The parameters with the largest share of the squared norm of the model, largest first; nothing while that is not known, zero or
-    not finite.
-    """
+    """The parameters with the largest share of the model's squared norm, largest first; empty if that is unknown, zero or not finite."""
     if table is None or table.is_part or not table.has("norm"):
         return []
     squares = table.rows[:, Column.SQUARE_SUM]

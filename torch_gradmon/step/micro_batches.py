@@ -19,24 +19,24 @@ DOCUMENTATION = {
     ),
     "batch_norm_max": "largest L2 norm among the gradients of single micro-batches, of all ranks",
 }
-#: Of the running means of the two estimates that the noise scale is the quotient of.
+#: Decay of the running means whose quotient is the noise scale.
 _DECAY = 0.99
-#: A micro-batch stands out from so many times the median of the others on.
+#: Factor above the median of the others from which on a micro-batch stands out.
 _STANDS_OUT = 3.0
 _NOT_SEEN = (
-    "no gradient of a micro-batch was seen: it takes a backward pass, the hooks that attach() hangs, and gradients that are not "
-    "spread over ranks"
+    "no gradient of a micro-batch was seen: it takes a backward pass, the hooks that attach() installs, and gradients that are not "
+    "sharded over ranks"
 )
 
 
 class MicroBatchStats:
     """Compares the gradients of micro-batches with that of the whole batch.
 
-    With the squared norms of the gradient of a batch of ``b`` examples, in the mean, and of one of ``B``, unbiased estimates are
+    From the squared gradient norms of a batch of ``b`` examples, as a mean, and of one of ``B``, unbiased estimates are
     ``G2 = (B norm2(B) - b norm2(b)) / (B - b)`` of the squared norm of the true gradient and
-    ``S = (norm2(b) - norm2(B)) / (1 / b - 1 / B)`` of the trace of the covariance of single examples' gradients. Both are averaged
-    over steps, and ``S / G2`` is the noise scale (McCandlish and others 2018, An Empirical Model of Large-Batch Training,
-    arXiv 1812.06162, appendix A). The small batches are the micro-batches of all ranks, the large one all of them together.
+    ``S = (norm2(b) - norm2(B)) / (1 / b - 1 / B)`` of the trace of the covariance of single examples' gradients. Both are averaged over
+    steps, and ``S / G2`` is the noise scale (McCandlish and others 2018, An Empirical Model of Large-Batch Training, arXiv 1812.06162,
+    appendix A). The small batches are the micro-batches of all ranks, the large one is all of them together.
 
     Args:
         batch_size: examples in a micro-batch of one rank.
@@ -53,23 +53,21 @@ class MicroBatchStats:
 
         Args:
             norms: of the gradients of micro-batches, by rank.
-            whole: norm of the gradient of all of them; None where it is not known.
-            ranks: how many there are.
-            absent: receives a reason for each value that is not there.
+            whole: norm of the gradient of all of them; None if unknown.
+            ranks: number of ranks.
+            absent: gets a reason for each missing value.
         """
         every = [norm for each in norms.values() for norm in each]
         if ranks == 1 and not every:
             absent.update(dict.fromkeys(DOCUMENTATION, _NOT_SEEN))
             return {}
         if len(norms) != ranks or not every:
-            reason = (
-                "not every rank has told of its micro-batches: gradients of tensors that are spread over ranks exist only reduced"
-            )
+            reason = "not every rank has reported its micro-batches: gradients of sharded tensors exist only reduced"
             absent.update(dict.fromkeys(DOCUMENTATION, reason))
             return {}
         values = {"batch_norm_max": max(every) if not any(map(math.isnan, every)) else math.nan}
         if len(every) == 1:
-            absent["noise_scale"] = "there is one micro-batch only, and nothing smaller than it to compare with"
+            absent["noise_scale"] = "there is only one micro-batch, and nothing smaller to compare with"
         elif whole is None or not math.isfinite(whole) or not all(map(math.isfinite, every)):
             absent["noise_scale"] = "a gradient is not finite, or was not measured"
         else:
@@ -101,7 +99,7 @@ class MicroBatchStats:
 
 
 def norms_by_rank(table: StatsTable) -> dict[str, list[float]]:
-    """From rows that are named by rank and number, such as ``1/0``: the norms of each rank in the order of its micro-batches."""
+    """The norms of each rank in the order of its micro-batches, from rows named by rank and number, such as ``1/0``."""
     found: dict[str, dict[int, float]] = {}
     for name, square in zip(table.names, table.rows[:, Column.SQUARE_SUM].tolist(), strict=True):
         rank, _, number = name.partition("/")
@@ -112,7 +110,7 @@ def norms_by_rank(table: StatsTable) -> dict[str, list[float]]:
 
 
 def rank_norms_text(norms: Mapping[str, Sequence[float]]) -> str:
-    """Which micro-batch stands out, as part of a sentence about a spike; empty where there is nothing to compare."""
+    """Which micro-batch stands out, as part of a sentence about a spike; empty with fewer than two."""
     every = [(number, int(rank), norm) for rank, each in norms.items() for number, norm in enumerate(each)]
     if len(every) < 2:
         return ""

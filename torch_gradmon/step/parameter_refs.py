@@ -1,7 +1,7 @@
-"""Where the parameters of a model are, without holding them: in their modules, or while a pass runs on the shelf of ``fully_shard``.
+"""References to the parameters of a model that do not keep them alive: through their modules, or through ``fully_shard``.
 
-A tensor that anybody refers to weakly cannot be swapped for another, as ``module.to(dtype)`` does with DTensors; so what is held
-weakly here is what holds the parameter.
+A tensor with a weak reference cannot be swapped for another one, as ``module.to(dtype)`` does with DTensors. So the owner of the parameter
+is referenced weakly, not the parameter.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 from torch import nn
 
-#: Gives a parameter, while it is there.
+#: Returns a parameter while it exists.
 Place = Callable[[], "nn.Parameter | None"]
 
 
 class ModuleParameterRef:
-    """The parameter of this name in a module, whichever that is."""
+    """The parameter of a module by its name."""
 
     __slots__ = ("_module", "_name")
 
@@ -26,17 +26,17 @@ class ModuleParameterRef:
         self._module, self._name = weakref.ref(module), name
 
     def __call__(self) -> nn.Parameter | None:
-        """It is None where the module is gone, or has no such parameter any more."""
+        """The parameter; None if the module is gone or has no such parameter any more."""
         module = self._module()
-        try:  # by the few methods that the parameters of TorchScript have
+        try:  # parameters of TorchScript have few methods
             return None if module is None else module._parameters[self._name]
         except KeyError:
             return None
 
 
 class FsdpParameterRef:
-    """A parameter that ``fully_shard`` keeps. In its place in the module stands another one while a forward or backward pass runs,
-    whose storage is freed behind it.
+    """A sharded parameter of ``fully_shard``. During a forward or backward pass another one, whose storage is freed afterwards, is in its
+    place.
     """
 
     __slots__ = ("_held",)
@@ -45,22 +45,22 @@ class FsdpParameterRef:
         self._held = weakref.ref(held)
 
     def __call__(self) -> nn.Parameter | None:
-        """It is None where the model is gone."""
+        """The parameter; None if the model is gone."""
         held = self._held()
         return None if held is None else held.sharded_param
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether it is kept in the memory of the host."""
+        """Whether it is in host memory."""
         return bool(getattr(self._held(), "offload_to_cpu", False))
 
 
-def _told(parameter: nn.Parameter) -> tuple[int, bool]:
+def _identity(parameter: nn.Parameter) -> tuple[int, bool]:
     return id(parameter), parameter.requires_grad
 
 
 class ParameterRefs:
-    """The parameters of modules under ``fully_shard``, those that the optimizer has.
+    """The parameters of modules under ``fully_shard``, as the optimizer has them.
 
     Args:
         root: the watched model.
@@ -68,8 +68,7 @@ class ParameterRefs:
 
     def __init__(self, root: nn.Module) -> None:
         self._kept: list[tuple[FsdpParameterRef, tuple[int, bool]]] = []
-        #: By the id of the module and the parameter's name there.
-        self.places: dict[tuple[int, str], FsdpParameterRef] = {}
+        self.places: dict[tuple[int, str], FsdpParameterRef] = {}  # by the id of the module and the parameter's name in it
         fsdp = sys.modules.get("torch.distributed.fsdp")
         for module in root.modules() if hasattr(fsdp, "FSDPModule") else ():
             if isinstance(module, fsdp.FSDPModule):  # type: ignore[union-attr]
@@ -79,16 +78,16 @@ class ParameterRefs:
 
     def _put(self, held: Any) -> None:
         info, place = held._module_info, FsdpParameterRef(held)
-        self._kept.append((place, _told(held.sharded_param)))
+        self._kept.append((place, _identity(held.sharded_param)))
         owners = zip([info.module, *info.shared_modules], [info.param_name, *info.shared_param_names], strict=True)
         self.places.update(((id(module), name), place) for module, name in owners)
 
     def is_current(self) -> bool:
-        """False once one of them was replaced, froze or thawed."""
-        return all((parameter := place()) is not None and _told(parameter) == known for place, known in self._kept)
+        """False once one of them was replaced, frozen or thawed."""
+        return all((parameter := place()) is not None and _identity(parameter) == known for place, known in self._kept)
 
     def parameters(self, root: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter, Place]]:
-        """Those of ``root`` with names and places, as ``nn.Module.named_parameters`` has them between two passes."""
+        """The parameters of ``root`` with names and references, as ``nn.Module.named_parameters`` returns them between two passes."""
         seen: set[int] = set()
         for path, module in root.named_modules(remove_duplicate=remove_duplicate):
             for name in list(module._parameters.keys()):

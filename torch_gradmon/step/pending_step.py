@@ -1,4 +1,4 @@
-"""A step between its end and its record: all that is known of it, and its values on their way to the host."""
+"""A step between its end and its record: its facts, and its values on their way to the host."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ from .layer_values import LayerSelection
 from .model_index import ModelIndex
 from .record_builder import assemble
 from .registry import Registry
-from .summary import StepFacts, Summary
+from .summary import Summary
+from .summary_keys import StepFacts
 
 
 @dataclass
 class PendingStep:
-    """What a step leaves behind when it ends.
+    """A step that has ended, without its record.
 
     Attributes:
         departure: its values.
         active: what was known of it when it closed.
         inventory: the model as it was.
-        modules: the built-in values of the tables of what modules take and return.
+        modules: computes the built-in values of modules from tables.
         groups: names of the parameters of each of the optimizers' groups.
         tags: facts for its context.
-        cost: time spent in the monitor, in percent of the time since the last step that was monitored; None for one that was not.
-        ranks: over how many the values of batches are merged.
-        attached: whether hooks on optimizers took part.
-        late: where values that were logged after its end are merged.
-        late_departure: the same on their way, once the next step has begun.
-        refusals_after: steps that were neither monitored nor applied, between this one and the next one monitored.
+        cost: time spent in the monitor, in percent of the time since the last monitored step; None for an unmonitored one.
+        ranks: number of ranks over which values of batches are merged.
+        attached: hooks on optimizers took part.
+        late: merges values that were logged after its end.
+        late_departure: these on their way to the host, once the next step has begun.
+        refusals_after: steps neither monitored nor applied, between this one and the next monitored one.
     """
 
     departure: PendingReadback
@@ -62,7 +63,7 @@ class PendingStep:
         """The record, and all whole-model values by name. Waits for the values."""
         buffer = self.departure.buffer
         tables, custom, noted = self.departure.land()
-        summary.refused_unseen(int(noted.pop("unseen_refusals", 0)))
+        summary.count_rejected(int(noted.pop("unseen_refusals", 0)))
         edited, found_inf = noted.pop("edited", None), bool(noted.pop("found_inf", 0))
         facts = StepFacts(
             buffer.step,
@@ -80,9 +81,7 @@ class PendingStep:
             refusal=self.active.is_overflowed or found_inf,
             nonfinite=_is_spoiled(tables.get(n.GRADIENT_BEFORE_CLIP)),
         )
-        if (
-            self.cost is not None and "overhead_pct" in summary.keys
-        ):  # on the dashboard of a preset; in the context of every record
+        if self.cost is not None and "overhead_pct" in summary.keys:
             custom[Key(n.SUMMARY, "", "overhead_pct")] = self.cost
         custom.update(self.active.values)
         attention, heads = head_values(tables, buffer.unshown)
@@ -102,11 +101,11 @@ class PendingStep:
         return replace(record, rng=buffer.rng), signals
 
     def _unplanned(self) -> dict[str, str]:
-        """Sources of which the whole model was not to be measured in this step: a whole-model value of them was asked for since."""
+        """Sources that were not measured of the whole model in this step, although a whole-model value of them was requested since."""
         return {source: ASKED_LATE for source, plan in self.active.plans.items() if not plan.is_whole}
 
     def _trained(self) -> Set[str]:
-        """The trainable parameters; those that are frozen now where they were not when this step's gradients came."""
+        """The trainable parameters, without those that were frozen when this step's gradients came."""
         return self.inventory.trainable - self.inventory.doubtful.difference(self.departure.buffer.thawed)
 
     def _context(self, noted: Mapping[str, float]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The plan that a registry compiles to: which metric on which tensor of one source, and its values from measured rows."""
+"""The plan compiled from a registry: which metric applies to which tensor of one source, and its values from measured rows."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ..core.records import StatsTable
 
 @dataclass(frozen=True)
 class SourcePlan:
-    """What is computed on the tensors of one source.
+    """What to compute on the tensors of one source.
 
     Attributes:
-        source: of all of it.
+        source: of all tensors.
         names: canonical names of the tensors, in model order.
-        columns: statistics that are measured.
+        columns: statistics to measure.
         measured: positions in ``names`` that need a row of statistics.
         views: each built-in with the keys of its values, one for each tensor that it applies to.
         functions: for each position, the metrics with a function.
-        spread: positions of tensors of which each rank has a part, so that their rows are merged over ranks.
-        is_whole: the squares of all tensors that whole-model values are made of are measured.
+        spread: positions of sharded tensors, whose rows are merged over ranks.
+        is_whole: the squares of all tensors of whole-model values are measured.
     """
 
     source: str
@@ -41,21 +41,21 @@ class SourcePlan:
 
     @property
     def exchanged(self) -> list[str]:
-        """Names of the tensors whose rows are merged over ranks, the same on all of them."""
+        """Names of the tensors whose rows are merged over ranks; the same on all ranks."""
         return [self.names[position] for position in self.measured if position in self.spread]
 
     @property
     def empty(self) -> bool:
-        """Nothing to do for this source."""
+        """Whether there is nothing to do for this source."""
         return not self.measured and not self.functions
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """Positions of the tensors that anything is computed on."""
+        """Positions of the tensors on which anything is computed."""
         return tuple(sorted({*self.measured, *self.functions}))
 
     def evaluate(self, table: StatsTable, base: StatsTable | None = None) -> dict[Key, float]:
-        """The values of all views for the rows of ``table``; ``base`` holds the rows that ratios refer to."""
+        """The values of all views for the rows of ``table``; ``base`` holds the denominators of ratios."""
         where = {name: row for row, name in enumerate(table.names)}
         values: dict[Key, float] = {}
         for metric, wanted in self.views:
@@ -74,7 +74,7 @@ class SourcePlan:
 
 
 def evaluate_view(view: StatView, rows: Tensor) -> tuple[list[bool], list[float]]:
-    """For each of the rows ``[n, 8]`` whether the value exists, and the value."""
+    """For each row ``[n, 8]`` whether the value exists, and the value."""
     return view.defined(rows).tolist(), view.compute(rows).tolist()
 
 
@@ -97,7 +97,7 @@ def compile_plan(
     always_on: Container[str] = (),
     spread: Container[str] = (),
 ) -> SourcePlan:
-    """The plan of one source: ``metrics`` against ``names`` less ``excluded``, and the columns ``always`` on ``always_on``."""
+    """The plan of one source: ``metrics`` on ``names`` without ``excluded``, and the columns ``always`` on ``always_on``."""
     columns = set(always)
     measured = {position for position, name in enumerate(names) if always and name in always_on}
     views: list[tuple[Metric, tuple[Key, ...]]] = []
@@ -124,13 +124,13 @@ def compile_plan(
 
 
 def value_in(table: StatsTable | None, key: Key) -> float | None:
-    """The value of ``key``, if it is a built-in metric of a tensor in ``table``."""
+    """The value of ``key`` if it is a built-in metric of a tensor in ``table``, else None."""
     if table is None or key.name not in table.names or not table.has(key.metric):
         return None
     return values_in(key.metric, table, [table.names.index(key.name)])[0]
 
 
 def values_in(metric: str, table: StatsTable, rows: list[int]) -> list[float | None]:
-    """The values of a built-in metric in these rows; None where it is not defined."""
+    """The values of a built-in metric in these rows; None if undefined."""
     there, values = evaluate_view(VIEWS[metric], table.rows[rows])
     return [value if defined else None for defined, value in zip(there, values, strict=True)]

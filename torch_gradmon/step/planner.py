@@ -1,4 +1,4 @@
-"""What is to be measured in which step: the registry and the summary's needs, compiled against the model as it is now."""
+"""What to measure in which step: the registry and the summary's needs, compiled for the current model."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .registry import Registry
 from .summary import Summary
 
 _GRADIENTS = frozenset({n.GRADIENT, n.GRADIENT_BEFORE_CLIP})
-#: Sources of what modules take and return.
+#: Sources of inputs and outputs of modules.
 OF_MODULES = frozenset({*n.MODULE_SOURCES, *n.RCC_SOURCES, *n.ATTENTION_SOURCES.values()})
 
 
 class Planner:
-    """Compiles plans once, and again when a metric is added or when parameters appear, thaw, freeze or are replaced.
+    """Compiles plans once, and again when a metric is added or parameters appear, thaw, freeze or are replaced.
 
     Args:
         registry: the metrics.
@@ -47,26 +47,26 @@ class Planner:
         self._excluded, self._format_name, self._distinct = excluded, format_name, distinct
         self._cache: dict[Any, dict[str, SourcePlan]] = {}
         self.version = 0
-        self.measures_each_batch = False  # the gradients of each micro-batch by itself
+        self.measures_each_batch = False  # the gradients of each micro-batch separately
 
     @property
     def module(self) -> nn.Module | None:
-        """The watched model, while it lives."""
+        """The watched model while it is alive, else None."""
         return None if self._module is None else self._module()
 
     def rename(self, name: str) -> str:
-        """A canonical name as the user wants it."""
+        """A canonical name in the user's format."""
         return name if self._format_name is None else self._format_name(name)
 
     def watch(self, module: nn.Module) -> None:
-        """Take ``module`` as the watched model.
+        """Watch ``module``.
 
         Raises:
             ValueError: metrics of one name overlap on it.
         """
         check.measurable(module)
         check.initialised(module)
-        inventory = self._taken(module)
+        inventory = self._index_of(module)
         self.registry.check(_matchable(inventory))
         self._module, self.inventory = weakref.ref(module), inventory
         self.changed()
@@ -76,31 +76,31 @@ class Planner:
         return None if self.inventory is None else _matchable(self.inventory)
 
     def changed(self) -> None:
-        """A metric or the model changed: compile again for the next step."""
+        """Compile again for the next step, because a metric or the model changed."""
         self._cache.clear()
         self.version += 1
 
     def refresh(self) -> None:
-        """Take the model as it is now, if parameters or modules have come, gone, thawed, frozen or been replaced."""
+        """Index the model again if parameters or modules were added, removed, thawed, frozen or replaced."""
         module = self.module
         if module is not None and self.inventory is not None and not self.inventory.is_current():
-            before, self.inventory = self.inventory, self._taken(module)
-            self.inventory.succeed(before)
+            before, self.inventory = self.inventory, self._index_of(module)
+            self.inventory.inherit_from(before)
             self.changed()
 
     def now(self) -> ModelIndex | None:
-        """The model as it is now, which the steps to come are not planned by yet; None without one."""
+        """The index of the current model, which steps may not be planned with yet; None without a model."""
         module = self.module
         if module is None or self.inventory is None or self.inventory.is_current():
             return None if module is None else self.inventory
-        return self._taken(module)
+        return self._index_of(module)
 
-    def _taken(self, module: nn.Module) -> ModelIndex:
+    def _index_of(self, module: nn.Module) -> ModelIndex:
         with outside_dispatch_modes():
             return ModelIndex(module, self._excluded, self._format_name, self._distinct)
 
     def plans(self, step: int, summary: Summary, gradients_only: bool = False) -> dict[str, SourcePlan]:
-        """The plan of each parameter source for ``step``; or of no metric, only what the summary needs of gradients."""
+        """The plan of each parameter source for ``step``; ``gradients_only``: without metrics, only what the summary needs of gradients."""
         assert self.inventory is not None
         needs = summary.needs_of_gradients() if gradients_only else summary.needs(step)
         due = tuple(metric.due(step) and not gradients_only for metric in self.registry.metrics)
@@ -114,7 +114,7 @@ class Planner:
                     self.inventory.names,
                     excluded=self.inventory.excluded,
                     always=needs.get(source, frozenset()),
-                    # a frozen parameter that still has a gradient is moved by the optimizer, and its gradient is clipped
+                    # the optimizer moves a frozen parameter that still has a gradient, and its gradient is clipped
                     always_on=self.inventory.names if source in _GRADIENTS else self.inventory.trainable,
                     spread=() if source == n.GRADIENT_LOCAL else self.inventory.spread,
                 )
@@ -123,17 +123,17 @@ class Planner:
         return found
 
     def module_metrics(self) -> list[Metric]:
-        """The metrics of what modules take and return, and of attention, in the order in which they were added."""
+        """The metrics of modules' inputs and outputs, and of attention, in the order of addition."""
         return [metric for metric in self.registry.metrics if metric.source in OF_MODULES]
 
     @property
     def measures_batches(self) -> bool:
-        """Whether anything is measured of a rank's own batches, but for what a spike has lent."""
+        """Whether anything is measured of a rank's own batches, except temporary metrics after a spike."""
         return self.measures_each_batch or any(metric.source in OF_MODULES for metric in self.registry.own)
 
     def local_positions(self) -> list[int]:
-        """Positions of the parameters whose micro-batch gradients anybody wants, whatever the step; not those that are spread over
-        ranks, whose gradients exist only reduced.
+        """Positions of the parameters whose micro-batch gradients are requested, in any step; without sharded ones, whose gradients exist
+        only reduced.
         """
         if self.inventory is None:
             return []
@@ -145,14 +145,14 @@ class Planner:
         return [p for p, name in enumerate(inventory.names) if name not in inventory.spread and is_wanted(name)]
 
     def owned(self, optimizers: Iterable[Optimizer]) -> set[str] | None:
-        """The names of the parameters that any of these has; None without a model."""
+        """The names of these optimizers' parameters; None without a model."""
         if self.inventory is None:
             return None
         parameters = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
         return {self.inventory.names[position] for position in self.inventory.positions(parameters)}
 
     def positions(self, optimizers: Iterable[Optimizer]) -> tuple[dict[int, list[int]], list[int]]:
-        """Positions of each optimizer's parameters by its id, and those of parameters that none of them has."""
+        """Positions of each optimizer's parameters by its id, and those of parameters without optimizer."""
         assert self.inventory is not None
         owned = {id(o): self.inventory.positions(p for group in o.param_groups for p in group["params"]) for o in optimizers}
         taken = {position for positions in owned.values() for position in positions}
@@ -163,5 +163,5 @@ def _matchable(inventory: ModelIndex) -> dict[str, Sequence[str]]:
     parameters = [name for name in inventory.names if name not in inventory.excluded]
     modules = list(inventory.modules)
     found: dict[str, Sequence[str]] = dict.fromkeys(n.PARAMETER_SOURCES, parameters)
-    # the root, which comes first, gets the same inputs as the reference, so of it there is nothing to take apart
+    # the root, which comes first, gets the same inputs as the reference, so the check does not apply to it
     return {**found, **dict.fromkeys(OF_MODULES, modules), **dict.fromkeys(n.RCC_SOURCES, modules[1:])}

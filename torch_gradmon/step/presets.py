@@ -1,22 +1,22 @@
-"""Selections of metrics that make sense together."""
+"""Predefined selections of metrics."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from ..core import keys as n
-from .summary import CHEAP, STANDARD
+from .summary_keys import CHEAP, STANDARD
 
 
 @dataclass(frozen=True)
 class Preset:
-    """Whole-model keys, and per-layer metrics that go to the run directory only: source, name, and on every how many steps."""
+    """Whole-model keys, and per-layer metrics for the run directory: source, name, and interval in steps."""
 
     keys: tuple[str, ...]
     layer_metrics: tuple[tuple[str, str, int], ...] = ()
 
 
-#: The entropy needs the attention weights, which the fused kernels never write down: as dear as attention itself.
+#: The entropy needs the attention weights, which fused kernels never store; it costs as much as attention itself.
 _ATTENTION_EVERY = 10
 _LAYER_VIEWS = ("norm", "mean", "std", "max", "sparsity", "nonfinite")
 

@@ -1,9 +1,8 @@
-"""Ranks: which elements of a tensor this one counts, and the one exchange at the end of a step.
+"""Ranks: which elements of a tensor this rank counts, and the collectives at the end of a step.
 
-A tensor that is spread over ranks (a DTensor of FSDP2 or tensor parallelism) is measured where it lies: each rank makes the row
-of its own elements, and rows merge over ranks by the same associative operations by which they merge over micro-batches. Nothing
-as large as a tensor travels, but for gradients that are partial sums (norm weights under sequence parallelism), which have to be
-added up before anything can be said of them.
+A sharded tensor (a DTensor of FSDP2 or tensor parallelism) is measured in place: each rank makes the row of its own elements, and rows
+merge over ranks by the same operations as over micro-batches. No data as large as a tensor is sent, except for gradients that are partial
+sums (norm weights under sequence parallelism), which must be added up first.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from ..core.moments import ALWAYS, SUMMED, Column, identity
 from ..core.moments import merge as merge_rows
 from ..statistics.tensor_access import PLAIN
 
-#: Up to so many bytes from all ranks together each rank gets all of them, in one collective; beyond, two reductions move less.
+#: Up to this number of bytes of all ranks, one all-gather is used; beyond, two all-reduces move less.
 GATHERED = 1 << 20
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a DTensor of which no rank needs to have all elements."""
+    """Whether ``tensor`` is a sharded DTensor."""
     return is_dtensor(tensor) and tensor.device_mesh.size() > 1 and not all(p.is_replicate() for p in tensor.placements)  # type: ignore[attr-defined]
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Whether ``tensor`` lies on a mesh of ranks."""
+    """Whether ``tensor`` is a DTensor."""
     return type(tensor) not in PLAIN and hasattr(tensor, "_local_tensor") and hasattr(tensor, "placements")
 
 
@@ -49,17 +48,17 @@ class Ranks:
 
     @property
     def count(self) -> int:
-        """How many there are; one where nothing is distributed."""
+        """Number of ranks; one without ``torch.distributed``."""
         return torch.distributed.get_world_size(self.group) if self._is_distributed() else 1
 
     @property
     def rank(self) -> int:
-        """Which of them this is."""
+        """The number of this rank."""
         return torch.distributed.get_rank(self.group) if self._is_distributed() else 0
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the one that speaks for all. Before there is a process group, its launcher tells."""
+        """Whether this is the reporting rank. Before there is a process group, the launcher's environment decides."""
         return self.rank == 0 if self._is_distributed() else os.environ.get("RANK", "0") == "0"
 
     @staticmethod
@@ -67,31 +66,31 @@ class Ranks:
         return torch.distributed.is_available() and torch.distributed.is_initialized()
 
     def own_part(self, tensor: Tensor, spread: bool) -> Tensor:
-        """The elements of ``tensor`` that this rank counts, as a plain tensor; a plain tensor is returned as it is.
+        """The elements of ``tensor`` that this rank counts, as a plain tensor; a plain tensor is returned unchanged.
 
         Args:
             tensor: of any kind. Partial sums are added up first, which is a collective.
-            spread: whether the rows of all ranks will be merged. Then an element that several ranks have is counted by one of
-                them, and for the others the part is empty. Otherwise each rank counts all elements.
+            spread: the rows of all ranks will be merged. Then an element that several ranks have is counted by one of them, and the others
+                get an empty part. Otherwise each rank counts all elements.
         """
         if not is_dtensor(tensor):
             return tensor
-        from torch.distributed.tensor import Replicate  # there is a DTensor, so that it is loaded
+        from torch.distributed.tensor import Replicate  # loaded already, since there is a DTensor
 
         sharded: Any = tensor.detach()
         placements = tuple(Replicate() if p.is_partial() or not spread else p for p in sharded.placements)
         if placements != tuple(sharded.placements):
             if self.is_alone:
-                return tensor  # nobody would come to the collective; such a tensor is refused
+                return tensor  # no other rank would come to the collective; such a tensor is refused later
             sharded = sharded.redistribute(placements=placements)
         local: Tensor = sharded.to_local()
-        if hasattr(local, "wait"):  # of a collective that is still under way
+        if hasattr(local, "wait"):  # the result of an asynchronous collective
             local = local.wait()
         return local if not spread or self._counts(sharded.device_mesh, placements) else local.new_empty(0)
 
     def _counts(self, mesh: Any, placements: tuple[Any, ...]) -> bool:
-        """Whether this rank is the one that counts its elements: the first on each dimension of the mesh that replicates them,
-        and where the mesh is one of several that have the same, in the one of the first rank.
+        """Whether this rank counts its elements: it is the first on each replicating dimension of the mesh, and among several equal
+        meshes in that of the first rank.
         """
         known = self._counting.get((mesh, placements))
         if known is None:
@@ -106,9 +105,9 @@ class Ranks:
         return known
 
     def merged(self, rows: Tensor, columns: frozenset[Column]) -> Tensor:
-        """``rows``, ``[n, 8]`` on :attr:`device`, merged with those of the other ranks, which have as many: the same bits on each.
+        """``rows``, ``[n, 8]`` on :attr:`device`, merged with as many of the other ranks; the same bits on each rank.
 
-        A collective, of ``n`` times the number of ``columns`` float64. Does not synchronise the host with the device.
+        Collective, of ``n`` times the number of ``columns`` float64. Does not synchronise the host with the device.
         """
         sent = sorted(columns | ALWAYS)
         found = identity(len(rows), rows.device, rows.dtype)
@@ -116,9 +115,9 @@ class Ranks:
         return found
 
     def gathered(self, thing: Any) -> list[Any]:
-        """``thing`` of each rank, as JSON has it. Two collectives, which synchronise the device.
+        """``thing`` of each rank, as JSON. Two collectives, which synchronise the device.
 
-        ``torch.distributed.all_gather_object`` would take NumPy, which the core does without.
+        ``torch.distributed.all_gather_object`` would need NumPy, which the package does not require.
         """
         if self.count == 1:
             return [thing]
@@ -132,7 +131,7 @@ class Ranks:
     def _gathered(self, own: Tensor) -> Tensor:
         """``own``, one dimension, of each rank: ``[ranks, n]``."""
         flat = torch.empty(self.count * own.numel(), dtype=own.dtype, device=self.device)
-        gather = getattr(torch.distributed, "all_gather_single", None)  # the newer name; where it is, the older one warns
+        gather = getattr(torch.distributed, "all_gather_single", None)  # the newer name; if it exists, the older one warns
         (gather or torch.distributed.all_gather_into_tensor)(flat, own.to(self.device), group=self.group)
         return flat.view(self.count, -1)
 
@@ -156,7 +155,7 @@ class Ranks:
 
     @functools.cached_property
     def device(self) -> torch.device:
-        """Where the group's backend takes tensors from: the same kind on each rank, whatever a rank has measured."""
+        """The device that the group's backend works on: of the same kind on each rank, whatever a rank has measured."""
         if "nccl" in torch.distributed.get_backend(self.group):
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")

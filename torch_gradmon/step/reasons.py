@@ -1,4 +1,4 @@
-"""Why a parameter has no value in a step: what is known of that step, put into words when somebody asks."""
+"""Why a parameter has no value in a step, as text on request."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ FROZEN = "it is frozen: its requires_grad is False"
 _OF_GRADIENTS = frozenset({n.GRADIENT, n.GRADIENT_BEFORE_CLIP, n.GRADIENT_LOCAL})
 _OF_OPTIMIZERS = frozenset({n.UPDATE, n.OPTIMIZER})
 _NEEDS_HOOKS = {
-    n.GRADIENT_LOCAL: "gradients of micro-batches are measured by hooks, which attach() hangs",
-    n.UPDATE: "updates are measured by hooks on the optimizer, which attach() hangs",
-    n.OPTIMIZER: "the optimizer's state is measured by hooks on it, which attach() hangs",
+    n.GRADIENT_LOCAL: "gradients of micro-batches are measured by hooks, which attach() installs",
+    n.UPDATE: "updates are measured by hooks on the optimizer, which attach() installs",
+    n.OPTIMIZER: "the optimizer's state is measured by hooks on it, which attach() installs",
 }
-_UNUSED = "it had no gradient: the loss does not depend on it, or its gradient was taken away"
+_UNUSED = "it had no gradient: the loss does not depend on it, or its gradient was removed"
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class ReasonContext:
 
     Attributes:
         inventory: the model as it was.
-        plans: what was to be measured of the parameters, by source.
+        plans: what was to be measured of parameters, by source.
         due: the metrics of modules that were to be measured.
-        shown: the names of the whole-model values that were asked for; a live change may ask for others since.
-        attached: whether hooks on optimizers took part.
-        refused: a reason by source, where some of its tensors could not be measured.
+        shown: the names of the requested whole-model values; a live change may have requested others since.
+        attached: hooks on optimizers took part.
+        refused: a reason by source if some of its tensors could not be measured.
     """
 
     inventory: ModelIndex
@@ -47,24 +47,24 @@ class ReasonContext:
     refused: Mapping[str, str]
 
     def planned(self, metric: Metric) -> bool:
-        """Whether ``metric`` was there when the step began."""
+        """Whether ``metric`` existed when the step began."""
         plan = self.plans.get(metric.source)
         if plan is None:
             return metric in self.due
         return any(metric is known for known, _ in plan.views) or any(metric in some for some in plan.functions.values())
 
     def is_frozen(self, source: str, name: str) -> bool:
-        """Whether a gradient of ``name`` was not to come, since it was frozen when the step began."""
+        """Whether no gradient of ``name`` could come, since it was frozen when the step began."""
         inventory = self.inventory
         has_none = name not in inventory.trainable or name in inventory.doubtful
         return source in _OF_GRADIENTS and has_none and name in inventory.names
 
     def reason(self, source: str, name: str, record: StepRecord, owned: Set[str] | None) -> str:
-        """Why nothing was measured of ``name``; empty where that is not known. ``owned``: the parameters that attached optimizers have."""
+        """Why nothing was measured of ``name``; empty if unknown. ``owned``: the parameters of attached optimizers."""
         if not self.attached and source in _NEEDS_HOOKS:
             return _NEEDS_HOOKS[source]
         if source == n.GRADIENT_LOCAL and name in self.inventory.spread:
-            return "it is spread over ranks, and its gradients exist only reduced"
+            return "it is sharded over ranks, and its gradients exist only reduced"
         if source in _OF_OPTIMIZERS and owned is not None:
             return "its optimizer did not step" if name in owned else self._unowned(name)
         if source == n.GRADIENT_BEFORE_CLIP and _has_others(record.tables.get(source)):
@@ -104,7 +104,7 @@ _ANY = re.compile("")
 def of_layers(
     layers: LayerSelection, situation: ReasonContext, record: StepRecord, why: Callable[[Metric, str], str]
 ) -> dict[Key, str]:
-    """Why each value of ``layers`` is not there, if it is not; ``why`` gives the reason of one parameter."""
+    """The reason for each missing value of ``layers``; ``why`` returns the reason of one parameter."""
     found: dict[Key, str] = {}
     for source, name in ((n.GRADIENT_BEFORE_CLIP, "norm"), (n.UPDATE, "ratio")):
         plan = situation.plans.get(source)
@@ -113,6 +113,8 @@ def of_layers(
         metric, there = Metric(name, source, _ANY, shown=False), record.tables.get(source)
         for label, members in layers.members(situation.inventory.names).items():
             reasons = [why(metric, member) for member in members if not _has(there, member)]
-            told = dict.fromkeys(filter(None, (situation.refused.get(source), *reasons)))
-            found[Key(source, label, name)] = "; ".join(told) or "the norm of its parameters was zero or NaN before the update"
+            distinct = dict.fromkeys(filter(None, (situation.refused.get(source), *reasons)))
+            found[Key(source, label, name)] = (
+                "; ".join(distinct) or "the norm of its parameters was zero or NaN before the update"
+            )
     return found

@@ -1,4 +1,4 @@
-"""From the flushed values of a step to its record: arithmetic on the host, nothing of hooks or devices."""
+"""Build the record of a step from its values on the host."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ from .layer_values import LayerSelection
 from .micro_batches import norms_by_rank
 from .plan import SourcePlan
 from .reasons import FROZEN, ReasonContext, of_layers
-from .summary import StepFacts, Summary
-from .summary import key as summary_key
+from .summary import Summary
+from .summary_keys import StepFacts
+from .summary_keys import key as summary_key
 
-_UNDEFINED = {
-    "grad_momentum_cosine": "the gradient or the momentum is zero",
-    kurtosis.NAME: "all its elements are equal",
-}
+_UNDEFINED = {"grad_momentum_cosine": "the gradient or the momentum is zero", kurtosis.NAME: "all its elements are equal"}
 _CLASS_OF_HISTOGRAM = f"{histogram.NAME}."
 
 
@@ -40,8 +38,8 @@ def assemble(
 ) -> tuple[StepRecord, dict[str, float]]:
     """The record of one step, and all whole-model values by name.
 
-    ``modules`` are values of what modules take and return, ``heads`` those keys among them that no dashboard gets, and
-    ``absent`` receives reasons for what is not there.
+    ``modules`` are values of modules' inputs and outputs, ``heads`` those of their keys that no dashboard gets, and ``absent`` gets
+    reasons for missing values.
     """
     base = tables.pop(n.UPDATE_BASE, None)
     batches = tables.pop(n.BATCH_GRADIENT, None)
@@ -54,7 +52,7 @@ def assemble(
     undefined = [key for key, value in custom.items() if key.metric in _UNDEFINED and value == n.UNDEFINED]
     absent.update({(key.source, f"{key.name}/{key.metric}"): _UNDEFINED[key.metric] for key in undefined})
     custom = _without_empty_classes(custom, absent)
-    # a sum over the model must not be one over the part of it that was to be measured, or could be
+    # a sum over a part of the model must not be taken for one over the whole
     whole = {source: table for source, table in tables.items() if source not in facts.refused}
     tables.update({source: replace(tables[source], is_part=True) for source in plans if source in tables and source not in whole})
     reasons: dict[str, str] = {}
@@ -72,7 +70,7 @@ def assemble(
     derived = _derived(viewed, tables).difference(custom)
     hidden = heads
     if unshown:
-        # of attention the metric of a key says what it is over the heads of a layer
+        # the metric in a key of attention is the aggregation over heads
         attention = {source for source, _ in unshown}.intersection(n.ATTENTION_SOURCES.values())
         hidden |= {key for key in values if key.source in attention or (key.source, key.metric.partition(".")[0]) in unshown}
     context = {**facts.context, "batch_norms": norms} if norms else facts.context
@@ -81,7 +79,7 @@ def assemble(
 
 
 def _without_empty_classes(custom: Mapping[Key, float], absent: dict[tuple[str, str], str]) -> Mapping[Key, float]:
-    """``custom`` without the classes of histograms that hold nothing, most of them."""
+    """``custom`` without empty classes of histograms, which most are."""
     classes = [key for key in custom if key.metric.startswith(_CLASS_OF_HISTOGRAM)]
     if not classes:
         return custom
@@ -93,7 +91,7 @@ def _without_empty_classes(custom: Mapping[Key, float], absent: dict[tuple[str, 
 
 def _derived(viewed: Collection[Key], tables: Mapping[str, StatsTable]) -> frozenset[Key]:
     """Those of these keys whose values can be computed from the statistics in ``tables``."""
-    if not viewed:  # as with presets alone
+    if not viewed:  # with presets only
         return frozenset()
     names = {source: frozenset(table.names) for source, table in tables.items()}
     possible = {(source, metric) for source, table in tables.items() for metric in VIEWS if table.has(metric)}
@@ -101,7 +99,7 @@ def _derived(viewed: Collection[Key], tables: Mapping[str, StatsTable]) -> froze
 
 
 def asked_for(metrics: Iterable[Metric], names: Mapping[str, Sequence[str]], summary: Iterable[str]) -> list[Key]:
-    """The keys of all that was asked for; attention under its pattern, since only calls show which modules attend."""
+    """The keys of all requested values; attention under its pattern, since only calls show which modules attend."""
     found = [summary_key(name) for name in summary]
     for metric in metrics:
         if metric.source in n.ATTENTION_SOURCES.values():
@@ -120,7 +118,7 @@ def missing(
     layers: LayerSelection,
     owned: Set[str] | None,
 ) -> dict[Key, str]:
-    """Why each key that was asked for is not in ``record``. ``owned``: the parameters that attached optimizers have, if that is known."""
+    """The reason for each requested key that is not in ``record``. ``owned``: the parameters of attached optimizers, if known."""
 
     def why(metric: Metric, name: str) -> str:
         return _why_absent(metric, name, record, absent, known.get(metric.source, frozenset()), situation, owned)
@@ -132,7 +130,7 @@ def missing(
         if not metric.shown:
             continue
         if metric.source in n.ATTENTION_SOURCES.values():
-            if not any(key.source == metric.source for key in record.values):  # which modules attend only calls can tell
+            if not any(key.source == metric.source for key in record.values):  # only calls show which modules attend
                 found[Key(metric.source, metric.pattern.pattern, "")] = _why_no_attention(metric, absent, known, why)
             continue
         for name in names.get(metric.source, ()):
@@ -142,7 +140,7 @@ def missing(
     children = {
         (key.source, key.metric.partition(".")[0], n.owner_of(key.name, known.get(key.source, frozenset())))
         for key in record.values
-        if not (key.source in n.RCC_SOURCES and ("/" in key.name or key.name.endswith(".weight")))  # beside the module's own
+        if not (key.source in n.RCC_SOURCES and ("/" in key.name or key.name.endswith(".weight")))  # not the module's own
     }
     return {
         key: reason
@@ -152,19 +150,18 @@ def missing(
 
 
 def _why_no_attention(
-    metric: Metric,
-    absent: Mapping[tuple[str, str], str],
-    known: Mapping[str, frozenset[str]],
-    why: Callable[[Metric, str], str],
+    metric: Metric, absent: Mapping[tuple[str, str], str], known: Mapping[str, frozenset[str]], why: Callable[[Metric, str], str]
 ) -> str:
-    """Which modules attend only their calls tell, so that the reason is one for the pattern; then what is said of modules."""
+    """One reason for the whole pattern, since only calls show which modules attend; then the reasons of modules."""
     reason = why(metric, "")
-    said = {place: why for (source, place), why in absent.items() if source == metric.source and place and metric.matches(place)}
-    outermost = [place for place in said if place.rpartition(".")[0] not in said]
-    reasons = [f"{place} is {said[place]}" for place in outermost[:3]]
+    known_reasons = {
+        place: why for (source, place), why in absent.items() if source == metric.source and place and metric.matches(place)
+    }
+    outermost = [place for place in known_reasons if place.rpartition(".")[0] not in known_reasons]
+    reasons = [f"{place} is {known_reasons[place]}" for place in outermost[:3]]
     if len(outermost) > 3:
         reasons.append(f"and {len(outermost) - 3} more")
-    if not said or any(metric.matches(name) for name in known.get(metric.source, ())):
+    if not known_reasons or any(metric.matches(name) for name in known.get(metric.source, ())):
         reasons.insert(0, reason)
     return "; ".join(reasons)
 
@@ -179,7 +176,7 @@ def _why_absent(
     owned: Set[str] | None,
 ) -> str:
     if not metric.due(record.step):
-        return f"measured on steps that are divisible by {metric.every}"
+        return f"measured on steps divisible by {metric.every}"
     if metric.shown and not situation.planned(metric):
         return ASKED_LATE
     for place in (f"{name}/{metric.name}", name, ""):
@@ -187,7 +184,7 @@ def _why_absent(
             return FROZEN
         if (metric.source, place) in absent:
             return absent[metric.source, place]
-    if metric.source in (*n.MODULE_SOURCES, *n.RCC_SOURCES):  # of a container, what is said of the first tensor in it
+    if metric.source in (*n.MODULE_SOURCES, *n.RCC_SOURCES):  # for a container, the reason of its first tensor
         for (source, place), reason in absent.items():
             path, _, of = place.rpartition("/")
             if source == metric.source and of == metric.name and path != name and n.owner_of(path, known) == name:

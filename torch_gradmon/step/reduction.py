@@ -1,4 +1,4 @@
-"""Values of one key: what a micro-batch contributes, how contributions merge, and the number that comes of them."""
+"""Values of one key: what a micro-batch contributes, how contributions merge, and the final number."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Aggregation = str | Callable[..., Any]
 
 @dataclass
 class PendingValue:
-    """Values of one key that wait for the end of the step."""
+    """Values of one key until the end of the step."""
 
     aggregation: Aggregation
     parts: list[Tensor]  # per micro-batch: [sum, count], one value, or all values, by aggregation
 
 
 def as_tensor(value: Any, key: Key) -> Tensor:
-    """A number or a tensor as one dimension in the widest floating dtype of its device.
+    """A number or a tensor as one dimension, in the widest floating dtype of its device.
 
     Raises:
         TypeError: it is neither, or not real.
@@ -49,8 +49,8 @@ def as_tensor(value: Any, key: Key) -> Tensor:
 
 
 def part_of(values: Tensor, aggregation: Aggregation, weight: int = 1) -> Tensor:
-    """What one micro-batch contributes: reduced at once, since the tensor behind it will not wait. ``weight`` counts in a mean, where
-    it is one value that stands for so many.
+    """The contribution of one micro-batch, reduced immediately, because the tensor may be modified later. In a mean, a single value counts
+    ``weight`` times.
     """
     if aggregation == "mean":
         return torch.stack([values.sum(), torch.full_like(values[0], values.numel())]) * (weight if values.numel() == 1 else 1)
@@ -60,11 +60,11 @@ def part_of(values: Tensor, aggregation: Aggregation, weight: int = 1) -> Tensor
         return values.amin().reshape(1)
     if aggregation == "max":
         return values.amax().reshape(1)
-    return values.clone()  # it may be a view of the tensor that it was taken from
+    return values.clone()  # it may be a view of its source
 
 
 def merged_parts(parts: list[Tensor], aggregation: str) -> Tensor:
-    """What several contributions are together, itself a contribution."""
+    """Merge several contributions into one."""
     stacked = torch.stack(parts)
     if aggregation in ("mean", "sum"):
         return stacked.sum(dim=0)
@@ -72,9 +72,7 @@ def merged_parts(parts: list[Tensor], aggregation: str) -> Tensor:
 
 
 def cosine(product: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Of two vectors by their inner products. There is no angle to nothing; only the device knows, and no cosine is infinite, so
-    that marks it.
-    """
+    """The cosine of two vectors from their inner products. Infinite if one is zero: that marks an undefined value on the device."""
     lengths = (first * second).sqrt()
     return torch.where(lengths == 0, UNDEFINED, product / lengths)
 
@@ -88,8 +86,8 @@ def row_of_sums(sums: Tensor) -> Tensor:
 
 
 def contribution(key: Key, pending: PendingValue, reducer: str) -> Tensor | None:
-    """What this rank contributes to a value that merges over ranks by ``reducer``, as a row of statistics ``[8]``; None where an
-    aggregation function made several values of it.
+    """This rank's contribution to a value that ranks merge by ``reducer``, as a row of statistics ``[8]``; None if the aggregation function
+    returned several values.
     """
     if pending.aggregation == reducer == "mean":  # weighted by how many values each rank has
         total, count = merged_parts(pending.parts, "mean").unbind()
@@ -100,7 +98,7 @@ def contribution(key: Key, pending: PendingValue, reducer: str) -> Tensor | None
         total, count = found[key], torch.ones_like(found[key])
     row = identity(1, total.device, total.dtype)[0]
     row[Column.COUNT] = count
-    if reducer in _EXTREMES:  # no order holds NaN, so it is told apart
+    if reducer in _EXTREMES:  # min and max ignore NaN, so it is counted separately
         row[Column.NONFINITE] = total.isnan()
         row[_EXTREMES[reducer]] = torch.where(total.isnan(), row[_EXTREMES[reducer]], total)
     else:
@@ -109,7 +107,7 @@ def contribution(key: Key, pending: PendingValue, reducer: str) -> Tensor | None
 
 
 def part_from(row: Tensor, reducer: str) -> Tensor:
-    """The inverse of :func:`contribution`: one part of a value that waits, from the merged rows."""
+    """The inverse of :func:`contribution`: one part of a pending value, from the merged rows."""
     if reducer == "mean":
         return torch.stack([row[Column.SUM], row[Column.COUNT]])
     if reducer == "norm":
@@ -125,7 +123,7 @@ _EXTREMES = {"min": Column.MIN, "max": Column.MAX}
 
 
 def finished(key: Key, pending: PendingValue) -> dict[Key, Tensor]:
-    """The final scalar of a key, or several where the aggregation function returned a dict."""
+    """The final scalar of a key, or several if the aggregation function returned a dict."""
     if isinstance(pending.aggregation, str):
         merged = merged_parts(pending.parts, pending.aggregation)
         return {key: merged[0] / merged[1] if pending.aggregation == "mean" else merged[0]}

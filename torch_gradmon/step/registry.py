@@ -1,6 +1,6 @@
-"""The registry of metrics, and the plan that it compiles to: which metric on which tensor.
+"""The registry of metrics.
 
-The registry stores and refuses, nothing more: everything is checked before anything is changed.
+It stores and rejects metrics, nothing more: everything is checked before anything is changed.
 """
 
 from __future__ import annotations
@@ -13,81 +13,29 @@ from typing import Any
 from ..core import keys as n
 from ..core.errors import display, nearest
 from ..core.keys import compile_pattern
-from ..core.metric import REDUCERS, ForModule, Metric
-from ..core.moments import VIEWS, Column
-from ..statistics import histogram, kurtosis
-
-
-@dataclass(frozen=True)
-class BuiltIn:
-    """What a source offers by name: a view of its statistics (``function`` is None) or a function."""
-
-    columns: frozenset[Column]
-    unit: str
-    documentation: str
-    function: Callable[..., Any] | ForModule | None = None
-    aggregation: Callable[..., Any] | None = None
-
-
-def _of_tensors(subject: str) -> dict[str, BuiltIn]:
-    found = {name: BuiltIn(v.columns, v.unit, f"{v.documentation} of the {subject}") for name, v in VIEWS.items()}
-    words = f"number of elements of the {subject} with that floor(log2 |x|), and of zeros; a class without any is absent"
-    found[histogram.NAME] = BuiltIn(frozenset(), "count", words, histogram.log2_counts, histogram.as_metrics)
-    words = f"Pearson's kurtosis of the {subject}, 3 for a normal distribution; absent where all elements are equal"
-    found[kurtosis.NAME] = BuiltIn(frozenset(), "1", words, kurtosis.central_sums, kurtosis.kurtosis)
-    return found
-
-
-#: Built-in metrics by source. The optimizer's come from :mod:`torch_gradmon.capture.parameters`.
-RATIO = BuiltIn(
-    frozenset({Column.SQUARE_SUM}),
-    "1",
-    "norm of the update over the norm of the parameter before it; absent for a zero parameter",
-)
-_ATTENTION = (
-    ("nats", "entropy of the attention weights, mean over queries"),
-    ("share", "the same over the logarithm of how many keys the query sees; queries that see one key do not count"),
-    ("1", "largest logit of any query"),
-    ("share", "weight on the first key, mean over queries"),
-)
-VIEW_BUILT_INS: dict[str, dict[str, BuiltIn]] = {
-    n.GRADIENT: _of_tensors("gradient that the optimizer uses"),
-    n.GRADIENT_BEFORE_CLIP: _of_tensors("gradient before clipping"),
-    n.GRADIENT_LOCAL: _of_tensors("gradients of the micro-batches, merged"),
-    n.PARAMETER: _of_tensors("parameter"),
-    n.PARAMETER_DIFFERENCE: _of_tensors("difference to the reference parameter"),
-    n.UPDATE: {**_of_tensors("change that the optimizer made"), "ratio": RATIO},
-    n.ACTIVATION: _of_tensors("module's output"),
-    n.ACTIVATION_GRADIENT: _of_tensors("gradient of the module's output"),
-    n.ACTIVATION_DIFFERENCE: _of_tensors("difference to the output of the reference module"),
-    n.INPUT: _of_tensors("module's input"),
-    n.INPUT_GRADIENT: _of_tensors("gradient of the module's input"),
-    **{
-        source: {metric: BuiltIn(frozenset(), unit, words)}
-        for (metric, source), (unit, words) in zip(n.ATTENTION_SOURCES.items(), _ATTENTION, strict=True)
-    },
-}
+from ..core.metric import REDUCERS, Metric
+from .built_ins import BuiltIn
 
 
 @dataclass(frozen=True)
 class Overlay:
-    """Metrics for a while, none of which is shown; ``replaces_hidden``: in the place of the script's hidden ones."""
+    """Temporary hidden metrics; ``replaces_hidden``: instead of the script's hidden ones."""
 
     metrics: tuple[Metric, ...]
     replaces_hidden: bool
 
 
 class Registry:
-    """All metrics that were asked for.
+    """All requested metrics.
 
     Args:
-        built_ins: what each source offers by name.
+        built_ins: built-in metrics of each source, by name.
     """
 
     def __init__(self, built_ins: Mapping[str, Mapping[str, BuiltIn]]) -> None:
         self.built_ins = built_ins
         self.metrics: tuple[Metric, ...] = ()
-        self._asked: tuple[Metric, ...] = ()  # what the script asked for, its preset's among it
+        self._asked: tuple[Metric, ...] = ()  # metrics of the script, including those of its preset
         self._overlays: dict[str, Overlay] = {}
         self._once_overlaid: set[tuple[str, str]] = set()
 
@@ -162,13 +110,13 @@ class Registry:
         )
 
     def add(self, new: Sequence[Metric], tensors: Mapping[str, Sequence[str]] | None = None) -> None:
-        """Add all of ``new`` or nothing. ``tensors`` are the known names by source, for the check of duplicates.
+        """Add all of ``new`` or nothing. ``tensors``: the known names by source, to find duplicates.
 
         Raises:
             ValueError: the same metric twice on the same tensor.
         """
         asked_for = {(metric.source, metric.name) for metric in new}
-        # what a preset added out of sight makes way for what somebody asks for
+        # hidden metrics of a preset are replaced by requested ones
         kept = tuple(metric for metric in self._asked if metric.shown or (metric.source, metric.name) not in asked_for)
         candidates = kept + tuple(new)
         _refuse_overlaps(candidates, new, tensors)
@@ -176,16 +124,16 @@ class Registry:
         self._compose()
 
     def replace_hidden(self, new: Sequence[Metric]) -> None:
-        """Let ``new`` take the place of all metrics that are not shown; what is there by name already stays as it is."""
+        """Replace all hidden metrics by ``new``, except those that exist by name."""
         shown = tuple(metric for metric in self._asked if metric.shown)
         self._asked = shown + _unknown(new, shown)
         self._compose()
 
     def set_overlay(self, name: str, metrics: Sequence[Metric] | None, replaces_hidden: bool = False) -> None:
-        """Measure ``metrics``, none of which is shown, besides those of the script, until this is called with None.
+        """Measure ``metrics``, all hidden, besides those of the script; None ends it.
 
-        A metric that is already there by source and name stays as it is; what the script adds meanwhile stays too. With
-        ``replaces_hidden`` they take the place of all metrics of the script that are not shown.
+        Metrics that exist by source and name stay, and so do those that the script adds meanwhile. With ``replaces_hidden`` they replace
+        all hidden metrics of the script.
         """
         self._overlays.pop(name, None)
         if metrics is not None:
@@ -208,16 +156,16 @@ class Registry:
 
     @property
     def unseen(self) -> tuple[Metric, ...]:
-        """What the script asked for and is not shown."""
+        """The script's hidden metrics."""
         return tuple(metric for metric in self._asked if not metric.shown)
 
     @property
     def own(self) -> tuple[Metric, ...]:
-        """The metrics that every rank has: all that the script asked for, and what replaces some of it on all ranks."""
+        """The metrics that every rank has: those of the script, and overlays that replace some of them."""
         return self._asked + tuple(m for overlay in self._overlays.values() if overlay.replaces_hidden for m in overlay.metrics)
 
     def hidden(self) -> set[tuple[str, str]]:
-        """Source and name of the metrics that are not shown, or were in an overlay: their last values may still be on their way."""
+        """Source and name of the metrics that are hidden or were in an overlay: their last values may still be on their way."""
         hidden = self._once_overlaid.union((metric.source, metric.name) for metric in self.metrics if not metric.shown)
         return hidden.difference((metric.source, metric.name) for metric in self.metrics if metric.shown)
 
@@ -230,7 +178,7 @@ class Registry:
         _refuse_overlaps(self.metrics, self.metrics, tensors)
 
     def of(self, source: str) -> list[Metric]:
-        """The metrics of ``source``, in the order in which they were added."""
+        """The metrics of ``source``, in the order of addition."""
         return [metric for metric in self.metrics if metric.source == source]
 
 

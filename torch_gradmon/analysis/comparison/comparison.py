@@ -16,7 +16,8 @@ from ...core import keys as n
 from ...core.keys import Key, format_key
 from ...core.loss_keys import loss_among
 from ...core.moments import VIEWS
-from ...runs.window import ValueMatrix, Window, is_of_layer
+from ...runs.value_matrix import ValueMatrix
+from ...runs.window import Window, is_of_layer
 from .causal_order import CONTEXT, STAGES, Order, stage_of
 from .interpretation import of_gaps, of_noise, reading
 from .matching import Compared, Pairing, compare

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ...core import keys as n
 from ...core.keys import Key
-from ...runs.window import COUNT, ValueMatrix
+from ...runs.value_matrix import ValueMatrix
+from ...runs.window import COUNT
 from .rules import Rules
 
 #: A value that may be close to zero because it is a difference, or a count of few, is judged by a share of one that is not.

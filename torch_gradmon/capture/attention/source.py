@@ -1,4 +1,4 @@
-"""Every call of scaled dot product attention while the model runs, recorded under the name of the module that makes it."""
+"""Record calls of scaled dot product attention while the model runs, under the name of the calling module."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ from .function_patch import COMPILER, FunctionPatch, is_called_by
 
 _COLUMNS = frozenset({Column.COUNT, Column.SUM, Column.NONFINITE, Column.MIN, Column.MAX})
 _PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-#: Frames above a call in which its module is looked for.
+#: Number of frames above a call in which its module is searched.
 _DEPTH = 24
-_NOT_IN_GRAPHS = "calls of scaled_dot_product_attention are not seen in a model of which any part is compiled"
-_NO_CALL = "no call of scaled_dot_product_attention was seen in training; what holds the function in an attribute calls it unseen"
+_NOT_IN_GRAPHS = "calls of scaled_dot_product_attention are not seen in a model with a compiled part"
+_NO_CALL = "no call of scaled_dot_product_attention was seen in training; a call through an attribute that holds the function is not seen"
 
 
 class AttentionRecorder:
-    """Takes the statistics of attention calls, told by hand or seen by itself.
+    """Measures attention calls, reported by the model or observed.
 
     Args:
-        complaints: where failures are reported.
+        complaints: gets failures.
         values: measures query, key and value as activations.
-        guard: told of the time that it takes.
+        guard: counts the time.
         in_forward: whether the model's training forward is running.
 
     Attributes:
-        compiled: a part of the model is compiled, where nothing can be seen without compiling it again.
+        compiled: a part of the model is compiled, so observing would cause a recompilation.
     """
 
     def __init__(self, complaints: WarningLog, values: ModuleValues, guard: Fence, in_forward: Callable[[], bool]) -> None:
@@ -56,18 +56,18 @@ class AttentionRecorder:
         self._metrics: tuple[Metric, ...] = ()
         self._names: dict[int, str] = {}
         self._inventory: weakref.ref[ModelIndex] | None = None
-        self._spy = FunctionPatch(F, "scaled_dot_product_attention", self._saw)
-        weakref.finalize(self, self._spy.leave)  # after an interrupt in the middle of a forward
+        self._patch = FunctionPatch(F, "scaled_dot_product_attention", self._saw)
+        weakref.finalize(self, self._patch.leave)  # if a forward was interrupted
         self._thread = 0
-        self._told: set[str] = set()
-        self._heard: set[str] = set()
+        self._reported: set[str] = set()
+        self._observed: set[str] = set()
         self._reason = _NO_CALL
         self.compiled = False
 
     def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex) -> None:
-        """Start a step with the metrics that are due in it."""
+        """Start a step with the metrics due in it."""
         self._buffer, self._reason = buffer, _NO_CALL
-        self._told, self._heard = set(), set()
+        self._reported, self._observed = set(), set()
         sources = frozenset(n.ATTENTION_SOURCES.values())
         self._metrics = tuple(metric for metric in metrics if metric.source in sources)
         if self._metrics and (self._inventory is None or self._inventory() is not inventory):
@@ -79,9 +79,14 @@ class AttentionRecorder:
                 for part in wrapped_by(module)
             }
 
-    def end(self) -> None:
-        """End the step."""
-        if self._buffer is not None and not self._told and not self._heard:
+    def set_compiled(self, compiled: bool) -> None:
+        """Whether a part of the model is compiled."""
+        self.compiled = compiled
+
+    def end(self, has_graphs: bool = False) -> None:
+        """End the step; ``has_graphs``: a compiled graph contains a hook."""
+        self.compiled |= has_graphs
+        if self._buffer is not None and not self._reported and not self._observed:
             reason = _NOT_IN_GRAPHS if self.compiled else self._reason
             for source in {metric.source for metric in self._metrics}:
                 self._buffer.absent[source, ""] = reason
@@ -89,17 +94,17 @@ class AttentionRecorder:
         self.leave()
 
     def enter(self) -> None:
-        """From here on every call of this thread is recorded, until :meth:`leave`."""
+        """Record every call of this thread until :meth:`leave`."""
         if self._metrics and not self.compiled:
             if is_called_by(COMPILER):
-                self._reason = _NOT_IN_GRAPHS  # torch.compile(model), kept beside the model
+                self._reason = _NOT_IN_GRAPHS  # torch.compile(model), assigned to another variable
             else:
                 self._thread = threading.get_ident()
-                self._spy.enter()
+                self._patch.enter()
 
     def leave(self) -> None:
-        """Stop recording; calling it again does nothing."""
-        self._spy.leave()
+        """Stop recording. Idempotent."""
+        self._patch.leave()
 
     def _saw(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor) -> None:
         if self._buffer is None or threading.get_ident() != self._thread or not self._in_forward():
@@ -107,20 +112,20 @@ class AttentionRecorder:
         start = time.perf_counter()
         name = self._caller()
         wanted = [metric for metric in self._metrics if name is not None and metric.matches(name)]
-        if name is not None and wanted and name not in self._told:
+        if name is not None and wanted and name not in self._reported:
             call = {**dict(zip(_PARAMETERS, args, strict=False)), **kwargs}
             try:
                 with outside_dispatch_modes(), torch.no_grad():
                     named = {"query": call["query"], "key": call["key"], "value": call["value"], "activation": result}
                     if self._record(name, named, call, {metric.source: metric.per_head for metric in wanted}):
-                        self._heard.add(name)
+                        self._observed.add(name)
             except Exception as error:
                 self._reason = f"the attention of {name} could not be measured: {error}"
                 self._complaints.add(f"attention:{name}", f"the attention of {name} could not be measured", error)
-        self._guard.account(time.perf_counter() - start)
+        self._guard.add_time(time.perf_counter() - start)
 
     def _caller(self) -> str | None:
-        """The innermost module whose method is running, or that was handed to a function as its first argument, if it is known."""
+        """The innermost known module whose method is running, or that is the first argument of a running function."""
         frame: types.FrameType | None = sys._getframe(2)
         for _ in range(_DEPTH):
             if frame is None:
@@ -130,26 +135,26 @@ class AttentionRecorder:
                 values = frame.f_locals
                 first = values.get(code.co_varnames[0])
                 if code.co_flags & inspect.CO_OPTIMIZED and isinstance(values, dict):
-                    values.clear()  # a snapshot that would keep all of them alive until the frame is left
+                    values.clear()  # the snapshot would keep all values alive until the frame ends
                 if isinstance(first, nn.Module):
                     return self._names.get(id(first))
             frame = frame.f_back
         return None
 
-    def tell(self, name: str, named: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
-        """Measure a call that a module tells of, head by head, unless it was seen already."""
-        if name not in self._heard and self._record(name, named, arguments, dict.fromkeys(n.ATTENTION_SOURCES.values(), True)):
-            self._told.add(name)
+    def report(self, name: str, named: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
+        """Measure a call that a module reports, per head, unless it was observed already."""
+        if name not in self._observed and self._record(name, named, arguments, dict.fromkeys(n.ATTENTION_SOURCES.values(), True)):
+            self._reported.add(name)
 
     def _record(self, name: str, named: Mapping[str, Tensor], arguments: Mapping[str, Any], sources: Mapping[str, bool]) -> bool:
-        """Measure one call; whether it could be read.
+        """Measure one call. Returns whether it could be read.
 
         Args:
             name: of the module.
-            named: query, key, value and result, ``[..., heads, length, size]``, by what their names end with.
+            named: query, key, value and result, ``[..., heads, length, size]``, by the suffix of their names.
             arguments: of the call.
-            sources: which statistics, and whether those of single heads are shown. Where those of any are, the tensors of each
-                head are measured too, otherwise those of all heads together.
+            sources: which statistics, and whether those of single heads are shown. If any are, the tensors of each head are measured too,
+                otherwise those of all heads together.
         """
         if self._buffer is None:
             return False
@@ -175,7 +180,7 @@ class AttentionRecorder:
 
 
 def _as_attended(call: dict[str, Any]) -> dict[str, Any]:
-    """Query, key and value in the dtype in which autocast lets them attend."""
+    """Query, key and value in the dtype that autocast uses for attention."""
     kind = call["query"].device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)

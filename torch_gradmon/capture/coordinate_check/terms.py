@@ -1,4 +1,4 @@
-"""The terms of the refined coordinate check, of one call of one module, put under their keys."""
+"""The terms of the refined coordinate check for one call of one module, and their keys."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ...core import keys as n
 from ...core.metric import Metric
 from ...statistics.tensor_access import accumulator_dtype, refusal
 from ...step.buffer import StepBuffer
-from ...step.registry import BuiltIn
+from ...step.built_ins import BuiltIn
 from ..measurer import Measurer
 from ..modules.structure import rest_of
 
-_NOT_OF_INDICES = "an embedding takes indices, of which there is no difference"
+_NOT_OF_INDICES = "an embedding takes indices, which have no difference"
 
 
 def l2norm(x: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ def l2norm(x: Tensor) -> Tensor:
 
 
 def rms(x: Tensor) -> Tensor:
-    """The same over the square root of how many numbers there are, which does not grow with the width."""
+    """:func:`l2norm` over the square root of the size, which does not grow with the width."""
     return l2norm(x) / math.sqrt(x.shape[-1] if x.dim() else 1)
 
 
@@ -40,7 +40,7 @@ def _built_ins(subject: str) -> dict[str, BuiltIn]:
     }
 
 
-#: What the check offers by name.
+#: Built-in metrics of the check.
 RCC_BUILT_INS = {
     n.RCC_UPDATE: _built_ins("what the change of the weights does to the output, f(x_t; W_t) - f(x_t; W_0)"),
     n.RCC_PROPAGATED: _built_ins(
@@ -73,24 +73,24 @@ class CheckTerms:
         self._buffer = None
 
     def wants(self, name: str) -> bool:
-        """Whether anything is asked of the module of that name."""
+        """Whether a metric matches the module ``name``."""
         return any(metric.matches(name) for metric in self._metrics)
 
-    def say(self, name: str, reason: str, sources: tuple[str, ...] = n.RCC_SOURCES) -> None:
-        """Why there is nothing of a module."""
+    def set_absent(self, name: str, reason: str, sources: tuple[str, ...] = n.RCC_SOURCES) -> None:
+        """Set why a module has no values."""
         assert self._buffer is not None
         for source in sources:
             self._buffer.absent[source, name] = reason
 
     def of_inputs(self, name: str, module: nn.Module, now: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> None:
-        """The input of a call and the reference's, by path: |x_t| and |x_t - x_0|."""
+        """Measure the inputs of a call and of the reference, by path: |x_t| and |x_t - x_0|."""
         if isinstance(module, nn.Embedding):
-            return self.say(name, _NOT_OF_INDICES, (n.RCC_PROPAGATED, n.RCC_INPUT, n.RCC_INPUT_DIFFERENCE))
+            return self.set_absent(name, _NOT_OF_INDICES, (n.RCC_PROPAGATED, n.RCC_INPUT, n.RCC_INPUT_DIFFERENCE))
         for path, x in now.items():
             self._put(n.RCC_INPUT, name, path, x)
             self._put(n.RCC_INPUT_DIFFERENCE, name, path, x, start.get(path))
         if isinstance(module, nn.LayerNorm):
-            # the weight of a layer norm is applied to what was normalised
+            # the weight of a layer norm multiplies the normalised input
             normalised = [_normalised(each.get(""), module) for each in (now, start)]
             self._put(n.RCC_UPDATE, name, ".weight/x_t", normalised[0])
             self._put(n.RCC_PROPAGATED, name, ".weight/x_t-x_0", *normalised)
@@ -105,7 +105,7 @@ class CheckTerms:
         moved: Mapping[str, Tensor],
         start: Mapping[str, Tensor],
     ) -> None:
-        """The outputs of a call, by path: ``now`` f(x_t; W_t), ``moved`` f(x_t; W_0) and ``start`` f(x_0; W_0) of ``part``."""
+        """Measure the outputs of a call, by path: ``now`` f(x_t; W_t), ``moved`` f(x_t; W_0) and ``start`` f(x_0; W_0) of ``part``."""
         for path, output in now.items():
             self._put(n.RCC_UPDATE, name, path, output, moved.get(path))
             if not isinstance(module, nn.Embedding):
@@ -119,7 +119,7 @@ class CheckTerms:
         self._put(n.RCC_PROPAGATED, name, ".weight/W_0 x_0", weight[2])
 
     def _put(self, source: str, name: str, path: str, tensor: Tensor | None, *minus: Tensor | None) -> None:
-        """Put what is asked of ``tensor``, less another one, under ``name`` and the path behind it."""
+        """Measure ``tensor``, minus another one, under ``name`` and its path."""
         assert self._buffer is not None
         metrics = [metric for metric in self._metrics if metric.source == source and metric.matches(name)]
         if not metrics:
@@ -133,14 +133,14 @@ class CheckTerms:
 
     @staticmethod
     def _difference(*tensors: Tensor | None) -> Tensor | str:
-        """The first tensor, less the second one if there is any, in float32 at least; or why that cannot be had."""
+        """The first tensor, minus the second if given, in float32 or wider; or the reason why that is not possible."""
         found: list[Tensor] = []
         for tensor in tensors:
             if tensor is None:
                 return "the reference module has no such tensor"
             reason = refusal(tensor)
             if reason is None and not (tensor.is_floating_point() or tensor.is_complex()):
-                reason = f"a tensor of dtype {tensor.dtype}, of which there is no difference"
+                reason = f"a tensor of dtype {tensor.dtype}, which has no difference"
             if reason is None and tensor.layout != torch.strided:
                 reason = f"a tensor of layout {tensor.layout}"
             if reason is None and not tensor.numel():
@@ -169,5 +169,5 @@ def _without(output: Tensor | None, module: nn.Module) -> Tensor | None:
         return output
     if refusal(bias) is not None:
         return None
-    wide = torch.promote_types(output.dtype, torch.float32)  # what is subtracted from it next is not to be rounded before
+    wide = torch.promote_types(output.dtype, torch.float32)  # no rounding before the next subtraction
     return output.to(wide) - bias.detach().to(output.device)

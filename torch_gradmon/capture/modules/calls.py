@@ -1,4 +1,4 @@
-"""Calls of modules in training: what they take and return is measured where a hook tells of it, and gradients when they come."""
+"""Calls of modules in training: measure inputs and outputs in hooks, and gradients when they arrive."""
 
 from __future__ import annotations
 
@@ -25,26 +25,24 @@ from .values import ModuleValues
 
 _GRADIENTS = (n.ACTIVATION_GRADIENT, n.INPUT_GRADIENT)
 _NEEDS_NONE = "it needs no gradient: nothing that it is computed from is trained"
-_BY_PARTS = "the reference module runs when the whole model is called, and here a part of it was called by itself"
-_MISSED = "a part of the model was called in training before the step had begun, so that not all calls were measured"
+_BY_PARTS = "the reference module runs when the whole model is called, but here a part of it was called directly"
+_MISSED = "a part of the model was called in training before the step had begun, so not all calls were measured"
 
 
 class ModuleCalls:
     """Measures the calls of one step after the other.
 
     Args:
-        measurer: told of what fails.
-        guard: told of the time that it takes.
+        measurer: gets failures.
+        guard: counts the time.
         passes: knows which calls are training.
         reference: has the outputs to compare with.
-        values: does the work.
+        values: measures.
 
     Attributes:
-        inverse_scale: gives what gradients have to be multiplied by.
-        part_called: told that a part of the model is called, while no step is open.
-        seen: whether any call of a module besides the root was told of in this step.
+        seen: whether a module besides the root was called in this step.
         compares: whether differences to the reference are due.
-        misses_root: whether the hook on the root's inputs came too late for the first call in this step, so that no call counts.
+        misses_root: the hook on the root's inputs came too late for the first call in this step, so no call counts.
     """
 
     def __init__(
@@ -53,15 +51,23 @@ class ModuleCalls:
         self._complaints, self._guard, self._passes = measurer.complaints, guard, passes
         self._reference, self._values = reference, values
         self._followed = TensorGradientHooks(self._gradient_came)
-        self.inverse_scale: Callable[[], Tensor | None] = lambda: None
-        self.part_called: Callable[[nn.Module], object] = lambda _: None
-        self._lock = threading.RLock()  # hooks may fire on several threads, and what they share has room for one
+        self._inverse_scale: Callable[[], Tensor | None] = lambda: None
+        self._on_part: Callable[[nn.Module], object] = lambda _: None
+        self._lock = threading.RLock()  # hooks may fire on several threads, and share buffers
         self._buffer: StepBuffer | None = None
         self._numbers: Counter[tuple[str, str]] = Counter()
         self.seen = self.compares = self.misses_root = False
 
+    def connect(self, inverse_scale: Callable[[], Tensor | None], part_called: Callable[[nn.Module], object]) -> None:
+        """See :meth:`ModuleSource.connect`."""
+        self._inverse_scale, self._on_part = inverse_scale, part_called
+
+    def miss_root(self) -> None:
+        """Ignore the root's inputs in this step, because the hook on them came too late."""
+        self.misses_root = True
+
     def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex) -> None:
-        """Start a step with the metrics that are due in it."""
+        """Start a step with the metrics due in it."""
         self._buffer, self.misses_root = buffer, False
         self._numbers.clear()
         self._values.begin(buffer, metrics, inventory.modules)
@@ -74,25 +80,25 @@ class ModuleCalls:
         """End the step; its values can still be evaluated."""
         self._followed.end()
         self._values.end()
-        if self._passes.missed and self._buffer is not None:
+        if self._passes.take_missed() and self._buffer is not None:
             for source in n.MODULE_SOURCES:
                 self._buffer.clear(source)
                 self._buffer.absent[source, ""] = _MISSED
-        self._buffer, self.seen, self._passes.missed = None, False, False
+        self._buffer, self.seen = None, False
 
     def forward_began(self) -> None:
-        """The root is called: calls are counted anew."""
+        """Restart the numbers of calls, because the root is called."""
         self._numbers.clear()
 
-    def forget_scaled(self, reason: str) -> None:
-        """The gradients measured so far in this step were divided by a wrong scale, or by none: drop them."""
+    def drop_scaled(self, reason: str) -> None:
+        """Drop the gradients measured so far in this step, because their scale was wrong or missing."""
         if self._buffer is not None:
             self._values.forget(_GRADIENTS, reason)
 
-    # --- what hooks tell -------------------------------------------------------------------------------------------------------
+    # --- hooks -----------------------------------------------------------------------------------------------------------------
 
     def called(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        """Measure what a module is given."""
+        """Measure a module's inputs."""
         if name == n.ROOT and self.misses_root:
             return
         named: dict[int | str, Any] = dict(enumerate(args))
@@ -101,19 +107,19 @@ class ModuleCalls:
         self._take(name, module, value, n.INPUT, n.INPUT_GRADIENT)
 
     def returned(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Measure what a module has returned."""
+        """Measure a module's outputs."""
         self._take(name, module, output, n.ACTIVATION, n.ACTIVATION_GRADIENT)
 
     def _take(self, name: str, module: nn.Module, value: Any, source: str, gradient_source: str) -> None:
         with self._lock, outside_dispatch_modes():
-            self._take_alone(name, module, value, source, gradient_source)
+            self._take_locked(name, module, value, source, gradient_source)
 
-    # between two large matrix products each call of Python costs ten times what it does else, so there are few in this method
-    def _take_alone(self, name: str, module: nn.Module, value: Any, source: str, gradient_source: str) -> None:
+    # between two large matrix products a Python call costs ten times as much as elsewhere, so this method makes few
+    def _take_locked(self, name: str, module: nn.Module, value: Any, source: str, gradient_source: str) -> None:
         passes = self._passes
         self.seen |= name != n.ROOT
         if (self._buffer is None or passes.is_tentative or passes.awaits_part) and passes.root_trains is None:
-            self._part_called(module, value)  # where a model is called by its parts, this may be the beginning of a step
+            self._part_called(module, value)  # this may begin a step of a model that is called by its parts
         if self._buffer is None or passes.paused:
             return
         if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -121,13 +127,12 @@ class ModuleCalls:
             return
         start, grad = time.perf_counter(), torch.is_grad_enabled()
         try:
-            # inside a backward pass the forward is a recomputation; grad mode cannot tell, since checkpointing switches it
+            # inside a backward pass the forward is a recomputation; grad mode does not show it, since checkpointing switches it
             recomputed = torch._C._current_graph_task_id() != -1
             trains = passes.root_trains if passes.root_trains is not None else passes.trains(module)
             if recomputed or trains:
                 call = -1 if recomputed else self._numbers[source, name]
-                # without gradients within a pass that has them: the first pass of a re-entrant checkpoint, whose recomputation has
-                # them
+                # no gradients within a pass that has them: the first pass of a re-entrant checkpoint
                 if not grad and not recomputed and passes.builds_graph and _is_trained(module):
                     self._followed.reentrant = True
                 self._numbers[source, name] += not recomputed
@@ -141,11 +146,11 @@ class ModuleCalls:
             self._complaints.add(f"{source}:{name}", f"the {source} of {name} could not be measured", error)
         finally:
             torch._C._set_grad_enabled(grad)
-        self._guard.account(time.perf_counter() - start)
+        self._guard.add_time(time.perf_counter() - start)
 
     def _part_called(self, module: nn.Module, value: Any) -> None:
         if (self._buffer is None or self._passes.is_tentative) and self._passes.part_began():
-            self.part_called(module)
+            self._on_part(module)
         try:
             self._passes.watch_part(module, value, missed=self._buffer is None)
         except Exception as error:
@@ -158,7 +163,7 @@ class ModuleCalls:
             self._values.measure_pairs(name, value, call, self._other)
 
     def is_compared(self, name: str) -> bool:
-        """Whether differences of this module's output to the reference's are asked for in this step."""
+        """Whether a difference of this module's output to the reference's is requested in this step."""
         return self._values.wants(n.ACTIVATION_DIFFERENCE, name)
 
     def _other(self, path: str) -> Tensor | str:
@@ -174,10 +179,10 @@ class ModuleCalls:
         start = time.perf_counter()
         try:
             with self._lock, outside_dispatch_modes(), torch.no_grad():
-                self._values.measure(source, name, gradient, call, path, self.inverse_scale())
+                self._values.measure(source, name, gradient, call, path, self._inverse_scale())
         except Exception as error:
             self._complaints.add(f"{source}:{name}", f"the {source} of {name} could not be measured", error)
-        self._guard.account(time.perf_counter() - start)
+        self._guard.add_time(time.perf_counter() - start)
 
     def capture(self, name: str, output: Any) -> None:
         """Measure ``output``, a tensor or a container of tensors, under the name of its module."""

@@ -1,7 +1,7 @@
-"""What hooks on modules do where ``torch.compile`` traces them: statistics become part of the graph, which writes them to slots.
+"""Hooks on modules under ``torch.compile``: statistics become part of the graph, which writes them to slots.
 
-Nothing of this runs in Python but at the time of tracing: the graph gets operations that add to tensors of ours, and a flag on
-the device lets them through on monitored steps only. So there is one graph, whatever steps are monitored.
+This runs in Python only while tracing. The graph gets operations that add to tensors of the monitor, and a flag on the device enables them
+on monitored steps only. So there is one graph, whichever steps are monitored.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _SUMS = (Column.COUNT, Column.SUM, Column.ABS_SUM, Column.SQUARE_SUM, Column.NEA
 
 
 class RecordingFlag:
-    """The flags that let compiled graphs write, one on each device; changing them launches a fill and synchronises nothing."""
+    """The flags that let compiled graphs write, one per device. Changing them launches a fill and does not synchronise."""
 
     def __init__(self) -> None:
         self._open = True
         self._flags: dict[torch.device, Tensor] = {}
 
     def flag(self, device: torch.device) -> Tensor:
-        """The flag on ``device``, a 0-d boolean."""
+        """The flag on ``device``, a 0-d bool."""
         if device not in self._flags:
             self._flags[device] = torch.full((), self._open, dtype=torch.bool, device=device)
         return self._flags[device]
 
     def set(self, is_open: bool) -> None:
-        """Open or shut all of them."""
+        """Set all flags."""
         if is_open != self._open:
             self._open = is_open
             for flag in self._flags.values():
@@ -46,21 +46,21 @@ class RecordingFlag:
 class TracedStatistics:
     """What one module's hook does in a graph.
 
-    Each place where a graph is made for the module's output gets slots of its own, so a module that is called twice in a graph,
-    or compiled again for another shape, adds up.
+    Each place where the module's output is compiled gets its own slots, so a module that is called twice in a graph, or compiled again for
+    another shape, adds up.
 
     Args:
         name: of the module.
-        gate: lets values through.
-        root: the watched model; a graph of an evaluation pass gets nothing.
+        gate: enables writing.
+        root: the watched model; graphs of evaluation passes get nothing.
         eps: an element counts as near zero when ``|x| <= eps``.
-        columns: what is asked for that a graph can have.
+        columns: the requested ones.
         taken: names of modules, which no path may have.
 
     Attributes:
         paths: of the slots, in order.
-        refused: why a path has none.
-        is_traced: whether the hook is part of any graph.
+        refused: reasons for paths without slots.
+        is_traced: the hook is part of a graph.
     """
 
     def __init__(
@@ -92,19 +92,19 @@ class TracedStatistics:
                     _add(tensor.detach(), sums, extremes if self._extremes else None, flag, self.eps, self._sums)
 
     def _note(self) -> int:
-        """Not traced but called while tracing."""
+        """Called while tracing, but not traced."""
         self.is_traced = True
         return 0
 
     def _allot(self, path: str, dtype: str, device: torch.device) -> int:
-        """Not traced but called while tracing, and its result a constant of the graph: make slots, or refuse with -1."""
+        """Called while tracing, but not traced; the result is a constant of the graph. Make slots, or return -1."""
         reason = ""
         if not (dtype.startswith(("torch.float", "torch.bfloat")) and "float8" not in dtype):
             reason = f"a tensor of {dtype}, which is not measured inside torch.compile"
         elif torch._C._functorch.peek_interpreter_stack() is not None:
             reason = "inside a torch.func transform"
         elif _in_closed_part():
-            reason = "inside of a part of a graph that may not write to anything, such as a branch of torch.cond"
+            reason = "inside a part of a graph that may not write to anything, such as a branch of torch.cond"
         if reason:
             self.refused[path] = reason
             return -1
@@ -118,11 +118,11 @@ class TracedStatistics:
         self.paths.append(path)
         return place
 
-    # what torch.compiler.assume_constant_result does, after importing the compiler, which takes a second
+    # as torch.compiler.assume_constant_result does, but without importing the compiler, which takes a second
     _note._dynamo_marked_constant = _allot._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def collect(self, buffer: StepBuffer, source: str) -> set[str]:
-        """Bring what the graphs wrote into ``buffer``, and empty the slots: the paths. Does not synchronise."""
+        """Move what the graphs wrote into ``buffer`` and reset the slots. Returns the paths. Does not synchronise."""
         for place, path in enumerate(self.paths):
             sums, extremes = getattr(self, f"sums_{place}"), getattr(self, f"extremes_{place}")
             row = torch.cat([sums, -extremes[:1], extremes[1:]])
@@ -135,7 +135,7 @@ class TracedStatistics:
 
 
 def _in_closed_part() -> bool:
-    """Whether what is being traced is a graph inside of another one; those of checkpoints may write, others may not."""
+    """Whether a graph inside another one is being traced that may not write; those of checkpoints may."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     tracer = InstructionTranslator.current_tx().output.current_tracer
@@ -147,7 +147,7 @@ def _in_closed_part() -> bool:
 
 
 def _add(tensor: Tensor, sums: Tensor, extremes: Tensor | None, flag: Tensor, eps: float, wanted: tuple[bool, ...]) -> None:
-    """Traced. By ``where`` and not by multiplication, since 0 times NaN is NaN."""
+    """Traced. Uses ``where`` instead of multiplication, since 0 times NaN is NaN."""
     wide = tensor.to(sums.dtype)
     finite, magnitude, nothing = wide.isfinite(), wide.abs(), sums.new_zeros(())
     found = [
@@ -165,18 +165,18 @@ def _add(tensor: Tensor, sums: Tensor, extremes: Tensor | None, flag: Tensor, ep
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The model inside of what DDP, ``torch.compile`` and the like put around it."""
+    """The model inside wrappers such as DDP and ``torch.compile``."""
     *_, inner = wrapped_by(module)
     return inner
 
 
 def wrapped_by(module: nn.Module) -> Iterator[nn.Module]:
-    """The module, and what it is the wrapper of."""
+    """The module and all modules that it wraps, outermost first."""
     yield module
     while (inner := wrapped_in(module)) is not None:
         yield (module := inner)
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether any part of ``module`` was given to ``torch.compile``."""
+    """Whether any part of ``module`` is compiled by ``torch.compile``."""
     return any("_orig_mod" in child._modules or child._compiled_call_impl is not None for child in module.modules())

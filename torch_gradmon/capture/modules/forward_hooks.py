@@ -1,4 +1,4 @@
-"""Hooks on the forward of the modules that metrics match: which modules those are, and when hooks come and go."""
+"""Forward hooks on modules that metrics match: which modules these are, and when hooks are installed."""
 
 from __future__ import annotations
 
@@ -22,39 +22,39 @@ _Place = tuple[str, str]
 
 
 class RootListener(Protocol):
-    """What the hooks on the root tell."""
+    """Listener of the hooks on the root."""
 
     def root_began(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        """It is called; told before any other hook of its own."""
+        """Called before the root's other forward pre-hooks."""
 
     def root_ended(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """It has returned or raised; told behind the hook on its own output."""
+        """Called after the root has returned or raised, and after the hook on its own output."""
 
 
 class Listener(Protocol):
-    """What the hooks on modules with a metric tell, the root among them."""
+    """Listener of the hooks on matched modules, which may include the root."""
 
     def called(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        """One with a metric of inputs is called."""
+        """A module with a metric of inputs is called."""
 
     def returned(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """One with a metric of outputs has returned."""
+        """A module with a metric of outputs has returned."""
 
 
 class ForwardHooks:
-    """The hooks on a model's modules; no module without a metric has one, but the root where it is needed.
+    """The hooks on a model's modules. Only modules with a metric have one, and the root if needed.
 
     Args:
-        of_root: told of the root; like the other, hooks hold it weakly.
-        listener: told of the modules that metrics match.
+        of_root: listens to the root; hooks hold both listeners weakly.
+        listener: listens to matched modules.
         eps: an element counts as near zero when ``|x| <= eps``.
 
     Attributes:
-        gate: lets through what graphs with hooks of ours in them write.
+        gate: enables writing in graphs with our hooks.
         taps: what each hook does in such a graph, by kind and name.
-        has_compiled_parts: whether the model had any when hooks were hung.
-        left_out: names of the modules that no metric applies to.
-        unhooked: names of the modules that take no hooks.
+        has_compiled_parts: whether the model had any when hooks were installed.
+        left_out: names of modules that no metric applies to.
+        unhooked: names of modules that accept no hooks.
     """
 
     def __init__(self, of_root: RootListener, listener: Listener, eps: float) -> None:
@@ -62,7 +62,7 @@ class ForwardHooks:
         self.gate = RecordingFlag()
         self.taps: dict[tuple[str, str], TracedStatistics] = {}
         self._before_root, self._after_root = Handles(), Handles()
-        # with the module, since another one may come to its name, and to its address as well
+        # with the module, since another one may take its name, and even its address
         self._hooks: dict[_Place, tuple[weakref.ref[nn.Module], Handles]] = {}
         self._version: int | None = None
         self.has_compiled_parts = False
@@ -70,16 +70,16 @@ class ForwardHooks:
         self.unhooked: list[str] = []
 
     def install(self, root: nn.Module, inventory: ModelIndex, metrics: Sequence[Metric], version: int, on_root: bool) -> bool:
-        """Hang hooks on the modules that any of ``metrics`` matches; once for each ``version`` of the plan, else False.
+        """Install hooks on modules that any of ``metrics`` matches, once per ``version`` of the plan. Returns whether it did.
 
-        ``on_root``: on the root in any case.
+        ``on_root``: also on the root, in any case.
         """
         if version == self._version:
             return False
         self._version = version
         wanted = _wanted(inventory, metrics)
         for place, (reference, handles) in list(self._hooks.items()):
-            is_kept = place not in wanted and self.taps[place].is_traced  # else its graph would be compiled again
+            is_kept = place not in wanted and self.taps[place].is_traced  # removal would cause a recompilation
             if not is_kept and (place not in wanted or wanted[place] is not reference()):
                 handles.remove()
                 del self._hooks[place]
@@ -89,9 +89,9 @@ class ForwardHooks:
         new, taken = wanted.keys() - self._hooks.keys(), frozenset(inventory.modules)
         for (kind, name), module in wanted.items():
             if (kind, name) in new:
-                handles = self._hang(kind, name, module, root, _columns_of(kind, name, metrics), taken)
+                handles = self._register(kind, name, module, root, _columns_of(kind, name, metrics), taken)
                 self._hooks[kind, name] = weakref.ref(module), handles
-        if needs_root and (new or not self._after_root):  # behind the hook on the root's own output
+        if needs_root and (new or not self._after_root):  # after the hook on the root's own output
             self._after_root.remove()
             self._after_root.of_module(root.register_forward_hook(ModuleHook(self._of_root.root_ended), always_call=True))
         if not needs_root and not self.has_graphs:
@@ -102,7 +102,7 @@ class ForwardHooks:
         self.unhooked = [name for name, module in modules if module is not None and not takes_hooks(module)]
         return True
 
-    def _hang(
+    def _register(
         self, kind: str, name: str, module: nn.Module, root: nn.Module, columns: frozenset[Column], taken: Container[str]
     ) -> Handles:
         handles = Handles()
@@ -122,8 +122,8 @@ class ForwardHooks:
 
     @property
     def has_graphs(self) -> bool:
-        """Whether any graph has a hook of ours in it."""
-        if not self.taps:  # asked in every step
+        """Whether any compiled graph contains a hook of ours."""
+        if not self.taps:  # a fast path for every step
             return False
         return any(tap.is_traced for tap in self.taps.values())
 
@@ -134,29 +134,29 @@ class ForwardHooks:
 
     @property
     def on_root_inputs(self) -> bool:
-        """Whether what the root takes has a hook."""
+        """Whether the root's inputs have a hook."""
         return (_INPUTS[0], n.ROOT) in self._hooks
 
     @property
     def on_parts(self) -> bool:
-        """Whether modules besides the root have; the root's are called whatever was traced."""
+        """Whether modules besides the root have hooks; the root's are called even if the model was traced."""
         return any(name != n.ROOT for _, name in self._hooks)
 
     @property
     def has_hooks_on_parts(self) -> bool:
-        """Whether any module, the root among them, has hooks for what it takes or returns."""
+        """Whether any module, including the root, has hooks on inputs or outputs."""
         return len(self._hooks) > 0
 
     @property
-    def may_rest(self) -> bool:
-        """Whether there are hooks that only monitored steps need, and the model is not compiled.
+    def has_removable_hooks(self) -> bool:
+        """Whether some hooks are needed on monitored steps only, and the model is not compiled.
 
-        A compiled model would be compiled again whenever a module's hooks change, so there they stay, which costs it nothing.
+        A compiled model would be recompiled whenever a module's hooks change, so its hooks stay, which costs nothing.
         """
         return bool(self._hooks) and not self.has_compiled_parts and not self.has_graphs
 
-    def rest(self, stays_on_root: bool) -> None:
-        """Take away the hooks that only monitored steps need; those on the root too, unless it has to keep them."""
+    def uninstall(self, stays_on_root: bool) -> None:
+        """Remove the hooks that only monitored steps need; also those on the root, unless it must keep them."""
         for _, handles in self._hooks.values():
             handles.remove()
         self._hooks, self.taps, self._version = {}, {}, None
@@ -182,13 +182,13 @@ def _wanted(inventory: ModelIndex, metrics: Sequence[Metric]) -> Mapping[_Place,
 
 
 def _columns_of(kind: str, name: str, metrics: Sequence[Metric]) -> frozenset[Column]:
-    """The statistics that a graph can have for the module's output."""
+    """The statistics that a graph can compute for the module's output."""
     views = [m for m in metrics if m.source == n.ACTIVATION and m.function is None and m.matches(name)]
     return frozenset[Column]().union(*(view.columns for view in views)) if kind in _OUTPUTS else frozenset()
 
 
 def _left_out(root: nn.Module, inventory: ModelIndex) -> list[str]:
-    """Canonical names of the modules that the inventory does not have."""
+    """Canonical names of modules that are not in the index."""
     known = (module for reference in inventory.modules.values() if (module := reference()) is not None)
     there = {id(part) for module in known for part in wrapped_by(module)}
     return list(canonical_names(name for name, module in root.named_modules() if id(module) not in there).values())

@@ -1,4 +1,4 @@
-"""What a module takes and returns: the tensors inside, each with the path that leads to it."""
+"""The tensors inside inputs and outputs of modules, each with its path."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-#: Of nested containers that are looked into.
+#: Levels of nested containers that are searched.
 DEPTH = 4
 
 
 def tensors_of(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor inside ``value`` with its path: ``path[0]`` for sequences, ``path.key`` for mappings and dataclasses.
-
-    Integer keys stand in brackets too.
+    """Each tensor inside ``value`` with its path: ``path[0]`` for sequences and integer keys, ``path.key`` for other keys and
+    dataclasses.
     """
     if isinstance(value, Tensor):
         yield path, value
@@ -32,7 +31,7 @@ def tensors_of(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Ten
 
 
 def copied(value: Any) -> Any:
-    """``value`` as it is now: lists, tuples, dicts and tensors are copied, as deep as they go. Does not synchronise."""
+    """``value`` with lists, tuples, dicts and tensors copied recursively. Does not synchronise."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, Mapping):
@@ -41,7 +40,7 @@ def copied(value: Any) -> Any:
 
 
 def rest_of(path: str, name: str, taken: Container[str]) -> str:
-    """What ``path`` adds to the ``name`` that it begins with; in brackets where a module has that path for a name.
+    """What ``path`` adds to its prefix ``name``; in brackets if a module has that name.
 
     >>> rest_of("head.logits", "head", {"head"}), rest_of("head.logits", "head", {"head", "head.logits"})
     ('.logits', '[logits]')

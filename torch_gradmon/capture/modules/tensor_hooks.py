@@ -1,4 +1,4 @@
-"""Gradients of what modules take and return: hooks on tensors, one for each tensor and place, and which backward passes count."""
+"""Gradients of modules' inputs and outputs: hooks on tensors, and which backward passes count."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _MARK = "torch_gradmon"
 
 
 class TensorGradientHooks:
-    """The tensors of one step whose gradients are waited for.
+    """Hooks on the tensors of one step whose gradients are due.
 
-    Never full backward hooks of modules: they put a node of their own into the graph.
+    Full backward hooks of modules are not used, since they add a node to the graph.
 
     Args:
-        came: a method that is told of each gradient: source, name and path, number of the call, ``within``, and the gradient.
-            ``within``: the pass that recomputed this ends in parameters, though the inner one need not.
+        came: a method that gets each gradient: source, name and path, number of the call, ``within``, and the gradient. ``within``: the
+            pass that recomputed this ends in parameters, though the inner one need not.
 
     Attributes:
-        reentrant: whether a forward without gradients was seen in training, as in the first pass of a re-entrant checkpoint.
+        reentrant: a forward without gradients was seen in training, as in the first pass of a re-entrant checkpoint.
     """
 
     def __init__(self, came: Callable[[str, str, str, int, bool, Tensor | None], None]) -> None:
@@ -45,19 +45,17 @@ class TensorGradientHooks:
         self._probes = () if inventory is None else _accumulators(inventory)
 
     def end(self) -> None:
-        """Wait for no gradient any more."""
+        """Remove all hooks."""
         self._handles.remove()
         self._leaves, self._probes = {}, ()
 
     def follow(self, source: str, name: str, value: Any, call: int) -> bool:
-        """Wait for the gradients of the tensors in ``value``, and say whether any of them needs one; a negative ``call`` stands for a
-        recomputation.
-        """
+        """Hook the tensors in ``value``. Returns whether any needs a gradient. A negative ``call`` means a recomputation."""
         recomputed = call < 0
         within = recomputed and self.accumulates()
         tensors = list(tensors_of(value, name))
         for path, tensor in tensors:
-            # once for each tensor, which may go into several forwards, or into one and its recomputation
+            # once per tensor: it may be used in several forwards, or in one and its recomputation
             if not tensor.requires_grad or self._follows(source, path, None if recomputed else call, tensor):
                 continue
             hook = Hook(self._came, source, name, path, call, within)
@@ -69,8 +67,8 @@ class TensorGradientHooks:
         return any(tensor.requires_grad for _, tensor in tensors)
 
     def _follows(self, source: str, path: str, call: int | None, tensor: Tensor) -> bool:
-        """Whether this tensor has a hook for this place already; None for any call."""
-        if tensor.grad_fn is not None:  # a tensor that was saved for a recomputation may come back as another object
+        """Whether this tensor already has a hook for this place; None means any call."""
+        if tensor.grad_fn is not None:  # a tensor saved for a recomputation may return as another object
             node = (id(self), self._round, tensor.output_nr, source, path)
             return any(mark[:-1] == node and call in (None, mark[-1]) for mark in _marks(tensor))
         leaf = (source, path, id(tensor))
@@ -80,25 +78,25 @@ class TensorGradientHooks:
         )
 
     def accumulates(self) -> bool:
-        """Whether the running backward pass is one: ``autograd.grad``, as for a gradient penalty, ends in no parameter."""
+        """Whether the running backward pass accumulates gradients: ``autograd.grad``, as for a gradient penalty, ends in no parameter."""
         task = torch._C._current_graph_task_id()
         if self._task[0] != task:
             found = any(_is_executed(node) for node in self._probes)
-            # parameters in a re-entrant checkpoint are no leaves of the outer graph, and nothing but backward() goes through one
+            # parameters in a re-entrant checkpoint are no leaves of the outer graph, and only backward() passes through one
             whole = self.reentrant and torch.autograd.Variable._execution_engine.is_checkpoint_valid()
             self._task = task, bool(self._probes) and (found or whole)
         return self._task[1]
 
 
 def _marks(tensor: Tensor) -> set[tuple[Any, ...]]:
-    """What is noted at the node of the graph that made ``tensor``, and goes with it."""
+    """The marks at the graph node that made ``tensor``; they are freed with it."""
     metadata: dict[str, Any] = tensor.grad_fn.metadata  # type: ignore[assignment, union-attr]
     marks: set[tuple[Any, ...]] = metadata.setdefault(_MARK, set())
     return marks
 
 
 def _accumulators(inventory: ModelIndex) -> list[Any]:
-    """The graph nodes that accumulate into the model's parameters."""
+    """The graph nodes that accumulate the gradients of the model's parameters."""
     parameters = [parameter for reference in inventory.references if (parameter := reference()) is not None]
     return [torch.autograd.graph.get_gradient_edge(p).node for p in parameters if p.requires_grad]
 
@@ -106,5 +104,5 @@ def _accumulators(inventory: ModelIndex) -> list[Any]:
 def _is_executed(node: Any) -> bool:
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # what is asked for with autograd.grad is captured at this node, not accumulated
+    except RuntimeError:  # autograd.grad captures at this node instead of accumulating
         return False

@@ -1,4 +1,4 @@
-"""Metrics of a module's output that know what kind of module it is: dead units, and saturated gates."""
+"""Metrics of outputs that depend on the kind of module: dead units and saturated gates."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.keys import ACTIVATION, Key
 from ...statistics.tensor_access import NARROW, accumulator_dtype, threshold
-from ...step.registry import BuiltIn
+from ...step.buffer import StepBuffer
+from ...step.built_ins import BuiltIn
 
-#: A unit that was silent for so many monitored steps in a row counts as dead.
+#: Consecutive monitored steps without output after which a unit counts as dead.
 WINDOW = 100
-#: An output of a sigmoid or tanh that is so near to either of its bounds counts as saturated.
+#: Distance from either bound of a sigmoid or tanh within which an output counts as saturated.
 MARGIN = 0.05
 
 _BOUNDS: tuple[tuple[type[nn.Module], float, float], ...] = (
@@ -42,18 +44,18 @@ class _Saturation:
 
 
 def _share_outside(x: Tensor, low: float, high: float) -> Tensor:
-    wide = x.to(accumulator_dtype(x.device))  # where the bounds are what they are
+    wide = x.to(accumulator_dtype(x.device))  # in which the bounds are exact
     return ((wide < low + MARGIN) | (wide > high - MARGIN)).to(wide.dtype)
 
 
 class DeadUnits:
-    """Counts, for one module's output, in how many monitored steps in a row each unit was silent.
+    """Counts, for one module's output, the consecutive monitored steps in which each unit was silent.
 
     Args:
-        module: decides which dimension the units are: the first after the batch of convolutions, batch norms, pooling and of
-            anything else that returns four dimensions or more; else the last.
+        module: determines the dimension of units: the first after the batch for convolutions, batch norms, pooling and other modules with
+            outputs of four dimensions or more; else the last.
 
-    Memory: five bytes for each unit.
+    Memory: five bytes per unit.
     """
 
     def __init__(self, module: Any) -> None:
@@ -66,7 +68,7 @@ class DeadUnits:
         self.steps = 0
 
     def see(self, output: Tensor, eps: float) -> None:
-        """One output of this step; a unit is alive where ``|x| > eps`` or NaN for any sample. Does not synchronise."""
+        """Add one output of this step; a unit is alive if ``|x| > eps`` or NaN for any sample. Does not synchronise."""
         if output.dim() == 0:
             return
         if output.layout != torch.strided:
@@ -86,7 +88,7 @@ class DeadUnits:
             self._alive |= alive
 
     def end_step(self) -> Tensor | None:
-        """The share of dead units, 0-d; None until :data:`WINDOW` steps were seen."""
+        """The share of dead units, 0-d; None before :data:`WINDOW` steps."""
         if self._alive is None:
             return None
         if self._silent is None:
@@ -98,8 +100,38 @@ class DeadUnits:
         return dead.mean() if self.steps >= WINDOW else None
 
 
+class DeadUnitTracker:
+    """The :class:`DeadUnits` of all outputs, by path."""
+
+    def __init__(self) -> None:
+        self._units: dict[str, DeadUnits] = {}
+        self._seen: set[str] = set()
+
+    def clear(self) -> None:
+        """Discard which outputs were seen in this step."""
+        self._seen.clear()
+
+    def see(self, path: str, module: Callable[[], nn.Module | None] | None, output: Tensor, eps: float) -> None:
+        """Add one output of ``module``, given as a weak reference."""
+        if path not in self._units:
+            self._units[path] = DeadUnits(None if module is None else module())
+        self._units[path].see(output, eps)
+        self._seen.add(path)
+
+    def end_step(self, buffer: StepBuffer) -> None:
+        """Store the shares of dead units of outputs seen in this step."""
+        for path in self._seen:
+            share = self._units[path].end_step()
+            if share is not None:
+                buffer.put_value(Key(ACTIVATION, path, "dead"), share)
+            else:
+                steps = self._units[path].steps
+                buffer.absent[ACTIVATION, f"{path}/dead"] = f"it takes {WINDOW} monitored steps, and {steps} were seen"
+        self._seen.clear()
+
+
 class _Dead:
-    """Marks the metric, whose :class:`DeadUnits` live longer than a call."""
+    """Marks the metric, whose :class:`DeadUnits` outlive a call."""
 
     def bind(self, module: Any) -> Callable[..., Any] | str:
         return "it is measured for outputs of modules only"
@@ -107,18 +139,12 @@ class _Dead:
 
 SATURATION = _Saturation()
 DEAD = _Dead()
-#: Of outputs, besides the statistics of every tensor.
+#: Built-in metrics of outputs, besides the views of statistics.
 ACTIVATION_BUILT_INS = {
     "dead": BuiltIn(
-        frozenset(),
-        "share",
-        f"share of units with |output| <= eps for every sample of the last {WINDOW} monitored steps",
-        DEAD,
+        frozenset(), "share", f"share of units with |output| <= eps for every sample of the last {WINDOW} monitored steps", DEAD
     ),
     "saturation": BuiltIn(
-        frozenset(),
-        "share",
-        f"share of the outputs of a sigmoid or tanh that are within {MARGIN} of either bound",
-        SATURATION,
+        frozenset(), "share", f"share of the outputs of a sigmoid or tanh that are within {MARGIN} of either bound", SATURATION
     ),
 }

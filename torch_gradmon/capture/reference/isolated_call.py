@@ -1,4 +1,4 @@
-"""A module that runs aside: on copies of its inputs, with its own copies of what it writes to, and unnoticed by everybody else."""
+"""Call a module without side effects: on copies of its inputs and of what it writes to, invisible to hooks and modes of others."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ...statistics.tensor_access import PLAIN
 from ..measurer import untouched_rng
 from ..modules.compiled import is_compiled
 
-#: Told of a tensor and of its copy.
+#: Called with a tensor and its copy.
 Note = Callable[[Tensor, Tensor], object]
 _SEALED = (type, types.FunctionType, types.ModuleType, nn.Module)  # not searched for tensors
 
 
 def private(inputs: Any, carry: Callable[[Tensor], Tensor], note: Note | None = None) -> Any:
-    """A deep copy of ``inputs``, in which each tensor is what ``carry`` makes of it; types and identities are kept."""
+    """A deep copy of ``inputs`` in which each tensor is replaced by ``carry(tensor)``; types and identities are kept."""
     carried = [(tensor, carry(tensor)) for tensor in tensors_inside(inputs, {})]
     if note is not None:
         for pair in carried:
@@ -39,7 +39,7 @@ def private(inputs: Any, carry: Callable[[Tensor], Tensor], note: Note | None = 
 
 
 def tensors_inside(value: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
-    """Each tensor in containers and attributes; what was met is kept alive in ``seen``, so that no id is used again."""
+    """Each tensor in containers and attributes. Visited objects stay alive in ``seen``, so that no id is reused."""
     if isinstance(value, Tensor):
         yield value
     elif id(value) not in seen:
@@ -52,9 +52,9 @@ def tensors_inside(value: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
 
 
 def carrier(root: nn.Module, reference: nn.Module) -> Callable[[Tensor], Tensor]:
-    """What makes inputs of the reference: a copy, on the device of the reference if the tensor is on that of the model.
+    """A function that makes the reference's inputs: a copy, on the reference's device if the tensor is on the model's.
 
-    The rest stays: lengths of sequences, for one, belong on the CPU. DDP with ``device_ids`` moves what comes from there.
+    Other tensors stay where they are: lengths of sequences belong on the CPU. DDP with ``device_ids`` also moves CPU tensors.
     """
     here, there = (next((t.device for t in chain(m.parameters(), m.buffers())), None) for m in (root, reference))
     carried = {here}
@@ -65,11 +65,11 @@ def carrier(root: nn.Module, reference: nn.Module) -> Callable[[Tensor], Tensor]
 
 
 def _twin(tensor: Tensor) -> Tensor:
-    """A copy with the same strides and alignment: kernels are chosen by both, and would round in other ways."""
+    """A copy with the same strides and alignment, since both select kernels, which round differently."""
     if type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_nested:
         extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        if 0 < extent <= 4 * tensor.numel():  # not where most would be gaps
-            shift = tensor.data_ptr() % 64 // tensor.element_size()  # torch's own memory begins at multiples of 64 bytes
+        if 0 < extent <= 4 * tensor.numel():  # not if most of it is gaps
+            shift = tensor.data_ptr() % 64 // tensor.element_size()  # torch allocates at multiples of 64 bytes
             memory = tensor.new_empty(shift + extent)
             memory[shift:].copy_(tensor.as_strided((extent,), (1,)))
             return memory.as_strided(tensor.shape, tensor.stride(), shift)
@@ -78,12 +78,12 @@ def _twin(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def call_isolated(module: nn.Module, inputs: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Run ``module`` without a graph, so that nobody else notices and it is afterwards as it was."""
+    """Run ``module`` without autograd and without side effects."""
     with (
         outside_dispatch_modes(),
         torch.no_grad(),
         untouched_rng(),
-        _apart(module, inputs),
+        _protected(module, inputs),
         _unchanged(module),
         _without_advice(),
     ):
@@ -92,13 +92,13 @@ def call_isolated(module: nn.Module, inputs: Iterable[Tensor] = ()) -> Iterator[
 
 @contextlib.contextmanager
 def _unchanged(module: nn.Module) -> Iterator[None]:
-    """Let ``module`` write to copies of its buffers; afterwards its parts have the attributes that they had before.
+    """Let ``module`` write to copies of its buffers, and restore the attributes of its parts afterwards.
 
-    Attributes go with buffers since they speak of them, like the length up to which a cache was computed. An embedding with
-    ``max_norm`` writes to its parameter, as nothing else in torch does.
+    Attributes describe buffers, such as the length up to which a cache was computed. An embedding with ``max_norm`` writes to its
+    parameter, as nothing else in torch does.
     """
     parts, flags = list(module.modules()), [(parameter, parameter.requires_grad) for parameter in module.parameters()]
-    of_script = [part for part in parts if isinstance(part, torch.jit.ScriptModule)]  # which has no attributes but these
+    of_script = [part for part in parts if isinstance(part, torch.jit.ScriptModule)]  # which have no other attributes
     plain = [part for part in parts if not isinstance(part, torch.jit.ScriptModule)]
     tables: list[Any] = [table for p in plain for table in (vars(p), p._parameters, p._buffers, p._modules)]
     contents = [dict(table) for table in tables]
@@ -123,8 +123,8 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _apart(module: nn.Module, inputs: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Leave alone autocast's cache of cast weights, compiled graphs, and the generators of all GPUs."""
+def _protected(module: nn.Module, inputs: Iterable[Tensor] = ()) -> Iterator[None]:
+    """Protect autocast's cache of cast weights, compiled graphs, and the generators of all GPUs."""
     devices = sorted({t.device.index for t in chain(module.parameters(), module.buffers(), inputs) if t.is_cuda})
     with contextlib.ExitStack() as stack:
         stack.enter_context(autocast_cache_kept())
@@ -136,9 +136,9 @@ def _apart(module: nn.Module, inputs: Iterable[Tensor] = ()) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_advice() -> Iterator[None]:
-    """Re-entrant checkpoints warn where no input has gradients, which here none is meant to have.
+    """Suppress the warning of re-entrant checkpoints that no input has gradients, as intended here.
 
-    Not by a filter of warnings: to set one lets those that were shown once be shown again.
+    A filter of warnings is no option: setting one makes warnings that were shown once appear again.
     """
     module = sys.modules.get("torch.utils.checkpoint")
     check = getattr(module, "check_backward_validity", None)

@@ -1,4 +1,4 @@
-"""A run of the reference module that the loop itself made, in a step that was begun by hand."""
+"""A run of the reference module by the training loop itself, in a step that the loop has begun explicitly."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .replay import ReplayedForward
 
 @dataclass
 class LoopForward:
-    """One run of the reference: what its parts were given and returned, and all that they returned by path, in the order of calls."""
+    """One run of the reference: inputs and outputs of its parts, and all outputs by path, in the order of calls."""
 
     run: ReplayedForward = field(default_factory=lambda: ReplayedForward(keeps_all=True))
     outputs: dict[str, deque[Tensor]] = field(default_factory=dict)
@@ -37,16 +37,16 @@ class LoopForward:
 
 
 class LoopRun:
-    """Keeps the reference's last run by the loop, which the model's next run is compared with; then no run of ours is needed.
+    """Keeps the reference's last run by the loop, which the model's next run is compared with, so no extra run is needed.
 
-    This is how torch-module-monitor compares: the reference runs first, on inputs of the loop's choice. It holds for steps in which
-    the reference ran before the model. A loop that runs it behind the model, such as a teacher, means something else by it.
+    torch-module-monitor compares this way: the reference runs first, on inputs of the loop's choice. It applies to steps in which the
+    reference ran before the model. A loop that runs it after the model, such as a teacher, has another purpose.
 
-    Memory: copies of the first inputs and of the outputs of the parts that are asked for.
+    Memory: copies of the first inputs and of the outputs of the requested parts.
 
     Args:
         passes: knows when nothing is measured.
-        guard: told of what fails, and of the time that it takes.
+        guard: gets failures and counts the time.
     """
 
     def __init__(self, passes: PassTracker, guard: Fence) -> None:
@@ -57,33 +57,33 @@ class LoopRun:
         self._leads: bool | None = None
 
     def begin(self, reference: nn.Module, parts: Mapping[str, nn.Module]) -> None:
-        """A step begins in which ``reference`` is compared with, ``parts`` of it by name."""
+        """Start a step that compares with ``reference`` and its ``parts`` by name."""
         self.end()
-        if is_compiled(reference):  # whose graphs would be made again for our hooks, and call none
+        if is_compiled(reference):  # hooks would cause a recompilation, and not be called
             return
         for name, part in parts.items():
             if takes_hooks(part):
                 hook = ModuleHook(self._called, name)
                 self._handles.of_module(part.register_forward_pre_hook(hook, with_kwargs=True))
                 self._handles.of_module(part.register_forward_hook(ModuleHook(self._returned, name)))
-        if self._handles and takes_hooks(reference):  # around those on its own calls
+        if self._handles and takes_hooks(reference):  # around the other hooks
             self._handles.of_module(reference.register_forward_pre_hook(ModuleHook(self._began), prepend=True))
             self._handles.of_module(reference.register_forward_hook(ModuleHook(self._ended), always_call=True))
 
     def end(self) -> None:
-        """The step is over."""
+        """End the step."""
         self._handles.remove()
         self._running = self._ran = self._leads = None
 
     def take(self) -> LoopForward | None:
-        """The run that the model's run, which begins now, is compared with; None where the loop made none."""
+        """The run to compare the model's run with, which begins now; None if the loop made none."""
         ran, self._ran = self._ran, None
         if self._leads is None:
             self._leads = ran is not None
         return ran if self._leads else None
 
     def _began(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        # runs of ours are paused, and one in a backward pass is a recomputation
+        # runs by the monitor are paused, and one in a backward pass is a recomputation
         ours = self._passes.paused or torch._C._current_graph_task_id() != -1
         self._running = None if ours or torch._C._functorch.peek_interpreter_stack() is not None else LoopForward()
 
@@ -101,9 +101,9 @@ class LoopRun:
             with torch.no_grad(), outside_dispatch_modes():
                 work()
         except Exception as error:
-            self._running = None  # then a run of ours takes its place
+            self._running = None  # the monitor runs the reference itself then
             self._guard.complaints.add("reference:loop", "a run of the reference by the loop could not be followed", error)
-        self._guard.account(time.perf_counter() - start)
+        self._guard.add_time(time.perf_counter() - start)
 
     def _ended(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._running is not None:

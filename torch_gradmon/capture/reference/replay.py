@@ -1,8 +1,7 @@
-"""One run of the reference, or of a part of it: what its parts were given and returned, and which of that came from the model.
+"""One run of the reference or of a part of it: inputs and outputs of its parts, and which inputs came from the model.
 
-A container's output at the reference's weights takes a run of its own, for inside it parts get other inputs than in the watched
-model. But those that are handed the container's own inputs, as the first one is, get the very same; then their outputs are what
-a run of theirs would give, and need not be computed again.
+A container's output at the reference's weights needs a run of its own, in which parts get other inputs than in the watched model. But
+parts that get the container's own inputs, such as the first one, get the same tensors; their outputs need not be computed again.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 from ...statistics.tensor_access import refusal
 from ..modules.structure import tensors_of
 
-#: Compared by value; what else an input may hold counts as another one.
+#: Types compared by value; other non-tensor inputs are never equal.
 _SIMPLE = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
@@ -27,9 +26,9 @@ class ReplayedOutputs:
     """One call of a part.
 
     Attributes:
-        given: its arguments with the model's tensors in the place of their copies; None where some came from elsewhere.
-        first: copies of the tensors in its first argument, by path behind its name.
-        outputs: copies of the tensors that it returned, by path behind its name; None until it has returned.
+        given: its arguments with the model's tensors instead of their copies; None if some came from elsewhere.
+        first: copies of the tensors in its first argument, by path.
+        outputs: copies of the returned tensors, by path; None until it has returned.
     """
 
     given: tuple[Any, ...] | None
@@ -46,15 +45,15 @@ class ReplayedForward:
 
     def __init__(self, keeps_all: bool = False) -> None:
         self._keeps_all = keeps_all
-        # the model's tensor, its version and that of the copy; with the copy, so that no id is used again
+        # the model's tensor, its version, the copy and its version; keeping the copy prevents reuse of its id
         self._origins: dict[int, tuple[Tensor, int, Tensor, int]] = {}
         self._calls: Counter[str] = Counter()
         self._open: list[tuple[str, int, ReplayedOutputs]] = []
         self._outcomes: dict[tuple[str, int], ReplayedOutputs] = {}
 
     def note(self, tensor: Tensor, copy: Tensor) -> None:
-        """``copy`` was made of the model's ``tensor`` for this run."""
-        if not tensor.is_inference():  # such a tensor does not tell whether it was written to
+        """``copy`` was made from the model's ``tensor`` for this run."""
+        if not tensor.is_inference():  # inference tensors have no version counter
             self._origins[id(copy)] = tensor, tensor._version, copy, copy._version
 
     def called(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -67,7 +66,7 @@ class ReplayedForward:
         self._open.append((name, number, outcome))
 
     def returned(self, name: str, output: Any) -> None:
-        """A part has returned; those that were called after it and did not return have raised."""
+        """A part has returned; inner calls that did not return have raised."""
         while self._open:
             called, number, outcome = self._open.pop()
             if called == name:
@@ -78,18 +77,18 @@ class ReplayedForward:
                 return
 
     def outcome(self, name: str, number: int) -> ReplayedOutputs | None:
-        """The call of that number, counted from 0, if it was kept."""
+        """The call of that number, counted from 0, or None."""
         return self._outcomes.get((name, number))
 
     def outputs_for(self, name: str, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor] | None:
-        """What the call of that number returned, if it was given what the model's module is given now; else None."""
+        """The outputs of the call of that number if its inputs equal those of the model's module, else None."""
         outcome = self._outcomes.get((name, number))
         if outcome is None or outcome.given is None or not self._same(outcome.given, (args, dict(kwargs))):
             return None
         return outcome.outputs
 
     def _traced(self, value: Any) -> Any:
-        """``value`` with the model's tensors in it; None where it holds anything else that cannot be compared."""
+        """``value`` with the model's tensors in it; None if it holds anything else that cannot be compared."""
         found: Any
         if isinstance(value, Tensor):
             origin = self._origins.get(id(value))
@@ -121,5 +120,5 @@ class ReplayedForward:
 
 
 def first_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
-    """The tensors in a module's first argument, by path behind its name: the first by name where none goes by place."""
+    """The tensors in a module's first argument, by path; the first keyword argument if there is no positional one."""
     return list(tensors_of(args[0] if args else next(iter(kwargs.values()), None), ""))

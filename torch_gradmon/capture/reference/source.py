@@ -1,4 +1,4 @@
-"""A reference module that runs beside the watched model, so that activations can be compared with those of, say, its beginning."""
+"""A reference module that runs next to the watched model, for comparing activations with those of, say, its initial state."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from .isolated_call import Note, call_isolated, carrier, private, tensors_inside
 
 
 class ReferencePass:
-    """Runs the reference on what the model gets, and keeps what its modules return until it is taken.
+    """Runs the reference on the model's inputs, and keeps the outputs of its modules until they are taken.
 
-    Neither the training nor the reference is changed by it: the reference gets copies of the inputs, draws the random numbers
-    that the model will draw, and builds no graph; afterwards its parts have the attributes and buffers that they had. What it
-    changes elsewhere, such as a list that it appends to, stays changed. Its own hooks run. Compiled parts run eagerly, so that
-    every module shows. A copy gives what the model gives to the last bit, but where torch has other kernels without a graph.
+    Neither training nor the reference is changed: the reference gets copies of the inputs, draws the random numbers that the model will
+    draw, and builds no graph; attributes and buffers of its parts are restored. Other side effects, such as appending to a list, remain.
+    Its own hooks run. Compiled parts run eagerly, so that every module is visible. A copy of the model gives the model's outputs to the
+    last bit, unless torch uses other kernels without a graph.
 
-    Memory: the wanted outputs, each a copy, since what follows in the reference may work in place, and not every kernel that
-    does moves the version counter by which it could be told; while the reference runs, also copies of inputs and buffers.
+    Memory: a copy of each wanted output, since later parts may work in place, and not every kernel moves the version counter; while the
+    reference runs, also copies of inputs and buffers.
 
     Args:
-        complaints: where a failure is reported; after one the reference is off.
+        complaints: gets a failure, after which the reference is off.
     """
 
     def __init__(self, complaints: WarningLog) -> None:
@@ -47,16 +47,16 @@ class ReferencePass:
 
     @property
     def module(self) -> nn.Module | None:
-        """The reference, without the wrappers that were around it; None where none is set."""
+        """The reference without wrappers, or None."""
         return self._module
 
     @property
     def is_off(self) -> bool:
-        """Whether it failed and will not run any more; :attr:`reason` says why."""
+        """Whether it failed and will not run any more; :attr:`reason` has the cause."""
         return self._off
 
     def remove(self) -> None:
-        """Forget the reference and all that was kept of it; calling it again does nothing."""
+        """Remove the reference and all kept outputs. Idempotent."""
         self.forget()
         self._module: nn.Module | None = None
         self._rename: Callable[[str], str] = str
@@ -67,11 +67,13 @@ class ReferencePass:
         self.reason: str | None = None
 
     def set(self, module: nn.Module, rename: Callable[[str], str], follows: bool = False) -> None:
-        """Run ``module`` from now on; the wrappers of DDP and torch.compile around it are taken off.
+        """Run ``module`` from now on, without its wrappers of DDP and torch.compile.
 
-        ``rename`` makes what paths begin with out of canonical names. With ``follows``, for each pass parts take on the mode of
-        their counterparts in the watched model, as for a copy taken at initialisation, and parameters requires_grad, by which
-        torch chooses kernels too.
+        Args:
+            module: the reference.
+            rename: maps canonical names to the start of paths.
+            follows: before each pass, give parts the mode of their counterparts in the watched model, as for a copy taken at
+                initialisation, and parameters their requires_grad, which also selects kernels.
         """
         self.remove()
         self._module, self._rename, self._follows = _unwrapped(module), rename, follows
@@ -90,14 +92,14 @@ class ReferencePass:
         kwargs: dict[str, Any],
         note: Note | None = None,
     ) -> None:
-        """Run the reference on the inputs of ``root``; keep the outputs of those of its modules whose names are ``wanted``.
+        """Run the reference on the inputs of ``root``, and keep the outputs of its modules whose names are ``wanted``.
 
-        With ``note``, which is told of each tensor among the inputs and of its copy, it runs even if none is wanted. What was
-        kept before is dropped. Inputs that lie where ``root`` does go to where the reference lies, which synchronises
-        the devices; outputs stay there. A failure becomes one complaint, and the reference is off.
+        With ``note``, called with each input tensor and its copy, it runs even if none is wanted. Earlier outputs are dropped. Inputs on
+        the device of ``root`` are moved to that of the reference, which synchronises the devices; outputs stay there. After a failure,
+        reported as one warning, the reference is off.
 
         Raises:
-            SpikeError, GradmonWarning: from within the reference; or anything, where complaints raise.
+            SpikeError, GradmonWarning: from within the reference; or anything, if complaints raise.
         """
         self.forget()
         if self._module is None or self._off:
@@ -114,25 +116,19 @@ class ReferencePass:
             self.forget()
             if isinstance(error, (SpikeError, GradmonWarning)):
                 raise
-            self._off, self.reason = True, f"the reference module is off, for it raised {type(error).__name__}: {error}"
+            self._off, self.reason = True, f"the reference module is off, because it raised {type(error).__name__}: {error}"
             self._complaints.add("reference", "the reference module failed and is off; training goes on", error)
 
     def run_part(
-        self,
-        part: nn.Module,
-        watched: nn.Module,
-        root: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        note: Note,
+        self, part: nn.Module, watched: nn.Module, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], note: Note
     ) -> dict[str, Tensor]:
-        """What ``part`` of the reference returns on the inputs of its counterpart ``watched``: each tensor by its path behind the
-        name of the part. Under the same terms as :meth:`run`, but for failures, which are raised.
+        """The outputs of ``part`` of the reference on the inputs of its counterpart ``watched``, by path. As :meth:`run`, but failures are
+        raised.
         """
         assert self._module is not None
         with outside_dispatch_modes(), torch.no_grad():
             args, kwargs = private((args, kwargs), carrier(root, self._module), note)
-        with call_isolated(part, tensors_inside((args, kwargs), {})):  # a dropout has no tensor of its own to tell the device by
+        with call_isolated(part, tensors_inside((args, kwargs), {})):  # a dropout has no tensors: its inputs give the device
             if self._follows:
                 _follow(part, watched)
             return dict(tensors_of(part(*args, **kwargs), ""))
@@ -155,11 +151,11 @@ class ReferencePass:
                 self._kept.setdefault(path, deque()).append(tensor.detach().clone())
 
     def adopt(self, outputs: dict[str, deque[Tensor]]) -> None:
-        """Keep ``outputs`` of a run that the loop itself has made, by path."""
+        """Keep ``outputs`` of a run by the loop itself, by path."""
         self._kept, self.reason = outputs, None
 
     def take(self, path: str) -> Tensor | None:
-        """The next output kept under ``path``, in the order of calls, which is forgotten; None if there is none."""
+        """Remove and return the next output of ``path``, in the order of calls; None if there is none."""
         kept = self._kept.get(path)
         return kept.popleft() if kept else None
 
@@ -171,11 +167,10 @@ class ReferencePass:
 def frozen_copy(
     module: nn.Module, remedy: str = "use as reference a module that you made in another way, from a checkpoint for instance"
 ) -> nn.Module:
-    """A copy of ``module`` as it is now, without gradients; the wrappers of DDP and torch.compile around it are taken off.
+    """A copy of ``module`` as it is now, without gradients and without wrappers of DDP and torch.compile.
 
     Raises:
-        ValueError: it cannot be copied: sharded, without values, holding tensors that came out of a graph, and the like; with the
-            ``remedy``.
+        ValueError: it cannot be copied (sharded, without values, with tensors of a graph, and so on); the message ends with ``remedy``.
     """
     module = _unwrapped(module)
     try:
@@ -184,7 +179,7 @@ def frozen_copy(
             reason = "sharded by FSDP" if "_fsdp_wrapped_module" in name else reason
             if reason is not None:
                 raise ValueError(f"{name} is {reason}")
-        with torch.no_grad():  # else those of TorchScript are the result of an operation; gradients are not copied along
+        with torch.no_grad():  # else tensors of TorchScript are results of an operation; gradients are not copied
             frozen = copy.deepcopy(module)
         for parameter in frozen.parameters():
             parameter.requires_grad_(False)
@@ -209,9 +204,9 @@ def _named(found: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _follow(module: nn.Module, watched: nn.Module) -> None:
-    """Put the parts of ``module`` into the mode of their counterparts."""
+    """Give the parts of ``module`` the mode of their counterparts."""
     for attribute, of in (("training", nn.Module.named_modules), ("requires_grad", nn.Module.named_parameters)):
         theirs = _named(of(_unwrapped(watched)))
         for name, thing in _named(of(module)).items():
-            if hasattr(thing, attribute):  # a module that torch.jit.freeze made has no mode
+            if hasattr(thing, attribute):  # a module from torch.jit.freeze has no mode
                 setattr(thing, attribute, getattr(theirs.get(name, thing), attribute))

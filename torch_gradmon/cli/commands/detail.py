@@ -10,8 +10,8 @@ from typing import Any
 
 from ...runs import detail_request as changes
 from ...runs.detail_request import DetailRequest, detail_request, request_text
+from ...runs.file import file_in
 from ...runs.liveness import RunStatus, run_status
-from ...runs.writer import file_in
 from ...step.presets import PRESETS
 from .common import WrongRequest, add_parser, positive
 

@@ -19,7 +19,7 @@ from ...core.keys import SUMMARY, Key
 from ...core.loss_keys import loss_among
 from ...core.moments import Column
 from ...core.records import SpikeEvent, StepRecord
-from ...runs.writer import file_in
+from ...runs.file import file_in
 from ...spikes.episodes import Episode, episodes, largest
 from ...spikes.suspects import REMEMBERED, ParameterAttribution, ranked
 from ...spikes.usual import Baseline

@@ -12,7 +12,7 @@ from ...analysis.diagnosis.series import lower_median
 from ...core.keys import SUMMARY, Key
 from ...core.loss_keys import loss_among
 from ...core.records import SpikeEvent, StepRecord
-from ...step.summary import DOCUMENTATION
+from ...step.summary_keys import DOCUMENTATION
 
 #: Running totals, which are told as numbers of steps.
 _TOTALS = frozenset({"steps_not_applied", "steps_skipped"})

@@ -13,7 +13,7 @@ from ...core.errors import GradmonWarning, WarningLog
 from ...core.metric import Metric
 from ...runs.detail_request import DetailRequest
 from ...step.active_step import ActiveStep
-from ...step.exchange import SILENCE
+from ...step.exchange import EMPTY_SLOT
 from ...step.exchange_policy import ExchangePolicy
 from ...step.planner import OF_MODULES, Planner
 from ...step.plugin import Plugin
@@ -84,7 +84,7 @@ class LiveDetail(Plugin):
         requests.receive()
         if requests.asked is None:
             return
-        if self._exchange.meets:
+        if self._exchange.exchanges_values:
             requests.wait_for_exchange()
         elif requests.has_peers:
             requests.refuse("the ranks exchange nothing, so that the other ones cannot follow")
@@ -94,7 +94,7 @@ class LiveDetail(Plugin):
     def _take_broadcast(self) -> None:
         """Agree to what the first rank has broadcast."""
         exchange = self._exchange.exchange
-        received, exchange.heard = exchange.heard, SILENCE
+        received, exchange.received_slot = exchange.received_slot, EMPTY_SLOT
         if received[0]:
             self._agreed = DetailRequest.of_numbers(received)
             self._requests.agreed(self._agreed.number)
@@ -124,7 +124,7 @@ class LiveDetail(Plugin):
         self.watches_idle_steps |= self._requests.look()
         if self.watches_idle_steps:
             self._requests.receive()
-            self._exchange.exchange.word = self._requests.broadcast()
+            self._exchange.exchange.broadcast_slot = self._requests.broadcast()
 
     def annotate(self, step: ActiveStep) -> None:
         """Note the change in force in the record of the step."""
@@ -134,7 +134,7 @@ class LiveDetail(Plugin):
 
     def on_step_closed(self, step: ActiveStep) -> None:
         """Count the step, take what was broadcast in it, and change."""
-        has_received = self._exchange.exchange.heard is not SILENCE
+        has_received = self._exchange.exchange.received_slot is not EMPTY_SLOT
         if not (self.watches_idle_steps or has_received):
             return
         if has_received:

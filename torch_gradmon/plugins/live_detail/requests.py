@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from ...core.errors import WarningLog
 from ...runs.detail_request import DetailRequest, numbered
-from ...step.exchange import SILENCE
+from ...step.exchange import EMPTY_SLOT
 from ...step.ranks import Ranks
 from .request_file import Mailbox
 
@@ -77,7 +77,7 @@ class Requests:
 
     def broadcast(self) -> tuple[float, ...]:
         """The request as numbers for the other ranks; zeros where there is none, and on all ranks but the first."""
-        return self.asked.numbers() if self.asked is not None and self._ranks.is_first else SILENCE
+        return self.asked.numbers() if self.asked is not None and self._ranks.is_first else EMPTY_SLOT
 
     def wait_for_exchange(self) -> None:
         """The other ranks learn of the request in the next exchange; that of another rank than the first does not count."""

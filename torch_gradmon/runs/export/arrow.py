@@ -1,4 +1,4 @@
-"""Arrow and Parquet, by pyarrow."""
+"""Arrow and Parquet with pyarrow."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class ParquetFile:
 
 
 def schema(fields: Sequence[Field]) -> pa.Schema:
-    """The types of the columns."""
+    """The Arrow types of the columns."""
     return pa.schema([(field.name, _TYPES[field.kind]) for field in fields])
 
 
 def table(frame: Frame) -> pa.Table:
-    """All rows, in memory. What is not there is null, and NaN is NaN."""
+    """All rows in memory. Absent values are null, NaN stays NaN."""
     batches = [_batch(frame.fields, columns) for _, columns in frame.parts()]
     return pa.Table.from_batches(batches, schema(frame.fields))
 

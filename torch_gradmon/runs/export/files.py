@@ -1,4 +1,4 @@
-"""Tables in files, which are there as a whole or not at all."""
+"""Write tables into files that appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def _parquet(path: Path, fields: Sequence[Field]) -> File:
     return ParquetFile(path, fields)
 
 
-#: What writes a file, by its ending.
+#: Writers by file extension.
 FORMATS: Mapping[str, Callable[[Path, Sequence[Field]], File]] = {".parquet": _parquet, ".csv": CsvFile, ".jsonl": JsonlFile}
 
 
 def write(frames: Mapping[Path, Frame], advance: Callable[[int], None]) -> None:
-    """Write all frames, each into a file, part by part; the files take their names when all of them are complete.
+    """Write each frame into its file, part by part. Files get their names once all are complete.
 
     Args:
-        frames: by the path of the file; directories that are missing are made, and a file that is there is replaced.
-        advance: told how many steps were written.
+        frames: by path; missing directories are created, existing files replaced.
+        advance: called with the number of steps written.
 
     Raises:
-        ValueError: a file cannot have that name.
+        ValueError: a path has no supported extension.
         ImportError: a package is missing.
-        OSError: it could not be written; nothing of it is left.
+        OSError: a file could not be written; none is left.
     """
     for path in frames:
         check_path(path)
@@ -71,10 +71,10 @@ def _open(file: File) -> Iterator[File]:
 
 
 def check_path(path: Path) -> None:
-    """Whether a file may be written there, before anything is read.
+    """Check the path of an output file before anything is read.
 
     Raises:
-        ValueError: it may not.
+        ValueError: it has no supported extension, or is a directory.
     """
     if path.suffix.lower() not in FORMATS:
         raise ValueError(f"{str(path)!r} ends in none of {', '.join(FORMATS)}, by which the format is chosen")

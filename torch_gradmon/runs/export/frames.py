@@ -1,10 +1,10 @@
-"""A run as two tables, some steps at a time: one row for each tensor in each step, and one for each step."""
+"""A run as two tables, in parts: one row per tensor and step, and one row per step."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -12,55 +12,28 @@ import torch
 from torch import Tensor
 
 from ...core.json_numbers import strict
-from ...core.keys import Key, format_key
+from ...core.keys import format_key
 from ...core.moments import VIEWS
-from ...core.records import StepRecord
-from ..window import COUNT, LAYER_SOURCES, ValueMatrix, Window, is_of_layer
+from ..reader import RunReader
+from ..value_matrix import ValueMatrix, empty_matrix
+from ..window import COUNT, LAYER_SOURCES, Window, is_of_layer
 
-#: What a column holds: whole numbers, real numbers, truth values, microseconds since the epoch, one of some words, or JSON.
+#: Contents of a column: integers, reals, booleans, microseconds since the epoch, a word of a fixed set, or JSON.
 Kind = Literal["whole", "real", "flag", "time", "word", "json"]
-#: Rows of a part, about.
+#: Approximate number of rows in a part.
 _ROWS = 1 << 16
-#: What a metric without a name, as of a single head of attention, is called.
+#: The name of a metric without a name, as of an attention head.
 _VALUE = "value"
-
-
-class ReadableRun(Protocol):
-    """What is made into tables: a :class:`torch_gradmon.analysis.run.Run`."""
-
-    @property
-    def steps(self) -> list[int]:
-        """The steps that are known, ascending."""
-
-    @property
-    def sources(self) -> list[str]:
-        """The sources that have statistics."""
-
-    @property
-    def scalars(self) -> list[Key]:
-        """The keys of all values but built-in statistics."""
-
-    def tensors(self, source: str) -> list[str]:
-        """The tensors that have statistics of a source."""
-
-    def in_model_order(self, source: str, measured: Iterable[Sequence[str]]) -> list[str]:
-        """All of these names of a source."""
-
-    def records(self, since: int | None = None, wanted: Callable[[Key], bool] | None = None) -> Iterator[StepRecord]:
-        """The steps, without statistics."""
-
-    def window(self, steps: Sequence[int]) -> Window:
-        """All that is known of some steps."""
 
 
 @dataclass(frozen=True)
 class ColumnValues:
-    """A column of some rows.
+    """The values of one column in a part.
 
     Attributes:
-        values: whole numbers as int64, words as numbers of :attr:`Field.words`, real numbers as float64, truth values as booleans; JSON
-            as text.
-        there: where there is one, booleans; None if everywhere. JSON is None where there is none.
+        values: int64 for integers, times and words (indices of :attr:`Field.words`), float64 for reals, bool; for JSON texts, None where
+            absent.
+        there: bool, which values are present; None if all are.
     """
 
     values: Tensor | list[str | None]
@@ -69,13 +42,7 @@ class ColumnValues:
 
 @dataclass(frozen=True)
 class Field:
-    """What a column is.
-
-    Attributes:
-        name: of the column.
-        kind: what it holds.
-        words: of a column of words, all that there are.
-    """
+    """The type of a column; ``words`` are all words that it may hold."""
 
     name: str
     kind: Kind
@@ -83,24 +50,24 @@ class Field:
 
 
 class Frame(Protocol):
-    """A table that comes in parts."""
+    """A table in parts."""
 
     fields: tuple[Field, ...]
 
     def parts(self) -> Iterator[tuple[int, list[ColumnValues]]]:
-        """So many steps, and the columns of their rows; ascending by step."""
+        """The number of steps and the columns of each part; ascending by step."""
 
 
 class TensorFrame:
-    """One row for each tensor in each step: step, source, name, the built-in metrics, the number of elements, and other metrics.
+    """One row per tensor and step: step, source, name, the built-in metrics, the number of elements, and other metrics.
 
     Args:
-        run: what to read.
-        steps: which steps.
-        sources: which sources; None for all.
+        run: the run to read.
+        steps: the steps to include.
+        sources: the sources to include; None for all.
     """
 
-    def __init__(self, run: ReadableRun, steps: Sequence[int], sources: Sequence[str] | None) -> None:
+    def __init__(self, run: RunReader, steps: Sequence[int], sources: Sequence[str] | None) -> None:
         self._run, self._steps = run, steps
         custom = [key for key in run.scalars if is_of_layer(key) and (sources is None or key.source in sources)]
         known = [*run.sources, *(key.source for key in custom)]
@@ -119,13 +86,11 @@ class TensorFrame:
         self.fields = (*own, *(Field(name, kinds.get(m, "real")) for name, m in zip(free, self._metrics, strict=True)))
 
     def parts(self) -> Iterator[tuple[int, list[ColumnValues]]]:
-        """So many steps, and the columns of their rows; ascending by step, then by source, then in the order of the model."""
+        """The number of steps and the columns of each part; ascending by step, then by source, then in model order."""
         if not self._sources:
             return
-        size = max(_ROWS // sum(map(len, self._names.values())), 1)
-        for start in range(0, len(self._steps), size):
-            steps = self._steps[start : start + size]
-            yield len(steps), self._part(self._run.window(steps))
+        for window in _windows(self._run, self._steps, max(_ROWS // sum(map(len, self._names.values())), 1)):
+            yield len(window.steps), self._part(window)
 
     def _part(self, window: Window) -> list[ColumnValues]:
         blocks = [self._block(window, number, source) for number, source in enumerate(self._sources)]
@@ -142,14 +107,13 @@ class TensorFrame:
         return columns
 
     def _block(self, window: Window, number: int, source: str) -> tuple[Tensor, ...]:
-        """The rows of one source: step, source and name by their numbers, and the values and which of them there are."""
+        """The rows of one source: indices of step, source and name; the values and which of them are present."""
         names, sheet = self._names[source], window.sheet(source)
-        # a run that goes on may have got more in its last step since
+        # a live run may have added keys to its last step since
         sheet = sheet.columns(
             [at for at, key in enumerate(sheet.keys) if key.name in names and (key.metric or _VALUE) in self._metrics]
         )
-        values = torch.full((len(window.steps), len(names), len(self._metrics)), torch.nan, dtype=torch.float64, device="cpu")
-        there = torch.zeros(values.shape, dtype=torch.bool, device="cpu")
+        values, there = empty_matrix(len(window.steps), len(names), len(self._metrics))
         tensors = _whole([names[key.name] for key in sheet.keys])
         metrics = _whole([self._metrics[key.metric or _VALUE] for key in sheet.keys])
         values[:, tensors, metrics], there[:, tensors, metrics] = sheet.values, sheet.there
@@ -159,14 +123,14 @@ class TensorFrame:
 
 
 class StepFrame:
-    """One row for each step: when, whether it was applied, learning rates, values of the whole model, what was logged, tags and events.
+    """One row per step: time, whether it was applied, learning rates, whole-model values, logged values, tags and events.
 
     Args:
-        run: what to read.
-        steps: which steps.
+        run: the run to read.
+        steps: the steps to include.
     """
 
-    def __init__(self, run: ReadableRun, steps: Sequence[int]) -> None:
+    def __init__(self, run: RunReader, steps: Sequence[int]) -> None:
         self._run, self._steps = run, steps
         self._groups, has_scale = 0, False
         for record in run.records(wanted=lambda key: False):
@@ -187,11 +151,9 @@ class StepFrame:
         self.fields = (*facts, *(Field(name, "real") for name in free), *texts)
 
     def parts(self) -> Iterator[tuple[int, list[ColumnValues]]]:
-        """So many steps, and the columns of their rows; ascending."""
-        size = max(16 * _ROWS // len(self.fields), 1)
-        for start in range(0, len(self._steps), size):
-            steps = self._steps[start : start + size]
-            yield len(steps), self._part(self._run.window(steps))
+        """The number of steps and the columns of each part; ascending."""
+        for window in _windows(self._run, self._steps, max(16 * _ROWS // len(self.fields), 1)):
+            yield len(window.steps), self._part(window)
 
     def _part(self, window: Window) -> list[ColumnValues]:
         facts = [dict(window.facts[step]) for step in window.steps]
@@ -211,18 +173,21 @@ class StepFrame:
         return [*columns, ColumnValues(tags), ColumnValues(events), ColumnValues([_text(fact) for fact in facts])]
 
     def _spread(self, sheet: ValueMatrix) -> ValueMatrix:
-        """The same with a column for each key of the run."""
+        """Expand to one column for each key of the run."""
         sheet = sheet.columns([at for at, key in enumerate(sheet.keys) if key in self._keys])
-        shape = (len(sheet.values), len(self._keys))
-        values = torch.full(shape, torch.nan, dtype=torch.float64, device="cpu")
-        there = torch.zeros(shape, dtype=torch.bool, device="cpu")
+        values, there = empty_matrix(len(sheet.values), len(self._keys))
         at = _whole([self._keys[key] for key in sheet.keys])
         values[:, at], there[:, at] = sheet.values, sheet.there
         return ValueMatrix(tuple(self._keys), values, there)
 
 
+def _windows(run: RunReader, steps: Sequence[int], size: int) -> Iterator[Window]:
+    for start in range(0, len(steps), size):
+        yield run.window(steps[start : start + size])
+
+
 def _free(names: Iterable[str], taken: Iterable[str]) -> list[str]:
-    """The names of columns, with an underscore behind those that are taken."""
+    """Column names, with an underscore appended to those already taken."""
     used, found = set(taken), []
     for name in names:
         while name in used:

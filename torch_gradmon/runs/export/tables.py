@@ -1,4 +1,4 @@
-"""The two tables that a run can be turned into: one of tensors, and one of steps."""
+"""The two tables of a run: one of tensors, one of steps."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 
 from ...core import validation as check
 from ...core.errors import nearest
+from ..reader import RunReader
 from ..window import between, is_of_layer, single_threaded
-from .frames import Frame, ReadableRun, StepFrame, TensorFrame
+from .frames import Frame, StepFrame, TensorFrame
 
 TABLES = ("tensors", "steps")
 
 
 def table_of(frame: Frame, what: str, *packages: str) -> Any:
-    """The frame as a ``pyarrow.Table``, for ``what``, which needs ``packages``."""
+    """The frame as a ``pyarrow.Table``; ``what`` names the caller for the error if one of ``packages`` is missing."""
     for package in packages:
         if find_spec(package) is None:
             raise ImportError(f'{what} needs {package}: pip install "torch_gradmon[export]"')
@@ -25,11 +26,11 @@ def table_of(frame: Frame, what: str, *packages: str) -> Any:
         return table(frame)
 
 
-def chosen_steps(run: ReadableRun, first: int | None, last: int | None) -> list[int]:
+def chosen_steps(run: RunReader, first: int | None, last: int | None) -> list[int]:
     """The steps of the run from ``first`` to ``last``.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there are none.
     """
     steps = between(run.steps, first, last)
     if not steps and run.steps:
@@ -37,11 +38,11 @@ def chosen_steps(run: ReadableRun, first: int | None, last: int | None) -> list[
     return steps
 
 
-def frame_of(run: ReadableRun, table: str, sources: str | Sequence[str] | None, first: int | None, last: int | None) -> Frame:
+def frame_of(run: RunReader, table: str, sources: str | Sequence[str] | None, first: int | None, last: int | None) -> Frame:
     """One of the two tables.
 
     Raises:
-        ValueError: there is no such table, step or source.
+        ValueError: the table, the steps or a source do not exist.
     """
     check.one_of("table", table, TABLES)
     steps = chosen_steps(run, first, last)
@@ -50,7 +51,7 @@ def frame_of(run: ReadableRun, table: str, sources: str | Sequence[str] | None, 
     return TensorFrame(run, steps, None if sources is None else _known(run, [sources] if isinstance(sources, str) else sources))
 
 
-def _known(run: ReadableRun, sources: Sequence[str]) -> Sequence[str]:
+def _known(run: RunReader, sources: Sequence[str]) -> Sequence[str]:
     there = {*run.sources, *(key.source for key in run.scalars if is_of_layer(key))}
     for source in sources:
         if source not in there:

@@ -1,4 +1,4 @@
-"""CSV and JSON lines, for which the standard library suffices."""
+"""CSV and JSON lines, with the standard library."""
 
 from __future__ import annotations
 
@@ -15,8 +15,18 @@ from ...core.json_numbers import plain
 from .frames import ColumnValues, Field
 
 
-class CsvFile:
-    """Writes rows under a line of names. What is not there is empty, NaN and infinite values are ``nan`` and ``inf``.
+class _TextFile:
+    def __init__(self, path: Path, fields: Sequence[Field]) -> None:
+        self._fields = fields
+        self._file = path.open("w", encoding="utf-8", newline="")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class CsvFile(_TextFile):
+    """Writes rows below a header. Absent values are empty; NaN and infinite values are ``nan`` and ``inf``.
 
     Args:
         path: of the file.
@@ -24,8 +34,7 @@ class CsvFile:
     """
 
     def __init__(self, path: Path, fields: Sequence[Field]) -> None:
-        self._fields = fields
-        self._file = path.open("w", encoding="utf-8", newline="")
+        super().__init__(path, fields)
         self._writer = csv.writer(self._file, lineterminator="\n")
         self._writer.writerow(field.name for field in fields)
 
@@ -33,36 +42,25 @@ class CsvFile:
         """Add rows."""
         self._writer.writerows(zip(*_cells(self._fields, columns), strict=True))
 
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
-
-class JsonlFile:
-    """Writes one object a row, without what is not there; NaN and infinite values are strings, as a :class:`JsonlSink` writes them.
+class JsonlFile(_TextFile):
+    """Writes one object per row without absent values. NaN and infinite values are strings, as in :class:`JsonlSink`.
 
     Args:
         path: of the file.
         fields: the columns.
     """
 
-    def __init__(self, path: Path, fields: Sequence[Field]) -> None:
-        self._fields, self._names = fields, [field.name for field in fields]
-        self._file = path.open("w", encoding="utf-8")
-
     def write(self, columns: Sequence[ColumnValues]) -> None:
         """Add rows."""
+        names = [field.name for field in self._fields]
         for row in zip(*_cells(self._fields, columns, nested=True), strict=True):
-            found = {name: value for name, value in zip(self._names, row, strict=True) if value is not None}
+            found = {name: value for name, value in zip(names, row, strict=True) if value is not None}
             self._file.write(json.dumps(found, allow_nan=False) + "\n")
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 def _cells(fields: Sequence[Field], columns: Sequence[ColumnValues], nested: bool = False) -> list[list[Any]]:
-    """The columns as Python's own values, None for what is not there; ``nested`` for JSON, of which texts are a part."""
+    """The columns as Python values, None where absent; ``nested`` decodes JSON texts."""
     return [_column(field, column, nested) for field, column in zip(fields, columns, strict=True)]
 
 

@@ -1,0 +1,73 @@
+"""The file of a run directory: its schema, and how it is opened."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+FILE_NAME = "gradmon.sqlite"
+FORMAT = 1
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS tensors (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
+CREATE TABLE IF NOT EXISTS layouts (
+    id INTEGER PRIMARY KEY, source TEXT NOT NULL, columns INTEGER NOT NULL, tensors BLOB NOT NULL, counts BLOB NOT NULL,
+    same_as TEXT NOT NULL, UNIQUE (source, columns, tensors, counts, same_as));
+CREATE TABLE IF NOT EXISTS keys (
+    id INTEGER PRIMARY KEY, source TEXT NOT NULL, name TEXT NOT NULL, metric TEXT NOT NULL, UNIQUE (source, name, metric));
+CREATE TABLE IF NOT EXISTS steps (
+    segment INTEGER, step INTEGER, time REAL NOT NULL, applied INTEGER NOT NULL, context TEXT NOT NULL, events TEXT NOT NULL,
+    PRIMARY KEY (segment, step)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS rows (
+    segment INTEGER, step INTEGER, layout INTEGER, data BLOB NOT NULL, PRIMARY KEY (segment, step, layout));
+CREATE TABLE IF NOT EXISTS segments (segment INTEGER PRIMARY KEY, first INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS rng (segment INTEGER, step INTEGER, device TEXT, state BLOB NOT NULL, PRIMARY KEY (segment, step, device));
+CREATE TABLE IF NOT EXISTS scalars (
+    segment INTEGER, step INTEGER, key INTEGER, value, PRIMARY KEY (segment, step, key)) WITHOUT ROWID;
+"""
+
+
+def file_in(path: str | os.PathLike[str]) -> Path:
+    """The run's file; ``path`` is the run directory or the file itself."""
+    path = Path(path)
+    return path if path.is_file() else path / FILE_NAME
+
+
+def open_to_read(path: str | os.PathLike[str]) -> tuple[sqlite3.Connection, dict[str, Any]]:
+    """The file of the run in ``path``, and the facts about the run.
+
+    Raises:
+        FileNotFoundError: there is no run in it.
+        ValueError: its file is not one of this package, or cannot be read.
+    """
+    file = file_in(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no run in {str(path)!r}: {str(file)!r} does not exist")
+    try:
+        try:
+            return _connected(file, "mode=ro")
+        except sqlite3.OperationalError as error:
+            # on a read-only medium SQLite cannot create the files that it keeps next to a database in WAL mode
+            if "unable to open" not in str(error) or Path(f"{file}-wal").exists():
+                raise
+            return _connected(file, "mode=ro&immutable=1")
+    except sqlite3.DatabaseError as error:
+        what = "could not be read" if "lock" in str(error) or "unable to open" in str(error) else "is not a run of torch_gradmon"
+        raise ValueError(f"{str(file)!r} {what}: {error}") from error
+
+
+def _connected(file: Path, how: str) -> tuple[sqlite3.Connection, dict[str, Any]]:
+    db = sqlite3.connect(f"{file.resolve().as_uri()}?{how}", uri=True)
+    try:
+        return db, stored_meta(db)
+    except sqlite3.Error:
+        db.close()
+        raise
+
+
+def stored_meta(db: sqlite3.Connection) -> dict[str, Any]:
+    """The facts about a run."""
+    return {name: json.loads(value) for name, value in db.execute("SELECT name, value FROM meta").fetchall()}

@@ -1,0 +1,63 @@
+"""Built-in metrics of tensors and of attention. Those of the optimizer's state are in :mod:`torch_gradmon.capture.parameters`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..core import keys as n
+from ..core.metric import ForModule
+from ..core.moments import VIEWS, Column
+from ..statistics import histogram, kurtosis
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """A built-in metric of a source: a view of its statistics (``function`` is None) or a function."""
+
+    columns: frozenset[Column]
+    unit: str
+    documentation: str
+    function: Callable[..., Any] | ForModule | None = None
+    aggregation: Callable[..., Any] | None = None
+
+
+def _of_tensors(subject: str) -> dict[str, BuiltIn]:
+    found = {name: BuiltIn(v.columns, v.unit, f"{v.documentation} of the {subject}") for name, v in VIEWS.items()}
+    words = f"number of elements of the {subject} with that floor(log2 |x|), and of zeros; a class without any is absent"
+    found[histogram.NAME] = BuiltIn(frozenset(), "count", words, histogram.log2_counts, histogram.as_metrics)
+    words = f"Pearson's kurtosis of the {subject}, 3 for a normal distribution; absent if all elements are equal"
+    found[kurtosis.NAME] = BuiltIn(frozenset(), "1", words, kurtosis.central_sums, kurtosis.kurtosis)
+    return found
+
+
+RATIO = BuiltIn(
+    frozenset({Column.SQUARE_SUM}),
+    "1",
+    "norm of the update over the norm of the parameter before it; absent for a zero parameter",
+)
+_ATTENTION = (
+    ("nats", "entropy of the attention weights, mean over queries"),
+    ("share", "the same over the logarithm of how many keys the query sees; queries that see one key do not count"),
+    ("1", "largest logit of any query"),
+    ("share", "weight on the first key, mean over queries"),
+)
+#: Built-in metrics by source.
+VIEW_BUILT_INS: dict[str, dict[str, BuiltIn]] = {
+    n.GRADIENT: _of_tensors("gradient that the optimizer uses"),
+    n.GRADIENT_BEFORE_CLIP: _of_tensors("gradient before clipping"),
+    n.GRADIENT_LOCAL: _of_tensors("gradients of the micro-batches, merged"),
+    n.PARAMETER: _of_tensors("parameter"),
+    n.PARAMETER_DIFFERENCE: _of_tensors("difference to the reference parameter"),
+    n.UPDATE: {**_of_tensors("change that the optimizer made"), "ratio": RATIO},
+    n.ACTIVATION: _of_tensors("module's output"),
+    n.ACTIVATION_GRADIENT: _of_tensors("gradient of the module's output"),
+    n.ACTIVATION_DIFFERENCE: _of_tensors("difference to the output of the reference module"),
+    n.INPUT: _of_tensors("module's input"),
+    n.INPUT_GRADIENT: _of_tensors("gradient of the module's input"),
+    **{
+        source: {metric: BuiltIn(frozenset(), unit, words)}
+        for (metric, source), (unit, words) in zip(n.ATTENTION_SOURCES.items(), _ATTENTION, strict=True)
+    },
+}

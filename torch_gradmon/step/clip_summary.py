@@ -1,0 +1,59 @@
+"""Whole-model values of clipping: the norm after it, and how often it acts."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+
+from ..core import keys as n
+from ..core.records import StatsTable
+from .clip_window import WINDOW, ClipWindow
+from .gradient_summary import norm_of
+from .summary_keys import StepFacts
+from .update_summary import differ, rows_of
+
+_KEYS = ("grad_norm_clipped", "clipped_share")
+
+
+class ClipSummary:
+    """Compares the gradients before and after clipping over the last steps.
+
+    Attributes:
+        window: these steps.
+    """
+
+    def __init__(self) -> None:
+        self.window = ClipWindow()
+
+    def add(self, before: StatsTable, after: StatsTable, facts: StepFacts) -> None:
+        """Add a step whose gradients were all used."""
+        edited = differ(before, after) if facts.edited is None else facts.edited
+        # a removed gradient is not clipped
+        self.window.add(edited, norm_of(rows_of(before, set(after.names))), norm_of(after), facts.rounding)
+
+    def values(
+        self, before: StatsTable | None, after: StatsTable | None, facts: StepFacts, absent: MutableMapping[str, str]
+    ) -> dict[str, float]:
+        """The values of a step by name; ``absent`` gets a reason for each missing one."""
+        used_all = facts.used >= set(() if before is None else before.names)
+        if after is None and facts.used and used_all:
+            reason = "all gradients were gone when the optimizers stepped"
+        elif after is None and not self.window.is_known:
+            reason = (
+                "the gradients that the optimizer uses were not measured: attach the optimizer, or call monitor.monitor_gradients() "
+                "after you clip"
+            )
+            reason = facts.refused.get(n.GRADIENT, reason)
+        elif not self.window.has_edits:
+            reason = f"nothing clipped in the last {WINDOW} steps"
+        elif after is None or not used_all:
+            reason = "not every attached optimizer stepped"
+        else:
+            share, factor = self.window.share()
+            if share is not None:
+                return {"grad_norm_clipped": norm_of(after), "clipped_share": share}
+            absent["clipped_share"] = (
+                f"gradients are multiplied by {factor:.4g} after backward, whatever their norm, which is no clip"
+            )
+            return {"grad_norm_clipped": norm_of(after)}
+        absent.update(dict.fromkeys(_KEYS, reason))
+        return {}

@@ -1,0 +1,66 @@
+"""Whether a model still has the parameters and modules that it had when it was indexed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor, nn
+
+from .parameter_refs import ParameterRefs
+from .ranks import is_dtensor, is_sharded
+
+
+class ModelShape:
+    """The children and parameters of each module, by identity.
+
+    Args:
+        modules: all modules of the model.
+        refs: its parameters under ``fully_shard``.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], refs: ParameterRefs) -> None:
+        self._refs, places = refs, refs.places.keys()
+        self._slots = [(weakref.ref(m), {k: v for k, v in _slots(m) if (id(m), k) not in places}) for m in modules]
+        # during a pass, plain parameters replace sharded ones that a parent module keeps elsewhere
+        self._replaced_in_pass = {
+            (id(m), name): parameter.shape
+            for m in modules
+            for name, parameter in m._parameters.items()
+            if parameter is not None and (id(m), name) not in places and is_sharded(parameter)
+        }
+        self._sharded_names = {id(m): {name for owner, name in places if owner == id(m)} for m in modules} if places else {}
+
+    def is_current(self) -> bool:
+        """False once a parameter or module was added, removed or replaced, or a parameter was frozen or thawed."""
+        if not self._refs.is_current():
+            return False
+        for reference, slots in self._slots:
+            module = reference()
+            if module is None:
+                return False
+            sharded = self._sharded_names.get(id(module), ())
+            if len(module._parameters) + len(module._modules) != len(slots) + len(sharded):
+                return False
+            for name, child in module._modules.items():
+                if slots.get(name) != id(child):
+                    return False
+            for name, parameter in module._parameters.items():
+                if name in sharded or (parameter is not None and not isinstance(parameter, nn.Parameter)):
+                    continue  # torch.func.functional_call puts plain tensors there during a call
+                expected = slots.get(name)
+                actual = None if parameter is None else (id(parameter), parameter.requires_grad)
+                if expected != actual and not self._is_replacement(parameter, id(module), name):
+                    return False
+        return True
+
+    def _is_replacement(self, parameter: Tensor | None, owner: int, name: str) -> bool:
+        shape = self._replaced_in_pass.get((owner, name))
+        return parameter is not None and not is_dtensor(parameter) and parameter.shape == shape
+
+
+def _slots(module: nn.Module) -> Iterator[tuple[str, object]]:
+    for name, child in module._modules.items():
+        yield name, id(child)
+    for name, parameter in module._parameters.items():
+        yield name, None if parameter is None else (id(parameter), parameter.requires_grad)

@@ -1,0 +1,148 @@
+"""Rows of statistics of one step, on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from ..core.keys import GRADIENT, GRADIENT_BEFORE_CLIP, PARAMETER_SOURCES
+from ..core.moments import Column, identity, merge
+from ..core.records import StatsTable
+
+#: Columns that show whether two rows are of the same values.
+_WITNESSES = frozenset({Column.COUNT, Column.SUM, Column.SQUARE_SUM})
+
+
+class RowStore:
+    """Rows by source and name: stored ones, the last of which counts, and merged ones of micro-batches and calls."""
+
+    def __init__(self) -> None:
+        self._blocks: list[Tensor] = []
+        self._place: dict[tuple[str, str], tuple[int, int]] = {}  # block and row of each tensor
+        self._parts: dict[tuple[str, str], list[Tensor]] = {}
+        self._columns: dict[str, frozenset[Column]] = {}
+        self._exchanged: set[tuple[str, str]] = set()  # tensors whose rows are merged over ranks
+
+    def put_rows(self, source: str, names: Sequence[str], rows: Tensor, columns: frozenset[Column]) -> None:
+        """Store statistics ``[len(names), 8]``, replacing those of the same names."""
+        if len(self._blocks) >= 64:
+            self._drop_replaced()
+        self._place.update({(source, name): (len(self._blocks), row) for row, name in enumerate(names)})
+        self._blocks.append(rows)
+        self._columns[source] = self._columns.get(source, columns) & columns
+
+    @property
+    def block_count(self) -> int:
+        """Number of stored blocks of rows."""
+        return len(self._blocks)
+
+    def names_of(self, source: str) -> set[str]:
+        """The tensors of ``source`` with stored rows."""
+        return {name for of, name in self._place if of == source}
+
+    def rows_of(self, source: str, names: Iterable[str]) -> Tensor:
+        """The stored rows of these names, which must exist: ``[names, 8]``, on the device."""
+        return torch.stack([self._blocks[block][row] for block, row in (self._place[source, name] for name in names)])
+
+    def _drop_replaced(self) -> None:
+        kept = sorted({block for block, _ in self._place.values()})
+        number = {block: index for index, block in enumerate(kept)}
+        self._blocks = [self._blocks[block] for block in kept]
+        self._place = {where: (number[block], row) for where, (block, row) in self._place.items()}
+
+    def merge_rows(self, source: str, names: Sequence[str], rows: Tensor, columns: frozenset[Column]) -> None:
+        """Merge statistics of one micro-batch or call with those of the same names."""
+        for name, row in zip(names, rows, strict=True):
+            parts = self._parts.setdefault((source, name), [])
+            parts.append(row)
+            if len(parts) == 64:  # bounds the memory for many micro-batches
+                parts[:] = [merge(torch.stack(parts))]
+        self._columns[source] = self._columns.get(source, columns) & columns
+
+    def rows_or_none(self, source: str, names: Sequence[str]) -> Tensor:
+        """The stored rows of these names, or the identity for missing ones: ``[names, 8]``."""
+        places = [(row, self._place[source, name]) for row, name in enumerate(names) if (source, name) in self._place]
+        if not places:
+            return identity(len(names))
+        found = torch.stack([self._blocks[block][row] for _, (block, row) in places])
+        rows = identity(len(names), found.device, found.dtype)
+        rows[[row for row, _ in places]] = found
+        return rows
+
+    def put_exchanged(self, source: str, names: Sequence[str], rows: Tensor, columns: frozenset[Column]) -> None:
+        """Store rows merged over all ranks; those without elements on any rank are dropped on the host."""
+        self.put_rows(source, names, rows, columns)
+        for name in names:
+            self._parts.pop((source, name), None)
+            self._exchanged.add((source, name))
+
+    def merged_rows_of_calls(self) -> dict[tuple[str, str], Tensor]:
+        """The merged rows of :meth:`merge_rows`, without those of micro-batch gradients: ``[8]`` by source and name."""
+        found = {where: parts for where, parts in self._parts.items() if where[0] not in PARAMETER_SOURCES}
+        return {where: merge(torch.stack(parts)) if len(parts) > 1 else parts[0] for where, parts in found.items()}
+
+    def parts_of(self, source: str) -> list[Tensor]:
+        """The rows of :meth:`merge_rows` of all tensors of a source: ``[8]`` each."""
+        return [row for (of, _), rows in self._parts.items() if of == source for row in rows]
+
+    def collect(self, blocks: list[Tensor], merged: Sequence[tuple[str, str]]) -> dict[str, StatsTable]:
+        """The tables by source, from the stored blocks on the host; the last block has the ``merged`` rows."""
+        if not blocks:
+            return {}
+        rows = torch.cat(blocks)
+        starts = [0, *accumulate(len(block) for block in blocks)]
+        collected: dict[str, dict[str, int]] = {}
+        for (source, name), (block, row) in self._place.items():
+            place = starts[block] + row
+            if (source, name) not in self._exchanged or rows[place, Column.COUNT] > 0:  # else no rank had any
+                collected.setdefault(source, {})[name] = place
+        for offset, (source, name) in enumerate(merged):
+            collected.setdefault(source, {})[name] = starts[-2] + offset
+        tables = {
+            source: StatsTable(tuple(found), rows[list(found.values())], self._columns[source])
+            for source, found in collected.items()
+        }
+        if GRADIENT in tables and GRADIENT_BEFORE_CLIP in tables:
+            tables[GRADIENT] = _shared(tables[GRADIENT], tables[GRADIENT_BEFORE_CLIP])
+        return tables
+
+    def clear_rows(self, kept: Callable[[str, str], bool]) -> None:
+        """Remove the rows that are not ``kept``, by source and name."""
+        self._place = {where: place for where, place in self._place.items() if kept(*where)}
+        self._parts = {where: parts for where, parts in self._parts.items() if kept(*where)}
+
+    def absorb_rows(self, other: RowStore) -> None:
+        """Merge the rows of :meth:`merge_rows` in ``other``."""
+        for (source, name), parts in other._parts.items():
+            for row in parts:
+                self.merge_rows(source, [name], row.unsqueeze(0), other._columns[source])
+
+    def take_rows(self, other: RowStore, source: str, names: Iterable[str]) -> None:
+        """Store the rows of ``other`` for those of these names that it has."""
+        found = [name for name in names if (source, name) in other._place]
+        if found:
+            self.put_rows(source, found, other.rows_of(source, found), other._columns[source])
+
+    def share_rows(self, other: RowStore, sources: Iterable[str]) -> None:
+        """Start with the stored rows of ``other`` for ``sources``."""
+        wanted = set(sources)
+        self._blocks = list(other._blocks)
+        self._place = {where: place for where, place in other._place.items() if where[0] in wanted}
+        self._drop_replaced()
+        self._columns = {source: columns for source, columns in other._columns.items() if source in wanted}
+
+
+def _shared(after: StatsTable, before: StatsTable) -> StatsTable:
+    """``after``, or the rows of ``before`` if both have the same values: a run directory stores those once."""
+    place = {name: row for row, name in enumerate(before.names)}
+    if not _WITNESSES <= after.columns <= before.columns or not place.keys() >= set(after.names):
+        return after
+    rows, columns = before.rows[[place[name] for name in after.names]], sorted(after.columns)
+    return (
+        StatsTable(after.names, rows, before.columns, GRADIENT_BEFORE_CLIP)
+        if rows[:, columns].equal(after.rows[:, columns])
+        else after
+    )

@@ -1,0 +1,87 @@
+"""The whole-model keys, and the facts about a step that their values need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..core import keys as n
+from ..core.keys import Key
+from .gradient_summary import DISTRIBUTION
+
+#: The meaning of each key, in the order of display.
+DOCUMENTATION = {
+    "grad_norm": "L2 norm of all gradients before clipping",
+    "grad_norm_clipped": "L2 norm of the gradients that the optimizer uses; absent where nothing clips or edits them after backward",
+    "clipped_share": "share of the last 100 steps in which clipping reduced the gradient norm; absent where the loop does not clip, "
+    "or only scales gradients by one factor",
+    "grad_max": "largest |x| of the finite gradient elements before clipping",
+    "grad_nonfinite": "number of NaN and infinite gradient elements before clipping",
+    "grad_top_share": "largest share of the squared gradient norm that one parameter holds",
+    "param_norm": "L2 norm of all trainable parameters, before the update",
+    "update_norm": "L2 norm of the change that the optimizer made",
+    "update_ratio": "update_norm over the norm of the same parameters before the update",
+    "update_ratio_p10": "10th percentile of the update ratio over parameters of two or more dimensions",
+    "update_ratio_p90": "90th percentile of the update ratio over parameters of two or more dimensions",
+    "spike_score": "how far grad_norm lies above normal, in robust standard deviations of its logarithm",
+    "steps_not_applied": "steps so far that were not applied (infinite gradients under a GradScaler, or skipped after a spike)",
+    "grad_mean": "mean of all gradient elements before clipping",
+    "grad_std": "population standard deviation of all gradient elements before clipping",
+    "grad_sparsity": "share of the finite gradient elements before clipping with |x| <= eps",
+    "overhead_pct": "time spent in the monitor's own code, in percent of the time since the last monitored step",
+}
+#: Keys of features that are not part of a preset; present if in use.
+ON_REQUEST = {
+    "steps_skipped": "steps so far that were skipped because of a spike",
+    "clip_limit": "norm above which an adaptive clip of the total norm clips this step; absent in its warm-up",
+    "clipped_parameters": "parameters whose gradients an adaptive clip has scaled down in this step",
+}
+STANDARD = tuple(k for k in DOCUMENTATION if k not in DISTRIBUTION)
+CHEAP = tuple(k for k in STANDARD if not k.startswith(("param_", "update_")))
+#: The update keys need a copy of the parameters, so they are measured on every tenth step.
+UPDATE_EVERY = 10
+OF_GRADIENTS = ("grad_norm", "grad_max", "grad_nonfinite", "grad_top_share", "spike_score", *DISTRIBUTION)
+UPDATE_KEYS = tuple(k for k in DOCUMENTATION if k.startswith("update_"))
+
+
+def key(name: str) -> Key:
+    """The key of a whole-model value."""
+    return Key(n.SUMMARY, "", name)
+
+
+@dataclass
+class StepFacts:
+    """What is known of a step besides its values.
+
+    Attributes:
+        step: its number.
+        applied: the optimizer applied it.
+        updates_void: updates of zero were measured, because a fused optimizer found infinite gradients.
+        edited: the gradients were changed between backward and the optimizer; None if only their values can show it.
+        rounding: relative rounding of the gradients that the optimizer uses, if larger than in float32.
+        used: names of the parameters whose gradients an optimizer has used, or would have if they had existed.
+        trainable: names of the trainable parameters.
+        matrices: names of the parameters of two or more dimensions.
+        groups: names of the parameters of each of the optimizers' groups.
+        refused: a reason by source if some of its tensors could not be measured.
+        context: learning rates and the like, for the record.
+        ranks: number of ranks over which values of batches are merged.
+        refusal: a GradScaler did not let the optimizer apply it.
+        nonfinite: a gradient measured before clipping holds NaN or Inf.
+    """
+
+    step: int
+    applied: bool
+    edited: bool | None
+    used: Set[str]
+    trainable: Set[str]
+    matrices: Set[str]
+    groups: Sequence[tuple[str, frozenset[str]]] = ()
+    updates_void: bool = False
+    refused: Mapping[str, str] = field(default_factory=dict)
+    context: Mapping[str, Any] = field(default_factory=dict)
+    ranks: int = 1
+    refusal: bool = False
+    nonfinite: bool = False
+    rounding: float = 0.0
