@@ -86,7 +86,7 @@ def _in_table(story: str) -> _Told:
 
 def _everywhere(monitor: ModuleMonitor, path: Path, step: int) -> dict[str, _Told]:
     """What each outlet says of the spike of ``step``, the largest of the run."""
-    found = {"why of the monitor": _in_table(monitor.why()), "diagnosis of the monitor": _only(monitor.diagnose().words(10_000))}
+    found = {"why of the monitor": _in_table(monitor.why()), "diagnosis of the monitor": _only(monitor.diagnose().text(10_000))}
     event = next(event for event in monitor._session.ledger.recent().events if event.step == step)
     monitor.detach()
     run = load_run(path)
@@ -101,7 +101,7 @@ def _everywhere(monitor: ModuleMonitor, path: Path, step: int) -> dict[str, _Tol
         "why": table,
         "words of why": _only(tell(run)),
         "summary": _only(f"{line.layer} {line.moved[line.moved.index('(') :]}"),
-        "diagnosis": _only(gradmon.diagnose(path).words(10_000)),
+        "diagnosis": _only(gradmon.diagnose(path).text(10_000)),
     }
 
 

@@ -45,10 +45,10 @@ class Run(RunReader):
 
     def plot(self, kind: str = "heatmap", engine: str = "plotly", **options: Any) -> Any:
         """A figure of the run; see :meth:`ModuleMonitor.plot <torch_gradmon.ModuleMonitor.plot>`, which draws the same."""
-        from .plots import panels as reel
-        from .plots import plot
+        from .plots.plot import plot
+        from .plots.sources import RunValues
 
-        return plot.plot(reel.Reel(reel.OfRun(self)), kind, engine, options)
+        return plot(RunValues(self), kind, engine, options)
 
     def export(
         self,

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..analysis.diagnosis import Diagnosis
-from ..analysis.diagnosis.diagnose import diagnosed
+from ..analysis.diagnosis.diagnose import diagnose_history
 from ..analysis.diagnosis.history import History
 from ..analysis.spike_report import tell
 from ..core import keys as n
@@ -141,7 +141,7 @@ class ValueMethods:
             recent.suspects,
         )
         with unseen():
-            return diagnosed(history)
+            return diagnose_history(history)
 
     def plot(self, kind: str = "heatmap", engine: str = "plotly", **options: Any) -> Any:
         """A figure of the run so far, which shows in a notebook and goes to a dashboard: ``wandb.log({"heatmap": monitor.plot()})``.
@@ -167,14 +167,14 @@ class ValueMethods:
             TypeError: this kind has no such option.
             ImportError: the engine is not installed.
         """
-        from ..analysis.plots import panels as reel
-        from ..analysis.plots import plot
+        from ..analysis.plots.plot import plot
+        from ..analysis.plots.sources import RecordValues
 
         self._session.settle_now()
         inventory = self._session.planner.inventory
         order = None if inventory is None else ModelOrder(inventory.names, inventory.kinds)
         memory = self._session.ledger.memory
-        return plot.plot(reel.Reel(reel.OfRecords(memory.records(), order, memory.is_whole)), kind, engine, options)
+        return plot(RecordValues(memory.records(), order, memory.is_whole), kind, engine, options)
 
     def missing(self) -> dict[str, str]:
         """Why each key that was asked for has no value in the step that ended last: reason by key."""

@@ -7,7 +7,7 @@ import shutil
 import sys
 from typing import Any
 
-from ...analysis.diagnosis.diagnose import diagnosed
+from ...analysis.diagnosis.diagnose import diagnose_history
 from ...analysis.diagnosis.history import History
 from ..terminal.formatting import printable
 from .common import add_parser, opened
@@ -45,13 +45,13 @@ def run(options: argparse.Namespace) -> int:
         WrongRequest: there is no such run.
     """
     with opened(options.run) as source:
-        diagnosis = diagnosed(History.of_run(source))
+        diagnosis = diagnose_history(History.of_run(source))
     if options.json:
         print(diagnosis.to_json())
     elif sys.stdout.isatty():
-        _show(diagnosis.words(min(_WIDEST, shutil.get_terminal_size().columns)))
+        _show(diagnosis.text(min(_WIDEST, shutil.get_terminal_size().columns)))
     else:
-        print(_plain(diagnosis.words()))
+        print(_plain(diagnosis.text()))
     return diagnosis.exit_code
 
 
