@@ -60,7 +60,7 @@ def _equal(a: list[Tensor], b: list[Tensor]) -> bool:
 def _watch(
     model: nn.Module, optimizer: Any, policy: Any, detector: SpikeDetector | None = None, scaler: Any = None
 ) -> ModuleMonitor:
-    monitor = ModuleMonitor(model, on_spike=policy, closer_look=0)
+    monitor = ModuleMonitor(model, on_spike=policy, post_spike_steps=0)
     monitor.add_detector(detector or SpikeDetector(Threshold(LIMIT)))
     return monitor.attach(optimizer, scaler=scaler)
 
@@ -124,7 +124,7 @@ def stopped(rank: int, wrap: str) -> tuple[int, bool]:
     warnings.simplefilter("ignore")
     model = _model(wrap)
     optimizer = _optimizer(model)
-    monitor = _watch(model, optimizer, Skip(limit=2, then="stop"))
+    monitor = _watch(model, optimizer, Skip(limit=2, on_limit="stop"))
     for step in itertools.count():
         optimizer.zero_grad()
         _backward(model, step, BAD if rank == 1 and step > 2 else 1.0)
@@ -142,7 +142,7 @@ def with_a_failing_rule(rank: int, policy: Any) -> tuple[list[bool], dict[str, i
     warnings.simplefilter("ignore")
     model = _model("ddp")
     optimizer = _optimizer(model)
-    monitor = ModuleMonitor(model, on_spike=policy, closer_look=0)
+    monitor = ModuleMonitor(model, on_spike=policy, post_spike_steps=0)
     monitor.add_detector(SpikeDetector(Threshold(LIMIT)))
     monitor.add_detector(SpikeDetector(Fails(LIMIT, rank == 1), signal="loss"))
     monitor.attach(optimizer)
@@ -180,7 +180,7 @@ def refused_by_one(rank: int, wrap: str, fused: bool) -> tuple[list[bool], bool,
     dist.all_gather(gathered, sums[0])
     counts = monitor.counts
     monitor.detach()
-    return flags, torch.equal(*gathered), (counts.attempted, counts.applied, counts.skipped, counts.refused)
+    return flags, torch.equal(*gathered), (counts.attempted, counts.applied, counts.skipped, counts.overflowed)
 
 
 def went_back(rank: int, wrap: str, directory: str, lost: str) -> tuple[list[int], bool]:
@@ -190,7 +190,7 @@ def went_back(rank: int, wrap: str, directory: str, lost: str) -> tuple[list[int
     """
     warnings.simplefilter("ignore")
     ends, went = [], []
-    for policy in (None, Rollback(every=5, margin=0, keep=2, directory=directory or None, pass_over=1)):
+    for policy in (None, Rollback(every=5, margin=0, keep=2, directory=directory or None, skip_batches=1)):
         model = _model(wrap)
         optimizer = _optimizer(model, "SGD", momentum=0.9)
         monitor = None if policy is None else _watch(model, optimizer, policy)
@@ -204,7 +204,7 @@ def went_back(rank: int, wrap: str, directory: str, lost: str) -> tuple[list[int
             optimizer.step()
             if monitor is not None and (back := monitor.rolled_back) is not None:
                 went.append(back.to_step)
-                for _ in range(back.pass_over):
+                for _ in range(back.skip_batches):
                     next(numbers)
         ends.append(_parts(model, optimizer))
         if monitor is not None:
@@ -234,7 +234,7 @@ def with_other_snapshots(rank: int, what: str, directory: str) -> tuple[list[int
     model = _model("ddp")
     optimizer = _optimizer(model)
     place = f"{directory}/{rank}" if what == "directory" else None
-    monitor = _watch(model, optimizer, Rollback(every=5, margin=0, also=(other,), directory=place))
+    monitor = _watch(model, optimizer, Rollback(every=5, margin=0, extra_state=(other,), directory=place))
     went = []
     for step in range(16):
         optimizer.zero_grad()

@@ -211,7 +211,7 @@ def test_a_rollback_forgets_what_comes_again(tmp_path: Path) -> None:
 def test_a_late_signal_brings_the_steps_too() -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    monitor = ModuleMonitor(model, every=10, flight_recorder=REMEMBERED, closer_look=0)
+    monitor = ModuleMonitor(model, every=10, flight_recorder=REMEMBERED, post_spike_steps=0)
     monitor.add_detector(SpikeDetector(signal="loss"))
     monitor.add_gradient_metric("norm")
     monitor.attach(optimizer)
@@ -342,7 +342,7 @@ def test_gradients_are_recorded_whatever_is_watched() -> None:
 
 def test_steps_in_which_a_loop_measures_nothing_leave_no_empty_records() -> None:
     model = nn.Linear(4, 1)
-    monitor = ModuleMonitor(model, every=10, flight_recorder=REMEMBERED, closer_look=0)
+    monitor = ModuleMonitor(model, every=10, flight_recorder=REMEMBERED, post_spike_steps=0)
     monitor.add_preset("cheap")
     for step in range(230):
         if monitor.begin_step(step):

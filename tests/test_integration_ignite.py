@@ -477,7 +477,7 @@ def test_a_skipped_batch_leaves_the_model_as_if_it_had_not_come_with_no_code_in_
     assert ends[1][3] == ([] if refused else [16 * per_step])
     monitor = ends[1][4].monitor
     assert monitor is not None
-    assert (monitor.counts.skipped, monitor.counts.refused) == ((0, 1) if refused else (1, 0))
+    assert (monitor.counts.skipped, monitor.counts.overflowed) == ((0, 1) if refused else (1, 0))
     assert _equal(ends[0][0], ends[1][0])
     assert repr(ends[0][1]) == repr(ends[1][1]), "moments and step counters"
     assert refused or ends[0][2] == ends[1][2], "the scale"

@@ -175,7 +175,7 @@ def test_values_of_layers_also_under_a_live_change_and_with_a_flight_recorder() 
     monitor = ModuleMonitor(model, layers="all", every=3, flight_recorder=2)
     monitor.add_gradient_metric("max")
     monitor.attach(optimizer)
-    monitor.tune(every=1, preset="cheap", steps=2)
+    monitor.set_detail(every=1, preset="cheap", steps=2)
     for step, seen in enumerate(_train(monitor, model, optimizer, 1, 6, by_hand=False)):
         shown = {k: v for k, v in seen.metrics.items() if k.endswith("/norm")}
         wanted = [f"gradient_before_clip/{name}/norm" for name in names] if seen.metrics else []

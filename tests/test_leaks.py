@@ -166,7 +166,7 @@ def a_rollback(loop: Loop) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(loop.optimizer, 2)
     scheduler.state_dict = loop.gives({})  # type: ignore[method-assign]
     loop.model.scheduler = scheduler  # type: ignore[assignment] # it is not kept alive otherwise
-    loop.watch(on_spike=gradmon.Rollback(every=1, also=(scheduler,)))
+    loop.watch(on_spike=gradmon.Rollback(every=1, extra_state=(scheduler,)))
 
 
 def a_reference(loop: Loop) -> None:

@@ -56,11 +56,11 @@ def watched(accident: Callable[[Tensor], Tensor], steps: int = 30, preset: str =
 
 
 def by_hand(
-    accident: Callable[[Tensor], Tensor], closer_look: int = 3
+    accident: Callable[[Tensor], Tensor], post_spike_steps: int = 3
 ) -> tuple[list[dict[str, list[str]]], list[str], ModuleMonitor]:
     """A loop by hand that takes no step with bad gradients, so that the parameters stay as they are; sources by step."""
     model = net()
-    monitor = ModuleMonitor(model, on_spike="warn", closer_look=closer_look)
+    monitor = ModuleMonitor(model, on_spike="warn", post_spike_steps=post_spike_steps)
     monitor.add_detector(SpikeDetector())
     sources = []
     with warnings.catch_warnings(record=True) as said:
@@ -127,7 +127,7 @@ def test_the_closer_look_is_taken_for_some_steps_and_leaves_nothing_behind() -> 
 
 
 def test_without_a_closer_look_nothing_more_is_measured() -> None:
-    sources, _, _ = by_hand(FORWARD, closer_look=0)
+    sources, _, _ = by_hand(FORWARD, post_spike_steps=0)
     assert not any(ACTIVATION in of for of in sources)
 
 
@@ -149,10 +149,10 @@ def test_a_closer_look_leaves_what_the_user_asked_for_as_it_is() -> None:
 
 def test_the_same_parameters_with_and_without_a_closer_look() -> None:
     states = []
-    for closer_look in (0, 3):
+    for post_spike_steps in (0, 3):
         model = net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        monitor = ModuleMonitor(model, closer_look=closer_look)
+        monitor = ModuleMonitor(model, post_spike_steps=post_spike_steps)
         monitor.add_preset("standard")
         monitor.attach(optimizer)
         for step in range(30):

@@ -631,7 +631,7 @@ def test_after_a_live_change_what_is_missing_in_the_last_step_is_what_was_asked_
     loop.monitor.add_preset("standard")
     loop.monitor.attach(*loop.optimizers)
     loop.step()
-    loop.monitor.tune(preset="cheap", steps=1)
+    loop.monitor.set_detail(preset="cheap", steps=1)
     loop.step()
     values = loop.monitor.get_step_metrics()
     assert "gradmon/param_norm" not in values

@@ -23,7 +23,7 @@ def test_a_monitor_says_what_it_watches_how_far_it_is_and_where_it_writes(tmp_pa
         (model(torch.ones(2, 3)).sum() * factor).backward()
         optimizer.step()
     assert f"step 40, 1 of the last steps with spikes, {where})" in repr(monitor)
-    monitor.tune(every=2, steps=10)
+    monitor.set_detail(every=2, steps=10)
     model(torch.ones(2, 3)).sum().backward()
     assert "for now steps divisible by 2, for 10 steps, " in repr(monitor)
     monitor.detach()

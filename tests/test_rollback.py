@@ -40,7 +40,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, by: f
 
 
 def _watched(model: nn.Module, optimizer: torch.optim.Optimizer, policy: Rollback) -> ModuleMonitor:
-    monitor = ModuleMonitor(model, on_spike=policy, closer_look=0)
+    monitor = ModuleMonitor(model, on_spike=policy, post_spike_steps=0)
     monitor.add_detector(SpikeDetector(Threshold(LIMIT)))
     return monitor.attach(optimizer)
 
@@ -67,7 +67,7 @@ def test_the_run_goes_on_as_one_that_had_skipped_those_batches(on_disk: bool, tm
     model, reference = _model(), _model()
     optimizer, other = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, reference))
     directory = tmp_path / "snapshots" if on_disk else None
-    monitor = _watched(model, optimizer, Rollback(every=10, margin=0, pass_over=2, directory=directory))
+    monitor = _watched(model, optimizer, Rollback(every=10, margin=0, skip_batches=2, directory=directory))
     addresses = [p.data_ptr() for p in model.parameters()]
     batches = iter(range(100))
     for step in range(40):
@@ -75,11 +75,11 @@ def test_the_run_goes_on_as_one_that_had_skipped_those_batches(on_disk: bool, tm
         _step(model, optimizer, number, BAD if number == 25 else 1.0)
         assert monitor.step_skipped == (number == 25)
         if (back := monitor.rolled_back) is not None:
-            assert back == RolledBack(step=25, to_step=20, seen=5, pass_over=2)
+            assert back == RolledBack(step=25, to_step=20, seen=5, skip_batches=2)
             assert step == 25
             if on_disk:
                 assert sorted(file.name for file in directory.glob("rank0-*/*")) == ["step10.pt", "step20.pt"]
-            for _ in range(back.pass_over):
+            for _ in range(back.skip_batches):
                 next(batches)
     for number in [*range(21), *range(28, 42)]:
         _step(reference, other, number)
@@ -102,7 +102,7 @@ def test_with_every_optimizer(name: str, flag: str) -> None:
     if flag == "fused" and name not in ("Adam", "AdamW", "SGD", "Adagrad"):
         pytest.skip("not on the CPU")
     task = Task(name, flag, "closure")
-    monitor = ModuleMonitor(task.model, on_spike=Rollback(every=4, margin=0, limit=None), closer_look=0)
+    monitor = ModuleMonitor(task.model, on_spike=Rollback(every=4, margin=0, limit=None), post_spike_steps=0)
     monitor.add_detector(SpikeDetector(Threshold(LIMIT)))
     monitor.attach(task.optimizer)
     kept = []
@@ -144,13 +144,13 @@ def test_a_second_spike_before_a_new_snapshot_goes_further_back() -> None:
 
 
 def test_batches_that_were_passed_over_count_for_a_loader_that_goes_back() -> None:
-    assert _went(Rollback(every=10, margin=0, pass_over=7, keep=1), [25, 29], 30) == [(25, 20, 5), (29, 20, 16)]
+    assert _went(Rollback(every=10, margin=0, skip_batches=7, keep=1), [25, 29], 30) == [(25, 20, 5), (29, 20, 16)]
 
 
 def test_the_cap_counts_until_there_is_a_new_snapshot() -> None:
     assert len(_went(Rollback(every=10), [25, 26, 27, 28, 29], 31)) == 4  # the fourth was accepted, with which a new row begins
     with pytest.raises(SpikeError, match="the 3rd spike in a row"):
-        _went(Rollback(every=10, limit=2, then="stop"), [25, 27, 29], 31)
+        _went(Rollback(every=10, limit=2, on_limit="stop"), [25, 27, 29], 31)
 
 
 def test_until_there_is_a_snapshot_the_step_is_skipped() -> None:
@@ -169,7 +169,7 @@ def test_what_else_belongs_to_a_run_goes_back_with_it() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     average = torch.optim.swa_utils.AveragedModel(model)
-    monitor = _watched(model, optimizer, Rollback(every=5, margin=0, also=(scheduler, average)))
+    monitor = _watched(model, optimizer, Rollback(every=5, margin=0, extra_state=(scheduler, average)))
     rates, averages = [], []
     for step in range(8):
         _step(model, optimizer, step, 1e-3 if step < 7 else BAD)
@@ -248,7 +248,7 @@ def test_a_snapshot_can_be_gone_back_to_twice() -> None:
     kept = Keeps()
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    monitor = _watched(model, optimizer, Rollback(every=100, margin=0, keep=1, also=(kept,)))
+    monitor = _watched(model, optimizer, Rollback(every=100, margin=0, keep=1, extra_state=(kept,)))
     for step in range(8):
         _step(model, optimizer, step, BAD if step in (3, 6) else 1.0)
         if monitor.rolled_back is not None:

@@ -138,7 +138,7 @@ def _leaves_nothing(name: str, flag: str, mode: str, count: int) -> None:
             Task(name, flag, mode).train()
         return
     reference, task = Task(name, flag, mode), Task(name, flag, mode)
-    monitor = _skips(task, closer_look=0)
+    monitor = _skips(task, post_spike_steps=0)
     # the scaler minds NaN by itself; there, and nowhere else, it is a refusal
     bad = itertools.cycle([1e9, 1e7] if mode == "scaler" else [1e9, math.nan, math.inf])
     for _ in range(3):
@@ -158,5 +158,5 @@ def _leaves_nothing(name: str, flag: str, mode: str, count: int) -> None:
         task.train()
         assert task.content() == reference.content()
     counts = monitor.counts
-    assert (counts.attempted, counts.applied, counts.skipped, counts.refused) == (count + 5, 5, count, 0)
+    assert (counts.attempted, counts.applied, counts.skipped, counts.overflowed) == (count + 5, 5, count, 0)
     assert counts.nonfinite == (0 if mode == "scaler" else count - -(-count // 3))

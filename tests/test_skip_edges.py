@@ -24,7 +24,7 @@ LIMIT, BAD = 1e4, 1e7
 
 
 def _watched(model: nn.Module, *optimizers: Any, skip: Any = "skip", **more: Any) -> ModuleMonitor:
-    monitor = ModuleMonitor(model, on_spike=skip, closer_look=0)
+    monitor = ModuleMonitor(model, on_spike=skip, post_spike_steps=0)
     monitor.add_detector(SpikeDetector(Threshold(LIMIT)))
     return monitor.attach(*optimizers, **more)
 
@@ -142,14 +142,14 @@ def test_statistics_go_back_by_one_step_where_hooks_on_modules_come_and_go(how: 
     model, other = _net(), _net()
     optimizer, same = _sgd(model), _sgd(other)
     monitor = ModuleMonitor(
-        model, on_spike="skip", closer_look=3 if how == "closer look" else 0, every=1 if how == "tuned" else 7
+        model, on_spike="skip", post_spike_steps=3 if how == "closer look" else 0, every=1 if how == "tuned" else 7
     )
     monitor.add_detector(SpikeDetector(Threshold(LIMIT)))
     if how == "metric on some steps":
         monitor.add_activation_metric("rms", metric_regex="^1$")
     monitor.attach(optimizer)
     if how == "tuned":
-        monitor.tune(preset="full", steps=5, from_step=42)
+        monitor.set_detail(preset="full", steps=5, from_step=42)
     for number in range(60):
         by = BAD if number in bad else 1.0
         optimizer.zero_grad()
@@ -216,7 +216,7 @@ def _of_gan(model: _Gan) -> list[torch.optim.Optimizer]:
 def test_a_spike_of_the_one_is_not_one_of_the_other_in_the_next_step(by: float) -> None:
     model = _Gan()
     optimizers = _of_gan(model)
-    monitor = _watched(model, *optimizers, skip=Skip(limit=1, then="stop"))
+    monitor = _watched(model, *optimizers, skip=Skip(limit=1, on_limit="stop"))
     skipped = []
     for step in range(9):
         _play(model, optimizers, step, generator=by if step in (4, 7) else 1.0)
@@ -507,7 +507,7 @@ def test_nan_that_the_loop_cleans_is_accepted_after_a_while() -> None:
 def test_counts_of_a_step_by_hand_that_was_stopped() -> None:
     model = _net()
     optimizer = _sgd(model)
-    monitor = _watched(model, optimizer, skip=Skip(limit=1, then="stop"))
+    monitor = _watched(model, optimizer, skip=Skip(limit=1, on_limit="stop"))
     for step in range(4):
         monitor.begin_step(step)
         if step < 3:
@@ -517,7 +517,7 @@ def test_counts_of_a_step_by_hand_that_was_stopped() -> None:
                 _step(model, optimizer, step, BAD)
         monitor.end_step()
     counts = monitor.counts
-    assert (counts.attempted, counts.applied, counts.skipped, counts.refused) == (4, 2, 2, 0)
+    assert (counts.attempted, counts.applied, counts.skipped, counts.overflowed) == (4, 2, 2, 0)
 
 
 # --- rolling back ----------------------------------------------------------------------------------------------------------------
@@ -536,7 +536,7 @@ def test_what_cannot_go_back_is_said_and_all_else_has_gone() -> None:
     model = _net()
     optimizer = _sgd(model, momentum=0.9)
     other = _Fails()
-    monitor = _watched(model, optimizer, skip=Rollback(every=2, margin=0, also=(other,)))
+    monitor = _watched(model, optimizer, skip=Rollback(every=2, margin=0, extra_state=(other,)))
     kept: list[Any] = []
     for step in range(4):
         _step(model, optimizer, step)
@@ -545,14 +545,14 @@ def test_what_cannot_go_back_is_said_and_all_else_has_gone() -> None:
         _step(model, optimizer, 4, BAD)
     assert monitor.rolled_back == RolledBack(4, 2, 2, 0)
     assert all(torch.equal(kept[2][name], value) for name, value in model.state_dict().items())
-    assert monitor.counts.refused == 0
+    assert monitor.counts.overflowed == 0
 
 
 def test_what_else_goes_back_is_not_kept_alive() -> None:
     model = _net()
     optimizer = _sgd(model)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    monitor = _watched(model, optimizer, skip=Rollback(every=2, also=(scheduler,)))
+    monitor = _watched(model, optimizer, skip=Rollback(every=2, extra_state=(scheduler,)))
     for step in range(4):
         _step(model, optimizer, step)
     weight = weakref.ref(model[1].weight)
@@ -635,5 +635,5 @@ def test_buffers_that_nothing_can_be_written_to_are_no_obstacle() -> None:
 def test_the_word_rollback_is_answered_with_the_class() -> None:
     with pytest.raises(ValueError, match=r"give a torch_gradmon.Rollback\(\)"):
         ModuleMonitor(on_spike="rollback")
-    with pytest.raises(TypeError, match="also takes objects"):
-        Rollback(also=(nn.Linear,))
+    with pytest.raises(TypeError, match="extra_state takes objects"):
+        Rollback(extra_state=(nn.Linear,))

@@ -172,7 +172,7 @@ def test_an_adaptive_clip_forgets_the_batch(make: Any, by_name: bool) -> None:
     for batches in (range(12), [*range(8), *range(10, 12)]):
         model = _model()
         optimizer = _adam(model)
-        monitor = _watched(model, optimizer, closer_look=0)
+        monitor = _watched(model, optimizer, post_spike_steps=0)
         own = make(warmup=5)
         for step in batches:
             optimizer.zero_grad()
@@ -217,12 +217,12 @@ def test_a_good_step_between_begins_another_row() -> None:
 def test_or_it_stops_before_anything_is_changed() -> None:
     model = _model()
     optimizer = _adam(model)
-    monitor = _watched(model, optimizer, skip=Skip(limit=2, then="stop"))
+    monitor = _watched(model, optimizer, skip=Skip(limit=2, on_limit="stop"))
     _train(model, optimizer, range(3))
     before, state = copy.deepcopy(model), str(optimizer.state_dict())
     assert _skipped(monitor, model, optimizer, BAD, 2) == [True, True]
     with pytest.raises(
-        SpikeError, match=r"step 5: grad_norm = .*this is the 3rd spike in a row, and Skip\(limit=2, then='stop'\)"
+        SpikeError, match=r"step 5: grad_norm = .*this is the 3rd spike in a row, and Skip\(limit=2, on_limit='stop'\)"
     ):
         _train(model, optimizer, [0], [0])
     assert _same(model, before)
@@ -238,7 +238,7 @@ def test_or_it_stops_before_anything_is_changed() -> None:
 def test_nan_is_never_accepted_and_that_is_said() -> None:
     model = _model()
     optimizer = _adam(model)
-    monitor = _watched(model, optimizer, closer_look=0)
+    monitor = _watched(model, optimizer, post_spike_steps=0)
     _train(model, optimizer, range(3))
     before = copy.deepcopy(model)
     with pytest.warns(gradmon.GradmonWarning) as told:
@@ -345,7 +345,7 @@ def test_what_the_detectors_learn_does_not_depend_on_the_cadence() -> None:
     for every in (1, 7):
         model = _model()
         optimizer = _adam(model)
-        monitor = ModuleMonitor(model, on_spike="skip", every=every, closer_look=0)
+        monitor = ModuleMonitor(model, on_spike="skip", every=every, post_spike_steps=0)
         monitor.add_detector(SpikeDetector())
         monitor.attach(optimizer)
         _train(model, optimizer, range(40), [20], 1e3)
@@ -393,7 +393,7 @@ def test_what_the_scaler_refuses_is_no_skip_and_moves_its_scale(fused: bool) -> 
     assert skipped == [False, False, False, True, False, True, False, False]
     assert scales == [64, 64, 32, 32, 32, 32, 32, 64]  # as if the skipped steps had not been
     counts = monitor.counts
-    assert (counts.attempted, counts.applied, counts.skipped, counts.refused, counts.nonfinite) == (8, 5, 2, 1, 1)
+    assert (counts.attempted, counts.applied, counts.skipped, counts.overflowed, counts.nonfinite) == (8, 5, 2, 1, 1)
 
 
 def test_a_scale_that_the_loop_sets_stands() -> None:
@@ -420,7 +420,7 @@ def test_a_run_resumed_amid_skips_goes_on_as_if_it_had_not_been_broken(at: int) 
     def begun() -> tuple[nn.Module, torch.optim.Optimizer, ModuleMonitor]:
         model = _model()
         optimizer = _adam(model)
-        monitor = ModuleMonitor(model, on_spike=Skip(limit=3), closer_look=0)
+        monitor = ModuleMonitor(model, on_spike=Skip(limit=3), post_spike_steps=0)
         monitor.add_detector(SpikeDetector(Threshold(LIMIT)))
         monitor.add_detector(SpikeDetector(signal="grad_max"))
         return model, optimizer, monitor.attach(optimizer)
@@ -480,7 +480,7 @@ def test_an_optimizer_that_fails_in_a_skipped_step_leaves_nothing_of_it() -> Non
     optimizer.step()
     assert not monitor.step_skipped
     assert monitor.counts.attempted == 4
-    assert monitor.counts.refused == 0
+    assert monitor.counts.overflowed == 0
 
 
 def test_what_an_optimizer_counts_in_its_groups_is_put_back() -> None:
@@ -589,10 +589,10 @@ def test_inert(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (lambda: ModuleMonitor(on_spike=Skip), TypeError, r"Skip\(\), got the class"),
         (lambda: Skip(limit=0), ValueError, "limit=0 must be a positive int, or None for no limit"),
-        (lambda: Skip(then="halt"), ValueError, "then='halt' is not one of 'accept', 'stop'"),
+        (lambda: Skip(on_limit="halt"), ValueError, "on_limit='halt' is not one of 'accept', 'stop'"),
         (lambda: Rollback(keep=0), ValueError, "keep=0 must be a positive int"),
         (lambda: Rollback(every=0.5), ValueError, "every=0.5 must be a positive int"),  # type: ignore[arg-type]
-        (lambda: Rollback(also=(1,)), TypeError, r"state_dict\(\) and load_state_dict\(\), got 1 of type int"),
+        (lambda: Rollback(extra_state=(1,)), TypeError, r"state_dict\(\) and load_state_dict\(\), got 1 of type int"),
         (lambda: Rollback(margin=-1), ValueError, "margin=-1 must not be negative"),
         (lambda: Rollback(directory=3), TypeError, "directory must be a path"),  # type: ignore[arg-type]
     ],

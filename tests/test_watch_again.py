@@ -98,7 +98,7 @@ ARGUMENTS: dict[str, tuple[Any, Any]] = {
     "run_dir": ("run", 5),
     "compile_statistics": (False, None),
     "overhead_budget": (0.5, 2),
-    "closer_look": (0, -1),
+    "post_spike_steps": (0, -1),
     "flight_recorder": (2, -1),
     "process_group": (None, "all"),
     "rank_distinct_regex": ("expert", "["),
@@ -138,7 +138,7 @@ def test_each_argument_is_passed_on_and_is_checked_as_the_monitor_checks_it(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"closer_lok": 1}, r"watch\(\) has no argument 'closer_lok'; did you mean closer_look"),
+        ({"post_spike_step": 1}, r"watch\(\) has no argument 'post_spike_step'; did you mean post_spike_steps"),
         ({"start": 1}, r"watch\(\) has no argument 'start'; did you mean start_step"),
         ({"run_directory": "x"}, r"watch\(\) has no argument 'run_directory'; did you mean run_dir"),
         (
@@ -152,8 +152,8 @@ def test_an_unknown_argument_is_refused_with_what_was_meant(arguments: dict[str,
     model = _model()
     with pytest.raises(TypeError, match=message):
         watch(model, _sgd(model), **arguments)
-    with pytest.raises(TypeError, match=r"there is no argument 'closer_lok'; did you mean closer_look"):
-        Watching(None, {"closer_lok": 1})
+    with pytest.raises(TypeError, match=r"there is no argument 'post_spike_step'; did you mean post_spike_steps"):
+        Watching(None, {"post_spike_step": 1})
 
 
 def test_steps_begin_where_it_is_said() -> None:

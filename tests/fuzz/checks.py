@@ -62,7 +62,7 @@ def _steps(p: Program, record: Record, seen: Seen, steps: Sequence[int]) -> Iter
         yield f"steps {lost} have no record"
     if phantoms:
         yield f"steps {phantoms} have a record and never were"
-    if extra and not (p.preset != "none" and p.closer_look):
+    if extra and not (p.preset != "none" and p.post_spike_steps):
         yield f"steps {extra} have a record and are not monitored"
 
 

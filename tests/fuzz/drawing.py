@@ -50,7 +50,7 @@ CHOICES: dict[str, tuple[float, tuple[Any, ...]]] = {
     "run_dir": (0.3, (True,)),
     "on_spike": (0.4, ("none", "function", "skip")),
     "flight_recorder": (0.15, (4,)),
-    "closer_look": (0.2, (0, 1)),
+    "post_spike_steps": (0.2, (0, 1)),
     "overhead_budget": (0.08, (1e-9,)),
     "update_sample": (0.2, ("2", "weight")),
     "eps": (0.2, (0.0, 1e-3)),
@@ -83,7 +83,7 @@ EVENTS = (
         "raise_backward",
         "raise_closure",
     ),
-    *("detach_attach", "detach_attach_mid", "leave", "resume", "tune_cheap", "tune_full", "phantom"),
+    *("detach_attach", "detach_attach_mid", "leave", "resume", "detail_cheap", "detail_full", "phantom"),
 )
 
 

@@ -10,7 +10,7 @@ from .optimizers import BY_CLOSURE
 from .program import Program
 
 _BETWEEN = ("freeze", "thaw", "reload", "save")
-_OF_MONITOR = ("detach_attach", "leave", "resume", "tune_cheap", "tune_full")
+_OF_MONITOR = ("detach_attach", "leave", "resume", "detail_cheap", "detail_full")
 #: Iterations whose gradients are thrown away.
 _LOST = ("skip", "raise_backward")
 

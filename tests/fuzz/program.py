@@ -52,7 +52,7 @@ class Program:
     sinks: tuple[str, ...] = ()
     on_spike: str = "warn"
     flight_recorder: int = 0
-    closer_look: int = 3
+    post_spike_steps: int = 3
     overhead_budget: float = 0.0
     update_sample: str = ""
     eps: float = 1e-8

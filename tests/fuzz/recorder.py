@@ -111,8 +111,8 @@ class Recorder(RecordedModules):
         target.setdefault(key, []).append(float(value))
 
     def act(self, what: str) -> None:
-        if what.startswith("tune_"):
-            self._tuned, self._tuned_for = what.removeprefix("tune_"), TUNED_FOR
+        if what.startswith("detail_"):
+            self._tuned, self._tuned_for = what.removeprefix("detail_"), TUNED_FOR
         else:
             self._close()
             self._is_attached = what != "leave"

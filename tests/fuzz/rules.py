@@ -128,7 +128,7 @@ OF_CONTRACT: list[tuple[str, Predicate]] = [
         "a step that is begun by hand is not cut",
         lambda p: (
             bool(p.hand)
-            and p.has_event("detach_attach", "detach_attach_mid", "leave", "resume", "tune_cheap", "tune_full", "phantom")
+            and p.has_event("detach_attach", "detach_attach_mid", "leave", "resume", "detail_cheap", "detail_full", "phantom")
         ),
     ),
     ("one number begins the run", lambda p: bool(p.start_step) and (p.hand == "alone" or p.has_event("resume"))),
@@ -176,7 +176,10 @@ OF_CONTRACT: list[tuple[str, Predicate]] = [
         ),
     ),
     ("a model with the recorder's hooks is not saved, nor is a script", lambda p: p.has_event("save") and "jit" in p.extras),
-    ("one change at a time", lambda p: p.has_event("tune_cheap", "tune_full") and (len(p.events) > 1 or bool(p.overhead_budget))),
+    (
+        "one change at a time",
+        lambda p: p.has_event("detail_cheap", "detail_full") and (len(p.events) > 1 or bool(p.overhead_budget)),
+    ),
     ("what is seen by modes is seen of the recorder too", lambda p: p.surroundings in SEEING and bool(p.overhead_budget)),
 ]
 
@@ -225,7 +228,7 @@ FEATURES: dict[str, Predicate] = {
     "log of parts": lambda p: p.players == "gan" and bool(p.log),
     "difference of parts": lambda p: p.players == "gan" and "difference" in p.metrics,
     "attention under full": lambda p: (
-        (p.preset == "full" or p.has_event("tune_full")) and p.architecture in ("language", "encoder")
+        (p.preset == "full" or p.has_event("detail_full")) and p.architecture in ("language", "encoder")
     ),
     "dropped gradients": lambda p: p.edit == "drop_one" or p.mistake == "zero_before_step",
     "clip of both players": lambda p: p.monitor_clips and p.players in ("gan", "turns"),
@@ -238,7 +241,7 @@ FEATURES: dict[str, Predicate] = {
     "a closure that raises": lambda p: p.has_event("raise_closure"),
     "clipped twice": lambda p: p.monitor_clips and p.mistake in ("clip_micro", "zero_before_step"),
     "scaled and nobody's": lambda p: p.scaler and p.optimizer == "muon",
-    "missing after a live change": lambda p: p.has_event("tune_cheap", "tune_full"),
+    "missing after a live change": lambda p: p.has_event("detail_cheap", "detail_full"),
     "logged when it is away": lambda p: p.has_event("leave", "detach_attach", "detach_attach_mid", "resume") and bool(p.log),
 }
 

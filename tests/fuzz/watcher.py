@@ -156,8 +156,8 @@ class Watcher(Observer):
         return super().clip(parameters, limit)
 
     def act(self, what: str) -> None:
-        if what.startswith("tune_"):
-            self._monitor.tune(preset=what.removeprefix("tune_"), every=1, steps=2)
+        if what.startswith("detail_"):
+            self._monitor.set_detail(preset=what.removeprefix("detail_"), every=1, steps=2)
             return
         state = self._monitor.state_dict()
         self._monitor.detach()
@@ -200,7 +200,7 @@ def made(p: Program, loop: Loop, place: Path, events: list[Any]) -> ModuleMonito
     options |= {"run_dir": place / "run"} if p.run_dir else {}
     options |= {"flight_recorder": p.flight_recorder} if p.flight_recorder else {}
     options |= {"overhead_budget": p.overhead_budget} if p.overhead_budget else {}
-    more: dict[str, Any] = {"closer_look": p.closer_look} if p.closer_look != 3 else {}
+    more: dict[str, Any] = {"post_spike_steps": p.post_spike_steps} if p.post_spike_steps != 3 else {}
     more |= {"eps": p.eps} if p.eps != 1e-8 else {}
     more |= {"update_sample": int(p.update_sample) if p.update_sample.isdigit() else p.update_sample} if p.update_sample else {}
     more |= {"key_style": "metric_first"} if p.style == "metric_first" else {"prefix": p.style} if p.style else {}

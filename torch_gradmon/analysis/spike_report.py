@@ -143,7 +143,7 @@ def _heading(source: Source, step: int, events: Sequence[Event], spike: Episode 
     elif not applied:
         yield "  the step was not applied"
     if tuned := context.pop("tuned", None):
-        yield f"  measured under a live change of detail (gradmon tune, number {tuned['number']}): {in_words(tuned)}"
+        yield f"  measured under a live change of detail (gradmon detail, number {tuned['number']}): {in_words(tuned)}"
     tags, norms = context.pop("tags", {}), context.pop("batch_norms", {})
     facts = {name: value for name, value in {**tags, **context}.items() if name not in ("time", "overhead_pct")}
     if facts:

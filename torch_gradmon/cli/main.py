@@ -31,7 +31,7 @@ _GROUPS = {
         "export": ".commands.export",
     },
     "change what a running training measures": {
-        "tune": ".commands.tune",
+        "detail": ".commands.detail",
     },
     "check a model before it is trained": {
         "coordcheck": ".commands.coordcheck",

@@ -118,7 +118,7 @@ class LoopMethods:
 
     @property
     def counts(self) -> Counts:
-        """How many steps were attempted, applied, skipped, refused, and had NaN or Inf. Synchronises at most once a step."""
+        """How many steps were attempted, applied, skipped or overflowed, and how many had NaN or Inf. Synchronises at most once a step."""
         self._session.settle_now()
         return self._session.counts()
 

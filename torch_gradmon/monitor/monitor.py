@@ -84,7 +84,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods, TuneMethods):
             about a second, once in a process, and then a third of the time or less. Without a compiler it warns and goes on.
         overhead_budget: share of the training's time that the monitor's own time on the host may take, such as 0.01; while it
             takes more, fewer of the steps that the cadence asks for are monitored (every 2nd, 4th, ...), which is said.
-        closer_look: so many steps after a spike are monitored whatever the cadence, and, unless anything is compiled, the outputs
+        post_spike_steps: so many steps after a spike are monitored whatever the cadence, and, unless anything is compiled, the outputs
             of all modules and the gradients of these are measured too, for the run directory and to find where NaN or Inf begin;
             0 for none.
         flight_recorder: for a cadence that leaves out steps. Of so many of those before a spike, and as many after it, the
@@ -124,7 +124,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods, TuneMethods):
         run_dir: str | os.PathLike[str] | None = None,
         compile_statistics: bool = False,
         overhead_budget: float | None = None,
-        closer_look: int = 3,
+        post_spike_steps: int = 3,
         flight_recorder: int = 0,
         process_group: torch.distributed.ProcessGroup | None = None,
         rank_distinct_regex: str | re.Pattern[str] | None = None,
@@ -143,8 +143,8 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods, TuneMethods):
         if not isinstance(eps, (int, float)) or isinstance(eps, bool) or not 0 <= eps < float("inf"):
             raise ValueError(f"eps={eps!r} must be a number of at least 0, such as 1e-8")
         check.positive_int("history", history)
-        if closer_look != 0 or isinstance(closer_look, bool):
-            check.positive_int("closer_look", closer_look, "or 0 for none")
+        if post_spike_steps != 0 or isinstance(post_spike_steps, bool):
+            check.positive_int("post_spike_steps", post_spike_steps, "or 0 for none")
         if flight_recorder != 0 or isinstance(flight_recorder, bool):
             check.positive_int("flight_recorder", flight_recorder, "or 0 for none")
             if overhead_budget is not None:
@@ -182,7 +182,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods, TuneMethods):
         options = Options(self._shower(key_style, prefix), history, kept)
         measurer = Measurer(Statistics(complaints, float(eps), compile_statistics and not inert), complaints, ranks)
         ledger = Ledger(options, guard, outbox, chosen_layers)
-        closer = CloserLook(planner, closer_look)
+        closer = CloserLook(planner, post_spike_steps)
         recorder = Recorder(flight_recorder, registry, ledger.summary)
         actor = None if policy is None or inert else Actor(policy, ledger.judges, Exchange(ranks, complaints), complaints)
         if actor is not None:  # whatever is shown and whoever judges: these decide
@@ -504,8 +504,8 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods, TuneMethods):
         words.append("no step yet" if self.step is None else f"step {self.step}")
         if spikes := len({event.step for event in self._session.ledger.recent().events}):
             words.append(f"{spikes} of the last steps with spikes")
-        if self.tuned is not None:
-            words.append(f"for now {in_words(self.tuned.facts())}")
+        if self.detail is not None:
+            words.append(f"for now {in_words(self.detail.facts())}")
         if self._session.guard.inert:
             words.append("disabled by GRADMON_DISABLE")
         elif self._session.follower is None and not self._session.by_hand:

@@ -33,7 +33,7 @@ class MonitorOptions(TypedDict, total=False):
     run_dir: str | os.PathLike[str] | None
     compile_statistics: bool
     overhead_budget: float | None
-    closer_look: int
+    post_spike_steps: int
     flight_recorder: int
     process_group: torch.distributed.ProcessGroup | None
     rank_distinct_regex: str | re.Pattern[str] | None

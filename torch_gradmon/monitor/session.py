@@ -493,8 +493,8 @@ class Session(StepValues):
         """Of the steps so far, as far as their values have come."""
         summary, actor = self.ledger.summary, self.actor
         skipped, rollbacks = (0, 0) if actor is None else (actor.skipped, actor.rollbacks)
-        applied, refused = self.attempted - summary.not_applied, summary.not_applied - skipped
-        return Counts(self.attempted, applied, skipped, refused, summary.nonfinite, rollbacks)
+        applied, overflowed = self.attempted - summary.not_applied, summary.not_applied - skipped
+        return Counts(self.attempted, applied, skipped, overflowed, summary.nonfinite, rollbacks)
 
     def attempt_over(self, refused: bool) -> None:
         """All optimizers have been called."""

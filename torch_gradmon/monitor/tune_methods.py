@@ -9,11 +9,11 @@ from .session import Session
 
 
 class TuneMethods:
-    """More detail for a while, in the middle of a run; the command ``gradmon tune`` does the same from outside."""
+    """More detail for a while, in the middle of a run; the command ``gradmon detail`` does the same from outside."""
 
     _session: Session
 
-    def tune(
+    def set_detail(
         self,
         *,
         every: int | None = None,
@@ -61,7 +61,7 @@ class TuneMethods:
             self._session.tuning.ask(change)
 
     @property
-    def tuned(self) -> Change | None:
+    def detail(self) -> Change | None:
         """The live change under which the step in flight is measured, or the next one: its ``every``, ``preset``, and in ``steps`` for how
         many more steps; None where all is as the script asked for.
         """

@@ -16,7 +16,7 @@ from ..core import validation as check
 from ..core.errors import display
 from ..step.presets import PRESETS
 
-#: Beside the run's own file. ``gradmon tune`` writes it whole, under another name, and renames it.
+#: Beside the run's own file. ``gradmon detail`` writes it whole, under another name, and renames it.
 FILE_NAME = "tune.json"
 FORMAT = 1
 #: No file of ours is larger than this, in bytes.

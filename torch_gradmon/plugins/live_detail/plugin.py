@@ -1,6 +1,6 @@
 """A live change of detail on the side of the training: what is asked for, when it comes into force, and how it ends.
 
-A change is asked for by a file in the run directory (``gradmon tune``) or by :meth:`ModuleMonitor.tune`. Ranks have to monitor the
+A change is asked for by a file in the run directory (``gradmon detail``) or by :meth:`ModuleMonitor.set_detail`. Ranks have to monitor the
 same steps wherever they tell each other anything, so there the first rank tells the others in the exchange of a monitored step, and
 all change with the next step. Where ranks tell each other nothing, as under DDP with the presets ``cheap`` and ``standard``, the
 first rank changes alone. Then it can measure more, but not less, and what it alone monitors is measured and written down, but neither

@@ -113,7 +113,7 @@ class Actor:
         self._in_a_row += self.act is None
         if policy.limit is not None and self._in_a_row > policy.limit:
             row = f"the {_ordinal(self._in_a_row)} spike in a row"
-            if policy.then == "stop":
+            if policy.on_limit == "stop":
                 self.act = Act(reason, f"stopped, for it is {row}", True, self._in_a_row)
                 self.skipped += 1
                 self._put_buffers_back()
@@ -166,8 +166,8 @@ class Actor:
             message = f"not all of the model went back to step {to}, and what it is now is of no use: {failures[0]}"
             self._complaints.add("rollback:partly", message)
         self.rollbacks += 1
-        self.rolled_back = RolledBack(step, to, self._batches - before, self.policy.pass_over)
-        self._batches += self.policy.pass_over
+        self.rolled_back = RolledBack(step, to, self._batches - before, self.policy.skip_batches)
+        self._batches += self.policy.skip_batches
         self.act = Act(self.act.reason, f"went back to the state after step {to}", True, self.act.in_a_row)
 
     def _on_all(self, action: Callable[[], object]) -> list[str]:

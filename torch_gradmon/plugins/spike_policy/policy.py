@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ...core import validation as check
 from ...core.errors import display
 
-_THEN = ("accept", "stop")
+_ON_LIMIT = ("accept", "stop")
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Skip:
 
     Args:
         limit: so many steps in a row are skipped at most; None for no limit. A refusal of the GradScaler is no skip.
-        then: what becomes of the next spike in that row: ``"accept"`` applies it, and skips may follow again; ``"stop"`` raises
+        on_limit: what becomes of the next spike in that row: ``"accept"`` applies it, and skips may follow again; ``"stop"`` raises
             :class:`torch_gradmon.SpikeError` out of ``optimizer.step()``, on every rank. A step whose gradients, as the optimizer would
             use them, hold NaN or Inf is never accepted, for it would make NaN of the model: it is skipped however many came before.
 
@@ -35,15 +35,15 @@ class Skip:
     """
 
     limit: int | None = 3
-    then: str = "accept"
+    on_limit: str = "accept"
 
     def __post_init__(self) -> None:
-        _check_limit(self.limit, self.then)
+        _check_limit(self.limit, self.on_limit)
 
     @property
     def settings(self) -> tuple[object, ...]:
         """What has to be the same on all ranks."""
-        return self.limit, self.then
+        return self.limit, self.on_limit
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,13 @@ class Rollback:
         every: steps from one snapshot to the next. Taking one copies everything to the host and waits for the device.
         margin: a snapshot is gone back to when it is at least so many steps old, if there is such a one; by default half of
             ``every``. What a spike comes from may have begun before it.
-        pass_over: so many more batches to pass over after the one that spiked, for ``monitor.rolled_back``.
+        skip_batches: so many more batches to pass over after the one that spiked, for ``monitor.rolled_back``.
         directory: keep the snapshots there instead of in memory, in a new directory for each rank, which is removed in the end.
-        also: objects with ``state_dict`` and ``load_state_dict`` that go back as well, such as LR schedulers or an average of the
+        extra_state: objects with ``state_dict`` and ``load_state_dict`` that go back as well, such as LR schedulers or an average of the
             model, which are not kept alive. With any, the optimizers' options such as ``lr`` go back too; without, they stay as the
             loop has set them.
         limit: so many times it goes back without a new snapshot in between; None for no limit.
-        then: as in :class:`Skip`.
+        on_limit: as in :class:`Skip`.
 
     Raises:
         TypeError, ValueError: an argument is not what it should be.
@@ -79,32 +79,32 @@ class Rollback:
     keep: int = 2
     every: int = 100
     margin: int | None = None
-    pass_over: int = 0
+    skip_batches: int = 0
     directory: str | os.PathLike[str] | None = None
-    also: tuple[Any, ...] = field(default=(), repr=False)
+    extra_state: tuple[Any, ...] = field(default=(), repr=False)
     limit: int | None = 3
-    then: str = "accept"
+    on_limit: str = "accept"
 
     def __post_init__(self) -> None:
         check.positive_int("keep", self.keep)
         check.positive_int("every", self.every)
-        check.step_number("pass_over", self.pass_over)
+        check.step_number("skip_batches", self.skip_batches)
         if self.margin is not None:
             check.step_number("margin", self.margin)
         if self.directory is not None and not isinstance(self.directory, (str, os.PathLike)):
             raise TypeError(f"directory must be a path, or None to keep snapshots in memory, got {display(self.directory)}")
-        if not isinstance(self.also, (tuple, list)):
-            raise TypeError(f"also must be a tuple of objects such as LR schedulers, got {display(self.also)}")
-        for each in self.also:
+        if not isinstance(self.extra_state, (tuple, list)):
+            raise TypeError(f"extra_state must be a tuple of objects such as LR schedulers, got {display(self.extra_state)}")
+        for each in self.extra_state:
             methods = (getattr(each, name, None) for name in ("state_dict", "load_state_dict"))
             if isinstance(each, type) or not all(map(callable, methods)):
-                raise TypeError(f"also takes objects with state_dict() and load_state_dict(), got {display(each)}")
-        _check_limit(self.limit, self.then)
+                raise TypeError(f"extra_state takes objects with state_dict() and load_state_dict(), got {display(each)}")
+        _check_limit(self.limit, self.on_limit)
 
     @property
     def settings(self) -> tuple[object, ...]:
         """What has to be the same on all ranks."""
-        return self.keep, self.every, self.margin, self.pass_over, len(self.also), self.limit, self.then
+        return self.keep, self.every, self.margin, self.skip_batches, len(self.extra_state), self.limit, self.on_limit
 
     @property
     def age(self) -> int:
@@ -112,8 +112,8 @@ class Rollback:
         return self.every // 2 if self.margin is None else self.margin
 
     def without_others(self) -> Rollback:
-        """The same without ``also``: a scheduler holds the optimizer, and that the model."""
-        return dataclasses.replace(self, also=())
+        """The same without ``extra_state``: a scheduler holds the optimizer, and that the model."""
+        return dataclasses.replace(self, extra_state=())
 
 
 Policy = Skip | Rollback
@@ -128,33 +128,33 @@ class RolledBack:
         to_step: the model is as it was after this step, when the next one began.
         seen: steps whose batches came since then, the one with the spike included. A loader that goes back to ``to_step`` has to
             pass over these too; one that simply goes on has passed over them.
-        pass_over: batches to pass over after those, as ``Rollback(pass_over=)`` says.
+        skip_batches: batches to pass over after those, as ``Rollback(skip_batches=)`` says.
     """
 
     step: int
     to_step: int
     seen: int
-    pass_over: int
+    skip_batches: int
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Steps so far; with ``attempted`` = ``applied`` + ``skipped`` + ``refused``.
+    """Steps so far; with ``attempted`` = ``applied`` + ``skipped`` + ``overflowed``.
 
     Attributes:
         attempted: the optimizers were called.
         applied: they changed the model.
         skipped: not applied because of a spike.
-        refused: not applied by the GradScaler. Where a fused optimizer finds that out itself, and the step is not monitored, it counts as
+        overflowed: not applied by the GradScaler. An overflow that a fused optimizer finds in a step that is not monitored counts as
             applied until the next one that is.
-        nonfinite: gradients held NaN or Inf, as far as they were measured; refused steps among them.
+        nonfinite: gradients held NaN or Inf, as far as they were measured; overflowed steps among them.
         rolled_back: of those skipped, how many took the model back to a snapshot.
     """
 
     attempted: int
     applied: int
     skipped: int
-    refused: int
+    overflowed: int
     nonfinite: int
     rolled_back: int
 
@@ -206,8 +206,8 @@ def policy_of(on_spike: object) -> Policy | None:
     return on_spike if isinstance(on_spike, (Skip, Rollback)) else None
 
 
-def _check_limit(limit: object, then: object) -> None:
+def _check_limit(limit: object, on_limit: object) -> None:
     if limit is not None:
         check.positive_int("limit", limit, "or None for no limit")
-    if not isinstance(then, str) or then not in _THEN:
-        check.one_of("then", then, _THEN)
+    if not isinstance(on_limit, str) or on_limit not in _ON_LIMIT:
+        check.one_of("on_limit", on_limit, _ON_LIMIT)

@@ -42,7 +42,7 @@ class Snapshots:
 
     def __init__(self, policy: Rollback, rank: int) -> None:
         self._keep, self._every, self._age, self._rank = policy.keep, policy.every, policy.age, rank
-        self._also = [_weakly(each) for each in policy.also]
+        self._extra_state = [_weakly(each) for each in policy.extra_state]
         self._parent, self._directory = policy.directory, ""
         self._kept: list[_Kept] = []  # oldest first
         self._loaded: Mapping[str, Any] = {}
@@ -144,7 +144,7 @@ class Snapshots:
                         optimizer.state.pop(parameter, None)
                     else:
                         optimizer.state[parameter] = restore(optimizer.state.get(parameter), state, parameter)
-        if self._also:
+        if self._extra_state:
             for optimizer, groups in zip(optimizers, saved["options"], strict=True):
                 for group, options in zip(optimizer.param_groups, groups, strict=True):
                     for name, value in options.items():
@@ -153,9 +153,9 @@ class Snapshots:
                 each.load_state_dict(_copied(state))
 
     def _others(self) -> list[Any]:
-        found = [reference() for reference in self._also]
+        found = [reference() for reference in self._extra_state]
         if any(each is None for each in found):
-            raise ValueError("an object of also= is gone; keep it in a variable of the loop")
+            raise ValueError("an object of extra_state= is gone; keep it in a variable of the loop")
         return found
 
     def forget(self) -> None:

@@ -45,7 +45,7 @@ def from_outside(rank: int, wrap: str, directory: str, every: int, calls: dict[i
     for step in range(60):
         if rank == 0:
             for call in calls.get(step, []):
-                assert main(["tune", f"{directory}/run", *call.split()]) == 0
+                assert main(["detail", f"{directory}/run", *call.split()]) == 0
         dist.barrier()
         with Collectives() as collectives:
             optimizer.zero_grad()
@@ -102,16 +102,16 @@ def at_random(rank: int, seed: int, directory: str, is_tuned: bool) -> dict[str,
             if step == adds_at:
                 monitor.add_activation_metric("rms", metric_regex="last")
             if is_tuned and step in changes and (rank == 0 or everybody):
-                monitor.tune(**changes[step])
+                monitor.set_detail(**changes[step])
             optimizer.zero_grad()
             factor = 1e4 if step in spikes and spikes[step] in (None, rank) else 1.0
             (model(_batch(rank, step)).square().mean() * factor).backward()
             if step >= reduces_from:
                 monitor.log_scalar("step", float(step), reduce="mean")
             optimizer.step()
-            states.append(monitor.tuned)
+            states.append(monitor.detail)
             seen.append(monitor.last_step if monitor.get_step_metrics() else None)
-        last = monitor.tuned
+        last = monitor.detail
         meets = monitor._session.together.meets
         monitor.detach()
     found |= {"states": states, "seen": seen, "last": last, "meets": meets, "complaints": monitor.complaints()}
@@ -140,7 +140,7 @@ def judged(rank: int) -> dict[str, Any]:
     scores = []
     for step in range(300):
         if step == 205 and rank == 0:
-            monitor.tune(every=1, steps=50)
+            monitor.set_detail(every=1, steps=50)
         optimizer.zero_grad()
         (model(_batch(0, step)).square().mean() * (1e4 if step == 213 else 1)).backward()
         optimizer.step()
@@ -161,7 +161,7 @@ def of_a_reset(rank: int, steps: int, at: int) -> list[int]:
     versions = []
     for step in range(steps):
         if step == at and rank == 0:
-            monitor.tune(reset=True)
+            monitor.set_detail(reset=True)
         optimizer.zero_grad()
         model(_batch(rank, step)).square().mean().backward()
         optimizer.step()

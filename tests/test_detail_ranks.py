@@ -10,8 +10,8 @@ import torch
 
 from torch_gradmon import load_run
 
+from .detail_ranks import at_random, from_outside, judged, of_a_reset
 from .ranks import on_ranks
-from .tune_ranks import at_random, from_outside, judged, of_a_reset
 
 EVERY = 10
 

@@ -153,14 +153,14 @@ def test_from_within_it_begins_with_the_next_step_and_ends_by_itself() -> None:
     loop = Loop(preset="cheap").go(5)
     assert loop.monitor is not None
     before, hooks = loop.monitor._registry.metrics, loop.hooks
-    assert loop.monitor.tuned is None
-    loop.monitor.tune(every=1, preset="full", steps=4)
+    assert loop.monitor.detail is None
+    loop.monitor.set_detail(every=1, preset="full", steps=4)
     loop.go(3)
-    assert loop.monitor.tuned == Change(1, "full", 1, None, 1)
+    assert loop.monitor.detail == Change(1, "full", 1, None, 1)
     assert set(loop.tables) >= {"activation", "gradient", "parameter"}
     assert any(key.source == "optimizer" for key in loop.monitor._session.ledger.last.values)  # type: ignore[union-attr]
     loop.go(1)
-    assert loop.monitor.tuned is None
+    assert loop.monitor.detail is None
     assert loop.hooks == hooks
     loop.go(EVERY - 8)
     assert loop.seen == [0, 5, 6, 7, 8, EVERY]
@@ -193,7 +193,7 @@ def test_a_step_that_it_begins_in_has_no_part_of_what_the_root_takes() -> None:
     norms = []
     for step in range(4):
         if step == 2:
-            monitor.tune(every=1, steps=2)
+            monitor.set_detail(every=1, steps=2)
         batches = torch.randn(2, 5, 3)
         for x in batches:
             model(x).square().mean().backward()
@@ -210,16 +210,16 @@ def test_a_step_that_it_begins_in_has_no_part_of_what_the_root_takes() -> None:
 def test_a_later_change_takes_the_place_of_one_before_it() -> None:
     loop = Loop().go(1)
     assert loop.monitor is not None
-    loop.monitor.tune(every=1, preset="full", steps=100)
+    loop.monitor.set_detail(every=1, preset="full", steps=100)
     loop.go(2)
-    loop.monitor.tune(every=5, steps=10)
+    loop.monitor.set_detail(every=5, steps=10)
     loop.go(1)
     assert "activation" not in loop.tables
     loop.go(20)
     assert loop.seen == [0, 1, 2, 5, 10]
-    loop.monitor.tune(every=1)
+    loop.monitor.set_detail(every=1)
     loop.go(2)
-    loop.monitor.tune(reset=True)
+    loop.monitor.set_detail(reset=True)
     loop.go(20)
     assert loop.seen == [0, 1, 2, 5, 10, 24, 25]
 
@@ -227,28 +227,28 @@ def test_a_later_change_takes_the_place_of_one_before_it() -> None:
 def test_of_two_in_the_same_moment_the_second_counts_and_a_reset_of_nothing_does_nothing() -> None:
     loop = Loop().go(1)
     assert loop.monitor is not None
-    loop.monitor.tune(reset=True)
+    loop.monitor.set_detail(reset=True)
     loop.go(2)
-    loop.monitor.tune(every=1)
-    loop.monitor.tune(every=2, steps=4)
+    loop.monitor.set_detail(every=1)
+    loop.monitor.set_detail(every=2, steps=4)
     assert loop.go(10).seen == [0, 4, 6]
 
 
 def test_it_waits_for_its_first_step() -> None:
     loop = Loop().go(1)
     assert loop.monitor is not None
-    loop.monitor.tune(every=1, steps=2, from_step=6)
-    assert loop.monitor.tuned is None
+    loop.monitor.set_detail(every=1, steps=2, from_step=6)
+    assert loop.monitor.detail is None
     loop.go(12)
     assert loop.seen == [0, 6, 7]
-    loop.monitor.tune(every=1, steps=2, from_step=3)  # over by now
+    loop.monitor.set_detail(every=1, steps=2, from_step=3)  # over by now
     assert loop.go(5).seen == [0, 6, 7, 13, 14]
 
 
 def test_before_the_first_step_of_all() -> None:
     loop = Loop()
     assert loop.monitor is not None
-    loop.monitor.tune(every=1, preset="full", steps=2)
+    loop.monitor.set_detail(every=1, preset="full", steps=2)
     loop.go(1)
     assert "activation" in loop.tables
     assert loop.go(5).seen == [0, 1]
@@ -260,7 +260,7 @@ def test_a_preset_alone_keeps_the_cadence_and_may_be_less_than_the_script_measur
     assert loop.monitor is not None
     everything = loop.monitor._registry.metrics
     assert "activation" in loop.tables
-    loop.monitor.tune(preset="cheap", steps=3)
+    loop.monitor.set_detail(preset="cheap", steps=3)
     loop.go(2)
     assert loop.tables.keys() == {"gradient_before_clip", "gradient"}
     loop.go(2)
@@ -273,7 +273,7 @@ def test_a_preset_alone_keeps_the_cadence_and_may_be_less_than_the_script_measur
 def test_is_step_monitored_knows_what_is_in_force() -> None:
     loop = Loop().go(5)
     assert loop.monitor is not None
-    loop.monitor.tune(every=2, steps=5)
+    loop.monitor.set_detail(every=2, steps=5)
     assert not loop.monitor.is_step_monitored(6)  # nothing is in force before a step begins
     loop.go(1)
     assert [step for step in range(120) if loop.monitor.is_step_monitored(step)] == [0, 6, 8, 100]
@@ -282,7 +282,7 @@ def test_is_step_monitored_knows_what_is_in_force() -> None:
 def test_steps_are_counted_and_not_optimizers_micro_batches_or_numbers() -> None:
     loop = Loop(optimizers=2).go(3)
     assert loop.monitor is not None
-    loop.monitor.tune(every=1, steps=3)
+    loop.monitor.set_detail(every=1, steps=3)
     assert loop.go(10).seen == [0, 3, 4, 5]
 
 
@@ -297,7 +297,7 @@ def test_by_hand_with_numbers_of_its_own(attached: bool) -> None:
     begun = []
     for step in range(0, 300, 10):
         if step == 50:
-            monitor.tune(every=20, preset="full", steps=4, from_step=95)
+            monitor.set_detail(every=20, preset="full", steps=4, from_step=95)
         if monitor.begin_step(step):
             begun.append(step)
         optimizer.zero_grad()
@@ -320,7 +320,7 @@ def test_a_script_that_goes_back_goes_on_counting() -> None:
         warnings.simplefilter("ignore")
         for step in (0, 1, 2, 3, 4, 2, 3, 4, 5, 6):
             if step == 3 and len(begun) == 1:
-                monitor.tune(every=1, steps=4)
+                monitor.set_detail(every=1, steps=4)
             begun += [step] if monitor.begin_step(step) else []
             model(torch.randn(4, 3)).square().mean().backward()
             monitor.end_step()
@@ -343,7 +343,7 @@ def test_what_asks_for_nothing_is_refused(arguments: dict[str, Any], words: str)
     loop = Loop()
     assert loop.monitor is not None
     with pytest.raises(ValueError, match=words):
-        loop.monitor.tune(**arguments)
+        loop.monitor.set_detail(**arguments)
     assert not loop.monitor._session.tuning.is_awake
 
 
@@ -351,7 +351,7 @@ def test_from_a_signal_handler_in_the_middle_of_a_forward_pass() -> None:
     loop = Loop().go(2)
     monitor = loop.monitor
     assert monitor is not None
-    before = signal.signal(signal.SIGUSR1, lambda *_: monitor.tune(every=1, steps=2))
+    before = signal.signal(signal.SIGUSR1, lambda *_: monitor.set_detail(every=1, steps=2))
     handle = loop.model[1].register_forward_pre_hook(lambda *_: signal.raise_signal(signal.SIGUSR1))
     try:
         loop.go(1)
@@ -369,7 +369,7 @@ def test_from_another_thread_while_steps_go_on() -> None:
 
     def ask() -> None:
         while not stop.is_set():
-            monitor.tune(every=1, steps=2)
+            monitor.set_detail(every=1, steps=2)
 
     thread = threading.Thread(target=ask)
     thread.start()
@@ -379,7 +379,7 @@ def test_from_another_thread_while_steps_go_on() -> None:
     loop.go(10)
     assert len(loop.seen) > 2
     assert not monitor.complaints()
-    monitor.tune(every=1, steps=1)  # none is lost for those before
+    monitor.set_detail(every=1, steps=1)  # none is lost for those before
     first = monitor.step
     assert first is not None
     assert loop.go(3).seen[-1] == first + 1
@@ -389,11 +389,11 @@ def test_the_environment_makes_it_inert(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv("GRADMON_DISABLE", "1")
     model = nn.Linear(2, 1)
     monitor = gradmon.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), run_dir=tmp_path / "run")
-    monitor.tune(every=1, preset="full")
-    assert monitor.tuned is None
+    monitor.set_detail(every=1, preset="full")
+    assert monitor.detail is None
     assert not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match="every=0"):
-        monitor.tune(every=0)
+        monitor.set_detail(every=0)
 
 
 # --- what stays ------------------------------------------------------------------------------------------------------------------------
@@ -405,7 +405,7 @@ def test_what_was_added_by_hand_stays_also_if_it_is_added_meanwhile() -> None:
     assert monitor is not None
     monitor.add_activation_metric("max", metric_regex="^0$")
     loop.go(1)
-    monitor.tune(preset="cheap", steps=6)
+    monitor.set_detail(preset="cheap", steps=6)
     loop.go(2)
     assert "activation/0/max" in loop.keys[3]
     monitor.add_gradient_metric("norm", metric_regex="^2.weight$", stages=["after_clip"])
@@ -413,7 +413,7 @@ def test_what_was_added_by_hand_stays_also_if_it_is_added_meanwhile() -> None:
     loop.go(2)
     assert {"activation/0/max", "gradient/2.weight/norm", "parameter/0.bias/rms"} <= loop.keys[5]
     loop.go(4)
-    assert monitor.tuned is None
+    assert monitor.detail is None
     assert {"activation/0/max", "gradient/2.weight/norm", "parameter/0.bias/rms"} <= loop.keys[9]
     names = [(metric.source, metric.name, metric.shown) for metric in monitor._registry.metrics]
     assert names.count(("gradient", "norm", True)) == 1  # for which the preset's has made way for good
@@ -424,7 +424,7 @@ def test_what_was_added_by_hand_stays_also_if_it_is_added_meanwhile() -> None:
 def test_a_preset_that_the_script_adds_meanwhile_is_what_comes_after() -> None:
     loop = Loop(every=1, preset="cheap").go(1)
     assert loop.monitor is not None
-    loop.monitor.tune(preset="standard", steps=4)
+    loop.monitor.set_detail(preset="standard", steps=4)
     loop.go(2)
     loop.monitor.add_preset("full")
     loop.go(1)
@@ -436,12 +436,12 @@ def test_a_preset_that_the_script_adds_meanwhile_is_what_comes_after() -> None:
 def test_detach_ends_it_and_leaves_no_hook(tmp_path: Path) -> None:
     loop = Loop(run_dir=tmp_path)
     assert loop.monitor is not None
-    loop.monitor.tune(every=1, preset="full")
+    loop.monitor.set_detail(every=1, preset="full")
     loop.go(3)
     assert any(loop.hooks)
     loop.monitor.detach()
     assert not any(loop.hooks)
-    assert loop.monitor.tuned is None
+    assert loop.monitor.detail is None
     state = load_run(tmp_path).meta["tune"]
     assert not state["listens"]
     assert state["last"]["until"] == 2
@@ -454,7 +454,7 @@ def test_detach_ends_it_and_leaves_no_hook(tmp_path: Path) -> None:
 def test_a_state_has_nothing_of_it_so_that_a_resumed_run_does_what_its_script_says() -> None:
     loop = Loop()
     assert loop.monitor is not None
-    loop.monitor.tune(every=1, preset="full")
+    loop.monitor.set_detail(every=1, preset="full")
     loop.go(3)
     again = Loop()
     assert again.monitor is not None
@@ -471,7 +471,7 @@ def test_the_closer_look_after_a_spike_goes_on_beside_it() -> None:
     seen = []
     for step in range(60):
         if step == 50:
-            monitor.tune(preset="full", steps=2)
+            monitor.set_detail(preset="full", steps=2)
         optimizer.zero_grad()
         (model(torch.randn(16, 4)).square().mean() * (1e4 if step == 50 else 1)).backward()
         optimizer.step()
@@ -501,7 +501,7 @@ def test_it_stands_above_monitor_step_fn_which_is_asked_once_a_step_as_ever() ->
     monitor.attach(*loop.optimizers)
     asked.clear()
     loop.go(6)
-    monitor.tune(every=1, steps=3)
+    monitor.set_detail(every=1, steps=3)
     loop.go(14)
     assert asked == [*range(21)]
     assert loop.seen == [0, 4, 6, 7, 8, 12, 16]
@@ -518,14 +518,14 @@ def test_it_stands_above_the_budget_which_learns_nothing_of_it() -> None:
     interval, told = budget.interval, dict(monitor.complaints())
     assert interval > 4
     del loop.seen[:]
-    monitor.tune(every=1, preset="full", steps=40)
+    monitor.set_detail(every=1, preset="full", steps=40)
     loop.go(40)
     assert loop.seen == [*range(400, 440)]
     assert budget.interval == interval
     assert monitor.complaints() == told
     loop.go(interval)
     assert len(loop.seen) <= 41
-    monitor.tune(preset="full", steps=20)  # no word about the cadence: the budget rules
+    monitor.set_detail(preset="full", steps=20)  # no word about the cadence: the budget rules
     loop.go(20)
     assert len(loop.seen) < 50
 
@@ -537,13 +537,13 @@ def test_a_budget_goes_back_to_where_it_was(monkeypatch: pytest.MonkeyPatch) -> 
     assert budget is not None
     monkeypatch.setattr(budget, "step_ended", lambda *_: None)  # which goes by the clock
     budget.interval = 4  # as it was found for what the script asks for
-    loop.monitor.tune(preset="full", steps=50)
+    loop.monitor.set_detail(preset="full", steps=50)
     loop.go(20)
     budget.interval = 16  # as it may be found for more
     loop.go(20)
-    loop.monitor.tune(preset="full", steps=10)  # one takes the place of another
+    loop.monitor.set_detail(preset="full", steps=10)  # one takes the place of another
     loop.go(11)
-    assert loop.monitor.tuned is None
+    assert loop.monitor.detail is None
     assert budget.interval == 4
 
 
@@ -553,14 +553,14 @@ def test_a_budget_goes_back_to_where_it_was(monkeypatch: pytest.MonkeyPatch) -> 
 def test_records_say_under_what_they_were_measured(tmp_path: Path) -> None:
     loop = Loop(run_dir=tmp_path).go(1)
     assert loop.monitor is not None
-    loop.monitor.tune(every=2, preset="full", steps=5)
+    loop.monitor.set_detail(every=2, preset="full", steps=5)
     loop.go(20)
     run = load_run(tmp_path)
     assert run.steps == [0, 2, 4]
     assert run.context(2)["tuned"] == {"every": 2, "preset": "full", "number": 1}
     assert "tuned" not in run.context(0)
     assert run.table("activation", 4) is not None
-    words = "measured under a live change of detail (gradmon tune, number 1): steps divisible by 2, preset full"
+    words = "measured under a live change of detail (gradmon detail, number 1): steps divisible by 2, preset full"
     assert words in tell(run, 4)
     assert words in loop.monitor.why(4)
     assert "tuned" not in tell(run, 0)
@@ -572,7 +572,7 @@ def test_detectors_judge_the_steps_between(tmp_path: Path) -> None:
     monitor = loop.monitor
     assert monitor is not None
     monitor.add_detector(SpikeDetector(signal="param_norm"))
-    monitor.tune(every=1, steps=60)
+    monitor.set_detail(every=1, steps=60)
     loop.go(70)
     assert sum("spike_score/param_norm" in keys for keys in loop.keys.values()) > 20
 
@@ -598,7 +598,7 @@ def test_training_is_the_same_bit_for_bit(setting: loops.Setting, tmp_path: Path
     def watch(model: Any, optimizer: Any, scaler: Any) -> ModuleMonitor:
         monitor = ModuleMonitor(model, every=1000, on_metric_error="raise", run_dir=tmp_path / "run")
         monitor.add_preset("cheap")
-        monitor.tune(every=1, preset="full", steps=4, from_step=3)
+        monitor.set_detail(every=1, preset="full", steps=4, from_step=3)
         monitors.append(monitor)
         return monitor.attach(optimizer, scaler=scaler)
 
@@ -621,7 +621,7 @@ def test_a_compiled_model_is_not_compiled_again(preset: str, tmp_path: Path) -> 
     monitor = loop.monitor = gradmon.watch(loop.model, *loop.optimizers, preset=preset, every=10, run_dir=tmp_path, on_spike=None)
     loop.go(3)
     hooks = [len(module._forward_hooks) for module in inner.modules()]
-    monitor.tune(every=1, preset="full", steps=3)
+    monitor.set_detail(every=1, preset="full", steps=3)
     with pytest.warns(GradmonWarning, match="a change of detail leaves activations and attention as the script asked for"):
         loop.go(3)
     loop.go(10)
@@ -642,7 +642,7 @@ def test_a_model_that_is_compiled_meanwhile_is_not_compiled_again_when_the_chang
     counters.clear()
     loop = Loop().go(3)
     assert loop.monitor is not None
-    loop.monitor.tune(every=1, preset="full", steps=8)
+    loop.monitor.set_detail(every=1, preset="full", steps=8)
     loop.go(2)
     inner, loop.model = loop.model, torch.compile(loop.model, backend="aot_eager")  # type: ignore[assignment]
     loop.go(20)
@@ -826,7 +826,7 @@ def test_idle_steps_have_no_hooks_and_read_nothing(tmp_path: Path) -> None:
 def test_a_tensor_of_a_step_is_not_kept_by_what_ended(tmp_path: Path) -> None:
     loop = Loop(run_dir=tmp_path)
     assert loop.monitor is not None
-    loop.monitor.tune(every=1, preset="full", steps=2)
+    loop.monitor.set_detail(every=1, preset="full", steps=2)
     kept: list[weakref.ref[Tensor]] = []
     handle = loop.model[0].register_forward_hook(lambda module, args, output: kept.append(weakref.ref(output)))
     loop.go(2)

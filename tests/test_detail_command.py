@@ -1,4 +1,4 @@
-"""``gradmon tune`` as people call it: beside a training in a process of its own, and what it says of wrong requests."""
+"""``gradmon detail`` as people call it: beside a training in a process of its own, and what it says of wrong requests."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _COMMAND = "import sys; from torch_gradmon.cli.main import main; sys.exit(main()
 
 
 def _command(*words: object, limit: float = 120.0) -> subprocess.CompletedProcess[str]:
-    return forked.run(_COMMAND, "tune", *words, timeout=limit)
+    return forked.run(_COMMAND, "detail", *words, timeout=limit)
 
 
 @contextlib.contextmanager
@@ -147,7 +147,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _said(capsys: pytest.CaptureFixture[str], code: int, *words: object) -> str:
-    assert main(["tune", *map(str, words)]) == code
+    assert main(["detail", *map(str, words)]) == code
     streams = capsys.readouterr()
     return streams.out if code < 2 else streams.err
 
@@ -155,7 +155,7 @@ def _said(capsys: pytest.CaptureFixture[str], code: int, *words: object) -> str:
 def _refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     """By the parser, or by the command."""
     try:
-        code = main(["tune", *map(str, words)])
+        code = main(["detail", *map(str, words)])
     except SystemExit as error:
         code = int(str(error.code))
     assert code == 2
@@ -203,7 +203,7 @@ def test_a_directory_that_may_not_be_written_is_a_failure(
         raise PermissionError(13, "Permission denied", str(tmp_path))
 
     monkeypatch.setattr(change.tempfile, "mkstemp", denied)
-    assert main(["tune", str(tmp_path), "--every", "1"]) == 1
+    assert main(["detail", str(tmp_path), "--every", "1"]) == 1
     assert "Permission denied" in capsys.readouterr().err
 
 
@@ -221,7 +221,7 @@ def test_the_file_itself_may_be_named_and_numbers_grow(tmp_path: Path, capsys: p
         assert f"number {number}: every step" in _said(capsys, 0, tmp_path / "gradmon.sqlite", "--every", 1, "--for", 2)
         assert change.read(tmp_path / change.FILE_NAME)[0].number == number
     training.go(3)
-    training.monitor.tune(every=2)  # which is a number too
+    training.monitor.set_detail(every=2)  # which is a number too
     training.go(2)
     assert "number 5: preset full" in _said(capsys, 0, tmp_path, "--preset", "full")
     (tmp_path / change.FILE_NAME).write_text("broken")
@@ -291,7 +291,7 @@ def test_whether_a_run_looks_alive_depends_on_how_often_it_is_monitored(
     now = 1_000_000.0
     monkeypatch.setattr("torch_gradmon.step.record_builder.time.time", lambda: now)
     for _ in range(3):  # of a run whose steps take a second
-        training.monitor.tune(every=1, steps=1)
+        training.monitor.set_detail(every=1, steps=1)
         for _ in range(10):
             training.go(1)
             now += 1.0

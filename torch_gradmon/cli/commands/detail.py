@@ -1,4 +1,4 @@
-"""``gradmon tune``: more detail for a while, of a training that goes on."""
+"""``gradmon detail``: more detail for a while, of a training that goes on."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ...step.presets import PRESETS
 from .common import WrongRequest, add_parser, positive
 
 EXAMPLES = (
-    ("gradmon tune runs/first --every 1 --preset full --for 200", "everything, of the next 200 steps"),
-    ("gradmon tune runs/first --every 10 --wait", "every 10th step until further notice"),
-    ("gradmon tune runs/first --every 1 --for 50 --first 12000", "of the 50 steps from there on"),
-    ("gradmon tune runs/first --reset", "back to what the script asks for"),
-    ("gradmon tune runs/first --status", "what is in force, and what is asked for"),
+    ("gradmon detail runs/first --every 1 --preset full --for 200", "everything, of the next 200 steps"),
+    ("gradmon detail runs/first --every 10 --wait", "every 10th step until further notice"),
+    ("gradmon detail runs/first --every 1 --for 50 --first 12000", "of the 50 steps from there on"),
+    ("gradmon detail runs/first --reset", "back to what the script asks for"),
+    ("gradmon detail runs/first --status", "what is in force, and what is asked for"),
 )
 _NOTES = """\
 The training looks for a change at most once a second, at the end of a step, and takes it for the next one. A change takes the
@@ -38,23 +38,25 @@ _PAUSE = 0.2
 
 def add_to(commands: Any) -> None:
     """Add the command to those of the parser."""
-    tune = add_parser(
+    detail = add_parser(
         commands,
-        "tune",
+        "detail",
         "change what a running training measures",
         "Change how often a running training is monitored, and what is measured, for a while, without a restart.",
         EXAMPLES,
         _NOTES,
     )
-    tune.add_argument("run", metavar="RUN", help="the run directory of a training that goes on")
-    tune.add_argument("--every", type=positive, metavar="N", help="monitor the steps that are divisible by it")
-    tune.add_argument("--preset", choices=tuple(PRESETS), help="measure what this preset measures, in place of the script's")
-    tune.add_argument("--for", type=positive, dest="steps", metavar="N", help="for so many steps (default: until further notice)")
-    tune.add_argument("--first", type=_number, metavar="STEP", help="from this step on (default: the next one)")
-    tune.add_argument("--reset", action="store_true", help="go back to what the script asks for")
-    tune.add_argument("--status", action="store_true", help="tell what is in force, and what is asked for; changes nothing")
-    tune.add_argument("--wait", action="store_true", help="wait until the change is in force")
-    tune.add_argument(
+    detail.add_argument("run", metavar="RUN", help="the run directory of a training that goes on")
+    detail.add_argument("--every", type=positive, metavar="N", help="monitor the steps that are divisible by it")
+    detail.add_argument("--preset", choices=tuple(PRESETS), help="measure what this preset measures, in place of the script's")
+    detail.add_argument(
+        "--for", type=positive, dest="steps", metavar="N", help="for so many steps (default: until further notice)"
+    )
+    detail.add_argument("--first", type=_number, metavar="STEP", help="from this step on (default: the next one)")
+    detail.add_argument("--reset", action="store_true", help="go back to what the script asks for")
+    detail.add_argument("--status", action="store_true", help="tell what is in force, and what is asked for; changes nothing")
+    detail.add_argument("--wait", action="store_true", help="wait until the change is in force")
+    detail.add_argument(
         "--timeout", type=positive, metavar="SECONDS", help="wait no longer than this (default: as long as it takes)"
     )
 
@@ -87,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
     _warn(change, found)
     if options.wait:
         return _wait(directory, change, session, options.timeout)
-    print(f"whether it was taken tells: gradmon tune {options.run} --status")
+    print(f"whether it was taken tells: gradmon detail {options.run} --status")
     return 0
 
 
