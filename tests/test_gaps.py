@@ -20,7 +20,7 @@ from torch_gradmon.analysis.plots.pairing import RunPair
 from torch_gradmon.analysis.plots.panel_set import PanelSet
 from torch_gradmon.analysis.plots.sources import RunValues
 from torch_gradmon.analysis.plots.views import LAYER_VIEWS, Panel
-from torch_gradmon.cli.terminal.live import Live
+from torch_gradmon.cli.terminal.live import LiveRun
 from torch_gradmon.cli.terminal.sparkline import Columns
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.records import StepRecord
@@ -306,7 +306,7 @@ def test_both_engines_draw_no_line_over_a_gap_and_a_point_where_there_is_but_one
 
 
 def test_a_sparkline_has_a_blank_where_nothing_was_measured(run: Path) -> None:
-    live = Live(load_run(run), STEPS)
+    live = LiveRun(load_run(run), STEPS)
     series = live.series(Key("gradmon", "", "clipped_share"))
     columns = Columns.of(live.steps, 100)
     found = columns.largest(series.steps, series.values)

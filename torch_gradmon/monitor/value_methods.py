@@ -11,7 +11,7 @@ from torch import Tensor
 from ..analysis.diagnosis import Diagnosis
 from ..analysis.diagnosis.diagnose import diagnose_history
 from ..analysis.diagnosis.history import History
-from ..analysis.spike_report import tell
+from ..analysis.spike_report.text import explain
 from ..core import keys as n
 from ..core import validation as check
 from ..core.errors import display
@@ -209,7 +209,7 @@ class ValueMethods:
             raise ValueError("nothing looks for spikes: call add_preset() or add_detector(SpikeDetector()), or name a step")
         self._session.settle_now()
         self._session.recall()
-        return tell(self._session.ledger.recent(), step)
+        return explain(self._session.ledger.recent(), step)
 
     def top_parameters(self, count: int = 10) -> list[tuple[str, float]]:
         """The parameters with the largest share of the squared gradient norm in the step that ended last, largest first."""
