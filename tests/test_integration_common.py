@@ -52,7 +52,7 @@ def test_arguments_are_those_of_watch_and_of_the_monitor(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        ({"on_spke": "skip"}, TypeError, r"there is no argument 'on_spke'; did you mean on_spike\?"),
+        ({"on_spke": "skip"}, TypeError, r"there is no argument 'on_spke'; did you mean on_spike"),
         ({"scaler": None}, TypeError, r"scaler= is not needed here: the trainer has the GradScaler"),
         ({"module": nn.Linear(1, 1)}, TypeError, r"module= is not needed here: the trainer has the model"),
         ({"every": 0}, ValueError, "every=0"),

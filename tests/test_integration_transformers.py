@@ -751,7 +751,7 @@ def test_it_does_nothing_where_monitors_are_switched_off(tmp_path: Path, monkeyp
         ({"log_keys": "grad_norm"}, TypeError, r"log_keys must be names of whole-model values, such as .*got 'grad_norm'"),
         ({"log_keys": ["grad_nrm"]}, ValueError, r"log_keys='grad_nrm' is not one of .*did you mean grad_norm"),
         ({"report": "wandb"}, TypeError, "report must be True or False, got 'wandb'"),
-        ({"on_spke": "skip"}, TypeError, r"there is no argument 'on_spke'; did you mean on_spike\?"),
+        ({"on_spke": "skip"}, TypeError, r"there is no argument 'on_spke'; did you mean on_spike"),
         ({"scaler": None}, TypeError, "scaler= is not needed here: the trainer has the GradScaler"),
     ],
 )

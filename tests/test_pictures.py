@@ -22,7 +22,7 @@ from torch_gradmon.analysis.plots.block_rows import blocks, by_block
 from torch_gradmon.analysis.plots.downsampling import downsampled, points
 from torch_gradmon.analysis.plots.elements import Heatmap, Line, LineChart, Subplot, merged_marks
 from torch_gradmon.analysis.plots.panel_set import PanelSet
-from torch_gradmon.analysis.plots.sources import RecordValues, RunValues
+from torch_gradmon.analysis.plots.sources import ValueSource
 from torch_gradmon.analysis.plots.views import LAYER_VIEWS, Panel
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.records import StepRecord
@@ -69,7 +69,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[gradmon.ModuleMon
 
 def _panel_sets(trained: tuple[gradmon.ModuleMonitor, Path]) -> list[PanelSet]:
     monitor, path = trained
-    return [PanelSet(RunValues(gradmon.load_run(path))), PanelSet(RecordValues(monitor._session.ledger.memory.records()))]
+    return [
+        PanelSet(ValueSource.of_run(gradmon.load_run(path))),
+        PanelSet(ValueSource.of_records(monitor._session.ledger.memory.records())),
+    ]
 
 
 def test_a_panel_has_the_numbers_of_the_run(trained: Any) -> None:
@@ -295,7 +298,7 @@ def test_the_edges_of_the_band_are_those_of_all_steps() -> None:
 
 def test_what_was_not_measured_has_no_strip_of_its_own() -> None:
     records = [StepRecord(step, 0.0, True, {Key("", "loss", ""): 1.0}) for step in range(3)]
-    assert [subplot.title for subplot in charts.norm(PanelSet(RecordValues(records))).subplots] == ["loss"]
+    assert [subplot.title for subplot in charts.norm(PanelSet(ValueSource.of_records(records))).subplots] == ["loss"]
 
 
 def test_gradients_that_were_seen_only_at_the_step_are_not_called_unclipped() -> None:
@@ -308,7 +311,7 @@ def test_gradients_that_were_seen_only_at_the_step_are_not_called_unclipped() ->
         nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         monitor.monitor_gradients()
         monitor.end_step()
-    panel_set = PanelSet(RecordValues(monitor._session.ledger.memory.records()))
+    panel_set = PanelSet(ValueSource.of_records(monitor._session.ledger.memory.records()))
     assert charts.heatmap(panel_set).title == "gradient norm at the step"
     assert "clipped" not in dict(panel_set.panels())
 
@@ -327,7 +330,7 @@ def test_a_layer_that_was_frozen_at_first_comes_in_where_it_belongs(tmp_path: Pa
     monitor.detach()
     run = gradmon.load_run(tmp_path)
     assert run.tensors("gradient") == ["0.weight", "0.bias", "1.weight", "1.bias"]
-    assert charts.heatmap(PanelSet(RunValues(run))).rows == ("0.weight", "0.bias", "1.weight", "1.bias")
+    assert charts.heatmap(PanelSet(ValueSource.of_run(run))).rows == ("0.weight", "0.bias", "1.weight", "1.bias")
 
 
 @pytest.mark.extra

@@ -14,7 +14,7 @@ from torch_gradmon.analysis.plots import charts, colours
 from torch_gradmon.analysis.plots.elements import Heatmap, cell_text
 from torch_gradmon.analysis.plots.panel_set import PanelSet
 from torch_gradmon.analysis.plots.shading import deviations, medians, scale_labels, scale_limit
-from torch_gradmon.analysis.plots.sources import RunValues
+from torch_gradmon.analysis.plots.sources import ValueSource
 from torch_gradmon.core.records import StepRecord
 from torch_gradmon.runs.writer import RunStore
 
@@ -107,7 +107,7 @@ def test_one_spike_does_not_widen_the_scale() -> None:
 
 
 def test_the_map_is_relative_where_that_makes_sense(run: Path) -> None:
-    panel_set = PanelSet(RunValues(load_run(run)))
+    panel_set = PanelSet(ValueSource.of_run(load_run(run)))
     heat, plain = charts.heatmap(panel_set), charts.heatmap(panel_set, relative=False)
     assert heat.rows == ("large.weight", "small.weight", "dead.weight", "spoiled.weight", "seldom.weight")
     assert str(heat.values) == str(plain.values)  # what is told of a cell is its value, either way
@@ -131,14 +131,14 @@ def test_a_view_of_few_steps_shows_values(tmp_path: Path) -> None:
         assert found is not None
         store.log(StepRecord(step, 0.0, True, {}, {"gradient": found}))
     store.close()
-    assert charts.heatmap(PanelSet(RunValues(load_run(tmp_path)))).medians is None
+    assert charts.heatmap(PanelSet(ValueSource.of_run(load_run(tmp_path)))).medians is None
 
 
 def test_blocks_have_medians_of_their_own(run: Path) -> None:
-    heat = charts.heatmap(PanelSet(RunValues(load_run(run))), rows=4, columns=7)
+    heat = charts.heatmap(PanelSet(ValueSource.of_run(load_run(run))), rows=4, columns=7)
     assert len(heat.rows) == 5
     assert len(heat.first) == 7
-    whole = charts.heatmap(PanelSet(RunValues(load_run(run))))
+    whole = charts.heatmap(PanelSet(ValueSource.of_run(load_run(run))))
     assert heat.medians == pytest.approx(whole.medians, nan_ok=True)  # of all steps, however few columns there are
 
 

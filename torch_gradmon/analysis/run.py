@@ -46,9 +46,9 @@ class Run(RunReader):
     def plot(self, kind: str = "heatmap", engine: str = "plotly", **options: Any) -> Any:
         """A figure of the run; see :meth:`ModuleMonitor.plot <torch_gradmon.ModuleMonitor.plot>`, which draws the same."""
         from .plots.plot import plot
-        from .plots.sources import RunValues
+        from .plots.sources import ValueSource
 
-        return plot(RunValues(self), kind, engine, options)
+        return plot(ValueSource.of_run(self), kind, engine, options)
 
     def export(
         self,

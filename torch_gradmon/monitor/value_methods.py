@@ -168,13 +168,13 @@ class ValueMethods:
             ImportError: the engine is not installed.
         """
         from ..analysis.plots.plot import plot
-        from ..analysis.plots.sources import RecordValues
+        from ..analysis.plots.sources import ValueSource
 
         self._session.settle_now()
         inventory = self._session.planner.inventory
         order = None if inventory is None else ModelOrder(inventory.names, inventory.kinds)
         memory = self._session.ledger.memory
-        return plot(RecordValues(memory.records(), order, memory.is_whole), kind, engine, options)
+        return plot(ValueSource.of_records(memory.records(), order, memory.is_whole), kind, engine, options)
 
     def missing(self) -> dict[str, str]:
         """Why each key that was asked for has no value in the step that ended last: reason by key."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
+from typing import NamedTuple
 
 from ...core import keys as n
 from ...core.keys import parse_key
@@ -19,6 +20,36 @@ _OF_BACKWARD = (
 _OF_OPTIMIZER = "the optimizer's settings, its state (a checkpoint without it, for example), or its code"
 
 
+class _Onset(NamedTuple):
+    """The first value that differs.
+
+    Attributes:
+        key: of the value.
+        step: number of the step.
+        before: the step that was compared before; None if there is none.
+        compared: the stages that were compared in the step.
+    """
+
+    key: str
+    step: int
+    before: int | None
+    compared: Container[str]
+
+    def same(self, *stages: str) -> str:
+        """Which of ``stages`` are the same, and which were not recorded in both runs."""
+        known = [_SHORT.get(stage, stage) for stage in stages if stage in self.compared]
+        unknown = " and ".join(_SHORT.get(stage, stage) for stage in stages if stage not in self.compared)
+        if not known:
+            return f"{unknown.capitalize()} were not recorded in both runs"
+        text = f"The {' and '.join(known)} {'is' if known == ['loss'] else 'are'} the same"
+        return f"{text} ({unknown}: not recorded in both runs)" if unknown else text
+
+    @property
+    def of_forward(self) -> str:
+        """Possible causes in the forward pass."""
+        return _OF_FORWARD if "parameters" in self.compared else f"other parameters, {_OF_FORWARD}"
+
+
 def interpret(
     stage: str, key: str, step: int, before: int | None, compared: Container[str], relative: float, is_finite: bool
 ) -> str:
@@ -26,14 +57,11 @@ def interpret(
 
     Args:
         stage: of the value.
-        key: of the value.
-        step: number of the step.
-        before: the step that was compared before; None if there is none.
-        compared: the stages that were compared in the step.
+        key, step, before, compared: see :class:`_Onset`.
         relative: relative difference of the values.
         is_finite: whether both values are finite.
     """
-    text = _PLACES[stage](key, step, before, compared)
+    text = _PLACES[stage](_Onset(key, step, before, compared))
     if not is_finite:
         return f"{text} Not all of the values are finite."
     if stage in ("settings", "other values"):
@@ -71,62 +99,59 @@ def interpret_gaps(step: int, run: str, keys: Sequence[str]) -> str:
     return f"In step {step} the {run} run lacks {keys[0]}{more}, which it has in other steps."
 
 
-def _parameters(key: str, step: int, before: int | None, compared: Container[str]) -> str:
-    if before is None:
+def _parameters(onset: _Onset) -> str:
+    if onset.before is None:
         return (
-            f"The parameters differ in the first compared step ({step}): another seed, initialisation or checkpoint, or the runs "
+            f"The parameters differ in the first compared step ({onset.step}): another seed, initialisation or checkpoint, or the runs "
             "diverged before."
         )
     return (
-        f"All values that both runs recorded in step {before} are the same, and then the parameters differ: {_OF_OPTIMIZER}, or another "
-        f"change between steps {before} and {step}."
+        f"All values that both runs recorded in step {onset.before} are the same, and then the parameters differ: {_OF_OPTIMIZER}, or "
+        f"another change between steps {onset.before} and {onset.step}."
     )
 
 
-def _activations(key: str, step: int, before: int | None, compared: Container[str]) -> str:
-    if key.startswith(f"{n.INPUT}/{n.ROOT}/"):
-        return f"{_same(compared, 'parameters')}, and the input of the model differs: other data."
-    return f"{_same(compared, 'parameters')}, and this is the first activation that differs: {_of_forward(compared)}."
+def _activations(onset: _Onset) -> str:
+    if onset.key.startswith(f"{n.INPUT}/{n.ROOT}/"):
+        return f"{onset.same('parameters')}, and the input of the model differs: other data."
+    return f"{onset.same('parameters')}, and this is the first activation that differs: {onset.of_forward}."
 
 
-def _loss(key: str, step: int, before: int | None, compared: Container[str]) -> str:
-    if "activations" in compared:
-        return f"{_same(compared, 'parameters', 'activations')}, and the loss differs: other targets, or other code of the loss."
-    return f'{_same(compared, "parameters")}, and the loss differs: {_of_forward(compared)}. Activations (preset="full") would show more.'
+def _loss(onset: _Onset) -> str:
+    if "activations" in onset.compared:
+        return f"{onset.same('parameters', 'activations')}, and the loss differs: other targets, or other code of the loss."
+    hint = 'Activations (preset="full") would show more.'
+    return f"{onset.same('parameters')}, and the loss differs: {onset.of_forward}. {hint}"
 
 
-def _gradients(key: str, step: int, before: int | None, compared: Container[str]) -> str:
-    known = [stage for stage in ("activations", "loss") if stage in compared]
+def _gradients(onset: _Onset) -> str:
+    known = [stage for stage in ("activations", "loss") if stage in onset.compared]
     if known:
-        return f"{_same(compared, 'parameters', *known)}, and gradients differ: {_OF_BACKWARD}."
-    return (
-        f"{_same(compared, 'parameters')}, and gradients differ: {_of_forward(compared)}, or in the backward pass. A logged loss, or "
-        'activations (preset="full"), would show which.'
-    )
+        return f"{onset.same('parameters', *known)}, and gradients differ: {_OF_BACKWARD}."
+    hint = 'A logged loss, or activations (preset="full"), would show which.'
+    return f"{onset.same('parameters')}, and gradients differ: {onset.of_forward}, or in the backward pass. {hint}"
 
 
-def _clipped(key: str, step: int, before: int | None, compared: Container[str]) -> str:
-    if "gradients before clipping" not in compared:
-        return _gradients(key, step, before, compared)
+def _clipped(onset: _Onset) -> str:
+    if "gradients before clipping" not in onset.compared:
+        return _gradients(onset)
     return "The gradients are the same before clipping, and those that the optimizer uses differ: the clip, or its limit."
 
 
-def _settings(key: str, step: int, before: int | None, compared: Container[str]) -> str:
-    what = {"context/amp_scale": "the loss scale", "context/applied": "whether the step was applied"}.get(
-        key, "the learning rate"
-    )
-    return f"{_same(compared, 'parameters', 'gradients for the optimizer')}, and {what} differs."
+def _settings(onset: _Onset) -> str:
+    names = {"context/amp_scale": "the loss scale", "context/applied": "whether the step was applied"}
+    return f"{onset.same('parameters', 'gradients for the optimizer')}, and {names.get(onset.key, 'the learning rate')} differs."
 
 
-def _optimizer(key: str, step: int, before: int | None, compared: Container[str]) -> str:
-    return f"{_same(compared, 'parameters', 'gradients for the optimizer')}, and the optimizer's result differs: {_OF_OPTIMIZER}."
+def _optimizer(onset: _Onset) -> str:
+    return f"{onset.same('parameters', 'gradients for the optimizer')}, and the optimizer's result differs: {_OF_OPTIMIZER}."
 
 
-def _others(key: str, step: int, before: int | None, compared: Container[str]) -> str:
+def _others(onset: _Onset) -> str:
     return "The step itself does not differ, only values that were logged beside it or follow from earlier steps."
 
 
-_PLACES: dict[str, Callable[[str, int, int | None, Container[str]], str]] = {
+_PLACES: dict[str, Callable[[_Onset], str]] = {
     "parameters": _parameters,
     "activations": _activations,
     "loss": _loss,
@@ -139,18 +164,3 @@ _PLACES: dict[str, Callable[[str, int, int | None, Container[str]], str]] = {
     "other values": _others,
 }
 _SHORT = {"gradients for the optimizer": "gradients"}
-
-
-def _of_forward(compared: Container[str]) -> str:
-    return _OF_FORWARD if "parameters" in compared else f"other parameters, {_OF_FORWARD}"
-
-
-def _same(compared: Container[str], *stages: str) -> str:
-    """Which of ``stages`` are the same, and which were not recorded in both runs."""
-    known = [_SHORT.get(stage, stage) for stage in stages if stage in compared]
-    unknown = " and ".join(_SHORT.get(stage, stage) for stage in stages if stage not in compared)
-    if not known:
-        return f"{unknown.capitalize()} were not recorded in both runs"
-    verb = "is" if known == ["loss"] else "are"
-    text = f"The {' and '.join(known)} {verb} the same"
-    return f"{text} ({unknown}: not recorded in both runs)" if unknown else text

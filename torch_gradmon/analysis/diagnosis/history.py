@@ -7,15 +7,12 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 
-import torch
-from torch import Tensor
-
 from ...analysis.run import Run
 from ...core import keys as n
 from ...core.keys import Key, parse_key
 from ...core.loop_findings import Fact
 from ...core.loss_keys import loss_among
-from ...core.moments import ALWAYS, VIEWS, Column
+from ...core.moments import Column
 from ...core.records import Event, StepRecord, Table
 from ...core.subsampling import thinned
 from ...spikes.episodes import Episode, by_size, episodes
@@ -78,7 +75,7 @@ class History:
     def before_nonfinite(self) -> History:
         """The part before parameters become NaN or infinite and stay so; itself if they never do."""
         last = len(self.records)
-        while last and _is_spoiled(self.records[last - 1].tables.get(n.PARAMETER)):
+        while last and _is_nonfinite(self.records[last - 1].tables.get(n.PARAMETER)):
             last -= 1
         if last == len(self.records):
             return self
@@ -177,39 +174,14 @@ class History:
     def ratio(self, source: str, base: str) -> Matrix | None:
         """The norm of each parameter's tensor of ``source`` over that of ``base`` in the same step; None without any."""
         above, below = self.matrix(source, "norm"), self.matrix(base, "norm")
-        if above is None or below is None:
-            return None
-        row = {step: number for number, step in enumerate(below.steps)}
-        column = {name: number for number, name in enumerate(below.names)}
-        steps = [step for step in above.steps if step in row]
-        names = [name for name in above.names if name in column]
-        if not steps or not names:
-            return None
-        over = above.of(steps, names).values
-        under = below.of(steps, names).values
-        return Matrix(tuple(steps), tuple(names), torch.where(under > 0, over / under, math.nan))
+        return None if above is None or below is None else above.over(below)
 
     def matrix(self, source: str, metric: str) -> Matrix | None:
         """A built-in metric of all tensors of a source, of the steps that have it; None without any."""
         if (source, metric) not in self._matrices:
-            self._matrices[source, metric] = self._matrix(source, metric)
+            tables = [(record.step, record.tables[source]) for record in self.records if source in record.tables]
+            self._matrices[source, metric] = Matrix.of_tables(tables, metric)
         return self._matrices[source, metric]
-
-    def _matrix(self, source: str, metric: str) -> Matrix | None:
-        view = VIEWS[metric]
-        tables = [(record.step, record.tables[source]) for record in self.records if source in record.tables]
-        tables = [(step, table) for step, table in tables if view.columns <= table.columns | ALWAYS and table.names]
-        if not tables:
-            return None
-        names = list(dict.fromkeys(name for _, table in tables for name in table.names))
-        place = {name: column for column, name in enumerate(names)}
-        values = torch.full((len(tables), len(names)), math.nan, dtype=torch.float64, device="cpu")
-        columns: dict[tuple[str, ...], Tensor] = {}  # nearly all tables have the same names
-        for row, (_, table) in enumerate(tables):
-            if table.names not in columns:
-                columns[table.names] = torch.tensor([place[name] for name in table.names], device="cpu")
-            values[row, columns[table.names]] = torch.where(view.defined(table.rows), view.compute(table.rows), math.nan)
-        return Matrix(tuple(step for step, _ in tables), tuple(names), values)
 
     def sizes(self, source: str) -> dict[str, float]:
         """The number of elements of each tensor of a source."""
@@ -222,7 +194,7 @@ class History:
         return found
 
 
-def _is_spoiled(parameters: Table | None) -> bool:
+def _is_nonfinite(parameters: Table | None) -> bool:
     return parameters is not None and bool(parameters.rows[:, Column.NONFINITE].any())
 
 

@@ -11,6 +11,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ...core.moments import ALWAYS, VIEWS
+from ...core.records import Table
+
 
 def lower_median(values: Iterable[float]) -> float:
     """The middle value, or the lower one of two; NaN without any."""
@@ -89,6 +92,32 @@ class Matrix:
     steps: tuple[int, ...]
     names: tuple[str, ...]
     values: Tensor
+
+    @classmethod
+    def of_tables(cls, tables: Iterable[tuple[int, Table]], metric: str) -> Matrix | None:
+        """A built-in metric from the tables that have it, ascending by step; None without any."""
+        view = VIEWS[metric]
+        kept = [(step, table) for step, table in tables if view.columns <= table.columns | ALWAYS and table.names]
+        if not kept:
+            return None
+        names = list(dict.fromkeys(name for _, table in kept for name in table.names))
+        place = {name: column for column, name in enumerate(names)}
+        values = torch.full((len(kept), len(names)), math.nan, dtype=torch.float64, device="cpu")
+        columns: dict[tuple[str, ...], Tensor] = {}  # nearly all tables have the same names
+        for row, (_, table) in enumerate(kept):
+            if table.names not in columns:
+                columns[table.names] = torch.tensor([place[name] for name in table.names], device="cpu")
+            values[row, columns[table.names]] = torch.where(view.defined(table.rows), view.compute(table.rows), math.nan)
+        return cls(tuple(step for step, _ in kept), tuple(names), values)
+
+    def over(self, base: Matrix) -> Matrix | None:
+        """This matrix divided by ``base``, on the steps and tensors of both; NaN where ``base`` is not positive, None without any."""
+        steps, names = set(base.steps), set(base.names)
+        both = [step for step in self.steps if step in steps], [name for name in self.names if name in names]
+        if not all(both):
+            return None
+        above, below = self.of(*both), base.of(*both).values
+        return Matrix(above.steps, above.names, torch.where(below > 0, above.values / below, math.nan))
 
     def column(self, name: str) -> Series:
         """One tensor over the steps whose value is not NaN."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 
 import torch
 
@@ -13,7 +12,6 @@ from ...core import keys as n
 from ...core.keys import Key
 from ...core.loss_keys import loss_among
 from ...core.moments import Column
-from ...core.records import Event
 from ..diagnosis.series import Series
 from .gaps import Gap, RecordedSteps
 from .sources import ValueSource
@@ -26,30 +24,16 @@ class PanelSet:
     Args:
         source: of the values.
         title: name of the run.
+
+    Attributes:
+        steps, events, not_applied: as in :class:`ValueSource`.
     """
 
     def __init__(self, source: ValueSource, title: str = "") -> None:
         self._source, self.title = source, title
+        self.steps, self.events, self.not_applied = source.steps, source.events, source.not_applied
+        self._recorded = RecordedSteps(tuple(source.steps), source.is_whole)
         self._panels: dict[str, Panel | None] = {}
-
-    @property
-    def steps(self) -> list[int]:
-        """The monitored steps."""
-        return self._source.steps
-
-    @property
-    def events(self) -> list[Event]:
-        """The spikes, in order."""
-        return self._source.events
-
-    @property
-    def not_applied(self) -> Sequence[int]:
-        """Steps that the optimizer did not apply."""
-        return self._source.not_applied()
-
-    @cached_property
-    def _recorded(self) -> RecordedSteps:
-        return RecordedSteps(tuple(self.steps), self._source.is_whole)
 
     def gaps(self, steps: Sequence[int]) -> tuple[Gap, ...]:
         """Where a value that is known in ``steps``, ascending, is missing; empty for a value without steps."""
@@ -61,12 +45,12 @@ class PanelSet:
 
     def loss(self) -> Series:
         """The logged loss; empty without one."""
-        key = loss_among(self._source.logged())
+        key = loss_among(self._source.logged)
         return _series({} if key is None else self._source.values(key))
 
     def rates(self) -> Series:
         """The largest learning rate of each step."""
-        return _series(self._source.rates())
+        return _series(self._source.rates)
 
     def panel(self, name: str) -> Panel | None:
         """The panel of one of :data:`LAYER_VIEWS`; None if it was not measured.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol
 
 import torch
 
@@ -15,123 +15,69 @@ from ...runs.reader import RunReader
 from ...runs.stats_series import Stack
 
 
-class ValueSource(Protocol):
-    """The values of a run."""
+@dataclass(frozen=True)
+class ValueSource:
+    """The values of a run.
 
-    @property
-    def steps(self) -> list[int]:
-        """All steps, ascending."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether these are all recorded steps."""
-
-    @property
-    def events(self) -> list[Event]:
-        """The spikes."""
-
-    def stacks(self, source: str) -> Iterable[Stack]:
-        """The statistics of ``source`` over the steps, ascending."""
-
-    def in_model_order(self, source: str, measured: Iterable[Sequence[str]]) -> list[str]:
-        """All names in ``measured``, lists of tensors of ``source``."""
-
-    def values(self, key: Key) -> Mapping[int, float]:
-        """One value by step; empty if it is unknown."""
-
-    def logged(self) -> Iterable[Key]:
-        """The keys of values that the script logged."""
-
-    def rates(self) -> Mapping[int, float]:
-        """The largest learning rate by step."""
-
-    def not_applied(self) -> Sequence[int]:
-        """Steps that the optimizer did not apply."""
-
-
-class RecordValues:
-    """The records in a monitor's memory.
-
-    Args:
-        records: of some steps.
-        order: of the model's tensors.
-        is_whole: whether these are all records of the run.
+    Attributes:
+        steps: all steps, ascending.
+        is_whole: whether these are all recorded steps; a monitor keeps only some of many.
+        events: the spikes.
+        not_applied: steps that the optimizer did not apply.
+        rates: the largest learning rate by step.
+        logged: keys of values that the script logged.
+        values: one value by step; empty if the key is unknown.
+        stacks: statistics of a source over the steps, ascending.
+        in_model_order: sorts the names in lists of tensors of a source.
     """
 
-    def __init__(self, records: Iterable[StepRecord], order: ModelOrder | None = None, is_whole: bool = True) -> None:
-        self._records, self._order, self.is_whole = list(records), order or ModelOrder(), is_whole
+    steps: Sequence[int]
+    is_whole: bool
+    events: Sequence[Event]
+    not_applied: Sequence[int]
+    rates: Mapping[int, float]
+    logged: Iterable[Key]
+    values: Callable[[Key], Mapping[int, float]]
+    stacks: Callable[[str], Iterable[Stack]]
+    in_model_order: Callable[[str, Iterable[Sequence[str]]], list[str]]
 
-    @property
-    def steps(self) -> list[int]:
-        """All steps, ascending."""
-        return [record.step for record in self._records]
+    @classmethod
+    def of_run(cls, run: RunReader) -> ValueSource:
+        """The values in a run directory."""
+        contexts = {step: run.context(step) for step in run.steps}
+        keys = dict.fromkeys(run.scalars)
+        return cls(
+            list(contexts),
+            True,
+            run.events,
+            [step for step, context in contexts.items() if not context["applied"]],
+            {step: max(rates) for step, context in contexts.items() if (rates := context.get("lr"))},
+            [key for key in keys if not key.source],
+            lambda key: run.series(format_key(key)) if key in keys else {},
+            run.stacks,
+            run.in_model_order,
+        )
 
-    @property
-    def events(self) -> list[Event]:
-        """The spikes."""
-        return [event for record in self._records for event in record.events]
-
-    def stacks(self, source: str) -> Iterator[Stack]:
-        """The statistics of ``source``: one stack for each run of steps with the same tensors and columns."""
-        found = [(record.step, record.tables[source]) for record in self._records if source in record.tables]
-        for (names, columns), some in groupby(found, key=lambda pair: (pair[1].names, pair[1].columns)):
-            pairs = list(some)
-            yield Stack(tuple(step for step, _ in pairs), names, torch.stack([table.rows for _, table in pairs]), columns)
-
-    def in_model_order(self, source: str, measured: Iterable[Sequence[str]]) -> list[str]:
-        """All names in ``measured``."""
-        return self._order.sorted(source, measured)
-
-    def values(self, key: Key) -> dict[int, float]:
-        """One value by step."""
-        return {record.step: record.values[key] for record in self._records if key in record.values}
-
-    def logged(self) -> set[Key]:
-        """The keys of values that the script logged."""
-        return {key for record in self._records for key in record.values if not key.source}
-
-    def rates(self) -> dict[int, float]:
-        """The largest learning rate by step."""
-        return {record.step: max(rates) for record in self._records if (rates := record.context.get("lr"))}
-
-    def not_applied(self) -> list[int]:
-        """Steps that the optimizer did not apply."""
-        return [record.step for record in self._records if not record.applied]
+    @classmethod
+    def of_records(cls, records: Iterable[StepRecord], order: ModelOrder | None = None, is_whole: bool = True) -> ValueSource:
+        """The values of records in memory; ``order`` is that of the model's tensors."""
+        records = list(records)
+        return cls(
+            [record.step for record in records],
+            is_whole,
+            [event for record in records for event in record.events],
+            [record.step for record in records if not record.applied],
+            {record.step: max(rates) for record in records if (rates := record.context.get("lr"))},
+            {key for record in records for key in record.values if not key.source},
+            lambda key: {record.step: record.values[key] for record in records if key in record.values},
+            lambda source: _stacks(records, source),
+            (order or ModelOrder()).sorted,
+        )
 
 
-class RunValues:
-    """A run directory."""
-
-    is_whole = True
-
-    def __init__(self, run: RunReader) -> None:
-        self._run = run
-        self._contexts = {step: run.context(step) for step in run.steps}
-        self._keys = dict.fromkeys(run.scalars)
-        self.stacks, self.in_model_order = run.stacks, run.in_model_order
-
-    @property
-    def steps(self) -> list[int]:
-        """All steps, ascending."""
-        return list(self._contexts)
-
-    @property
-    def events(self) -> list[Event]:
-        """The spikes."""
-        return self._run.events
-
-    def values(self, key: Key) -> dict[int, float]:
-        """One value by step."""
-        return self._run.series(format_key(key)) if key in self._keys else {}
-
-    def logged(self) -> list[Key]:
-        """The keys of values that the script logged."""
-        return [key for key in self._keys if not key.source]
-
-    def rates(self) -> dict[int, float]:
-        """The largest learning rate by step."""
-        return {step: max(rates) for step, context in self._contexts.items() if (rates := context.get("lr"))}
-
-    def not_applied(self) -> list[int]:
-        """Steps that the optimizer did not apply."""
-        return [step for step, context in self._contexts.items() if not context["applied"]]
+def _stacks(records: Sequence[StepRecord], source: str) -> Iterator[Stack]:
+    """One stack for each series of steps with the same tensors and columns."""
+    found = [(record.step, record.tables[source]) for record in records if source in record.tables]
+    for (names, columns), some in groupby(found, key=lambda pair: (pair[1].names, pair[1].columns)):
+        pairs = list(some)
+        yield Stack(tuple(step for step, _ in pairs), names, torch.stack([table.rows for _, table in pairs]), columns)

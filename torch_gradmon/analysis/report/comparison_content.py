@@ -16,7 +16,7 @@ from ..diagnosis.history import History
 from ..plots import pair_charts
 from ..plots.pairing import PanelPair, RunPair
 from ..plots.panel_set import PanelSet
-from ..plots.sources import RunValues
+from ..plots.sources import ValueSource
 from ..plots.views import LAYER_VIEWS
 from .content import CODES, by_name, facts, figures, findings, known_medians, layer_table, spikes, view
 
@@ -42,7 +42,7 @@ def content(
         title: of the page.
         advance: called after each of :data:`torch_gradmon.analysis.report.content.PARTS`.
     """
-    pair = RunPair(PanelSet(RunValues(runs[0]), names[0]), PanelSet(RunValues(runs[1]), names[1]), renamed)
+    pair = RunPair(PanelSet(ValueSource.of_run(runs[0]), names[0]), PanelSet(ValueSource.of_run(runs[1]), names[1]), renamed)
     diagnoses = [diagnose_history(History.of_run(run)) for run in runs]
     advance()
     for name in LAYER_VIEWS:

@@ -23,7 +23,7 @@ from ..plots.gaps import grid
 from ..plots.panel_set import PanelSet
 from ..plots.plotly import figure
 from ..plots.shading import deviations, is_relative_by_default, medians, scale_limit
-from ..plots.sources import RunValues
+from ..plots.sources import ValueSource
 from ..plots.views import LAYER_VIEWS, Panel
 from .packing import LOG_SCALE, NONE, NONFINITE, SCALE, ZERO, packed
 
@@ -39,7 +39,7 @@ CODES = {"none": NONE, "loud": NONFINITE, "zero": ZERO, "log": LOG_SCALE, "linea
 
 def content(run: Run, title: str, advance: Callable[[], None]) -> dict[str, Any]:
     """The data of the page; ``advance`` is called after each of :data:`PARTS`."""
-    panels = PanelSet(RunValues(run), title)
+    panels = PanelSet(ValueSource.of_run(run), title)
     diagnosis = diagnose_history(History.of_run(run))
     advance()
     for name in LAYER_VIEWS:
