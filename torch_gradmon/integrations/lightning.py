@@ -166,14 +166,13 @@ class GradMonCallback(Callback):
 
     def on_train_end(self, *_: Any) -> None:
         """Send waiting values, and leave the model as it was found."""
-        monitor = self.monitor
-        if self._schedulers is None or monitor is None:
+        if self._schedulers is None or self.monitor is None:
             return
         self._adapter.end()
         self._schedulers.remove()
         self._schedulers = None
         for sink in (*self._sinks, self._take_values):
-            monitor.remove_sink(sink)
+            self.monitor.remove_sink(sink)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """The same, when training is interrupted."""

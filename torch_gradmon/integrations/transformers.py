@@ -223,9 +223,9 @@ def run_directory(args: Any, state: Any) -> Path:
     The Trainer's directory has its creation time in its name, which only the Trainer's callback knows; but it has just opened a
     file there.
     """
-    told = os.environ.get("TENSORBOARD_LOGGING_DIR")
-    if told and state.trial_name is None:
-        return Path(told).expanduser() / SUMMARY
+    logging_dir = os.environ.get("TENSORBOARD_LOGGING_DIR")
+    if logging_dir and state.trial_name is None:
+        return Path(logging_dir).expanduser() / SUMMARY
     root = Path(args.output_dir, "runs")
     files = [path for path in root.rglob("events.out.tfevents.*") if path.parent.name != SUMMARY]
     return max(files, key=lambda path: path.stat().st_mtime_ns).parent / SUMMARY if files else root / SUMMARY

@@ -132,8 +132,7 @@ def has_memory(key: Key) -> bool:
 def is_clock(key: Key) -> bool:
     """Whether a value is a time, a speed or an amount of memory.
 
-    >>> is_clock(Key("", "tokens_per_sec", "")), is_clock(Key("", "timestep_loss", "")), is_clock(Key("gradmon", "",
-    "overhead_pct"))
+    >>> is_clock(Key("", "tokens_per_sec", "")), is_clock(Key("", "timestep_loss", "")), is_clock(Key("gradmon", "", "overhead_pct"))
     (True, False, True)
     """
     if key.source not in ("", n.SUMMARY):

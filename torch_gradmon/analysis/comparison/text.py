@@ -15,7 +15,7 @@ _DIVERGENCES, _NAMES = 6, 3
 
 
 def to_text(result: ComparisonResult) -> str:
-    """All of it."""
+    """The comparison as text."""
     parts = [_wrapped(opening(result))]
     if result.first is not None:
         parts.append(_divergences(result))

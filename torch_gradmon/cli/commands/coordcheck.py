@@ -71,11 +71,7 @@ COMMAND = Command(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Make the sweep, and print its table and verdict; returns the exit code, 0 or 1.
-
-    Raises:
-        UsageError: the sweep fails, or its result cannot be written.
-    """
+    """Make the sweep, and print its table and verdict; returns the exit code, 0 or 1."""
     try:
         return _swept(options)
     except ValueError as error:  # an impossible sweep is not a failed check
@@ -142,11 +138,7 @@ def _print(sweep: WidthSweep) -> None:
 
 
 def _load(text: str) -> Any:
-    """The object at ``module:name`` or ``file.py:name``.
-
-    Raises:
-        ValueError: there is no such module, no such name in it, or the module raises.
-    """
+    """The object at ``module:name`` or ``file.py:name``."""
     where, _, name = text.rpartition(":")
     if not where or not name:
         raise ValueError(f"{text!r} must be MODULE:NAME or FILE.py:NAME, such as train.py:make_model")
@@ -192,11 +184,7 @@ def _module(where: str) -> Any:
 
 
 def _expected(given: list[str]) -> Any:
-    """A keyword, or a dict from patterns to exponents.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """A keyword, or a dict from patterns to exponents."""
     if len(given) <= 1 and not any("=" in text for text in given):
         return given[0] if given else None
     found: dict[str, Any] = {}

@@ -25,12 +25,7 @@ COMMAND = Command(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train, and print the tables.
-
-    Raises:
-        UsageError: a package is missing.
-        OSError, ValueError: see :func:`torch_gradmon.cli.demo.demo`.
-    """
+    """Train, and print the tables."""
     try:
         with requires_extra("the demo", "cli", "rich", "tqdm"):
             from ..demo import demo

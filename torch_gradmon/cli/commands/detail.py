@@ -57,11 +57,7 @@ _PAUSE = 0.2
 
 
 def run(options: argparse.Namespace) -> int:
-    """Request the change, or print the status; returns 1 if a change was waited for and not applied.
-
-    Raises:
-        UsageError: there is no such run, nothing reads changes in it, or nothing is to be changed.
-    """
+    """Request the change, or print the status; returns 1 if a change was waited for and not applied."""
     if options.status and _given(options):
         raise UsageError("--status changes nothing, and excludes all other options")
     if options.timeout is not None and not options.wait:
@@ -125,11 +121,7 @@ def _liveness(directory: Path) -> Pulse:
 
 
 def _session(found: Pulse, directory: Path) -> str:
-    """The session of the monitor that reads changes.
-
-    Raises:
-        UsageError: none does.
-    """
+    """The session of the monitor that reads changes."""
     state = state_of(found)
     if found.has_ended:
         raise UsageError("this run has ended; after it is resumed it follows its script, and a change can be requested then")

@@ -31,12 +31,7 @@ COMMAND = Command(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the files, and print their paths.
-
-    Raises:
-        UsageError: there is no such run, an option is wrong, or a package is missing.
-        OSError: the files cannot be written.
-    """
+    """Write the files, and print their paths."""
     target = output(options.to, tuple(FORMATS))
     with open_run(options.run) as source:
         try:

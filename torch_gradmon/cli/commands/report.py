@@ -28,11 +28,7 @@ COMMAND = Command(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the page and print its path.
-
-    Raises:
-        UsageError: there is no such run, it has no step yet, or a package is missing.
-    """
+    """Write the page and print its path."""
     with requires_extra("the report", "report", "plotly", "jinja2", "markupsafe"):
         from ...analysis.report.page import write, write_both
     to = None if options.to is None else output(options.to, PAGES)

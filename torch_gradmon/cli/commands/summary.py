@@ -36,11 +36,7 @@ COMMAND = Command(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the summary.
-
-    Raises:
-        UsageError: there is no such run, the pattern matches nothing, or rich is missing.
-    """
+    """Print the summary."""
     if not options.json:
         with requires_extra("the summary, without --json,", "cli", "rich"):
             from ..terminal.console import QuietConsole

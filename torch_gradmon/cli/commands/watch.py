@@ -43,11 +43,7 @@ COMMAND = Command(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show the run until Ctrl-C.
-
-    Raises:
-        UsageError: there is no such run, no terminal to show it on, or rich is missing.
-    """
+    """Show the run until Ctrl-C."""
     with requires_extra("watching", "cli", "rich"):
         from ..terminal import live_loop
         from ..terminal.console import QuietConsole

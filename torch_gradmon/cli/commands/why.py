@@ -20,11 +20,7 @@ COMMAND = Command(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report.
-
-    Raises:
-        UsageError: there is no such run, no such step in it, or no spike.
-    """
+    """Print the report."""
     with open_run(options.run) as source:
         try:
             print(explain(source, options.step))

@@ -157,7 +157,7 @@ def _vanishing(history: History) -> list[Finding]:
     ratios = history.ratio(n.GRADIENT_BEFORE_CLIP, n.PARAMETER) or history.ratio(n.GRADIENT, n.PARAMETER)
     if ratios is None or (history.learning.state != "unknown" and not history.learning.is_stuck):
         return []
-    # where the loss has come to rest for want of them, all gradients are small in the end
+    # a loss that is stuck for lack of gradients leaves all of them small in the end
     usual, drop = max((_drop(history, part) for part in (ratios.part(0, 0.1), ratios)), key=lambda found: found[1])
     if not drop > _VANISHED:
         return []
