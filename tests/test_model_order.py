@@ -105,12 +105,12 @@ def test_calls_are_still_known_in_their_order(tmp_path: Path) -> None:
 
 
 def test_a_table_of_another_run_with_two_optimizers_is_in_order_in_the_terminal(tmp_path: Path) -> None:
-    from torch_gradmon.cli.terminal.run_facts import summarised
+    from torch_gradmon.cli.terminal.run_facts import summarize
 
     model = Net(late=True)
     train(model, tmp_path).detach()
     run = gradmon.load_run(tmp_path)
-    assert [row.name for row in summarised(run, "run").rows] == parameters(model)
+    assert [row.name for row in summarize(run, "run").rows] == parameters(model)
 
 
 def test_exported_rows_are_in_order(tmp_path: Path) -> None:

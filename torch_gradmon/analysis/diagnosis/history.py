@@ -13,10 +13,11 @@ from ...core.keys import Key, parse_key
 from ...core.loop_findings import Fact
 from ...core.loss_keys import loss_among
 from ...core.moments import Column
-from ...core.records import Event, StepRecord, Table
+from ...core.records import Event, Severity, StepRecord, Table
 from ...core.subsampling import thinned
 from ...spikes.episodes import Episode, by_size, episodes
 from ...spikes.suspects import Gradients, Suspect
+from .findings import Finding
 from .learning import Learning, learning
 from .series import Matrix, Series
 
@@ -182,6 +183,24 @@ class History:
             tables = [(record.step, record.tables[source]) for record in self.records if source in record.tables]
             self._matrices[source, metric] = Matrix.of_tables(tables, metric)
         return self._matrices[source, metric]
+
+    def finding(
+        self,
+        rule: str,
+        where: str,
+        evidence: Mapping[str, float],
+        cause: str,
+        advice: str,
+        weight: float,
+        severity: Severity | None = None,
+        steps: tuple[int, int] | None = None,
+    ) -> list[Finding]:
+        """A list of one :class:`Finding`, as rules return it.
+
+        The default severity is that of a problem that matters only if the model does not learn; the default steps are all steps.
+        """
+        steps = steps or (self.records[0].step, self.records[-1].step)
+        return [Finding(rule, severity or self.learning.concern, where, steps, evidence, cause, advice, weight)]
 
     def sizes(self, source: str) -> dict[str, float]:
         """The number of elements of each tensor of a source."""

@@ -35,18 +35,15 @@ def _collapse(history: History, entropies: Mapping[str, Series], low: Mapping[st
     series = entropies[worst[0]]
     first = series.values[0]
     since = ", from the start on" if first < _COLLAPSED else ""
-    return [
-        Finding(
-            "attention-entropy-collapse",
-            history.learning.concern,
-            worst[0],
-            (series.steps[0], series.steps[-1]),
-            {"entropy / largest possible": low[worst[0]], "at the beginning": first},
-            f"The heads of this layer look at one or two keys only{since}.{also_in(worst)}",
-            "Check that logits are divided by sqrt(width of a head); normalise queries and keys, or lower the learning rate.",
-            64.5,
-        )
-    ]
+    return history.finding(
+        "attention-entropy-collapse",
+        worst[0],
+        {"entropy / largest possible": low[worst[0]], "at the beginning": first},
+        f"The heads of this layer look at one or two keys only{since}.{also_in(worst)}",
+        "Check that logits are divided by sqrt(width of a head); normalise queries and keys, or lower the learning rate.",
+        64.5,
+        steps=(series.steps[0], series.steps[-1]),
+    )
 
 
 def _growth(history: History, logits: Mapping[str, Series]) -> list[Finding]:
@@ -58,15 +55,13 @@ def _growth(history: History, logits: Mapping[str, Series]) -> list[Finding]:
         return []
     worst = sorted(grown, key=lambda name: -grown[name])
     series = logits[worst[0]]
-    return [
-        Finding(
-            "attention-logit-growth",
-            "warning" if grown[worst[0]] > _FAR_TOO_LARGE or history.learning.is_stuck else "info",
-            worst[0],
-            (series.steps[0], series.steps[-1]),
-            {"largest logit at the beginning": series.values[0], "at the end": grown[worst[0]]},
-            f"The attention logits of this layer grow; a softmax of such logits passes no gradient on.{also_in(worst)}",
-            "Normalise queries and keys (qk-norm), cap the logits, or lower the learning rate of the query and key projections.",
-            65.0,
-        )
-    ]
+    return history.finding(
+        "attention-logit-growth",
+        worst[0],
+        {"largest logit at the beginning": series.values[0], "at the end": grown[worst[0]]},
+        f"The attention logits of this layer grow; a softmax of such logits passes no gradient on.{also_in(worst)}",
+        "Normalise queries and keys (qk-norm), cap the logits, or lower the learning rate of the query and key projections.",
+        65.0,
+        severity="warning" if grown[worst[0]] > _FAR_TOO_LARGE or history.learning.is_stuck else "info",
+        steps=(series.steps[0], series.steps[-1]),
+    )

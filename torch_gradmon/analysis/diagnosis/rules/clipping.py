@@ -41,23 +41,21 @@ def _always(history: History, norms: Series, shares: Series) -> list[Finding]:
         return []
     run = Precautions.of(history)
     costs = history.learning.is_stuck or (usual > _FAR_TOO_LOW and not history.learning.is_learning)
-    return [
-        Finding(
-            "always-clipped",
-            "warning" if costs else "info",
-            "",
-            (norms.steps[0], norms.steps[-1]),
-            {
-                "share of clipped steps": shares.values[-1],
-                "median norm": norms.median,
-                "norm after it" if run.bound is None else "bound": clipped.median,
-            },
-            f"Nearly every step is clipped, to {usual:.3g} times less than its norm: "
-            "the bound sets the length of the step, not the gradient.",
-            f"Raise {_bound_name(run)} until a gradient of the median norm, {norms.median:.2g}, passes it and only outliers are clipped.",
-            68.0,
-        )
-    ]
+    return history.finding(
+        "always-clipped",
+        "",
+        {
+            "share of clipped steps": shares.values[-1],
+            "median norm": norms.median,
+            "norm after it" if run.bound is None else "bound": clipped.median,
+        },
+        f"Nearly every step is clipped, to {usual:.3g} times less than its norm: "
+        "the bound sets the length of the step, not the gradient.",
+        f"Raise {_bound_name(run)} until a gradient of the median norm, {norms.median:.2g}, passes it and only outliers are clipped.",
+        68.0,
+        severity="warning" if costs else "info",
+        steps=(norms.steps[0], norms.steps[-1]),
+    )
 
 
 def _bound_name(run: Precautions) -> str:
@@ -69,19 +67,17 @@ def _never(history: History, norms: Series) -> list[Finding]:
     run = Precautions.of(history)
     far = _outliers(norms)
     spiky = 2 <= len(far) < len(norms) / 10
-    return [
-        Finding(
-            "never-clipped",
-            "warning" if spiky and not history.learning.has_fallen else "info",
-            "",
-            (far[0], far[-1]) if spiky else (norms.steps[0], norms.steps[-1]),
-            {"median norm": norms.median, "largest": max(norms.values), "outliers": float(len(far))},
-            "The clip never acts"
-            + (f", though {len(far)} steps had more than ten times the norm of those around them." if spiky else "."),
-            f"Lower {_bound_name(run)} to two or three times the median norm, {norms.median:.2g}.",
-            77.5 if spiky else 5.0,  # what passes makes weights jump and the loss rise
-        )
-    ]
+    return history.finding(
+        "never-clipped",
+        "",
+        {"median norm": norms.median, "largest": max(norms.values), "outliers": float(len(far))},
+        "The clip never acts"
+        + (f", though {len(far)} steps had more than ten times the norm of those around them." if spiky else "."),
+        f"Lower {_bound_name(run)} to two or three times the median norm, {norms.median:.2g}.",
+        77.5 if spiky else 5.0,
+        severity="warning" if spiky and not history.learning.has_fallen else "info",
+        steps=(far[0], far[-1]) if spiky else (norms.steps[0], norms.steps[-1]),
+    )
 
 
 def _outliers(norms: Series) -> list[int]:

@@ -54,19 +54,16 @@ def _initialisation(history: History) -> list[Finding]:
         return []
     worst = sorted(odd, key=lambda name: -abs(math.log(odd[name])))
     fate = "large: signals grow from layer to layer." if odd is high else "small: signals fade from layer to layer."
-    return [
-        Finding(
-            "initialisation-scale",
-            history.learning.concern,
-            worst[0],
-            (history.steps[0], history.steps[0]),
-            {"std * sqrt(fan in)": odd[worst[0]], "matrices like this": float(len(odd)), "of": float(len(gains))},
-            f"Most matrices begin with weights that are too {fate}{also_in(worst)}",
-            "Draw them with a standard deviation of gain / sqrt(fan in), as kaiming_normal_ and xavier_normal_ do, "
-            "with a gain of 1 to 1.41.",
-            84.0,
-        )
-    ]
+    return history.finding(
+        "initialisation-scale",
+        worst[0],
+        {"std * sqrt(fan in)": odd[worst[0]], "matrices like this": float(len(odd)), "of": float(len(gains))},
+        f"Most matrices begin with weights that are too {fate}{also_in(worst)}",
+        "Draw them with a standard deviation of gain / sqrt(fan in), as kaiming_normal_ and xavier_normal_ do, "
+        "with a gain of 1 to 1.41.",
+        84.0,
+        steps=(history.steps[0], history.steps[0]),
+    )
 
 
 def _gains(history: History) -> dict[str, float]:
@@ -88,18 +85,15 @@ def _loud(history: History) -> list[Finding]:
     largest = max(outputs.of(outputs.steps[:1], names).values[0].nan_to_num(0.0).tolist())
     if not largest > _LOUD:
         return []
-    return [
-        Finding(
-            "initialisation-scale",
-            history.learning.concern,
-            outputs.names[-2] if len(outputs.names) > 1 else "",
-            (history.steps[0], history.steps[0]),
-            {"root mean square of the first outputs": largest, "first loss": loss.values[0], "loss now": history.learning.last},
-            "The first outputs of the model are far too large, and the loss has to fall from there first.",
-            "Draw the last layer, or the embedding that it is tied to, with a standard deviation of 0.02 or 1 / sqrt(its width).",
-            84.0,
-        )
-    ]
+    return history.finding(
+        "initialisation-scale",
+        outputs.names[-2] if len(outputs.names) > 1 else "",
+        {"root mean square of the first outputs": largest, "first loss": loss.values[0], "loss now": history.learning.last},
+        "The first outputs of the model are far too large, and the loss has to fall from there first.",
+        "Draw the last layer, or the embedding that it is tied to, with a standard deviation of 0.02 or 1 / sqrt(its width).",
+        84.0,
+        steps=(history.steps[0], history.steps[0]),
+    )
 
 
 def _exploding(history: History) -> list[Finding]:
@@ -123,23 +117,21 @@ def _exploding(history: History) -> list[Finding]:
         return []
     # beside a loss near zero any gradient looks large, and outputs alone may be large on purpose
     severity = "info" if history.is_resumed else "warning" if explodes else history.learning.concern
-    return [
-        Finding(
-            "exploding-gradients",
-            severity,
-            worst,
-            (first[0], first[-1]),
-            {
-                "gradient * weight / loss": usual[worst],
-                "outputs at the end / at the beginning": grows,
-                "gradient norm": history.series("grad_norm").part(0, 0.1).median,
-            },
-            "Gradients are out of proportion: each layer multiplies the signal, forward or backward.",
-            "Normalise inside the model (a norm at the start of each residual branch, an orthogonal recurrence)"
-            f"{'; the clip only bounds the result' if Precautions.of(history).clips else ', and clip the gradient norm'}.",
-            78.0 if explodes else 76.5,
-        )
-    ]
+    return history.finding(
+        "exploding-gradients",
+        worst,
+        {
+            "gradient * weight / loss": usual[worst],
+            "outputs at the end / at the beginning": grows,
+            "gradient norm": history.series("grad_norm").part(0, 0.1).median,
+        },
+        "Gradients are out of proportion: each layer multiplies the signal, forward or backward.",
+        "Normalise inside the model (a norm at the start of each residual branch, an orthogonal recurrence)"
+        f"{'; the clip only bounds the result' if Precautions.of(history).clips else ', and clip the gradient norm'}.",
+        78.0 if explodes else 76.5,
+        severity=severity,
+        steps=(first[0], first[-1]),
+    )
 
 
 def _growth_of_outputs(history: History) -> float:
@@ -164,18 +156,15 @@ def _vanishing(history: History) -> list[Finding]:
     names = [name for name in usual if history.matrices[name]] or list(usual)  # a layer rather than an embedding
     came = _drop(history, ratios.of(ratios.steps[:1], ratios.names))[1] < _EVEN
     made = _MADE_BY_TRAINING if came else ""
-    return [
-        Finding(
-            "vanishing-gradients",
-            history.learning.concern,
-            names[0],
-            (ratios.steps[0], ratios.steps[-1]),
-            {"gradient / weight here": usual[names[0]], f"in {names[-1]}": usual[names[-1]], "last third / first third": drop},
-            f"Gradients fade on their way back to the first layers, which do not learn, and the loss does not fall{made}.",
-            _advice_for_faded(history, came),
-            63.0,
-        )
-    ]
+    return history.finding(
+        "vanishing-gradients",
+        names[0],
+        {"gradient / weight here": usual[names[0]], f"in {names[-1]}": usual[names[-1]], "last third / first third": drop},
+        f"Gradients fade on their way back to the first layers, which do not learn, and the loss does not fall{made}.",
+        _advice_for_faded(history, came),
+        63.0,
+        steps=(ratios.steps[0], ratios.steps[-1]),
+    )
 
 
 def _advice_for_faded(history: History, came: bool) -> str:

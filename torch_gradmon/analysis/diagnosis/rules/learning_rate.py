@@ -48,34 +48,29 @@ def _whole(history: History, ratios: Matrix) -> list[Finding]:
     steps = (history.steps[0], history.steps[-1])
     worst, fails = _harm(history)
     if typical > _HIGH and (worst > _LEFT or history.learning.is_stuck):
-        return [
-            Finding(
-                "learning-rate-high",
-                "warning" if worst > _FAR or fails else "info",
-                "",
-                steps,
-                {"update / weight": typical, "learning rate": _largest_rate(history), "worst loss / first loss": worst},
-                "The first updates are a large part of the weights themselves, and the loss suffers.",
-                "Lower the learning rate, by ten to begin with, until updates are about a thousandth of the weights"
-                f"{Precautions.of(history).warm_up_advice}.",
-                85.0,
-            )
-        ]
+        return history.finding(
+            "learning-rate-high",
+            "",
+            {"update / weight": typical, "learning rate": _largest_rate(history), "worst loss / first loss": worst},
+            "The first updates are a large part of the weights themselves, and the loss suffers.",
+            "Lower the learning rate, by ten to begin with, until updates are about a thousandth of the weights"
+            f"{Precautions.of(history).warm_up_advice}.",
+            85.0,
+            severity="warning" if worst > _FAR or fails else "info",
+            steps=steps,
+        )
     largest = max(ratios.largest().values(), default=0.0)
     if 0 < largest < _LOW and history.learning.state in ("flat", "rises"):
-        return [
-            Finding(
-                "learning-rate-low",
-                history.learning.concern,
-                "",
-                steps,
-                {"update / weight": largest, "learning rate": _largest_rate(history)},
-                "No weight moves by more than a tiny part of itself in a step, and the loss does not fall.",
-                f"{'It still rises, which may not be enough: raise' if Precautions.of(history).raises else 'Raise'} the learning rate, "
-                "by ten at a time, until updates are about a thousandth of the weights.",
-                60.0,
-            )
-        ]
+        return history.finding(
+            "learning-rate-low",
+            "",
+            {"update / weight": largest, "learning rate": _largest_rate(history)},
+            "No weight moves by more than a tiny part of itself in a step, and the loss does not fall.",
+            f"{'It still rises, which may not be enough: raise' if Precautions.of(history).raises else 'Raise'} the learning rate, "
+            "by ten at a time, until updates are about a thousandth of the weights.",
+            60.0,
+            steps=steps,
+        )
     return []
 
 
@@ -94,18 +89,15 @@ def _high_parts(history: History, ratios: Matrix) -> list[Finding]:
     high = sorted((name for name, value in usual.items() if value > _PART_HIGH), key=lambda name: -usual[name])
     if not high:
         return []
-    return [
-        Finding(
-            "update-ratio-high",
-            history.learning.concern,
-            high[0],
-            (ratios.steps[0], ratios.steps[-1]),
-            {"update / weight": usual[high[0]], "typical of all": lower_median(usual.values())},
-            f"Each step changes these weights by {usual[high[0]]:.0%} of themselves, so they forget within a few steps.{also_in(high)}",
-            f"Lower the learning rate of {_group(history)}.",
-            70.0,
-        )
-    ]
+    return history.finding(
+        "update-ratio-high",
+        high[0],
+        {"update / weight": usual[high[0]], "typical of all": lower_median(usual.values())},
+        f"Each step changes these weights by {usual[high[0]]:.0%} of themselves, so they forget within a few steps.{also_in(high)}",
+        f"Lower the learning rate of {_group(history)}.",
+        70.0,
+        steps=(ratios.steps[0], ratios.steps[-1]),
+    )
 
 
 def _low_parts(history: History, ratios: Matrix) -> list[Finding]:
@@ -124,18 +116,15 @@ def _low_parts(history: History, ratios: Matrix) -> list[Finding]:
     if not low:
         return []
     low.sort(key=lambda name: usual[name])
-    return [
-        Finding(
-            "update-ratio-low",
-            history.learning.concern,
-            low[0],
-            (ratios.steps[0], ratios.steps[-1]),
-            {"update / weight": usual[low[0]], "largest of the others": typical, "parameters like this": float(len(low))},
-            f"These weights have gradients but hardly move, while others do.{also_in(low)}",
-            f"Raise the learning rate of {_group(history)}; if it should not change, freeze it with requires_grad_(False).",
-            55.0,
-        )
-    ]
+    return history.finding(
+        "update-ratio-low",
+        low[0],
+        {"update / weight": usual[low[0]], "largest of the others": typical, "parameters like this": float(len(low))},
+        f"These weights have gradients but hardly move, while others do.{also_in(low)}",
+        f"Raise the learning rate of {_group(history)}; if it should not change, freeze it with requires_grad_(False).",
+        55.0,
+        steps=(ratios.steps[0], ratios.steps[-1]),
+    )
 
 
 def _group(history: History) -> str:

@@ -47,19 +47,17 @@ def _divergence(history: History, loss: Series) -> list[Finding]:
         return []
     best = best or fifth
     is_far = tail.median > _FAR_ABOVE * first or tail.median > _LOST * best.median > 0
-    return [
-        Finding(
-            "loss-divergence",
-            "warning" if not _alternates(history) and (_is_steady(loss) or is_far) else "info",
-            "",
-            (best.steps[-1], tail.steps[-1]),
-            {"loss at the beginning": first, "at its best": best.median, "at the end": tail.median},
-            "The loss rises, and ends above where it began.",
-            f"Lower the learning rate{', or end the schedule that raises it' if Precautions.of(history).raises else ''}; look at the sign "
-            "of the loss and of each penalty, and for maximize=True.",
-            75.5,
-        )
-    ]
+    return history.finding(
+        "loss-divergence",
+        "",
+        {"loss at the beginning": first, "at its best": best.median, "at the end": tail.median},
+        "The loss rises, and ends above where it began.",
+        f"Lower the learning rate{', or end the schedule that raises it' if Precautions.of(history).raises else ''}; look at the sign "
+        "of the loss and of each penalty, and for maximize=True.",
+        75.5,
+        severity="warning" if not _alternates(history) and (_is_steady(loss) or is_far) else "info",
+        steps=(best.steps[-1], tail.steps[-1]),
+    )
 
 
 def _level(part: Series) -> float:
@@ -74,18 +72,16 @@ def _is_above(tail: Series, best: Series) -> bool:
 
 def _plateau(history: History, loss: Series) -> list[Finding]:
     if (since := _rate_ran_out(history)) is not None:
-        return [
-            Finding(
-                "loss-plateau",
-                "warning",
-                "",
-                (since, loss.steps[-1]),
-                {"loss then": loss.since(since).part(0, 0.2).median, "loss at the end": loss.part(0.8, 1).median},
-                "The learning rate fell below a thousandth of its largest value long before the end, and nothing moves any more.",
-                "Step the schedule less often, once per epoch if it was made for epochs, or let it end higher.",
-                30.0,
-            )
-        ]
+        return history.finding(
+            "loss-plateau",
+            "",
+            {"loss then": loss.since(since).part(0, 0.2).median, "loss at the end": loss.part(0.8, 1).median},
+            "The learning rate fell below a thousandth of its largest value long before the end, and nothing moves any more.",
+            "Step the schedule less often, once per epoch if it was made for epochs, or let it end higher.",
+            30.0,
+            severity="warning",
+            steps=(since, loss.steps[-1]),
+        )
     if history.learning.state not in ("flat", "rises") and not history.learning.is_stuck:
         return []
     head, tail = loss.part(0, 0.2), loss.part(0.8, 1)
@@ -96,19 +92,17 @@ def _plateau(history: History, loss: Series) -> list[Finding]:
     fell = history.learning.state == "falls"
     later = loss.part(_BEGINNING, 1)
     is_open |= fell and rank_shift(later.part(0, 0.2).values, later.part(0.8, 1).values) < -_PERHAPS
-    return [
-        Finding(
-            "loss-plateau",
-            "warning" if not (_alternates(history) or is_open or at_rest) and _is_steady(loss) else "info",
-            "",
-            (loss.steps[0], loss.steps[-1]),
-            {"loss at the beginning": head.median, "at the end": tail.median, "its noise": spread(tail)},
-            "The loss fell by less than a third, and does not fall any more." if fell else _cause(is_open, at_rest),
-            "If nothing else is found, check that inputs and targets belong together and that the loss depends on the model. "
-            "Overfit one batch, then try another learning rate.",
-            20.0,
-        )
-    ]
+    return history.finding(
+        "loss-plateau",
+        "",
+        {"loss at the beginning": head.median, "at the end": tail.median, "its noise": spread(tail)},
+        "The loss fell by less than a third, and does not fall any more." if fell else _cause(is_open, at_rest),
+        "If nothing else is found, check that inputs and targets belong together and that the loss depends on the model. "
+        "Overfit one batch, then try another learning rate.",
+        20.0,
+        severity="warning" if not (_alternates(history) or is_open or at_rest) and _is_steady(loss) else "info",
+        steps=(loss.steps[0], loss.steps[-1]),
+    )
 
 
 def _cause(is_open: bool, at_rest: bool) -> str:

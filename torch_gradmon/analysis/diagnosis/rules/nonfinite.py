@@ -130,15 +130,13 @@ def _stuck(history: History) -> list[Finding]:
     if overflowed < _STUCK:
         return []
     first, last = history.records[-overflowed].step, history.records[-1].step
-    return [
-        Finding(
-            "non-finite-gradient",
-            "error",
-            "",
-            (first, last),
-            {"overflowed steps in a row": float(overflowed)},
-            "The GradScaler skips every step: the gradients overflow at any scale.",
-            "The forward or backward pass itself overflows: use bfloat16, or keep the layers that overflow in float32.",
-            100.0,
-        )
-    ]
+    return history.finding(
+        "non-finite-gradient",
+        "",
+        {"overflowed steps in a row": float(overflowed)},
+        "The GradScaler skips every step: the gradients overflow at any scale.",
+        "The forward or backward pass itself overflows: use bfloat16, or keep the layers that overflow in float32.",
+        100.0,
+        severity="error",
+        steps=(first, last),
+    )

@@ -41,18 +41,16 @@ def check_spikes(history: History) -> list[Finding]:
     others = len(found) - 1
     more = "" if not others else f" There {'was 1 other spike' if others == 1 else f'were {others} other spikes'}, none larger."
     words = f"; {made.words}" if made.words else ""
-    return [
-        Finding(
-            "spike",
-            _severity(history, spike, made),
-            made.layer,
-            (spike.first, spike.last),
-            {event.signal: event.value, **({} if event.usual is None else {"usual": event.usual}), "score": event.score},
-            f"{event.signal} was {event.value:.4g}{when}{far}{words}.{more}",
-            _advice(history, spike, made, suspects),
-            15.0,  # above trivial findings, below all others
-        )
-    ]
+    return history.finding(
+        "spike",
+        made.layer,
+        {event.signal: event.value, **({} if event.usual is None else {"usual": event.usual}), "score": event.score},
+        f"{event.signal} was {event.value:.4g}{when}{far}{words}.{more}",
+        _advice(history, spike, made, suspects),
+        15.0,
+        severity=_severity(history, spike, made),
+        steps=(spike.first, spike.last),
+    )
 
 
 def _rate_jump(history: History, step: int) -> str:

@@ -49,18 +49,15 @@ def _dead(history: History) -> list[Finding]:
     if not found:
         return []
     worst = sorted(found, key=lambda name: -found[name])
-    return [
-        Finding(
-            "dead-units",
-            history.learning.concern,
-            worst[0],
-            (history.steps[len(history.steps) // 2], history.steps[-1]),
-            {"share of silent units": found[worst[0]], "layers like this": float(len(worst))},
-            f"Most units of this layer are zero for all inputs; no gradient reaches them, so they stay so.{also_in(worst)}",
-            f"Start biases at 0{_other_units(history)} or lower the learning rate.",
-            76.0,
-        )
-    ]
+    return history.finding(
+        "dead-units",
+        worst[0],
+        {"share of silent units": found[worst[0]], "layers like this": float(len(worst))},
+        f"Most units of this layer are zero for all inputs; no gradient reaches them, so they stay so.{also_in(worst)}",
+        f"Start biases at 0{_other_units(history)} or lower the learning rate.",
+        76.0,
+        steps=(history.steps[len(history.steps) // 2], history.steps[-1]),
+    )
 
 
 def _other_units(history: History) -> str:
@@ -86,15 +83,12 @@ def _saturated(history: History) -> list[Finding]:
     worst = sorted((name for name, value in usual.items() if value > _SATURATED), key=lambda name: -usual[name])
     if not worst:
         return []
-    return [
-        Finding(
-            "saturated-units",
-            history.learning.concern,
-            worst[0],
-            (history.steps[len(history.steps) // 4], history.steps[-1]),
-            {"mean square of outputs, at most 1": usual[worst[0]], "layers like this": float(len(worst))},
-            f"The outputs of this layer lie at the ends of their range, where its slope is zero.{also_in(worst)}",
-            "Normalise the inputs, draw the weights smaller, or put a norm before it.",
-            77.0,
-        )
-    ]
+    return history.finding(
+        "saturated-units",
+        worst[0],
+        {"mean square of outputs, at most 1": usual[worst[0]], "layers like this": float(len(worst))},
+        f"The outputs of this layer lie at the ends of their range, where its slope is zero.{also_in(worst)}",
+        "Normalise the inputs, draw the weights smaller, or put a norm before it.",
+        77.0,
+        steps=(history.steps[len(history.steps) // 4], history.steps[-1]),
+    )

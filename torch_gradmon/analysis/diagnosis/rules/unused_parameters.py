@@ -53,19 +53,17 @@ def _never(history: History, norms: Matrix) -> list[Finding]:
         return []
     missed.sort(key=lambda name: name not in history.matrices)
     matters = share > _SHARE and not _is_routed(missed[0], norms)
-    return [
-        Finding(
-            "no-gradient",
-            "warning" if matters else "info",
-            missed[0],
-            (norms.steps[0], norms.steps[-1]),
-            {"parameters without gradient": float(len(missed)), "share of all elements": share},
-            f"No gradient reached this parameter in any step, although it requires one.{also_in(missed)}",
-            "Look for a detach(), .data, no_grad() or a module that forward() never calls; call requires_grad_(False) if it should "
-            "not be trained.",
-            75.0,
-        )
-    ]
+    return history.finding(
+        "no-gradient",
+        missed[0],
+        {"parameters without gradient": float(len(missed)), "share of all elements": share},
+        f"No gradient reached this parameter in any step, although it requires one.{also_in(missed)}",
+        "Look for a detach(), .data, no_grad() or a module that forward() never calls; call requires_grad_(False) if it should "
+        "not be trained.",
+        75.0,
+        severity="warning" if matters else "info",
+        steps=(norms.steps[0], norms.steps[-1]),
+    )
 
 
 def _is_routed(missed: str, norms: Matrix) -> bool:

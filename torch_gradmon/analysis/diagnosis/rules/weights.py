@@ -46,22 +46,20 @@ def check_weights(history: History) -> list[Finding]:
     runs_away = growth.factor > _FAR and growth.steadiness > _EXPONENTIAL
     harms = history.learning.is_stuck or history.learning.state == "rises"
     is_cause = runs_away and _grows_by_itself(history, worst[0], growth)  # it kills units and makes the loss rise
-    return [
-        Finding(
-            "weight-growth",
-            "warning" if harms or runs_away else "info",
-            worst[0],
-            (growth.series.steps[0], growth.series.steps[-1]),
-            {
-                "norm at the beginning": growth.series.values[0],
-                "at the end": growth.series.values[-1],
-                "growth in the last third": math.exp(growth.last),
-            },
-            f"The weights have grown by a factor of {growth.factor:.3g}, and go on growing.{also_in(worst)}",
-            "Look for a penalty or a weight decay with the wrong sign; lower the learning rate, or raise the weight decay.",
-            77.0 if is_cause else 69.0 if runs_away else 45.0,
-        )
-    ]
+    return history.finding(
+        "weight-growth",
+        worst[0],
+        {
+            "norm at the beginning": growth.series.values[0],
+            "at the end": growth.series.values[-1],
+            "growth in the last third": math.exp(growth.last),
+        },
+        f"The weights have grown by a factor of {growth.factor:.3g}, and go on growing.{also_in(worst)}",
+        "Look for a penalty or a weight decay with the wrong sign; lower the learning rate, or raise the weight decay.",
+        77.0 if is_cause else 69.0 if runs_away else 45.0,
+        severity="warning" if harms or runs_away else "info",
+        steps=(growth.series.steps[0], growth.series.steps[-1]),
+    )
 
 
 def _grows_by_itself(history: History, name: str, growth: _Growth) -> bool:
