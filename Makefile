@@ -1,11 +1,11 @@
-# Everything that a fresh machine with Python and make needs: `make demo` and `make test` set themselves up.
+# A fresh machine needs only Python and make: `make demo` and `make test` install everything else.
 
 PYTHON ?= python3
-# set TORCH to install another version or build; a torch that is in the environment already is kept
+# set TORCH to install another version or build; an installed torch is kept
 TORCH ?= torch==2.13.0
-# how many processes run tests at a time
+# number of test processes
 WORKERS ?= 2
-# about how long the tests take on two cores that do nothing else, and how large their environments are together
+# duration of the tests on two idle cores, and total size of their environments
 TEST_MINUTES := 8
 TEST_SIZE := 5.4 GB
 VENV := .venv
@@ -13,7 +13,7 @@ DEMO := .venv-demo
 BARE := .venv-bare
 BENCH := .venv-bench
 
-# a trainer with its extra, and what of the loggers its tests read back, on top of the bare environment; nothing else
+# each trainer with its extra and the loggers that its tests read, on top of the bare environment
 TRAINERS := lightning transformers ignite accelerate
 lightning_extras := lightning,tensorboard
 transformers_extras := transformers,accelerate,wandb,tensorboard,trackio
@@ -25,7 +25,7 @@ accelerate_extras := accelerate,tensorboard
 demo: $(DEMO)/.ready
 	$(DEMO)/bin/gradmon demo
 
-# once without any optional package, then what those packages make possible, then the linters
+# first without optional packages, then the tests that need them, then the linters
 test: announce $(VENV)/.ready $(BARE)/.ready browser
 	$(BARE)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow and not gpu and not extra and not integration"
 	$(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "extra and not slow and not gpu" $$(grep -l "mark\.extra" tests/test_*.py)
@@ -37,7 +37,7 @@ missing = $(strip $(foreach environment,$(VENV) $(BARE) $(TRAINERS:%=.venv-%),$(
 announce:
 	@echo "make test: $(if $(missing),installs $(missing) (all of them: $(TEST_SIZE) with a torch for the CPU); then )runs the tests without" \
 		"optional packages, those that need some, those of the trainers, and the linters:" \
-		"about $(TEST_MINUTES) minutes on two cores that do nothing else."
+		"about $(TEST_MINUTES) minutes on two idle cores."
 
 test-integrations: $(TRAINERS:%=test-%)
 
@@ -67,19 +67,19 @@ bench: $(BENCH)/.ready
 	$(BENCH)/bin/python -m benchmarks.acting
 	$(BENCH)/bin/python -m benchmarks.report
 
-# spike rules on labelled curves of real runs and on made-up ones
+# spike rules on labelled curves of real runs and on synthetic ones
 bench-spikes: $(BENCH)/.ready
 	$(BENCH)/bin/python -m benchmarks.spikes
 
-# how many faults of the zoo a diagnosis names, and of what else it warns
+# recall and false alarms of the diagnosis on the zoo of faults
 bench-faults: $(VENV)/.ready
 	$(VENV)/bin/python -m benchmarks.faults.judging
 
-# how large reports are, and how long they take to open
+# size of reports, and time to open them
 bench-reports: $(VENV)/.ready browser
 	$(VENV)/bin/python -m benchmarks.reports
 
-# the exponents of layers over the width, and their picture
+# exponents of layers over the width, and their picture
 bench-widths: $(VENV)/.ready
 	$(VENV)/bin/python -m benchmarks.width_sweep
 
@@ -99,18 +99,18 @@ images: $(VENV)/.ready browser
 browser:
 	@(command -v chromium && command -v chromedriver) >/dev/null \
 		|| (apt-get update -qq && apt-get install -y -qq chromium chromium-driver) >/dev/null 2>&1 \
-		|| echo "there is no Chromium, and it cannot be installed: browser tests are skipped"
+		|| echo "no Chromium, and it cannot be installed: browser tests are skipped"
 
 $(VENV)/.ready: pyproject.toml
-	@echo "$(VENV): installs all that tests and tools need, 3.3 GB with a torch for the CPU"
+	@echo "$(VENV): installs everything for tests and tools, 3.3 GB with a torch for the CPU"
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -c "import torch" 2>/dev/null || $(VENV)/bin/pip install --quiet $(TORCH)
 	$(VENV)/bin/pip install --quiet --editable ".[dev]"
 	touch $@
 
-# numpy because torch warns on import where it is missing
+# numpy, because torch warns on import without it
 $(DEMO)/.ready: pyproject.toml
-	@echo "$(DEMO): installs rich, tqdm, plotly, jinja2 and numpy, 0.2 GB, and $(TORCH) unless a torch is there already:" \
+	@echo "$(DEMO): installs rich, tqdm, plotly, jinja2 and numpy, 0.2 GB, and $(TORCH) unless a torch is installed:" \
 		"0.9 GB, or several where it comes with CUDA"
 	test -x $(DEMO)/bin/python || $(PYTHON) -m venv $(DEMO)
 	$(DEMO)/bin/python -c "import torch" 2>/dev/null || $(DEMO)/bin/pip install --quiet $(TORCH)
@@ -125,14 +125,14 @@ $(BARE)/.ready: pyproject.toml
 	touch $@
 
 $(BENCH)/.ready: pyproject.toml
-	@echo "$(BENCH): installs torch and what the benchmarks compare with"
+	@echo "$(BENCH): installs torch and the packages that the benchmarks compare with"
 	test -x $(BENCH)/bin/python || $(PYTHON) -m venv $(BENCH)
 	$(BENCH)/bin/python -c "import torch" 2>/dev/null || $(BENCH)/bin/pip install --quiet $(TORCH)
 	$(BENCH)/bin/pip install --quiet --editable ".[bench]" $(TORCH)
 	touch $@
 
 .venv-%/.ready: pyproject.toml $(BARE)/.ready
-	@echo ".venv-$*: installs $($*_extras) beside what $(BARE) has, up to 0.5 GB"
+	@echo ".venv-$*: installs $($*_extras) on top of $(BARE), up to 0.5 GB"
 	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
 	$(BARE)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
 		> $$(.venv-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/bare.pth

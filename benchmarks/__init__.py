@@ -1,1 +1,1 @@
-"""What torch_gradmon costs, measured beside what else there is."""
+"""The cost of torch_gradmon, measured beside alternatives."""

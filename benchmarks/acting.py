@@ -1,4 +1,4 @@
-"""What it costs to decide about every step before the optimizer takes it, and to keep snapshots to go back to.
+"""Cost of a decision before every optimizer step, and of snapshots for a rollback.
 
     python -m benchmarks.acting
 
@@ -29,7 +29,7 @@ from .training import Side
 
 RESULTS = Path(__file__).parent / "results" / "acting.json"
 STEPS, _WARM_UP, _SEQUENCES = 20, 2, 2
-#: Of so many steps one is monitored where there is a cadence, and a snapshot is taken.
+#: Steps from one monitored step to the next with a cadence, and from one snapshot to the next.
 EVERY = 10
 WATCHED: dict[str, dict[str, Any]] = {
     'on_spike="warn"': {"on_spike": "warn"},
@@ -57,7 +57,7 @@ def measure(threads: int, steps: int = STEPS) -> dict[str, Any]:
         gc.collect()
         whole.append(1e3 * clock(partial(bare.step, text[:, :-1], text[:, 1:])))
         for name in sorted(WATCHED, reverse=bool(step % 2)):
-            guard = monitors[name]._session.guard
+            guard = monitors[name]._runtime.guard
             before = guard.spent()
             run[name]()
             own[name].append(1e3 * (guard.spent() - before))
@@ -89,7 +89,7 @@ def measure(threads: int, steps: int = STEPS) -> dict[str, Any]:
 
 
 def markdown(result: Result) -> str:
-    """All that the README says about it."""
+    """The section of the README."""
     machine, sections = result["machine"], result["sections"]
     heads = [f"{section['threads']} thread{'s' * (section['threads'] > 1)}" for section in sections]
     titles = [*(f"ms, {head}" for head in heads), *(f"% of a step, {head}" for head in heads)]

@@ -3,11 +3,11 @@
     python -m benchmarks.activations
     python -m benchmarks.activations --quick      # does it run?
 
-A forward and backward pass takes many times as long as what is added to it, so that the difference of two steps is mostly
-noise. A stopwatch on every module, whose hooks stand before and behind those of the monitor, tells what they take where they
-are called, with the caches as the model leaves them; with the three calls around the step that is the *added time*. What a
-stopwatch cannot see, such as a model that finds its caches emptied, is in the difference between the steps of a round, which
-is told beside it. The floor is one ``torch.sum`` over each output.
+A forward and backward pass takes many times as long as the monitor's work in it, so the difference of two steps is mostly
+noise. A stopwatch on every module, with hooks before and after those of the monitor, measures their time at each call, with the
+caches as the model leaves them. With the three calls around the step this is the *added time*. Effects outside of it, such as a
+model with emptied caches, appear in the difference between the steps of a round, which is listed beside it. The floor is
+one ``torch.sum`` over each output.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ranks tell each other in a step, in bytes, beside the formula of the README.
+"""Bytes that ranks exchange in a step, beside the formula of the README.
 
     python -m benchmarks.exchange
 
@@ -117,7 +117,7 @@ def _work(rank: int, ranks: int, directory: str) -> None:
 
 
 def measured(ranks: int) -> list[dict[str, Any]]:
-    """What so many ranks exchange, by wrapper: in most steps, and in every tenth."""
+    """Bytes that this number of ranks exchanges, by wrapper: in most steps, and in every tenth."""
     with tempfile.TemporaryDirectory() as directory:
         multiprocessing.spawn(_work, args=(ranks, directory), nprocs=ranks)  # type: ignore[no-untyped-call]
         all_ranks = [json.loads(Path(directory, f"rank{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]

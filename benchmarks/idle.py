@@ -126,7 +126,7 @@ def _differences(first: Loop, second: Loop, steps: int) -> list[float]:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """What stands in the README."""
+    """The section of the README."""
     where = result["machine"]
     return (
         f"**A step that is not monitored** ({result['parameters']} parameters): {with_spread(result['python_us'])} µs of Python, "

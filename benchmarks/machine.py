@@ -1,4 +1,4 @@
-"""What was measured on, without saying whose it is."""
+"""The machine of a measurement, without its owner."""
 
 from __future__ import annotations
 

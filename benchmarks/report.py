@@ -90,7 +90,7 @@ def step_line(step: Mapping[str, Any]) -> str:
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """All that the README says about measured times."""
+    """The README section on times."""
     parts = []
     for result in results:
         parts.append(f"{describe_machine(result)}; {result['date']}. Medians, quartiles in brackets.")
@@ -119,7 +119,7 @@ def watched_table(section: Mapping[str, Any]) -> Iterator[str]:
 
 
 def activations_markdown(result: Result) -> str:
-    """All that the README says about what activations cost."""
+    """The README section on the cost of activations."""
     machine = result["machine"]
     parts = [
         f"{machine['processor']} ({machine['cores']} cores), torch {machine['torch']}; {result['date']}. Medians, quartiles in brackets."
@@ -144,7 +144,7 @@ def sinks_table(result: Result) -> Iterator[str]:
 
 
 def sinks_markdown(result: Result) -> str:
-    """All that the README says about what sinks cost."""
+    """The README section on the cost of sinks."""
     machine = result["machine"]
     where = f"{machine['processor']} ({machine['cores']} cores), Python {machine['python']}"
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
@@ -166,7 +166,7 @@ def exchange_table(result: Result) -> Iterator[str]:
 
 
 def exchange_markdown(result: Result) -> str:
-    """All that the README says about what ranks exchange."""
+    """The README section on the exchange between ranks."""
     large = "; ".join(
         f"{row['ranks']:,} ranks: {row['sent'] / 1e3:,.0f} kB from each, {row['received'] / 1e3:,.0f} kB to each, in "
         f"{row['collectives']} collective{'s' * (row['collectives'] > 1)}"

@@ -20,7 +20,7 @@ EPS = 1e-8
 
 
 class LeftOut(Exception):
-    """A contender cannot take part; the message says why."""
+    """A contender cannot take part; the message has the reason."""
 
 
 def _package(name: str) -> Any:
@@ -87,7 +87,7 @@ def torch_module_monitor(model: nn.Module, _: ExitStack) -> Run:
 
 
 def wandb_watch(model: nn.Module, stack: ExitStack) -> Run:
-    """The hooks that ``wandb.watch`` hangs on the parameters are called with their gradients, as autograd would.
+    """The hooks that ``wandb.watch`` installs on the parameters are called with their gradients, as autograd would.
 
     Each makes a histogram and hands it to wandb's own process. The step's ``wandb.log``, which every user of wandb calls
     anyway, is not part of it; neither are statistics of the machine, which are switched off.

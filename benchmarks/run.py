@@ -5,7 +5,7 @@
     python -m benchmarks.report                              # the README's table and plot
 
 Prints ratios with their spread, and how far they are from what was aimed at; writes ``benchmarks/results/benchmark_cpu.json``
-or ``benchmark_cuda.json``. A package that is not installed is left out, with a line that says so.
+or ``benchmark_cuda.json``. A package that is not installed is left out, with a line about it.
 """
 
 from __future__ import annotations

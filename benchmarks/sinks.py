@@ -28,7 +28,7 @@ Log = Callable[[dict[str, float], int], object]
 ROUNDS, QUICK_ROUNDS = 200, 3
 #: What ``watch`` shows, and a model of many layers.
 SIZES = (14, 1000)
-#: Whose versions are told.
+#: Packages whose versions are listed.
 PACKAGES = ("wandb", "tensorboard", "trackio")
 
 

@@ -14,7 +14,7 @@ class Target:
     Attributes:
         set: of gradients.
         ours: whose figure it is.
-        than: None for a ratio to the floor, which should be small; else who should take so many times as long.
+        than: None for a ratio to the floor, which should be small; else the contender that should take that multiple of the time.
         aim, stretch: the figures.
     """
 

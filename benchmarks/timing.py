@@ -16,14 +16,14 @@ Run = Callable[[], object]
 #: Seconds that a call takes.
 Clock = Callable[[Run], float]
 
-#: What takes more than so many floors is measured in one round of three, as long as that leaves five.
+#: A contender that takes more than this number of floors is measured in one round of three, as long as that leaves five.
 SLOW = 20.0
 SLOW_EVERY, SLOW_LEAST = 3, 5
 
 
 @dataclass(frozen=True)
 class Floor:
-    """What nobody can go below: ``run`` takes ``1 / scale`` times as long."""
+    """The lower bound: ``run`` takes ``1 / scale`` times as long."""
 
     run: Run
     scale: float = 1.0

@@ -1,4 +1,4 @@
-"""Steps of a model that somebody watches, and the seconds that the watching takes in them."""
+"""Steps of a watched model, and the seconds that the watching takes in them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _WARM_UP = 2
 
 
 class Stopwatch:
-    """Adds up the seconds between the first and the last hook before and after each module: those of whoever hangs between.
+    """Adds up the seconds between its two hooks before each module and its two after it: the time of the hooks between.
 
-    Its own hooks are the first and the last only if all others hang already.
+    Its own hooks are the first and the last only if all others are installed already.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -38,7 +38,7 @@ class Stopwatch:
         for module in self._modules:
             for hooks in (list(module._forward_pre_hooks.values()), list(module._forward_hooks.values())):
                 if (hooks[0], hooks[-1]) != (self._start, self._stop):
-                    raise RuntimeError(f"a hook of {type(module).__name__} was hung outside of the stopwatch's")
+                    raise RuntimeError(f"a hook of {type(module).__name__} was installed outside of the stopwatch's")
 
     def _start(self, *_: object) -> None:
         self._since = time.perf_counter()
@@ -71,7 +71,7 @@ class Side:
         self.values: dict[str, float] = {}
         self._numbers = count()
         self._stopwatch: Stopwatch | None = None
-        for _ in range(_WARM_UP):  # the first step hangs hooks, and compiles
+        for _ in range(_WARM_UP):  # the first step installs hooks, and compiles
             self._step()
         self._stopwatch = Stopwatch(model)
 
@@ -79,7 +79,7 @@ class Side:
         """A step whose cost is kept.
 
         Raises:
-            RuntimeError: the monitor has hung hooks anew, which the stopwatch does not see.
+            RuntimeError: the monitor has installed new hooks outside of the stopwatch.
         """
         assert self._stopwatch is not None
         self._stopwatch.seconds = 0.0
@@ -108,7 +108,7 @@ class Side:
 
 
 def clock(run: Run) -> float:
-    """Seconds of a call; a step tells by itself which of its seconds were added."""
+    """Seconds of a call; a step has its own count of added seconds."""
     start = time.perf_counter()
     found = run()
     return found.added if isinstance(found, Cost) else time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""Who watches activations: each hangs itself on a copy of the model, and is driven by the same three calls."""
+"""Who watches activations: each is installed on a copy of the model, and is driven by the same three calls."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PLAIN: Mapping[str, Function] = {**LEAN, "max": lambda x: x.abs().max(), "sparsi
 
 
 def module_monitor(model: nn.Module, metrics: Iterable[str], functions: Mapping[str, Function] = LEAN) -> Monitor:
-    """torch-module-monitor, with the hooks that it hangs by itself."""
+    """torch-module-monitor, with its own hooks."""
     monitor: Monitor = rivals._package("torch_module_monitor").ModuleMonitor(monitor_step_fn=lambda step: True)
     monitor.set_module(model)  # type: ignore[attr-defined]
     for metric in metrics:
@@ -67,7 +67,7 @@ class Watcher:
 
     Attributes:
         label: for people.
-        watch: hangs it on a model, for these metrics.
+        watch: installs it on a model, for these metrics.
         ours: whether it is torch_gradmon.
         metrics: the sets of metrics that it is measured with.
     """

@@ -107,7 +107,7 @@ def tokens(seed: int) -> Batch:
 
 
 def fresh(data: Callable[[int], Batch], steps: int = 3) -> Callable[[int], list[Batch]]:
-    """A new batch for every step, so that no width comes to the end of what there is to learn."""
+    """A new batch for every step, so no width stops learning."""
     return lambda seed: [data(seed) for _ in range(steps)]
 
 

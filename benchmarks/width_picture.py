@@ -12,7 +12,7 @@ from torch_gradmon.analysis.width_sweep import WidthSweep
 from torch_gradmon.analysis.width_sweep.plots import middle_of
 from torch_gradmon.analysis.width_sweep.verdicts import series
 
-#: Okabe & Ito's colours, which colour-blind people tell apart.
+#: Okabe & Ito's colours, which colour-blind people can distinguish.
 _COLOURS = {"input": "#0072b2", "vector": "#8b949e", "hidden": "#e69f00", "output": "#d55e00"}
 #: By column and row: which case, and what stands above.
 _PLACES = (

@@ -1,4 +1,4 @@
-"""The width sweep on models of which theory says what must come out; writes results/width_sweep.json and a picture.
+"""The width sweep on models with exponents known from theory; writes results/width_sweep.json and a picture.
 
 python -m benchmarks.width_sweep                  # under two minutes on one core
 python -m benchmarks.width_sweep --repetitions 1 --widths 64 128 256 --no-files
@@ -22,11 +22,11 @@ from .machine import machine
 from .report import RESULTS
 
 WIDTHS = (64, 128, 256, 512, 1024)
-#: Each sweep has so many seeds of its own.
+#: Seeds of each sweep.
 SEEDS = 3
 PICTURE = RESULTS.parent.parent / "images" / "width_sweep.png"
 
-#: By name: what is said of the model, and the arguments of the sweep. A learning rate is that at the smallest width.
+#: By name: a description of the model, and the arguments of the sweep. A learning rate is that at the smallest width.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mlp_standard": (
         "perceptron, standard, Adam",

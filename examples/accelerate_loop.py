@@ -1,6 +1,6 @@
-"""Accelerate: accumulation, clipping, a scheduler, and one tracker of Accelerate's that gets it all, on scikit-learn's digits.
+"""Accelerate: accumulation, clipping, a scheduler, and one tracker that gets all values, on scikit-learn's digits.
 
-A loop as Accelerate's documentation has it, with three lines for the monitor. One group of batches is spoiled and skipped; a line
+The loop of Accelerate's documentation, with three lines for the monitor. One group of batches is spoiled and skipped; a line
 asks the monitor before the scheduler steps. ``pip install accelerate scikit-learn``.
 """
 
@@ -23,7 +23,7 @@ EPOCHS, SPOILED = 6, 150
 
 
 class Table(GeneralTracker):
-    """Stands for W&B, TensorBoard or another: it keeps its rows."""
+    """In place of W&B, TensorBoard or another tracker: keeps its rows."""
 
     name, requires_logging_directory, tracker = "table", False, None
 
@@ -32,7 +32,7 @@ class Table(GeneralTracker):
         self.rows: dict[int, dict[str, float]] = {}
 
     def log(self, values: dict[str, float], step: int = 0, **_: Any) -> None:
-        """Take what the loop, or the monitor, has of a step."""
+        """Take values of a step, from the loop or from the monitor."""
         self.rows.setdefault(step, {}).update(values)
 
 
@@ -45,9 +45,9 @@ def digits() -> DataLoader[Any]:
 
 
 def main() -> None:
-    """Train, and print what the tracker was given."""
-    warnings.simplefilter("ignore", gradmon.GradmonWarning)  # the spike would be told
-    monitor = gradmon.ModuleMonitor(on_spike="skip")  # 1: a monitor, and what it measures
+    """Train, and print the rows of the tracker."""
+    warnings.simplefilter("ignore", gradmon.GradmonWarning)  # without the warning about the spike
+    monitor = gradmon.ModuleMonitor(on_spike="skip")  # 1: a monitor and its metrics
     monitor.add_preset("standard")
     table = Table()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, log_with=[GradMonTracker(monitor), table])  # 2
@@ -59,7 +59,7 @@ def main() -> None:
     loader = digits()
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(adam, EPOCHS * len(loader) // 4)
     model, optimizer, loader, scheduler = accelerator.prepare(net, adam, loader, cosine)
-    monitor.set_module(model)  # 3: the model, the optimizer, and where it goes
+    monitor.set_module(model)  # 3: the model, the optimizer, and the outputs
     monitor.attach(optimizer)
     monitor.add_sink(accelerator)
 
@@ -74,7 +74,7 @@ def main() -> None:
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
-                if not monitor.step_skipped:  # a skip is no overflow, which is all that Accelerate looks for
+                if not monitor.step_skipped:  # Accelerate only checks for an overflow, and a skip is none
                     scheduler.step()
                 optimizer.zero_grad()
             batch += 1

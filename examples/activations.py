@@ -1,7 +1,7 @@
-"""Look inside a network while it trains: sizes, tails, dead units and saturated gates, and what comes back as gradients.
+"""Look inside a network while it trains: sizes, tails, dead units and saturated gates, and gradients of outputs.
 
-The network has two faults on purpose: a layer whose units die of a large negative bias, and a gate that saturates because its
-input is far too large. Both show in a few lines, and the values are those of training forwards only.
+The network has two faults on purpose: a layer whose units die because of a large negative bias, and a gate that saturates
+because its input is far too large. Both show in a few lines, and the values are those of training forwards only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Net(nn.Module):
         self.second, self.gate, self.head = nn.Linear(64, 64), nn.Sigmoid(), nn.Linear(64, 1)
         with torch.no_grad():
             self.first.bias[:24] = -100.0  # a fault: these 24 of 64 units never fire
-            self.second.weight *= 40.0  # another: most gates are open or shut for good
+            self.second.weight *= 40.0  # another: most gates stay open or closed
 
     def forward(self, x: Tensor) -> Tensor:
         """One number for each row of ``x``, ``[batch, 16]``."""
@@ -30,7 +30,7 @@ class Net(nn.Module):
 
 
 def main() -> None:
-    """Train, and print what the activations do."""
+    """Train, and print statistics of the activations."""
     torch.manual_seed(0)
     inputs = torch.randn(512, 16)
     targets = inputs @ torch.randn(16, 1)

@@ -1,7 +1,7 @@
-"""Mixed precision, accumulation over micro-batches and torch's own clipping: the loop stays as it is, the numbers are right.
+"""Mixed precision, accumulation over micro-batches and torch's own clipping: the loop is unchanged, the numbers are right.
 
 The monitor follows the GradScaler: gradients are reported unscaled, accumulated, before and after clipping, and a step that
-the scaler skips is marked and left out of what counts as normal.
+the scaler skips is marked and left out of the baseline.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BAD_STEP = 25
 
 
 def main() -> None:
-    """Train with one batch that overflows, and print what the monitor saw."""
+    """Train with one batch that overflows, and print values of the monitor."""
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     inputs = torch.randn(1024, 16, device=device)
@@ -36,7 +36,7 @@ def main() -> None:
             with torch.autocast(device, dtype=torch.bfloat16):
                 loss = nn.functional.mse_loss(model(inputs[batch]).float(), targets[batch]) / MICRO_BATCHES
             if step == BAD_STEP:
-                loss = loss * float("inf")  # one overflow, as half precision has them
+                loss = loss * float("inf")  # one overflow, as in half precision
             scaler.scale(loss).backward()
             total += loss.item()
         scaler.unscale_(optimizer)

@@ -1,8 +1,8 @@
-"""One BERT, four learning rates, and what ``monitor.diagnose()`` makes of each without a hint.
+"""One BERT, four learning rates, and the diagnosis of each by ``monitor.diagnose()``.
 
 After an article on gradient norms, which trains a randomly initialised BERT on pairs of sentences, with Adam at 10, 0.1, 0.001 and
 0.00005: the first one ends in NaN, two stay on a plateau, the last one learns. Here a small one learns whether the second sentence
-is the first one with words left out, or another. Nothing is downloaded. ``--image picture.svg`` needs matplotlib.
+is the first one without some words, or another one. Nothing is downloaded. ``--image picture.svg`` needs matplotlib.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch_gradmon.cli.demo_model import corpus
 
 RATES = (10.0, 0.1, 0.001, 0.00005)
 STEPS, BATCH, PAIRS = 80, 16, 256
-#: Words that have a number, and in a sentence; the share that is kept of those of a pair.
+#: Size of the vocabulary and of a sentence; share of words that remain in a pair.
 WORDS, LENGTH, KEPT = 1000, 8, 0.6
 DEPTH, WIDTH, LAYER = 12, 256, "bert.encoder.layer"  # as deep as the article's, a third as wide
 PANELS = {"first layer": f"{LAYER}.0", "last layer": f"{LAYER}.{DEPTH - 1}", "pooler": "bert.pooler", "classifier": "classifier"}
@@ -30,7 +30,7 @@ COLOURS = ("#d55e00", "#e69f00", "#0072b2", "#009e73")  # after Okabe and Ito, d
 
 
 def pairs() -> dict[str, Tensor]:
-    """Sentences of Python's documentation, two by two: what BERT takes, each ``[pairs, ...]``. 0 is padding, 1 begins, 2 ends."""
+    """Pairs of sentences of Python's documentation: inputs of BERT, each ``[pairs, ...]``. 0 is padding, 1 begins, 2 ends."""
     chosen = random.Random(0)
     sentences = [re.findall(r"[a-z]+", sentence.lower()) for sentence in re.split(r"(?<=[.:])\s+(?=[A-Z])", corpus()[0])]
     sentences = [sentence[:LENGTH] for sentence in sentences if len(sentence) > LENGTH // 2]
@@ -49,10 +49,10 @@ def pairs() -> dict[str, Tensor]:
 
 
 def train(rate: float, steps: int, data: dict[str, Tensor], run_dir: str) -> gradmon.Diagnosis:
-    """Train at one learning rate, all else being equal, and say what is wrong."""
+    """Train at one learning rate, all else being equal, and return the diagnosis."""
     torch.manual_seed(0)
     sizes = {"hidden_size": WIDTH, "num_hidden_layers": DEPTH, "num_attention_heads": WIDTH // 32, "intermediate_size": 4 * WIDTH}
-    # with dropout of attention weights, torch would not take its fused kernel of attention on a CPU
+    # dropout of attention weights would disable torch's fused attention kernel on a CPU
     config = BertConfig(vocab_size=WORDS, max_position_embeddings=2 * LENGTH + 3, attention_probs_dropout_prob=0.0, **sizes)
     model = BertForSequenceClassification(config)
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
@@ -101,7 +101,7 @@ def draw(runs: dict[float, gradmon.Run], file: str) -> None:
 
 
 def main() -> None:
-    """Train at each rate, and print what the monitor makes of it."""
+    """Train at each rate, and print the diagnosis."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--rates", type=float, nargs="+", default=RATES)

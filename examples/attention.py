@@ -1,7 +1,7 @@
-"""What the heads of a transformer attend to, with no edit of the model: entropy, the largest logit, and attention sinks.
+"""What the heads of a transformer attend to, without an edit of the model: entropy, the largest logit, and attention sinks.
 
-Every call of ``F.scaled_dot_product_attention`` is recorded under the name of the module that makes it, whoever wrote that
-module. Here every token has to copy the first token of its sequence, so heads learn to look there.
+Every call of ``F.scaled_dot_product_attention`` is recorded under the name of the calling module, your own or a
+library's. Here every token has to copy the first token of its sequence, so heads learn to look there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TOKENS, LENGTH, WIDTH, HEADS = 16, 24, 32, 4
 
 
 class Attention(nn.Module):
-    """Causal self attention, as people write it."""
+    """Causal self attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def main() -> None:
             heads = "  ".join(f"{values[f'attention_first_key/attention.head_{head}']:.2f}" for head in range(HEADS))
             print(
                 f"step {step:3}  loss {loss.item():5.3f}  entropy {values['attention_entropy_normalized/attention/mean']:.2f} "
-                f"of what is possible, largest logit {values['attention_max_logit/attention/max']:5.2f}, "
+                f"of the largest possible, largest logit {values['attention_max_logit/attention/max']:5.2f}, "
                 f"weight on the first token by head {heads}"
             )
 

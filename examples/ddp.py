@@ -1,4 +1,4 @@
-"""Watch a model under DDP: gradients are equal on all ranks, and the loss of each rank's batch travels to the others.
+"""Watch a model under DDP: gradients are equal on all ranks, and the loss is averaged over the ranks' batches.
 
 torchrun --nproc-per-node 2 examples/ddp.py
 """
@@ -14,7 +14,7 @@ import torch_gradmon as gradmon
 
 
 def main() -> None:
-    """Train, with a bad batch on the last rank in step 60, and print what the first rank knows of it."""
+    """Train, with a bad batch on the last rank in step 60, and print the values of the first rank."""
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
@@ -24,10 +24,10 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     events = []
     monitor = gradmon.watch(model, optimizer, on_spike=events.append, run_dir="runs/ddp")  # written by the first rank
-    monitor.add_detector(gradmon.SpikeDetector(signal="loss"))  # of all ranks, so that all of them say the same of it
+    monitor.add_detector(gradmon.SpikeDetector(signal="loss"))  # of all ranks, so the result is the same on all
     monitor.add_activation_metric("std", metric_regex="^1$")  # over the batches of all ranks
 
-    data = torch.Generator().manual_seed(1 + rank)  # each rank has batches of its own
+    data = torch.Generator().manual_seed(1 + rank)  # each rank has its own batches
     for step in range(101):
         inputs = torch.randn(64, 16, generator=data)
         noise = 50.0 if rank == ranks - 1 and step == 60 else 0.1
@@ -35,7 +35,7 @@ def main() -> None:
         loss = nn.functional.mse_loss(model(inputs), targets)
         optimizer.zero_grad()
         loss.backward()
-        monitor.log_scalar("loss", loss.detach(), reduce="mean")  # before the step, at whose end the ranks meet
+        monitor.log_scalar("loss", loss.detach(), reduce="mean")  # before the step, because the exchange is at its end
         nn.utils.clip_grad_norm_(model.parameters(), 5.0)
         optimizer.step()
 
@@ -51,7 +51,7 @@ def main() -> None:
     dist.all_gather(sums, torch.tensor([sum(place * ord(letter) for place, letter in enumerate(told))]))
     if rank == 0:
         print(f"\n{told}")
-        print("every rank says the same:", all(torch.equal(each, sums[0]) for each in sums))
+        print("the same on every rank:", all(torch.equal(each, sums[0]) for each in sums))
     monitor.detach()
     dist.destroy_process_group()
 

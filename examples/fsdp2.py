@@ -36,7 +36,7 @@ def main() -> None:
     for part in model:
         fully_shard(part)
     fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # after fully_shard, as the monitor
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # after fully_shard, like the monitor
     monitor = gradmon.watch(model, optimizer, layers="blocks")
     monitor.add_gradient_metric("norm", metric_regex=r"1\.up\.weight")
 

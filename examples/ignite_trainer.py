@@ -1,4 +1,4 @@
-"""PyTorch-Ignite on scikit-learn's digits: one batch is poisoned, and skipped with no line for it in the training step.
+"""PyTorch-Ignite on scikit-learn's digits: one batch is poisoned, and skipped without an edit of the training step.
 
 The handler is attached to Ignite's stock trainer. The network is trained three times: on clean batches, with the poisoned one, and
 with the poisoned one skipped. ``pip install pytorch-ignite scikit-learn``.
@@ -18,7 +18,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.core.records import Event
+from torch_gradmon.core.records import SpikeEvent
 from torch_gradmon.integrations.ignite import GradMonHandler
 
 EPOCHS, BATCH, POISONED = 4, 64, 40
@@ -26,7 +26,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Block(nn.Module):
-    """Two convolutions and a way around them."""
+    """Two convolutions with a residual connection."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -56,11 +56,11 @@ def data() -> tuple[list[Batch], list[Batch]]:
 
 
 def train(name: str, batches: list[Batch], held_out: list[Batch], poisons: bool, on_spike: Any) -> None:
-    """Train with Ignite's own trainer, and print what the spike did."""
+    """Train with Ignite's own trainer, and print the effect of the spike."""
     model = network()
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     trainer = create_supervised_trainer(model, optimizer, nn.functional.cross_entropy)
-    events: list[Event] = []
+    events: list[SpikeEvent] = []
     handler = GradMonHandler(on_spike=on_spike, callback=lambda engine, event: events.append(event))
     handler.attach(trainer, model, optimizer)
     scheduler = CosineAnnealingScheduler(optimizer, "lr", 5e-3, 5e-4, 2 * EPOCHS * len(batches))
@@ -75,7 +75,7 @@ def train(name: str, batches: list[Batch], held_out: list[Batch], poisons: bool,
     @trainer.on(Events.ITERATION_COMPLETED)
     def show(engine: Engine) -> None:
         if engine.state.iteration in range(POISONED - 1, POISONED + 3):
-            norm = engine.state.metrics["gradmon/grad_norm"]  # where any logger of Ignite finds it, too
+            norm = engine.state.metrics["gradmon/grad_norm"]  # any logger of Ignite finds it there
             spike = "  a spike" if engine.state.unhealthy_spike else ""
             print(f"  iteration {engine.state.iteration}: loss {engine.state.output:.3g}, grad_norm {norm:.3g}{spike}")
 
@@ -93,7 +93,7 @@ def train(name: str, batches: list[Batch], held_out: list[Batch], poisons: bool,
 def main() -> None:
     """Train three times."""
     logging.getLogger("ignite").setLevel(logging.WARNING)
-    warnings.simplefilter("ignore", gradmon.GradmonWarning)  # every spike would be told
+    warnings.simplefilter("ignore", gradmon.GradmonWarning)  # without warnings about spikes
     batches, held_out = data()
     train("clean batches", batches, held_out, poisons=False, on_spike=None)
     train(f"\nbatch {POISONED} is poisoned", batches, held_out, poisons=True, on_spike=None)

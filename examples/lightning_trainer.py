@@ -1,4 +1,4 @@
-"""PyTorch Lightning: one callback, on scikit-learn's digits, where one batch comes in with its pixels a million times too large.
+"""PyTorch Lightning: one callback, on scikit-learn's digits, with one batch whose pixels are a million times too large.
 
 pip install "torch_gradmon[lightning]" scikit-learn
 """
@@ -20,7 +20,7 @@ EPOCHS, BATCH, BROKEN = 6, 64, 80
 
 
 class Residual(nn.Module):
-    """Two convolutions around which the input goes by."""
+    """Two convolutions with a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Digits(pl.LightningModule):
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
-        """The share of digits that are read rightly."""
+        """The share of digits that are read correctly."""
         images, digits = batch
         self.log("accuracy", (self(images).argmax(1) == digits).float().mean())
 
@@ -65,7 +65,7 @@ class Digits(pl.LightningModule):
 
 
 def train(breaks: bool, callback: pl.Callback | None) -> float:
-    """The share of held-out digits that are read rightly after training."""
+    """The share of held-out digits that are read correctly after training."""
     images, digits = load_digits(return_X_y=True)
     inputs = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16
     data = torch.utils.data.TensorDataset(inputs, torch.tensor(digits))

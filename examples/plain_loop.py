@@ -9,7 +9,7 @@ import torch_gradmon as gradmon
 
 
 def main() -> None:
-    """Train, and print what the monitor saw."""
+    """Train, and print values of the monitor."""
     torch.manual_seed(0)
     inputs = torch.randn(512, 16)
     targets = inputs @ torch.randn(16, 1) + 0.1 * torch.randn(512, 1)

@@ -1,6 +1,6 @@
-"""How far a model has moved from its beginning: parameters, and outputs on the same inputs with the same dropout.
+"""Distance of a model from its initialisation: parameters, and outputs on the same inputs with the same dropout.
 
-The reference here is a frozen copy at initialisation; any module with the same names will do, such as an EMA of the weights or
+The reference here is a frozen copy at initialisation; any module with the same names works, such as an EMA of the weights or
 a teacher.
 """
 
@@ -19,7 +19,7 @@ def cosine(output: Tensor, reference: Tensor) -> Tensor:
 
 
 def main() -> None:
-    """Train, and print the distance to the beginning."""
+    """Train, and print the distance to the initialisation."""
     torch.manual_seed(0)
     inputs = torch.randn(512, 16)
     targets = torch.sin(3 * inputs @ torch.randn(16, 1))

@@ -1,4 +1,4 @@
-"""Which part of an MLP's change comes of its weights, and which of its inputs, and how both grow with the width.
+"""How much of an MLP's change its weights cause, how much its inputs, and how both grow with the width.
 
 The refined coordinate check of Haas et al. 2025 (arXiv 2505.22491): per layer the update term (W_t - W_0) x_t and the propagated
 term W_0 (x_t - x_0), root mean squares over the features, beside the outputs at initialisation.

@@ -1,6 +1,6 @@
-"""Does it help to skip a step that is a spike? The accidents of ``spikes.py``, each treated in several ways, over five seeds.
+"""Does it help to skip a step with a spike? The accidents of ``spikes.py``, each treated in several ways, over five seeds.
 
-Printed is by how much the loss on held-out text, at the end, lies above that of the same run without any accident: the mean over the
+It prints the final loss on held-out text, minus that of the same run without an accident: the mean over the
 seeds, and the range. ``python examples/skip.py --seeds 1 --accidents overflow`` is quick.
 """
 
@@ -32,7 +32,7 @@ TREATMENTS: dict[str, Callable[[], Any]] = {
 
 
 def train(seed: int, accidents: set[str], treatment: str, data: torch.Tensor, characters: int) -> tuple[float, gradmon.Counts]:
-    """The loss on held-out text after a training with these accidents, and how its steps went."""
+    """The loss on held-out text after a training with these accidents, and the counts of its steps."""
     torch.manual_seed(seed)
     model: nn.Module = CharacterGPT(characters, SIZES)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
@@ -49,7 +49,7 @@ def train(seed: int, accidents: set[str], treatment: str, data: torch.Tensor, ch
         optimizer.param_groups[0]["lr"] = RATE * (300 if "huge learning rate" in happens else 1)
         optimizer.zero_grad()
         loss.backward()
-        monitor.log_scalar("loss", loss)  # before the optimizer steps, so that it can be acted upon
+        monitor.log_scalar("loss", loss)  # before the optimizer steps, for the decision
         if "clip" in treatment:
             monitor.clip_grad_norm_("zclip" if "zclip" in treatment else 1.0)
         optimizer.step()
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--accidents", nargs="+", choices=list(ACCIDENTS), default=list(ACCIDENTS))
     options = parser.parse_args()
     seeds = range(options.seeds)
-    warnings.simplefilter("ignore", gradmon.GradmonWarning)  # every spike would be told
+    warnings.simplefilter("ignore", gradmon.GradmonWarning)  # without warnings about spikes
     _, data, characters = corpus()
     clips = ("nothing", "clip at 1", "clip by zclip")
     calm = {(seed, clip): train(seed, set(), clip, data, characters)[0] for seed in seeds for clip in clips}

@@ -1,4 +1,4 @@
-"""Three things go wrong in a training, and the monitor says when, where, and what came of it.
+"""Three accidents in a training, and the monitor's report on each.
 
 A small GPT learns the help texts that come with Python. One batch has shuffled labels, one step is taken with a huge learning
 rate, and in one step the loss overflows. ``python examples/spikes.py picture.svg`` draws it, which needs matplotlib.
@@ -59,7 +59,7 @@ def draw_picture(steps: dict[int, dict[str, float]], file: str) -> None:
 
 
 def main() -> None:
-    """Train, and tell the stories."""
+    """Train, and print the reports."""
     torch.manual_seed(0)
     _, data, characters = corpus()
     model = CharacterGPT(characters, SIZES)
@@ -70,7 +70,7 @@ def main() -> None:
         warnings.simplefilter("always", gradmon.GradmonWarning)
         train(model, monitor, optimizer, data)
         monitor.detach()
-    print("What was said while it trained:")
+    print("Warnings during training:")
     for warning in said:
         print(" -", warning.message)
     for step in (SHUFFLED, HUGE_RATE + 1, OVERFLOW):

@@ -1,7 +1,7 @@
-"""The ``Trainer`` of Hugging Face Transformers with one callback more: a small BERT learns which of two sentences follow each other.
+"""The ``Trainer`` of Hugging Face Transformers with one more callback: a small BERT learns which of two sentences follow each other.
 
-Nothing is downloaded: the sentences are those of Python's own documentation, words are hashed, and the model begins at random;
-it learns the 256 pairs by heart.
+Nothing is downloaded: the sentences are those of Python's own documentation, words are hashed, and the model starts from random weights
+and memorises the 256 pairs.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ RUN = "runs/transformers"
 
 
 def words(sentence: str) -> list[int]:
-    """A number for each word; 0 is padding, 1 stands between two sentences."""
+    """A number for each word; 0 is padding, 1 separates two sentences."""
     found = re.findall(r"\w+", sentence.lower())[:LENGTH]
     return [2 + zlib.crc32(word.encode()) % (WORDS - 2) for word in found]
 
 
 def pair(first: str, second: str, follows: bool) -> dict[str, torch.Tensor]:
-    """Two sentences as BERT would have them."""
+    """Two sentences as input of BERT."""
     a, b = [*words(first), 1], words(second)
     padding = 2 * LENGTH + 1 - len(a) - len(b)
     return {
@@ -52,7 +52,7 @@ def pairs(count: int) -> list[dict[str, torch.Tensor]]:
 
 
 def main() -> None:
-    """Train for a while, and print what is known of it."""
+    """Train for a while, and print values of the monitor."""
     torch.manual_seed(0)
     config = BertConfig(vocab_size=WORDS, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128)
     callback = GradMonCallback(layers="blocks", run_dir=RUN, log_keys=("grad_norm", "grad_norm_clipped", "clipped_share"))

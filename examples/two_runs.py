@@ -1,7 +1,7 @@
-"""Did a change of the code change the training? Two runs of one seed, of which the second has a slip in it, and where they part.
+"""Did a change of the code change the training? Two runs of one seed, the second with a mistake, and their first difference.
 
-From step 120 on the second one drops the gradient of a bias on the way to the optimizer, as a wrong filter of parameters does it.
-``gradmon report runs/two/before runs/two/after`` lays both over each other.
+From step 120 on the second one drops the gradient of a bias on the way to the optimizer, as a wrong filter of parameters does.
+``gradmon report runs/two/before runs/two/after`` overlays both.
 """
 
 from __future__ import annotations

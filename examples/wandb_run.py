@@ -1,6 +1,6 @@
-"""Weights & Biases: the script logs what it always logged, the monitor's rows go beside it, and none gets lost.
+"""Weights & Biases: the script logs as before, beside the monitor's rows, and no row is lost.
 
-Runs offline unless WANDB_MODE says otherwise; ``wandb sync`` uploads the run later.
+Runs offline unless WANDB_MODE is set; ``wandb sync`` uploads the run later.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> None:
 
         for step in range(320):
             batch = torch.randint(len(inputs), (64,))
-            scale = 30.0 if step == 300 else 1.0  # somebody forgot to normalise
+            scale = 30.0 if step == 300 else 1.0  # a batch that was not normalised
             loss = nn.functional.mse_loss(model(scale * inputs[batch]), targets[batch])
             optimizer.zero_grad()
             loss.backward()

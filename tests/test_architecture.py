@@ -133,8 +133,8 @@ def test_importing_the_package_imports_no_optional_package() -> None:
 
 #: (file, function, call): why it may read a value back
 HOST_READS = {
-    ("statistics.precise", "doubts", "bool"): "one flag per call on CPU tensors, where host and device share memory",
-    ("statistics.precise", "doubts", "tolist"): "behind that flag, or of one row, on CPU only",
+    ("statistics.precise", "needs_precise_pass", "bool"): "one flag per call on CPU tensors, where host and device share memory",
+    ("statistics.precise", "needs_precise_pass", "tolist"): "behind that flag, or of one row, on CPU only",
     ("statistics.cpp", "_scale", "item"): "of a scale that is on the CPU",
     ("statistics.eager", "_row", "item"): "sums of a block, on CPU only",
     ("statistics.eager", "_look", "item"): "whether a block has small squares, on CPU only",
@@ -215,6 +215,29 @@ def test_reads_do_not_grow_with_the_number_of_layers(activations: bool, flags_pe
 def test_one_copy_brings_a_step_to_the_host(activations: bool) -> None:
     for counts in _reads_per_step(12, "cuda", activations)[1:]:
         assert counts == Counter(copy=1)
+
+
+# --- the facade is thin -------------------------------------------------------------------------------------------------------------
+
+
+def _statements(function: ast.FunctionDef) -> int:
+    """How many statements a body has, nested ones included, without the docstring."""
+    inside = [node for statement in function.body for node in ast.walk(statement) if isinstance(node, ast.stmt)]
+    return len(inside) - (ast.get_docstring(function) is not None)
+
+
+def test_the_facade_has_no_bases_no_long_body_and_one_attribute() -> None:
+    tree = _tree("monitor.monitor")
+    (facade,) = (node for node in tree.body if isinstance(node, ast.ClassDef))
+    assert facade.name == "ModuleMonitor"
+    assert gradmon.ModuleMonitor.__bases__ == (object,)
+    sizes = {
+        node.name: _statements(node) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name != "_adder"
+    }
+    assert len(sizes) > 50
+    assert {name: size for name, size in sizes.items() if size > 3} == {}
+    stored = {node.attr for node in ast.walk(facade) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    assert stored == {"_runtime"} == set(vars(gradmon.ModuleMonitor(nn.Linear(2, 1))))
 
 
 # --- what is public is explained -----------------------------------------------------------------------------------------------

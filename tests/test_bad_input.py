@@ -59,14 +59,14 @@ class World:
         for optimizer in (self.optimizer, self.stranger):
             found += [dict(optimizer._optimizer_step_pre_hooks), dict(optimizer._optimizer_step_post_hooks)]
         for monitor in (self.free, self.attached):
-            session = monitor._session
+            session = monitor._runtime
             found += [
-                monitor._registry.metrics,
+                monitor._runtime.planner.registry.metrics,
                 list(session.ledger.judges.detectors),
                 list(session.ledger.outbox.outlets),
                 session.ledger.summary.keys,
             ]
-            found += [session.step, session.open, monitor.has_reference_module(), monitor.state_dict()]
+            found += [session.state.clock.step, session.state.is_open, monitor.has_reference_module(), monitor.state_dict()]
         return found
 
 
@@ -214,6 +214,9 @@ BAD: list[tuple[Call, type[Exception], tuple[str, ...]]] = [
     (lambda w: w.free.set_reference_module("first"), ValueError, ("'first'", "'init'")),
     (lambda w: w.attached.set_reference_module(w.model), ValueError, ("watched model itself", "'init'")),
     (lambda w: ModuleMonitor().set_reference_module("init"), ValueError, ("no module to copy", "set_module(model)")),
+    (lambda w: w.attached.set_detail(), ValueError, ("nothing to change", "reset=True")),
+    (lambda w: w.attached.set_detail(every=2, reset=True), ValueError, ("reset=True", "no other argument")),
+    (lambda w: w.attached.set_detail(preset="fully"), ValueError, ("'fully'", "did you mean full")),
     # outlets and spikes
     (lambda w: w.free.add_sink(object()), TypeError, ("object object", "log(dict, step=)", "callable")),
     (lambda w: w.free.add_sink(print, keys="("), ValueError, ("keys='('", "regular expression")),

@@ -71,7 +71,7 @@ def test_without_a_compiler_the_fused_one_is_left_out(monkeypatch: pytest.Monkey
     def fails(*_: object) -> None:
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr("torch_gradmon.statistics.cpp.Fused.__init__", fails)
+    monkeypatch.setattr("torch_gradmon.statistics.cpp.CppStatistics.__init__", fails)
     with pytest.raises(RuntimeError, match="no compiler"):
         own(model_and_batch()[0], FIVE, compiled=True)
 
@@ -161,7 +161,7 @@ def test_a_hook_outside_of_the_stopwatch_is_not_overlooked() -> None:
         side = Side(model, None, batch)
         side.step()
         register(model.blocks[1], lambda *_: None)
-        with pytest.raises(RuntimeError, match="Block was hung outside"):
+        with pytest.raises(RuntimeError, match="Block was installed outside"):
             side.step()
 
 

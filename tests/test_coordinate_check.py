@@ -476,16 +476,16 @@ def test_keys_are_read_back_in_both_styles_and_go_to_the_run_directory(tmp_path:
             key = Key(source, name, "l2norm")
             assert [parse_key(format_key(key, style), style) for style in ("seed", "metric_first")] == [key, key]
     model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
-    rows: list[dict[str, float]] = []
+    sink = gradmon.testing.RecordingSink()
     monitor, optimizer = checked(model, run_dir=tmp_path / "run")
-    monitor.add_sink(lambda values, step: rows.append(values))
+    monitor.add_sink(sink)
     for _ in range(2):
         step(model, optimizer, batch(dtype=torch.float32))
     found = monitor.get_step_metrics()
     monitor.detach()
     assert len(found) == 16
     run = gradmon.load_run(tmp_path / "run")
-    assert run.metrics(1) == found == rows[1]
+    assert run.metrics(1) == found == sink.rows[1][1]
     assert run.value(f"{UPDATE}/1.weight/W_t x_t/l2norm", 1) == found[f"{UPDATE}/1.weight/W_t x_t/l2norm"]
 
 

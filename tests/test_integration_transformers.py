@@ -357,15 +357,15 @@ def test_a_run_of_wandb_has_every_step_and_all_that_the_trainer_logs(wandb: Any,
 def test_the_last_step_is_sent_before_reporters_close_their_runs(tmp_path: Path) -> None:
     class Closes(TrainerCallback):  # type: ignore[misc]
         def on_train_end(self, *_: Any, **__: Any) -> None:
-            known.append(list(sent))
+            known.append(sink.steps)
 
     known: list[list[int]] = []
-    sent: list[int] = []
+    sink = gradmon.testing.RecordingSink()
     monitor = gradmon.ModuleMonitor()
     monitor.add_preset("cheap")
-    monitor.add_sink(lambda values, step: sent.append(step))
+    monitor.add_sink(sink)
     trainer(tmp_path, Closes(), GradMonCallback(monitor)).train()
-    assert known == [sent] == [list(range(STEPS))]
+    assert known == [sink.steps] == [list(range(STEPS))]
 
 
 def test_a_reporter_that_has_no_run_is_told_of_and_nothing_else_happens(wandb: Any, tmp_path: Path) -> None:
@@ -705,7 +705,7 @@ def test_a_training_that_was_broken_off_can_be_begun_again(tmp_path: Path) -> No
         watched.train()
     watched.train()
     assert len(watched.optimizer.optimizer._optimizer_step_post_hooks) == 0, "nothing is left behind"
-    assert not callback.monitor._session.ledger.outbox.outlets
+    assert not callback.monitor._runtime.ledger.outbox.outlets
     assert callback.monitor.step == 3 + STEPS - 1 + (list(records(callback))[3] - 3)
     losses = [line["gradmon/grad_norm"] for line in watched.state.log_history if "loss" in line]
     assert losses == [values["gradmon/grad_norm"] for values in records(callback).values()][-STEPS:]

@@ -11,11 +11,11 @@ from torch_gradmon.cli.terminal.live import LiveRun
 from torch_gradmon.cli.terminal.run_follower import RunFollower
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.records import StepRecord
-from torch_gradmon.runs.writer import RunStore
+from torch_gradmon.runs.writer import RunWriter
 
 
 def written(path: Path, costs: list[float | None]) -> Path:
-    store = RunStore(path)
+    store = RunWriter(path)
     for step, cost in enumerate(costs):
         context = {} if cost is None else {"overhead_pct": cost}
         store.log(StepRecord(step, float(step), True, {Key("", "loss", ""): 1.0}, {}, context))

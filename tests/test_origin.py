@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor, SpikeDetector
 from torch_gradmon.core.keys import ACTIVATION, ACTIVATION_GRADIENT
-from torch_gradmon.spikes.nonfinite_origin import origin
+from torch_gradmon.spikes.nonfinite_origin import nonfinite_origin
 
 BAD = 20
 
@@ -62,8 +62,7 @@ def by_hand(
     model = net()
     monitor = ModuleMonitor(model, on_spike="warn", post_spike_steps=post_spike_steps)
     monitor.add_detector(SpikeDetector())
-    sources = []
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as said, gradmon.testing.collect_records(monitor) as records:
         warnings.simplefilter("always", GradmonWarning)
         for step in range(30):
             model[1].accident = accident if step >= BAD else None
@@ -72,8 +71,7 @@ def by_hand(
             model(torch.randn(4, 8)).square().mean().backward()
             monitor.monitor_gradients(before_clip=True)
             monitor.end_step()
-            assert monitor._session.ledger.last is not None
-            sources.append({source: list(table.names) for source, table in monitor._session.ledger.last.tables.items()})
+    sources = [{source: list(table.names) for source, table in record.tables.items()} for record in records]
     return sources, [str(warning.message) for warning in said], monitor
 
 
@@ -120,8 +118,8 @@ def test_the_closer_look_is_taken_for_some_steps_and_leaves_nothing_behind() -> 
     assert close == [BAD + 1, BAD + 2, BAD + 3]
     assert set(sources[BAD + 1][ACTIVATION]) == {"0", "1.linear", "1", "2", "3", "[root module]"}
     assert all(ACTIVATION_GRADIENT in sources[step] for step in close)
-    assert monitor._session.planner.registry.metrics == ()
-    assert not monitor._session.activations._hooks._hooks
+    assert monitor._runtime.planner.registry.metrics == ()
+    assert not monitor._runtime.captures.modules._hooks._hooks
     assert not any("activation" in key for key in monitor.get_step_metrics())
     assert not any("activation" in key for values in monitor.get_all_metrics().values() for key in values)
 
@@ -144,7 +142,7 @@ def test_a_closer_look_leaves_what_the_user_asked_for_as_it_is() -> None:
         optimizer.step()
         keys.append({key for key in monitor.get_step_metrics() if key.startswith("activation")})
     assert keys == [{"activation/0/max"}] * 30
-    assert [metric.name for metric in monitor._session.planner.registry.metrics if metric.source == ACTIVATION] == ["max"]
+    assert [metric.name for metric in monitor._runtime.planner.registry.metrics if metric.source == ACTIVATION] == ["max"]
 
 
 def test_the_same_parameters_with_and_without_a_closer_look() -> None:
@@ -180,8 +178,8 @@ def test_the_run_directory_has_what_the_closer_look_saw(tmp_path: Path) -> None:
 
 def test_a_record_without_nan_has_no_origin() -> None:
     monitor, _ = watched(lambda y: y, preset="full")
-    assert monitor._session.ledger.last is not None
-    assert origin(monitor._session.ledger.last) == ""
+    assert monitor._runtime.ledger.last is not None
+    assert nonfinite_origin(monitor._runtime.ledger.last) == ""
 
 
 def _scaled(accident: Callable[[Tensor], Tensor], init_scale: float) -> tuple[list[str], list[int]]:
@@ -190,8 +188,7 @@ def _scaled(accident: Callable[[Tensor], Tensor], init_scale: float) -> tuple[li
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-12)
     scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
     monitor = gradmon.watch(model, optimizer, scaler=scaler)
-    close = []
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as said, gradmon.testing.collect_records(monitor) as records:
         warnings.simplefilter("always", GradmonWarning)
         for step in range(40):
             model[1].accident = accident if step >= BAD else None
@@ -200,10 +197,7 @@ def _scaled(accident: Callable[[Tensor], Tensor], init_scale: float) -> tuple[li
             scaler.step(optimizer)
             scaler.update()
             monitor.get_step_metrics()
-            assert monitor._session.ledger.last is not None
-            if ACTIVATION in monitor._session.ledger.last.tables:
-                close.append(step)
-    return [str(warning.message) for warning in said], close
+    return [str(warning.message) for warning in said], [record.step for record in records if ACTIVATION in record.tables]
 
 
 def test_steps_that_a_scaler_refuses_again_and_again_are_looked_at_too() -> None:

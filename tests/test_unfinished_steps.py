@@ -14,11 +14,9 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, SpikeDetector
-from torch_gradmon.monitor.session import at_exit
+from torch_gradmon.monitor.runtime import at_exit
 
 from .loops import differences
-
-Rows = list[tuple[int, dict[str, float]]]
 
 
 class Run:
@@ -29,7 +27,7 @@ class Run:
         self.generator, self.judge = nn.Linear(3, 4), nn.Linear(4, 1)
         self.optimizer = torch.optim.SGD(self.generator.parameters(), lr=0.1)
         self.other = torch.optim.SGD(self.judge.parameters(), lr=0.1)
-        self.rows: Rows = []
+        self.sink = gradmon.testing.RecordingSink()
         self.scored: list[int] = []
         self.norms: list[float] = []
         if watches:
@@ -40,7 +38,7 @@ class Run:
             update = detector.update
             detector.update = lambda step, value: (self.scored.append(step), update(step, value))[1]  # type: ignore[method-assign]
             self.monitor.add_detector(detector)
-            self.monitor.add_sink(lambda values, step: self.rows.append((step, values)))
+            self.monitor.add_sink(self.sink)
             self.monitor.attach(self.optimizer)
 
     def forward(self) -> torch.Tensor:
@@ -66,7 +64,7 @@ class Run:
         assert list(self.monitor.get_all_metrics()) == numbers
         norms = [values["gradmon/grad_norm"] for values in self.monitor.get_all_metrics().values()]
         assert norms == pytest.approx(self.norms, rel=1e-6)
-        assert [step for step, _ in self.rows] == numbers
+        assert self.sink.steps == numbers
         assert self.scored == numbers
         assert self.monitor.step == self.monitor.last_step == steps - 1
         assert self.monitor.get_step_metrics()["gradmon/grad_norm"] == pytest.approx(self.norms[-1], rel=1e-6)
@@ -113,7 +111,7 @@ def test_nothing_is_recorded_where_there_was_no_step_at_all(tmp_path: Path) -> N
     run.other_turn()
     run.monitor.detach()
     assert run.monitor.step is run.monitor.last_step is None
-    assert (run.monitor.get_all_metrics(), run.rows, run.scored) == ({}, [], [])
+    assert (run.monitor.get_all_metrics(), run.sink.rows, run.scored) == ({}, [], [])
     assert list(gradmon.load_run(tmp_path).steps) == []
     assert run.monitor.counts.attempted == 0
 
@@ -122,7 +120,7 @@ def test_the_end_of_the_program_records_no_unfinished_step() -> None:
     run = Run()
     run.turn()
     run.other_turn()
-    session = run.monitor._session
+    session = run.monitor._runtime
     at_exit(lambda: session, session.ledger.outbox)
     run.check(1)
 

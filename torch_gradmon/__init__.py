@@ -6,6 +6,7 @@ from .analysis.diagnosis import Diagnosis, Finding
 from .analysis.diagnosis.diagnose import diagnose
 from .analysis.run import Run, load_run
 from .core.errors import GradmonWarning, SpikeError
+from .monitor import testing
 from .monitor.attention import monitor_scaled_dot_product_attention
 from .monitor.coordinate_check import RefinedCoordinateCheck
 from .monitor.mixin import MonitorMixin
@@ -43,5 +44,6 @@ __all__ = [
     "diff",
     "load_run",
     "monitor_scaled_dot_product_attention",
+    "testing",
     "watch",
 ]

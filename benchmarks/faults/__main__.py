@@ -40,7 +40,7 @@ class Nobody:
 
 
 def watched(model: Any, *optimizers: Any, scaler: Any = None) -> Any:
-    """A monitor with all built-in metrics, which says nothing of spikes."""
+    """A monitor with all built-in metrics, without warnings about spikes."""
     return gradmon.watch(model, *optimizers, scaler=scaler, preset="full", on_spike=None)
 
 
@@ -54,7 +54,7 @@ def timed(training: Training, watch: Watch, healed: bool, seed: int = 0) -> tupl
 
 
 def check(trainings: list[Training]) -> None:
-    """Print a line for each; ``bits`` tells whether the last loss is the same with the monitor."""
+    """Print a line for each; ``bits`` states whether the last loss is the same with the monitor."""
     print(f"{'training':45} {'':6} {'s':>6} {'s seen':>6} {'first':>10} {'last':>10}  bits")
     for training in trainings:
         for healed in (False, True) if training.rule else (False,):

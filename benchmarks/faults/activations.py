@@ -53,7 +53,7 @@ class _Cut(nn.Module):
 
 
 def _detached(family: str, watch: Watch, seed: int, healed: bool) -> float:
-    """A ``detach()`` left in the forward: all below it is trained by nobody."""
+    """A ``detach()`` left in the forward: no layer below it is trained."""
     job = task(family, seed)
     if not healed:
         if isinstance(job.model, nn.Sequential):
@@ -64,7 +64,7 @@ def _detached(family: str, watch: Watch, seed: int, healed: bool) -> float:
 
 
 class _Branches(nn.Module):
-    """Two models for one task, of which the forward may have forgotten the second."""
+    """Two models for one task; the forward may omit the second."""
 
     def __init__(self, first: nn.Module, second: nn.Module, both: bool) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ def _initialisation(family: str, watch: Watch, seed: int, healed: bool) -> float
 
 
 def _too_small(family: str, watch: Watch, seed: int, healed: bool) -> float:
-    """All that a layer gives is a thousandth of what it gets. Gradients of what lies below vanish too, for the same reason."""
+    """The output of a layer is a thousandth of its input. Gradients below vanish too, for the same reason."""
     job = task(family, seed, **{"mlp": {"depth": 3}, "autoencoder": {}}[family])
     he(job.model, gain=2**0.5 if healed else 1e-3)
     return train(job, watch, torch.optim.SGD(job.model.parameters(), lr=0.1, momentum=0.9))

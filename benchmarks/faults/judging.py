@@ -1,4 +1,4 @@
-"""How many faults of the zoo a diagnosis names, and of what else it warns: ``python -m benchmarks.faults.judging``."""
+"""Recall and false alarms of the diagnosis on the zoo of faults: ``python -m benchmarks.faults.judging``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RESULTS, README = ROOT / "benchmarks" / "results" / "faults.json", ROOT / "READM
 #: By another hand, that had not seen the rules.
 UNSEEN = (*UNSEEN_FAULTS, *UNSEEN_HEALTHY)
 ZOO = (*FAULTS, *HEALTHY)
-#: A fault counts as named where its rule is among so many findings, the first ones.
+#: A fault counts as named where its rule is among this number of first findings.
 FIRST = 2
 
 
@@ -155,7 +155,7 @@ def wrong(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """What stands in the README."""
+    """The section of the README."""
     many = f"{result['trainings']} trainings with seeds {', '.join(map(str, result['seeds']))}"
     return "\n".join([*table(result["counts"]), "", f"{many}; {describe(result['machine'])}; {result['date']}."])
 

@@ -1,4 +1,4 @@
-"""Loops in which a call is missing, stands in the wrong place or is there twice."""
+"""Loops in which a call is missing, misplaced or repeated."""
 
 from __future__ import annotations
 

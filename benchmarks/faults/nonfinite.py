@@ -15,7 +15,7 @@ TINY = 1e-6
 
 
 def _empty_mask(family: str, watch: Watch, seed: int, healed: bool) -> float:
-    """A mean over the places that a mask lets through, of which one batch has none: 0 / 0."""
+    """A mean over the places that a mask lets through; one batch has none: 0 / 0."""
     job = task(family, seed)
     masks = torch.Generator().manual_seed(seed)
     at = iter(range(10**6))
@@ -42,7 +42,7 @@ def _logarithm_of_softmax(family: str, watch: Watch, seed: int, healed: bool) ->
 
 
 class _Features(nn.Module):
-    """Logarithms of features, of which one batch has a negative one, before a perceptron."""
+    """Logarithms of features; one batch has a negative one, before a perceptron."""
 
     def __init__(self, lowest: float | None) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def _with_negative(x: Tensor) -> Tensor:
 
 
 def _logarithm_of_features(family: str, watch: Watch, seed: int, healed: bool) -> float:
-    """The logarithm of what is positive on nearly all days."""
+    """The logarithm of a value that is positive on nearly all days."""
     job = task(family, seed)
     job.model = _Features(TINY if healed else None)
 
@@ -113,7 +113,7 @@ def _all_masked(family: str, watch: Watch, seed: int, healed: bool) -> float:
 
 
 def _pairs(family: str, watch: Watch, seed: int, healed: bool) -> float:
-    """Distances of pairs, of which one is an input with itself: the slope of a root at 0 is infinite, the loss is not."""
+    """Distances of pairs; one is an input with itself: the slope of a root at 0 is infinite, the loss is not."""
     job = task(family, seed)
     at = iter(range(10**6))
     small = TINY if healed else 0.0

@@ -15,7 +15,7 @@ WHEN = 50
 
 
 def _head_replaced(family: str, watch: Watch, seed: int, healed: bool) -> float:
-    """The head is exchanged for one with other classes after the optimizer was made, which goes on with the old one."""
+    """The head is exchanged for one with other classes after the optimizer was made, which keeps the old one."""
     job = task(family, seed)
     optimizer = adamw(job.model)
     old = head_of(job.model)
@@ -77,7 +77,7 @@ def _untied(family: str, watch: Watch, seed: int, healed: bool) -> float:
 
 
 def _assigned(family: str, watch: Watch, seed: int, healed: bool) -> float:
-    """A checkpoint is loaded with ``assign=True``, which makes other parameters; the optimizer is told, hooks are not."""
+    """A checkpoint is loaded with ``assign=True``, which makes other parameters; the optimizer gets these, hooks do not."""
     job = task(family, seed)
     optimizer = torch.optim.SGD(job.model.parameters(), lr=0.05, momentum=0.9)
     return train(job, watch, optimizer, before=_load_at(WHEN, job, optimizer, assign=not healed))

@@ -36,7 +36,7 @@ def sharded(model: nn.Module) -> None:
 
 
 def _before_sharding(family: str, watch: Watch, seed: int, healed: bool) -> float:
-    """The optimizer is made, and watched, before ``fully_shard`` puts other parameters into the model; it goes on with the old ones."""
+    """The optimizer is made, and watched, before ``fully_shard`` puts other parameters into the model; it keeps the old ones."""
     with one_rank():
         job = task(family, seed)
         if healed:

@@ -47,7 +47,7 @@ def over(
     advice: str,
     held_back: str = "",
 ) -> list[Training]:
-    """One training for each family, of which ``held_back`` is kept out of tuning."""
+    """One training for each family; ``held_back`` is kept out of tuning."""
     return [Training(f"{name}/{family}", rule, family, partial(body, family), family == held_back, advice) for family in families]
 
 

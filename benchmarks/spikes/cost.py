@@ -33,7 +33,7 @@ def microseconds(update: Callable[[], object], batch: int = BATCH, batches: int 
 
 
 def layerwise(layers: int) -> Callable[[], object]:
-    """One update of a detector with the default rule that watches so many layers, and has seen 300 values of each."""
+    """One update of a detector with the default rule for this number of layers, and has seen 300 values of each."""
     generator, names = random.Random(0), [f"gradient/{layer}/norm" for layer in range(layers)]
     steps = [{name: generator.lognormvariate(0, 0.1) for name in names} for _ in range(20)]
     detector, turn = SpikeDetector(signal=re.compile("norm$")), itertools.cycle(steps)
@@ -42,7 +42,7 @@ def layerwise(layers: int) -> Callable[[], object]:
     return lambda: detector.update_all(300, next(turn))
 
 
-#: By contender: makes a function that updates so many signals at once, as a detector for every layer would.
+#: By contender: makes a function that updates this number of signals at once, as a detector for every layer would.
 VECTORISED: dict[str, Callable[[int], Callable[[], object]]] = {"default": layerwise}
 
 

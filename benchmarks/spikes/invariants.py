@@ -60,7 +60,7 @@ def not_finite(make: Factory, judged: Sequence[Judged]) -> Iterator[str]:
 
 
 def doubling(make: Factory, judged: Sequence[Judged]) -> Iterator[str]:
-    """A level that doubles for good is accepted within ten samples. Noise of at most 5 %, so that nothing else is to be flagged."""
+    """A level that doubles for good is accepted within ten samples. Noise of at most 5 %, so nothing else should be flagged."""
     for kind, shift, seed in ((kind, shift, seed) for kind in KINDS for shift in SHIFTS for seed in range(SHIFT_SEEDS)):
         rng = random.Random(f"doubling {kind} {shift} {seed}")
         values = [math.exp(rng.uniform(-0.05, 0.05)) * (1 + (step >= shift)) for step in range(shift + AFTER_SHIFT)]
@@ -71,7 +71,7 @@ def doubling(make: Factory, judged: Sequence[Judged]) -> Iterator[str]:
 
 
 def saved_state(make: Factory, judged: Sequence[Judged]) -> Iterator[str]:
-    """A detector that was saved and restored goes on as if nothing had been."""
+    """A detector that was saved and restored continues unchanged."""
     for trace in _signals():
         whole = make(trace.kind)
         expected = [whole.update(step, value) for step, value in enumerate(trace.values)]

@@ -1,7 +1,7 @@
 """Judge every spike rule on the same signals and print them side by side.
 
 python -m benchmarks.spikes
-python -m benchmarks.spikes --traces DIR --held-out 1000    # on what nobody tuned on
+python -m benchmarks.spikes --traces DIR --held-out 1000    # on data that no rule was tuned on
 python -m benchmarks.spikes --rules MedianMad --seeds 2     # one rule, quickly
 """
 

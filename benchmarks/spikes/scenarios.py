@@ -19,9 +19,9 @@ from .traces import Kind, Trace
 LENGTH = 1200
 #: Spikes come after this sample, when every rule has seen enough, unless the scenario is about the beginning.
 SETTLED = 250
-#: Samples in which a lasting change may be flagged: nobody can tell it from a spike before that.
+#: Samples in which a lasting change may be flagged: before that it cannot be distinguished from a spike.
 LEARNS = 10
-#: A spike lies so many standard deviations of the noise above the level, and so many times as high; the second is for a loss.
+#: Least height of a spike: in standard deviations of the noise, and relative to the level; the second is for a loss.
 SPIKE_DEVIATIONS, SPIKE_FACTOR, LOSS_SPIKE_FACTOR = 8.0, 1.5, 1.15
 #: What makes of Student's t with three degrees of freedom a median absolute deviation times 1.4826.
 _T3_ROBUST = 1.4826 * 0.7649

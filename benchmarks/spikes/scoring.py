@@ -18,7 +18,7 @@ from .traces import Trace, groups
 AFTER = 2
 #: The first samples of a run, whose false alarms are counted apart: there is little to learn from yet.
 WARMUP = 200
-#: Rates are for so many clean samples.
+#: Rates are per this number of clean samples.
 PER = 10_000
 
 
@@ -120,7 +120,7 @@ def score(trace: Trace, flags: Sequence[bool], warmup: int = WARMUP) -> Counts:
 
 
 def worst(counts: Mapping[str, Counts]) -> tuple[str, Counts] | None:
-    """The trace with most errors, the first of several; None where nobody made any."""
+    """The trace with most errors, the first of several; None without errors."""
     name = max(counts, key=lambda each: counts[each].errors, default=None)
     return None if name is None or not counts[name].errors else (name, counts[name])
 

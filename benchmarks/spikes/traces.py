@@ -1,4 +1,4 @@
-"""Curves with known spikes, read from a directory. ``data/README.md`` says where ours come from and what the labels mean."""
+"""Curves with known spikes, read from a directory. ``data/README.md`` has the origin of ours and the meaning of the labels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Trace:
         kind: decides which detector judges it.
         values: one for each sample, in the unit of the run; NaN and infinity are spikes.
         events: first and last sample of each spike, both included, in order.
-        grey: samples on which nobody is judged, since people would not agree on them.
+        grey: samples that are not scored, since people would not agree on them.
     """
 
     name: str

@@ -18,9 +18,8 @@ def cadence(every: object, monitor_step_fn: Any) -> Callable[[int], bool]:
     """Which steps are monitored, from the two ways to say it."""
     if every is not None and monitor_step_fn is not None:
         raise ValueError("give either every= or monitor_step_fn=, not both")
+    function("monitor_step_fn", monitor_step_fn, "the step's number")
     if monitor_step_fn is not None:
-        if not callable(monitor_step_fn):
-            raise TypeError(f"monitor_step_fn must be a function of the step's number, got {display(monitor_step_fn)}")
         return monitor_step_fn  # type: ignore[no-any-return]
     interval = 1 if every is None else every
     positive_int("every", interval)
@@ -31,6 +30,30 @@ def positive_int(name: str, value: object, else_: str = "") -> None:
     """A whole number of at least 1; ``else_`` says what is allowed besides."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name}={value!r} must be a positive int{f', {else_}' if else_ else ''}")
+
+
+def positive_int_or_zero(name: str, value: object) -> None:
+    """A whole number of at least 1, or 0 to switch the option off."""
+    if value != 0 or isinstance(value, bool):
+        positive_int(name, value, "or 0 for none")
+
+
+def not_negative(name: str, value: object, example: str) -> None:
+    """A finite number of at least 0."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < float("inf"):
+        raise ValueError(f"{name}={value!r} must be a number of at least 0, {example}")
+
+
+def string(name: str, value: object) -> None:
+    """A string."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a str, got {display(value)}")
+
+
+def function(name: str, value: object, argument: str) -> None:
+    """A function of ``argument``, or None."""
+    if value is not None and not callable(value):
+        raise TypeError(f"{name} must be a function of {argument}, got {display(value)}")
 
 
 def share(name: str, value: object) -> None:
@@ -185,11 +208,7 @@ def scaler_around(named: Sequence[Any]) -> torch.amp.GradScaler | None:
 
 
 def bare_optimizer(optimizer: Any) -> Optimizer:
-    """The optimizer inside the wrapper of a trainer, such as Accelerate's, or itself.
-
-    Raises:
-        TypeError: there is none.
-    """
+    """The optimizer inside the wrapper of a trainer, such as Accelerate's, or itself; a TypeError without one."""
     inner = inside(optimizer)
     if not isinstance(inner, Optimizer):
         raise TypeError(

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..capture.hooks import Handles
 from ..core import validation as check
-from ..core.errors import Complaints, display
+from ..core.errors import WarningLog, display
 from ..monitor import replacing
 from ..monitor.monitor import ModuleMonitor
 from ..monitor.options import check_names
@@ -105,7 +105,7 @@ class AdapterMonitor:
             try:
                 self.monitor.load_state_dict(state)
             except (TypeError, ValueError) as error:
-                Complaints().say(
+                WarningLog().say(
                     "the monitor's state in the checkpoint does not fit this monitor, which starts without it", error
                 )
         return self.monitor

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ..core.errors import Complaints
+from ..core.errors import WarningLog
 from ..monitor.monitor import ModuleMonitor
 from ..monitor.options import WatchOptions
 from .common import AdapterMonitor, SchedulerRollback
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class GradMonCallback(Callback):
     """Watches what a Lightning ``Trainer`` trains.
 
-    Gradients are those of the optimizer's step: accumulated, reduced over ranks, unscaled; ``grad_norm`` is before clipping. Rows
+    GradientNormHistory are those of the optimizer's step: accumulated, reduced over ranks, unscaled; ``grad_norm`` is before clipping. Rows
     of values
     go directly to the trainer's loggers, at a fraction of the cost of ``log_dict``; only ``summary`` goes through ``self.log``,
     for the
@@ -76,7 +76,7 @@ class GradMonCallback(Callback):
         self._options.check()
         self._adapter = AdapterMonitor(monitor, watch_arguments)
         self._suffix = self._options.state_suffix(watch_arguments.get("prefix", ""))
-        self._epoch, self._complaints = EpochMeans(), Complaints()
+        self._epoch, self._complaints = EpochMeans(), WarningLog()
         self._schedulers: SchedulerRollback | None = None
         self._sinks: list[Any] = []
         self._loaded: Mapping[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The public face of the refined coordinate check."""
+"""The public interface of the refined coordinate check."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .monitor import ModuleMonitor
 
 
 class RefinedCoordinateCheck:
-    """Takes apart how far each module's output has moved since initialisation: by its own weights, and by what reaches it.
+    """Splits the movement of each module's output since initialisation: by its own weights, and by its input.
 
     With weights ``W_t`` and input ``x_t`` now, and ``W_0`` and ``x_0`` of the reference module on the same batch,
 
@@ -21,7 +21,7 @@ class RefinedCoordinateCheck:
 
     the update term ``(W_t-W_0)x_t`` and the propagated term ``W_0(x_t-x_0)`` (Haas et al. 2025, "On the Surprising Effectiveness
     of Large Learning Rates under Standard Width Scaling", arXiv 2505.22491). At width n and depth fixed, a term whose ``rms`` grows
-    with n blows up, and one that shrinks with n ends feature learning there. Keys, with ``{m}`` for each module but the root:
+    with n diverges, and one that shrinks with n ends feature learning there. Keys, with ``{m}`` for each module except the root:
 
     ======================================================  =======================================================
     ``RCC (W_t-W_0)x_t/{m}/l2norm``                         f(x_t; W_t) - f(x_t; W_0)
@@ -42,29 +42,29 @@ class RefinedCoordinateCheck:
     are those of torch-module-monitor; of an ``nn.Embedding`` there is the update term only. Outputs in containers have their path
     in the key, as in ``RCC (W_t-W_0)x_t/attn[0]/l2norm``.
 
-    The values come by themselves with every training forward of a monitored step, by hand or attached, where the reference runs
-    too; for a loop that runs it itself, on another batch, see :meth:`ModuleMonitor.set_reference_module`. Training and reference stay
-    as they are; what a forward changes outside of its module, such as a generator in a global variable, is changed by each run. All
-    calls of a module have the same random numbers, so that without an update the first two terms are zero, dropout or not; up to
-    rounding where torch has other kernels without a graph, as for ``nn.LSTM``.
+    Every training forward of a monitored step adds values, by hand or attached, where the reference runs too. For a loop that runs
+    the reference itself, on another batch, see :meth:`ModuleMonitor.set_reference_module`. Model and reference keep their state. Each
+    run repeats changes outside of the module, such as those of a generator in a global variable. All calls of a module have the
+    same random numbers, so without an update the first two terms are zero, with or without dropout; up to rounding where torch has
+    other kernels without a graph, as for ``nn.LSTM``.
 
-    A module runs at most once more for each of its calls. But a container's run runs its parts, on inputs that are not those of
-    the model, so with all modules it costs as many more forwards of the model as containers lie in each other; parts that are
-    given what their container is given are not run again. With ``metric_regex`` for the innermost modules only, it is one.
+    A module runs at most once more for each of its calls. The run of a container also runs its parts, on other inputs than those of
+    the model. With all modules, the cost is one forward of the model for each level of nested containers; parts with the same inputs
+    as their container do not run again. With ``metric_regex`` for the innermost modules only, the cost is one forward.
 
-    Inside ``torch.compile`` nothing is checked; :meth:`ModuleMonitor.missing` says so. Does not synchronise.
+    Inside ``torch.compile`` nothing is checked, and :meth:`ModuleMonitor.missing` has the reason. Does not synchronise.
 
     Args:
-        monitor: watches the model, and has a reference module.
-        metric_name: last part of the keys; built-in are ``"l2norm"`` and ``"rms"``, which is over the root of the width.
+        monitor: a monitor with a model and a reference module.
+        metric_name: last part of the keys; built-in are ``"l2norm"`` and ``"rms"``, which is divided by the root of the width.
         metric_fn: instead of a built-in, a function of each term ``[..., n]``.
         metric_regex: searched in the names of modules.
         metric_aggregation_fn: see :meth:`ModuleMonitor.add_activation_metric`; by default the mean.
         every: only on steps that are divisible by it.
 
     Raises:
-        TypeError: ``monitor`` is no :class:`ModuleMonitor`, or another argument is not what it should be.
-        ValueError: the monitor has no module or no reference module, the metric is unknown, or the check is there already.
+        TypeError: ``monitor`` is no :class:`ModuleMonitor`, or another argument has a wrong type.
+        ValueError: the monitor has no module or no reference module, the metric is unknown, or the check was added already.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class RefinedCoordinateCheck:
     ) -> None:
         if not isinstance(monitor, ModuleMonitor):
             raise TypeError(f"RefinedCoordinateCheck takes a ModuleMonitor, got {display(monitor)}")
-        if monitor._planner.module is None:
+        if monitor.module is None:
             raise ValueError(
                 "there is no module to check. Set the module to monitor first: ModuleMonitor(model), or set_module(model)"
             )
@@ -98,18 +98,18 @@ class RefinedCoordinateCheck:
 
     @property
     def reference_module(self) -> nn.Module | None:
-        """What it is compared with."""
+        """The reference module."""
         return self._monitor.reference_module
 
     def refined_coordinate_check(self) -> None:
-        """For loops that call it after the forward: the values are there by then, so it only sees that there was one.
+        """For loops that call it after the forward, as with torch-module-monitor: checks that there was one.
 
         Outside of a monitored step, and in steps in which no check is due, it does nothing.
 
         Raises:
             ValueError: no training forward was seen in this step.
         """
-        if self._monitor.is_monitoring() and self._monitor._session.activations.awaits_check:
+        if self._monitor.is_monitoring() and self._monitor._runtime.captures.modules.awaits_check:
             raise ValueError(
                 f"no forward of the model was seen in step {self._monitor.step}; call refined_coordinate_check() after one in "
                 "training mode"

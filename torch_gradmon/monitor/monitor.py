@@ -1,107 +1,132 @@
-"""ModuleMonitor: the public face of a session. It checks arguments and wires parts together; it does no arithmetic."""
+"""ModuleMonitor: the methods that users call, with their documentation. The services beside it do the work."""
 
 from __future__ import annotations
 
 import os
 import re
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ..capture.coordinate_check.terms import RCC_BUILT_INS
-from ..capture.measurer import Measurer
-from ..capture.modules.compiled import unwrapped
-from ..capture.modules.unit_metrics import ACTIVATION_BUILT_INS
-from ..capture.parameters import OPTIMIZER_BUILT_INS
-from ..capture.reference.source import frozen_copy
+from ..analysis.diagnosis import Diagnosis
 from ..core import keys as n
 from ..core import validation as check
-from ..core.errors import Complaints, display
-from ..core.fence import Guard, is_disabled
-from ..core.keys import KEY_STYLES, Key, compile_pattern, format_key
-from ..core.records import Event
-from ..core.torch_modes import unseen
-from ..plugins.flight_recorder import Recorder
-from ..plugins.overhead_budget import Budget
-from ..plugins.post_spike_detail import CloserLook
-from ..plugins.spike_policy.plugin import Actor
-from ..plugins.spike_policy.policy import Policy, Rollback, Skip, policy_of
-from ..runs.detail_request import in_words
-from ..sinks.adapters import adapted, logged_anyhow
-from ..sinks.filtered_sink import Outlet
-from ..sinks.wandb import WandbSink
+from ..core.keys import Key
+from ..core.records import SpikeEvent
+from ..plugins.clipping.adaptive import AdaptiveClip
+from ..plugins.spike_policy.policy import Counts, Policy, RolledBack
+from ..runs.detail_request import DetailRequest
 from ..spikes.detector import SpikeDetector
-from ..statistics.dispatch import Statistics
 from ..statistics.eager import DEFAULT_EPS
-from ..step.exchange import Exchange
-from ..step.layer_values import Layers
-from ..step.planner import Planner
-from ..step.ranks import Ranks
-from ..step.registry import VIEW_BUILT_INS, Registry
-from .loop_methods import LoopMethods
-from .metric_methods import MetricMethods
-from .mixin import MonitorMixin, link, unlink
-from .pipeline.ledger import Ledger, Options
-from .publisher import Outbox
-from .session import Session, at_exit
-from .tune_methods import TuneMethods
-from .value_methods import ValueMethods
+from ..step.plugin import Plugin
+from .builder import build
+from .config import MonitorConfig
+from .loop_service import LoopService
+from .manual_loop import Hand
+from .metrics_service import (
+    AggregationFunction,
+    MetricFunction,
+    MetricsService,
+    Pattern,
+    attention_source,
+    gradient_sources,
+    module_sources,
+)
+from .model_service import ModelService
+from .outputs_service import OutputsService
+from .state_service import StateService
+from .values_service import ValuesService
 
-#: Parts of a state that one of a monitor that did not act on spikes, or of an earlier version, has not.
-_NEWER = {"attempted", "acting", "clipping"}
+
+def _adder(source: str, documentation: str) -> Callable[..., None]:
+    """The method that adds metrics of ``source``."""
+
+    def add(
+        self: ModuleMonitor,
+        metric_name: str,
+        metric_fn: MetricFunction = None,
+        metric_regex: Pattern = ".*",
+        metric_aggregation_fn: AggregationFunction = None,
+        *,
+        every: int = 1,
+        shardwise: bool = False,
+    ) -> None:
+        metrics = MetricsService(self._runtime)
+        metrics.add([source], metric_name, metric_fn, metric_regex, metric_aggregation_fn, every, shardwise=shardwise)
+
+    add.__doc__ = documentation
+    return add
 
 
-class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods, TuneMethods):
-    """Watches a module while it trains.
+class ModuleMonitor:
+    """Monitors a module while it trains.
+
+    With ``GRADMON_DISABLE=1`` in the environment, a monitor does nothing.
+
+    **Metrics.** The methods ``add_*_metric`` share these arguments:
+
+    * ``metric_name``: last part of the key, without a slash.
+    * ``metric_fn``: a function of the tensor that returns a number, or a tensor whose elements are then reduced. None takes the
+      built-in of that name: ``norm``, ``rms``, ``mean``, ``std``, ``max``, ``min_value``, ``max_value``, ``l1``, ``sparsity``,
+      ``zeros``, ``nonfinite``, ``log2_histogram`` (counts by power of two, with keys such as ``log2_histogram.-12``; it costs much
+      more than the others, so set ``every``), and those that the method lists.
+    * ``metric_regex``: searched (``re.search``) in the canonical name of the tensor.
+    * ``metric_aggregation_fn``: merges the values of micro-batches and elements: ``"mean"`` (weighted by elements), ``"sum"``,
+      ``"min"``, ``"max"``, or a function of all values, as one flat tensor, that returns a number or a dict of numbers.
+    * ``every``: compute the metric only on steps that are divisible by it.
+    * ``shardwise``: call the function on each rank's part of a sharded tensor and merge the values with
+      ``metric_aggregation_fn``; ``"mean"`` weighs them by the elements of the parts. This is correct for a share or a largest
+      magnitude, and wrong for a quantile. By default a function gives no value for a sharded tensor.
+
+    They raise ``TypeError`` or ``ValueError`` before anything changes: for a name that is empty, has a slash or names no built-in, a
+    pattern that does not compile, a function that is not callable, or the same name twice on one tensor.
 
     Args:
-        module: the model; or call :meth:`set_module` later. It is never kept alive and never changed.
-        every: a step is monitored when its number is divisible by it; by default every step.
-        monitor_step_fn: instead of ``every``, a function of the step's number.
-        scaler: the GradScaler, where steps are taken by hand; :meth:`attach` takes one too.
-        excluded_modules_regex: no metric applies to modules and parameters in whose name it is found; whole-model values take
-            all parameters all the same.
-        format_module_name_fn: a last say over each canonical name.
-        on_metric_error: ``"warn"`` warns once and goes on; ``"raise"`` raises, for tests.
+        module: the model; or call :meth:`set_module` later. The monitor neither keeps it alive nor changes it.
+        every: monitor the steps that are divisible by it; by default every step.
+        monitor_step_fn: instead of ``every``, a function of the step number that returns whether to monitor the step.
+        scaler: the GradScaler of a loop that calls the monitor by hand; :meth:`attach` takes one too.
+        excluded_modules_regex: searched in the names of modules and parameters; metrics leave out those that match. Whole-model
+            values still cover all parameters.
+        format_module_name_fn: maps each canonical name to the one in keys.
+        on_metric_error: ``"warn"`` warns once and continues; ``"raise"`` raises, for tests.
         key_style: ``"seed"`` gives ``source/name/metric``, ``"metric_first"`` gives ``source_metric/name``.
         prefix: put before every key.
         eps: an element counts as near zero when ``|x| <= eps``.
-        update_sample: bounds what update metrics copy: an int for at most so many rows of each parameter (slices of the first
-            dimension, evenly spread; of one that is spread over ranks, of each rank's part), or a pattern for the names of the
-            parameters to take. Update values are then those of the sample. By default one copy of all parameters with an update
-            metric is held during the optimizer's step.
-        layers: per-layer values to show besides those asked for: ``"blocks"``, ``"top"``, ``"all"`` or a pattern.
-        on_spike: what a spike does: ``"warn"``, ``"raise"`` (:class:`SpikeError` when the step ends), a function of the
-            :class:`Event`, or None. ``"skip"``, :class:`Skip` and :class:`Rollback` decide before the optimizer steps, in every
-            step whatever the cadence, from gradients and from what was logged by then; this waits for the device.
-        history: how many steps :meth:`get_all_metrics` remembers.
-        run_dir: the run directory that takes every step; None for none.
-        compile_statistics: compile a kernel for the statistics of tensors on the CPU, here and now: it takes g++ or clang++ and
-            about a second, once in a process, and then a third of the time or less. Without a compiler it warns and goes on.
-        overhead_budget: share of the training's time that the monitor's own time on the host may take, such as 0.01; while it
-            takes more, fewer of the steps that the cadence asks for are monitored (every 2nd, 4th, ...), which is said.
-        post_spike_steps: so many steps after a spike are monitored whatever the cadence, and, unless anything is compiled, the outputs
-            of all modules and the gradients of these are measured too, for the run directory and to find where NaN or Inf begin;
-            0 for none.
-        flight_recorder: for a cadence that leaves out steps. Of so many of those before a spike, and as many after it, the
-            statistics of the gradients go to the run directory and into the story of the spike, with what was logged in them.
-            For that they are measured in every step, which costs two passes over the gradients, and kept on the device (26 kB a
-            step for 200 parameters); nothing is copied to the host until there is a spike. 0 for none.
-        process_group: the ranks that train this model together; by default all. Every one of them needs a monitor with the same
-            metrics, unless all that is measured is replicated, as gradients are under DDP.
-        rank_distinct_regex: plain parameters in whose name it is found are other ones on each rank, such as the experts of expert
-            parallelism; the elements of all ranks are taken together. DTensors need no such word.
-        log_on_all_ranks: sinks and run directory are those of the first rank; with this each rank has its own, the run directories
-            under ``rank0``, ``rank1`` and so on.
-
-    With ``GRADMON_DISABLE=1`` in the environment everything is inert.
+        update_sample: limits the copy that update metrics need, and update values are then those of the sample. An int copies at
+            most that many rows of each parameter: evenly spaced slices of the first dimension, of each rank's part where the
+            parameter is sharded. A pattern selects parameters by name. By default the optimizer's step holds one copy of all
+            parameters with an update metric.
+        layers: further per-layer values to show, beside those of metrics: ``"blocks"``, ``"top"``, ``"all"`` or a pattern.
+        on_spike: what to do at a spike: ``"warn"``, ``"raise"`` (:class:`SpikeError` when the step ends), a function of the
+            :class:`SpikeEvent`, or None. ``"skip"``, :class:`Skip` and :class:`Rollback` decide before the optimizer steps, in every
+            step regardless of the cadence, from gradients and from values logged by then; the decision waits for the device.
+        history: number of steps that :meth:`get_all_metrics` returns.
+        run_dir: run directory that keeps every monitored step; None for none.
+        compile_statistics: compile a C++ kernel for the statistics of CPU tensors now. It needs g++ or clang++ and about a second,
+            once in a process, and cuts their time to a third or less. Without a compiler it warns and continues.
+        overhead_budget: largest share of the training time that the monitor may spend on the host, such as 0.01. Above it, the
+            monitor leaves out steps of the cadence (every 2nd, 4th, ... remains) and warns.
+        post_spike_steps: monitor the next N steps after a spike, regardless of the cadence; 0 for none. Unless a module is compiled,
+            these steps also measure the outputs of all modules and their gradients, for the run directory and to locate the first
+            NaN or Inf.
+        flight_recorder: for a cadence that leaves out steps: keep the gradient statistics of the last N of those on the device, and
+            of the N after a spike. At a spike they go to the run directory and into its report, with the values logged in them. Each
+            step then costs two passes over the gradients and 26 kB for 200 parameters; nothing is copied to the host before
+            a spike. 0 for none.
+        process_group: the ranks that train this model; by default all. Each of them needs a monitor with the same metrics, unless
+            all measured tensors are replicated, as gradients are under DDP.
+        rank_distinct_regex: searched in names of plain parameters that differ between ranks, such as the experts of expert
+            parallelism; statistics then cover the elements of all ranks. Not needed for DTensors.
+        log_on_all_ranks: by default only the first rank writes to sinks and the run directory. With True each rank does, with run
+            directories ``rank0``, ``rank1`` and so on below ``run_dir``.
+        plugins: instances of subclasses of :class:`torch_gradmon.plugins.Plugin`, called after those that a monitor brings.
 
     Raises:
-        TypeError, ValueError: an argument is not what it should be; the message says what and what to do.
+        TypeError, ValueError: an argument has a wrong type or value; the message has the value and the remedy.
     """
 
     def __init__(
@@ -119,7 +144,7 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods, TuneMethods):
         eps: float = DEFAULT_EPS,
         update_sample: int | str | re.Pattern[str] | None = None,
         layers: str | re.Pattern[str] | None = None,
-        on_spike: str | Policy | Callable[[Event], Any] | None = None,
+        on_spike: str | Policy | Callable[[SpikeEvent], Any] | None = None,
         history: int = 1000,
         run_dir: str | os.PathLike[str] | None = None,
         compile_statistics: bool = False,
@@ -129,89 +154,34 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods, TuneMethods):
         process_group: torch.distributed.ProcessGroup | None = None,
         rank_distinct_regex: str | re.Pattern[str] | None = None,
         log_on_all_ranks: bool = False,
+        plugins: Sequence[Plugin] = (),
     ) -> None:
-        is_monitored = check.cadence(every, monitor_step_fn)
-        if overhead_budget is not None:
-            check.share("overhead_budget", overhead_budget)
-        check.one_of("on_metric_error", on_metric_error, ("warn", "raise"))
-        check.one_of("key_style", key_style, KEY_STYLES)
-        check.reaction(on_spike, (Skip, Rollback))
-        if not isinstance(prefix, str):
-            raise TypeError(f"prefix must be a str, got {display(prefix)}")
-        if format_module_name_fn is not None and not callable(format_module_name_fn):
-            raise TypeError(f"format_module_name_fn must be a function of a name, got {display(format_module_name_fn)}")
-        if not isinstance(eps, (int, float)) or isinstance(eps, bool) or not 0 <= eps < float("inf"):
-            raise ValueError(f"eps={eps!r} must be a number of at least 0, such as 1e-8")
-        check.positive_int("history", history)
-        if post_spike_steps != 0 or isinstance(post_spike_steps, bool):
-            check.positive_int("post_spike_steps", post_spike_steps, "or 0 for none")
-        if flight_recorder != 0 or isinstance(flight_recorder, bool):
-            check.positive_int("flight_recorder", flight_recorder, "or 0 for none")
-            if overhead_budget is not None:
-                raise ValueError(
-                    f"flight_recorder={flight_recorder} measures every step, so overhead_budget={overhead_budget!r} could save nothing "
-                    "by leaving out steps; give one of the two"
-                )
-        if isinstance(update_sample, int):
-            check.positive_int("update_sample", update_sample)
-        elif update_sample is not None:
-            update_sample = compile_pattern(update_sample, "update_sample")
-        excluded = None if excluded_modules_regex is None else compile_pattern(excluded_modules_regex, "excluded_modules_regex")
-        check.grad_scaler(scaler)
-        check.process_group(process_group)
-        distinct = None if rank_distinct_regex is None else compile_pattern(rank_distinct_regex, "rank_distinct_regex")
-        ranks = Ranks(process_group)
-        chosen_layers = Layers(layers)
-        if module is not None:
-            check.module(module)
-        inert = is_disabled()
-        complaints = Complaints(raising=on_metric_error == "raise")
-        outputs = {**VIEW_BUILT_INS[n.ACTIVATION], **ACTIVATION_BUILT_INS}
-        registry = Registry({**VIEW_BUILT_INS, **RCC_BUILT_INS, n.ACTIVATION: outputs, n.OPTIMIZER: OPTIMIZER_BUILT_INS})
-        planner = Planner(registry, excluded, format_module_name_fn, distinct)
-        if module is not None:
-            planner.watch(module)  # raises what there is to raise before a run directory is made
-        if run_dir is not None and log_on_all_ranks and ranks.count > 1:
-            run_dir = os.path.join(run_dir, f"rank{ranks.rank}")
-        meta = {"torch": torch.__version__, "eps": eps, "every": None if monitor_step_fn is not None else every or 1}
-        outbox = Outbox(complaints, None if inert else run_dir, meta, lambda: not (log_on_all_ranks or ranks.is_first))
-        guard = Guard(complaints, inert)
-        budget = None if overhead_budget is None else Budget(overhead_budget, is_monitored, complaints)
-        policy = policy_of(on_spike)
-        kept = policy.without_others() if isinstance(policy, Rollback) else on_spike
-        options = Options(self._shower(key_style, prefix), history, kept)
-        measurer = Measurer(Statistics(complaints, float(eps), compile_statistics and not inert), complaints, ranks)
-        ledger = Ledger(options, guard, outbox, chosen_layers)
-        closer = CloserLook(planner, post_spike_steps)
-        recorder = Recorder(flight_recorder, registry, ledger.summary)
-        actor = None if policy is None or inert else Actor(policy, ledger.judges, Exchange(ranks, complaints), complaints)
-        if actor is not None:  # whatever is shown and whoever judges: these decide
-            ledger.summary.signals |= {"grad_norm", "grad_nonfinite"}
-        self._session = Session(
-            budget or is_monitored, guard, planner, measurer, ledger, update_sample, budget, closer, recorder, actor
+        config = MonitorConfig(
+            every=every,
+            monitor_step_fn=monitor_step_fn,
+            scaler=scaler,
+            excluded_modules_regex=excluded_modules_regex,
+            format_module_name_fn=format_module_name_fn,
+            on_metric_error=on_metric_error,
+            key_style=key_style,
+            prefix=prefix,
+            eps=eps,
+            update_sample=update_sample,
+            layers=layers,
+            on_spike=on_spike,
+            history=history,
+            run_dir=run_dir,
+            compile_statistics=compile_statistics,
+            overhead_budget=overhead_budget,
+            post_spike_steps=post_spike_steps,
+            flight_recorder=flight_recorder,
+            process_group=process_group,
+            rank_distinct_regex=rank_distinct_regex,
+            log_on_all_ranks=log_on_all_ranks,
+            plugins=plugins,
         )
-        self._session.scaler = scaler
-        self._registry, self._planner = registry, planner
-        self._mark: object = None  # on the model, by which watch() finds what it watched it with before
-        # an attached session outlives a monitor that nobody kept, and modules with the mixin ask for the monitor
-        self._session.face = self
-        # at the interpreter's end what waits still goes out, and when all is collected, for which what it takes has to be there
-        weakref.finalize(self._session, at_exit, weakref.ref(self._session), outbox.lasting)
-        if module is not None:
-            self._begin_watching(module)
-
-    @staticmethod
-    def _shower(style: str, prefix: str) -> Callable[[Mapping[Key, float]], dict[str, float]]:
-        known: dict[Key, str] = {}
-
-        def show(values: Mapping[Key, float]) -> dict[str, float]:
-            try:
-                return {known[key]: value for key, value in values.items()}
-            except KeyError:  # in the first steps only
-                known.update((key, format_key(key, style, prefix)) for key in values.keys() - known.keys())
-                return {known[key]: value for key, value in values.items()}
-
-        return show
+        self._runtime = build(config, module)
+        ModelService(self._runtime).introduce(self)
 
     # --- modules -------------------------------------------------------------------------------------------------------------
 
@@ -222,149 +192,304 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods, TuneMethods):
             TypeError: it is no ``nn.Module``.
             ValueError: there is a module already, or metrics of one name overlap on this one.
         """
-        check.module(module)
-        watched = self._planner.module
-        if watched is not None:
-            raise ValueError(
-                f"this monitor is one of a {type(watched).__name__} already; make another ModuleMonitor for another model"
-            )
-        self._planner.watch(module)
-        self._begin_watching(module)
-
-    def _begin_watching(self, module: nn.Module) -> None:
-        self._warn_of_idle(self._registry.metrics)
-        self._session.ledger.layers.warn_of_idle(self._planner.inventory.names if self._planner.inventory else ())
-        if not self._session.guard.inert:
-            self._link_modules(module)
-            assert self._planner.inventory is not None
-            self._session.ledger.outbox.note(model=type(module).__name__)
-            self._session.ledger.knows(self._planner.inventory.facts)
+        ModelService(self._runtime).set(module)
+        ModelService(self._runtime).introduce(self)
 
     @property
     def module(self) -> nn.Module | None:
-        """The watched model, while it lives; None before there is one."""
-        return self._planner.module
+        """The watched model while it is alive; None before :meth:`set_module`."""
+        return self._runtime.planner.module
 
     @property
     def module_names(self) -> dict[nn.Module, str]:
-        """The names of the watched modules, as they stand in keys; empty before there are any."""
-        inventory = self._planner.inventory
-        known = {} if inventory is None else inventory.modules
-        return {module: name for name, reference in known.items() if (module := reference()) is not None}
+        """The names of the watched modules, as in keys."""
+        return ModelService(self._runtime).names()
+
+    def module_name(self, module: str | nn.Module) -> str:
+        """The canonical name of a watched module. A str is returned unchanged.
+
+        Raises:
+            TypeError: neither a module nor a name.
+            ValueError: the module is not part of the watched model.
+        """
+        return ModelService(self._runtime).name(module)
 
     @property
     def reference_module(self) -> nn.Module | None:
-        """What :meth:`set_reference_module` has set, without the wrappers of DDP and torch.compile around it."""
-        return self._session.activations.reference.module
-
-    def _link_modules(self, module: nn.Module) -> None:
-        for child in module.modules():
-            if isinstance(child, MonitorMixin):
-                link(child, self)
+        """The reference module, without wrappers of DDP and torch.compile."""
+        return self._runtime.captures.modules.reference.module
 
     def set_reference_module(self, module: nn.Module | str) -> None:
         """Compare parameters and outputs with those of ``module``, by name, for the difference metrics. It is read live.
 
-        Where a metric of :meth:`add_activation_difference_metric` is due, it runs before each training forward of the watched
-        model: without gradients, on the same inputs and with the same random numbers, in the mode in which it is. It is left as
-        it was, buffers too. It may be on another device; the outputs to compare are kept there until they are compared.
+        On steps with a due metric of :meth:`add_activation_difference_metric`, the reference runs before each training forward of the
+        watched model: without gradients, on the same inputs, with the same random numbers, in its own mode. Its state, buffers
+        included, is restored. It may be on another device, and the outputs to compare stay there until the comparison.
 
-        In a step that :meth:`begin_step` began, the loop may run the reference itself, before the model and on inputs of its choice:
-        then that run is compared with, and none of ours takes place. Runs behind the model's first one in the step are not.
+        In a step that :meth:`begin_step` began, the loop may run the reference itself, before the model and on other inputs. The
+        monitor then compares with that run and makes none of its own. Runs after the model's first forward of the step do not count.
 
         Args:
-            module: the reference, or ``"init"`` for a frozen copy of the watched model as it is now, which is then always in
-                the mode of the watched model.
+            module: the reference, or ``"init"`` for a frozen copy of the watched model as it is now, which then follows the training or
+                evaluation mode of the watched model.
 
         Raises:
             TypeError: neither a module nor ``"init"``.
-            ValueError: the watched model itself, no model to copy, or one that cannot be copied.
+            ValueError: the watched model itself, no model to copy, or a model that cannot be copied.
         """
-        watched = self._planner.module
-        if isinstance(module, str):
-            check.one_of("module", module, ("init",))
-            if watched is None:
-                raise ValueError("there is no module to copy; pass it to ModuleMonitor(model) or call set_module(model) first")
-            with unseen():
-                self._session.set_reference(frozen_copy(watched), follows=True)
-            return
-        check.module(module)
-        if watched is not None and unwrapped(module) is unwrapped(watched):
-            raise ValueError("the reference is the watched model itself; pass a copy, or 'init' for one as it is now")
-        self._session.set_reference(module, follows=False)
+        ModelService(self._runtime).set_reference(module)
 
     def remove_reference_module(self) -> None:
-        """Forget the reference module."""
-        self._session.set_reference(None, follows=False)
+        """Remove the reference module."""
+        self._runtime.set_reference(None, follows=False)
 
     def has_reference_module(self) -> bool:
         """Whether a reference module is set."""
-        return bool(self._session.activations.reference)
+        return bool(self._runtime.captures.modules.reference)
 
-    # --- the loop, by itself -------------------------------------------------------------------------------------------------
+    # --- metrics -------------------------------------------------------------------------------------------------------------
+
+    def add_gradient_metric(
+        self,
+        metric_name: str,
+        metric_fn: MetricFunction = None,
+        metric_regex: Pattern = ".*",
+        metric_aggregation_fn: AggregationFunction = None,
+        *,
+        stages: Iterable[str] = ("before_clip", "after_clip"),
+        every: int = 1,
+        shardwise: bool = False,
+    ) -> None:
+        """Of the gradient: ``gradient_before_clip/{param}/{metric}`` and, as the optimizer uses it, ``gradient/{param}/{metric}``.
+
+        The stage ``"local"`` is ``gradient_local/{param}/{metric}``: the gradient of each micro-batch of this process, before
+        accumulation and reduction. It costs a hook per parameter.
+        """
+        sources, metrics = gradient_sources(stages), MetricsService(self._runtime)
+        metrics.add(sources, metric_name, metric_fn, metric_regex, metric_aggregation_fn, every, shardwise=shardwise)
+
+    add_parameter_metric = _adder(
+        n.PARAMETER,
+        """Of the parameter before the optimizer's step: ``parameter/{param}/{metric}``.""",
+    )
+    add_update_metric = _adder(
+        n.UPDATE,
+        """Of the optimizer's change, parameter after minus before: ``update/{param}/{metric}``. Needs :meth:`attach`.
+
+    Further built-in: ``ratio``, the norm of the update over that of the parameter before it, absent for a zero parameter.
+    On the steps that measure it, the parameters of an optimizer are copied while it steps. ``every`` makes these steps rarer, and
+    ``update_sample`` of the monitor limits the copy.
+    """,
+    )
+    add_optimizer_metric = _adder(
+        n.OPTIMIZER,
+        """Of the optimizer's state for a parameter, after its step: ``optimizer/{param}/{metric}``. Needs :meth:`attach`.
+
+    Built-in, instead of the usual ones: ``exp_avg_norm``, ``exp_avg_sq_norm``, ``grad_momentum_cosine``. A function gets a
+    dict: the state, and ``param`` and ``grad``. If it returns None, there is no key.
+    """,
+    )
+
+    def add_activation_metric(
+        self,
+        metric_name: str,
+        metric_fn: MetricFunction = None,
+        metric_regex: Pattern = ".*",
+        metric_aggregation_fn: AggregationFunction = None,
+        *,
+        every: int = 1,
+        of: str | Iterable[str] = "output",
+        split_calls: bool = False,
+    ) -> None:
+        """Of a module's output in training: ``activation/{module}/{metric}``. Tensors in containers have their path in the name, as
+        in ``activation/encoder[0]/norm``.
+
+        Further built-ins: ``dead``, the share of units (the last dimension; for convolutions, norms of channels, and outputs of
+        four dimensions the second) with ``|output| <= eps`` for every sample of the last 100 monitored steps, and
+        ``saturation``, the share of the outputs of a ``Sigmoid``, ``Hardsigmoid`` or ``Tanh`` within 0.05 of a bound.
+
+        Args:
+            metric_name, metric_fn, metric_regex, metric_aggregation_fn, every: see the class.
+            of: one or several of ``"output"``, ``"output_gradient"`` (``activation_gradient/{module}/{metric}``), ``"input"``
+                (``input/...``) and ``"input_gradient"`` (``input_gradient/...``). Gradients are those of each backward pass, per
+                micro-batch, divided by the scale of a GradScaler.
+            split_calls: give each call of a module in one forward its own key, ``{module}@0`` and so on; by default calls merge.
+
+        Inside ``torch.compile`` only built-ins of outputs that are views of the statistics are measured.
+        """
+        sources, metrics = module_sources(of), MetricsService(self._runtime)
+        metrics.add(sources, metric_name, metric_fn, metric_regex, metric_aggregation_fn, every, split_calls=split_calls)
+
+    add_activation_difference_metric = _adder(
+        n.ACTIVATION_DIFFERENCE,
+        """Of a module's output and that of the same module of the reference: ``activation_difference/{module}/{metric}``.
+
+    A function gets both outputs; a built-in measures their difference. On the steps that measure it the reference runs once before
+    the model, on the same inputs and with the same random numbers; see :meth:`set_reference_module`.
+    """,
+    )
+
+    add_parameter_difference_metric = _adder(
+        n.PARAMETER_DIFFERENCE,
+        """Of a parameter and that of the reference module: ``parameter_difference/{param}/{metric}``.
+
+    A function gets both parameters; a built-in measures their difference.
+    """,
+    )
+
+    def add_coordinate_metric(
+        self,
+        metric_name: str = "l2norm",
+        metric_fn: MetricFunction = None,
+        metric_regex: Pattern = ".*",
+        metric_aggregation_fn: AggregationFunction = None,
+        *,
+        every: int = 1,
+    ) -> None:
+        """Of the terms of the refined coordinate check; see :class:`torch_gradmon.RefinedCoordinateCheck`.
+
+        A function gets a term, ``[..., n]``; built-in are ``l2norm`` and ``rms``, over the last dimension.
+        """
+        metrics = MetricsService(self._runtime)
+        metrics.add(n.RCC_SOURCES, metric_name, metric_fn, metric_regex, metric_aggregation_fn, every)
+
+    def add_attention_metric(
+        self, metric_name: str, metric_regex: Pattern = ".*", *, heads: bool = False, every: int = 1
+    ) -> None:
+        """Of every call of ``F.scaled_dot_product_attention`` in training, without an edit of the model:
+        ``attention_{metric}/{module}/min`` and ``/mean`` over the heads, named after the calling module.
+
+        During the model's training forward, a wrapper replaces torch's function in every module that has it among its globals. Calls
+        through other references, such as an attribute, are not measured. The cost is about that of attention itself; for memory see
+        :mod:`torch_gradmon.statistics.attention`. Calls inside ``torch.compile`` are not measured, and ``nn.MultiheadAttention``
+        makes none where ``need_weights`` is True.
+
+        Args:
+            metric_name: ``"entropy"`` (nats), ``"entropy_normalized"`` (over the logarithm of the number of keys that a query
+                attends to), ``"max_logit"`` (also with ``/max``) or ``"first_key"`` (share of the weights on the first key).
+            metric_regex: searched in the name of the module.
+            heads: also show ``attention_{metric}/{module}.head_{i}``, which otherwise goes to the run directory only. Activation
+                metrics whose patterns match then measure ``{module}.head_{i}.query``, ``.key``, ``.value`` and
+                ``.activation``; by default they measure ``{module}.query`` and so on, for all heads together.
+            every: only on steps that are divisible by it.
+        """
+        source, metrics = attention_source(metric_name), MetricsService(self._runtime)
+        metrics.add([source], metric_name, None, metric_regex, None, every, per_head=check.flag(heads=heads))
+
+    def add_batch_metrics(self, batch_size: int = 1) -> None:
+        """Measure the gradient of each micro-batch on each rank, before accumulation and reduction.
+
+        This gives ``gradmon/batch_norm_max`` and the gradient noise scale ``gradmon/noise_scale``
+        (:class:`torch_gradmon.step.micro_batches.Batches` has the formula). The text of a spike then names the rank and the
+        micro-batch that caused it. It costs a hook and a pass for each parameter and micro-batch. Not for gradients that exist only
+        in reduced form, as under FSDP2.
+
+        Args:
+            batch_size: examples in a micro-batch of one rank, the unit of the noise scale; by default the unit is a micro-batch.
+
+        Raises:
+            ValueError: ``batch_size`` is no positive int.
+        """
+        MetricsService(self._runtime).add_batch_metrics(batch_size)
+
+    def add_summary_metric(self, metric_name: str) -> None:
+        """Show one more whole-model value, as ``gradmon/{metric_name}``: one of a preset, or ``grad_mean``, ``grad_std`` or
+        ``grad_sparsity``, each over all gradient elements before clipping.
+
+        Raises:
+            ValueError: no such value, or it was added already.
+        """
+        MetricsService(self._runtime).add_summary_metric(metric_name)
+
+    def add_preset(self, name: str) -> None:
+        """Whole-model values under ``gradmon/``: ``"cheap"`` (nine, of gradients only), ``"standard"`` (fourteen), or ``"full"``
+        (the same, and per-layer values for the run directory). A later preset replaces the selection of an earlier one.
+
+        Raises:
+            ValueError: no such preset.
+        """
+        MetricsService(self._runtime).add_preset(name)
+
+    def describe(self) -> dict[str, str]:
+        """The meaning and unit of each value that is shown, by key; keys of metrics have the pattern in the place of a name."""
+        return MetricsService(self._runtime).describe()
+
+    def set_detail(
+        self,
+        *,
+        every: int | None = None,
+        preset: str | None = None,
+        steps: int | None = None,
+        from_step: int | None = None,
+        reset: bool = False,
+    ) -> None:
+        """Measure more, or less, from the next step on; after ``steps`` steps the script's settings return.
+
+        The command ``gradmon detail`` does the same from outside. This method only records the request, so it may be called between
+        two steps, from another thread, or in a signal handler. It replaces an earlier change. Parameters end as the same bits.
+        ``on_spike=`` acts in the steps that are monitored, and the change alters which these are.
+
+        Args:
+            every: monitor the steps that are divisible by it. It overrides ``every``, ``monitor_step_fn`` and ``overhead_budget`` of the
+                script. ``monitor_step_fn`` is still called for each step, and the budget later resumes where it was. None keeps all
+                three in charge.
+            preset: ``"cheap"``, ``"standard"`` or ``"full"``, instead of the script's preset; None for that one. Metrics of
+                ``add_*`` and detectors stay. In a compiled model, metrics of modules and of attention stay those of the script, because
+                hooks installed after its first call do not run, or recompile it.
+            steps: the number of steps; None until the next change.
+            from_step: begin with this step, or with the next one if it is over.
+            reset: go back to the script's settings.
+
+        Only the call on the first rank counts. Ranks that exchange values (sharded tensors, activations, values logged with
+        ``reduce=``) change together: the request travels in the exchange of the next step of the current cadence, which may be far
+        away, and the step after that is the first. Where ranks exchange nothing, as under DDP with ``"cheap"`` and ``"standard"``,
+        the request is refused with a reason.
+
+        :meth:`state_dict` does not contain the change: a resumed run uses the settings of its script.
+
+        Raises:
+            ValueError: nothing to change, or an argument has a wrong value.
+        """
+        MetricsService(self._runtime).set_detail(every, preset, steps, from_step, reset)
+
+    @property
+    def detail(self) -> DetailRequest | None:
+        """The live change of the step in flight, or else of the next one: its ``every``, its ``preset``, and in ``steps`` the number of
+        steps left. None without a change.
+        """
+        return MetricsService(self._runtime).detail()
+
+    # --- the loop, by hooks --------------------------------------------------------------------------------------------------
 
     def attach(
         self, *optimizers: Any, scaler: torch.amp.GradScaler | None = None, start_step: int | None = None
     ) -> ModuleMonitor:
-        """Follow the training loop by hooks: nothing in the loop has to change.
+        """Follow the training loop by hooks; the loop needs no change.
 
-        Steps are counted by attempts. A step ends when the last of ``optimizers`` steps, with a scaler in ``scaler.update()``;
-        so name them in the order in which they step.
+        Steps are numbered by attempts. A step ends when the last of ``optimizers`` steps, or with a scaler in
+        ``scaler.update()``, so pass them in stepping order.
 
-        Several monitors may be attached to one model: each measures, and costs, by itself, and needs a run directory of its own. Only
-        :func:`torch_gradmon.watch` and the adapters for trainers take the place of an earlier monitor, which one of them has made.
+        Several monitors may be attached to one model. Each measures, and costs, separately, and needs its own run directory. Only
+        :func:`torch_gradmon.watch` and the trainer adapters replace an earlier monitor, one that either of them made.
 
         Args:
-            optimizers: that step the watched model; a trainer's wrapper around one is understood.
-            scaler: the GradScaler that drives them; by default the one in such a wrapper, as Accelerate's.
-            start_step: number of the first step; by default 0, or where a loaded state goes on.
+            optimizers: those that step the watched model; a trainer's wrapper around one is fine.
+            scaler: the GradScaler that drives them; by default the one in such a wrapper, as in Accelerate's.
+            start_step: number of the first step; by default 0, or the next one of a loaded state.
 
         Raises:
             ValueError: no module, no optimizer, already attached, or no optimizer holds a parameter of the model.
             TypeError: not an optimizer, or not a scaler.
         """
-        return self._attach(optimizers, scaler, start_step)
-
-    def _attach(
-        self,
-        optimizers: Sequence[Any],
-        scaler: torch.amp.GradScaler | None,
-        start_step: int | None,
-        before: Callable[[nn.Module], object] = lambda module: None,
-    ) -> ModuleMonitor:
-        """:meth:`attach`; ``before`` is called when all is checked and nothing is hung yet."""
-        module = self._planner.module
-        if module is None:
-            raise ValueError("there is no module to watch; pass it to ModuleMonitor(model) or call set_module(model) first")
-        if self._session.follower is not None:
-            raise ValueError("already attached; name all optimizers in one attach() call, or call detach() first")
-        check.grad_scaler(scaler)
-        if start_step is not None:
-            check.step_number("start_step", start_step)
-        bare = check.optimizers(module, optimizers)
-        # asked before anything is hung, for the function is the user's
-        self._session.cadence.asked(self._session.next_step if start_step is None else start_step)
-        if not self._session.guard.inert:
-            before(module)
-            if start_step is not None:
-                self._session.next_step = start_step
-            self._link_modules(module)
-            known = (scaler, self._session.scaler, check.scaler_around(optimizers))
-            chosen = next((each for each in known if each is not None), None)
-            self._session.follow(module, bare, chosen, check.wrappers(optimizers))
+        LoopService(self._runtime).attach(optimizers, scaler, start_step)
         return self
 
     def detach(self) -> None:
-        """End the step in flight, send what waits, close the sinks, and leave the model as it was found. May be called twice.
+        """End the step in flight, send waiting rows, close the sinks, and remove all hooks. May be called twice.
 
         The metrics stay; :meth:`attach` may follow.
         """
-        self._mark = None
-        self._session.detach()
-        module = self._planner.module
-        if module is not None:
-            for child in module.modules():
-                unlink(child)
+        LoopService(self._runtime).detach()
 
     def __enter__(self) -> ModuleMonitor:
         return self
@@ -372,7 +497,258 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods, TuneMethods):
     def __exit__(self, *_: object) -> None:
         self.detach()
 
-    # --- outlets -------------------------------------------------------------------------------------------------------------
+    # --- the loop, by hand ---------------------------------------------------------------------------------------------------
+
+    def begin_step(self, step: int) -> bool:
+        """Open step number ``step``; a step that is still open ends first. Returns whether the step is monitored.
+
+        From then on steps end with :meth:`end_step`, also when attached. In such a step, modules are measured whenever they are in
+        training mode, also without gradients.
+
+        Raises:
+            TypeError, ValueError: not a whole number of at least 0, or no module is set.
+        """
+        return LoopService(self._runtime).begin_step(step)
+
+    def end_step(self) -> None:
+        """End the step and publish its values. Synchronises the device. Without an open step it does nothing."""
+        self._runtime.end_step()
+
+    def monitor_parameters(self) -> None:
+        """Measure the parameters as they are now."""
+        Hand(self._runtime).measure_parameters()
+
+    def monitor_gradients(self, before_clip: bool = False) -> None:
+        """Measure the gradients as they are now, as those before clipping or as those that the optimizer will use.
+
+        Call it after the last backward pass of the step. Gradients that are still scaled are divided by the scaler's scale.
+        """
+        Hand(self._runtime).measure_gradients(before_clip)
+
+    def monitor_activations(self, module: str | nn.Module, activations: Any) -> None:
+        """Measure a tensor, or a container of tensors, as the activation of ``module``, a module or any name."""
+        self._runtime.capture_activation(self.module_name(module), activations)
+
+    def record_attention(self, name: str, named: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
+        """Measure one call of attention; :func:`monitor_scaled_dot_product_attention` checks its arguments and calls this."""
+        self._runtime.record_attention(name, named, arguments)
+
+    def after_micro_batch(self) -> None:
+        """Does nothing, because the monitor detects micro-batches. It is here for loops written for torch-module-monitor."""
+
+    def no_monitor(self) -> AbstractContextManager[None]:
+        """Measure nothing inside the ``with`` block: for evaluation in training mode and other passes that are not training."""
+        return LoopService(self._runtime).paused()
+
+    def is_monitoring(self) -> bool:
+        """Whether a monitored step is open and not paused, and this is neither an evaluation pass nor recomputation."""
+        return not torch.compiler.is_compiling() and self._runtime.is_listening
+
+    def is_step_monitored(self, step: int) -> bool:
+        """Whether ``step`` was monitored, or will be by the current settings."""
+        return not self._runtime.guard.inert and self._runtime.would_monitor(step)
+
+    @property
+    def step(self) -> int | None:
+        """Number of the step in flight, or else of the last one; None before the first."""
+        return self._runtime.state.clock.step
+
+    @property
+    def current_step(self) -> int | None:
+        """The same as :attr:`step`, by its name in torch-module-monitor."""
+        return self._runtime.state.clock.step
+
+    @property
+    def last_step(self) -> int | None:
+        """Number of the step that ended last, the one of :meth:`get_step_metrics`; None before the first ended."""
+        return self._runtime.state.clock.ended
+
+    @property
+    def step_skipped(self) -> bool:
+        """Whether a spike made the last step a skip (``on_spike="skip"``); known once ``optimizer.step()`` returns.
+
+        Use it for the rest of the loop: ``if not monitor.step_skipped: scheduler.step()``. An overflow that makes a GradScaler leave
+        out a step is no skip.
+        """
+        return self._runtime.lifecycle.is_skipped
+
+    @property
+    def rolled_back(self) -> RolledBack | None:
+        """What the rollback of the last step did (``on_spike=Rollback()``); None without one."""
+        return None if self._runtime.plugin("spike_policy") is None else self._runtime.plugin("spike_policy").rolled_back
+
+    @property
+    def counts(self) -> Counts:
+        """Numbers of steps that were attempted, applied, skipped, overflowed, or had NaN or Inf. Synchronises at most once a step."""
+        return ValuesService(self._runtime).counts()
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float | str | AdaptiveClip,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        parameters: Any = None,
+        *,
+        exact: bool | None = None,
+    ) -> Tensor:
+        """Measure the gradients, then clip them: bit for bit as ``torch.nn.utils.clip_grad_norm_`` does and returns.
+
+        With a GradScaler call it after ``scaler.unscale_``, as torch's function. It waits for the device only with
+        ``error_if_nonfinite``, or where sharded gradients are exchanged by a CPU backend.
+
+        Args:
+            max_norm: a number, as for torch's function; or ``"zclip"``, ``"adagc"``, a :class:`ZClip` or an :class:`AdaGC`, which
+                adapt to the gradients and clip by exact norms. The state of those named by a str is part of :meth:`state_dict`. An
+                object keeps its own state and needs the same parameters in every step. They add ``gradmon/clip_limit``
+                (ZClip: the norm above which this step is clipped) or ``gradmon/clipped_parameters`` (AdaGC: the number scaled down)
+                to the record of the step.
+            norm_type, error_if_nonfinite: as for torch's function.
+            parameters: whose gradients to clip; by default those of the watched model.
+            exact: clip by, and return, the exact norm: torch's is 0.16 % low at 3e7 elements on CPU. For the norms 1, 2, inf. With
+                sharded gradients every rank has to make this call. By default only adaptive clips are exact.
+
+        Raises:
+            TypeError: ``max_norm`` is none of these.
+            ValueError: no module is watched and ``parameters`` is None; ``max_norm`` is an unknown name; an adaptive clip has a
+                ``norm_type`` other than 2 or ``exact=False``; an ``exact`` norm is of another order, of gradients that cannot be
+                measured, or of sharded gradients while a rank has no monitor. Nothing is changed then.
+            RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
+        """
+        return LoopService(self._runtime).clip(parameters, max_norm, norm_type, error_if_nonfinite, exact)
+
+    # --- values --------------------------------------------------------------------------------------------------------------
+
+    def get_step_metrics(self) -> dict[str, float]:
+        """Values of the step that ended last, plain floats by key; empty when it was not monitored. Synchronises once."""
+        return ValuesService(self._runtime).step_metrics()
+
+    def get_all_metrics(self) -> dict[int, dict[str, float]]:
+        """The same for the last ``history`` monitored steps, by step."""
+        return ValuesService(self._runtime).all_metrics()
+
+    @property
+    def last_events(self) -> tuple[SpikeEvent, ...]:
+        """Spikes in the step that ended last, in the signals with a value by now; none where it was not monitored.
+
+        Synchronises once. Signals logged after this call are evaluated when the next step begins.
+        """
+        return ValuesService(self._runtime).last_events()
+
+    def log_scalar(
+        self, key: str, value: Any, aggregation_fn: str | Callable[..., Any] | None = None, *, reduce: str | None = None
+    ) -> None:
+        """Log one number under ``key``, merged over micro-batches by ``aggregation_fn`` (by default the mean).
+
+        It belongs to the step in flight, or, between two steps, to the one that just ended. Without a hook on the forward (a model
+        that is called by its parts), a key that was logged before the first backward pass belongs to the next step.
+        A tensor stays on its device until the step ends.
+
+        Args:
+            key: the key.
+            value: the number, or a tensor of one element.
+            aggregation_fn: see the class.
+            reduce: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"`` merges the value over the ranks that log it, in the exchange at
+                the end of the step, so log it before the optimizer steps. By default a value stays on its rank, except a value
+                with a detector, which is averaged.
+
+        Raises:
+            TypeError: ``key`` is no str, or the value no number.
+            ValueError: a tensor of several elements; :meth:`log_tensor` takes those. Or an unknown ``reduce``.
+        """
+        ValuesService(self._runtime).log_scalar(key, value, aggregation_fn, reduce)
+
+    def log_scalars(self, values: Mapping[str, Any]) -> None:
+        """Log several numbers by key, see :meth:`log_scalar`."""
+        ValuesService(self._runtime).log_scalars(values)
+
+    def log_tensor(self, key: str, tensor: Tensor, aggregation_fn: str | Callable[..., Any] | None = None) -> None:
+        """Log a tensor as one number: its elements from all calls in the step, merged by ``aggregation_fn`` (by default the mean
+        over elements). Outside of a monitored step it does nothing.
+
+        Raises:
+            TypeError: ``key`` is no str, or ``tensor`` no tensor.
+        """
+        ValuesService(self._runtime).log_tensor(key, tensor, aggregation_fn)
+
+    def log_key(self, key: Key, value: Any, aggregation_fn: str | Callable[..., Any] | None = None, reducer: str = "") -> None:
+        """Log a value under a key in parts; see :meth:`log_scalar` and :meth:`log_tensor`."""
+        ValuesService(self._runtime).log_key(key, value, aggregation_fn, reducer)
+
+    def tag(self, **facts: Any) -> None:
+        """Facts about the step in flight, such as ``batch_ids=[...]``, for the run directory and the report on a spike.
+
+        Between two steps they belong to the one that just ended. A name that was first used before any forward, as in a loop
+        that tags each batch as it arrives, belongs to the next step.
+        """
+        self._runtime.tag(facts)
+
+    def missing(self) -> dict[str, str]:
+        """The reason why each requested key has no value in the step that ended last, by key."""
+        return ValuesService(self._runtime).missing()
+
+    def complaints(self) -> dict[str, int]:
+        """Number of times that each problem occurred, by cause; only the first of each gives a warning.
+
+        ``sink:JsonlSink`` counts steps that the sink lost, ``store`` steps that the run directory lost, ``metric:...`` values
+        of a metric function that raised, ``internal:...`` failures of the monitor itself.
+        """
+        return {cause: count for cause, count in self._runtime.guard.complaints.counts.items() if count}
+
+    def top_parameters(self, count: int = 10) -> list[tuple[str, float]]:
+        """The parameters with the largest share of the squared gradient norm in the step that ended last, largest first."""
+        return ValuesService(self._runtime).top_parameters(count)
+
+    # --- analysis ------------------------------------------------------------------------------------------------------------
+
+    def diagnose(self) -> Diagnosis:
+        """What is wrong with the training so far, where, and what to do: print it, or read ``findings`` and ``exit_code``.
+
+        It uses some hundred of the monitored steps: both ends, those with spikes, and an even choice between. Most rules need the
+        loss: ``log_scalar("loss", loss)`` before the optimizer steps. ``preset="full"`` measures what rules about activations,
+        saturation and attention need; ``unseen`` lists the rules that lacked a value. Takes about a second for a thousand
+        parameters. Synchronises once.
+        """
+        return ValuesService(self._runtime).diagnose()
+
+    def why(self, step: int | None = None) -> str:
+        """The report on a step, by default on the worst step of the largest spike, on one screen, to print: its reasons, the
+        signals around it, the parameters that moved and since when, and the steps after it. Consecutive spikes count as one.
+
+        It covers the signals of the last ``history`` steps and of those around earlier spikes, and the gradients of 64 steps and of
+        the 100 largest spikes. The command ``gradmon why`` covers every step of a run directory.
+
+        Raises:
+            TypeError, ValueError: ``step`` is no step number, or no longer in memory; or there was no spike, or no detector.
+        """
+        return ValuesService(self._runtime).why(step)
+
+    def plot(self, kind: str = "heatmap", engine: str = "plotly", **options: Any) -> Any:
+        """A figure of the run so far, for a notebook or a dashboard: ``wandb.log({"heatmap": monitor.plot()})``.
+
+        It shows at most 400 of the monitored steps: both ends, those with spikes, and an even choice between. :meth:`Run.plot`
+        of a run directory shows all of them. Synchronises once.
+
+        Args:
+            kind: ``"heatmap"`` layers over steps; ``"norm"`` loss, gradient norm before and after clipping, share of clipped steps;
+                ``"update"`` update over parameter with the guide of 1e-3; ``"depth"`` one step over the layers; ``"layers"`` single
+                layers side by side.
+            engine: ``"plotly"``, or ``"matplotlib"`` for a static picture: ``.savefig("heatmap.png")``.
+            **options: ``view="gradient"``, ``"clipped"``, ``"update"``, ``"sparsity"``, ``"activation"`` or ``"parameter"`` for
+                ``heatmap``, ``depth`` and ``layers``; ``rows=48`` for ``heatmap`` and ``depth``: more layers are shown by blocks;
+                ``columns=1000`` for ``heatmap``, and ``relative=`` for its colours: True for each value relative to the median of its
+                row, False for the values, None for the default of the view; ``step=`` for ``depth``; ``names=[...]`` for ``layers``.
+
+        Returns:
+            A ``plotly.graph_objects.Figure`` or a ``matplotlib.figure.Figure``.
+
+        Raises:
+            ValueError: no such kind, engine, view, step or layer, or its values were not measured.
+            TypeError: this kind has no such option.
+            ImportError: the engine is not installed.
+        """
+        return ValuesService(self._runtime).plot(kind, engine, options)
+
+    # --- outputs -------------------------------------------------------------------------------------------------------------
 
     def add_sink(
         self,
@@ -384,132 +760,64 @@ class ModuleMonitor(MetricMethods, LoopMethods, ValueMethods, TuneMethods):
         thread: bool = False,
         on_all_ranks: bool = False,
     ) -> None:
-        """Send every step's values to ``sink``; see :class:`torch_gradmon.sinks.Outlet`. A sink never stops the training.
+        """Send the values of each monitored step to ``sink``. A failing sink never stops the training.
 
-        A W&B or Trackio run, a ``SummaryWriter``, a Comet experiment, the modules ``wandb``, ``trackio`` and ``mlflow``, which
-        stand for the active run, and the trackers of an ``Accelerator`` get the sink that is made for them; with a ``GradMonTracker``
-        among these, keys that ``accelerator.log`` gives them anyhow are left out.
+        A W&B or Trackio run, a ``SummaryWriter``, a Comet experiment, the modules ``wandb``, ``trackio`` and ``mlflow`` (for the
+        active run), and the trackers of an ``Accelerator`` get the matching sink of :mod:`torch_gradmon.sinks`. With a
+        ``GradMonTracker`` among the trackers, keys that ``accelerator.log`` sends to them already are left out.
 
-        A step's values go out when the next step begins, which waits for the end of the step on the GPU. With ``deferred=True``
-        they may come one step later, and nothing waits; on the CPU it makes no difference. What a sink fails to take is tried
-        again with the next row; after three failures in a row, or three rows that took longer than training itself, it is
-        dropped with a warning. With ``thread=True`` a slow one is called in a thread of its own, and training does not wait.
-        With ``on_all_ranks=True`` every rank's sink gets the values of its rank; otherwise only that of the first rank.
+        A step's values are sent when the next step begins, which waits for the end of the step on the GPU. A row that a sink fails to
+        take is sent again with the next one. After three failures in a row, or three rows that took longer than training itself, the
+        sink is dropped with a warning.
+
+        Args:
+            sink: an object with ``log(dict, step=)`` or ``log_metrics(dict, step=)``, or a function with these arguments.
+            keys: send only keys in which this pattern is found.
+            every: send only steps that are divisible by it.
+            deferred: values may arrive one step later, so that training does not wait; no difference on the CPU.
+            thread: call a slow sink in its own thread.
+            on_all_ranks: each rank's sink gets the values of its rank; by default only the first rank sends.
 
         Raises:
-            TypeError: it has no ``log(dict, step=)`` or ``log_metrics(dict, step=)`` and is not callable.
-            ValueError: ``keys`` is no valid pattern, ``every`` no positive int, or ``thread`` asked for a W&B run.
+            TypeError: ``sink`` is none of these.
+            ValueError: ``keys`` is no valid pattern, ``every`` no positive int, or ``thread`` is set for a W&B run.
         """
-        outbox, complaints = self._session.ledger.outbox, self._session.guard.complaints
-        for each in adapted(sink):
-            if thread and isinstance(each, WandbSink):
-                raise ValueError(
-                    "W&B takes rows without delay, and those of another thread would come between; leave thread=True out"
-                )
-            outlet = Outlet(each, keys, every, complaints, deferred, thread, outbox.place, logged_anyhow(sink))
-            outlet.given, outlet.is_on_all_ranks = sink, on_all_ranks
-            if callable(before_finish := getattr(each, "before_finish", None)):
-                before_finish(partial(at_exit, weakref.ref(self._session)))
-            outbox.add(outlet)
+        OutputsService(self._runtime).add_sink(sink, keys, every, deferred, thread, on_all_ranks)
 
     def remove_sink(self, sink: Any) -> None:
-        """Send ``sink`` what waits, close it and forget it.
+        """Send waiting rows to ``sink``, close it and remove it.
 
         Raises:
             ValueError: :meth:`add_sink` was not called with it.
         """
-        self._session.settle_now()
-        outbox = self._session.ledger.outbox
-        own = [outlet for outlet in outbox.outlets if outlet.given == sink]
-        if not own:
-            raise ValueError(f"this sink was not added, got {display(sink)}")
-        outbox.publish()
-        for outlet in own:
-            outbox.remove(outlet)
+        OutputsService(self._runtime).remove_sink(sink)
 
     def add_detector(self, detector: SpikeDetector) -> None:
-        """Feed ``detector`` with the whole-model value, or the scalar logged by hand, that its ``signal`` names.
+        """Feed ``detector`` with the whole-model value, or the logged scalar, that its ``signal`` names.
 
         Raises:
             TypeError: it is no :class:`SpikeDetector`.
-            ValueError: there is a detector for its signal, other than a preset's, whose place it takes.
+            ValueError: its signal has a detector already. A detector of a preset is replaced instead.
         """
-        if not isinstance(detector, SpikeDetector):
-            raise TypeError(f"expected a SpikeDetector, got {display(detector)}; a rule goes into one: SpikeDetector(rule)")
-        self._session.ledger.add_detector(detector)
-        self._planner.changed()
+        OutputsService(self._runtime).add_detector(detector)
 
-    # --- resume --------------------------------------------------------------------------------------------------------------
+    # --- state ---------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Step number, counters and what the detectors and the adaptive clips by name learned, as plain numbers and lists."""
-        self._session.settle_now()
-        actor = self._session.actor
-        acting = {} if actor is None else {"acting": actor.state_dict()}
-        steps = {"next_step": self._session.next_attempt, "attempted": self._session.attempted}
-        return {**steps, **self._session.ledger.state_dict(), **acting, "clipping": self._session.clips.state_dict()}
+        """Step number, counters, and the state of detectors and of adaptive clips by name, as plain numbers and lists."""
+        return StateService(self._runtime).state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was taken: the next step has the number after the last one.
+        """Continue from a :meth:`state_dict`: the next step has the number after its last one.
 
         Raises:
             TypeError, ValueError: not such a state.
         """
-        if not isinstance(state, Mapping):
-            raise TypeError(f"expected the dict of ModuleMonitor.state_dict(), got {display(state)}")
-        absent = {"next_step", "summary", "detectors"} - state.keys()
-        if absent:
-            raise ValueError(f"this is no state of a ModuleMonitor: it lacks {', '.join(sorted(absent))}; it has {sorted(state)}")
-        mine = self._session.ledger.judges.detectors
-        if not isinstance(state["detectors"], Mapping) or set(state["detectors"]) != set(mine):
-            raise ValueError(
-                f"state['detectors'] has {display(state['detectors'])} and this monitor detectors of {sorted(mine)}; "
-                "add detectors of the same signals before loading"
-            )
-        before = self.state_dict()
-        part = ""
-        try:
-            for part in before:
-                if part in state or part not in _NEWER:
-                    self._load_part(part, state[part])
-        except (KeyError, TypeError, ValueError) as error:
-            for each, value in before.items():
-                self._load_part(each, value)
-            raise ValueError(
-                f"state[{part!r}] is not what ModuleMonitor.state_dict() gives, got {display(state[part])}; nothing was loaded"
-            ) from error
-
-    def _load_part(self, part: str, value: Any) -> None:
-        if part == "next_step":
-            self._session.next_step = int(value)
-        elif part == "attempted":
-            self._session.attempted = int(value)
-        elif part == "clipping":
-            self._session.clips.load_state_dict(value)
-        elif part == "acting":
-            assert self._session.actor is not None
-            self._session.actor.load_state_dict(value)
-        else:
-            self._session.ledger.load_part(part, value)
+        StateService(self._runtime).load_state_dict(state)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy watches nothing, and loads as such: so what keeps its monitor, be it the model itself, can be copied and saved."""
+        """A copy watches nothing, so objects that hold their monitor, the model included, can be copied and saved."""
         return ModuleMonitor, ()
 
     def __repr__(self) -> str:
-        module = self._planner.module
-        watched = "nothing" if module is None else type(module).__name__
-        count = len(self._registry.metrics)
-        words = [watched, "1 metric" if count == 1 else f"{count} metrics"]
-        words.append("no step yet" if self.step is None else f"step {self.step}")
-        if spikes := len({event.step for event in self._session.ledger.recent().events}):
-            words.append(f"{spikes} of the last steps with spikes")
-        if self.detail is not None:
-            words.append(f"for now {in_words(self.detail.facts())}")
-        if self._session.guard.inert:
-            words.append("disabled by GRADMON_DISABLE")
-        elif self._session.follower is None and not self._session.by_hand:
-            words.append("not attached to an optimizer")
-        if place := self._session.ledger.outbox.place:
-            words.append(place)
-        return f"ModuleMonitor({', '.join(words)})"
+        return StateService(self._runtime).text()

@@ -1,23 +1,24 @@
-"""The arguments of :class:`ModuleMonitor` that others pass on, with their types, and what is said of one that there is not."""
+"""The options of :class:`ModuleMonitor` that ``watch`` and the trainer adapters pass on, with their types."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypedDict
 
 import torch
 
 from ..core.errors import nearest
-from ..core.records import Event
+from ..core.records import SpikeEvent
 from ..plugins.spike_policy.policy import Policy
+from ..step.plugin import Plugin
 
-OnSpike = str | Policy | Callable[[Event], Any] | None
+OnSpike = str | Policy | Callable[[SpikeEvent], Any] | None
 
 
 class MonitorOptions(TypedDict, total=False):
-    """What :func:`torch_gradmon.watch` passes on besides what it names itself. A test compares it with :class:`ModuleMonitor`."""
+    """Options that :func:`torch_gradmon.watch` passes on by keyword. A test compares them with :class:`ModuleMonitor`."""
 
     every: int | None
     monitor_step_fn: Callable[[int], bool] | None
@@ -38,26 +39,27 @@ class MonitorOptions(TypedDict, total=False):
     process_group: torch.distributed.ProcessGroup | None
     rank_distinct_regex: str | re.Pattern[str] | None
     log_on_all_ranks: bool
+    plugins: Sequence[Plugin]
 
 
 class WatchOptions(MonitorOptions, total=False):
-    """What the adapters for trainers pass on to :func:`torch_gradmon.watch`: all but the model, the optimizers and the GradScaler."""
+    """Options that trainer adapters pass on to :func:`torch_gradmon.watch`; the trainer has the model, optimizers and GradScaler."""
 
     preset: str
     on_spike: OnSpike
 
 
-#: What is written by those who do not know that optimizers come by position.
+#: Wrong guesses at the names of positional arguments.
 _POSITIONAL = {"optimizer", "optimizers", "optim", "model", "module"}
 
 
-def check_names(given: Iterable[str], also: Iterable[str] = (), where: str = "there is") -> None:
-    """Refuse arguments that there are not.
+def check_names(given: Iterable[str], others: Iterable[str] = (), where: str = "there is") -> None:
+    """Refuse unknown arguments.
 
     Raises:
-        TypeError: an argument is neither among :class:`MonitorOptions` nor among ``also``; the message has near names.
+        TypeError: an argument is neither in :class:`MonitorOptions` nor in ``others``; the message has the nearest names.
     """
-    known = {*MonitorOptions.__annotations__, *also}
+    known = {*MonitorOptions.__annotations__, *others}
     for name in given:
         if name not in known:
             hint = (

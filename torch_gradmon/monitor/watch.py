@@ -27,26 +27,26 @@ def watch(
     on_spike: OnSpike = "warn",
     **options: Unpack[MonitorOptions],
 ) -> ModuleMonitor:
-    """Watch ``model`` from now on; the training loop stays as it is, also its clipping.
+    """Watch ``model`` from now on; the training loop stays unchanged, its clipping included.
 
-    A second call for the same model, whatever is wrapped around it by then, detaches the monitor of the first one, takes its place, and
-    warns of that. A part of a watched model may have a monitor of its own.
+    A second call for the same model, under any wrappers, detaches the monitor of the first call, replaces it and warns. A part of
+    a watched model may have its own monitor.
 
     Args:
-        model: to watch, after it was moved, wrapped and compiled as it will be trained.
-        optimizers: that train it, in the order in which they step.
+        model: the model, already moved, wrapped and compiled for training.
+        optimizers: its optimizers, in stepping order.
         scaler: the GradScaler that drives them, unless Accelerate's wrapper of the optimizer has it.
-        start_step: number of the first step; by default 0, or where a loaded state goes on.
+        start_step: number of the first step; by default 0, or the next one of a loaded state.
         preset: ``"cheap"``, ``"standard"`` or ``"full"``, see :meth:`ModuleMonitor.add_preset`.
         on_spike: ``"warn"``, ``"skip"`` (or :class:`Skip`, or :class:`Rollback`), ``"raise"``, a function of the event, or None.
         **options: all other arguments of :class:`ModuleMonitor`, such as ``run_dir="runs/first"``, where every step is kept for
             :func:`load_run`; ``layers="blocks"``; ``every=10``.
 
     Returns:
-        The monitor, attached. It need not be kept: it lives as long as the optimizer.
+        The attached monitor. It lives as long as the optimizer, with or without a reference to it.
 
     Raises:
-        TypeError, ValueError: an argument is not what it should be, see :class:`ModuleMonitor`. Nothing was changed then.
+        TypeError, ValueError: an argument has a wrong type or value, see :class:`ModuleMonitor`. Nothing has changed then.
     """
     check_names(options, ("scaler", "start_step", "preset", "on_spike"), "watch() has")
     check.module(model)
@@ -55,7 +55,7 @@ def watch(
     if start_step is not None:
         check.step_number("start_step", start_step)
     check.optimizers(model, optimizers)
-    # the user's function, before anything knows of the new monitor
+    # the user's function may raise, so it runs before the monitor exists
     check.cadence(options.get("every"), options.get("monitor_step_fn"))(start_step or 0)
     monitor = prepared(model, preset=preset, on_spike=on_spike, **options)
     return replacing.attach(monitor, optimizers, scaler=scaler, start_step=start_step)
@@ -64,7 +64,7 @@ def watch(
 def prepared(
     model: nn.Module | None, *, preset: str = "standard", on_spike: OnSpike = "warn", **options: Unpack[MonitorOptions]
 ) -> ModuleMonitor:
-    """What :func:`watch` attaches: a monitor with a preset."""
+    """A monitor with a preset, as :func:`watch` attaches it."""
     check.one_of("preset", preset, tuple(PRESETS))
     monitor = ModuleMonitor(model, on_spike=on_spike, **options)
     monitor.add_preset(preset)
@@ -72,7 +72,7 @@ def prepared(
 
 
 def _signature() -> inspect.Signature:
-    """With each option of the monitor by name and default, for notebooks and ``help()``; type checkers read the annotation."""
+    """The signature with each option of the monitor, for notebooks and ``help()``; type checkers read the annotation."""
     own = inspect.signature(watch)
     *named, _ = own.parameters.values()
     monitor = inspect.signature(ModuleMonitor).parameters

@@ -1,4 +1,4 @@
-"""Healthy trainings: of none of them should anything be said, however odd some look."""
+"""Healthy trainings: none of them should have a finding, even if some look odd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loops with more than one backward or step, with freezing by and by, and with models besides the one that is trained."""
+"""Loops with more than one backward or step, with freezing by and by, and with models beside the one that is trained."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _cleared_after_step(watch: Watch, seed: int, healed: bool) -> float:
 
 
 def _averaged(watch: Watch, seed: int, healed: bool) -> float:
-    """A copy that follows as a moving average and is evaluated now and then; nobody trains it."""
+    """A copy that follows as a moving average and is evaluated now and then; it is not trained."""
     job = task("vit", seed)
     follower = copy.deepcopy(job.model).requires_grad_(False)
 

@@ -1,4 +1,4 @@
-"""Losses that are large, noisy, smoothed, rise once, or of which some parts come in some batches only."""
+"""Losses that are large, noisy, smoothed, rise once, or have parts that occur in some batches only."""
 
 from __future__ import annotations
 

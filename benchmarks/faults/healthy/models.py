@@ -28,7 +28,7 @@ def _of(name: str, family: str, change: Callable[[Task], None], options: dict[st
 
 
 class _LowRank(nn.Module):
-    """A frozen layer and a product of two thin matrices, of which the second begins at zero (LoRA)."""
+    """A frozen layer and a product of two thin matrices; the second begins at zero (LoRA)."""
 
     def __init__(self, layer: nn.Linear, rank: int = 8) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def _layer_drop(job: Task) -> None:
 
 
 class _Experts(nn.Module):
-    """Four experts, of which each input goes to one; the last is hardly ever chosen."""
+    """Four experts; each input goes to one; the last is hardly ever chosen."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()

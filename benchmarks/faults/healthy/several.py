@@ -11,7 +11,7 @@ from ..training import STEPS, Training, Watch, last
 
 
 def _adversarial(watch: Watch, seed: int, healed: bool) -> float:
-    """A generator and a critic by turns; the loss that is logged is the distance of the means, which falls."""
+    """A generator and a critic in alternation; the loss that is logged is the distance of the means, which falls."""
     torch.manual_seed(seed)
     models = nn.ModuleDict({"generator": layers([8, 32, 2], nn.LeakyReLU), "critic": layers([2, 32, 1], nn.LeakyReLU)})
     generator, critic = models["generator"], models["critic"]
@@ -56,7 +56,7 @@ def _two_optimizers(watch: Watch, seed: int, healed: bool) -> float:
 
 
 def _distilled(watch: Watch, seed: int, healed: bool) -> float:
-    """A student learns from a teacher that nobody trains and nobody watches."""
+    """A student learns from a teacher that is neither trained nor watched."""
     job = task("mlp", seed)
     teacher = layers([20, 64, 10])
     with torch.no_grad():

@@ -23,7 +23,7 @@ class _Beside(nn.Module):
 
 
 def _plain_stack(watch: Watch, seed: int, healed: bool) -> float:
-    """Eighteen layers of tanh as torch draws them, each of which gives a bit more than half of what it gets."""
+    """Eighteen layers of tanh as torch draws them, each of them halves its input, roughly."""
     torch.manual_seed(seed)
     layers = [_Beside(nn.Sequential(nn.Linear(32, 32), nn.Tanh()), healed, 0.3) for _ in range(18)]
     model = nn.Sequential(nn.Linear(4, 32), *layers, nn.Linear(32, 1))
@@ -178,14 +178,14 @@ class _Experts(nn.Module):
 
 
 def _router(watch: Watch, seed: int, healed: bool) -> float:
-    """The chosen expert's output is not multiplied by the router's share, so that the router is never told anything."""
+    """The chosen expert's output is not multiplied by the router's share, so the router gets no gradient."""
     torch.manual_seed(seed)
     world = _on(seed, _Experts(healed))
     return loop(watch, world, adam(world.model, 5e-3), steps=250)
 
 
 class _Codes(nn.Module):
-    """A choice among eight codes, from which the input is told again."""
+    """A choice among eight codes, from which the input is reconstructed."""
 
     def __init__(self, soft: bool) -> None:
         super().__init__()

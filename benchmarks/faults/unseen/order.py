@@ -29,7 +29,7 @@ def in_steps(
 
 
 def _piled_up(watch: Watch, seed: int, healed: bool) -> float:
-    """Nobody clears the gradients, which RMSprop's division hides for a while."""
+    """The gradients are never cleared, which RMSprop's division hides for a while."""
     world = series(seed)
     optimizer = torch.optim.RMSprop(world.model.parameters(), lr=1e-3)
 
@@ -44,7 +44,7 @@ def _piled_up(watch: Watch, seed: int, healed: bool) -> float:
 
 
 def _one_of_two(watch: Watch, seed: int, healed: bool) -> float:
-    """Two optimizers, of which only the head's is told to clear its gradients."""
+    """Two optimizers; only the head's clears its gradients."""
     world = lstm(seed)
     parts = [[*world.model.embed.parameters(), *world.model.lstm.parameters()], list(world.model.head.parameters())]
     first, second = torch.optim.SGD(parts[0], lr=0.3), torch.optim.SGD(parts[1], lr=0.3)
@@ -160,7 +160,7 @@ def _clipped_after(watch: Watch, seed: int, healed: bool) -> float:
 
 
 def _clipped_four_times(watch: Watch, seed: int, healed: bool) -> float:
-    """The clip stands in the loop over micro-batches and cuts what has come together so far."""
+    """The clip is in the loop over micro-batches and cuts what has come together so far."""
     world = contrast(seed)
     optimizer = nesterov(world.model, 0.03)
 
@@ -185,7 +185,7 @@ def _scaled(
     clip: Callable[[torch.amp.GradScaler], None],
     penalty: bool | None = None,
 ) -> float:
-    """float16; ``penalty``, where it is given, tells whether the second loss goes back after the unscaling."""
+    """float16; ``penalty``, where it is given, states whether the second loss goes back after the unscaling."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**13)
     monitor = watch(world.model, optimizer, scaler=scaler)
     losses = []

@@ -96,7 +96,7 @@ def _warm_up(reach: int) -> Callable[[int], float]:
 
 
 def _long_warm_up(watch: Watch, seed: int, healed: bool) -> float:
-    """A warm-up over two million steps, of which 200 are made."""
+    """A warm-up over two million steps, stopped after 200."""
     world = translate(seed)
     optimizer = adam(world.model, 3e-3)
     return loop(

@@ -83,7 +83,7 @@ def _quantiles(seed: int) -> World:
 
 
 def _survival(seed: int) -> World:
-    """Cox's partial likelihood, of which no batch is without events."""
+    """Cox's partial likelihood; no batch is without events."""
     g = begin(seed)
     model, slopes = dense(6, 32, 1), torch.randn(6, generator=g)
 
@@ -99,7 +99,7 @@ def _survival(seed: int) -> World:
 
 
 class _Coupling(nn.Module):
-    """One half is moved and stretched by what the other says (Dinh et al. 2017)."""
+    """One half is moved and stretched by the other (Dinh et al. 2017)."""
 
     def __init__(self, turned: bool) -> None:
         super().__init__()

@@ -174,7 +174,7 @@ def _checkpointed(seed: int) -> World:
 
 
 def _masked(seed: int) -> World:
-    """One symbol in six is hidden and has to be told from its neighbours; the others have no loss."""
+    """One symbol in six is hidden and has to be predicted from its neighbours; the others have no loss."""
     g = begin(seed)
     layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
     model = nn.ModuleDict(
@@ -191,7 +191,7 @@ def _masked(seed: int) -> World:
 
 
 def _bag(seed: int) -> World:
-    """A table of 2000 words of which a batch has a few hundred."""
+    """A table of 2000 words; a batch has a few hundred."""
     g = begin(seed)
     model = nn.Sequential(nn.EmbeddingBag(2000, 16, sparse=True, mode="mean"), nn.Linear(16, 5))
     topic = torch.randint(5, (2000,), generator=g)
@@ -219,7 +219,7 @@ def _gru(seed: int) -> World:
 
 
 def _tanh_net(seed: int) -> World:
-    """A frequency's amplitude behind tanh, of which a few are near their ends."""
+    """A frequency's amplitude behind tanh; a few are near their ends."""
     g = begin(seed)
     model = nn.Sequential(
         nn.Conv1d(1, 12, 7, padding=3), nn.Tanh(), nn.Conv1d(12, 12, 7, padding=3), nn.Tanh(), nn.AdaptiveMaxPool1d(1)

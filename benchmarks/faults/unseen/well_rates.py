@@ -177,7 +177,7 @@ def _noisy_gradients(watch: Watch, seed: int, healed: bool) -> float:
 
 
 def _harder(seed: int) -> World:
-    """Noise grows in three stages, at each of which the loss jumps and falls again."""
+    """Noise grows in three stages; at each the loss jumps and falls again."""
     g = begin(seed)
     model = nn.Sequential(nn.Flatten(), dense(64, 64, 4))
 
@@ -209,7 +209,7 @@ def _one_batch(seed: int) -> World:
 
 
 def _warm_start(watch: Watch, seed: int, healed: bool) -> float:
-    """Fine tuning of what was trained before: small rates, a new head, and the trunk a hundredth as fast."""
+    """Fine tuning of a pretrained model: small rates, a new head, and the trunk a hundredth as fast."""
     world = series(seed)
     first = adam(world.model)
     for step in range(80):

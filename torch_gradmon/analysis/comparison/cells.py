@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ...core.keys import Key, format_key
-from ...runs.window import Sheet, Window, is_of_layer
+from ...runs.window import ValueMatrix, Window, is_of_layer
 from .causal_order import CONTEXT, stage_of
 from .matching import SheetComparison
 from .result import Divergence
@@ -60,7 +60,7 @@ def item_key(key: Key) -> Key:
     return key._replace(metric="") if is_of_layer(key) else key
 
 
-def facts_of(window: Window) -> Sheet:
+def facts_of(window: Window) -> ValueMatrix:
     """Learning rates, the loss scale, and whether the step was applied, as values."""
     rows: list[dict[Key, float]] = []
     for step in window.steps:
@@ -72,4 +72,4 @@ def facts_of(window: Window) -> Sheet:
     keys = tuple(dict.fromkeys(key for row in rows for key in row))
     values = torch.tensor([[row.get(key, math.nan) for key in keys] for row in rows], dtype=torch.float64, device="cpu")
     there = torch.tensor([[key in row for key in keys] for row in rows], dtype=torch.bool, device="cpu")
-    return Sheet(keys, values.reshape(len(rows), len(keys)), there.reshape(len(rows), len(keys)))
+    return ValueMatrix(keys, values.reshape(len(rows), len(keys)), there.reshape(len(rows), len(keys)))

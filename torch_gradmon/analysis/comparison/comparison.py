@@ -16,7 +16,7 @@ from ...core import keys as n
 from ...core.keys import Key, format_key
 from ...core.loss_keys import loss_among
 from ...core.moments import VIEWS
-from ...runs.window import Sheet, is_of_layer
+from ...runs.window import ValueMatrix, is_of_layer
 from .causal_order import CONTEXT, STAGES, Order, stage_of
 from .cells import Cell, facts_of, item_key
 from .interpretation import interpret, interpret_gaps, interpret_noise
@@ -105,7 +105,7 @@ class Comparison:
         pairs += [(_OTHERS, left.others, right.others), (CONTEXT, facts_of(left), facts_of(right))]
         return [self._compare(source, a, b) for source, a, b in pairs]
 
-    def _compare(self, source: str, left: Sheet, right: Sheet) -> SheetComparison:
+    def _compare(self, source: str, left: ValueMatrix, right: ValueMatrix) -> SheetComparison:
         known = self._pairings.get(source)
         if known is None or (known.left, known.right) != (left.keys, right.keys):
             known = self._pairings[source] = self._paired(left.keys, right.keys)

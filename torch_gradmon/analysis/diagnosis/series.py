@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...core.moments import ALWAYS, VIEWS
-from ...core.records import Table
+from ...core.records import StatsTable
 
 
 def lower_median(values: Iterable[float]) -> float:
@@ -94,7 +94,7 @@ class Matrix:
     values: Tensor
 
     @classmethod
-    def of_tables(cls, tables: Iterable[tuple[int, Table]], metric: str) -> Matrix | None:
+    def of_tables(cls, tables: Iterable[tuple[int, StatsTable]], metric: str) -> Matrix | None:
         """A built-in metric from the tables that have it, ascending by step; None without any."""
         view = VIEWS[metric]
         kept = [(step, table) for step, table in tables if view.columns <= table.columns | ALWAYS and table.names]

@@ -10,9 +10,9 @@ import torch
 
 from ...core.keys import Key, format_key
 from ...core.model_order import ModelOrder
-from ...core.records import Event, StepRecord
+from ...core.records import SpikeEvent, StepRecord
 from ...runs.reader import RunReader
-from ...runs.stats_series import Stack
+from ...runs.stats_series import StatsSeries
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class ValueSource:
 
     steps: Sequence[int]
     is_whole: bool
-    events: Sequence[Event]
+    events: Sequence[SpikeEvent]
     not_applied: Sequence[int]
     rates: Mapping[int, float]
     logged: Iterable[Key]
     values: Callable[[Key], Mapping[int, float]]
-    stacks: Callable[[str], Iterable[Stack]]
+    stacks: Callable[[str], Iterable[StatsSeries]]
     in_model_order: Callable[[str, Iterable[Sequence[str]]], list[str]]
 
     @classmethod
@@ -75,9 +75,9 @@ class ValueSource:
         )
 
 
-def _stacks(records: Sequence[StepRecord], source: str) -> Iterator[Stack]:
+def _stacks(records: Sequence[StepRecord], source: str) -> Iterator[StatsSeries]:
     """One stack for each series of steps with the same tensors and columns."""
     found = [(record.step, record.tables[source]) for record in records if source in record.tables]
     for (names, columns), some in groupby(found, key=lambda pair: (pair[1].names, pair[1].columns)):
         pairs = list(some)
-        yield Stack(tuple(step for step, _ in pairs), names, torch.stack([table.rows for _, table in pairs]), columns)
+        yield StatsSeries(tuple(step for step, _ in pairs), names, torch.stack([table.rows for _, table in pairs]), columns)

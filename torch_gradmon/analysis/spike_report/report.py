@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from ...core.formatting import times
 from ...core.keys import SUMMARY, parse_key
-from ...core.records import Event
+from ...core.records import SpikeEvent
 from ...spikes import recovery
-from ...spikes.attribution import attribution
+from ...spikes.attribution import spike_cause
 from ...spikes.episodes import Episode, episodes, largest
-from ...spikes.suspects import Suspect
+from ...spikes.suspects import ParameterAttribution
 from .source import StepSource
 
 #: Steps shown before and after the step of the report.
@@ -45,13 +45,13 @@ class SpikeReport:
     """
 
     step: int
-    events: Sequence[Event]
+    events: Sequence[SpikeEvent]
     episode: Episode | None
     context: Mapping[str, Any]
     around: Sequence[int]
     facts: Sequence[tuple[str, Sequence[Any]]]
     signals: Sequence[tuple[str, Sequence[float | None]]]
-    suspects: Sequence[Suspect]
+    suspects: Sequence[ParameterAttribution]
     recovery: Sequence[str]
     others: Sequence[Episode]
 
@@ -121,7 +121,7 @@ def _recovery(source: StepSource, known: Sequence[int], spike: Episode) -> Itera
         after = ((number, source.value(signal, number)) for number in later[:_SEARCHED])
         values = [*islice(((number, value) for number, value in after if value is not None), recovery.AFTER)]
         if values:
-            yield recovery.in_words(own, values)
+            yield recovery.recovery_text(own, values)
 
 
 class SpikeSummary(NamedTuple):
@@ -146,11 +146,11 @@ class SpikeSummary(NamedTuple):
     def of(cls, source: StepSource, spike: Episode) -> SpikeSummary:
         """The summary of ``spike``."""
         step = spike.worst.step
-        found = attribution(source.suspects(step), step)
+        found = spike_cause(source.suspects(step), step)
         return cls(step, spike.first, spike.last, ", ".join(map(_signal_text, spike.of_worst)), found.layer, found.did)
 
 
-def _signal_text(event: Event) -> str:
+def _signal_text(event: SpikeEvent) -> str:
     if not math.isfinite(event.value):
         return f"{event.signal} is {event.value}"
     if event.usual is not None and event.usual > 0:

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ...core.keys import SUMMARY, Key, format_key, parse_key
-from ...core.records import Event, StepRecord
+from ...core.records import SpikeEvent, StepRecord
 from ...spikes.signals import value_of
-from ...spikes.suspects import Gradients, Suspect
+from ...spikes.suspect_history import GradientNormHistory
+from ...spikes.suspects import ParameterAttribution
 from ...step.plan import value_in
 
 
@@ -20,7 +21,7 @@ class StepSource(Protocol):
         """The known steps, ascending."""
 
     @property
-    def events(self) -> list[Event]:
+    def events(self) -> list[SpikeEvent]:
         """The spikes, in order."""
 
     def context(self, step: int) -> Mapping[str, Any]:
@@ -32,7 +33,7 @@ class StepSource(Protocol):
     def value(self, signal: str, step: int) -> float | None:
         """The value of a key, or of a whole-model value by its name, in a step; None if it is unknown."""
 
-    def suspects(self, step: int) -> Sequence[Suspect]:
+    def suspects(self, step: int) -> Sequence[ParameterAttribution]:
         """The parameters of a step, ranked by suspicion; empty if its gradients are unknown."""
 
 
@@ -46,7 +47,10 @@ class RecentSteps:
     """
 
     def __init__(
-        self, records: Mapping[int, StepRecord], gradients: Gradients, suspects: Mapping[int, Sequence[Suspect]]
+        self,
+        records: Mapping[int, StepRecord],
+        gradients: GradientNormHistory,
+        suspects: Mapping[int, Sequence[ParameterAttribution]],
     ) -> None:
         self._records, self._gradients, self._suspects = dict(records), gradients, suspects
 
@@ -56,7 +60,7 @@ class RecentSteps:
         return sorted(self._records)
 
     @property
-    def events(self) -> list[Event]:
+    def events(self) -> list[SpikeEvent]:
         """Their spikes, in order."""
         return [event for step in self.steps for event in self._records[step].events]
 
@@ -76,6 +80,6 @@ class RecentSteps:
             found = self._records[step].values.get(Key(SUMMARY, "", signal))
         return value_in(self._gradients.table(step), key) if found is None and key.source == self._gradients.source else found
 
-    def suspects(self, step: int) -> Sequence[Suspect]:
+    def suspects(self, step: int) -> Sequence[ParameterAttribution]:
         """The parameters of a step, ranked by suspicion; empty if its gradients are no longer in memory."""
         return self._suspects.get(step) or self._gradients.suspects(step)

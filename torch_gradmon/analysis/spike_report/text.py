@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ...core.formatting import cut_start, factor_text, significant
-from ...runs.detail_request import in_words
-from ...spikes.attribution import attribution
+from ...runs.detail_request import request_text
+from ...spikes.attribution import spike_cause
 from ...spikes.episodes import largest
-from ...spikes.suspects import Suspect
+from ...spikes.suspects import ParameterAttribution
 from .report import SpikeReport
 from .source import StepSource
 
@@ -52,7 +52,7 @@ def _heading(report: SpikeReport) -> Iterator[str]:
     elif not applied:
         yield "  the step was not applied"
     if tuned := context.pop("tuned", None):
-        yield f"  measured under a live change of detail (gradmon detail, number {tuned['number']}): {in_words(tuned)}"
+        yield f"  measured under a live change of detail (gradmon detail, number {tuned['number']}): {request_text(tuned)}"
     tags, norms = context.pop("tags", {}), context.pop("batch_norms", {})
     facts = {name: value for name, value in {**tags, **context}.items() if name not in ("time", "overhead_pct")}
     if facts:
@@ -90,7 +90,7 @@ def _parameters(report: SpikeReport) -> Iterator[str]:
         return
     yield _row("parameter, by suspicion", _TITLES)
     yield from (_row(suspect.name, _cells(suspect, step)) for suspect in suspects[:_LAYERS])
-    found = attribution(suspects, step)
+    found = spike_cause(suspects, step)
     calm = sum(suspect.since is None and not suspect.nonfinite for suspect in suspects)
     known = ""
     if not is_spike or not found.is_common:  # otherwise the last line says it
@@ -104,7 +104,7 @@ def _parameters(report: SpikeReport) -> Iterator[str]:
         yield found.words
 
 
-def _cells(suspect: Suspect, step: int) -> list[str]:
+def _cells(suspect: ParameterAttribution, step: int) -> list[str]:
     return [
         significant(suspect.norm),
         significant(suspect.usual),

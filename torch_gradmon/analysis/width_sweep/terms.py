@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...capture.reference.isolated_call import by_itself
+from ...capture.reference.isolated_call import call_isolated
 from ...capture.reference.source import frozen_copy
 from ...core.torch_modes import rng_states
 
@@ -88,7 +88,7 @@ def terms(model: nn.Module, reference: nn.Module, run: Callable[[nn.Module], obj
 
     A module that returns a tuple is measured by the first item. One that is called several times has the root mean square over
     all calls.
-    Both models see the same random numbers, and are left as they were, with their buffers. Gradients can be taken with respect to
+    Both models see the same random numbers, and are left as they were, with their buffers. GradientNormHistory can be taken with respect to
     values
     that ``run`` creates, as in the loss of a differential equation, but not with respect to parameters.
 
@@ -138,7 +138,7 @@ def _same_shapes(calls: list[_RecordedCall], others: list[_RecordedCall]) -> boo
 
 def _moved_output(module: nn.Module, call: _RecordedCall) -> Tensor:
     """The module's output for the inputs of a call, with the random numbers of the call."""
-    with by_itself(module):
+    with call_isolated(module):
         for device, state in call.generators.items():
             if device == "cpu":
                 torch.set_rng_state(state)
@@ -174,7 +174,7 @@ def _record_calls(model: nn.Module, run: Callable[[nn.Module], object]) -> dict[
         for name, module in model.named_modules():
             stack.callback(module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(listener(name)).remove)
-        stack.enter_context(by_itself(model))
+        stack.enter_context(call_isolated(model))
         torch.manual_seed(0)  # so that dropout selects the same elements
         with torch.enable_grad():
             run(model)

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 from ...runs import detail_request
-from ...runs.detail_request import Change, in_words
-from ...runs.liveness import Pulse, pulse
+from ...runs.detail_request import DetailRequest, request_text
+from ...runs.liveness import RunStatus, run_status
 from ...runs.writer import file_in
 from ...step.presets import PRESETS
 from ..terminal.detail_state import change_text, current_text, result_of, state_of, status_lines, warnings
@@ -24,7 +24,7 @@ def _step(text: str) -> int:
 COMMAND = Command(
     "detail",
     "change what a running training measures",
-    "Change how often a running training is monitored, and what is measured, for a while, without a restart.",
+    "DetailRequest how often a running training is monitored, and what is measured, for a while, without a restart.",
     (
         ("gradmon detail runs/first --every 1 --preset full --for 200", "everything, in the next 200 steps"),
         ("gradmon detail runs/first --every 10 --wait", "every 10th step until further notice"),
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     change = detail_request.numbered(change, 1 + max(_last_number(found), _requested_number(directory)))
     print(f"until now: {current_text(found)}")
     detail_request.write(directory, change, session)
-    print(f"requested, number {change.number}: {in_words(change.facts())}")
+    print(f"requested, number {change.number}: {request_text(change.facts())}")
     if waits := state_of(found).get("waits"):
         print(f"it replaces one that was not in force yet: {change_text(waits)}")
     for warning in warnings(change, found):
@@ -92,15 +92,15 @@ def _given(options: argparse.Namespace) -> list[str]:
     return [name for name, given in values.items() if given is not None] + [name for name, given in flags.items() if given]
 
 
-def _change(options: argparse.Namespace) -> Change:
+def _change(options: argparse.Namespace) -> DetailRequest:
     if options.reset:
         if others := [name for name in _given(options) if name not in ("--reset", "--wait", "--timeout")]:
             raise UsageError(f"--reset returns to the settings of the script, and {others[0]} contradicts it; give one of them")
-        return Change()
+        return DetailRequest()
     if options.every is None and options.preset is None:
         raise UsageError("nothing is to be changed; give --every, --preset, --reset or --status")
     try:
-        return detail_request.changed(options.every, options.preset, options.steps, options.first)
+        return detail_request.detail_request(options.every, options.preset, options.steps, options.first)
     except ValueError as error:
         raise UsageError(str(error)) from error
 
@@ -113,14 +113,14 @@ def _directory(path: str) -> Path:
     return directory
 
 
-def _liveness(directory: Path) -> Pulse:
+def _liveness(directory: Path) -> RunStatus:
     try:
-        return pulse(directory)
+        return run_status(directory)
     except (FileNotFoundError, ValueError) as error:
         raise UsageError(str(error)) from error
 
 
-def _session(found: Pulse, directory: Path) -> str:
+def _session(found: RunStatus, directory: Path) -> str:
     """The session of the monitor that reads changes."""
     state = state_of(found)
     if found.has_ended:
@@ -133,7 +133,7 @@ def _session(found: Pulse, directory: Path) -> str:
     return str(state["session"])
 
 
-def _last_number(found: Pulse) -> int:
+def _last_number(found: RunStatus) -> int:
     return int(state_of(found).get("number", 0))
 
 
@@ -144,7 +144,7 @@ def _requested_number(directory: Path) -> int:
         return 0
 
 
-def _print_unread(directory: Path, found: Pulse) -> None:
+def _print_unread(directory: Path, found: RunStatus) -> None:
     """Print a request that the training has not read yet."""
     try:
         change, session = detail_request.read(directory / detail_request.FILE_NAME)
@@ -154,7 +154,7 @@ def _print_unread(directory: Path, found: Pulse) -> None:
         print(f"requested, and not yet read by the training: {change_text(change.facts())}")
 
 
-def _wait(directory: Path, change: Change, session: str, timeout: int | None) -> int:
+def _wait(directory: Path, change: DetailRequest, session: str, timeout: int | None) -> int:
     until = None if timeout is None else time.monotonic() + timeout
     printed: str | None = None
     has_warned = False

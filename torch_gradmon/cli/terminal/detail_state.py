@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ...runs.detail_request import Change, in_words
-from ...runs.liveness import Pulse
+from ...runs.detail_request import DetailRequest, request_text
+from ...runs.liveness import RunStatus
 
 
-def state_of(found: Pulse) -> Mapping[str, Any]:
+def state_of(found: RunStatus) -> Mapping[str, Any]:
     """The state that the monitor has written into its run."""
     state: Mapping[str, Any] = found.meta.get("tune", {})
     return state
 
 
-def script_text(found: Pulse) -> str:
+def script_text(found: RunStatus) -> str:
     """The cadence and the preset of the script."""
     every, preset = found.meta.get("every"), found.meta.get("preset")
-    cadence = "the steps of monitor_step_fn" if every is None else in_words({"every": every})
+    cadence = "the steps of monitor_step_fn" if every is None else request_text({"every": every})
     return cadence if preset is None else f"{cadence}, preset {preset}"
 
 
-def current_text(found: Pulse) -> str:
+def current_text(found: RunStatus) -> str:
     """What is measured now."""
     state = state_of(found).get("in_force")
     return f"{script_text(found)}, as in the script" if state is None else change_text(state)
@@ -30,7 +30,7 @@ def current_text(found: Pulse) -> str:
 
 def change_text(state: Mapping[str, Any]) -> str:
     """A change, and the steps in which it is in force."""
-    parts = [f"{in_words({**state, 'first': None})} (number {state['number']})"]
+    parts = [f"{request_text({**state, 'first': None})} (number {state['number']})"]
     since, until = state.get("since"), state.get("until")
     if since is not None:
         parts.append(f"from step {since} {'on' if until is None else f'to {until}'}")
@@ -41,7 +41,7 @@ def change_text(state: Mapping[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def status_lines(found: Pulse) -> Iterator[str]:
+def status_lines(found: RunStatus) -> Iterator[str]:
     """What is in force, and what was requested."""
     state = state_of(found)
     yield f"the script: {script_text(found)}"
@@ -58,7 +58,7 @@ def status_lines(found: Pulse) -> Iterator[str]:
         yield "only the settings of the script are in force"
 
 
-def warnings(change: Change, found: Pulse) -> Iterator[str]:
+def warnings(change: DetailRequest, found: RunStatus) -> Iterator[str]:
     """Effects of a change that may be unexpected."""
     if change.first is not None and found.step is not None and change.first <= found.step:
         yield f"step {change.first} is over, so the change begins with the next step"
@@ -71,7 +71,7 @@ def warnings(change: Change, found: Pulse) -> Iterator[str]:
         yield "if the run was killed, it will not read the change; a resumed run does what its script requests"
 
 
-def result_of(state: Mapping[str, Any], change: Change, session: str) -> tuple[bool, str] | None:
+def result_of(state: Mapping[str, Any], change: DetailRequest, session: str) -> tuple[bool, str] | None:
     """Whether the change was applied, and the reason; None if that is still open."""
     for name, title in (("in_force", "in force"), ("last", "applied")):
         found = state.get(name) or {}

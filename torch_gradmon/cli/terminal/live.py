@@ -16,10 +16,10 @@ from ...analysis.run import Run
 from ...core.keys import SUMMARY, Key
 from ...core.loss_keys import loss_among
 from ...core.moments import Column
-from ...core.records import Event, StepRecord
+from ...core.records import SpikeEvent, StepRecord
 from ...spikes.episodes import Episode, episodes, largest
-from ...spikes.suspects import REMEMBERED, Suspect, ranked
-from ...spikes.usual import Usual
+from ...spikes.suspects import REMEMBERED, ParameterAttribution, ranked
+from ...spikes.usual import Baseline
 from .layer_table import gradient_source
 
 #: The part of the shown steps that counts as recent, as a divisor.
@@ -76,7 +76,7 @@ class LiveRun:
         self.run = run
         self.window = window
         self.records: list[StepRecord] = []
-        self.events: list[Event] = run.events
+        self.events: list[SpikeEvent] = run.events
         self._norms: list[_Norms] = []
         self._earliest = math.inf  # the first step whose norms are known
         self._read(None)
@@ -168,7 +168,7 @@ class LiveRun:
 
     # --- layers ----------------------------------------------------------------------------------------------------------------
 
-    def suspects(self, most: int) -> tuple[int | None, list[Suspect]]:
+    def suspects(self, most: int) -> tuple[int | None, list[ParameterAttribution]]:
         """A step and its parameters, ranked by suspicion: the worst step of the largest recent spike, or the last step."""
         steps, norms, nonfinite = self._joined.steps, self._joined.norms, self._joined.nonfinite
         if not steps:
@@ -184,7 +184,7 @@ class LiveRun:
         names, norms, nonfinite = self._joined.names, self._joined.norms, self._joined.nonfinite
         if not len(norms):
             return []
-        usual = Usual.of(norms[-REMEMBERED:-1]).norms.tolist()
+        usual = Baseline.of(norms[-REMEMBERED:-1]).norms.tolist()
         squares = norms[-self._recent :].where(nonfinite[-self._recent :] == 0, math.nan).square().nan_to_num(nan=0.0)
         if not bool((squares > 0).any()):
             return []

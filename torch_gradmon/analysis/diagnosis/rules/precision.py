@@ -1,4 +1,4 @@
-"""Gradients that half precision rounds to zero."""
+"""GradientNormHistory that half precision rounds to zero."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ....core import keys as n
 from ....core.moments import Column
-from ....core.records import Table
+from ....core.records import StatsTable
 from ..findings import Finding, NotMeasured
 from ..history import History
 from ..precautions import Precautions
@@ -49,7 +49,7 @@ def _finding(history: History, where: str, largest: float, zeros: float, matrice
         where,
         (history.steps[0], history.steps[-1]),
         {"largest gradient element": largest, "share of zeros": zeros, "matrices like this": float(matrices)},
-        "Gradients were computed in float16 and are too small for it; most are rounded to zero.",
+        "GradientNormHistory were computed in float16 and are too small for it; most are rounded to zero.",
         "Scale the loss with torch.amp.GradScaler, or use bfloat16."
         if (scale := Precautions.of(history).scale) is None
         else f"Raise the GradScaler's scale, {scale:g} at the end, by init_scale or growth_interval, or use bfloat16.",
@@ -57,7 +57,7 @@ def _finding(history: History, where: str, largest: float, zeros: float, matrice
     )
 
 
-def _tiny_halves(tables: list[Table]) -> dict[str, float]:
+def _tiny_halves(tables: list[StatsTable]) -> dict[str, float]:
     """The usual largest element of each tensor whose nonzero extremes were always float16 numbers without all digits."""
     sizes: dict[str, list[float]] = {}
     others: set[str] = set()

@@ -1,0 +1,69 @@
+"""Prose is plain present-tense English: words and phrases that it does without, in every file that is named here."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+#: Verbs of speech for data flow, archaic chains, and metaphors; each alternative is matched as whole words.
+AVOIDED = (
+    *("tell", "tells", "telling", "told", "say", "says", "saying", "said", "hear", "hears", "heard", "news", "in words"),
+    *("somebody", "nobody", "whoever", "whomever", "so many", "but for", "for it is", "for they are", "of which", "of what"),
+    *("comes? of", "came of", "that which", "(?:is|are|was|were) to be", "goes on", "went on", "besides", "wants?", "by turns"),
+    *("hang", "hangs", "hung", "lend", "lends", "lent", "stands? in", "a hand", "put aside", "puts? back", "take(?:s|n)? back"),
+    *("closer look", "story", "stories", "shelf", "mailbox", "so-manyth", "as ever", "is no news", "in the manner of"),
+)
+_AVOIDED = re.compile(rf"\b(?:{'|'.join(AVOIDED)})\b", re.IGNORECASE)
+#: Files whose prose follows the rules. Add a file or a whole room (``"spikes/*.py"``) when it does.
+CLEAN = (
+    *("torch_gradmon/monitor/*_service.py", "torch_gradmon/monitor/monitor.py", "torch_gradmon/monitor/config.py"),
+    *("torch_gradmon/monitor/builder.py", "torch_gradmon/monitor/links.py", "torch_gradmon/monitor/mixin.py"),
+    *("torch_gradmon/monitor/options.py", "torch_gradmon/monitor/testing.py", "torch_gradmon/monitor/watch.py"),
+    *("torch_gradmon/monitor/replacing.py", "torch_gradmon/monitor/attention.py", "torch_gradmon/monitor/coordinate_check.py"),
+    *("README.md", "CONTRIBUTING.md", "examples/*.py", "Makefile", "pyproject.toml"),
+    # all but reports.py, which names marks of the report's script, and contenders.py, whose text is part of a stored result
+    *(
+        "benchmarks/[!r]*.py",
+        "benchmarks/report.py",
+        "benchmarks/r[iu]*.py",
+        "benchmarks/faults/**/*.py",
+        "benchmarks/spikes/[!c]*.py",
+    ),
+)
+#: Output of programs and generated tables, which are not this file's prose.
+_QUOTED = re.compile(r"^ *```.*?^ *```|^<!-- (\w+) -->$.*?^<!-- /\1 -->$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
+
+
+def _prose(path: Path) -> Iterator[str]:
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        yield _QUOTED.sub("", text)
+    elif path.suffix == ".py":
+        yield from (
+            token.string for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type == tokenize.COMMENT
+        )
+        yield from (str(node.value) for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant))
+    else:
+        yield from re.findall(r"#.*|echo.*", text)
+
+
+@pytest.mark.parametrize("path", sorted({path for pattern in CLEAN for path in ROOT.glob(pattern)}), ids=lambda p: p.name)
+def test_the_prose_is_plain(path: Path) -> None:
+    lines = [" ".join(prose.split()) for prose in _prose(path)]
+    found = [
+        f"{match[0]}: ...{line[max(match.start() - 40, 0) : match.end() + 40]}..."
+        for line in lines
+        for match in _AVOIDED.finditer(line)
+    ]
+    assert not found, "write these in plain present-tense English"
+
+
+def test_every_pattern_names_a_file() -> None:
+    assert all(any(ROOT.glob(pattern)) for pattern in CLEAN)

@@ -1,0 +1,111 @@
+"""The training loop: followed by hooks, or calling the monitor by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core import validation as check
+from ..plugins.clipping.adaptive import AdaptiveClip
+from ..plugins.clipping.clip import clip
+from .links import unlink
+from .manual_loop import Hand
+from .model_service import ModelService
+from .runtime import Runtime
+
+_NO_MODULE = "there is no module to watch; pass it to ModuleMonitor(model) or call set_module(model) first"
+
+
+@dataclass(slots=True)
+class LoopService:
+    """Connects a runtime with a training loop."""
+
+    runtime: Runtime
+
+    def attach(
+        self,
+        optimizers: Sequence[Any],
+        scaler: torch.amp.GradScaler | None,
+        start_step: int | None,
+        before: Callable[[nn.Module], object] = lambda module: None,
+    ) -> None:
+        """Follow the loop by hooks. ``before`` is called after all checks, and before the first hook is installed.
+
+        Raises:
+            TypeError, ValueError: see :meth:`ModuleMonitor.attach`.
+        """
+        runtime, module = self.runtime, self.runtime.planner.module
+        if module is None:
+            raise ValueError(_NO_MODULE)
+        if runtime.loop is not None:
+            raise ValueError("already attached; name all optimizers in one attach() call, or call detach() first")
+        check.grad_scaler(scaler)
+        if start_step is not None:
+            check.step_number("start_step", start_step)
+        bare = check.optimizers(module, optimizers)
+        # the user's function may raise, so it runs before anything is installed
+        runtime.lifecycle.cadence.asked(runtime.state.clock.next_step if start_step is None else start_step)
+        if runtime.guard.inert:
+            return
+        before(module)
+        if start_step is not None:
+            runtime.state.clock.next_step = start_step
+        ModelService(runtime).link()
+        known = (scaler, runtime.scaler, check.scaler_around(optimizers))
+        chosen = next((each for each in known if each is not None), None)
+        runtime.follow(module, bare, chosen, check.wrappers(optimizers))
+
+    def detach(self) -> None:
+        """End the step in flight and remove everything from the model."""
+        self.runtime.mark = None
+        self.runtime.detach()
+        module = self.runtime.planner.module
+        if module is not None:
+            for child in module.modules():
+                unlink(child)
+
+    def begin_step(self, step: int) -> bool:
+        """Open ``step`` by hand.
+
+        Raises:
+            TypeError, ValueError: see :meth:`ModuleMonitor.begin_step`.
+        """
+        check.step_number("step", step)
+        if self.runtime.planner.inventory is None:
+            raise ValueError(_NO_MODULE)
+        return bool(self.runtime.begin_step(step))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Measure nothing inside the block."""
+        before = self.runtime.pause(True)
+        try:
+            yield
+        finally:
+            self.runtime.pause(before)
+
+    def clip(
+        self,
+        parameters: Any,
+        max_norm: float | str | AdaptiveClip,
+        norm_type: float,
+        error_if_nonfinite: bool,
+        exact: bool | None,
+    ) -> Tensor:
+        """Measure and clip gradients.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: see :meth:`ModuleMonitor.clip_grad_norm_`.
+        """
+        if parameters is None:
+            module = self.runtime.planner.module
+            if module is None:
+                raise ValueError("there is no module whose gradients to clip; pass parameters=, or watch a module first")
+            parameters = list(module.parameters())
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        return clip(Hand(self.runtime), parameters, max_norm, norm_type, error_if_nonfinite, exact)

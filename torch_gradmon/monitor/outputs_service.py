@@ -1,0 +1,69 @@
+"""Where the values of a monitor go: sinks and spike detectors."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ..core.errors import display
+from ..sinks.adapters import adapted, logged_anyhow
+from ..sinks.filtered_sink import FilteredSink
+from ..sinks.wandb import WandbSink
+from ..spikes.detector import SpikeDetector
+from .runtime import Runtime, at_exit
+
+
+@dataclass(slots=True)
+class OutputsService:
+    """Adds sinks and detectors to a runtime, and removes sinks."""
+
+    runtime: Runtime
+
+    def add_sink(
+        self, sink: Any, keys: str | re.Pattern[str] | None, every: int, deferred: bool, thread: bool, on_all_ranks: bool
+    ) -> None:
+        """Send the values of each step to ``sink``.
+
+        Raises:
+            TypeError, ValueError: see :meth:`ModuleMonitor.add_sink`.
+        """
+        outbox, complaints = self.runtime.ledger.outbox, self.runtime.guard.complaints
+        for each in adapted(sink):
+            if thread and isinstance(each, WandbSink):
+                raise ValueError(
+                    "W&B takes rows without delay, and those of another thread would come between; leave thread=True out"
+                )
+            outlet = FilteredSink(each, keys, every, complaints, deferred, thread, outbox.place, logged_anyhow(sink))
+            outlet.given, outlet.is_on_all_ranks = sink, on_all_ranks
+            if callable(before_finish := getattr(each, "before_finish", None)):
+                before_finish(partial(at_exit, weakref.ref(self.runtime)))
+            outbox.add(outlet)
+
+    def remove_sink(self, sink: Any) -> None:
+        """Send waiting rows to ``sink``, and close it.
+
+        Raises:
+            ValueError: see :meth:`ModuleMonitor.remove_sink`.
+        """
+        self.runtime.settle_now()
+        outbox = self.runtime.ledger.outbox
+        own = [outlet for outlet in outbox.outlets if outlet.given == sink]
+        if not own:
+            raise ValueError(f"this sink was not added, got {display(sink)}")
+        outbox.publish()
+        for outlet in own:
+            outbox.remove(outlet)
+
+    def add_detector(self, detector: SpikeDetector) -> None:
+        """Feed ``detector`` with its signal.
+
+        Raises:
+            TypeError, ValueError: see :meth:`ModuleMonitor.add_detector`.
+        """
+        if not isinstance(detector, SpikeDetector):
+            raise TypeError(f"expected a SpikeDetector, got {display(detector)}; a rule goes into one: SpikeDetector(rule)")
+        self.runtime.ledger.add_detector(detector)
+        self.runtime.planner.changed()

@@ -1,0 +1,172 @@
+"""Values into a monitor, values out of it, and what follows from them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..analysis.diagnosis import Diagnosis
+from ..analysis.diagnosis.diagnose import diagnose_history
+from ..analysis.diagnosis.history import History
+from ..analysis.spike_report.text import explain
+from ..core import keys as n
+from ..core import validation as check
+from ..core.errors import display
+from ..core.keys import Key
+from ..core.model_order import ModelOrder
+from ..core.records import SpikeEvent
+from ..core.torch_modes import outside_dispatch_modes
+from ..plugins.spike_policy.policy import Counts
+from ..step.layer_values import top_shares
+from ..step.registry import checked_aggregation
+from .runtime import Runtime
+
+_DISABLED = {"everything": "GRADMON_DISABLE is set in the environment: nothing is measured"}
+
+
+@dataclass(slots=True)
+class ValuesService:
+    """Logs values into a runtime and reads its records. Getters do not communicate, and synchronise at most once a step."""
+
+    runtime: Runtime
+
+    # --- in ------------------------------------------------------------------------------------------------------------------
+
+    def log_scalar(self, key: str, value: Any, aggregation_fn: str | Callable[..., Any] | None, reduce: str | None) -> None:
+        """Log one number.
+
+        Raises:
+            TypeError, ValueError: see :meth:`ModuleMonitor.log_scalar`.
+        """
+        check.log_key(key)
+        if reduce is not None:
+            check.one_of("reduce", reduce, ("mean", "sum", "min", "max"))
+        with outside_dispatch_modes():
+            if isinstance(value, Tensor) and value.numel() != 1:
+                shape = tuple(value.shape)
+                raise ValueError(f"log_scalar({key!r}) takes one number, got a tensor of shape {shape}; use log_tensor")
+            if isinstance(value, Tensor) and value.is_complex():
+                raise TypeError(f"log_scalar({key!r}) takes a real number, got a complex one, {display(value)}; log its abs()")
+        if not isinstance(value, (int, float, Tensor)) and not hasattr(value, "__float__"):
+            raise TypeError(f"log_scalar({key!r}) takes a number, got {display(value)}")
+        self.log_key(Key("", key, ""), value, aggregation_fn, reduce or "")
+
+    def log_scalars(self, values: Mapping[str, Any]) -> None:
+        """Log several numbers.
+
+        Raises:
+            TypeError, ValueError: see :meth:`ModuleMonitor.log_scalar`.
+        """
+        if not isinstance(values, Mapping):
+            raise TypeError(f"log_scalars takes a dict of numbers by key, got {display(values)}")
+        for key, value in values.items():
+            self.log_scalar(key, value, None, None)
+
+    def log_tensor(self, key: str, tensor: Tensor, aggregation_fn: str | Callable[..., Any] | None) -> None:
+        """Log a tensor as one number.
+
+        Raises:
+            TypeError: see :meth:`ModuleMonitor.log_tensor`.
+        """
+        check.log_key(key)
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"log_tensor({key!r}) takes a tensor, got {display(tensor)}; use log_scalar")
+        with outside_dispatch_modes():
+            if tensor.is_complex():
+                raise TypeError(f"log_tensor({key!r}) takes real numbers, got dtype {tensor.dtype}; log its abs()")
+        if self.runtime.is_listening:
+            aggregation = checked_aggregation(aggregation_fn, "aggregation_fn")
+            self.runtime.log(Key("", key, ""), tensor, aggregation, is_measured=True)
+
+    def log_key(self, key: Key, value: Any, aggregation_fn: str | Callable[..., Any] | None, reducer: str) -> None:
+        """Log a value under a key in parts."""
+        self.runtime.log(key, value, checked_aggregation(aggregation_fn, "aggregation_fn"), reducer)
+
+    # --- out -----------------------------------------------------------------------------------------------------------------
+
+    def step_metrics(self) -> dict[str, float]:
+        """The values of the last step."""
+        record = self.runtime.settle_now()
+        return {} if record is None else self.runtime.ledger.shown(record)
+
+    def all_metrics(self) -> dict[int, dict[str, float]]:
+        """The values of the last steps."""
+        self.runtime.settle_now()
+        return self.runtime.ledger.history()
+
+    def last_events(self) -> tuple[SpikeEvent, ...]:
+        """The spikes of the last step."""
+        self.runtime.judge_now()
+        record = self.runtime.settle_now()
+        return () if record is None else record.events
+
+    def counts(self) -> Counts:
+        """The numbers of steps by outcome."""
+        self.runtime.settle_now()
+        return self.runtime.counts()
+
+    def missing(self) -> dict[str, str]:
+        """Why keys have no value in the last step."""
+        record, planner, why = self.runtime.settle_now(), self.runtime.planner, self.runtime.stale_reason
+        if record is None and not why:
+            return {}
+        follower = self.runtime.loop
+        owned = None if follower is None else planner.owned(follower.optimizers)
+        return self.runtime.ledger.missing(planner.registry.metrics, planner.matchable() or {}, owned, why)
+
+    def top_parameters(self, count: int) -> list[tuple[str, float]]:
+        """The parameters with the largest shares of the squared gradient norm."""
+        check.positive_int("count", count)
+        record = self.runtime.settle_now()
+        with outside_dispatch_modes():
+            return [] if record is None else top_shares(record.tables.get(n.GRADIENT_BEFORE_CLIP), count)
+
+    # --- analysis ------------------------------------------------------------------------------------------------------------
+
+    def diagnose(self) -> Diagnosis:
+        """The findings about the training so far."""
+        self.runtime.settle_now()
+        if self.runtime.guard.inert:
+            return Diagnosis((), None, _DISABLED)
+        ledger, facts = self.runtime.ledger, self.runtime.plugin("loop_audit").facts()
+        place, recent = ledger.outbox.directory, ledger.recent()
+        history = History(
+            ledger.memory.records(),
+            recent.events,
+            facts,
+            ledger.matrices,
+            ledger.kinds,
+            "" if place is None else shlex.quote(str(place)),
+            recent.steps,
+            recent.suspects,
+        )
+        with outside_dispatch_modes():
+            return diagnose_history(history)
+
+    def plot(self, kind: str, engine: str, options: Mapping[str, Any]) -> Any:
+        """A figure of the steps that are remembered."""
+        from ..analysis.plots.plot import plot
+        from ..analysis.plots.sources import ValueSource
+
+        self.runtime.settle_now()
+        inventory, memory = self.runtime.planner.inventory, self.runtime.ledger.memory
+        order = None if inventory is None else ModelOrder(inventory.names, inventory.kinds)
+        return plot(ValueSource.of_records(memory.records(), order, memory.is_whole), kind, engine, dict(options))
+
+    def why(self, step: int | None) -> str:
+        """The text about a step, by default about the largest spike.
+
+        Raises:
+            TypeError, ValueError: see :meth:`ModuleMonitor.why`.
+        """
+        if step is not None:
+            check.step_number("step", step)
+        elif not self.runtime.ledger.judges.detectors:
+            raise ValueError("nothing looks for spikes: call add_preset() or add_detector(SpikeDetector()), or name a step")
+        self.runtime.settle_now()
+        self.runtime.recall()
+        return explain(self.runtime.ledger.recent(), step)
