@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from torch_gradmon.analysis.width_sweep import Verdict, WidthSweep, width_sweep
+from torch_gradmon.analysis.width_sweep import LayerVerdict, WidthSweep, width_sweep
 
 from . import width_models as models
 from .machine import machine
@@ -146,7 +146,7 @@ def summary(found: WidthSweep, seconds: float) -> dict[str, Any]:
     }
 
 
-def _short(verdict: Verdict) -> dict[str, Any]:
+def _short(verdict: LayerVerdict) -> dict[str, Any]:
     slope = verdict.slope
     return {
         "module": verdict.module,
@@ -159,7 +159,7 @@ def _short(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def _states(verdicts: Sequence[Verdict]) -> dict[str, str]:
+def _states(verdicts: Sequence[LayerVerdict]) -> dict[str, str]:
     return {f"{verdict.module} {verdict.term}": verdict.state for verdict in verdicts}
 
 

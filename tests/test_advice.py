@@ -12,14 +12,14 @@ from tests.synthetic_run import history
 from torch_gradmon.analysis.diagnosis.findings import Finding
 from torch_gradmon.analysis.diagnosis.history import History
 from torch_gradmon.analysis.diagnosis.precautions import Precautions
-from torch_gradmon.analysis.diagnosis.rules.clipping import clips
-from torch_gradmon.analysis.diagnosis.rules.depth import depth
-from torch_gradmon.analysis.diagnosis.rules.learning_rate import rates
-from torch_gradmon.analysis.diagnosis.rules.loss import losses
-from torch_gradmon.analysis.diagnosis.rules.nonfinite import nonfinite
-from torch_gradmon.analysis.diagnosis.rules.precision import precision
-from torch_gradmon.analysis.diagnosis.rules.spikes import spikes
-from torch_gradmon.analysis.diagnosis.rules.units import units
+from torch_gradmon.analysis.diagnosis.rules.clipping import check_clipping
+from torch_gradmon.analysis.diagnosis.rules.depth import check_depth
+from torch_gradmon.analysis.diagnosis.rules.learning_rate import check_learning_rate
+from torch_gradmon.analysis.diagnosis.rules.loss import check_loss
+from torch_gradmon.analysis.diagnosis.rules.nonfinite import check_nonfinite
+from torch_gradmon.analysis.diagnosis.rules.precision import check_precision
+from torch_gradmon.analysis.diagnosis.rules.spikes import check_spikes
+from torch_gradmon.analysis.diagnosis.rules.units import check_units
 from torch_gradmon.core.records import SpikeEvent
 
 LAYERS = [f"{place}.weight" for place in range(9)]
@@ -64,7 +64,7 @@ def _run(
 
 
 def _spike(run: History) -> Finding:
-    (finding,) = spikes(run)
+    (finding,) = check_spikes(run)
     return finding
 
 
@@ -102,7 +102,7 @@ def test_a_clip_takes_care_of_a_loud_batch_and_not_of_one_loud_layer() -> None:
 def test_a_step_that_was_not_applied_did_no_harm() -> None:
     finding = _spike(_run(applied=False))
     assert finding.severity == "info"
-    assert finding.advice.endswith("The step was not applied, so that it has changed nothing.")
+    assert finding.advice.endswith("The step was not applied, so it changed nothing.")
 
 
 # --- what it says of the clip ------------------------------------------------------------------------------------------------------------
@@ -114,9 +114,9 @@ def test_a_step_that_was_not_applied_did_no_harm() -> None:
         (None, "on_spike='skip' leaves such steps out, and clip_grad_norm_ bounds them."),
         (
             2.0,
-            "The clip has taken the norm of this step to 2, and left next to nothing of the other layers than a.weight; on_spike=",
+            "The clip reduced the norm of this step to 2, which left almost nothing of the layers other than a.weight; on_spike=",
         ),
-        (1e9, "The clip has let it pass; a lower bound takes such steps down, and on_spike='skip' leaves such steps out."),
+        (1e9, "The clip let it pass; a lower bound reduces such steps, and on_spike='skip' leaves such steps out."),
     ],
 )
 def test_a_spike_is_told_what_the_clip_made_of_it(clipped: float | None, words: str) -> None:
@@ -155,12 +155,12 @@ def _rates(context: Context, **others: float) -> Finding:
         gradient_before_clip=dict.fromkeys(names, 1e-3),
         context=context,
     )
-    return rates(run)[0]
+    return check_learning_rate(run)[0]
 
 
 def test_a_warm_up_that_is_there_is_not_recommended() -> None:
     assert _rates(lambda step: {"lr": [1.0]}).advice.endswith("; add a warm-up.")
-    assert _rates(_warmed).advice.endswith("; the warm-up of 19 steps does not suffice.")
+    assert _rates(_warmed).advice.endswith("; the warm-up of 19 steps is too short.")
 
 
 def test_a_group_that_is_not_there_is_not_named() -> None:
@@ -174,7 +174,7 @@ def _fading(kinds: Mapping[str, str], context: Context = lambda step: {}, first:
     rows = {name: 0.3 ** (8 - place) for place, name in enumerate(LAYERS)}
     fading = {name: (lambda step, rms=rms: rms if step else first * rms ** (1 - first)) for name, rms in rows.items()}
     run = history(loss=_flat, gradient_before_clip=fading, parameter=dict.fromkeys(LAYERS, 0.1), kinds=kinds, context=context)
-    (finding,) = depth(run)
+    (finding,) = check_depth(run)
     assert finding.rule == "vanishing-gradients"
     return finding.advice
 
@@ -186,14 +186,14 @@ def test_activations_and_norms_that_are_there_are_not_recommended() -> None:
     assert _fading({"1": "GELU"}).startswith("Use residual connections, a norm in each layer, or an")
     assert _fading({"1": "GELU", "2": "LayerNorm"}) == "Use residual connections, or an initialisation that keeps the scale."
     assert "add a warm-up" in _fading({}, first=1.0)
-    assert "the warm-up of 19 steps does not suffice" in _fading({}, _warmed, first=1.0)
+    assert "the warm-up of 19 steps is too short" in _fading({}, _warmed, first=1.0)
 
 
 @pytest.mark.parametrize("clips_already", [False, True])
 def test_a_clip_that_is_there_is_not_recommended_against_explosions(clips_already: bool) -> None:
     values = {"grad_norm": lambda _: 1e4, **({"grad_norm_clipped": lambda _: 1.0} if clips_already else {})}
     rows = dict.fromkeys(LAYERS, 100.0)
-    (finding,) = depth(history(loss=_flat, gradient_before_clip=rows, parameter=dict.fromkeys(LAYERS, 0.1), values=values))
+    (finding,) = check_depth(history(loss=_flat, gradient_before_clip=rows, parameter=dict.fromkeys(LAYERS, 0.1), values=values))
     assert finding.rule == "exploding-gradients"
     assert ("clip the gradient norm" in finding.advice) is not clips_already
 
@@ -204,13 +204,15 @@ def test_a_scaler_that_is_there_is_not_recommended() -> None:
         (lambda _: {}, "Scale the loss with torch.amp.GradScaler"),
         (lambda _: {"amp_scale": 8.0}, "GradScaler's scale, 8 "),
     ):
-        (finding,) = precision(history(gradient_before_clip={"a.weight": tiny}, context=context))
+        (finding,) = check_precision(history(gradient_before_clip={"a.weight": tiny}, context=context))
         assert words in finding.advice
 
 
 def test_a_schedule_is_ended_only_where_it_raises_the_rate() -> None:
     def advice(rate: Callable[[int], float]) -> str:
-        (finding,) = losses(history(loss=lambda step: 2.0 + step / 20 + 0.01 * _flat(step), context=lambda s: {"lr": [rate(s)]}))
+        (finding,) = check_loss(
+            history(loss=lambda step: 2.0 + step / 20 + 0.01 * _flat(step), context=lambda s: {"lr": [rate(s)]})
+        )
         assert finding.rule == "loss-divergence"
         return finding.advice
 
@@ -223,7 +225,7 @@ def test_a_schedule_is_ended_only_where_it_raises_the_rate() -> None:
 def test_skipping_that_is_there_is_not_recommended(skips: bool) -> None:
     rows = {"a.weight": lambda step: {"rms": math.nan, "nonfinite": 3} if step == 50 else 1.0}
     context = (lambda step: {"skipped": "a spike"} if step == 30 else {}) if skips else lambda step: {}
-    (finding,) = nonfinite(history(loss=_flat, gradient_before_clip=rows, context=context))
+    (finding,) = check_nonfinite(history(loss=_flat, gradient_before_clip=rows, context=context))
     assert ("on_spike='skip'" in finding.advice) is not skips
 
 
@@ -239,7 +241,7 @@ def test_the_bound_has_the_name_that_the_loop_gives_it(after: Callable[[int], fl
     values = {"grad_norm": lambda _: 50.0, "grad_norm_clipped": after, "clipped_share": lambda _: 1.0}
     if adaptive:
         values["clip_limit"] = after
-    (finding,) = clips(history(loss=_flat, values=values))
+    (finding,) = check_clipping(history(loss=_flat, values=values))
     assert finding.advice.startswith(f"Raise {named} until a gradient of the median norm, 50, passes it")
     assert ("bound" in finding.evidence) is (named == "max_norm")
 
@@ -247,7 +249,7 @@ def test_the_bound_has_the_name_that_the_loop_gives_it(after: Callable[[int], fl
 def test_units_that_cannot_be_flat_are_not_recommended_where_they_are() -> None:
     zeros = {"0.weight": {"rms": 0.1, "zeros": 0.8}, "0.bias": {"rms": 0.1, "zeros": 0.8}}
     for kinds, is_told in (({}, True), ({"1": "ReLU"}, True), ({"1": "GELU"}, False)):
-        (finding,) = units(history(loss=_flat, gradient_before_clip=zeros, kinds=kinds))
+        (finding,) = check_units(history(loss=_flat, gradient_before_clip=zeros, kinds=kinds))
         assert ("LeakyReLU or GELU" in finding.advice) is is_told
 
 

@@ -47,6 +47,7 @@ ALSO = {
     "core.progress": {"tqdm"},
     "cli.commands.diagnose": {"rich"},
     "cli.demo": {"rich", "tqdm"},
+    "cli.demo_table": {"rich"},
     "runs.export.arrow": {"pyarrow"},
     "integrations.accelerate": {"accelerate"},
     "integrations.ignite": {"ignite"},

@@ -19,7 +19,7 @@ import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor
 from torch_gradmon.analysis.diagnosis import Diagnosis
 from torch_gradmon.analysis.diagnosis.history import History
-from torch_gradmon.analysis.diagnosis.rules.loop import loop
+from torch_gradmon.analysis.diagnosis.rules.loop import check_loop
 from torch_gradmon.core.errors import WarningLog
 from torch_gradmon.core.loop_findings import LoopFinding
 from torch_gradmon.core.loop_mistakes import MISTAKES
@@ -97,19 +97,19 @@ def test_what_is_certain_warns_once_and_the_rest_never() -> None:
 
 def test_each_mistake_says_what_it_is_and_what_to_do() -> None:
     for rule, mistake in MISTAKES.items():
-        (finding,) = loop(History([], facts=[LoopFinding(rule, 3, 9, 4, ("a.weight", "b"), {"parameters": 2.0})]))
+        (finding,) = check_loop(History([], facts=[LoopFinding(rule, 3, 9, 4, ("a.weight", "b"), {"parameters": 2.0})]))
         assert (finding.rule, finding.severity, finding.where, finding.steps) == (rule, mistake.severity, "a.weight", (3, 9))
         assert finding.evidence == {"times": 4.0, "parameters": 2.0}
         assert finding.cause.endswith(".")
         assert finding.advice.endswith(".")
         assert finding.weight >= 90
-    assert loop(History([], facts=[LoopFinding("of a later version", 0, 0, 1)])) == []
+    assert check_loop(History([], facts=[LoopFinding("of a later version", 0, 0, 1)])) == []
 
 
 # --- the run directory
 
 
-def test_a_run_that_never_stepped_can_be_diagnosed(tmp_path: Path) -> None:
+def test_a_run_that_never_stepped_can_be_diagnose_history(tmp_path: Path) -> None:
     model = net()
     optimizer = sgd(model)
     monitor = watched(model, optimizer, run_dir=tmp_path)
@@ -126,7 +126,7 @@ def test_a_run_that_never_stepped_can_be_diagnosed(tmp_path: Path) -> None:
 
 def test_no_step_and_nothing_found_is_nothing_to_diagnose() -> None:
     assert str(Diagnosis((), None)) == "Nothing to diagnose: no monitored step yet."
-    (finding,) = loop(History([], facts=[LoopFinding("never-stepped", 0, 0, 1)]))
+    (finding,) = check_loop(History([], facts=[LoopFinding("never-stepped", 0, 0, 1)]))
     assert str(Diagnosis((finding,), None)).splitlines()[0] == "1 error in a run without a monitored step"
 
 

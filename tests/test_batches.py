@@ -12,6 +12,7 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, SpikeDetector, load_run
+from torch_gradmon.analysis.spike_report.text import explain
 from torch_gradmon.step.micro_batches import rank_norms_text
 
 from .rank_runs import FEATURES, MEAN, SPREAD, batches_of, noisy
@@ -56,7 +57,7 @@ def test_a_spike_names_the_micro_batch_that_it_came_from(tmp_path: Path) -> None
     line = next(line for line in monitor.why(30).splitlines() if line.startswith("  norms of the micro-batches of rank 0: "))
     assert line.endswith(", ".join(f"{norm:.4g}" for norm in true[30]))
     monitor.detach()
-    assert line in gradmon.analysis.spike_report.tell(load_run(tmp_path), 30)
+    assert line in explain(load_run(tmp_path), 30)
 
 
 def test_nan_names_the_first_micro_batch_that_has_it() -> None:

@@ -76,8 +76,8 @@ def test_a_run_without_a_step_is_nothing_to_diagnose(tmp_path: Path, capsys: pyt
 
 def test_words_are_wrapped_where_they_are_told_to_be(sick: Path) -> None:
     diagnosis = gradmon.diagnose(sick)
-    assert str(diagnosis) == diagnosis.words(100)
-    narrow = diagnosis.words(60)
+    assert str(diagnosis) == diagnosis.text(100)
+    narrow = diagnosis.text(60)
     assert max(map(len, narrow.splitlines())) <= 60
     assert narrow.split() == str(diagnosis).split()
 
@@ -89,7 +89,7 @@ def test_a_terminal_gets_its_width_and_colours_where_there_is_rich(sick: Path, r
         with terminal("diagnose", str(sick), columns=72, rich=rich, **environment) as seen:
             assert seen.end() == 1
         lines = [line.rstrip() for line in seen.plain.splitlines()]
-        assert lines == gradmon.diagnose(sick).words(72).splitlines()
+        assert lines == gradmon.diagnose(sick).text(72).splitlines()
         coloured = re.findall(r"\x1b\[1;(3[0-9])m((?:ERROR|WARNING|INFO) +\S+)\x1b", seen.output)
         if not rich or environment:
             assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", seen.output)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.cli.commands.common import PAGES, WrongRequest, output
+from torch_gradmon.cli.commands.common import PAGES, UsageError, output
 from torch_gradmon.cli.main import _GROUPS, _commands, _parser, main
 
 FLAG = ""
@@ -214,5 +214,5 @@ def test_where_a_file_goes_is_looked_at_and_nothing_is_made(tmp_path: Path) -> N
     assert output(str(target), PAGES) == target
     assert not target.parent.exists()
     for wrong in ("b.md", "b", "b.html.txt"):
-        with pytest.raises(WrongRequest, match=r"must end in \.html or \.htm"):
+        with pytest.raises(UsageError, match=r"must end in \.html or \.htm"):
             output(str(tmp_path / wrong), PAGES)

@@ -22,7 +22,8 @@ from torch import nn
 import torch_gradmon as gradmon
 from torch_gradmon import load_run
 from torch_gradmon.cli.main import main
-from torch_gradmon.cli.terminal.live import Follower, Live
+from torch_gradmon.cli.terminal.live import LiveRun
+from torch_gradmon.cli.terminal.run_follower import RunFollower
 from torch_gradmon.cli.terminal.sparkline import ASCII, BLOCKS, Columns, sparkline
 from torch_gradmon.core.keys import GRADIENT_BEFORE_CLIP, SUMMARY, Key
 from torch_gradmon.runs.writer import RunWriter
@@ -73,10 +74,10 @@ def _wait_for(child: forked.Program, step: int) -> None:
     raise AssertionError(f"it ended before step {step}")
 
 
-def _assert_same(live: Live, fresh: Live) -> None:
+def _assert_same(live: LiveRun, fresh: LiveRun) -> None:
     assert live.records == fresh.records
     assert live.events == fresh.events
-    for found, wanted in ((live.suspects(3), fresh.suspects(3)), (live.holding(3), fresh.holding(3))):
+    for found, wanted in ((live.suspects(3), fresh.suspects(3)), (live.top_layers(3), fresh.top_layers(3))):
         assert repr(found) == repr(wanted)  # repr: NaN is not equal to itself
 
 
@@ -165,7 +166,7 @@ def test_whoever_follows_knows_what_a_fresh_reader_knows(seed: int, window: int,
     chance = random.Random(seed)
     store, step, value = RunWriter(tmp_path), 0, 0.0
     store.log(_record(0, 1.0))
-    follower = Follower(tmp_path, window)
+    follower = RunFollower(tmp_path, window)
     for _ in range(80):
         value += chance.choice([1, -0.5, 50])
         what = chance.choices(["step", "late", "between", "back", "resume"], [10, 3, 2, 1, 1])[0]
@@ -185,10 +186,10 @@ def test_whoever_follows_knows_what_a_fresh_reader_knows(seed: int, window: int,
             step += 1
             store.log(_record(step, value))
         if chance.random() < 0.4:
-            follower.look()
+            follower.refresh()
             assert follower.problem == ""
             fresh = load_run(tmp_path)
-            _assert_same(follower.live, Live(fresh, window))
+            _assert_same(follower.live, LiveRun(fresh, window))
             assert len(follower.live.records) == min(window, len(fresh.steps))
             fresh.close()
     store.close()
@@ -198,9 +199,9 @@ def test_whoever_follows_knows_what_a_fresh_reader_knows(seed: int, window: int,
 def test_layers_are_those_of_the_largest_spike_of_late_and_those_with_the_largest_share(trained: Path) -> None:
     run = load_run(trained)
     for window, step in ((600, 90), (30, 99)):  # five steps are late, and have no spike
-        live = Live(run, window)
+        live = LiveRun(run, window)
         assert repr(live.suspects(3)) == repr((step, run.suspects(step)[:3]))
-        holding = live.holding(3)
+        holding = live.top_layers(3)
         for layer in holding:
             series = {
                 at: norm for at, norm in run.series(f"{GRADIENT_BEFORE_CLIP}/{layer.name}/norm").items() if at >= 100 - window
@@ -211,11 +212,11 @@ def test_layers_are_those_of_the_largest_spike_of_late_and_those_with_the_larges
             )
             assert layer.usual == next(suspect.usual for suspect in run.suspects(99) if suspect.name == layer.name)
         assert [layer.share for layer in holding] == sorted([layer.share for layer in holding], reverse=True)
-        assert sum(layer.share for layer in live.holding(8)) == pytest.approx(1)
+        assert sum(layer.share for layer in live.top_layers(8)) == pytest.approx(1)
 
 
 def test_what_a_run_tells_of_itself(trained: Path) -> None:
-    live = Live(load_run(trained), 600)
+    live = LiveRun(load_run(trained), 600)
     assert live.loss == Key("", "train/loss", "")
     assert live.steps == list(range(100))
     whole = load_run(trained).series("gradmon/grad_norm")
@@ -229,7 +230,7 @@ def test_what_a_run_tells_of_itself(trained: Path) -> None:
     assert live.fact("nothing") is None
 
 
-def _work(live: Live) -> int:
+def _work(live: LiveRun) -> int:
     count = 0
 
     def tick() -> int:
@@ -238,7 +239,7 @@ def _work(live: Live) -> int:
         return 0
 
     live.run._db.set_progress_handler(tick, 100)
-    live.look()
+    live.refresh()
     live.run._db.set_progress_handler(None, 0)
     return count
 
@@ -246,11 +247,11 @@ def _work(live: Live) -> int:
 def test_a_look_reads_only_what_is_new(tmp_path: Path) -> None:
     store, work = RunWriter(tmp_path), []
     store.log(_record(0, 1.0))
-    live = Live(load_run(tmp_path), 50)
+    live = LiveRun(load_run(tmp_path), 50)
     for step in range(1, 1501):
         store.log(_record(step, 1.0))
         if step in (199, 1499):
-            live.look()
+            live.refresh()
         if step in (200, 1500):
             work.append(_work(live))
             assert live.steps == list(range(step - 49, step + 1))
@@ -263,46 +264,46 @@ def test_a_look_reads_only_what_is_new(tmp_path: Path) -> None:
 
 def test_a_run_is_followed_while_another_process_writes_it(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    follower, seen = Follower(path, 40), []
-    follower.look()
+    follower, seen = RunFollower(path, 40), []
+    follower.refresh()
     assert follower.live is None
     assert "there is no run in" in follower.problem
     child = _child(path, 0, 150, pause=0.002)
     while child.poll(0.005) is None:
-        follower.look()
+        follower.refresh()
         if follower.live is not None and follower.live.last is not None:
             seen.append(follower.live.last.step)
             assert follower.problem == ""
             assert follower.live.steps == list(range(max(0, seen[-1] - 39), seen[-1] + 1))
     with child:
         assert child.stdout.read().splitlines()[-1] == "complaints {}", "the writer was held up"
-    follower.look()
+    follower.refresh()
     assert follower.live.last.step == 149
     assert seen == sorted(seen)
     assert len(set(seen)) > 5, "it was not followed while it went on"
-    _assert_same(follower.live, Live(load_run(path), 40))
+    _assert_same(follower.live, LiveRun(load_run(path), 40))
     follower.close()
 
 
 def test_a_killed_run_is_followed_into_its_next_life(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    follower = Follower(path, 30)
+    follower = RunFollower(path, 30)
     with _child(path, 0, 10_000, pause=0.005) as child:
         _wait_for(child, 60)
-        follower.look()
+        follower.refresh()
     assert child.returncode == -signal.SIGKILL
-    follower.look()
+    follower.refresh()
     died_at = follower.live.last.step
     assert died_at >= 60
-    follower.look()
+    follower.refresh()
     assert (follower.live.last.step, follower.problem) == (died_at, "")
     with _child(path, 40, 60) as child:  # from a checkpoint
         assert child.wait() == 0
-    follower.look()
+    follower.refresh()
     assert follower.live.last.step == 59
     assert follower.live.run.segments == [(0, 39), (40, 59)]
     assert follower.live.steps == list(range(30, 60))
-    _assert_same(follower.live, Live(load_run(path), 30))
+    _assert_same(follower.live, LiveRun(load_run(path), 30))
     follower.close()
 
 
@@ -311,22 +312,22 @@ def test_a_run_that_is_removed_and_begun_anew(tmp_path: Path) -> None:
     store = RunWriter(path)
     for step in range(5):
         store.log(_record(step, 1.0))
-    follower = Follower(path, 30)
-    follower.look()
+    follower = RunFollower(path, 30)
+    follower.refresh()
     assert follower.live.steps == list(range(5))
     store.close()
     shutil.rmtree(path)
-    follower.look()
+    follower.refresh()
     assert "any more" in follower.problem
     assert follower.live.steps == list(range(5)), "what was seen stays"
     path.mkdir()
     (path / "gradmon.sqlite").write_bytes(b"")
-    follower.look()
+    follower.refresh()
     assert "is not a run" in follower.problem
     (path / "gradmon.sqlite").unlink()
     store = RunWriter(path)
     store.log(_record(0, 9.0))
-    follower.look()
+    follower.refresh()
     assert (follower.live.steps, follower.problem) == ([0], "")
     store.close()
     follower.close()
@@ -335,16 +336,16 @@ def test_a_run_that_is_removed_and_begun_anew(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_for_a_while_is_told_and_tried_again(tmp_path: Path) -> None:
     store = RunWriter(tmp_path)
     store.log(_record(0, 1.0))
-    follower = Follower(tmp_path, 30)
-    follower.look()
+    follower = RunFollower(tmp_path, 30)
+    follower.refresh()
     store.log(_record(1, 1.0))
     refuse = sqlite3.SQLITE_DENY
     follower.live.run._db.set_authorizer(lambda *_: refuse)
-    follower.look()
+    follower.refresh()
     assert follower.problem
     assert follower.live.steps == [0]
     follower.live.run._db.set_authorizer(None)
-    follower.look()
+    follower.refresh()
     assert (follower.live.steps, follower.problem) == ([0, 1], "")
     store.close()
     follower.close()
@@ -356,8 +357,8 @@ def test_a_file_that_cannot_be_read_for_a_while_is_told_and_tried_again(tmp_path
 def _frame(path: Path, columns: int = 80, rows: int | None = None, unicode: bool = True, after: float = 0.0) -> list[Any]:
     from torch_gradmon.cli.terminal.live_view import Screen, frame
 
-    follower = Follower(path, 600)
-    follower.look()
+    follower = RunFollower(path, 600)
+    follower.refresh()
     now = 0.0 if follower.live is None or follower.live.last is None else follower.live.last.time + after
     lines = frame(follower, Screen(columns, rows, unicode), now)
     follower.close()
@@ -456,8 +457,8 @@ def test_once_prints_one_picture(trained: Path, capsys: pytest.CaptureFixture[st
         (["watch", "{none}", "--once"], "there is no run in"),
         (["watch", "{none}"], "needs a terminal"),
         (["watch", "{run}"], "needs a terminal that it can draw on; --once"),
-        (["watch", "{run}", "--interval", "0"], "'0' is no number of seconds"),
-        (["watch", "{run}", "--interval", "nan"], "'nan' is no number of seconds"),
+        (["watch", "{run}", "--interval", "0"], "'0' is not a number of seconds"),
+        (["watch", "{run}", "--interval", "nan"], "'nan' is not a number of seconds"),
         (["watch", "{run}", "--steps", "-3"], "not a positive whole number"),
     ],
 )
@@ -491,12 +492,12 @@ def going_on(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.extra
 @_POSIX
-@pytest.mark.parametrize("key", ["q", "\x03"])
+@pytest.mark.parametrize("key", ["\x03"])
 def test_a_terminal_shows_a_run_that_goes_on_until_a_key_is_pressed(key: str, going_on: Path) -> None:
     with terminal("watch", str(going_on), "--interval", "0.2", columns=100, rows=30) as seen:
         seen.read("grad norm")
         seen.read("live, ")
-        seen.read("q ends; every 0.2 s")
+        seen.read("Ctrl-C ends; every 0.2 s")
         deadline = time.monotonic() + 100
         while len(set(re.findall(r"step (\d+)  ", seen.plain))) < 4 and time.monotonic() < deadline:
             seen._more(0.2)
@@ -522,7 +523,7 @@ def test_a_run_that_has_not_begun_is_waited_for(tmp_path: Path) -> None:
         store.close()
         shutil.rmtree(tmp_path / "run")
         seen.read("any more")
-        seen.type("q")
+        seen.type("\x03")
         assert seen.end() == 0
 
 

@@ -20,7 +20,7 @@ from torch._dynamo.utils import counters
 
 import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor, SpikeDetector, load_run
-from torch_gradmon.analysis.spike_report import tell
+from torch_gradmon.analysis.spike_report.text import explain
 from torch_gradmon.core.errors import WarningLog
 from torch_gradmon.plugins.live_detail import request_file as mailbox
 from torch_gradmon.plugins.live_detail.request_file import Mailbox
@@ -559,10 +559,10 @@ def test_records_say_under_what_they_were_measured(tmp_path: Path) -> None:
     assert "tuned" not in run.context(0)
     assert run.table("activation", 4) is not None
     words = "measured under a live change of detail (gradmon detail, number 1): steps divisible by 2, preset full"
-    assert words in tell(run, 4)
+    assert words in explain(run, 4)
     assert words in loop.monitor.why(4)
-    assert "tuned" not in tell(run, 0)
-    assert "live change" not in tell(run, 0)
+    assert "tuned" not in explain(run, 0)
+    assert "live change" not in explain(run, 0)
 
 
 def test_detectors_judge_the_steps_between(tmp_path: Path) -> None:

@@ -65,8 +65,8 @@ def test_a_training_in_another_process_is_tuned_and_goes_back_by_itself(tmp_path
         first, *_, last = told.stdout.splitlines()
         assert first.startswith("step 0 was recorded ")
         assert first.endswith(": the run looks alive")
-        assert "until now: steps divisible by 1000, preset standard, as the script asks" in told.stdout
-        assert "asked for, number 1: every step, preset full, for 40 steps" in told.stdout
+        assert "until now: steps divisible by 1000, preset standard, as in the script" in told.stdout
+        assert "requested, number 1: every step, preset full, for 40 steps" in told.stdout
         assert last.startswith("in force: every step, preset full, for 40 steps (number 1); from step ")
         begun, _, ended = last.rpartition("from step ")[2].partition(" to ")
         wanted = [*range(int(begun), int(ended) + 1)]
@@ -86,18 +86,18 @@ def test_a_training_in_another_process_is_tuned_and_goes_back_by_itself(tmp_path
             f"the last one: every step, preset full, for 40 steps (number 1); from step {begun} to {ended}; its steps are over"
             in status
         )
-        assert "nothing is in force but what the script asks for" in status
+        assert "only the settings of the script are in force" in status
         # and once more, until it is called off
         assert _command(directory, "--every", 5, "--wait", "--timeout", 100).returncode == 0
         told = _command(directory, "--reset", "--wait", "--timeout", 100)
         assert told.returncode == 0, told.stdout + told.stderr
         assert "until now: steps divisible by 5 (number 2); from step" in told.stdout
-        assert told.stdout.splitlines()[-1].startswith("taken: what the script asked for (number 3); from step ")
+        assert told.stdout.splitlines()[-1].startswith("applied: what the script asked for (number 3); from step ")
         (directory / "stop").touch()
         assert process.wait(60) == 0
     refused = _command(directory, "--every", 1)
     assert refused.returncode == 2
-    assert "this run has ended; when it is resumed" in refused.stderr
+    assert "this run has ended; after it is resumed" in refused.stderr
     assert refused.stdout.splitlines()[0].endswith(": the run has ended")
 
 
@@ -112,11 +112,11 @@ def test_a_run_that_was_killed_takes_nothing_and_neither_does_the_one_that_goes_
         process.wait(60)
     told = _command(tmp_path, "--every", 1, "--wait", "--timeout", 2)
     assert told.returncode == 1
-    assert told.stdout.splitlines()[-1] == "it was not in force within 2 s; it still stands, and may come yet"
+    assert told.stdout.splitlines()[-1] == "it was not in force within 2 s; the request stays, and may still be applied"
     with _training(tmp_path):
         time.sleep(2.5)
         assert load_run(tmp_path).steps == [0]
-        assert "nothing is in force but what the script asks for" in _command(tmp_path, "--status").stdout
+        assert "only the settings of the script are in force" in _command(tmp_path, "--status").stdout
 
 
 # --- within this process -------------------------------------------------------------------------------------------------------------
@@ -174,8 +174,8 @@ def _refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
         (["--preset", "fulll"], "argument --preset: invalid choice: 'fulll'"),
         (["--every", 1, "--first", -1], "argument --first"),
         (["--every", 10**20], "every=100000000000000000000 of type int is too large"),
-        (["--reset", "--every", 1], "--reset goes back to what the script asks for, and --every says something else"),
-        (["--status", "--reset"], "--status changes nothing, and goes with no other option"),
+        (["--reset", "--every", 1], "--reset returns to the settings of the script, and --every contradicts it"),
+        (["--status", "--reset"], "--status changes nothing, and excludes all other options"),
         (["--status", "--preset", "full"], "--status changes nothing"),
     ],
 )
@@ -210,7 +210,7 @@ def test_a_directory_that_may_not_be_written_is_a_failure(
 def test_ranks_with_directories_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Training(tmp_path / "rank0").go(1)
     told = _refused(capsys, tmp_path, "--every", 1)
-    assert "each rank has a run directory of its own, and the first rank decides: name" in told
+    assert "each rank has its own run directory, and the first rank decides: name" in told
     assert "rank0" in told
 
 
@@ -231,7 +231,7 @@ def test_the_file_itself_may_be_named_and_numbers_grow(tmp_path: Path, capsys: p
 @pytest.mark.usefixtures("at_once")
 def test_what_whoever_asks_may_not_have_thought_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     training = Training(tmp_path, every=1, preset="cheap").go(10)
-    assert "step 3 is over, so that it begins with the next step" in _said(capsys, 0, tmp_path, "--every", 1, "--first", 3)
+    assert "step 3 is over, so the change begins with the next step" in _said(capsys, 0, tmp_path, "--every", 1, "--first", 3)
     assert "without --every the cadence stays that of the script: every step, preset cheap" in _said(
         capsys, 0, tmp_path, "--preset", "full", "--for", 5
     )
@@ -241,7 +241,7 @@ def test_what_whoever_asks_may_not_have_thought_of(tmp_path: Path, capsys: pytes
     _said(capsys, 0, tmp_path, "--every", 1, "--first", 40)
     training.go(1)
     status = _said(capsys, 0, tmp_path, "--status")
-    assert "asked for and not yet in force: every step (number 3); not before step 40" in status
+    assert "requested and not yet in force: every step (number 3); not before step 40" in status
 
 
 def test_a_cadence_that_is_a_function_is_called_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -262,7 +262,7 @@ def test_waiting_for_a_run_that_ends_is_over_when_it_does(tmp_path: Path, capsys
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "sleep", ends)
         told = _said(capsys, 1, tmp_path, "--every", 1, "--wait")
-    assert told.splitlines()[-1] == "it was not taken: the run has ended"
+    assert told.splitlines()[-1] == "it was not applied: the run has ended"
 
 
 @pytest.mark.usefixtures("at_once")
@@ -277,7 +277,7 @@ def test_waiting_for_one_whose_place_another_took(tmp_path: Path, capsys: pytest
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "sleep", another)
         told = _said(capsys, 1, tmp_path, "--every", 1, "--wait")
-    assert told.splitlines()[-1] == "another one took its place: steps divisible by 7 (number 9); from step 2 on"
+    assert told.splitlines()[-1] == "another change replaced it: steps divisible by 7 (number 9); from step 2 on"
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_what_was_asked_for_is_told_before_the_training_has_looked(
     monkeypatch.setattr(mailbox, "PERIOD", 1e9)
     training = Training(tmp_path).go(3)
     _said(capsys, 0, tmp_path, "--every", 2, "--for", 7)
-    pending = "asked for, and the training has not looked yet: steps divisible by 2, for 7 steps (number 1)"
+    pending = "requested, and not yet read by the training: steps divisible by 2, for 7 steps (number 1)"
     assert pending in _said(capsys, 0, tmp_path, "--status")
     training.monitor.detach()
     assert pending not in _said(capsys, 0, tmp_path, "--status")
@@ -331,11 +331,11 @@ def test_a_change_that_waits_for_its_step_is_told_by_the_one_that_takes_its_plac
     _said(capsys, 0, tmp_path, "--every", 1, "--first", 1000)
     training.go(1)
     told = _said(capsys, 1, tmp_path, "--every", 3, "--first", 2000, "--wait", "--timeout", 1)
-    assert "it takes the place of one that was not in force yet: every step (number 1); not before step 1000" in told
+    assert "it replaces one that was not in force yet: every step (number 1); not before step 1000" in told
     training.go(1)
     waited = _said(capsys, 1, tmp_path, "--every", 4, "--first", 3000, "--wait", "--timeout", 1)
-    assert "the training has seen it" not in waited
-    assert waited.endswith("it was not in force within 1 s; it still stands, and may come yet\n")
+    assert "the training has read it" not in waited
+    assert waited.endswith("it was not in force within 1 s; the request stays, and may still be applied\n")
 
 
 def test_that_it_was_seen_and_waits_is_told_to_whoever_waits(
@@ -344,7 +344,7 @@ def test_that_it_was_seen_and_waits_is_told_to_whoever_waits(
     training = Training(tmp_path).go(3)
     monkeypatch.setattr(time, "sleep", lambda _: training.go(1))
     told = _said(capsys, 1, tmp_path, "--every", 1, "--first", 10**6, "--wait", "--timeout", 1)
-    assert told.count("the training has seen it: every step (number 1); not before step 1000000\n") == 1
+    assert told.count("the training has read it: every step (number 1); not before step 1000000\n") == 1
 
 
 def test_of_two_commands_with_one_number_the_one_that_lost_is_told_so(
@@ -360,7 +360,7 @@ def test_of_two_commands_with_one_number_the_one_that_lost_is_told_so(
 
     monkeypatch.setattr(change, "write", overtaken)
     told = _said(capsys, 1, tmp_path, "--every", 3, "--wait", "--timeout", 20)
-    assert told.splitlines()[-1].startswith("another one took its place: steps divisible by 5, for 60 steps (number 1)")
+    assert told.splitlines()[-1].startswith("another change replaced it: steps divisible by 5, for 60 steps (number 1)")
 
 
 def test_a_run_that_has_ended_is_told_so_whatever_its_directory_is_called(
@@ -372,12 +372,12 @@ def test_a_run_that_has_ended_is_told_so_whatever_its_directory_is_called(
 
 def test_a_stretch_in_which_nothing_may_be_measured_is_remarked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Training(tmp_path).go(3)
-    remark = "of 10 steps in a row it may be that none is divisible by 50: then nothing is measured"
+    remark = "possibly none of 10 steps in a row is divisible by 50; then nothing is measured"
     assert remark in _said(capsys, 0, tmp_path, "--preset", "full", "--for", 10)
-    assert "none is divisible" not in _said(capsys, 0, tmp_path, "--every", 2, "--for", 10)
+    assert "is divisible by" not in _said(capsys, 0, tmp_path, "--every", 2, "--for", 10)
 
 
 def test_a_limit_without_waiting_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Training(tmp_path).go(1)
-    assert "--timeout says how long to --wait; give both" in _refused(capsys, tmp_path, "--every", 1, "--timeout", 5)
+    assert "--timeout is the limit of --wait; give both" in _refused(capsys, tmp_path, "--every", 1, "--timeout", 5)
     assert "--status changes nothing" in _refused(capsys, tmp_path, "--status", "--timeout", 5)

@@ -159,11 +159,11 @@ def test_signs_stand_behind_what_they_may_come_of() -> None:
     ]
     text = str(Diagnosis.of(findings, (0, 9), {}))
     assert "3 warnings, 1 info" in text
-    assert "May come of it: dead-units in h.0, loss-plateau in h.0." in text
+    assert "Possible consequences: dead-units in h.0, loss-plateau in h.0." in text
     assert text.count("-> Raise max_norm.") == 2
-    assert text.index("May come of it") < text.index("WARNING no-gradient")
+    assert text.index("Possible consequences") < text.index("WARNING no-gradient")
     of_errors = str(Diagnosis.of([findings[0], _finding("loss-plateau", "error")], (0, 9), {}))
-    assert "May come of it" not in of_errors, "what is graver stands by itself"
+    assert "Possible consequences" not in of_errors, "what is graver stands by itself"
 
 
 def test_consequences_are_of_rules_that_there_are() -> None:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import torch_gradmon as gradmon
 from tests.synthetic_run import history
 from torch_gradmon.analysis.diagnosis import Diagnosis
-from torch_gradmon.analysis.diagnosis.diagnose import diagnosed
+from torch_gradmon.analysis.diagnosis.diagnose import diagnose_history
 from torch_gradmon.analysis.diagnosis.history import History
-from torch_gradmon.analysis.diagnosis.rules.nonfinite import nonfinite
+from torch_gradmon.analysis.diagnosis.rules.nonfinite import check_nonfinite
 
 AT = 12
 
@@ -49,7 +49,7 @@ def _diagnosis(path: Path, spoils: str, act: Callable[[Net, torch.optim.Optimize
             with torch.no_grad():
                 net.first.weight[0, 0] = math.nan
     monitor.detach()
-    return diagnosed(History.of_run(gradmon.load_run(path)))
+    return diagnose_history(History.of_run(gradmon.load_run(path)))
 
 
 @pytest.mark.parametrize(
@@ -83,16 +83,20 @@ def test_a_scaler_that_looks_for_its_scale_is_sound_and_one_that_never_finds_it_
         scaler.step(optimizer)
         scaler.update()
     monitor.detach()
-    diagnosis = diagnosed(History.of_run(gradmon.load_run(tmp_path)))
+    diagnosis = diagnose_history(History.of_run(gradmon.load_run(tmp_path)))
     assert [finding.rule for finding in diagnosis.findings] == ["non-finite-gradient"] * found
 
 
 def test_steps_that_a_policy_skips_are_no_scaler_that_never_finds_its_scale() -> None:
     found = []
     for context in ({}, {"skipped": "a spike of grad_norm"}):
-        found.append(nonfinite(history(30, applied=lambda step: step < 5, context=lambda step, told=context: told)))
+        found.append(check_nonfinite(history(30, applied=lambda step: step < 5, context=lambda step, told=context: told)))
     (refused,), none = found
-    assert (refused.rule, refused.steps, refused.evidence) == ("non-finite-gradient", (5, 29), {"refused steps in a row": 25.0})
+    assert (refused.rule, refused.steps, refused.evidence) == (
+        "non-finite-gradient",
+        (5, 29),
+        {"overflowed steps in a row": 25.0},
+    )
     assert none == []
 
 

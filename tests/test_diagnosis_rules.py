@@ -11,17 +11,17 @@ import pytest
 
 from tests.synthetic_run import history
 from torch_gradmon.analysis.diagnosis import Diagnosis, Finding
-from torch_gradmon.analysis.diagnosis.findings import Unseen
-from torch_gradmon.analysis.diagnosis.rules.attention import attending
-from torch_gradmon.analysis.diagnosis.rules.clipping import clips
-from torch_gradmon.analysis.diagnosis.rules.depth import depth
-from torch_gradmon.analysis.diagnosis.rules.learning_rate import rates
-from torch_gradmon.analysis.diagnosis.rules.loss import losses
-from torch_gradmon.analysis.diagnosis.rules.precision import precision
-from torch_gradmon.analysis.diagnosis.rules.spikes import spikes
-from torch_gradmon.analysis.diagnosis.rules.units import units
-from torch_gradmon.analysis.diagnosis.rules.unused_parameters import reach
-from torch_gradmon.analysis.diagnosis.rules.weights import weights
+from torch_gradmon.analysis.diagnosis.findings import NotMeasured
+from torch_gradmon.analysis.diagnosis.rules.attention import check_attention
+from torch_gradmon.analysis.diagnosis.rules.clipping import check_clipping
+from torch_gradmon.analysis.diagnosis.rules.depth import check_depth
+from torch_gradmon.analysis.diagnosis.rules.learning_rate import check_learning_rate
+from torch_gradmon.analysis.diagnosis.rules.loss import check_loss
+from torch_gradmon.analysis.diagnosis.rules.precision import check_precision
+from torch_gradmon.analysis.diagnosis.rules.spikes import check_spikes
+from torch_gradmon.analysis.diagnosis.rules.units import check_units
+from torch_gradmon.analysis.diagnosis.rules.unused_parameters import check_unused_parameters
+from torch_gradmon.analysis.diagnosis.rules.weights import check_weights
 from torch_gradmon.core.records import SpikeEvent
 
 LAYERS = [f"{place}.weight" for place in range(9)]
@@ -57,9 +57,9 @@ def _fading(factor: float) -> dict[str, float]:
 @pytest.mark.parametrize(("factor", "found"), [(0.4, True), (0.6, False), (1.0, False), (1.3, False)])
 def test_gradients_vanish_where_the_first_layers_have_a_hundredth_of_the_last(factor: float, found: bool) -> None:
     run = history(loss=flat, gradient_before_clip=_fading(factor), parameter=dict.fromkeys(LAYERS, 0.1))
-    assert _rules(depth(run)) == [("warning", "vanishing-gradients")] * found
+    assert _rules(check_depth(run)) == [("warning", "vanishing-gradients")] * found
     if found:
-        (finding,) = depth(run)
+        (finding,) = check_depth(run)
         assert finding.where == "0.weight"
         assert finding.evidence["last third / first third"] == pytest.approx(factor**-6, rel=1e-6)
 
@@ -67,11 +67,11 @@ def test_gradients_vanish_where_the_first_layers_have_a_hundredth_of_the_last(fa
 def test_small_gradients_are_judged_relative_to_weights() -> None:
     fading = _fading(0.3)
     run = history(loss=flat, gradient_before_clip=fading, parameter={name: 0.1 * rms for name, rms in fading.items()})
-    assert "vanishing-gradients" not in [finding.rule for finding in depth(run)]
+    assert "vanishing-gradients" not in [finding.rule for finding in check_depth(run)]
 
 
 def test_small_gradients_are_no_finding_while_the_loss_falls() -> None:
-    assert depth(history(loss=falls, gradient_before_clip=_fading(0.1), parameter=dict.fromkeys(LAYERS, 0.1))) == []
+    assert check_depth(history(loss=falls, gradient_before_clip=_fading(0.1), parameter=dict.fromkeys(LAYERS, 0.1))) == []
 
 
 @pytest.mark.parametrize(
@@ -90,21 +90,21 @@ def test_small_gradients_are_no_finding_while_the_loss_falls() -> None:
 def test_weights_on_a_wrong_scale(rms: float, odd: int, loss: Callable[[int], float], expected: list[tuple[str, str]]) -> None:
     parameters = {name: rms if place < odd else 0.1 for place, name in enumerate(LAYERS)}
     run = history(loss=loss, gradient_before_clip=dict.fromkeys(LAYERS, 1e-3), parameter=parameters)
-    assert _rules(depth(run)) == expected
+    assert _rules(check_depth(run)) == expected
     if expected:
-        assert depth(run)[0].evidence["std * sqrt(fan in)"] == pytest.approx(rms * 10)
+        assert check_depth(run)[0].evidence["std * sqrt(fan in)"] == pytest.approx(rms * 10)
 
 
 def test_embeddings_have_no_fan_in_and_no_scale() -> None:
     run = history(loss=flat, gradient_before_clip={"a.weight": 1e-3}, parameter={"a.weight": 5.0}, matrices={"a.weight": 0})
-    assert depth(run) == []
+    assert check_depth(run) == []
 
 
 def test_gradients_explode_out_of_proportion_to_the_loss() -> None:
     def of(rms: float) -> list[tuple[str, str]]:
         # norm of the gradient times norm of the weights, each of 100 elements, over a loss of 2
         gradients = {"a.weight": rms, "b.weight": 1e-3}
-        return _rules(depth(history(loss=flat, gradient_before_clip=gradients, parameter=dict.fromkeys(gradients, 0.1))))
+        return _rules(check_depth(history(loss=flat, gradient_before_clip=gradients, parameter=dict.fromkeys(gradients, 0.1))))
 
     assert of(70.0) == [("warning", "exploding-gradients")]
     assert of(50.0) == []
@@ -115,7 +115,7 @@ def test_outputs_that_explode_over_the_depth() -> None:
 
     def of(last: float) -> list[tuple[str, str]]:
         outputs = {"0": 1.0, "1": 3.0, "2": last}
-        return _rules(depth(history(loss=flat, gradient_before_clip=gradients, parameter=parameters, activation=outputs)))
+        return _rules(check_depth(history(loss=flat, gradient_before_clip=gradients, parameter=parameters, activation=outputs)))
 
     assert of(150.0) == [("warning", "exploding-gradients")]
     assert of(90.0) == []
@@ -125,25 +125,27 @@ def test_gradients_of_a_loss_that_is_solved_at_once_are_not_out_of_proportion() 
     run = history(
         loss=lambda step: 2.0 * 0.1**step, gradient_before_clip={"a.weight": lambda step: 0.3**step}, parameter={"a.weight": 0.1}
     )
-    assert depth(run) == []
+    assert check_depth(run) == []
 
 
 def test_outputs_that_a_mask_makes_infinite_do_not_explode() -> None:
     rows = dict.fromkeys(LAYERS, 1e-3)
     outputs = {"0": 1.0, "mask": math.inf}
-    assert depth(history(loss=flat, gradient_before_clip=rows, parameter=dict.fromkeys(LAYERS, 0.1), activation=outputs)) == []
+    assert (
+        check_depth(history(loss=flat, gradient_before_clip=rows, parameter=dict.fromkeys(LAYERS, 0.1), activation=outputs)) == []
+    )
 
 
 def test_gradients_that_vanish_until_the_loss_is_at_rest_and_all_are_small() -> None:
     fading = {name: (lambda step, rms=rms: rms if step < 15 else 1e-6) for name, rms in _fading(0.3).items()}
     run = history(loss=flat, gradient_before_clip=fading, parameter=dict.fromkeys(LAYERS, 0.1))
-    assert _rules(depth(run)) == [("warning", "vanishing-gradients")]
+    assert _rules(check_depth(run)) == [("warning", "vanishing-gradients")]
 
 
 def test_a_fade_that_was_not_there_at_the_first_step_was_made_by_the_training() -> None:
     def finding(first: float) -> Finding:
         fading = {name: (lambda step, rms=rms: rms if step else first * rms ** (1 - first)) for name, rms in _fading(0.3).items()}
-        (found,) = depth(history(loss=flat, gradient_before_clip=fading, parameter=dict.fromkeys(LAYERS, 0.1)))
+        (found,) = check_depth(history(loss=flat, gradient_before_clip=fading, parameter=dict.fromkeys(LAYERS, 0.1)))
         return found
 
     assert "warm-up" in finding(1.0).advice
@@ -160,13 +162,13 @@ def test_a_model_that_begins_far_too_loud(size: float, first: float, found: bool
         parameter=dict.fromkeys(LAYERS, 0.1),
         activation={"0": 1.0, "head": size, "[root module]": size},
     )
-    assert _rules(depth(run)) == [("info", "initialisation-scale")] * found
-    assert [finding.where for finding in depth(run)] == ["head"] * found
+    assert _rules(check_depth(run)) == [("info", "initialisation-scale")] * found
+    assert [finding.where for finding in check_depth(run)] == ["head"] * found
 
 
 def test_without_the_shapes_nothing_is_said_of_depth() -> None:
-    with pytest.raises(Unseen):
-        depth(history(matrices={}))
+    with pytest.raises(NotMeasured):
+        check_depth(history(matrices={}))
 
 
 # --- reach -------------------------------------------------------------------------------------------------------------------
@@ -174,7 +176,7 @@ def test_without_the_shapes_nothing_is_said_of_depth() -> None:
 
 def test_a_parameter_without_gradient_is_named_and_its_share_told() -> None:
     gradients = {"a.weight": 1.0, "b.weight": None, "c.weight": 0.0}
-    (finding,) = reach(history(gradient_before_clip=gradients, parameter=dict.fromkeys(gradients, 0.1)))
+    (finding,) = check_unused_parameters(history(gradient_before_clip=gradients, parameter=dict.fromkeys(gradients, 0.1)))
     assert (finding.rule, finding.severity, finding.where) == ("no-gradient", "warning", "b.weight")
     assert finding.evidence["share of all elements"] == pytest.approx(2 / 3)
     assert "Also in c.weight." in finding.cause
@@ -182,27 +184,27 @@ def test_a_parameter_without_gradient_is_named_and_its_share_told() -> None:
 
 def test_a_gradient_that_is_nan_is_one() -> None:
     rows = {"a.weight": 1.0, "b.weight": {"rms": math.nan, "nonfinite": 3}, "c.weight": None}
-    (finding,) = reach(history(gradient_before_clip=rows, parameter=dict.fromkeys(rows, 0.1)))
+    (finding,) = check_unused_parameters(history(gradient_before_clip=rows, parameter=dict.fromkeys(rows, 0.1)))
     assert (finding.where, finding.evidence["parameters without gradient"]) == ("c.weight", 1.0)
 
 
 @pytest.mark.parametrize("name", ["experts.3.weight", "blocks.3.weight"])
 def test_an_expert_that_no_batch_reached_is_only_worth_knowing(name: str) -> None:
     gradients = {"a.weight": 1.0, "blocks.1.weight": lambda step: 1.0 if step % 3 else None, name: None}
-    (finding,) = reach(history(gradient_before_clip=gradients, parameter=dict.fromkeys(gradients, 0.1)))
+    (finding,) = check_unused_parameters(history(gradient_before_clip=gradients, parameter=dict.fromkeys(gradients, 0.1)))
     assert (finding.severity, finding.where) == ("info", name)
 
 
 def test_a_small_part_without_gradient_is_only_worth_knowing() -> None:
     rows = {"a.weight": {"rms": 1.0, "count": 1000}, "pooler.weight": None}
     parameters = {"a.weight": {"rms": 1.0, "count": 1000}, "pooler.weight": {"rms": 1.0, "count": 100}}
-    assert _rules(reach(history(gradient_before_clip=rows, parameter=parameters))) == [("info", "no-gradient")]
+    assert _rules(check_unused_parameters(history(gradient_before_clip=rows, parameter=parameters))) == [("info", "no-gradient")]
 
 
 def test_a_parameter_that_was_seen_too_seldom_is_not_judged() -> None:
     gradients = {"a.weight": 1.0}
     parameters = {"a.weight": 0.1, "b.weight": lambda step: 0.1 if step > 85 else None}
-    assert reach(history(gradient_before_clip=gradients, parameter=parameters)) == []
+    assert check_unused_parameters(history(gradient_before_clip=gradients, parameter=parameters)) == []
 
 
 @pytest.mark.parametrize(
@@ -220,28 +222,30 @@ def test_a_parameter_that_was_seen_too_seldom_is_not_judged() -> None:
 )
 def test_gradients_that_drop_to_zero(gradient: Callable[[int], float], expected: list[str]) -> None:
     run = history(loss=flat, gradient_before_clip={"a.weight": gradient}, parameter={"a.weight": 0.1})
-    assert [finding.rule for finding in reach(run)] == expected
+    assert [finding.rule for finding in check_unused_parameters(run)] == expected
     if expected:
-        assert reach(run)[0].steps[0] in (60, 61)
+        assert check_unused_parameters(run)[0].steps[0] in (60, 61)
 
 
 def test_a_gradient_may_be_gone_after_the_first_fifth() -> None:
     run = history(loss=falls, gradient_before_clip={"a.weight": lambda step: float(step < 20)}, parameter={"a.weight": 0.1})
-    assert _rules(reach(run)) == [("warning", "gradient-dropped-to-zero")]
+    assert _rules(check_unused_parameters(run)) == [("warning", "gradient-dropped-to-zero")]
 
 
 def test_one_layer_that_drops_to_zero_is_named_and_one_that_is_frozen_is_not() -> None:
     gradients = {"a.weight": 1.0, "b.weight": lambda step: 1.0 if step < 50 else 0.0}
-    (finding,) = reach(history(loss=flat, gradient_before_clip=gradients, parameter=dict.fromkeys(gradients, 0.1)))
+    (finding,) = check_unused_parameters(
+        history(loss=flat, gradient_before_clip=gradients, parameter=dict.fromkeys(gradients, 0.1))
+    )
     assert (finding.rule, finding.where, finding.steps[0]) == ("gradient-dropped-to-zero", "b.weight", 50)
     frozen = {"a.weight": 1.0, "b.weight": lambda step: 1.0 if step < 50 else None}
-    assert reach(history(loss=flat, gradient_before_clip=frozen, parameter=dict.fromkeys(gradients, 0.1))) == []
+    assert check_unused_parameters(history(loss=flat, gradient_before_clip=frozen, parameter=dict.fromkeys(gradients, 0.1))) == []
 
 
 def test_a_loss_that_is_solved_may_have_no_gradient() -> None:
     gradient = {"a.weight": lambda step: 1.0 if step < 60 else 0.0}
     run = history(loss=lambda step: 2.0 if step < 60 else 0.0, gradient_before_clip=gradient, parameter={"a.weight": 0.1})
-    assert _rules(reach(run)) == [("info", "gradient-dropped-to-zero")]
+    assert _rules(check_unused_parameters(run)) == [("info", "gradient-dropped-to-zero")]
 
 
 # --- precision ---------------------------------------------------------------------------------------------------------------
@@ -254,7 +258,7 @@ def test_a_loss_that_is_solved_may_have_no_gradient() -> None:
 def test_gradients_that_were_float16_and_too_small(largest: float, zeros: float, found: bool) -> None:
     stats = {"rms": largest / 3, "min": -(2.0**-24), "max": largest, "zeros": zeros}
     run = history(gradient_before_clip={"a.weight": stats, "b.weight": stats})
-    assert _rules(precision(run)) == [("warning", "low-precision-underflow")] * found
+    assert _rules(check_precision(run)) == [("warning", "low-precision-underflow")] * found
 
 
 def test_a_gradient_that_once_had_other_numbers_was_no_float16() -> None:
@@ -262,7 +266,7 @@ def test_a_gradient_that_once_had_other_numbers_was_no_float16() -> None:
         largest = 1e-6 if step == 7 else 2.0**-23
         return {"rms": 1e-8, "min": -(2.0**-24), "max": largest, "zeros": 0.9}
 
-    assert precision(history(gradient_before_clip={"a.weight": stats, "b.weight": stats})) == []
+    assert check_precision(history(gradient_before_clip={"a.weight": stats, "b.weight": stats})) == []
 
 
 @pytest.mark.parametrize(("output", "found"), [(0.333251953125, True), (0.3332, False), (0.33203125, False)])
@@ -271,7 +275,7 @@ def test_gradients_that_are_all_zero_are_underflow_only_where_outputs_are_float1
     nothing = {"rms": 0.0, "min": 0.0, "max": 0.0, "zeros": 1.0}
     outputs = {"rms": 0.1, "min": -output, "max": output}
     run = history(gradient_before_clip={"a.weight": nothing}, activation={"a": outputs, "b": outputs})
-    assert _rules(precision(run)) == [("warning", "low-precision-underflow")] * found
+    assert _rules(check_precision(run)) == [("warning", "low-precision-underflow")] * found
 
 
 # --- units -------------------------------------------------------------------------------------------------------------------
@@ -290,16 +294,16 @@ def test_dead_units_by_their_outputs(
     zeros: float, kind: str, loss: Callable[[int], float], expected: list[tuple[str, str]]
 ) -> None:
     run = history(loss=loss, activation={"1": {"rms": 0.1, "zeros": zeros}}, kinds={"1": kind})
-    assert _rules(units(run)) == expected
+    assert _rules(check_units(run)) == expected
 
 
 @pytest.mark.parametrize(("weight", "bias", "found"), [(0.8, 0.8, True), (0.8, 0.0, False), (0.3, 0.9, False), (1.0, 1.0, False)])
 def test_dead_units_by_rows_of_zeros_in_weight_and_bias(weight: float, bias: float, found: bool) -> None:
     gradients = {"0.weight": {"rms": 0.1, "zeros": weight}, "0.bias": {"rms": 0.1, "zeros": bias}}
     faded = {name: {**stats, "rms": 1e-7} for name, stats in gradients.items()}
-    assert units(history(loss=flat, gradient_before_clip=faded, activation={"0": 1.0})) == []
+    assert check_units(history(loss=flat, gradient_before_clip=faded, activation={"0": 1.0})) == []
     run = history(loss=flat, gradient_before_clip=gradients, activation={"0": 1.0})
-    assert _rules(units(run)) == [("warning", "dead-units")] * found
+    assert _rules(check_units(run)) == [("warning", "dead-units")] * found
 
 
 @pytest.mark.parametrize(
@@ -316,13 +320,13 @@ def test_dead_units_by_rows_of_zeros_in_weight_and_bias(weight: float, bias: flo
 )
 def test_saturated_units(kind: str, stats: dict[str, float], found: bool) -> None:
     run = history(loss=flat, activation={"1[0]": stats}, kinds={"1": kind})
-    assert _rules(units(run)) == [("warning", "saturated-units")] * found
-    assert [f.severity for f in units(history(loss=falls, activation={"1": stats}, kinds={"1": kind}))] == ["info"] * found
+    assert _rules(check_units(run)) == [("warning", "saturated-units")] * found
+    assert [f.severity for f in check_units(history(loss=falls, activation={"1": stats}, kinds={"1": kind}))] == ["info"] * found
 
 
 def test_without_activations_units_are_unseen() -> None:
-    with pytest.raises(Unseen):
-        units(history(loss=flat))
+    with pytest.raises(NotMeasured):
+        check_units(history(loss=flat))
 
 
 # --- clipping ----------------------------------------------------------------------------------------------------------------
@@ -341,7 +345,7 @@ def test_a_bound_far_below_the_usual_norm(
     norm: float, share: float, loss: Callable[[int], float], expected: list[tuple[str, str]]
 ) -> None:
     values = {"grad_norm": lambda _: norm, "grad_norm_clipped": lambda _: 1.0, "clipped_share": lambda _: share}
-    found = clips(history(loss=loss, values=values))
+    found = check_clipping(history(loss=loss, values=values))
     assert _rules(found) == expected
     for finding in found:
         assert finding.evidence["median norm"] == norm
@@ -360,14 +364,14 @@ def test_a_bound_far_below_the_usual_norm(
 )
 def test_a_clip_that_never_acts_is_a_fault_where_outliers_pass(norm: Callable[[int], float], severity: str) -> None:
     values = {"grad_norm": norm, "grad_norm_clipped": norm, "clipped_share": lambda _: 0.0}
-    assert _rules(clips(history(loss=flat, values=values))) == [(severity, "never-clipped")]
-    assert _rules(clips(history(loss=falls, values=values))) == [("info", "never-clipped")]
+    assert _rules(check_clipping(history(loss=flat, values=values))) == [(severity, "never-clipped")]
+    assert _rules(check_clipping(history(loss=falls, values=values))) == [("info", "never-clipped")]
 
 
 def test_where_nothing_clips_nothing_is_said() -> None:
-    assert clips(history(values={"grad_norm": lambda step: 30.0 if step in (40, 70) else 1.0})) == []
-    with pytest.raises(Unseen):
-        clips(history())
+    assert check_clipping(history(values={"grad_norm": lambda step: 30.0 if step in (40, 70) else 1.0})) == []
+    with pytest.raises(NotMeasured):
+        check_clipping(history())
 
 
 # --- rates -------------------------------------------------------------------------------------------------------------------
@@ -409,14 +413,14 @@ def leaves(step: int) -> float:
     ],
 )
 def test_rates_by_updates_and_loss_together(ratio: float, loss: Callable[[int], float], expected: list[tuple[str, str]]) -> None:
-    assert _rules(rates(history(loss=loss, **_updates(ratio)))) == expected
+    assert _rules(check_learning_rate(history(loss=loss, **_updates(ratio)))) == expected
 
 
 @pytest.mark.parametrize(("first", "later", "found"), [(0.5, 0.05, True), (0.05, 0.5, False)])
 def test_it_is_the_first_updates_that_tell_a_high_rate(first: float, later: float, found: bool) -> None:
     rows = _updates(0.0)
     rows["update"] = {name: lambda step: 0.1 * (first if step < 10 else later) for name in LAYERS}  # type: ignore[dict-item,misc]
-    assert ("learning-rate-high" in [finding.rule for finding in rates(history(loss=leaves, **rows))]) == found
+    assert ("learning-rate-high" in [finding.rule for finding in check_learning_rate(history(loss=leaves, **rows))]) == found
 
 
 @pytest.mark.parametrize(
@@ -424,25 +428,25 @@ def test_it_is_the_first_updates_that_tell_a_high_rate(first: float, later: floa
     [(0.15, "update-ratio-high"), (0.05, ""), (1e-5, ""), (5e-7, "update-ratio-low")],
 )
 def test_a_part_that_moves_by_its_own_rate_is_named(ratio: float, expected: str) -> None:
-    found = rates(history(loss=flat, **_updates(2e-3, **{"own.weight": ratio})))
+    found = check_learning_rate(history(loss=flat, **_updates(2e-3, **{"own.weight": ratio})))
     assert [(finding.rule, finding.where) for finding in found] == [(expected, "own.weight")] * bool(expected)
 
 
 def test_a_part_that_is_slow_for_its_small_gradient_has_no_wrong_rate() -> None:
     rows = _updates(2e-3, **{"own.weight": 5e-7})
     rows["gradient_before_clip"]["own.weight"] = 1e-3 * 5e-7 / 2e-3
-    assert rates(history(loss=flat, **rows)) == []
+    assert check_learning_rate(history(loss=flat, **rows)) == []
 
 
 def test_a_part_is_slow_only_beside_others_that_are_not() -> None:
     rows = _updates(5e-5, **{"own.weight": 5e-7})
     rows["gradient_before_clip"]["own.weight"] = 1.0
-    assert rates(history(loss=flat, **rows)) == []
+    assert check_learning_rate(history(loss=flat, **rows)) == []
 
 
 def test_without_updates_rates_are_unseen() -> None:
-    with pytest.raises(Unseen):
-        rates(history(parameter={"a.weight": 0.1}))
+    with pytest.raises(NotMeasured):
+        check_learning_rate(history(parameter={"a.weight": 0.1}))
 
 
 # --- attention ---------------------------------------------------------------------------------------------------------------
@@ -461,7 +465,7 @@ def test_attention_that_looks_at_one_key(entropy: float, loss: Callable[[int], f
         ("attention_entropy_normalized", "a", "mean"): lambda _: entropy,
         ("attention_entropy_normalized", "a", "min"): lambda _: 0.0,
     }
-    assert _rules(attending(history(loss=loss, heads=heads))) == expected
+    assert _rules(check_attention(history(loss=loss, heads=heads))) == expected
 
 
 @pytest.mark.parametrize(
@@ -476,7 +480,7 @@ def test_attention_that_looks_at_one_key(entropy: float, loss: Callable[[int], f
 )
 def test_attention_logits_that_grow(first: float, last: float, loss: Callable[[int], float], expected: str) -> None:
     heads = {("attention_max_logit", "a", "max"): lambda step: first + (last - first) * min(step / 60, 1)}
-    assert _rules(attending(history(loss=loss, heads=heads))) == [(expected, "attention-logit-growth")] * bool(expected)
+    assert _rules(check_attention(history(loss=loss, heads=heads))) == [(expected, "attention-logit-growth")] * bool(expected)
 
 
 # --- weights -----------------------------------------------------------------------------------------------------------------
@@ -496,7 +500,7 @@ def test_attention_logits_that_grow(first: float, last: float, loss: Callable[[i
 )
 def test_weights_that_grow_without_bound(norm: Callable[[int], float], loss: Callable[[int], float], expected: str) -> None:
     run = history(loss=loss, parameter={"a.weight": norm, "b.bias": lambda step: 1.1**step})
-    assert [finding.severity for finding in weights(run)] == [expected] * bool(expected)
+    assert [finding.severity for finding in check_weights(run)] == [expected] * bool(expected)
 
 
 @pytest.mark.parametrize(("step_length", "is_cause"), [(0.03, True), (0.06, True), (0.2, False)])
@@ -504,8 +508,8 @@ def test_weights_that_grow_since_updates_go_to_and_fro_are_no_cause(step_length:
     run = history(
         loss=flat, parameter={"a.weight": lambda step: 1.03**step}, update={"a.weight": lambda s: step_length * 1.03**s}
     )
-    (growth,), (plateau,) = weights(run), losses(run)
-    ranked = Diagnosis.of([*rates(run), growth, plateau], None, {}).findings
+    (growth,), (plateau,) = check_weights(run), check_loss(run)
+    ranked = Diagnosis.of([*check_learning_rate(run), growth, plateau], None, {}).findings
     expected = ["weight-growth", "loss-plateau"]
     assert [finding.rule for finding in ranked] == expected if is_cause else ["update-ratio-high", *expected]
 
@@ -525,7 +529,7 @@ def test_a_spike_is_told_with_the_layer_that_made_it() -> None:
     }
     run = history(loss=flat, gradient_before_clip=gradients, parameter=dict.fromkeys(gradients, 0.1))
     run.events = [_spike(20, 4.0, 6.0), _spike(60, 58.3, 30.0)]
-    (finding,) = spikes(run)
+    (finding,) = check_spikes(run)
     assert (finding.rule, finding.severity, finding.where, finding.steps) == ("spike", "warning", "b.weight", (60, 60))
     assert "58.3 times what was usual; b.weight (300 times its usual norm, 26% of the square) moved most, then " in finding.cause
     assert "There was 1 other spike, none larger." in finding.cause
@@ -535,12 +539,12 @@ def test_a_spike_is_told_with_the_layer_that_made_it() -> None:
 
 def test_without_spikes_or_without_gradients_of_them_nothing_is_claimed() -> None:
     run = history(loss=flat, gradient_before_clip={"a.weight": 1.0})
-    assert spikes(run) == []
+    assert check_spikes(run) == []
     run.events = [_spike(5000, 9.0, 9.0)]  # of a step that is not looked at
-    assert spikes(run) == []
+    assert check_spikes(run) == []
     other = history(loss=flat)
     other.events = [_spike(60, math.inf, math.inf), _spike(61, 9.0, 9.0)]  # infinity is another rule's
-    (finding,) = spikes(other)
+    (finding,) = check_spikes(other)
     assert (finding.where, finding.steps) == ("", (61, 61))
 
 
@@ -570,21 +574,21 @@ def test_without_spikes_or_without_gradients_of_them_nothing_is_claimed() -> Non
     ],
 )
 def test_what_the_loss_does(loss: Callable[[int], float], expected: list[tuple[str, str]]) -> None:
-    assert _rules(losses(history(loss=loss))) == expected
+    assert _rules(check_loss(history(loss=loss))) == expected
 
 
 @pytest.mark.parametrize(("fall", "severity"), [(0.0, "warning"), (0.65, "info")])
 def test_a_fall_that_noise_may_hide_is_no_plateau_to_warn_of(fall: float, severity: str) -> None:
     run = history(60, loss=lambda step: 3.0 - fall * step / 60 + random.Random(step).uniform(-0.9, 0.9))
     assert run.learning.state == "flat"
-    (finding,) = losses(run)
+    (finding,) = check_loss(run)
     assert (finding.rule, finding.severity) == ("loss-plateau", severity)
     assert ("as far as its noise" in finding.cause) == (severity == "info")
 
 
 @pytest.mark.parametrize(("steps", "severity"), [(30, "info"), (35, "warning")])
 def test_so_few_losses_that_none_could_rank_apart_are_no_plateau_to_warn_of(steps: int, severity: str) -> None:
-    assert _rules(losses(history(steps, loss=flat))) == [(severity, "loss-plateau")]
+    assert _rules(check_loss(history(steps, loss=flat))) == [(severity, "loss-plateau")]
 
 
 @pytest.mark.parametrize(
@@ -598,36 +602,36 @@ def test_a_training_that_goes_on_may_be_at_its_end_but_may_not_rise(
     later = history(loss=loss)
     later.records = [replace(record, step=record.step + 500) for record in later.records]
     for run in (begun, later):
-        assert run.goes_on
+        assert run.is_resumed
         assert run.learning.is_stuck == (severity == "warning")
-        (finding,) = losses(run)
+        (finding,) = check_loss(run)
         assert (finding.severity, finding.rule) == (severity, rule)
-        assert ("did not begin here" in finding.cause) == (severity == "info")
-    assert not history(loss=loss).goes_on
+        assert ("began earlier" in finding.cause) == (severity == "info")
+    assert not history(loss=loss).is_resumed
 
 
 @pytest.mark.parametrize("loss", [flat, rises])
 @pytest.mark.parametrize(("of_ten", "severity"), [(0, "warning"), (5, "warning"), (6, "info"), (10, "info")])
 def test_where_optimizers_step_by_turns_no_loss_has_to_fall(loss: Callable[[int], float], of_ten: int, severity: str) -> None:
     run = history(loss=loss, context=lambda step: {"by_turns": 1.0} if step % 10 < of_ten else {})
-    assert [finding.severity for finding in losses(run)] == [severity]
+    assert [finding.severity for finding in check_loss(run)] == [severity]
 
 
 def test_a_loss_that_nobody_logged_is_unseen() -> None:
-    with pytest.raises(Unseen, match="log_scalar"):
-        losses(history(loss=None))
+    with pytest.raises(NotMeasured, match="log_scalar"):
+        check_loss(history(loss=None))
 
 
 @pytest.mark.parametrize(("until", "found"), [(40, True), (68, True), (72, False)])
 def test_a_schedule_that_runs_out_early(until: int, found: bool) -> None:
     run = history(loss=falls, context=lambda step: {"lr": [1e-3 if step < until else 1e-7]})
-    assert _rules(losses(run)) == [("warning", "loss-plateau")] * found
+    assert _rules(check_loss(run)) == [("warning", "loss-plateau")] * found
     if found:
-        assert losses(run)[0].steps[0] == until
+        assert check_loss(run)[0].steps[0] == until
 
 
 def test_a_rate_that_is_still_on_its_way_up_leaves_open_what_comes() -> None:
-    assert _rules(losses(history(loss=flat, context=lambda step: {"lr": [1e-6 * step]}))) == [("info", "loss-plateau")]
-    assert _rules(losses(history(loss=flat, context=lambda step: {"lr": [1e-6 * min(step, 40)]}))) == [
+    assert _rules(check_loss(history(loss=flat, context=lambda step: {"lr": [1e-6 * step]}))) == [("info", "loss-plateau")]
+    assert _rules(check_loss(history(loss=flat, context=lambda step: {"lr": [1e-6 * min(step, 40)]}))) == [
         ("warning", "loss-plateau")
     ]

@@ -102,14 +102,14 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_training_that_is_done_again_is_the_same_to_the_bit(base: Path, tmp_path: Path) -> None:
     again = train(tmp_path)
     for found in (diff(base, again, rtol=0), diff(load_run(base), load_run(again))):
-        assert not found.parts
+        assert not found.diverges
         assert found.exit_code == 0
-        assert (found.first, found.onset, found.largest, found.partings, found.reading) == (None, None, None, (), "")
+        assert (found.first, found.onset, found.largest, found.divergences, found.interpretation) == (None, None, None, (), "")
         assert found.steps == tuple(range(24))
         assert found.stages["parameters"].tensors == 10
-        assert not any(found.alone)
-        assert found.skipped == ("gradmon/overhead_pct",)
-    assert "none of the values compared differs at all" in str(found)
+        assert not any(found.unmatched)
+        assert found.not_compared == ("gradmon/overhead_pct",)
+    assert "none of the compared values differs at all" in str(found)
 
 
 # --- one change, in step 13 ----------------------------------------------------------------------------------------------------------
@@ -169,13 +169,13 @@ def _decay_unseen(step: int, model: Net, optimizer: torch.optim.Optimizer, x: Te
     ("preset", "change", "step", "key", "reading"),
     [
         ("standard", _rate, 13, "context/lr", "The parameters and gradients are the same, and the learning rate differs."),
-        ("standard", _limit, 13, "gradient/embed.bias/norm", "the clip or its limit"),
+        ("standard", _limit, 13, "gradient/embed.bias/norm", "the clip, or its limit"),
         ("standard", _random, 13, "loss", "The parameters are the same, and the loss differs: other data, other random numbers"),
         ("full", _random, 13, "activation/drop/norm", "this is the first activation that differs"),
         ("standard", _data, 13, "loss", "other data"),
         ("full", _data, 13, "activation/embed/norm", "The parameters are the same, and this is the first activation"),
         ("full", _noise, 13, "activation/blocks.2.0/norm", "other code in the forward pass"),
-        ("standard", _weight, 13, "parameter/embed.weight/norm", "All that both runs recorded of step 12 is the same"),
+        ("standard", _weight, 13, "parameter/embed.weight/norm", "All values that both runs recorded in step 12 are the same"),
         (
             "full",
             _backward,
@@ -183,7 +183,7 @@ def _decay_unseen(step: int, model: Net, optimizer: torch.optim.Optimizer, x: Te
             "gradient_before_clip/blocks.1.0.bias/norm",
             "loss are the same, and gradients differ: the backward pass",
         ),
-        ("standard", _decay, 10, "update/head.weight/norm", "what the optimizer makes of them differs"),
+        ("standard", _decay, 10, "update/head.weight/norm", "the optimizer's result differs"),
         ("standard", _decay_unseen, 13, "parameter/head.weight/norm", "the optimizer's settings"),
     ],
 )
@@ -194,15 +194,15 @@ def test_one_change_is_found_where_it_was_made(
     found = diff(full if preset == "full" else base, changed)
     assert found.first is not None
     assert (found.first.step, found.first.key) == (step, key)
-    assert found.first == found.partings[0]
-    assert reading in found.reading
+    assert found.first == found.divergences[0]
+    assert reading in found.interpretation
     assert found.exit_code == 1
     stages = list(STAGES)
-    assert [stages.index(parting.stage) for parting in found.partings] == sorted(
-        stages.index(parting.stage) for parting in found.partings
+    assert [stages.index(parting.stage) for parting in found.divergences] == sorted(
+        stages.index(parting.stage) for parting in found.divergences
     )
     for name, stage in found.stages.items():
-        parted = sum(parting.stage == name for parting in found.partings)
+        parted = sum(parting.stage == name for parting in found.divergences)
         assert stage.tensors_part + stage.values_part == parted <= stage.tensors + stage.values
     assert all(
         stage.tensors_part + stage.values_part == 0
@@ -216,8 +216,8 @@ def test_every_value_of_a_parting_is_that_of_the_runs(base: Path, tmp_path: Path
     found = diff(base, changed)
     runs = load_run(base), load_run(changed)
     values = [{**values_of(run, 13), "context/lr": run.context(13)["lr"][0]} for run in runs]
-    assert len(found.partings) > 20
-    for parting in found.partings:
+    assert len(found.divergences) > 20
+    for parting in found.divergences:
         assert (parting.a, parting.b) == (values[0][parting.key], values[1][parting.other])
         if parting.key.endswith(("norm", "loss", "max")):
             assert parting.relative == pytest.approx(abs(parting.a - parting.b) / max(abs(parting.a), abs(parting.b)), rel=1e-12)
@@ -239,7 +239,7 @@ def test_another_seed_parts_in_the_first_step(base: Path, tmp_path: Path) -> Non
     found = diff(base, train(tmp_path, seed=1))
     assert found.first is not None
     assert (found.first.step, found.first.stage) == (0, "parameters")
-    assert "another seed, initialisation or checkpoint" in found.reading
+    assert "another seed, initialisation or checkpoint" in found.interpretation
 
 
 def test_no_more_than_needed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +265,7 @@ def test_tags_that_are_not_the_same_are_told(tmp_path: Path) -> None:
     other = train(tmp_path / "b", _data, tag=lambda step: [step if step != 13 else 99, 2])
     found = diff(one, other)
     assert found.tags == {"batch": ([13, 2], [99, 2])}
-    assert "tags of step 13 that are not the same: batch [13, 2] and [99, 2]" in str(found)
+    assert "tags of step 13 that differ: batch [13, 2] and [99, 2]" in str(found)
 
 
 def test_rounding_is_told_from_more(base: Path, tmp_path: Path) -> None:
@@ -275,16 +275,16 @@ def test_rounding_is_told_from_more(base: Path, tmp_path: Path) -> None:
 
     changed = train(tmp_path, rounded)
     found = diff(base, changed, rtol=1e-2)
-    assert not found.parts
+    assert not found.diverges
     assert found.onset is not None
     assert found.largest is not None
     assert found.onset.step == 5
     assert 0 < found.onset.relative < found.largest.relative < 1e-2
-    assert "of the size of rounding in float32" in found.reading
+    assert "of the size of rounding in float32" in found.interpretation
     tight = diff(base, changed, rtol=0)
     assert tight.first is not None
     assert tight.first.step == 5
-    assert "more than rounding" in diff(base, train(tmp_path / "more", _data)).reading
+    assert "more than rounding" in diff(base, train(tmp_path / "more", _data)).interpretation
 
 
 # --- what only one has -------------------------------------------------------------------------------------------------------------
@@ -293,15 +293,15 @@ def test_rounding_is_told_from_more(base: Path, tmp_path: Path) -> None:
 def test_common_steps_are_compared_and_the_others_told(base: Path, tmp_path: Path) -> None:
     seldom = train(tmp_path, every=3, steps=30)
     found = diff(base, seldom)
-    assert not found.parts
+    assert not found.diverges
     assert found.steps == tuple(range(0, 24, 3))
-    assert found.alone[0].steps == tuple(step for step in range(24) if step % 3)
-    assert found.alone[1].steps == (24, 27)
+    assert found.unmatched[0].steps == tuple(step for step in range(24) if step % 3)
+    assert found.unmatched[1].steps == (24, 27)
     # a spike score follows from the steps before, which are not the same
-    assert {"gradmon/spike_score", "gradmon/clipped_share"} <= set(found.skipped)
+    assert {"gradmon/spike_score", "gradmon/clipped_share"} <= set(found.not_compared)
     assert diff(base, seldom, strict=True).exit_code == 1
     assert diff(base, seldom, only="spike_score").exit_code == 1  # who asks for it gets it
-    assert "gradmon/spike_score" in diff(base, seldom, first=21).skipped  # of which steps before the first one tell, too
+    assert "gradmon/spike_score" in diff(base, seldom, first=21).not_compared  # of which steps before the first one tell, too
 
 
 def test_a_run_that_was_resumed_is_compared_by_its_last_word(base: Path, tmp_path: Path) -> None:
@@ -331,8 +331,8 @@ def test_what_one_run_lacks_is_told_and_counts_if_strict(tmp_path: Path) -> None
     b = _log(tmp_path / "b", {0: {"x": 1.0, "z": 0.0}, 1: {"x": 1.0}, 2: {"x": 1.0, "w": 1.0}, 3: {"x": 1.0}})
     found = diff(a, b)
     assert found.exit_code == 0
-    assert [lone.keys for lone in found.alone] == [("y",), ("w",)]
-    assert [lone.gaps for lone in found.alone] == [{"z": (3, 1)}, {}]
+    assert [lone.keys for lone in found.unmatched] == [("y",), ("w",)]
+    assert [lone.gaps for lone in found.unmatched] == [{"z": (3, 1)}, {}]
     assert "but 2 tensors and values are in one of them only" in str(found)
     assert diff(a, b, strict=True).exit_code == 1
     assert diff(a, b, strict=True, only="^x$").exit_code == 0
@@ -350,7 +350,7 @@ def test_a_tensor_without_a_gradient_in_one_run_is_told(tmp_path: Path) -> None:
         store.close()
     found = diff(tmp_path / "a", tmp_path / "b")
     assert found.exit_code == 0
-    assert [lone.gaps for lone in found.alone] == [{"gradient/v": (2, 2)}, {}]
+    assert [lone.gaps for lone in found.unmatched] == [{"gradient/v": (2, 2)}, {}]
     assert diff(tmp_path / "a", tmp_path / "b", strict=True).exit_code == 1
 
 
@@ -370,10 +370,10 @@ def test_gaps_are_counted_wherever_they_are(steps_at_a_time: int, tmp_path: Path
             store.log(StepRecord(step, 0.0, True, values, tables))
         store.close()
     found = diff(tmp_path / "a", tmp_path / "b", rename={"^old": "new"})
-    assert not found.parts
+    assert not found.diverges
     only_a, only_b = (2, 4, 8, 10), (3, 9)
     gaps = {"update/{}.u", "update/{}.v", "seldom", "parameter/{}.u/mine"}
-    for lone, steps in zip(found.alone, (only_a, only_b), strict=True):
+    for lone, steps in zip(found.unmatched, (only_a, only_b), strict=True):
         assert not lone.keys
         assert lone.gaps == {key.format("old"): (len(steps), steps[0]) for key in gaps}
     assert diff(tmp_path / "a", tmp_path / "b", rename={"^old": "new"}, strict=True).exit_code == 1
@@ -395,8 +395,8 @@ def test_what_one_run_has_alone_outside_of_the_steps_that_count_does_not_count(t
         store.close()
     assert diff(tmp_path / "a", tmp_path / "b", strict=True).exit_code == 1
     assert diff(tmp_path / "a", tmp_path / "b", last=20, strict=True).exit_code == 0
-    assert diff(tmp_path / "a", tmp_path / "b", first=20, last=32, strict=True).alone[0].keys == ("val/score",)
-    assert diff(tmp_path / "a", tmp_path / "b", first=32, strict=True).alone[0].keys == ("update/u",)
+    assert diff(tmp_path / "a", tmp_path / "b", first=20, last=32, strict=True).unmatched[0].keys == ("val/score",)
+    assert diff(tmp_path / "a", tmp_path / "b", first=32, strict=True).unmatched[0].keys == ("update/u",)
 
 
 def test_tags_that_are_nan_are_alike_and_json(tmp_path: Path) -> None:
@@ -409,7 +409,7 @@ def test_tags_that_are_nan_are_alike_and_json(tmp_path: Path) -> None:
     assert json.loads(found.to_json())["tags"] == {"temperature": ["NaN", 3.0]}
     far = diff(tmp_path / "c", tmp_path / "d")
     assert far.first is not None
-    assert (far.first.relative, "finite" in far.reading) == (math.inf, False)
+    assert (far.first.relative, "finite" in far.interpretation) == (math.inf, False)
     assert json.loads(far.to_json())["first"]["relative"] == "Infinity"
 
 
@@ -440,7 +440,7 @@ def test_two_values(a: float, b: float, parts: bool, tmp_path: Path) -> None:
         _log(one, {0: {"x": left, "same": 1.0}})
         _log(other, {0: {"x": right, "same": 1.0}})
         found = diff(one, other)
-        assert found.parts is parts
+        assert found.diverges is parts
         assert (found.first is None) is not parts
         if parts:
             assert found.first is not None
@@ -462,7 +462,7 @@ def test_small_values_that_are_differences_are_judged_by_larger_ones(tmp_path: P
             store = RunWriter(tmp_path / name)
             store.log(StepRecord(0, 0.0, True, {}, {"gradient": some}))
             store.close()
-        return diff(tmp_path / "a", tmp_path / "b", **options).parts
+        return diff(tmp_path / "a", tmp_path / "b", **options).diverges
 
     assert not parts(table(1e-9, 0), table(2e-9, 0))  # a mean beside an rms of 1
     assert not parts(table(1e-9, 0), table(2e-9, 0), only="/mean$")  # which is looked at, even if it is not compared
@@ -504,7 +504,7 @@ def test_learning_rates_scales_and_refusals_are_compared(tmp_path: Path) -> None
         monitor.log_scalar("x", 1.0)
         monitor.detach()
     found = diff(tmp_path / "c", tmp_path / "d", only="^context/")
-    assert [parting.key for parting in found.partings] == ["context/applied"]
+    assert [parting.key for parting in found.divergences] == ["context/applied"]
 
 
 def test_what_tells_of_time_is_not_compared(base: Path, tmp_path: Path) -> None:
@@ -512,9 +512,9 @@ def test_what_tells_of_time_is_not_compared(base: Path, tmp_path: Path) -> None:
     one = train(tmp_path / "a", log=log, steps=3)
     other = train(tmp_path / "b", log={**log, "tokens_per_sec": float, "step_time_ms": lambda step: 9.0}, steps=3)
     found = diff(one, other)
-    assert not found.parts
-    assert set(found.skipped) == {"gradmon/overhead_pct", "tokens_per_sec", "step_time_ms"}
-    assert diff(one, other, only="tokens").parts
+    assert not found.diverges
+    assert set(found.not_compared) == {"gradmon/overhead_pct", "tokens_per_sec", "step_time_ms"}
+    assert diff(one, other, only="tokens").diverges
     assert not is_clock(Key("gradient", "time.weight", "norm"))
 
 
@@ -524,25 +524,25 @@ def test_what_tells_of_time_is_not_compared(base: Path, tmp_path: Path) -> None:
 def test_patterns_choose_what_is_compared_and_how_closely(base: Path, tmp_path: Path) -> None:
     changed = train(tmp_path, _limit)
     found = diff(base, changed, only="^gradient_before_clip/", last=13)
-    assert not found.parts
+    assert not found.diverges
     assert set(found.stages) == {"gradients before clipping"}
-    assert not diff(base, changed, ignore=["^gradient/", "gradmon/"], last=13).parts
-    assert not diff(base, changed, tolerances={"^gradient/": 1.0, "gradmon/": 1.0}, last=13).parts
+    assert not diff(base, changed, ignore=["^gradient/", "gradmon/"], last=13).diverges
+    assert not diff(base, changed, tolerances={"^gradient/": 1.0, "gradmon/": 1.0}, last=13).diverges
     found = diff(base, changed, tolerances={"head": 1.0, "^gradient/": 1e-3}, last=13)
     assert found.first is not None
     assert found.first.key == "gradmon/grad_norm_clipped" or "head" not in found.first.key
     # the first pattern that is found decides
     assert not diff(
         base, changed, tolerances={"^gradient/.*norm": 1.0, "^gradient/": 0.0}, only="^gradient/.*norm", last=13
-    ).parts
+    ).diverges
 
 
 def test_modules_that_were_renamed_are_compared(base: Path, tmp_path: Path) -> None:
     renamed = train(tmp_path, blocks="layers")
     found = diff(base, renamed)
-    assert not found.parts  # in what both have
+    assert not found.diverges  # in what both have
     assert found.stages["parameters"].tensors == 4
-    assert "parameter/layers.0.0.weight" in found.alone[1].keys
+    assert "parameter/layers.0.0.weight" in found.unmatched[1].keys
     assert diff(base, renamed, strict=True).exit_code == 1
     found = diff(base, renamed, rename={r"^blocks\.(\d)": r"layers.\1"}, strict=True)
     assert found.exit_code == 0
@@ -555,13 +555,13 @@ def test_modules_that_were_renamed_are_compared(base: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"only": "nothing"}, ValueError, "only: 'nothing' is found in no key of the two runs"),
-        ({"ignore": ["loss", "nothing"]}, ValueError, "ignore: 'nothing' is found in no key"),
-        ({"tolerances": {"nothing": 1.0}}, ValueError, "tolerances: 'nothing' is found in no key"),
-        ({"rename": {"nothing": "x"}}, ValueError, "rename: 'nothing' is found in no name of a tensor of the first run"),
+        ({"only": "nothing"}, ValueError, "only: 'nothing' matches no key of the two runs"),
+        ({"ignore": ["loss", "nothing"]}, ValueError, "ignore: 'nothing' matches no key"),
+        ({"tolerances": {"nothing": 1.0}}, ValueError, "tolerances: 'nothing' matches no key"),
+        ({"rename": {"nothing": "x"}}, ValueError, "rename: 'nothing' matches no name of a tensor of the first run"),
         ({"rename": {r"blocks\.\d": "blocks.9"}}, ValueError, "would both be called 'blocks.9.0.weight'"),
-        ({"rename": {"blocks": r"\3"}}, ValueError, "cannot stand in the place of 'blocks'"),
-        ({"rename": {"blocks": 3}}, TypeError, "must be what stands in its place"),
+        ({"rename": {"blocks": r"\3"}}, ValueError, "cannot replace 'blocks'"),
+        ({"rename": {"blocks": 3}}, TypeError, "must be its replacement"),
         ({"rename": [("a", "b")]}, TypeError, "rename must be a dict"),
         ({"only": "("}, ValueError, r"only='\(' is not a valid regular expression"),
         ({"only": 3}, TypeError, "only must be a pattern or a list"),
@@ -570,9 +570,9 @@ def test_modules_that_were_renamed_are_compared(base: Path, tmp_path: Path) -> N
         ({"atol": "1"}, TypeError, "atol must be a number"),
         ({"tolerances": {"loss": True}}, TypeError, r"tolerances\['loss'\] must be a number"),
         ({"first": -1}, ValueError, "first=-1 must not be negative"),
-        ({"first": 30}, ValueError, "no step in common: the first has none that was asked for"),
+        ({"first": 30}, ValueError, "no step in common: the first has none of the selected ones"),
         ({"strict": 1}, TypeError, "strict must be True or False"),
-        ({"only": "overhead", "ignore": "overhead"}, ValueError, "nothing is to be compared"),
+        ({"only": "overhead", "ignore": "overhead"}, ValueError, "leave out all that the runs have in common"),
     ],
 )
 def test_wrong_arguments_are_refused(options: dict[str, Any], error: type[Exception], message: str, base: Path) -> None:
@@ -682,8 +682,8 @@ def test_the_first_parting_is_that_of_plain_arithmetic(
     found, back = diff(one, other, rtol, atol), diff(other, one, rtol, atol)
     expected = _naive(rows, rtol, atol)
     assert (None if found.first is None else found.first.step) == expected
-    assert [(p.step, p.key, p.a, p.b) for p in found.partings if p.a == p.a and p.b == p.b] == [
-        (p.step, p.key, p.b, p.a) for p in back.partings if p.a == p.a and p.b == p.b
+    assert [(p.step, p.key, p.a, p.b) for p in found.divergences if p.a == p.a and p.b == p.b] == [
+        (p.step, p.key, p.b, p.a) for p in back.divergences if p.a == p.a and p.b == p.b
     ]
     assert diff(one, one, 0.0).onset is None
     assert found.steps == tuple(range(len(rows) if expected is None else expected + 1))
@@ -698,7 +698,7 @@ def test_a_wider_tolerance_never_parts_earlier(tmp_path: Path, rows: list[tuple[
     assert steps == sorted(steps)
     for narrow, wide in itertools.pairwise(found):
         if narrow.first is not None and wide.first is not None and narrow.first.step == wide.first.step:
-            assert {p.key for p in wide.partings} <= {p.key for p in narrow.partings}
+            assert {p.key for p in wide.divergences} <= {p.key for p in narrow.divergences}
     assert len({each.onset and (each.onset.step, each.onset.key) for each in found}) == 1
 
 
@@ -716,7 +716,7 @@ def test_it_is_told_on_one_screen(base: Path, full: Path, tmp_path: Path, monkey
         assert len(lines) <= 45
         assert [line for line in lines if len(line) > 100] == []
     first, second = str(found).splitlines()[:2]
-    assert first == "base and data part in step 13: loss"
+    assert first == "base and data diverge in step 13: loss"
     one, other = (load_run(path).series("loss")[13] for path in ("base", "data"))
     assert second.startswith(f"  {one:.6g} and {other:.6g}, relative difference ")
 
@@ -724,10 +724,10 @@ def test_it_is_told_on_one_screen(base: Path, full: Path, tmp_path: Path, monkey
 def test_the_command_line(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changed = train(tmp_path, _data, blocks="layers")
     assert main(["diff", str(base), str(base)]) == 0
-    assert "are the same within the tolerance" in " ".join(capsys.readouterr().out.split())
+    assert "are equal within the tolerance" in " ".join(capsys.readouterr().out.split())
     words = ["diff", str(base), str(changed), "--rename", "^blocks=layers"]
     assert main(words) == 1
-    assert "part in step 13: loss" in " ".join(capsys.readouterr().out.split())
+    assert "diverge in step 13: loss" in " ".join(capsys.readouterr().out.split())
     assert main([*words, "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["first"]["step"] == 13
@@ -742,7 +742,7 @@ def test_the_command_line(base: Path, tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--only", "nothing"], "only: 'nothing' is found in no key"),
+        (["--only", "nothing"], "only: 'nothing' matches no key"),
         (["--tol", "loss"], "--tol loss: give two parts with an equals sign"),
         (["--tol", "loss=x"], "--tol loss=x: 'x' is not a number"),
         (["--rename", "a"], "--rename a: give two parts"),

@@ -441,7 +441,7 @@ def test_what_has_no_effect_is_refused(tmp_path: Path) -> None:
         store.log(StepRecord(step, 0.0, True, {Key("", "x", ""): 1.0}, {}))
     store.close()
     run = load_run(tmp_path / "run")
-    with pytest.raises(ValueError, match="sources chooses among tensors"):
+    with pytest.raises(ValueError, match="sources selects tensors"):
         run.export(tmp_path / "x.csv", "steps", sources="gradient")
     with pytest.raises(ValueError, match=r"the run has no step between 1000 and None; it has 0 to 2"):
         run.export(tmp_path / "x.csv", first=1000)

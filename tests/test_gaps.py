@@ -14,11 +14,13 @@ import torch
 from torch_gradmon import load_run
 from torch_gradmon.analysis.diagnosis.series import Series
 from torch_gradmon.analysis.plots import charts, colours, gaps
-from torch_gradmon.analysis.plots.downsampling import squeezed
-from torch_gradmon.analysis.plots.elements import Heat, Line, Lines, Strip
-from torch_gradmon.analysis.plots.pairing import Pair
-from torch_gradmon.analysis.plots.panels import LAYER_VIEWS, OfRun, Panel, Reel
-from torch_gradmon.cli.terminal.live import Live
+from torch_gradmon.analysis.plots.downsampling import downsampled
+from torch_gradmon.analysis.plots.elements import Heatmap, Line, LineChart, Subplot
+from torch_gradmon.analysis.plots.pairing import RunPair
+from torch_gradmon.analysis.plots.panel_set import PanelSet
+from torch_gradmon.analysis.plots.sources import ValueSource
+from torch_gradmon.analysis.plots.views import LAYER_VIEWS, Panel
+from torch_gradmon.cli.terminal.live import LiveRun
 from torch_gradmon.cli.terminal.sparkline import Columns
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.records import StepRecord
@@ -89,17 +91,17 @@ ENDS = (-math.inf, -0.5), (59.5, math.inf)
 def test_a_gap_is_where_a_value_was_due_and_is_not_there(
     measured: tuple[int, ...], steps: tuple[int, ...], wanted: tuple[gaps.Gap, ...]
 ) -> None:
-    assert gaps.Recorded(steps).gaps(measured)[: len(wanted)] == wanted
+    assert gaps.RecordedSteps(steps).gaps(measured)[: len(wanted)] == wanted
 
 
 def test_what_a_monitor_has_forgotten_is_no_gap() -> None:
     remembered = (*range(50), 60, 71, 80, 93, 100, 130, *range(150, 200))
-    known = gaps.Recorded(remembered, is_whole=False)
+    known = gaps.RecordedSteps(remembered, is_whole=False)
     assert known.gaps(remembered) == ((-math.inf, -0.5), (199.5, math.inf))
     tenths = tuple(step for step in remembered if step % 10 == 0)
     assert known.gaps(tenths) == ((-math.inf, -5.0), (195.0, math.inf))
     assert known.gaps((93,)) == ((-math.inf, 86.5), (96.5, math.inf))
-    assert len(gaps.Recorded(remembered).gaps(remembered)) > 2  # in a run nothing is forgotten
+    assert len(gaps.RecordedSteps(remembered).gaps(remembered)) > 2  # in a run nothing is forgotten
 
 
 def drawn(random: Random) -> set[int]:
@@ -112,7 +114,7 @@ def drawn(random: Random) -> set[int]:
 def test_gaps_hold_the_missing_steps_and_none_that_was_measured(seed: int) -> None:
     random = Random(seed)
     measured, others = sorted(drawn(random)), {step for step in range(120) if random.random() < 0.7}
-    known = gaps.Recorded(tuple(sorted({*measured, *others})), is_whole=random.random() < 0.5)
+    known = gaps.RecordedSteps(tuple(sorted({*measured, *others})), is_whole=random.random() < 0.5)
     found = known.gaps(measured)
     assert all(low < high for low, high in found)
     assert all(before[1] < after[0] for before, after in itertools.pairwise(found))
@@ -123,7 +125,7 @@ def test_gaps_hold_the_missing_steps_and_none_that_was_measured(seed: int) -> No
     assert not any(map(is_inside, measured))
     missing = sorted(known._due(measured, known._cadence(measured)).difference(measured))
     assert all(map(is_inside, missing))
-    behind = gaps.begins(found, measured, 1000)
+    behind = gaps.steps_after(found, measured, 1000)
     over = [after for before, after in itertools.pairwise(measured) if any(before < step < after for step in missing)]
     assert set(over) <= set(behind) <= set(measured)
     assert known.is_whole or set(over) == set(behind)
@@ -132,8 +134,8 @@ def test_gaps_hold_the_missing_steps_and_none_that_was_measured(seed: int) -> No
 @pytest.mark.parametrize("seed", range(20))
 def test_two_runs_have_a_gap_where_both_have_one(seed: int) -> None:
     random = Random(seed)
-    some, others = (gaps.Recorded(tuple(range(120))).gaps(sorted(drawn(random))) for _ in range(2))
-    found = gaps.common(some, others)
+    some, others = (gaps.RecordedSteps(tuple(range(120))).gaps(sorted(drawn(random))) for _ in range(2))
+    found = gaps.intersection(some, others)
     for at in (number / 2 + 0.1 for number in range(-4, 250)):
         one, other, both = (any(low < at < high for low, high in each) for each in (some, others, found))
         assert both == (one and other), at
@@ -144,7 +146,7 @@ def test_columns_lie_side_by_side_and_a_cell_covers_no_other_step(seed: int) -> 
     random = Random(seed)
     measured = sorted(drawn(random))
     span = measured[0] - random.randrange(9), measured[-1] + random.randrange(9)
-    grid = gaps.grid(measured, measured, gaps.Recorded(tuple(range(span[0], span[1] + 1))).gaps(measured), span)
+    grid = gaps.grid(measured, measured, gaps.RecordedSteps(tuple(range(span[0], span[1] + 1))).gaps(measured), span)
     assert (grid.edges[0], grid.edges[-1], len(grid.edges)) == (span[0] - 0.5, span[1] + 0.5, len(grid.places) + 1)
     assert list(grid.edges) == sorted(set(grid.edges))
     cells = [(low, high) for low, high, place in zip(grid.edges, grid.edges[1:], grid.places, strict=False) if place is not None]
@@ -152,7 +154,7 @@ def test_columns_lie_side_by_side_and_a_cell_covers_no_other_step(seed: int) -> 
 
 
 def test_a_single_step_of_a_long_run_can_be_seen() -> None:
-    grid = gaps.grid((30_000,), (30_000,), gaps.Recorded(tuple(range(60_001))).gaps((30_000,)), (0, 60_000))
+    grid = gaps.grid((30_000,), (30_000,), gaps.RecordedSteps(tuple(range(60_001))).gaps((30_000,)), (0, 60_000))
     assert grid.places == (None, 0, None)
     assert grid.edges[2] - grid.edges[1] == pytest.approx(200, rel=1e-3)
 
@@ -161,27 +163,27 @@ def test_a_single_step_of_a_long_run_can_be_seen() -> None:
 
 
 def test_outputs_of_six_steps_are_six_columns_of_sixty_six(run: Path) -> None:
-    heat = charts.heatmap(Reel(OfRun(load_run(run))), "activation")
+    heat = charts.heatmap(PanelSet(ValueSource.of_run(load_run(run))), "activation")
     assert (heat.grid.edges, heat.grid.places) == (EDGES, PLACES)
-    assert charts.heatmap(Reel(OfRun(load_run(run)))).grid.places == tuple(range(STEPS))
+    assert charts.heatmap(PanelSet(ValueSource.of_run(load_run(run)))).grid.places == tuple(range(STEPS))
 
 
 def test_what_is_measured_at_each_tenth_step_has_no_gaps(tmp_path: Path) -> None:
-    reel = Reel(OfRun(load_run(written(tmp_path, lambda step: step % 10 == 0, steps=61))))
-    heat = charts.heatmap(reel, "activation")
+    panel_set = PanelSet(ValueSource.of_run(load_run(written(tmp_path, lambda step: step % 10 == 0, steps=61))))
+    heat = charts.heatmap(panel_set, "activation")
     assert heat.grid == gaps.Grid((-0.5, 5.0, 15.0, 25.0, 35.0, 45.0, 55.0, 60.5), tuple(range(7)))
 
 
 def test_a_run_that_is_monitored_at_each_tenth_step_has_no_gaps_either(tmp_path: Path) -> None:
-    reel = Reel(OfRun(load_run(written(tmp_path, lambda step: step in (100, 110, 400), every=10))))
-    assert charts.heatmap(reel).grid.places == tuple(range(STEPS))
-    assert charts.heatmap(reel, "activation").grid.places == (None, 0, 1, None, 2, None)
-    assert charts.norm(reel).strips[1].lines[0].begins == ()
+    panel_set = PanelSet(ValueSource.of_run(load_run(written(tmp_path, lambda step: step in (100, 110, 400), every=10))))
+    assert charts.heatmap(panel_set).grid.places == tuple(range(STEPS))
+    assert charts.heatmap(panel_set, "activation").grid.places == (None, 0, 1, None, 2, None)
+    assert charts.norm(panel_set).subplots[1].lines[0].after_gaps == ()
 
 
 @pytest.mark.parametrize("columns", [3, 6, 7, 20])
 def test_gaps_stay_where_there_are_few_columns(run: Path, columns: int) -> None:
-    heat = charts.heatmap(Reel(OfRun(load_run(run))), "activation", columns=columns)
+    heat = charts.heatmap(PanelSet(ValueSource.of_run(load_run(run))), "activation", columns=columns)
     assert len(heat.first) <= columns
     for first, last in zip(heat.first, heat.last, strict=True):
         assert {first, last} <= set(MEASURED)
@@ -198,10 +200,10 @@ def test_gaps_stay_where_there_are_few_columns(run: Path, columns: int) -> None:
 def test_no_column_of_a_long_run_reaches_over_a_gap() -> None:
     steps = (*range(2000), *range(30_000, 32_000))
     panel = Panel(LAYER_VIEWS["gradient"], steps, ("a",), torch.ones(len(steps), 1, dtype=torch.float64))
-    cells = squeezed(panel, 100)
+    cells = downsampled(panel, 100)
     assert len(cells.first) <= 100
     assert all(last < 2000 or first >= 30_000 for first, last in zip(cells.first, cells.last, strict=True))
-    grid = gaps.grid(cells.first, cells.last, gaps.Recorded(tuple(range(40_001))).gaps(steps), (0, 40_000))
+    grid = gaps.grid(cells.first, cells.last, gaps.RecordedSteps(tuple(range(40_001))).gaps(steps), (0, 40_000))
     (gap, end) = (number for number, place in enumerate(grid.places) if place is None)
     assert grid.edges[gap] == pytest.approx(1999, abs=70)
     assert grid.edges[gap + 1] == pytest.approx(30_000, abs=70)
@@ -236,27 +238,27 @@ def test_the_report_has_the_same_columns(run: Path) -> None:
 
 def test_two_runs_over_each_other_have_a_column_where_one_of_them_was_measured(run: Path, tmp_path: Path) -> None:
     other = written(tmp_path, (12, 13, 60).__contains__)
-    panels = Pair(*(Reel(OfRun(load_run(path)), "") for path in (run, other))).panels("activation")
+    panels = RunPair(*(PanelSet(ValueSource.of_run(load_run(path)), "") for path in (run, other))).panels("activation")
     assert panels is not None
-    for panel in (panels.first, panels.second, panels.apart):
+    for panel in (panels.first, panels.second, panels.difference):
         assert panel.steps == (10, 11, 12, 13, 40, 41, 42, 60)
         assert panel.gaps == ((-math.inf, 9.5), (13.5, 39.5), (42.5, 59.5), (60.5, math.inf))
         assert panel.axis == (0, STEPS - 1)
     assert panels.first.values[:, 0].isnan().tolist() == [step not in MEASURED for step in panels.first.steps]
-    assert panels.apart.values[:, 0].isnan().tolist() == [step != 12 for step in panels.first.steps]
+    assert panels.difference.values[:, 0].isnan().tolist() == [step != 12 for step in panels.first.steps]
 
 
 # --- lines -----------------------------------------------------------------------------------------------------------------------
 
 
 def test_lines_have_the_same_gaps(run: Path) -> None:
-    reel = Reel(OfRun(load_run(run)))
-    (share,) = charts.norm(reel).strips[-1].lines
+    panel_set = PanelSet(ValueSource.of_run(load_run(run)))
+    (share,) = charts.norm(panel_set).subplots[-1].lines
     assert [piece.steps for piece in share.pieces(share.series)] == [(10, 11, 12), (40, 41, 42)]
-    for line in (*charts.update(reel).strips[0].lines, charts.layers(reel, "activation", ["a"]).strips[0].lines[0]):
-        assert line.begins == (40,)
-    (loss,) = charts.norm(reel).strips[0].lines
-    assert loss.begins == ()
+    for line in (*charts.update(panel_set).subplots[0].lines, charts.layers(panel_set, "activation", ["a"]).subplots[0].lines[0]):
+        assert line.after_gaps == (40,)
+    (loss,) = charts.norm(panel_set).subplots[0].lines
+    assert loss.after_gaps == ()
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -268,7 +270,7 @@ def test_lines_of_few_points_keep_gaps_that_can_be_seen(seed: int) -> None:
         begin = steps[-1] + 10_000 if steps else 0
         steps += range(begin, begin + length)
     series = Series(tuple(steps), tuple(math.sin(step) for step in steps))
-    line = Line.of("a", series, colours.BLUE, gaps.Recorded(tuple(steps)).gaps(steps), most)
+    line = Line.of("a", series, colours.BLUE, gaps.RecordedSteps(tuple(steps)).gaps(steps), most)
     assert len(line.series) <= 2 * most + 2 + 2 * len(lengths) or len(series) <= most
     pieces = line.pieces(line.series)
     assert len(pieces) == len(lengths)
@@ -280,19 +282,19 @@ def test_lines_of_few_points_keep_gaps_that_can_be_seen(seed: int) -> None:
 def test_both_engines_draw_no_line_over_a_gap_and_a_point_where_there_is_but_one() -> None:
     pytest.importorskip("plotly")
     pytest.importorskip("matplotlib")
-    from torch_gradmon.analysis.plots.matplotlib import drawing
+    from torch_gradmon.analysis.plots.matplotlib import figure as matplotlib_figure
     from torch_gradmon.analysis.plots.plotly import figure
 
     low, high = Series((1, 2, 9), (1.0, 1.0, 1.0)), Series((1, 2, 9), (3.0, 3.0, 3.0))
-    line = Line("a", Series((1, 2, 9), (1.0, 2.0, 3.0)), colours.BLUE, begins=(9,))
-    band = Line("b", low, colours.SKY, low, high, begins=(9,))
-    lines = Lines("t", (Strip("s", (line, band), is_log=False),))
+    line = Line("a", Series((1, 2, 9), (1.0, 2.0, 3.0)), colours.BLUE, after_gaps=(9,))
+    band = Line("b", low, colours.SKY, low, high, after_gaps=(9,))
+    lines = LineChart("t", (Subplot("s", (line, band), is_log=False),))
     drawn, area = figure(lines).data
     assert (list(drawn.x), list(drawn.y), drawn.mode) == ([1, 2, None, 9], [1.0, 2.0, None, 3.0], "lines+markers")
     assert list(drawn.marker.size) == [0, 0, 0, 4]
     assert (list(area.x), list(area.y)) == ([1, 2, 2, 1, None, 9, 9], [1.0, 1.0, 3.0, 3.0, None, 1.0, 3.0])
     assert area.fill == "toself"
-    axes = drawing(lines).axes[0]
+    axes = matplotlib_figure(lines).axes[0]
     curve, point = axes.lines
     assert [None if math.isnan(y) else y for y in curve.get_ydata()] == [1.0, 2.0, None, 3.0]
     assert (list(point.get_xdata()), list(point.get_ydata())) == ([9], [3.0])
@@ -304,7 +306,7 @@ def test_both_engines_draw_no_line_over_a_gap_and_a_point_where_there_is_but_one
 
 
 def test_a_sparkline_has_a_blank_where_nothing_was_measured(run: Path) -> None:
-    live = Live(load_run(run), STEPS)
+    live = LiveRun(load_run(run), STEPS)
     series = live.series(Key("gradmon", "", "clipped_share"))
     columns = Columns.of(live.steps, 100)
     found = columns.largest(series.steps, series.values)
@@ -314,5 +316,5 @@ def test_a_sparkline_has_a_blank_where_nothing_was_measured(run: Path) -> None:
 
 
 def test_a_heat_map_by_itself_ends_where_its_columns_do() -> None:
-    heat = Heat("t", ("a",), (0, 5), (4, 9), ((1.0, 2.0),), True)
+    heat = Heatmap("t", ("a",), (0, 5), (4, 9), ((1.0, 2.0),), True)
     assert heat.grid == gaps.Grid((-0.5, 4.5, 9.5), (0, 1))

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.integrations.common import HeldSchedulers, Watching
+from torch_gradmon.integrations.common import AdapterMonitor, SchedulerRollback
 from torch_gradmon.spikes import MeanStd
 
 from . import trainer_oracle as oracle
 
 
-def _watching(monitor: Any = None, **arguments: Any) -> Watching:
-    return Watching(monitor, arguments)
+def _watching(monitor: Any = None, **arguments: Any) -> AdapterMonitor:
+    return AdapterMonitor(monitor, arguments)
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int = 0, scale: float = 1.0) -> None:
@@ -52,7 +52,7 @@ def test_arguments_are_those_of_watch_and_of_the_monitor(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        ({"on_spke": "skip"}, TypeError, r"there is no argument 'on_spke'; did you mean on_spike, post_spike_steps\?"),
+        ({"on_spke": "skip"}, TypeError, r"there is no argument 'on_spke'; did you mean on_spike"),
         ({"scaler": None}, TypeError, r"scaler= is not needed here: the trainer has the GradScaler"),
         ({"module": nn.Linear(1, 1)}, TypeError, r"module= is not needed here: the trainer has the model"),
         ({"every": 0}, ValueError, "every=0"),
@@ -117,8 +117,8 @@ def test_a_state_goes_on_where_it_was_taken_and_one_that_does_not_fit_is_left_wi
 
     with_more = gradmon.ModuleMonitor()
     with_more.add_detector(gradmon.SpikeDetector(signal="loss"))
-    changed = Watching(with_more, {})
-    with pytest.warns(gradmon.GradmonWarning, match="does not fit this monitor, which begins anew .*detectors"):
+    changed = AdapterMonitor(with_more, {})
+    with pytest.warns(gradmon.GradmonWarning, match="does not fit this monitor, which starts without it .*detectors"):
         monitor = changed.begin(model, [optimizer], start_step=4, state=state)
     _step(model, optimizer)
     assert monitor.step == 4
@@ -134,7 +134,7 @@ def test_an_optimizer_of_another_model_is_refused_before_a_run_directory_is_made
 def test_a_detector_that_an_adapter_brings_takes_the_place_of_the_presets_before_a_state_is_loaded() -> None:
     def begun(state: Any = None) -> gradmon.ModuleMonitor:
         model = oracle.model()
-        watching = Watching(None, {"on_spike": None}, [gradmon.SpikeDetector(MeanStd())])
+        watching = AdapterMonitor(None, {"on_spike": None}, [gradmon.SpikeDetector(MeanStd())])
         monitor = watching.begin(model, [optimizer := _optimizer(model)], state=state)
         for step in range(3):
             _step(model, optimizer, step)
@@ -143,8 +143,8 @@ def test_a_detector_that_an_adapter_brings_takes_the_place_of_the_presets_before
     state = begun().state_dict()
     assert state["detectors"]["grad_norm"]["kind"] == "MeanStd"
     assert begun(state).state_dict()["detectors"]["grad_norm"]["rule"]["count"] == 6
-    with pytest.raises(ValueError, match=r"has detectors of its own: call monitor\.add_detector"):
-        Watching(gradmon.ModuleMonitor(), {}, [gradmon.SpikeDetector()])
+    with pytest.raises(ValueError, match=r"has its own detectors: call monitor\.add_detector"):
+        AdapterMonitor(gradmon.ModuleMonitor(), {}, [gradmon.SpikeDetector()])
 
 
 # --- what a step brought, as soon as it has ended ------------------------------------------------------------------------------
@@ -214,17 +214,17 @@ def test_a_trainer_that_steps_its_scheduler_come_what_may_ends_as_if_the_skipped
         optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
         scheduler = _schedulers()[kind](optimizer)
         monitor = gradmon.watch(model, optimizer, on_spike="skip")
-        held = HeldSchedulers(monitor, [optimizer], lambda: [scheduler])
+        held = SchedulerRollback(monitor, [optimizer], lambda: [scheduler])
         for step in range(8):
             if step == spike_at:
                 with pytest.warns(gradmon.GradmonWarning, match=f"step {step}"):
                     _step(model, optimizer, step, scale=math.nan)
                     scheduler.step()
                     monitor.get_step_metrics()
-                held.put_back()
+                held.restore()
             _step(model, optimizer, step)
             scheduler.step()
-            held.put_back()
+            held.restore()
         held.remove()
         options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
         assert all(isinstance(group["lr"], torch.Tensor) == tensor_lr for group in options)
@@ -244,7 +244,7 @@ def test_schedulers_of_an_optimizer_that_did_step_go_on() -> None:
     monitor = gradmon.ModuleMonitor(model, on_spike="skip")
     monitor.add_preset("cheap")
     monitor.attach(*optimizers)
-    held = HeldSchedulers(monitor, optimizers, lambda: schedulers)
+    held = SchedulerRollback(monitor, optimizers, lambda: schedulers)
     model(torch.ones(2, 3)).sum().backward()
     optimizers[0].step()
     assert second.weight.grad is not None
@@ -253,7 +253,7 @@ def test_schedulers_of_an_optimizer_that_did_step_go_on() -> None:
         optimizers[1].step()
         for scheduler in schedulers:
             scheduler.step()
-        held.put_back()
+        held.restore()
         monitor.get_step_metrics()
     assert [scheduler.last_epoch for scheduler in schedulers] == [1, 0]
 
@@ -278,13 +278,13 @@ def test_a_scheduler_that_knows_its_optimizer_by_a_wrapper_is_put_back_and_what_
     wrapper = _Wrapper(optimizer)
     scheduler = torch.optim.lr_scheduler.LambdaLR(wrapper, lambda step: 1.0 / (1 + step))
     monitor = gradmon.watch(model, optimizer, on_spike="skip")
-    held = HeldSchedulers(monitor, [optimizer], lambda: [object(), scheduler])
+    held = SchedulerRollback(monitor, [optimizer], lambda: [object(), scheduler])
     with pytest.warns(gradmon.GradmonWarning, match="step 1"):
         for (inputs, labels), scale in zip(oracle.batches(2), (1.0, math.nan), strict=True):
             optimizer.zero_grad()
             (oracle.loss_of(model(inputs), labels) * scale).backward()
             wrapper.step()
             scheduler.step()
-            held.put_back()
+            held.restore()
     assert scheduler.last_epoch == 1
     assert optimizer.param_groups[0]["lr"] == 0.1 / 2

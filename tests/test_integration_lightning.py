@@ -627,7 +627,7 @@ def test_before_training_it_can_be_copied_and_pickled() -> None:
         ({"summary": ["grad_nrm"]}, r"summary='grad_nrm' is not one of .*did you mean grad_norm"),
         ({"prog_bar": None}, r"prog_bar must be names of whole-model values, such as .*got None"),
         ({"step_prefix": None}, "step_prefix must be a str, such as 'train/', got None"),
-        ({"on_spyke": "skip"}, r"there is no argument 'on_spyke'; did you mean on_spike, post_spike_steps\?"),
+        ({"on_spyke": "skip"}, r"there is no argument 'on_spyke'; did you mean on_spike"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:

@@ -18,7 +18,7 @@ import torch_gradmon as gradmon
 from tests import oracle
 from torch_gradmon import ModuleMonitor, SpikeDetector
 from torch_gradmon.cli.terminal import layer_table as rows_of_layers
-from torch_gradmon.cli.terminal.live import Live
+from torch_gradmon.cli.terminal.live import LiveRun
 from torch_gradmon.core.moments import Column, identity
 from torch_gradmon.core.records import StatsTable
 from torch_gradmon.runs.stats_series import StatsSeries
@@ -235,7 +235,7 @@ def test_no_reader_makes_norms_of_other_columns(metric: str, tmp_path: Path) -> 
         rows = rows_of_layers.rows(run, rows_of_layers.groups([name for name, _ in model.named_parameters()]))
         for row in rows:
             assert all(value != value for value in (row.norm, row.largest, row.share, row.update, row.clipped)), row
-        live = Live(run, 100)
+        live = LiveRun(run, 100)
         assert live.suspects(3)[1] == [] == live.holding(3)
         assert list(run.suspects(11)) == []
         assert not {"norm", "ratio"} & {key.metric for record in run.records() for key in record.values}

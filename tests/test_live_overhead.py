@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from torch_gradmon import load_run
-from torch_gradmon.cli.terminal.live import Follower, Live
+from torch_gradmon.cli.terminal.live import LiveRun
+from torch_gradmon.cli.terminal.run_follower import RunFollower
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.records import StepRecord
 from torch_gradmon.runs.writer import RunWriter
@@ -33,7 +34,7 @@ def written(path: Path, costs: list[float | None]) -> Path:
     ],
 )
 def test_the_overhead_is_the_median_of_what_is_shown(tmp_path: Path, costs: list[float | None], shown: float | None) -> None:
-    assert Live(load_run(written(tmp_path, costs)), 600).fact("overhead_pct") == shown
+    assert LiveRun(load_run(written(tmp_path, costs)), 600).fact("overhead_pct") == shown
 
 
 @pytest.mark.extra
@@ -41,7 +42,7 @@ def test_the_live_view_calls_it_a_median(tmp_path: Path) -> None:
     pytest.importorskip("rich")
     from torch_gradmon.cli.terminal.live_view import Screen, frame
 
-    follower = Follower(written(tmp_path, [6.6] * 90 + [45.0, 55.0] * 15), 600)
-    follower.look()
+    follower = RunFollower(written(tmp_path, [6.6] * 90 + [45.0, 55.0] * 15), 600)
+    follower.refresh()
     assert "overhead 6.6% (median)" in frame(follower, Screen(100, None), 0.0)[1].plain
     follower.close()

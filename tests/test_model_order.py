@@ -10,7 +10,8 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon.analysis.plots import charts
-from torch_gradmon.analysis.plots.panels import OfRun, Reel
+from torch_gradmon.analysis.plots.panel_set import PanelSet
+from torch_gradmon.analysis.plots.sources import ValueSource
 from torch_gradmon.core.keys import parse_key
 from torch_gradmon.core.model_order import ModelOrder, merged
 
@@ -81,8 +82,8 @@ def test_rows_of_a_run_stand_in_the_order_of_the_model(tmp_path: Path, how: str)
     run = gradmon.load_run(tmp_path)
     assert run.tensors("activation") == MODULES
     assert run.tensors("gradient") == parameters(model)
-    assert charts.heatmap(Reel(OfRun(run)), "activation").rows == tuple(MODULES)
-    assert charts.depth(Reel(OfRun(run))).rows == tuple(parameters(model))
+    assert charts.heatmap(PanelSet(ValueSource.of_run(run)), "activation").rows == tuple(MODULES)
+    assert charts.depth(PanelSet(ValueSource.of_run(run))).rows == tuple(parameters(model))
     keys = list(map(parse_key, run.keys()))
     assert in_order([key.name for key in keys if key.source == "activation"], MODULES)
     assert in_order([key.name for key in keys if key.source == "gradient"], parameters(model))
@@ -104,12 +105,12 @@ def test_calls_are_still_known_in_their_order(tmp_path: Path) -> None:
 
 
 def test_a_table_of_another_run_with_two_optimizers_is_in_order_in_the_terminal(tmp_path: Path) -> None:
-    from torch_gradmon.cli.terminal.run_facts import summarised
+    from torch_gradmon.cli.terminal.run_facts import summarize
 
     model = Net(late=True)
     train(model, tmp_path).detach()
     run = gradmon.load_run(tmp_path)
-    assert [row.name for row in summarised(run, "run").rows] == parameters(model)
+    assert [row.name for row in summarize(run, "run").rows] == parameters(model)
 
 
 def test_exported_rows_are_in_order(tmp_path: Path) -> None:
@@ -146,16 +147,16 @@ def test_names_of_several_orders_are_merged() -> None:
 
 
 def test_two_runs_over_each_other_are_in_order(tmp_path: Path) -> None:
-    from torch_gradmon.analysis.plots.pairing import Pair
+    from torch_gradmon.analysis.plots.pairing import RunPair
 
     train(Net(), tmp_path / "a").detach()
     model = Net(late=True)
     train(model, tmp_path / "b").detach()
-    pair = Pair(*(Reel(OfRun(gradmon.load_run(tmp_path / name)), name) for name in "ab"))
+    pair = RunPair(*(PanelSet(ValueSource.of_run(gradmon.load_run(tmp_path / name)), name) for name in "ab"))
     for view, wanted in (("gradient", parameters(model)), ("activation", MODULES)):
         panels = pair.panels(view)
         assert panels is not None
-        assert list(panels.apart.names) == wanted
+        assert list(panels.difference.names) == wanted
 
 
 def test_outputs_that_are_too_large_to_wait_are_not_before_those_that_were_called_first(tmp_path: Path) -> None:

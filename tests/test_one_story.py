@@ -17,10 +17,10 @@ from torch import nn
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, SpikeDetector, load_run
 from torch_gradmon.analysis.diagnosis.history import History
-from torch_gradmon.analysis.spike_report import tell
+from torch_gradmon.analysis.spike_report.text import explain
 from torch_gradmon.cli.main import main
-from torch_gradmon.cli.terminal.live import Live
-from torch_gradmon.cli.terminal.run_facts import summarised
+from torch_gradmon.cli.terminal.live import LiveRun
+from torch_gradmon.cli.terminal.run_facts import summarize
 from torch_gradmon.core.keys import GRADIENT_BEFORE_CLIP, SUMMARY, Key
 from torch_gradmon.core.moments import ALL_COLUMNS, Column, identity
 from torch_gradmon.core.records import SpikeEvent, StatsTable, StepRecord
@@ -88,22 +88,22 @@ def _in_table(story: str) -> _Told:
 
 def _everywhere(monitor: ModuleMonitor, path: Path, step: int) -> dict[str, _Told]:
     """What each outlet says of the spike of ``step``, the largest of the run."""
-    found = {"why of the monitor": _in_table(monitor.why()), "diagnosis of the monitor": _only(monitor.diagnose().words(10_000))}
-    event = next(event for event in monitor._runtime.ledger.recent().events if event.step == step)
+    found = {"why of the monitor": _in_table(monitor.why()), "diagnosis of the monitor": _only(monitor.diagnose().text(10_000))}
+    event = next(event for event in monitor._session.ledger.recent().events if event.step == step)
     monitor.detach()
     run = load_run(path)
-    (line,) = [spike for spike in summarised(run, "x").spikes if spike.step == step]
+    (line,) = [spike for spike in summarize(run, "x").spikes if spike.step == step]
     (suspect, *_) = run.suspects(step)
-    table = _in_table(tell(run))
+    table = _in_table(explain(run))
     assert suspect.factor == pytest.approx(float(table.times.replace(",", "")), rel=5e-3)
     return {
         **found,
         "message": _only(str(event)),
         "stored message": _only(str(next(event for event in run.events if event.step == step))),
         "why": table,
-        "words of why": _only(tell(run)),
+        "words of why": _only(explain(run)),
         "summary": _only(f"{line.layer} {line.moved[line.moved.index('(') :]}"),
-        "diagnosis": _only(gradmon.diagnose(path).words(10_000)),
+        "diagnosis": _only(gradmon.diagnose(path).text(10_000)),
     }
 
 
@@ -135,7 +135,7 @@ def test_the_report_gives_the_same_number(spoiled: list[int], tmp_path: Path) ->
     _train(tmp_path, 70, spoiled).detach()
     with closing(load_run(tmp_path)) as run:
         page = content(run, "x", lambda: None)
-        why = _only(tell(run))
+        why = _only(explain(run))
         spikes = episodes(run.events, run.steps)
     (finding,) = [finding for finding in page["findings"] if finding["rule"] == "spike"]
     assert _only(finding["cause"]) == why
@@ -149,7 +149,7 @@ def test_the_live_view_names_the_same_layers_in_the_same_order(tmp_path: Path) -
     _train(tmp_path, 90, [80]).detach()
     for window in (600, 70):  # a short one looks back farther than what it shows
         with closing(load_run(tmp_path)) as run:
-            assert Live(run, window).suspects(4) == (80, run.suspects(80)[:4])
+            assert LiveRun(run, window).suspects(4) == (80, run.suspects(80)[:4])
 
 
 def test_a_detector_of_all_layers_tells_of_the_layer_that_comes_first_in_all_lists(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_a_loss_times_100_is_blamed_on_no_layer(optimizer: Any, clip: float | No
     assert made.did in monitor.why(50)
     assert "of 6 as usual" not in monitor.why(50)
     monitor.detach()
-    (spike,) = summarised(load_run(tmp_path), "x").spikes
+    (spike,) = summarize(load_run(tmp_path), "x").spikes
     assert (spike.layer, spike.moved) == ("", made.did)
 
 
@@ -314,7 +314,7 @@ def test_nan_in_all_parameters_is_blamed_on_none(tmp_path: Path) -> None:
     _train(
         tmp_path, 30, [], scaled=lambda step: math.nan if step == 25 else 1.0, optimizer=lambda p: torch.optim.SGD(p, lr=0.0)
     ).detach()
-    (spike,) = summarised(load_run(tmp_path), "x").spikes
+    (spike,) = summarize(load_run(tmp_path), "x").spikes
     assert (spike.layer, spike.moved) == ("", "all 6 parameters have NaN or Inf")
 
 
@@ -357,7 +357,7 @@ def test_the_largest_spike_is_told_of_by_default_and_the_others_are_named(
     assert story.startswith("step 60: grad_norm = ")
     assert story.rstrip().endswith("other spikes: steps 40 to 44, step 80")
     assert "gradmon diagnose" not in story
-    summary = summarised(load_run(tmp_path), "x")
+    summary = summarize(load_run(tmp_path), "x")
     assert [(spike.first, spike.last) for spike in summary.spikes] == [(40, 44), (60, 60), (80, 80)]
     assert summary.to_dict()["spikes_in_all"] == 3
     assert summary.to_dict()["steps_with_spikes"] == 7
@@ -375,11 +375,11 @@ def test_a_row_is_one_story_with_one_end(tmp_path: Path) -> None:
         )
         monitor.detach()
     assert not said
-    story = tell(load_run(tmp_path))
+    story = explain(load_run(tmp_path))
     assert story.startswith("step 41: ")
     assert "one spike of 4 steps in a row, 40 to 43\n" in story
     assert "after the spike of steps 40 to 43 grad_norm is back to normal since step 44" in story
-    assert "one spike of 4 steps in a row, 40 to 43, the largest in step 41" in tell(load_run(tmp_path), 43)
+    assert "one spike of 4 steps in a row, 40 to 43, the largest in step 41" in explain(load_run(tmp_path), 43)
     # the worst step has its words though it is not the first one, and what comes after it need not say them again
     where = {event.step: bool(event.where) for event in load_run(tmp_path).events if event.signal == "grad_norm"}
     assert where == {40: True, 41: True, 42: False, 43: False}

@@ -18,10 +18,12 @@ from torch import nn
 import torch_gradmon as gradmon
 from torch_gradmon.analysis.diagnosis.series import Series, clip_bound
 from torch_gradmon.analysis.plots import charts, colours
-from torch_gradmon.analysis.plots.block_rows import blocks, together
-from torch_gradmon.analysis.plots.downsampling import points, squeezed
-from torch_gradmon.analysis.plots.elements import Heat, Line, Lines, Strip, spans
-from torch_gradmon.analysis.plots.panels import LAYER_VIEWS, OfRecords, OfRun, Panel, Reel
+from torch_gradmon.analysis.plots.block_rows import blocks, by_block
+from torch_gradmon.analysis.plots.downsampling import downsampled, points
+from torch_gradmon.analysis.plots.elements import Heatmap, Line, LineChart, Subplot, merged_marks
+from torch_gradmon.analysis.plots.panel_set import PanelSet
+from torch_gradmon.analysis.plots.sources import ValueSource
+from torch_gradmon.analysis.plots.views import LAYER_VIEWS, Panel
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.records import StepRecord
 
@@ -65,16 +67,19 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[gradmon.ModuleMon
     return monitor, path
 
 
-def _reels(trained: tuple[gradmon.ModuleMonitor, Path]) -> list[Reel]:
+def _panel_sets(trained: tuple[gradmon.ModuleMonitor, Path]) -> list[PanelSet]:
     monitor, path = trained
-    return [Reel(OfRun(gradmon.load_run(path))), Reel(OfRecords(monitor._runtime.ledger.memory.records()))]
+    return [
+        PanelSet(ValueSource.of_run(gradmon.load_run(path))),
+        PanelSet(ValueSource.of_records(monitor._session.ledger.memory.records())),
+    ]
 
 
 def test_a_panel_has_the_numbers_of_the_run(trained: Any) -> None:
     run = gradmon.load_run(trained[1])
-    for reel in _reels(trained):
+    for panel_set in _panel_sets(trained):
         for name, view in LAYER_VIEWS.items():
-            panel = reel.panel(name)
+            panel = panel_set.panel(name)
             assert panel is not None, name
             for column, layer in enumerate(panel.names):
                 source = next(each for each in view.sources if run.table(each, panel.steps[-1]) is not None)
@@ -91,22 +96,22 @@ def test_a_panel_has_the_numbers_of_the_run(trained: Any) -> None:
 
 def test_lines_are_those_of_the_run(trained: Any) -> None:
     run = gradmon.load_run(trained[1])
-    for reel in _reels(trained):
-        line = reel.line("grad_norm")
+    for panel_set in _panel_sets(trained):
+        line = panel_set.line("grad_norm")
         assert dict(zip(line.steps, line.values, strict=True)) == pytest.approx(run.series("gradmon/grad_norm"), nan_ok=True)
-        assert len(reel.loss()) == STEPS
-        assert reel.rates().values == (1e-2,) * STEPS
-        assert reel.steps == list(range(STEPS))
+        assert len(panel_set.loss()) == STEPS
+        assert panel_set.rates().values == (1e-2,) * STEPS
+        assert panel_set.steps == list(range(STEPS))
 
 
 def test_a_heat_map_is_loud_where_something_is_not_finite_and_marks_spikes(trained: Any) -> None:
-    for reel in _reels(trained):
-        heat = charts.heatmap(reel)
+    for panel_set in _panel_sets(trained):
+        heat = charts.heatmap(panel_set)
         row = heat.values[heat.rows.index(NAME)]
         assert [step for step, value in zip(heat.first, row, strict=True) if math.isinf(value)] == [BAD]
         assert max(value for value in row if math.isfinite(value)) == row[SPIKE]
         assert SPIKE in heat.marks
-        few = charts.heatmap(reel, columns=7)
+        few = charts.heatmap(panel_set, columns=7)
         row = few.values[few.rows.index(NAME)]
         at = next(place for place, last in enumerate(few.last) if last >= SPIKE)
         assert few.first[at] <= SPIKE <= few.last[at]
@@ -115,7 +120,7 @@ def test_a_heat_map_is_loud_where_something_is_not_finite_and_marks_spikes(train
 
 
 def test_the_bound_of_a_clip_is_found_by_what_clipped_steps_have_in_common(trained: Any) -> None:
-    norm = next(strip for strip in charts.norm(_reels(trained)[0]).strips if strip.title == "gradient norm")
+    norm = next(subplot for subplot in charts.norm(_panel_sets(trained)[0]).subplots if subplot.title == "gradient norm")
     assert norm.guides == {"bound": pytest.approx(0.5, rel=1e-4)}
     loose = Series((0, 1, 2), (3.0, 4.0, 5.0))
     assert clip_bound(loose, Series((0, 1, 2), (1.0, 2.0, 3.0))) is None
@@ -123,23 +128,23 @@ def test_the_bound_of_a_clip_is_found_by_what_clipped_steps_have_in_common(train
 
 
 def test_a_profile_has_its_step_and_the_range_of_all(trained: Any) -> None:
-    reel = _reels(trained)[0]
-    profile, panel = charts.depth(reel, step=SPIKE), reel.panel("gradient")
+    panel_set = _panel_sets(trained)[0]
+    profile, panel = charts.depth(panel_set, step=SPIKE), panel_set.panel("gradient")
     assert panel is not None
     place = profile.rows.index(NAME)
     assert profile.values[place] == profile.high[place] == float(panel.values[SPIKE, place])
     column = [value for value in panel.values[:, place].tolist() if math.isfinite(value)]
     assert profile.low[place] == min(column)
-    assert math.isinf(charts.depth(reel, step=BAD).values[place])
+    assert math.isinf(charts.depth(panel_set, step=BAD).values[place])
     with pytest.raises(ValueError, match=r"step 1000 has no .*; the nearest that has is 59"):
-        charts.depth(reel, step=1000)
+        charts.depth(panel_set, step=1000)
 
 
 def test_the_layer_that_stands_out_most_is_among_the_few(trained: Any) -> None:
-    panel = _reels(trained)[0].panel("gradient")
+    panel = _panel_sets(trained)[0].panel("gradient")
     assert panel is not None
-    assert NAME in charts.striking(panel, 1)
-    assert [strip.title for strip in charts.layers(_reels(trained)[0], names=[NAME]).strips] == [NAME]
+    assert NAME in charts.most_deviating(panel, 1)
+    assert [subplot.title for subplot in charts.layers(_panel_sets(trained)[0], names=[NAME]).subplots] == [NAME]
 
 
 @pytest.mark.parametrize(
@@ -180,7 +185,7 @@ CELLS = st.one_of(st.floats(1e-6, 1e6), st.just(0.0), st.just(math.nan), st.just
 @given(values=st.lists(CELLS, min_size=1, max_size=80), columns=st.integers(1, 30))
 def test_squeezing_keeps_extremes_and_whatever_is_not_finite(values: list[float], columns: int) -> None:
     panel = Panel(VIEW, tuple(range(len(values))), ("a",), torch.tensor(values, dtype=torch.float64).unsqueeze(1))
-    cells = squeezed(panel, columns)
+    cells = downsampled(panel, columns)
     found = cells.values[:, 0].tolist()
     assert len(found) == len(cells.first) == len(cells.last) <= columns
     assert cells.first[0] == 0
@@ -216,7 +221,7 @@ def test_a_spike_of_one_step_in_ten_thousand_is_still_there() -> None:
     values = torch.rand(10_000, 3, dtype=torch.float64) + 1.0
     values[7777, 1], values[3333, 2] = 50.0, 1e-4
     panel = Panel(VIEW, tuple(range(10_000)), ("a", "b", "c"), values)
-    cells = squeezed(panel, 1000)
+    cells = downsampled(panel, 1000)
     assert float(cells.values[777, 1]) == 50.0
     assert float(cells.values[333, 2]) == 1e-4
 
@@ -250,12 +255,12 @@ def test_hundreds_of_blocks_stand_together_with_their_neighbours() -> None:
 def test_norms_of_a_block_add_up_and_other_values_do_not() -> None:
     values = torch.tensor([[3.0, 4.0, math.nan], [math.inf, 1.0, math.nan], [math.nan, math.nan, math.nan]], dtype=torch.float64)
     panel = Panel(VIEW, (0, 1, 2), ("a.x", "a.y", "a.z"), values)
-    cells = squeezed(panel, 10)
-    norm = together(panel, cells, {"a": [0, 1, 2]})[:, 0].tolist()
+    cells = downsampled(panel, 10)
+    norm = by_block(panel, cells, {"a": [0, 1, 2]})[:, 0].tolist()
     assert norm[:2] == [5.0, math.inf]
     assert math.isnan(norm[2])
     other = Panel(LAYER_VIEWS["update"], (0, 1, 2), panel.names, values)
-    assert together(other, cells, {"a": [0, 1, 2]})[0, 0] == 4.0
+    assert by_block(other, cells, {"a": [0, 1, 2]})[0, 0] == 4.0
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------------------
@@ -276,7 +281,7 @@ def test_both_engines_draw_every_kind_of_a_run_and_of_a_monitor(trained: Any, ki
 @given(st.lists(st.integers(0, 10_000), unique=True), st.integers(1, 50))
 def test_marks_that_lie_close_are_one_stretch_and_none_is_lost(marks: list[int], most: int) -> None:
     marks.sort()
-    found = spans(marks, most)
+    found = merged_marks(marks, most)
     assert all(any(first <= step <= last for first, last in found) for step in marks)
     assert {step for stretch in found for step in stretch} <= set(marks)
     assert len(found) <= most + 1
@@ -293,7 +298,7 @@ def test_the_edges_of_the_band_are_those_of_all_steps() -> None:
 
 def test_what_was_not_measured_has_no_strip_of_its_own() -> None:
     records = [StepRecord(step, 0.0, True, {Key("", "loss", ""): 1.0}) for step in range(3)]
-    assert [strip.title for strip in charts.norm(Reel(OfRecords(records))).strips] == ["loss"]
+    assert [subplot.title for subplot in charts.norm(PanelSet(ValueSource.of_records(records))).subplots] == ["loss"]
 
 
 def test_gradients_that_were_seen_only_at_the_step_are_not_called_unclipped() -> None:
@@ -306,9 +311,9 @@ def test_gradients_that_were_seen_only_at_the_step_are_not_called_unclipped() ->
         nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         monitor.monitor_gradients()
         monitor.end_step()
-    reel = Reel(OfRecords(monitor._runtime.ledger.memory.records()))
-    assert charts.heatmap(reel).title == "gradient norm at the step"
-    assert "clipped" not in dict(reel.panels())
+    panel_set = PanelSet(ValueSource.of_records(monitor._session.ledger.memory.records()))
+    assert charts.heatmap(panel_set).title == "gradient norm at the step"
+    assert "clipped" not in dict(panel_set.panels())
 
 
 def test_a_layer_that_was_frozen_at_first_comes_in_where_it_belongs(tmp_path: Path) -> None:
@@ -325,7 +330,7 @@ def test_a_layer_that_was_frozen_at_first_comes_in_where_it_belongs(tmp_path: Pa
     monitor.detach()
     run = gradmon.load_run(tmp_path)
     assert run.tensors("gradient") == ["0.weight", "0.bias", "1.weight", "1.bias"]
-    assert charts.heatmap(Reel(OfRun(run))).rows == ("0.weight", "0.bias", "1.weight", "1.bias")
+    assert charts.heatmap(PanelSet(ValueSource.of_run(run))).rows == ("0.weight", "0.bias", "1.weight", "1.bias")
 
 
 @pytest.mark.extra
@@ -333,7 +338,7 @@ def test_a_spike_stands_above_its_cell_and_outside_of_the_layers() -> None:
     pytest.importorskip("plotly")
     from torch_gradmon.analysis.plots.plotly import figure
 
-    heat = Heat("norm", ("a", "b"), (0, 100, 200), (99, 199, 210), ((1.0, 2.0, 3.0), (1.0, 2.0, 3.0)), True, (150,))
+    heat = Heatmap("norm", ("a", "b"), (0, 100, 200), (99, 199, 210), ((1.0, 2.0, 3.0), (1.0, 2.0, 3.0)), True, (150,))
     drawn = figure(heat).to_plotly_json()
     cells, marks = drawn["data"]
     assert list(cells["x"]) == [-0.5, 99.5, 199.5, 210.5]
@@ -349,7 +354,7 @@ def test_hundreds_of_spikes_are_few_shapes_and_names_are_no_html() -> None:
 
     line = Line("host <b>", Series(tuple(range(3000)), (1.0,) * 3000), colours.BLUE)
     marks = (5, 700, *range(1000, 3000))
-    drawn = figure(Lines("norms", (Strip("one", (line,)), Strip("two", (line,))), marks))
+    drawn = figure(LineChart("norms", (Subplot("one", (line,)), Subplot("two", (line,))), marks))
     shapes = drawn.layout.shapes
     assert [(shape.type, shape.x0, shape.x1, shape.yref) for shape in shapes] == [
         (kind, first, last, f"y{axis} domain")
@@ -388,27 +393,27 @@ def test_matplotlib_paints_pink_what_is_not_finite_and_leaves_out_what_was_not_m
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import to_rgb
 
-    from torch_gradmon.analysis.plots.matplotlib import drawing
+    from torch_gradmon.analysis.plots.matplotlib import figure as matplotlib_figure
 
-    heat = Heat("norm", ("a", "b"), (0, 1, 2), (0, 1, 2), ((1.0, odd, 10.0), (0.1, 1.0, 100.0)), True)
-    drawn = drawing(heat)
+    heat = Heatmap("norm", ("a", "b"), (0, 1, 2), (0, 1, 2), ((1.0, odd, 10.0), (0.1, 1.0, 100.0)), True)
+    drawn = matplotlib_figure(heat)
     values, *loud = drawn.axes[0].collections
     assert values.get_array().tolist() == [[0.0, None, 1.0], [-1.0, 0.0, 2.0]]
     assert [mesh.get_array().tolist() for mesh in loud] == ([[[None, 1.0, None], [None] * 3]] if odd == math.inf else [])
     canvas = FigureCanvasAgg(drawn)
     canvas.draw()
     pixels = torch.frombuffer(bytearray(canvas.buffer_rgba()), dtype=torch.uint8).reshape(-1, 4)[:, :3]
-    pink = torch.tensor([round(255 * part) for part in to_rgb(colours.LOUD)], dtype=torch.uint8)
+    pink = torch.tensor([round(255 * part) for part in to_rgb(colours.NONFINITE)], dtype=torch.uint8)
     assert bool((pixels == pink).all(1).sum() > 1000) == (odd == math.inf)
 
 
 @pytest.mark.extra
 def test_matplotlib_marks_the_steps_of_a_line_that_are_not_finite() -> None:
     pytest.importorskip("matplotlib")
-    from torch_gradmon.analysis.plots.matplotlib import drawing
+    from torch_gradmon.analysis.plots.matplotlib import figure as matplotlib_figure
 
     line = Line("norm", Series((0, 1, 2, 3), (1.0, math.nan, 4.0, math.inf)), colours.BLUE)
-    drawn = drawing(Lines("norms", (Strip("norm", (line,)),)))
+    drawn = matplotlib_figure(LineChart("norms", (Subplot("norm", (line,)),)))
     curve, crosses = drawn.axes[0].lines
     assert [None if math.isnan(y) else y for y in curve.get_ydata()] == [1.0, None, 4.0, None]
     assert (list(crosses.get_xdata()), list(crosses.get_ydata())) == ([1, 3], [4.0, 4.0])
@@ -418,7 +423,7 @@ def test_matplotlib_marks_the_steps_of_a_line_that_are_not_finite() -> None:
 def test_a_figure_shows_the_values_and_takes_no_name_for_html() -> None:
     from torch_gradmon.analysis.plots.plotly import figure
 
-    heat = Heat("t", ("<b>x</b>", "y"), (0, 5), (4, 5), ((1.0, math.inf), (0.0, math.nan)), True, (5,))
+    heat = Heatmap("t", ("<b>x</b>", "y"), (0, 5), (4, 5), ((1.0, math.inf), (0.0, math.nan)), True, (5,))
     drawn = figure(heat)
     assert [list(row) for row in drawn.data[0].z] == [[0.0, None], [None, None]]
     assert [list(row) for row in drawn.data[1].z] == [[None, 1], [None, None]]

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.extra
 for package in ("plotly", "jinja2"):
     pytest.importorskip(package)
 
-from torch_gradmon.analysis.report.packing import LOG_SCALE, LOUD, NONE, ZERO, packed  # noqa: E402
+from torch_gradmon.analysis.report.packing import LOG_SCALE, NONE, NONFINITE, ZERO, packed  # noqa: E402
 from torch_gradmon.analysis.report.page import write  # noqa: E402
 
 in_browser = pytest.mark.skipif(not available(), reason="there is no Chromium")
@@ -87,7 +87,7 @@ def test_codes_give_values_back() -> None:
     values = torch.tensor([[1e-7, 3.5, 0.0], [math.inf, math.nan, 1e9]], dtype=torch.float64)
     codes = _codes(packed(values, True))
     assert [10 ** (code / LOG_SCALE) for code in (codes[0], codes[1], codes[5])] == pytest.approx([1e-7, 3.5, 1e9], rel=2e-3)
-    assert (codes[2], codes[3], codes[4]) == (ZERO, LOUD, NONE)
+    assert (codes[2], codes[3], codes[4]) == (ZERO, NONFINITE, NONE)
     assert [code / 30000 for code in _codes(packed(torch.tensor([[0.25, 0.0]]), False))] == pytest.approx([0.25, 0.0])
 
 

@@ -16,9 +16,10 @@ from torch import nn
 import torch_gradmon as gradmon
 from tests.browser import available, data_of, open_report, wait_for
 from torch_gradmon.analysis.plots import pair_charts
-from torch_gradmon.analysis.plots.downsampling import squeezed
-from torch_gradmon.analysis.plots.pairing import Pair, relative
-from torch_gradmon.analysis.plots.panels import OfRun, Reel
+from torch_gradmon.analysis.plots.downsampling import downsampled
+from torch_gradmon.analysis.plots.pairing import RunPair, relative
+from torch_gradmon.analysis.plots.panel_set import PanelSet
+from torch_gradmon.analysis.plots.sources import ValueSource
 from torch_gradmon.analysis.report.packing import LOG_SCALE
 from torch_gradmon.cli.main import main
 
@@ -104,38 +105,38 @@ def test_relative_differences() -> None:
 
 def test_layers_and_steps_of_either_run_stand_and_renamed_ones_together(tmp_path: Path) -> None:
     first, second = _train(tmp_path / "a", 1.0, "head"), _train(tmp_path / "b", 1.0, "last")
-    reels = [Reel(OfRun(gradmon.load_run(path)), path.name) for path in (first, second)]
-    panels = Pair(reels[0], reels[1]).panels("gradient")
+    panel_sets = [PanelSet(ValueSource.of_run(gradmon.load_run(path)), path.name) for path in (first, second)]
+    panels = RunPair(panel_sets[0], panel_sets[1]).panels("gradient")
     assert panels is not None
-    assert panels.apart.names[-4:] == ("head.weight", "head.bias", "last.weight", "last.bias")
-    assert panels.apart.values[:, -4:].isnan().all()
-    assert (panels.apart.values[:, :-4] == 0).all()
-    renamed = Pair(reels[0], reels[1], lambda name: name.replace("head", "last")).panels("gradient")
+    assert panels.difference.names[-4:] == ("head.weight", "head.bias", "last.weight", "last.bias")
+    assert panels.difference.values[:, -4:].isnan().all()
+    assert (panels.difference.values[:, :-4] == 0).all()
+    renamed = RunPair(panel_sets[0], panel_sets[1], lambda name: name.replace("head", "last")).panels("gradient")
     assert renamed is not None
-    assert len(renamed.apart.names) == 10
-    assert (renamed.apart.values == 0).all()
+    assert len(renamed.difference.names) == 10
+    assert (renamed.difference.values == 0).all()
 
 
 def test_squeezed_columns_hold_the_largest_difference(runs: tuple[Path, Path]) -> None:
-    reels = [Reel(OfRun(gradmon.load_run(path)), path.name) for path in runs]
-    panels = Pair(reels[0], reels[1]).panels("clipped")
+    panel_sets = [PanelSet(ValueSource.of_run(gradmon.load_run(path)), path.name) for path in runs]
+    panels = RunPair(panel_sets[0], panel_sets[1]).panels("clipped")
     assert panels is not None
-    few = squeezed(panels.apart, 4)
-    wanted = panels.apart.values.reshape(4, STEPS // 4, -1).amax(1)
+    few = downsampled(panels.difference, 4)
+    wanted = panels.difference.values.reshape(4, STEPS // 4, -1).amax(1)
     assert torch.equal(few.values, wanted)
 
 
 def test_lines_of_both_runs_share_a_strip(runs: tuple[Path, Path]) -> None:
-    reels = [Reel(OfRun(gradmon.load_run(path)), path.name) for path in runs]
-    pair = Pair(reels[0], reels[1])
-    for strip in (
-        *pair_charts.norm(pair).strips,
-        *pair_charts.update(pair).strips,
-        *pair_charts.layers(pair, ["layers.0.bias"]).strips,
+    panel_sets = [PanelSet(ValueSource.of_run(gradmon.load_run(path)), path.name) for path in runs]
+    pair = RunPair(panel_sets[0], panel_sets[1])
+    for subplot in (
+        *pair_charts.norm(pair).subplots,
+        *pair_charts.update(pair).subplots,
+        *pair_charts.layers(pair, ["layers.0.bias"]).subplots,
     ):
-        assert [line.name for line in strip.lines] == ["before", "after"]
-        assert [line.is_dashed for line in strip.lines] == [False, True]
-    (loss, *_) = pair_charts.norm(pair).strips
+        assert [line.name for line in subplot.lines] == ["before", "after"]
+        assert [line.is_dashed for line in subplot.lines] == [False, True]
+    (loss, *_) = pair_charts.norm(pair).subplots
     for line, path in zip(loss.lines, runs, strict=True):
         assert dict(zip(line.series.steps, line.series.values, strict=True)) == gradmon.load_run(path).series("loss")
 
@@ -160,14 +161,14 @@ def test_the_layer_that_lost_its_gradient_is_named(tmp_path: Path) -> None:
     found = gradmon.diff(train(tmp_path / "a", False), train(tmp_path / "b", True))
     assert found.onset is not None
     assert found.onset.step == 7
-    assert found.reading.startswith("In step 7 the second run lacks gradient/0.bias")
+    assert found.interpretation.startswith("In step 7 the second run lacks gradient/0.bias")
 
 
 def test_two_runs_that_are_the_same_make_a_page_too(runs: tuple[Path, Path], tmp_path: Path) -> None:
     target = tmp_path / "same.html"
     assert main(["report", str(runs[0]), str(runs[0]), "--to", str(target)]) == 0
     text = target.read_text(encoding="utf-8")
-    assert "They do not part" in text
+    assert "They do not diverge" in text
     assert data_of(target)["marks"] == []
     assert len(set(data_of(target)["sides"].values())) == 3
 
@@ -206,7 +207,7 @@ def test_a_reader_sees_where_they_part_and_looks_at_each_side(window: Any) -> No
     from selenium.webdriver.common.keys import Keys
 
     verdict = window.find_element("css selector", "#against .verdict")
-    assert f"part in step {SLIP}" in verdict.text
+    assert f"diverge in step {SLIP}" in verdict.text
     assert verdict.location["y"] < 200
     shown = "const [first] = document.getElementById('heat').data; return JSON.stringify(first.z)"
     seen = {}

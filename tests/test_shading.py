@@ -11,9 +11,10 @@ import torch
 
 from torch_gradmon import load_run
 from torch_gradmon.analysis.plots import charts, colours
-from torch_gradmon.analysis.plots.elements import Heat, words_of
-from torch_gradmon.analysis.plots.panels import OfRun, Reel
-from torch_gradmon.analysis.plots.shading import departures, ends, limit, medians
+from torch_gradmon.analysis.plots.elements import Heatmap, cell_text
+from torch_gradmon.analysis.plots.panel_set import PanelSet
+from torch_gradmon.analysis.plots.shading import deviations, medians, scale_labels, scale_limit
+from torch_gradmon.analysis.plots.sources import ValueSource
 from torch_gradmon.core.records import StepRecord
 from torch_gradmon.runs.writer import RunWriter
 
@@ -52,8 +53,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_departure_is_a_logarithm_of_the_ratio_or_a_difference() -> None:
     values, usual = column(1.0, 10.0, 100.0, nan, inf), torch.tensor([10.0])
-    assert departures(values, usual, True)[:, 0].tolist() == pytest.approx([-1.0, 0.0, 1.0, nan, nan], nan_ok=True)
-    assert departures(values, usual, False)[:, 0].tolist() == pytest.approx([-9.0, 0.0, 90.0, nan, nan], nan_ok=True)
+    assert deviations(values, usual, True)[:, 0].tolist() == pytest.approx([-1.0, 0.0, 1.0, nan, nan], nan_ok=True)
+    assert deviations(values, usual, False)[:, 0].tolist() == pytest.approx([-9.0, 0.0, 90.0, nan, nan], nan_ok=True)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,7 @@ def test_a_departure_is_a_logarithm_of_the_ratio_or_a_difference() -> None:
 def test_medians_that_are_zero_or_missing(values: tuple[float, ...], median: float, wanted: tuple[float, ...]) -> None:
     usual = medians(column(*values))
     assert usual.tolist() == pytest.approx([median], nan_ok=True)
-    assert departures(column(*values), usual, True)[:, 0].tolist() == pytest.approx(wanted, nan_ok=True)
+    assert deviations(column(*values), usual, True)[:, 0].tolist() == pytest.approx(wanted, nan_ok=True)
 
 
 @pytest.mark.parametrize("is_log", [True, False])
@@ -87,40 +88,40 @@ def test_medians_that_are_zero_or_missing(values: tuple[float, ...], median: flo
     ],
 )
 def test_a_departure_is_a_number_exactly_where_there_is_a_finite_value(values: list[float], is_log: bool) -> None:
-    found = departures(column(*values), medians(column(*values)), is_log)[:, 0].tolist()
+    found = deviations(column(*values), medians(column(*values)), is_log)[:, 0].tolist()
     assert [math.isfinite(far) for far in found] == [math.isfinite(value) for value in values]
-    assert 0 < limit(torch.tensor(found), is_log) < inf
+    assert 0 < scale_limit(torch.tensor(found), is_log) < inf
 
 
 def test_one_spike_does_not_widen_the_scale() -> None:
     calm = torch.zeros(1000, dtype=torch.float64)
     calm[::2] = math.log10(1.5)
-    assert limit(calm, True) == math.log10(2)
+    assert scale_limit(calm, True) == math.log10(2)
     calm[5] = 3.0
-    assert limit(calm, True) == math.log10(2)
-    assert limit(calm * 3, True) == math.log10(5)
-    assert limit(calm * 100, True) == 1.0
-    assert limit(torch.tensor([nan]), True) == math.log10(2)
-    assert list(ends(1.0, True).values()) == ["≤ 1/10", "median", "≥ 10x"]
-    assert list(ends(0.25, False).values()) == ["≤ -0.25", "median", "≥ +0.25"]
+    assert scale_limit(calm, True) == math.log10(2)
+    assert scale_limit(calm * 3, True) == math.log10(5)
+    assert scale_limit(calm * 100, True) == 1.0
+    assert scale_limit(torch.tensor([nan]), True) == math.log10(2)
+    assert list(scale_labels(1.0, True).values()) == ["≤ 1/10", "median", "≥ 10x"]
+    assert list(scale_labels(0.25, False).values()) == ["≤ -0.25", "median", "≥ +0.25"]
 
 
 def test_the_map_is_relative_where_that_makes_sense(run: Path) -> None:
-    reel = Reel(OfRun(load_run(run)))
-    heat, plain = charts.heatmap(reel), charts.heatmap(reel, relative=False)
+    panel_set = PanelSet(ValueSource.of_run(load_run(run)))
+    heat, plain = charts.heatmap(panel_set), charts.heatmap(panel_set, relative=False)
     assert heat.rows == ("large.weight", "small.weight", "dead.weight", "spoiled.weight", "seldom.weight")
     assert str(heat.values) == str(plain.values)  # what is told of a cell is its value, either way
     assert (heat.title, plain.title) == ("gradient norm at the step, relative to the row's median", "gradient norm at the step")
     assert plain.medians is None
-    assert charts.heatmap(reel, "sparsity").medians is None  # a share
-    assert charts.heatmap(reel, "sparsity", relative=True).medians == pytest.approx((0.0, 0.0, 0.0, nan, 0.0), nan_ok=True)
+    assert charts.heatmap(panel_set, "sparsity").medians is None  # a share
+    assert charts.heatmap(panel_set, "sparsity", relative=True).medians == pytest.approx((0.0, 0.0, 0.0, nan, 0.0), nan_ok=True)
     assert heat.medians is not None
     assert heat.medians[0] == pytest.approx(1e4, rel=0.05)
     assert heat.medians[2:] == pytest.approx((0.0, nan, 20.0), nan_ok=True)
     spike = heat.shades[1, SPIKE]
     assert float(spike) == pytest.approx(math.log10(84), abs=0.05)
     calm = heat.shades[:2].flatten().abs().sort().values[:-1]
-    assert 0 < float(calm.max()) < limit(heat.shades, True) == math.log10(2)
+    assert 0 < float(calm.max()) < scale_limit(heat.shades, True) == math.log10(2)
 
 
 def test_a_view_of_few_steps_shows_values(tmp_path: Path) -> None:
@@ -130,23 +131,23 @@ def test_a_view_of_few_steps_shows_values(tmp_path: Path) -> None:
         assert found is not None
         store.log(StepRecord(step, 0.0, True, {}, {"gradient": found}))
     store.close()
-    assert charts.heatmap(Reel(OfRun(load_run(tmp_path)))).medians is None
+    assert charts.heatmap(PanelSet(ValueSource.of_run(load_run(tmp_path)))).medians is None
 
 
 def test_blocks_have_medians_of_their_own(run: Path) -> None:
-    heat = charts.heatmap(Reel(OfRun(load_run(run))), rows=4, columns=7)
+    heat = charts.heatmap(PanelSet(ValueSource.of_run(load_run(run))), rows=4, columns=7)
     assert len(heat.rows) == 5
     assert len(heat.first) == 7
-    whole = charts.heatmap(Reel(OfRun(load_run(run))))
+    whole = charts.heatmap(PanelSet(ValueSource.of_run(load_run(run))))
     assert heat.medians == pytest.approx(whole.medians, nan_ok=True)  # of all steps, however few columns there are
 
 
 def test_words_of_a_cell() -> None:
-    assert words_of(84.0, 0.5) == "84, 168 times its median of 0.5"
-    assert words_of(0.25, 0.5) == "0.25, 0.5 times its median of 0.5"
-    assert words_of(0.25, 0.0) == "0.25, beside its median of 0"
-    assert words_of(0.25) == "0.25"
-    assert (words_of(nan, 1.0), words_of(inf, 1.0)) == ("not measured", "NaN or infinite")
+    assert cell_text(84.0, 0.5) == "84, 168 times its median of 0.5"
+    assert cell_text(0.25, 0.5) == "0.25, 0.5 times its median of 0.5"
+    assert cell_text(0.25, 0.0) == "0.25, with a median of 0"
+    assert cell_text(0.25) == "0.25"
+    assert (cell_text(nan, 1.0), cell_text(inf, 1.0)) == ("not measured", "NaN or infinite")
 
 
 @pytest.mark.extra
@@ -157,7 +158,7 @@ def test_both_engines_have_the_colours(run: Path) -> None:
     (cells, loud) = source.plot().data
     assert (cells.zmin, cells.zmax) == (-math.log10(2), math.log10(2))
     assert list(cells.colorbar.ticktext) == ["≤ 1/2", "median", "≥ 2x"]
-    assert [stop[1] for stop in cells.colorscale] == [colour for _, colour in colours.AROUND]
+    assert [stop[1] for stop in cells.colorscale] == [colour for _, colour in colours.DIVERGING]
     assert cells.z[2][0] == 0
     assert list(cells.z[3]) == [None] * STEPS
     assert list(loud.z[3]) == [1] * STEPS
@@ -173,10 +174,10 @@ def test_both_engines_have_the_colours(run: Path) -> None:
 
 def test_an_option_that_is_no_truth_value_is_refused(run: Path) -> None:
     for odd in ("yes", 1):
-        with pytest.raises(TypeError, match=r"relative must be True, False or None"):
+        with pytest.raises(TypeError, match=r"relative must be True, False, or None"):
             load_run(run).plot(relative=odd)
 
 
 def test_a_heat_map_without_medians_has_values() -> None:
-    heat = Heat("t", ("a", "b"), (0, 1), (0, 1), ((1.0, 0.0), (100.0, inf)), True)
+    heat = Heatmap("t", ("a", "b"), (0, 1), (0, 1), ((1.0, 0.0), (100.0, inf)), True)
     assert heat.shades.tolist() == [[0.0, pytest.approx(nan, nan_ok=True)], [2.0, pytest.approx(nan, nan_ok=True)]]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, Rollback, Skip, SpikeDetector, SpikeError
-from torch_gradmon.analysis.spike_report import tell
+from torch_gradmon.analysis.spike_report.text import explain
 from torch_gradmon.spikes import Threshold
 from torch_gradmon.step.device_transfer import DeviceToHostCopy
 
@@ -531,8 +531,8 @@ def test_each_skip_is_said_with_its_reason_and_recorded(tmp_path: Any) -> None:
     assert "layers rose together" in skips[0]
     run = gradmon.load_run(tmp_path / "run")
     assert [(event.step, event.action) for event in run.events] == [(30, "skipped"), (31, "skipped, 2 in a row")]
-    assert "skipped, 2 in a row" in tell(run, 31)
-    assert "0.weight" in tell(run, 30)
+    assert "skipped, 2 in a row" in explain(run, 31)
+    assert "0.weight" in explain(run, 30)
 
 
 def test_a_step_without_a_spike_is_what_it_was() -> None:

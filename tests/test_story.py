@@ -11,7 +11,7 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, SpikeDetector, load_run
-from torch_gradmon.analysis.spike_report import tell
+from torch_gradmon.analysis.spike_report.text import explain
 from torch_gradmon.cli.main import main
 
 
@@ -57,13 +57,13 @@ def test_the_worst_step_is_told_of_by_default_and_other_steps_on_request() -> No
     assert monitor.why(20).startswith("step 20: no detector called it a spike")
     with pytest.raises(ValueError, match="step 77 is not known: 50 steps are known, from 0 to 49"):
         monitor.why(77)
-    with pytest.raises(ValueError, match="no spike to tell of in the 30 monitored steps from 0 to 29"):
+    with pytest.raises(ValueError, match="there is no spike in the 30 monitored steps from 0 to 29"):
         _spiked(None, steps=30).why()
     monitor = ModuleMonitor(nn.Linear(1, 1))
     with pytest.raises(ValueError, match="nothing looks for spikes"):
         monitor.why()
     monitor.add_preset("cheap")
-    with pytest.raises(ValueError, match="since no step is known yet"):
+    with pytest.raises(ValueError, match="because no step is known yet"):
         monitor.why()
     with pytest.raises(TypeError, match="step must be an int"):
         monitor.why(torch.tensor(3))
@@ -88,7 +88,7 @@ def test_the_story_has_a_row_for_a_signal_of_one_parameter_whether_its_metric_is
     told = monitor.why(40)
     worst = monitor._runtime.ledger._records[40].events[-1]
     monitor.detach()
-    for text in (told, tell(load_run(tmp_path), 40)):
+    for text in (told, explain(load_run(tmp_path), 40)):
         row = next(line for line in text.splitlines() if line.startswith(worst.signal)).split()
         assert row[4] == f"{worst.value:.4g}"
         assert "-" not in row[1:]
@@ -100,7 +100,7 @@ def test_a_run_directory_tells_the_same_story(tmp_path: Path) -> None:
     told = monitor.why()
     monitor.detach()
     # statistics are stored as float32, of which the story shows four digits
-    assert tell(load_run(tmp_path)) == told
+    assert explain(load_run(tmp_path)) == told
     assert [event.where for event in load_run(tmp_path).events if event.step == 40] == [
         event.where for event in monitor._runtime.ledger.recent().events if event.step == 40
     ]

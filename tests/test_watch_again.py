@@ -20,7 +20,7 @@ from torch.optim import SGD
 import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor, SpikeDetector, watch
 from torch_gradmon.core.records import StepRecord
-from torch_gradmon.integrations.common import Watching
+from torch_gradmon.integrations.common import AdapterMonitor
 from torch_gradmon.monitor.options import MonitorOptions, WatchOptions
 from torch_gradmon.runs.liveness import run_status
 from torch_gradmon.runs.writer import RunWriter, Superseded
@@ -154,7 +154,7 @@ def test_an_unknown_argument_is_refused_with_what_was_meant(arguments: dict[str,
     with pytest.raises(TypeError, match=message):
         watch(model, _sgd(model), **arguments)
     with pytest.raises(TypeError, match=r"there is no argument 'post_spike_step'; did you mean post_spike_steps"):
-        Watching(None, {"post_spike_step": 1})
+        AdapterMonitor(None, {"post_spike_step": 1})
 
 
 def test_steps_begin_where_it_is_said() -> None:
@@ -408,14 +408,14 @@ class Trainer:
 def test_adapters_of_one_trainer_stay_and_those_of_another_one_are_replaced() -> None:
     model = _model()
     optimizer, trainer = _sgd(model), Trainer()
-    first, second = Watching(None, {}), Watching(None, {"prefix": "b/"})
+    first, second = AdapterMonitor(None, {}), AdapterMonitor(None, {"prefix": "b/"})
     for watching in (first, second):
         watching.begin(model, [optimizer], trainer=trainer)
     _step(model, optimizer)
     assert first.monitor is not None
     assert second.monitor is not None
     assert (first.monitor.step, second.monitor.step) == (0, 0)
-    other = Watching(None, {})  # both were left attached by a training that was broken off
+    other = AdapterMonitor(None, {})  # both were left attached by a training that was broken off
     with pytest.warns(GradmonWarning, match=AGAIN) as caught:
         other.begin(model, [optimizer], trainer=Trainer())
     assert len(caught) == 2
@@ -423,7 +423,7 @@ def test_adapters_of_one_trainer_stay_and_those_of_another_one_are_replaced() ->
         monitor = watch(model, optimizer)
     _step(model, optimizer)
     assert (first.monitor.step, second.monitor.step, monitor.step) == (0, 0, 0)
-    again = Watching(None, {})
+    again = AdapterMonitor(None, {})
     with pytest.warns(GradmonWarning, match=AGAIN):
         again.begin(model, [optimizer], trainer=trainer)
     for watching in (first, second, other, again):
@@ -435,9 +435,9 @@ def test_a_monitor_that_is_given_to_the_adapter_of_a_new_trainer_goes_on_there()
     model = _model()
     optimizer, given = _sgd(model), ModuleMonitor()
     given.add_preset("cheap")
-    Watching(given, {}).begin(model, [optimizer], trainer=Trainer())
+    AdapterMonitor(given, {}).begin(model, [optimizer], trainer=Trainer())
     _step(model, optimizer)
-    again = Watching(given, {})  # of which the first one need not know
+    again = AdapterMonitor(given, {})  # of which the first one need not know
     assert again.begin(model, [optimizer], start_step=1, trainer=Trainer()) is given
     _step(model, optimizer)
     assert list(given.get_all_metrics()) == [0, 1]

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon.analysis.width_sweep import verdicts as judging
-from torch_gradmon.analysis.width_sweep.expected import Expected, Layer, asked_for, kind_of, standard
+from torch_gradmon.analysis.width_sweep.expected import Expected, Layer, kind_of, standard, user_expectations
 from torch_gradmon.analysis.width_sweep.plots import middle_of
 from torch_gradmon.analysis.width_sweep.power_law import Slope, fit_slope, student_quantile
-from torch_gradmon.analysis.width_sweep.terms import Probe, Terms, terms
+from torch_gradmon.analysis.width_sweep.terms import LayerTerms, TermProbe, terms
 from torch_gradmon.analysis.width_sweep.text import table, words
-from torch_gradmon.analysis.width_sweep.training import Run
-from torch_gradmon.analysis.width_sweep.verdicts import Verdict, judge, outcome, within
+from torch_gradmon.analysis.width_sweep.training import SweepRun
+from torch_gradmon.analysis.width_sweep.verdicts import LayerVerdict, judge, outcome, within
 
 # --- the quantile of Student's distribution -------------------------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ def test_the_terms_of_a_perceptron_are_those_written_out() -> None:
     assert found["2"].update == pytest.approx(rms(hidden_t @ (vt - v0).T), rel=1e-12)
     assert found["2"].propagated == pytest.approx(rms((hidden_t - hidden0) @ v0.T), rel=1e-12)
     assert found["2"].input == pytest.approx(rms(hidden_t))
-    assert found["1"] == Terms(None, None, found["1"].input, pytest.approx(hidden_t.mean().item()))  # type: ignore[arg-type]
+    assert found["1"] == LayerTerms(None, None, found["1"].input, pytest.approx(hidden_t.mean().item()))  # type: ignore[arg-type]
     assert list(found) == ["0", "1", "2", ""]
     assert found[""].update is None
     assert found[""].output == pytest.approx((hidden_t @ vt.T).abs().mean().item())
@@ -240,7 +240,7 @@ def test_a_module_that_runs_in_one_model_only_has_no_terms() -> None:
 def test_a_probe_changes_nothing_and_sees_what_float32_does_not() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 2))
     model(torch.randn(5, 6)).sum().backward()
-    probe = Probe(model)
+    probe = TermProbe(model)
     with torch.no_grad():
         model[3].weight.mul_(1 + 2.0**-23)
     state = copy.deepcopy(model.state_dict())
@@ -266,7 +266,7 @@ def test_a_probe_changes_nothing_and_sees_what_float32_does_not() -> None:
 def test_buffers_are_those_of_the_beginning_whatever_a_measurement_made_of_them() -> None:
     spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))
     model = nn.Sequential(nn.Linear(6, 6), spectral, nn.BatchNorm1d(6))
-    probe = Probe(model)
+    probe = TermProbe(model)
     x = torch.randn(50, 6, generator=torch.Generator().manual_seed(1)).double()
     for training in (True, True, False):
         found = probe.measure(model.train(training), lambda copy: copy(x))
@@ -299,7 +299,7 @@ def test_complex_buffers_keep_both_parts() -> None:
 
     model = Turned()
     x = torch.randn(7, 4)
-    found = Probe(model).measure(model, lambda copy: copy(x.double()))
+    found = TermProbe(model).measure(model, lambda copy: copy(x.double()))
     assert found[""].output == pytest.approx(model(x).abs().mean().item(), rel=1e-6)
 
 
@@ -360,7 +360,7 @@ def test_calls_of_other_shapes_have_no_difference() -> None:
 
 def test_a_probe_follows_the_mode_of_the_model() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
-    probe = Probe(model)
+    probe = TermProbe(model)
     x = torch.randn(64, 4).double()
     model.eval()
     assert probe.measure(model, lambda copy: copy(x))["1"].output == pytest.approx(model.double()(x).abs().mean().item())
@@ -421,9 +421,9 @@ def test_what_theory_does_not_say_is_not_judged() -> None:
 
 def test_patterns_say_what_to_expect_and_the_first_one_decides() -> None:
     names = layers("input", "hidden", "output")
-    found = asked_for({"hidden$": (0.5, None), "^2": 1, "output": -1, "0": None}, names)
+    found = user_expectations({"hidden$": (0.5, None), "^2": 1, "output": -1, "0": None}, names)
     assert list(found.values()) == [Expected(None, None), Expected(0.5, None), Expected(1, 1)]
-    assert asked_for({"hidden": 1.0}, names)["0.input"] == Expected(0.0, 0.0)
+    assert user_expectations({"hidden": 1.0}, names)["0.input"] == Expected(0.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -441,7 +441,7 @@ def test_patterns_say_what_to_expect_and_the_first_one_decides() -> None:
 )
 def test_patterns_that_say_nothing_are_refused(asked: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        asked_for(asked, layers("hidden"))
+        user_expectations(asked, layers("hidden"))
 
 
 # --- the verdicts -----------------------------------------------------------------------------------------------------------------
@@ -466,11 +466,11 @@ def test_an_interval_is_inside_outside_or_both(low: float, high: float, aim: flo
     assert within(Slope((low + high) / 2, low, high, 0.0, 0.0, 3), aim, 0.25) is answer
 
 
-def runs(update: Callable[[int, int], float], propagated: Callable[[int, int], float] = lambda w, s: 1.0) -> list[Run]:
-    return [Run(w, s, [1.0], [{"a": Terms(update(w, s), propagated(w, s), 1.0, 1.0)}]) for w in WIDTHS for s in (0, 1)]
+def runs(update: Callable[[int, int], float], propagated: Callable[[int, int], float] = lambda w, s: 1.0) -> list[SweepRun]:
+    return [SweepRun(w, s, [1.0], [{"a": LayerTerms(update(w, s), propagated(w, s), 1.0, 1.0)}]) for w in WIDTHS for s in (0, 1)]
 
 
-def verdicts(found: list[Run], aim: float | None = 0.0, kind: Any = "hidden") -> tuple[Verdict, Verdict]:
+def verdicts(found: list[SweepRun], aim: float | None = 0.0, kind: Any = "hidden") -> tuple[LayerVerdict, LayerVerdict]:
     one, two = judge(found, {"a": Layer(kind, 0.0)}, {"a": Expected(aim, 0.0)}, 1, 0.25, 0.95)
     return one, two
 
@@ -531,7 +531,7 @@ def test_a_module_whose_part_raises_is_measured_on_its_own_arguments() -> None:
 
     torch.manual_seed(0)
     model = nn.Sequential(Tries())
-    probe, x = Probe(model), torch.randn(5, 4)
+    probe, x = TermProbe(model), torch.randn(5, 4)
     with torch.no_grad():
         model[0].weight += 1.0
     found = probe.measure(model, lambda copy: copy(x.double()))["0"]
@@ -542,7 +542,7 @@ def test_the_words_name_what_does_not_move() -> None:
     moved, still = verdicts(runs(lambda w, s: 1.0))[0], verdicts(runs(lambda w, s: 0.0))[0]
     text = words([moved, still], 64, 1024)
     assert text.startswith("Undecided: 1 of 2 terms")
-    assert "Not moved: a (its parameters do not move); of an update that is zero nothing can be said" in text
+    assert "Not moved: a (its parameters do not move); an update of zero cannot be judged" in text
     assert "more seeds" not in text
 
 
@@ -556,10 +556,10 @@ def test_the_words_name_the_layer_the_power_and_the_remedy() -> None:
         words(verdicts(runs(lambda w, s: 1.0)), 64, 1024)
         == "Passes: all 2 terms have the expected exponent from width 64 to 1024."
     )
-    assert "Undecided: nothing" in words(verdicts(runs(lambda w, s: 0.0, lambda w, s: 0.0)), 64, 1024)
+    assert "Undecided: no judged term" in words(verdicts(runs(lambda w, s: 0.0, lambda w, s: 0.0)), 64, 1024)
     assert "Training diverged in a (not finite at width 64 with seed 0)" in words(verdicts(runs(lambda w, s: math.nan)), 64, 1024)
     output = verdicts(runs(lambda w, s: 1.0, lambda w, s: w**0.5), kind="output")
-    assert "adds up in a (width^+0.50)" in words(output, 64, 1024)
+    assert "add up in a (width^+0.50)" in words(output, 64, 1024)
     unclear = words(verdicts(runs(lambda w, s: 2 ** (w % 300 / 100))), 64, 1024)
     assert unclear.startswith("Undecided: 1 of 2")
     assert "give more seeds" in unclear
@@ -599,7 +599,7 @@ def test_the_terms_are_those_of_the_refined_coordinate_check() -> None:
         nn.Linear(6, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 16, bias=False), nn.ReLU(), nn.Linear(16, 3)
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    probe, x = Probe(model), torch.randn(12, 6)
+    probe, x = TermProbe(model), torch.randn(12, 6)
     monitor = gradmon.ModuleMonitor(model)
     monitor.set_reference_module("init")
     monitor.add_coordinate_metric("mean_square", lambda term: term.double().square().mean())

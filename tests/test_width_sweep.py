@@ -104,17 +104,21 @@ same = chain(8)
     ("factory", "error", "message"),
     [
         (raising, ValueError, r"width 16: RuntimeError: 16 is not divisible by 3; leave that width out"),
-        (lambda width: width, TypeError, r"must give a torch.nn.Module.* for width 8 it gave 8 of type int"),
-        (lambda width: (chain(width), None, 1), TypeError, r"must give a torch.nn.Module"),
-        (lambda width: same, ValueError, r"at width 16 the factory gave 0.weight again.* it must make a new model in every call"),
+        (lambda width: width, TypeError, r"must return a torch.nn.Module.* for width 8 it returned 8 of type int"),
+        (lambda width: (chain(width), None, 1), TypeError, r"must return a torch.nn.Module"),
+        (
+            lambda width: same,
+            ValueError,
+            r"at width 16 the factory returned 0.weight of an earlier model.* make a new model in every call",
+        ),
         (
             lambda width: nn.Sequential(chain(width), nn.Linear(3, 8), same[4]) if width < 32 else chain(width),
             ValueError,
-            r"at width 16 the factory gave 2.weight again.* freeze what all of them share",
+            r"at width 16 the factory returned 2.weight of an earlier model.* freeze parameters that all models share",
         ),
         (lambda width: nn.Sequential(nn.LazyLinear(width)), ValueError, r"at width 8 0.weight is not initialised before"),
         (lambda width: chain(width).to("meta"), ValueError, r"at width 8 the model cannot be copied: .* which has no values"),
-        (Computed, ValueError, r"at width 8 the model cannot be copied: .* none of them computed from others"),
+        (Computed, ValueError, r"at width 8 the model cannot be copied: .* no tensor of the model may be computed from others"),
         (lambda width: chain(8), ValueError, r"widths 8 and 16 have the same sizes: the factory does not use the width"),
         (lambda width: chain(16 if width == 8 else width), ValueError, r"widths 8 and 16 have the same sizes.* rounds both"),
         (
@@ -133,7 +137,7 @@ same = chain(8)
         (
             lambda width: nn.Linear(7, width),
             ValueError,
-            r"at width 8 the model does not run on the batch: .*; mend the factory, or give data= and loss=",
+            r"at width 8 the model does not run on the batch: .*; fix the factory, or give data= and loss=",
         ),
         (
             lambda width: (chain(width), torch.optim.SGD(same.parameters())),
@@ -194,7 +198,7 @@ def test_a_wrong_factory_is_told_with_the_width_and_the_remedy(factory: Any, err
         (
             {"data": lambda: (INPUTS, CLASSES)},
             ValueError,
-            r"the data of seed 0 cannot be had: TypeError: .*a function of the seed",
+            r"the data of seed 0 cannot be loaded: TypeError: .*a function of the seed",
         ),
         ({"data": []}, ValueError, r"the data of seed 0 has no batch"),
         ({"data": iter([(INPUTS, CLASSES)])}, ValueError, r"empty after the first seed"),
@@ -342,7 +346,7 @@ def test_a_layer_that_has_a_learning_rate_and_does_not_move_lets_nobody_pass() -
 
     sweep = swept(True)
     assert sweep.outcome == "undecided"
-    assert "nothing that is judged has moved" in sweep.words()
+    assert "no judged term has moved" in sweep.words()
     dead = next(v for v in sweep.verdicts if v.module == "dead" and v.term == "update")
     assert (dead.state, dead.judged) == ("zero", True)
     assert not next(v for v in swept(False).verdicts if v.module == "dead" and v.term == "update").judged
@@ -432,7 +436,7 @@ def test_a_frozen_model_is_not_passed() -> None:
     )
     assert sweep.outcome == "undecided"
     assert not sweep.passed
-    assert "nothing that is judged has moved" in sweep.words()
+    assert "no judged term has moved" in sweep.words()
 
 
 def test_weights_used_outside_of_their_modules_are_named(tmp_path: Path) -> None:
@@ -455,7 +459,7 @@ def test_weights_used_outside_of_their_modules_are_named(tmp_path: Path) -> None
     assert sweep.to_dict()["unmeasured"] == list(sweep.unmeasured)
     assert "Not measured" not in quick().words()
     gone = wording.words([], 8, 32, ["a", "b", "c", "d", "e", "f"])
-    assert "Not measured: a, b, c, d and 2 more" in gone
+    assert "Not measured, and not judged: a, b, c, d and 2 more" in gone
 
 
 def test_a_layer_that_is_not_measured_in_all_runs_is_undecided() -> None:
@@ -481,7 +485,7 @@ def test_a_layer_that_is_not_measured_in_all_runs_is_undecided() -> None:
     few = {0: [(8, 1.0), (16, 1.0)]}
     found = judging._verdict("expert", "hidden", "update", few, 0.0, 0.25, 0.95)
     assert (found.state, found.as_expected, found.judged) == ("undecided", None, True)
-    assert "measured in 2 runs only" in found.reason
+    assert "measured in only 2 runs" in found.reason
 
 
 def test_a_compiled_model_is_trained_as_it_was_before() -> None:
@@ -490,7 +494,7 @@ def test_a_compiled_model_is_trained_as_it_was_before() -> None:
 
 
 def test_a_model_that_comes_again_with_the_next_seed_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"at width 8 the factory gave 0.weight again"):
+    with pytest.raises(ValueError, match=r"at width 8 the factory returned 0.weight of an earlier model"):
         quick(functools.cache(chain), (INPUTS, CLASSES))
     shared = chain(8)[4].requires_grad_(False)
     quick(lambda width: nn.Sequential(chain(width), nn.Linear(3, 8), shared), (INPUTS, CLASSES))
@@ -501,7 +505,7 @@ def test_a_model_that_comes_again_with_the_next_seed_is_refused() -> None:
     [
         (lambda seed: (INPUTS[:, : 6 - seed], CLASSES), "at width 8 step 1 with seed 1 failed: RuntimeError"),
         ([(INPUTS, CLASSES), (INPUTS[:, :3], CLASSES)], "at width 8 step 2 with seed 0 failed: RuntimeError"),
-        (lambda seed: [(INPUTS, CLASSES)] * (1 - seed) or 1 / 0, "the data of seed 1 cannot be had: ZeroDivisionError"),
+        (lambda seed: [(INPUTS, CLASSES)] * (1 - seed) or 1 / 0, "the data of seed 1 cannot be loaded: ZeroDivisionError"),
     ],
 )
 def test_what_fails_later_is_told_with_the_width_and_the_seed(data: Any, message: str) -> None:
@@ -662,7 +666,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     ("options", "code", "said"),
     [
         (["--optimizer", "adam", "--lr", "1e-2"], 1, "Fails"),
-        (["--optimizer", "FILE:gentle", "--expect", "[024]=none"], 1, "Undecided: nothing"),
+        (["--optimizer", "FILE:gentle", "--expect", "[024]=none"], 1, "Undecided: no judged term"),
         (["--optimizer", "FILE:gentle", "--expect", "standard", "--tolerance", "9"], 0, "Passes: all 5 terms"),
         (["--expect", "0=0,none", "--expect", "[24]=0", "--tolerance", "9"], 0, "Passes: all 5 terms"),
         (["--expect", "0=0", "--expect", "[24]=none", "--tolerance", "9"], 0, "Passes: all 1 terms"),
@@ -692,10 +696,10 @@ def test_the_exit_code_says_whether_it_passed(
         (["FILE.py:make", "--data", "FILE.py:batch", "--expect", "stable", "--expect", "0=1"], "give REGEX=EXPONENT"),
         (["FILE.py:make", "--data", "FILE.py:batch", "--expect", "9=1"], "matches none of the modules"),
         pytest.param(
-            ["FILE.py:make", "--data", "FILE.py:batch", "--to", "FILE.py/out.png"], "is no directory", marks=pytest.mark.extra
+            ["FILE.py:make", "--data", "FILE.py:batch", "--to", "FILE.py/out.png"], "is not a directory", marks=pytest.mark.extra
         ),
         pytest.param(["FILE.py:make", "--data", "FILE.py:batch", "--to", "."], "is a directory", marks=pytest.mark.extra),
-        (["FILE.py:make", "--data", "FILE.py:lost"], "the data of seed 0 cannot be had: KeyError"),
+        (["FILE.py:make", "--data", "FILE.py:lost"], "the data of seed 0 cannot be loaded: KeyError"),
         (["leaves.py:make", "--data", "FILE.py:batch"], "leaves.py exits when it is imported"),
     ],
 )

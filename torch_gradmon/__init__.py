@@ -1,7 +1,7 @@
 """See what gradients, parameters, updates and activations do while a PyTorch model trains."""
 
 from .analysis.comparison.diff import diff
-from .analysis.comparison.result import Difference
+from .analysis.comparison.difference import Difference
 from .analysis.diagnosis import Diagnosis, Finding
 from .analysis.diagnosis.diagnose import diagnose
 from .analysis.run import Run, load_run

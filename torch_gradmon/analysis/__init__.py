@@ -1,1 +1,1 @@
-"""What is made of a run when it is over, or between two steps: diagnosis, comparison, plots, reports."""
+"""What is computed from a run, finished or not: diagnosis, comparison, plots, reports."""

@@ -1,4 +1,4 @@
-"""A run on disk, and all that can be made of it."""
+"""A run on disk, with its plots and exports."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def load_run(path: str | os.PathLike[str]) -> Run:
 
 
 class Run(RunReader):
-    """A run on disk. Where a run was resumed or rolled back, later segments take the place of the steps that they repeat."""
+    """A run on disk. If it was resumed or rolled back, later segments replace the steps that they repeat."""
 
     def suspects(self, step: int) -> list[ParameterAttribution]:
-        """The parameters of a step in the order of suspicion, see :class:`torch_gradmon.spikes.suspects.ParameterAttribution`.
+        """The parameters of a step, ranked by suspicion, see :class:`torch_gradmon.spikes.suspects.ParameterAttribution`.
 
         Raises:
             KeyError: the step is not in the run.
@@ -45,11 +45,11 @@ class Run(RunReader):
         return gradients.suspects(step)
 
     def plot(self, kind: str = "heatmap", engine: str = "plotly", **options: Any) -> Any:
-        """A figure of the run; see :meth:`ModuleMonitor.plot <torch_gradmon.ModuleMonitor.plot>`, which draws the same."""
-        from .plots import panels as reel
-        from .plots import plot
+        """A figure of the run; see :meth:`ModuleMonitor.plot <torch_gradmon.ModuleMonitor.plot>`."""
+        from .plots.plot import plot
+        from .plots.sources import ValueSource
 
-        return plot.plot(reel.Reel(reel.OfRun(self)), kind, engine, options)
+        return plot(ValueSource.of_run(self), kind, engine, options)
 
     def export(
         self,
@@ -63,21 +63,25 @@ class Run(RunReader):
     ) -> list[Path]:
         """Write the run into files, some steps at a time, so that memory does not grow with the run.
 
-        There are two tables. ``tensors`` has a row for each tensor in each step, with the columns step, source, name, all built-in
-        metrics, the number of elements (``count``) and other metrics of tensors: ``row[metric]`` is ``run.series("source/name/metric")
-        [step]``. ``steps`` has a row for each step: the time, whether the step was applied, learning rates, the loss scale, values of the
-        whole model, what was logged by hand, and tags, spikes and other facts as JSON. A column whose name is taken gets an underscore.
+        There are two tables. ``tensors`` has a row for each tensor in each step, with the columns step, source, name, all
+        built-in metrics, the
+        number of elements (``count``) and other metrics of tensors: ``row[metric]`` is
+        ``run.series("source/name/metric")[step]``. ``steps``
+        has a row for each step: the time, whether the step was applied, learning rates, the loss scale, values of the whole
+        model, logged
+        values, and tags, spikes and other facts as JSON. A column whose name is taken gets an underscore.
 
         Args:
-            path: of the file; its ending, .parquet, .csv or .jsonl, says how it is written. Parquet needs pyarrow. Directories that
-                are missing are made, and a file that is there is replaced.
-            table: which of the two; None for both: ``tensors`` into ``path``, and ``steps`` beside it, ``out.steps.parquet``.
+            path: of the file; its ending, .parquet, .csv or .jsonl, is the format. Parquet needs pyarrow. Missing directories are
+                made, and an
+                existing file is replaced.
+            table: one of the two; None for both: ``tensors`` into ``path``, and ``steps`` beside it, ``out.steps.parquet``.
             sources: the sources of ``tensors``, such as ``"gradient_before_clip"``; None for all.
-            first, last: the steps from and to these only.
+            first, last: only the steps from and to these.
             progress: whether to show a bar (if tqdm is installed); by default if stderr is a terminal.
 
         Returns:
-            The paths of the files. They are there as a whole or not at all.
+            The paths of the files, each of which is complete or absent.
 
         Raises:
             ValueError, TypeError: an argument is wrong.
@@ -92,7 +96,7 @@ class Run(RunReader):
         for each in paths:
             files.check_path(each)
         if sources is not None and table == "steps":
-            raise ValueError("sources chooses among tensors, of which the table of steps has none; leave it out")
+            raise ValueError("sources selects tensors, and the table of steps has none; leave it out")
         frames = [frame_of(self, each, sources, first, last) for each in chosen]
         with (
             single_threaded(),
@@ -109,7 +113,7 @@ class Run(RunReader):
         first: int | None = None,
         last: int | None = None,
     ) -> Any:
-        """One of the two tables of :meth:`export` as a ``pyarrow.Table``. What is not there is null, and NaN is NaN.
+        """One of the two tables of :meth:`export` as a ``pyarrow.StatsTable``. Missing values are null, NaN is NaN.
 
         Args:
             table: ``"steps"`` or ``"tensors"``, which may be large: a hundred bytes for each tensor in each step.
@@ -129,9 +133,10 @@ class Run(RunReader):
         first: int | None = None,
         last: int | None = None,
     ) -> Any:
-        """One of the two tables of :meth:`export` as a ``pandas.DataFrame``. What is not there is NaN; :meth:`to_arrow` tells it apart.
+        """One of the two tables of :meth:`export` as a ``pandas.DataFrame``. Missing values are NaN; :meth:`to_arrow`
+        distinguishes them.
 
-        Sources and names are categories, in the order of the model; the time is that of UTC.
+        Sources and names are categories, in model order; times are in UTC.
 
         Args:
             table, sources, first, last: see :meth:`to_arrow`.

@@ -1,25 +1,18 @@
-"""``gradmon demo``: train a small character GPT under watch, then show what its layers did.
+"""``gradmon demo``: train a small character GPT under watch, then show what its layers did. Needs rich and tqdm.
 
-The training is written as anybody would write it; what is ours in it stands between the optimizer and the loop. It needs the
-packages rich and tqdm (``pip install "torch_gradmon[cli]"``), which is why nothing else imports this file.
+The training is an ordinary loop; the monitor's part stands between the optimizer and the loop.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
-import json
-import math
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -27,56 +20,19 @@ import torch_gradmon as gradmon
 
 from ..core.fence import is_disabled
 from .demo_model import CharacterGPT, Sizes, corpus, draw
+from .demo_table import DemoResult, picture, report, rows
 
 RUN_DIR = "runs/demo"
-STEPS = 601  # numbers 0 to 600, so that the last one is among those that measure updates
+STEPS = 601  # steps 0 to 600, so that the last one measures updates
 UPDATE_EVERY = 10
 LEARNING_RATE, WARM_UP, MAX_NORM = 2e-3, 50, 1.0
-#: In this step, or after two thirds of a shorter run, the gradient of one layer comes back so many times too large, as after a flipped
-#: bit, so that there is something to find. Runs of fewer steps than these are spared.
+#: In this step, or after two thirds of a shorter run, the gradient of one layer is this many times too large, as after a flipped bit, so
+#: that there is something to find. Runs of fewer steps are not spoiled.
 SPOILED, FACTOR, FEWEST = 400, 1000.0, 60
 
 
-# --- the training --------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Row:
-    """A line of the table: one matrix, or all norm layers together. What was not measured is NaN."""
-
-    layer: str
-    before_clip: float
-    after_clip: float
-    share: float
-    update_ratio: float
-    sparsity: float
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a demo brought.
-
-    Attributes:
-        step: the last one that measured updates; the values are of this step.
-        values: all values of it by key.
-        rows: the table of layers.
-        steps: how many steps there were.
-        overhead_pct: time spent in the monitor, mean of all steps.
-        run_dir: where the run is kept.
-        spoiled: the step and the layer whose gradient was spoiled on purpose; None where none was.
-    """
-
-    step: int
-    values: Mapping[str, float]
-    rows: Sequence[Row]
-    steps: int
-    overhead_pct: float
-    run_dir: Path
-    spoiled: tuple[int, str] | None = None
-
-
 def spoiled_in(steps: int, sizes: Sizes) -> tuple[int, str] | None:
-    """The step and the layer that are spoiled on purpose in a run of so many steps; None where that is too short."""
+    """The step and the layer that are spoiled on purpose in a run of ``steps``; None if it is too short."""
     if steps < FEWEST:
         return None
     return (SPOILED if steps > SPOILED + 50 else steps * 2 // 3), f"blocks.{min(2, sizes.blocks - 1)}.up"
@@ -88,7 +44,7 @@ def train(model: CharacterGPT, data: Tensor, sizes: Sizes, steps: int, run_dir: 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
     generator = torch.Generator().manual_seed(seed)
 
-    monitor = gradmon.watch(model, optimizer, run_dir=run_dir)  # the one line; the rest is for the table below
+    monitor = gradmon.watch(model, optimizer, run_dir=run_dir)  # the one line that is needed; the rest is for the table
     monitor.add_gradient_metric("norm")
     monitor.add_gradient_metric("sparsity", stages=["before_clip"])
     monitor.add_update_metric("norm", every=UPDATE_EVERY)
@@ -113,7 +69,7 @@ def train(model: CharacterGPT, data: Tensor, sizes: Sizes, steps: int, run_dir: 
 
 @contextmanager
 def _spoiling(model: CharacterGPT, layer: str) -> Iterator[None]:
-    """Within it, the gradient of the layer's weight comes back too large."""
+    """Within it, the gradient of the layer's weight is too large."""
     weight = model.get_parameter(f"{layer}.weight")
     hook = weight.register_hook(lambda gradient: gradient * FACTOR)  # type: ignore[no-untyped-call]
     try:
@@ -128,28 +84,28 @@ def demo(
     svg: str | os.PathLike[str] | None = None,
     seed: int = 0,
     sizes: Sizes | None = None,
-) -> Outcome:
+) -> DemoResult:
     """Train, and print the table of layers.
 
     Args:
         steps: how many to train.
-        run_dir: keeps the run; ``metrics.jsonl`` is written there too.
-        svg: a file for the printed tables as a picture.
+        run_dir: run directory; ``metrics.jsonl`` is written there too.
+        svg: file for the printed tables as a picture.
         seed: of parameters and batches.
         sizes: of the model and its batches.
 
     Raises:
-        ValueError: ``GRADMON_DISABLE`` is set, so that there is nothing to show.
+        ValueError: ``GRADMON_DISABLE`` is set, so there is nothing to show.
         OSError: ``run_dir`` or ``svg`` cannot be written.
     """
     if is_disabled():
         raise ValueError("GRADMON_DISABLE is set, so the monitor does nothing; unset it for the demo")
     sizes, run_dir = sizes or Sizes(), Path(run_dir)
-    if svg is not None:  # before a minute of training, not after it
+    if svg is not None:  # checked before a minute of training, not after it
         Path(svg).parent.mkdir(parents=True, exist_ok=True)
         if Path(svg).is_dir():
             raise IsADirectoryError(f"{os.fspath(svg)!r} is a directory; give a file, such as 'table.svg'")
-    torch.set_num_threads(1)  # faster than several for matrices of this size, and never in the way of other work
+    torch.set_num_threads(1)  # faster than several for matrices of this size
     torch.manual_seed(seed)
     text, data, characters = corpus()
     model = CharacterGPT(characters, sizes)
@@ -161,14 +117,14 @@ def demo(
     spoiled = spoiled_in(steps, sizes)
     if spoiled is not None:
         console.print(f"       in step {spoiled[0]} one batch is spoiled on purpose: find out where it hurts\n")
-    outcome = _outcome(train(model, data, sizes, steps, run_dir, seed), model, steps, run_dir, spoiled)
-    report(console, outcome)
+    result = _result(train(model, data, sizes, steps, run_dir, seed), model, steps, run_dir, spoiled)
+    report(console, result)
     if svg is not None:
-        Path(svg).write_text(_picture(outcome), encoding="utf-8")
+        Path(svg).write_text(picture(result), encoding="utf-8")
     console.print("\nDiagnosis", style="bold cyan")
     console.print(str(gradmon.diagnose(run_dir)), markup=False, soft_wrap=True)
     _write_page(console, run_dir)
-    return outcome
+    return result
 
 
 def _write_page(console: Console, run_dir: Path) -> None:
@@ -185,119 +141,12 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def _outcome(
+def _result(
     monitor: gradmon.ModuleMonitor, model: nn.Module, steps: int, run_dir: Path, spoiled: tuple[int, str] | None
-) -> Outcome:
+) -> DemoResult:
     history = monitor.get_all_metrics()
     step = max(step for step in history if step % UPDATE_EVERY == 0)
     overhead = [values["gradmon/overhead_pct"] for values in history.values()]
     elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
     share = sum(overhead) / len(overhead)
-    return Outcome(step, history[step], rows(history[step], elements), steps, share, run_dir, spoiled)
-
-
-# --- the table -----------------------------------------------------------------------------------------------------------------
-
-
-def rows(values: Mapping[str, float], elements: Mapping[str, int]) -> list[Row]:
-    """One row for each matrix and one for all norm layers; ``elements`` are the sizes of the parameters by name."""
-    groups: dict[str, list[str]] = {}
-    for name in elements:
-        groups.setdefault("all norms" if "norm" in name else name.removesuffix(".weight"), []).append(name)
-    groups["all norms"] = groups.pop("all norms")  # to the end
-    whole = values["gradmon/grad_norm"]
-    found = []
-    for layer, names in groups.items():
-        before = _together(values, "gradient_before_clip", names)
-        update, parameter = (_together(values, source, names) for source in ("update", "parameter"))
-        near_zero = sum(values[f"gradient_before_clip/{name}/sparsity"] * elements[name] for name in names)
-        found.append(
-            Row(
-                layer,
-                before,
-                _together(values, "gradient", names),
-                (before / whole) ** 2,
-                update / parameter if parameter > 0 else math.nan,
-                near_zero / sum(elements[name] for name in names),
-            )
-        )
-    return found
-
-
-def _together(values: Mapping[str, float], source: str, names: Sequence[str]) -> float:
-    return math.hypot(*(values.get(f"{source}/{name}/norm", math.nan) for name in names))
-
-
-def report(console: Console, outcome: Outcome) -> None:
-    """Print the whole-model values, the table of layers, and where to go from here."""
-    values = outcome.values
-    summary = Table.grid(padding=(0, 2))
-    for name, meaning in (
-        ("grad_norm", "norm of all gradients before the clip"),
-        ("clipped_share", "of the last 100 steps had their gradients clipped"),
-        ("update_ratio", "norm of the update over that of the parameters"),
-        ("spike_score", "robust deviations of grad_norm above normal"),
-    ):
-        summary.add_row(f"[bold]{name}", _number(values.get(f"gradmon/{name}", math.nan), name), f"[dim]{meaning}")
-    overhead = f"of the time went into the monitor, mean of {outcome.steps} steps"
-    summary.add_row("[bold]overhead_pct", f"{outcome.overhead_pct:.1f}%", f"[dim]{overhead}")
-    console.print(f"\nWhole model, step {outcome.step}, loss {values['loss']:.3f}", style="bold cyan")
-    console.print(summary)
-
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("layer", no_wrap=True)
-    for heading in (
-        "gradient\nbefore clip",
-        "gradient\nafter clip",
-        "share of\nsquared norm",
-        "update\nratio",
-        "gradient\nsparsity",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
-    largest = max(outcome.rows, key=lambda row: row.share)
-    for row in outcome.rows:
-        table.add_row(
-            row.layer,
-            _number(row.before_clip),
-            _number(row.after_clip),
-            f"{row.share:.1%}",
-            _number(row.update_ratio, "update_ratio"),
-            f"{row.sparsity:.1%}",
-            style="bold yellow" if row is largest else None,
-        )
-    console.print(f"\nLayers, step {outcome.step}", style="bold cyan")
-    console.print(table)
-
-    run = json.dumps(str(outcome.run_dir))
-    console.print("\nFrom here", style="bold cyan")
-    for what, how in (
-        ("read the run", f'torch_gradmon.load_run({run}).series("gradmon/grad_norm")'),
-        ("all values", f"{outcome.run_dir / 'metrics.jsonl'}, one line a step"),
-        ("your model", "monitor = torch_gradmon.watch(model, optimizer)"),
-    ):
-        console.print(f"{what:14}{how}", markup=False, soft_wrap=True)
-
-
-def _picture(outcome: Outcome) -> str:
-    """The report as SVG."""
-    console = Console(record=True, width=80, file=io.StringIO(), force_terminal=True, highlight=False)
-    report(console, outcome)
-    console.print()  # else the frame cuts the underscores of the last line
-    drawn = console.export_svg(title="gradmon demo")
-    # some viewers swallow the spaces at the start of a text, so move the text instead
-    return re.sub(r'x="([0-9.]+)" y="([0-9.]+)" textLength="([0-9.]+)"([^>]*)>((?:&#160;)+)(?=[^<&])', _moved, drawn)
-
-
-def _moved(match: re.Match[str]) -> str:
-    x, y, length = (float(number) for number in match.groups()[:3])
-    shift = 12.2 * match[5].count("&")  # the width of a character in rich's pictures
-    return f'x="{x + shift:g}" y="{y:g}" textLength="{length - shift:g}"{match[4]}>'
-
-
-def _number(value: float, kind: str = "") -> str:
-    if math.isnan(value):
-        return "-"
-    if kind == "update_ratio":
-        mantissa, _, exponent = f"{value:.1e}".partition("e")
-        return f"{mantissa}e{int(exponent)}"
-    return f"{value:.0%}" if kind == "clipped_share" else f"{value:.1f}" if kind == "spike_score" else f"{value:.3f}"
+    return DemoResult(step, history[step], rows(history[step], elements), steps, share, run_dir, spoiled)

@@ -1,4 +1,4 @@
-"""What ``gradmon demo`` trains: a small character GPT, on the help texts that come with Python."""
+"""The model and the data of ``gradmon demo``: a small character GPT, and the help texts of Python."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the model and a batch are."""
+    """The sizes of the model and of a batch."""
 
     blocks: int = 4
     width: int = 128
@@ -22,7 +22,7 @@ class Sizes:
 
 
 class Block(nn.Module):
-    """Attention and two linear layers, each behind a norm and beside a residual connection."""
+    """Attention and two linear layers, each with a norm before it and a residual connection around it."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -64,14 +64,14 @@ class CharacterGPT(nn.Module):
 
 
 def corpus() -> tuple[str, Tensor, int]:
-    """The help texts that come with Python, the same as character numbers, and how many characters there are."""
+    """The help texts of Python, the same as character numbers, and the number of different characters."""
     text = "\n".join(topics[name] for name in sorted(topics))
     number = {character: index for index, character in enumerate(sorted(set(text)))}
     return text, torch.tensor([number[character] for character in text]), len(number)
 
 
 def draw(data: Tensor, sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """A batch of random excerpts, and the same one character further on."""
+    """A batch of random excerpts, and the same excerpts shifted by one character."""
     starts = torch.randint(len(data) - sizes.context, (sizes.batch,), generator=generator)
     excerpts = torch.stack([data[start : start + sizes.context + 1] for start in starts.tolist()])
     return excerpts[:, :-1], excerpts[:, 1:]

@@ -1,4 +1,4 @@
-"""The command ``gradmon``: which commands there are, what its help says, and what becomes of errors."""
+"""The command ``gradmon``: its commands, its help, and its exit codes."""
 
 from __future__ import annotations
 
@@ -10,55 +10,36 @@ import sqlite3
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import import_module
-from typing import Any, NoReturn, Protocol, cast
+from typing import NoReturn, Protocol, cast
 
 from .. import __version__
-from .commands.common import Examples, WrongRequest, shown
+from .commands.common import Command, UsageError, example_lines
 
-#: Where each command lives, by name, as ``gradmon --help`` groups them. A new one is a file and a line here; what the file
-#: has to have says :class:`Command`.
+#: The commands, as ``gradmon --help`` groups them; each is a module of its name, see :class:`CommandModule`.
 _GROUPS = {
-    "see what it is": {
-        "demo": ".commands.demo",
-    },
-    "look at a run, which may still go on": {
-        "report": ".commands.report",
-        "summary": ".commands.summary",
-        "watch": ".commands.watch",
-        "diagnose": ".commands.diagnose",
-        "why": ".commands.why",
-        "diff": ".commands.diff",
-        "export": ".commands.export",
-    },
-    "change what a running training measures": {
-        "detail": ".commands.detail",
-    },
-    "check a model before it is trained": {
-        "coordcheck": ".commands.coordcheck",
-    },
+    "see what it is": ("demo",),
+    "look at a run, which may still go on": ("report", "summary", "watch", "diagnose", "why", "diff", "export"),
+    "change what a running training measures": ("detail",),
+    "check a model before it is trained": ("coordcheck",),
 }
-#: Examples of each command in the help of all; its own has the rest.
-_SHOWN = 2
+#: Examples of each command in the help of all commands.
+_EXAMPLES = 2
 
 
-class Command(Protocol):
-    """A module with a command. It imports optional packages in :func:`run` only, or in what that imports."""
+class CommandModule(Protocol):
+    """The module of a command. It imports optional packages only within :func:`run`."""
 
-    #: Command lines, each with what it is for, the most useful first.
-    EXAMPLES: Examples
-
-    def add_to(self, commands: Any) -> None:
-        """Add a parser of the command's name to those of ``gradmon``."""
+    COMMAND: Command
 
     def run(self, options: argparse.Namespace) -> int:
-        """Do it, and return the exit code: 0, or 1 where what was looked for is not well.
+        """Run the command and return its exit code: 0, or 1 for a bad result.
 
-        A :class:`WrongRequest` is told in one line with the exit code 2, an OSError, ValueError or sqlite3.Error with 1.
+        A :class:`UsageError` is printed on one line with the exit code 2; an OSError, ValueError or sqlite3.Error with 1.
         """
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """Prints an error on one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
@@ -67,29 +48,29 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, 1 for a failure, 2 for a wrong or impossible request."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that has no such letter
+        sys.stdout.reconfigure(errors="replace")  # the terminal may lack some characters
     try:
         try:
-            return _obey(arguments)
+            return _run_command(arguments)
         finally:
-            sys.stdout.flush()  # else a closed pipe would show only when Python ends
-    except BrokenPipeError:  # whoever reads, such as head, has seen enough
+            sys.stdout.flush()  # otherwise a closed pipe would raise only when Python ends
+    except BrokenPipeError:  # the reader, such as head, has stopped reading
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # as the shell says of what a closed pipe ended
+        return 141  # 128 + SIGPIPE, as in a shell
 
 
-def _obey(arguments: Sequence[str] | None) -> int:
-    commands = _commands()
-    parser = _parser(commands)
+def _run_command(arguments: Sequence[str] | None) -> int:
+    modules = _commands()
+    parser = _parser(modules)
     options = parser.parse_args(arguments)
     if options.command is None:
         parser.error("name a command, such as demo")
     try:
-        return commands[options.command].run(options)
+        return modules[options.command].run(options)
     except KeyboardInterrupt:
         return _fail("stopped", 130)
-    except WrongRequest as error:
+    except UsageError as error:
         return _fail(str(error), 2)
     except BrokenPipeError:
         raise
@@ -97,30 +78,30 @@ def _obey(arguments: Sequence[str] | None) -> int:
         return _fail(str(error), 1)
 
 
-def _commands() -> dict[str, Command]:
-    paths = {name: path for group in _GROUPS.values() for name, path in group.items()}
-    return {name: cast(Command, import_module(path, __package__)) for name, path in paths.items()}
+def _commands() -> dict[str, CommandModule]:
+    names = [name for group in _GROUPS.values() for name in group]
+    return {name: cast(CommandModule, import_module(f".commands.{name}", __package__)) for name in names}
 
 
-def _parser(commands: dict[str, Command]) -> argparse.ArgumentParser:
+def _parser(modules: dict[str, CommandModule]) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="gradmon",
         description="See what gradients, parameters and updates do while a PyTorch model trains.",
-        epilog="\n".join(["examples:", *_examples(commands)]),
+        epilog="\n".join(["examples:", *_examples(modules)]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"torch_gradmon {__version__}")
     subparsers = parser.add_subparsers(title="commands", dest="command", metavar="command")
-    for command in commands.values():
-        command.add_to(subparsers)
+    for module in modules.values():
+        module.COMMAND.add_to(subparsers)
     return parser
 
 
-def _examples(commands: dict[str, Command]) -> Iterator[str]:
-    for title, group in _GROUPS.items():
+def _examples(modules: dict[str, CommandModule]) -> Iterator[str]:
+    for title, names in _GROUPS.items():
         yield f" {title}"
-        for name in group:
-            yield from shown(commands[name].EXAMPLES[:_SHOWN])
+        for name in names:
+            yield from example_lines(modules[name].COMMAND.examples[:_EXAMPLES])
     yield ""
     yield "gradmon COMMAND --help has more of each."
 

@@ -1,10 +1,19 @@
-"""How numbers are written for people, the same everywhere."""
+"""How names, numbers, times and lists are written for people. Every message, table and picture uses these functions."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+
+_MINUTE, _HOUR, _DAY = 60, 3600, 86_400
+
+
+# --- numbers -------------------------------------------------------------------------------------------------------------------
+
 
 def factor_text(factor: float) -> str:
-    """A factor for people, the same in words, tables and pictures.
+    """A factor, such as the ratio of two norms.
 
     >>> factor_text(1.2345), factor_text(987.6), factor_text(12345.6), factor_text(1.2e9)
     ('1.23', '988', '12,346', '1.2e+09')
@@ -13,9 +22,141 @@ def factor_text(factor: float) -> str:
 
 
 def times(factor: float) -> str:
-    """The same in a sentence.
+    """A factor within a sentence.
 
     >>> times(1.2345)
     '1.23 times'
     """
     return f"{factor_text(factor)} times"
+
+
+def significant(value: float | None, digits: int = 4) -> str:
+    """A value with ``digits`` significant digits; a dash for None.
+
+    >>> significant(0.123456), significant(None)
+    ('0.1235', '-')
+    """
+    return "-" if value is None else f"{value:.{digits}g}"
+
+
+def number(value: float | None) -> str:
+    """A value for a narrow cell: three digits, or two where three take more than seven characters besides a sign.
+
+    >>> [number(value) for value in (0.0, 1.0, 1.23456, 120.0, 1234.6, 0.000123, -1.5e-11, float("nan"), None)]
+    ['0', '1.00', '1.23', '120', '1235', '1.23e-4', '-1.5e-11', 'nan', '-']
+    """
+    if value is None:
+        return "-"
+    if not math.isfinite(value):
+        return str(value)
+    size = abs(value)
+    if size and not 1e-2 <= size < 99_999.5:
+        mantissa, _, exponent = (f"{value:.2e}" if 1e-9 < size < 1e99 else f"{value:.1e}").partition("e")
+        return f"{mantissa}e{int(exponent)}"
+    return f"{value:.0f}" if size >= 999.5 or not size else f"{value:#.3g}".rstrip(".")
+
+
+def percent(share: float | None) -> str:
+    """A share in percent.
+
+    >>> [percent(share) for share in (0.0, 0.00004, 0.004, 0.123, 1.0, None)]
+    ['0%', '<0.1%', '0.4%', '12.3%', '100%', '-']
+    """
+    if share is None or not math.isfinite(share):
+        return number(share)
+    if share in (0.0, 1.0):
+        return f"{share:.0%}"
+    return "<0.1%" if 0 < share < 5e-4 else f"{share:.1%}"
+
+
+def part_of(part: int, whole: int) -> str:
+    """How many of a group differ from the rest.
+
+    >>> part_of(2, 5), part_of(0, 5), part_of(0, 0)
+    ('2 of 5', '5 same', '-')
+    """
+    return "-" if not whole else f"{part} of {whole}" if part else f"{whole} same"
+
+
+# --- times -----------------------------------------------------------------------------------------------------------------------
+
+
+def duration(seconds: float) -> str:
+    """A duration in its two largest units.
+
+    >>> [duration(seconds) for seconds in (0.2, 42, 125, 7325, 180_000)]
+    ['0 s', '42 s', '2 min 5 s', '2 h 2 min', '2 d 2 h']
+    """
+    whole = int(max(seconds, 0))
+    if whole < _MINUTE:
+        return f"{whole} s"
+    if whole < _HOUR:
+        return f"{whole // _MINUTE} min {whole % _MINUTE} s"
+    if whole < _DAY:
+        return f"{whole // _HOUR} h {whole % _HOUR // _MINUTE} min"
+    return f"{whole // _DAY} d {whole % _DAY // _HOUR} h"
+
+
+def time_span(start: float, end: float) -> str:
+    """The local start and end time, and the duration between them; both times are in seconds since the epoch."""
+    first, last = (datetime.fromtimestamp(time) for time in (start, end))
+    until = last.strftime("%H:%M:%S" if first.date() == last.date() else "%Y-%m-%d %H:%M:%S")
+    return f"{first.strftime('%Y-%m-%d %H:%M:%S')} to {until}, {duration(end - start)}"
+
+
+def step_range(first: int, last: int) -> str:
+    """The steps from ``first`` to ``last``.
+
+    >>> step_range(3, 3), step_range(3, 5)
+    ('step 3', 'steps 3 to 5')
+    """
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+# --- names and lists -------------------------------------------------------------------------------------------------------------
+
+
+def listed(names: Iterable[str], most: int) -> str:
+    """The first ``most`` names, and how many more there are.
+
+    >>> listed(["a", "b", "c", "d"], 2), listed(["a", "b"], 2)
+    ('a, b and 2 more', 'a, b')
+    """
+    names = list(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def also_in(names: Sequence[str], most: int = 3) -> str:
+    """A sentence that lists all names but the first, which the text before it mentions; empty if there is only one.
+
+    >>> also_in(["a", "b", "c"])
+    ' Also in b, c.'
+    """
+    return f" Also in {listed(names[1:], most)}." if len(names) > 1 else ""
+
+
+def printable(text: str) -> str:
+    """``text`` on one line, without characters that would control a terminal.
+
+    >>> printable("layer" + chr(27) + "[31m")
+    'layer?[31m'
+    """
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def cut_start(name: str, width: int, ellipsis: str = "…") -> str:
+    """``name`` without its start if it is too long; the end of a path tells layers apart.
+
+    >>> cut_start("blocks.11.attention.weight", 16)
+    '…ttention.weight'
+    """
+    return name if len(name) <= width else ellipsis[: max(width, 0)] + name[len(name) - max(width - len(ellipsis), 0) :]
+
+
+def cut_middle(name: str, width: int) -> str:
+    """``name`` without its middle if it is longer than ``width``.
+
+    >>> cut_middle("blocks.11.attention.weight", 16)
+    'blocks.…n.weight'
+    """
+    return name if len(name) <= width else f"{name[: width // 2 - 1]}…{name[-width // 2 :]}"

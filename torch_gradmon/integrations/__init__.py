@@ -1,1 +1,1 @@
-"""Adapters, one file for each trainer; a trainer is imported in its own file only."""
+"""Adapters, one file per trainer; each trainer is imported only in its own file."""

@@ -1,6 +1,6 @@
 """Hugging Face Accelerate: ``Accelerator(log_with=[GradMonTracker(monitor), ...])``.
 
-Nothing else is needed for it: :func:`torch_gradmon.watch` takes what ``accelerator.prepare`` returns, with its GradScaler,
+Nothing else is needed: :func:`torch_gradmon.watch` takes what ``accelerator.prepare`` returns, with its GradScaler;
 ``monitor.add_sink(accelerator)`` feeds all trackers, and ``accelerator.register_for_checkpointing(monitor)`` saves the state.
 """
 
@@ -16,24 +16,29 @@ from ..monitor.monitor import ModuleMonitor
 
 
 class GradMonTracker(GeneralTracker):  # type: ignore[misc]
-    """What a loop logs by ``accelerator.log`` becomes part of the monitor's record of the step.
+    """Adds what a loop logs by ``accelerator.log`` to the monitor's record of the step.
 
-    So it is in the run directory and in the story of a spike, and ``SpikeDetector(signal="loss")`` watches it. The values belong to
-    the step in flight or, between its end and the next forward, to the step that just ended, whatever ``step=`` says, which is for
-    the other trackers. Accelerate logs on the main process only: where several processes are to judge a loss together, or it is to
-    decide about a skip, log it by ``monitor.log_scalar`` on each of them, before the optimizer steps.
+    The values are then in the run directory and in the report on a spike, and ``SpikeDetector(signal="loss")`` watches them. They
+    belong
+    to the open step or, between its end and the next forward, to the step that just ended; ``step=`` is for the other trackers.
+    Accelerate logs on the main process only. If several processes judge a loss together, or a loss decides about a skip, log it
+    by
+    ``monitor.log_scalar`` on each of them before the optimizer steps.
 
-    What is no number is left out, with one warning, and so are values that come from the monitor. Name it first: the end of
-    training sends what waits to the other trackers before they close. The configuration given to ``init_trackers`` is not kept.
+    Values that are not numbers are left out, with one warning, and so are values of the monitor. Name this tracker first: at the
+    end of
+    training it sends waiting values to the other trackers before they close. The configuration given to ``init_trackers`` is not
+    used.
 
     Args:
-        monitor: which may get its model and its optimizer later, by ``set_module`` and ``attach``.
+        monitor: may get its model and its optimizer later, by ``set_module`` and ``attach``.
 
     Attributes:
-        logged_anyhow: keys that the other trackers have from ``accelerator.log``; ``monitor.add_sink(accelerator)`` leaves them out.
+        logged_anyhow: keys that the other trackers get from ``accelerator.log``; ``monitor.add_sink(accelerator)`` leaves them
+            out.
 
     Raises:
-        TypeError: ``monitor`` is no monitor.
+        TypeError: ``monitor`` is not a monitor.
     """
 
     name = "gradmon"
@@ -55,7 +60,7 @@ class GradMonTracker(GeneralTracker):  # type: ignore[misc]
         return self.monitor
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **_: Any) -> None:
-        """Give what is a number to the monitor. Waits for the device only where a key comes for the first time."""
+        """Add numbers to the monitor. Waits for the device only for a new key."""
         self.logged_anyhow.update(values)
         for key, value in values.items():
             if self._is_own(key):
@@ -64,16 +69,14 @@ class GradMonTracker(GeneralTracker):  # type: ignore[misc]
                 self.monitor.log_scalar(key, value)
                 self._taken.add(key)
             except (TypeError, ValueError) as error:
-                self._complaints.add(
-                    "value", f"what accelerator.log has under {key!r} is left out of the monitor's record", error
-                )
+                self._complaints.add("value", f"the monitor's record leaves out {key!r} of accelerator.log", error)
 
     def _is_own(self, key: str) -> bool:
-        """Whether it is a value of the monitor's, as where a loop logs ``monitor.get_step_metrics()``."""
+        """Whether it is a value of the monitor, as in a loop that logs ``monitor.get_step_metrics()``."""
         if key not in self._taken and key not in self._own and key in self.monitor.get_step_metrics():
             self._own.add(key)
         return key in self._own
 
     def finish(self) -> None:
-        """Training has ended: send what waits, and leave the model as it was found."""
+        """Send waiting values, and leave the model as it was found."""
         self.monitor.detach()

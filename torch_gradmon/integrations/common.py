@@ -1,10 +1,10 @@
-"""What the adapters for trainers share: the monitor that each is given or makes, and schedulers that pass over a skipped step."""
+"""What the adapters share: the monitor that each is given or makes, and schedulers that do not move in a skipped step."""
 
 from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -19,22 +19,25 @@ from ..monitor.monitor import ModuleMonitor
 from ..monitor.options import check_names
 from ..monitor.watch import prepared
 from ..spikes import SpikeDetector
+from ..step.micro_batches import DOCUMENTATION as BATCHES
+from ..step.summary_keys import DOCUMENTATION, ON_REQUEST
 
 
-class Watching:
-    """The monitor of an adapter: one that was given, or one that is made when training begins.
+class AdapterMonitor:
+    """The monitor of an adapter: a given one, or one that is made when training begins.
 
-    It is not made before, since only then the processes and the device are there; its arguments are checked at once.
+    It is made so late because only then the processes and the device are known; its arguments are checked at once.
 
     Args:
-        monitor: not attached yet, with metrics, sinks and detectors as one likes; None to have one made.
-        arguments: those of :func:`torch_gradmon.watch` and of :class:`torch_gradmon.ModuleMonitor` but the model, the optimizers
-            and the scaler, which the trainer has; only without ``monitor``.
-        detectors: that a monitor which is made gets besides those of its preset, or instead of them; only without ``monitor``.
+        monitor: not attached yet, with any metrics, sinks and detectors; None to have one made.
+        arguments: those of :func:`torch_gradmon.watch` and :class:`torch_gradmon.ModuleMonitor` but the model, the optimizers and
+            the
+            scaler, which the trainer has; only without ``monitor``.
+        detectors: of a monitor that is made, in addition to those of its preset; only without ``monitor``.
 
     Raises:
-        TypeError: ``monitor`` is no monitor, or an argument is unknown.
-        ValueError: both are given, or an argument is not what it should be.
+        TypeError: ``monitor`` is not a monitor, or an argument is unknown.
+        ValueError: both are given, or an argument is wrong.
     """
 
     def __init__(
@@ -45,18 +48,16 @@ class Watching:
         if monitor is not None and arguments:
             raise ValueError(f"give either a monitor or arguments to make one, got a monitor and {', '.join(sorted(arguments))}")
         if monitor is not None and detectors:
-            raise ValueError(
-                "a monitor that is given has detectors of its own: call monitor.add_detector(SpikeDetector(rule)) instead"
-            )
+            raise ValueError("a given monitor has its own detectors: call monitor.add_detector(SpikeDetector(rule)) instead")
         own = {"module": "the model", "scaler": "the GradScaler", "start_step": "the number of the first step"}
         for name in arguments:
             if name in own:
                 raise TypeError(f"{name}= is not needed here: the trainer has {own[name]}")
         check_names(arguments, ("preset", "on_spike"))
-        if arguments:  # a rehearsal, which writes nothing, raises what there is to raise
+        if arguments:  # a trial run without side effects raises errors early
             prepared(None, **{**arguments, "run_dir": None, "compile_statistics": False})
         self.monitor = monitor
-        self._is_own = monitor is None
+        self._is_made_here = monitor is None
         self._arguments = dict(arguments)
         self._detectors = tuple(detectors)
         self._model: weakref.ref[nn.Module] | None = None
@@ -71,24 +72,26 @@ class Watching:
         state: Mapping[str, Any] | None = None,
         trainer: object = None,
     ) -> ModuleMonitor:
-        """Watch ``model`` from now on. A monitor of its own serves one model; a second training of the same one goes on with it. What
+        """Watch ``model`` from now on.
+
+        A monitor made here serves one model; a second training of the same model goes on with it. The monitor that
         :func:`torch_gradmon.watch`, or the adapter of another trainer, still watches the model with is detached.
 
         Args:
-            model: that is trained.
-            optimizers: that train it, in the order in which they step.
-            scaler: the GradScaler that drives them.
+            model: the trained model.
+            optimizers: in the order in which they step.
+            scaler: GradScaler that drives them.
             start_step: number of the first step.
-            state: what :meth:`ModuleMonitor.state_dict` gave in the run that goes on; one that does not fit is left with a warning.
-            trainer: whose adapter this is; it may have several for one model.
+            state: of :meth:`ModuleMonitor.state_dict` in the resumed run; one that does not fit is ignored with a warning.
+            trainer: owner of this adapter; it may have several for one model.
 
         Raises:
             TypeError, ValueError: as :meth:`ModuleMonitor.attach`.
         """
         is_new = self._model is None or self._model() is not model
-        self.end()  # of a training that was broken off
-        if self._is_own and is_new:
-            check.optimizers(model, optimizers)  # before there is a run directory
+        self.end()  # of an interrupted training
+        if self._is_made_here and is_new:
+            check.optimizers(model, optimizers)  # before the run directory exists
             self.monitor = prepared(model, **self._arguments)
             for detector in self._detectors:
                 self.monitor.add_detector(detector)
@@ -102,29 +105,32 @@ class Watching:
             try:
                 self.monitor.load_state_dict(state)
             except (TypeError, ValueError) as error:
-                WarningLog().warn("the monitor's state in the checkpoint does not fit this monitor, which begins anew", error)
+                WarningLog().warn(
+                    "the monitor's state in the checkpoint does not fit this monitor, which starts without it", error
+                )
         return self.monitor
 
     def state_dict(self) -> dict[str, Any]:
-        """The monitor's; empty before there is one."""
+        """The state of the monitor; empty before it exists."""
         return {} if self.monitor is None else self.monitor.state_dict()
 
     def end(self) -> None:
-        """Send what waits, and leave the model as it was found; the values and the story stay. May be called twice."""
+        """Send waiting values, and leave the model as it was found; values and spike reports stay. Idempotent."""
         if self.monitor is not None:
             self.monitor.detach()
 
 
-class HeldSchedulers:
-    """Learning rates that a skipped step leaves where they were, though the trainer steps its schedulers all the same.
+class SchedulerRollback:
+    """Undoes the moves of learning rate schedulers in skipped steps, in which the trainer moves them all the same.
 
-    What schedulers and the options of their optimizers are is remembered right after a step that was skipped, and put back when the
-    trainer has gone past its schedulers. In other steps nothing is copied.
+    Right after a skipped step, the states of schedulers and the options of their optimizers are stored; they are restored after
+    the
+    trainer has moved its schedulers. Other steps copy nothing.
 
     Args:
-        monitor: says whether a step was skipped.
-        optimizers: whose steps they follow; plain ones, which call hooks.
-        schedulers: a function that gives those that the trainer steps at this moment.
+        monitor: knows whether a step was skipped.
+        optimizers: of the schedulers; unwrapped ones, which call hooks.
+        schedulers: a function that returns those that the trainer moves now.
     """
 
     def __init__(self, monitor: ModuleMonitor, optimizers: Iterable[Optimizer], schedulers: Callable[[], Iterable[Any]]) -> None:
@@ -137,15 +143,15 @@ class HeldSchedulers:
     def _stepped(self, optimizer: Optimizer, *_: object) -> None:
         monitor = self._monitor()
         if monitor is not None and monitor.step_skipped:
-            # a trainer's scheduler may know the optimizer by a wrapper
+            # a scheduler of a trainer may hold its optimizer in a wrapper
             own = [each for each in self._schedulers() if check.inside(getattr(each, "optimizer", None)) is optimizer]
             self._kept += [(each, copy.deepcopy(each.state_dict()), _options(optimizer)) for each in own]
 
-    def put_back(self, again: Callable[[Any], bool] = lambda scheduler: False) -> None:
-        """Undo what the schedulers did since a step that was skipped; without one it does nothing.
+    def restore(self, again: Callable[[Any], bool] = lambda scheduler: False) -> None:
+        """Undo the moves of the schedulers since a skipped step; does nothing without one.
 
         Args:
-            again: whether a scheduler has not moved for this step yet, so that the next call is to undo that.
+            again: whether a scheduler has not moved for this step yet, so that the next call has to undo its move.
         """
         kept, self._kept = self._kept, [each for each in self._kept if again(each[0])]
         for scheduler, state, options in kept:
@@ -153,13 +159,49 @@ class HeldSchedulers:
             for group, before in zip(scheduler.optimizer.param_groups, options, strict=True):
                 for name, value in before.items():
                     if isinstance(value, torch.Tensor):
-                        group[name].copy_(value)  # the tensor that a compiled optimizer knows
+                        group[name].copy_(value)  # a compiled optimizer uses this tensor
                     else:
                         group[name] = value
 
     def remove(self) -> None:
-        """Follow no more."""
+        """Remove the hooks."""
         self._handles.remove()
+
+
+class PublishedMetrics:
+    """The values of the last step in a trainer's dict of metrics."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, float] = {}
+
+    def publish(self, metrics: MutableMapping[str, Any], values: Mapping[str, float]) -> list[str]:
+        """Add ``values``; returns the keys that are left out because ``metrics`` has them already."""
+        taken = [key for key in values if key in metrics]
+        for key, value in values.items():
+            if key not in taken:
+                metrics[key] = self._values[key] = value
+        return taken
+
+    def withdraw(self, metrics: MutableMapping[str, Any]) -> None:
+        """Remove the values, which are stale in the next step."""
+        values, self._values = self._values, {}
+        for key, value in values.items():
+            if metrics.get(key) is value:
+                del metrics[key]
+
+
+def whole_model_names(argument: str, names: Any) -> tuple[str, ...]:
+    """Check ``names``, an argument with names of whole-model values.
+
+    Raises:
+        TypeError: they are not several strings.
+        ValueError: a name is unknown.
+    """
+    if isinstance(names, str) or not isinstance(names, Collection):
+        raise TypeError(f"{argument} must be names of whole-model values, such as ('grad_norm',), got {display(names)}")
+    for name in names:
+        check.one_of(argument, name, (*DOCUMENTATION, *ON_REQUEST, *BATCHES))
+    return tuple(names)
 
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:

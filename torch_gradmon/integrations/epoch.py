@@ -6,19 +6,19 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-#: The whole-model value of which the largest of an epoch is kept, under its name with ``_max``.
+#: The largest of this whole-model value in an epoch is kept, under its name with ``_max``.
 _LARGEST = "gradmon/grad_norm"
-#: Counters from the beginning of the run, of which an epoch has the last value.
+#: Counters of the whole run; an epoch keeps their last values.
 _COUNTERS = ("gradmon/steps_not_applied", "gradmon/steps_skipped")
 
 
-class Epoch:
-    """Takes the values of steps, each step once, and gives the mean of each key over those steps that had it.
+class EpochMeans:
+    """Collects the values of steps, each step once, and gives the mean of each key over the steps that had it.
 
-    Values that are not finite, as of a step that a GradScaler refused, are left out of means.
+    Values that are not finite, as in an overflowed step of a GradScaler, are left out of means.
 
     Attributes:
-        last: number of the step that was taken last; -1 before the first.
+        last: number of the last added step; -1 before the first.
     """
 
     def __init__(self) -> None:
@@ -28,11 +28,11 @@ class Epoch:
         self._kept: dict[str, float] = {}
 
     def begin(self) -> None:
-        """An epoch begins: what was taken so far belongs to the one before."""
+        """Begin an epoch."""
         self._sums, self._counts, self._kept = {}, {}, {}
 
-    def take(self, values: Mapping[str, float], step: int) -> bool:
-        """Take the values of ``step``; False, and nothing done, where it was taken before."""
+    def add(self, values: Mapping[str, float], step: int) -> bool:
+        """Add the values of ``step``; returns False, without effect, if it was added before."""
         if step <= self.last:
             return False
         self.last = step
@@ -51,7 +51,7 @@ class Epoch:
         return {key: total / self._counts[key] for key, total in self._sums.items()} | self._kept
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as plain numbers."""
+        """The state, as plain numbers."""
         return {"last": self.last, "sums": dict(self._sums), "counts": dict(self._counts), "kept": dict(self._kept)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -60,8 +60,8 @@ class Epoch:
         self._sums, self._counts, self._kept = (dict(state[name]) for name in ("sums", "counts", "kept"))
 
 
-def renamed(values: Mapping[str, float], prefix: str, everything: bool = False) -> dict[str, float]:
-    """Whole-model values with ``prefix`` in place of ``gradmon/``; with ``everything`` it is put before other keys too."""
+def with_prefix(values: Mapping[str, float], prefix: str, everything: bool = False) -> dict[str, float]:
+    """Whole-model values with ``prefix`` instead of ``gradmon/``; with ``everything``, it is also prepended to other keys."""
     found = {}
     for key, value in values.items():
         before, section, name = key.rpartition("gradmon/")

@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from ..analysis.diagnosis import Diagnosis
-from ..analysis.diagnosis.diagnose import diagnosed
+from ..analysis.diagnosis.diagnose import diagnose_history
 from ..analysis.diagnosis.history import History
-from ..analysis.spike_report import tell
+from ..analysis.spike_report.text import explain
 from ..core import keys as n
 from ..core import validation as check
 from ..core.errors import display
@@ -146,17 +146,17 @@ class ValuesService:
             recent.suspects,
         )
         with outside_dispatch_modes():
-            return diagnosed(history)
+            return diagnose_history(history)
 
     def plot(self, kind: str, engine: str, options: Mapping[str, Any]) -> Any:
         """A figure of the steps that are remembered."""
-        from ..analysis.plots import panels as reel
-        from ..analysis.plots import plot
+        from ..analysis.plots.plot import plot
+        from ..analysis.plots.sources import ValueSource
 
         Queries(self.runtime).settle_now()
         inventory, memory = self.runtime.planner.inventory, self.runtime.ledger.memory
         order = None if inventory is None else ModelOrder(inventory.names, inventory.kinds)
-        return plot.plot(reel.Reel(reel.OfRecords(memory.records(), order, memory.is_whole)), kind, engine, dict(options))
+        return plot(ValueSource.of_records(memory.records(), order, memory.is_whole), kind, engine, dict(options))
 
     def why(self, step: int | None) -> str:
         """The text about a step, by default about the largest spike.
@@ -170,4 +170,4 @@ class ValuesService:
             raise ValueError("nothing looks for spikes: call add_preset() or add_detector(SpikeDetector()), or name a step")
         Queries(self.runtime).settle_now()
         Queries(self.runtime).recall()
-        return tell(self.runtime.ledger.recent(), step)
+        return explain(self.runtime.ledger.recent(), step)

@@ -1,1 +1,1 @@
-"""What two runs have in common: which of their values are compared, in which order, and where they part."""
+"""The comparison of two runs: which values are compared, in which order, and where the runs diverge."""

@@ -1,4 +1,4 @@
-"""The order in which the values of one step come about, so that what parts first stands before what follows from it."""
+"""The order in which the values of a step are computed, so that the first divergent value comes before its consequences."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ...core.loss_keys import is_loss
 from ...core.moments import VIEWS
 from ...runs.window import COUNT
 
-#: Where the facts of a step stand among the keys: ``context/lr``, ``context/amp_scale`` and ``context/applied``.
+#: The source of a step's facts: ``context/lr``, ``context/amp_scale`` and ``context/applied``.
 CONTEXT = "context"
-#: Of several groups of parameters each has a learning rate.
+#: Several parameter groups have a learning rate each.
 FACTS = (Key(CONTEXT, "lr", ""), Key(CONTEXT, "lr", "0"), Key(CONTEXT, "amp_scale", ""), Key(CONTEXT, "applied", ""))
 
 #: The stages of a step, in their order, and the sources of each.
@@ -30,7 +30,7 @@ STAGES: dict[str, tuple[str, ...]] = {
     "other values": (),
 }
 _STAGE_OF = {source: stage for stage, sources in STAGES.items() for source in sources}
-#: Whole-model values by how their names begin; what is not here is known at the end of a step.
+#: Stages of whole-model values by the start of their names; others are known at the end of a step.
 _OF_WHOLE = {
     "param_": "parameters",
     "update_": "updates",
@@ -40,15 +40,15 @@ _OF_WHOLE = {
 }
 _NUMBER = {stage: number for number, stage in enumerate(STAGES)}
 _BACKWARD = ("gradients of activations", "gradients before clipping", "gradients for the optimizer")
-#: What says most about a tensor comes first.
+#: The most telling metric of a tensor comes first.
 _METRICS = {metric: rank for rank, metric in enumerate(dict.fromkeys((COUNT, "nonfinite", *VIEWS)))}
 _INSIDE = re.compile(r"(?<=.)[\[@].*$")
-#: Behind all tensors of a stage: values of the whole model.
+#: After all tensors of a stage: values of the whole model.
 _LAST = 1 << 40
 
 
 def stage_of(key: Key) -> str:
-    """The stage that a value belongs to."""
+    """The stage of a value."""
     if key.source == n.SUMMARY:
         return next((stage for start, stage in _OF_WHOLE.items() if key.metric.startswith(start)), "other values")
     return "loss" if is_loss(key) else _STAGE_OF.get(key.source, "other values")
@@ -58,8 +58,9 @@ class Order:
     """Ranks keys: by stage, then by place (forward for activations, backward for gradients), then by metric.
 
     Args:
-        tensors: names by source. Those of outputs are in the order of the calls; parameters are taken to be used in the order of their
-            modules' calls, where those are known, and else in the order in which the model has them.
+        tensors: names by source. Outputs are in the order of the calls. Parameters are taken to be used in the order of their
+            modules'
+            calls if those are known, otherwise in model order.
     """
 
     def __init__(self, tensors: Mapping[str, Iterable[str]]) -> None:
@@ -68,7 +69,7 @@ class Order:
         self._begins: dict[str, int] = {}
         for place, name in enumerate(calls):
             self._ends.setdefault(name, place)
-            for outer in _around(name):
+            for outer in _enclosing(name):
                 self._begins.setdefault(outer, place)
         for name in dict.fromkeys(name for source in STAGES["activations"] for name in tensors.get(source, ())):
             self._begins.setdefault(_INSIDE.sub("", name), len(self._begins))
@@ -80,7 +81,7 @@ class Order:
             self._parameters[name] = (reached, number)
 
     def rank(self, key: Key) -> tuple[int, int, int, int]:
-        """Sorts keys in the order in which their values come about."""
+        """A sort key that follows the order of computation."""
         stage = stage_of(key)
         place, within = self._place(key)
         if stage in _BACKWARD and place != _LAST:
@@ -100,8 +101,8 @@ class Order:
         return _LAST, 0
 
 
-def _around(name: str) -> Iterable[str]:
-    """The module itself, those around it, and the model."""
+def _enclosing(name: str) -> Iterable[str]:
+    """The module, those that contain it, and the model."""
     while name:
         yield name
         name = name.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""Where two runs part: the first step, and in it the value that comes about first."""
+"""Where two runs diverge: the first step, and in it the value that is computed first."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ...core.keys import format_key
 from ...core.progress import ProgressBar
 from ...runs.window import between, single_threaded
 from .comparison import Comparison
-from .result import Difference
+from .difference import Difference
 from .rules import Patterns, Rules
-from .unmatched import alone, check_use
+from .unmatched import check_use, find_unmatched
 
-#: After so many common steps the growth of a difference is told, and in the last one.
+#: The growth of a difference is shown after these numbers of common steps, and in the last one,
 _LATER = (1, 3, 10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000)
-#: So many steps at most.
+#: in this many steps at most.
 _MOST = 8
 
 
@@ -40,30 +40,36 @@ def diff(
     strict: bool = False,
     progress: bool | None = None,
 ) -> Difference:
-    """Compare two runs, such as of one seed before and after a change of the code, and find where they part.
+    """Compare two runs, such as of one seed before and after a change of the code, and find where they diverge.
 
-    All that was recorded of the steps that both runs have is compared, up to the first step in which they part: the built-in statistics
-    of all tensors, other metrics, what was logged by hand, learning rates, the loss scale, and whether the step was applied. NaN is equal
-    to NaN. What tells of time, speed or memory is not compared, nor, where one run has steps that the other has not, what follows from
-    the steps before, such as spike scores.
+    Everything recorded in the common steps is compared, up to the first step that diverges: the built-in statistics of all
+    tensors,
+    other metrics, logged values, learning rates, the loss scale, and whether the step was applied. NaN equals NaN. Clocks, speeds
+    and
+    memory are not compared. If one run has steps that the other lacks, values that follow from earlier steps, such as spike
+    scores,
+    are not compared either.
 
-    Two values are the same if they are no further apart than ``atol + rtol * scale``. The scale is the larger absolute value; at least the
-    rms for a mean, a hundredth of it for a standard deviation, and 1 for shares, cosines, scores, entropies and logits, which may be
-    close to zero. Unless ``rtol`` is 0, two elements may lie on the other side of what counts as zero.
+    Two values are equal if they differ by at most ``atol + rtol * scale``. The scale is the larger absolute value. It is at least
+    the
+    rms for a mean, a hundredth of it for a standard deviation, and 1 for shares, cosines, scores, entropies and logits, which may
+    be
+    close to zero. Unless ``rtol`` is 0, two elements may lie on the other side of the threshold for near-zero elements.
 
-    Statistics of tensors are kept as float32, so that ``rtol=0`` asks for the same bits of the statistics; it does not show that the
-    tensors have the same. While it works it sets torch to one thread, which is faster here.
+    Statistics of tensors are stored as float32, so ``rtol=0`` compares the bits of the statistics, not of the tensors. While it
+    works,
+    torch is set to one thread, which is faster here.
 
     Args:
         a, b: run directories, or runs.
-        rtol: how far two values may be apart, relative to the larger one.
-        atol: how far they may be apart besides.
-        tolerances: an ``rtol`` by pattern; the first pattern that is found in a key decides.
-        only: a pattern, or several, of which one has to be found in a key; what is not compared by itself is then compared too.
-        ignore: a pattern, or several, of which none may be found in it.
-        rename: by pattern in the names of modules and parameters of ``a``, what stands in its place in ``b``, as for ``re.sub``.
-        first, last: compare the steps from and to these only.
-        strict: what only one of the runs has, be it a step, a tensor or a value, counts too.
+        rtol: tolerated difference relative to the larger value.
+        atol: tolerated absolute difference, added to that.
+        tolerances: an ``rtol`` by pattern; the first pattern found in a key decides.
+        only: one or several patterns; only keys with one of them are compared, including those that are not compared by default.
+        ignore: one or several patterns; keys with one of them are not compared.
+        rename: by pattern in the names of modules and parameters of ``a``, its replacement in ``b``, as for ``re.sub``.
+        first, last: compare only steps from and to these.
+        strict: whether a step, tensor or value that only one run has counts as a divergence.
         progress: whether to show a bar (if tqdm is installed); by default if stderr is a terminal.
 
     Raises:
@@ -97,25 +103,24 @@ def _diff(
     with ProgressBar(len(common), "diff", "step", progress) as bar:
         scan = comparison.scan(common, bar.advance)
     began, last = scan.onset, scan.steps[-1]
-    onset, words = (None, "") if began is None else comparison.onset(began, scan.steps)
+    onset, meaning = (None, "") if began is None else comparison.onset(began, scan.steps)
     if onset is not None:
         missing, comes_first = comparison.missing(onset, scan.gaps)
-        words = (
-            f"{missing} What differs follows from that, or has the same cause." if comes_first else f"{words} {missing}".strip()
-        )
-    partings, remark = ([], "") if scan.first is None else comparison.partings(scan.first)
+        because = "The differences follow from that, or have the same cause."
+        meaning = f"{missing} {because}" if comes_first else f"{meaning} {missing}".strip()
+    divergences, remark = ([], "") if scan.first is None else comparison.divergences(scan.first)
     return Difference(
         runs=names,
         steps=tuple(scan.steps),
-        first=partings[0] if partings else None,
-        partings=tuple(partings),
+        first=divergences[0] if divergences else None,
+        divergences=tuple(divergences),
         stages=comparison.stages(last),
         onset=onset,
-        reading=" ".join(filter(None, (words, remark))),
+        interpretation=" ".join(filter(None, (meaning, remark))),
         largest=comparison.largest(scan.largest[1]) if scan.largest[0] else None,
-        growth={} if began is None else comparison.growth(_told(common, began, last)),
-        alone=alone(left, right, rules, steps, scan.gaps),
-        skipped=() if rules.only else tuple(format_key(key) for key in left.scalars if rules.leaves_out(key)),
+        growth={} if began is None else comparison.growth(_growth_steps(common, began, last)),
+        unmatched=find_unmatched(left, right, rules, steps, scan.gaps),
+        not_compared=() if rules.only else tuple(format_key(key) for key in left.scalars if rules.leaves_out(key)),
         tags={} if began is None else _tags(left, right, began),
         strict=strict,
     )
@@ -131,11 +136,11 @@ def _opened(run: Run | str | os.PathLike[str]) -> Iterator[Run]:
 
 
 def _span(steps: Sequence[int]) -> str:
-    return f"{len(steps)} steps from {steps[0]} to {steps[-1]}" if steps else "none that was asked for"
+    return f"{len(steps)} steps from {steps[0]} to {steps[-1]}" if steps else "none of the selected ones"
 
 
-def _told(common: Sequence[int], onset: int, last: int) -> list[int]:
-    """Some steps from the onset of a difference on: those that come so many steps later, the first too far apart, and the last one."""
+def _growth_steps(common: Sequence[int], onset: int, last: int) -> list[int]:
+    """Some steps from the onset on: at increasing distances, and the last compared and the last common one."""
     begin = bisect_left(common, onset)
     later = [common[begin + number] for number in _LATER if begin + number < len(common)]
     chosen = {onset, last, common[-1]}
@@ -144,10 +149,10 @@ def _told(common: Sequence[int], onset: int, last: int) -> list[int]:
     return sorted(chosen.union(later[number * len(later) // len(evenly)] for number in evenly))
 
 
-def _alike(a: Any, b: Any) -> bool:
+def _equal(a: Any, b: Any) -> bool:
     return bool(a == b) or (a != a and b != b)  # NaN is NaN
 
 
 def _tags(left: Run, right: Run, step: int) -> dict[str, tuple[Any, Any]]:
     own, others = (run.context(step).get("tags", {}) for run in (left, right))
-    return {name: (own[name], others[name]) for name in own if name in others and not _alike(own[name], others[name])}
+    return {name: (own[name], others[name]) for name in own if name in others and not _equal(own[name], others[name])}

@@ -1,4 +1,4 @@
-"""Two sheets over each other: which columns belong together, how far their values are apart, and whether that is too far."""
+"""Two sheets of values: which columns correspond, how much their values differ, and whether that exceeds the tolerance."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from ...runs.value_matrix import ValueMatrix
 from ...runs.window import COUNT
 from .rules import Rules
 
-#: A value that may be close to zero because it is a difference, or a count of few, is judged by a share of one that is not.
+#: A value that may be close to zero because it is a difference, or a count of few, is compared relative to a share of another
+#: metric.
 _BESIDE = {"mean": ("rms", 1.0), "std": ("rms", 1e-2), "zeros": (COUNT, 1.0), "grad_mean": ("grad_std", 1.0)}
-#: Shares, cosines, scores, entropies and logits have a unit of their own.
+#: Shares, cosines, scores, entropies and logits are compared relative to 1.
 _OF_UNIT_ONE = frozenset({"sparsity", "grad_sparsity", "grad_momentum_cosine", "clipped_share", "spike_score"})
 _SOURCES_OF_UNIT_ONE = frozenset({*n.ATTENTION_SOURCES.values(), n.SPIKE_SCORE})
-#: Metrics of elements close to zero, of which so many may come to lie on the other side of eps by rounding alone.
+#: Metrics of near-zero elements. Rounding may move this many of them across the threshold.
 _OF_ELEMENTS, _STRAY = ("sparsity", "zeros"), 2.0
 
 
-class _Measures(NamedTuple):
-    """Columns that are judged by more than their own size.
+class _Scales(NamedTuple):
+    """Columns that are compared relative to more than their own size.
 
     Attributes:
         columns: their numbers, among those compared.
-        left, right: the numbers of the columns of the two sheets that are such a measure.
-        share: which share of it; 0 for none.
-        unit: they are judged relative to this at least.
+        left, right: the columns of the two sheets that give the scale.
+        share: the factor of that scale; 0 for none.
+        unit: the smallest scale.
     """
 
     columns: Tensor
@@ -41,7 +42,7 @@ class _Measures(NamedTuple):
     unit: Tensor
 
     def of(self, left: ValueMatrix, right: ValueMatrix) -> Tensor:
-        """The measures ``[steps, columns]``."""
+        """The scales ``[steps, columns]``."""
         size = torch.maximum(left.values[:, self.left].abs(), right.values[:, self.right].abs())
         return torch.maximum(size.nan_to_num_(0.0, posinf=0.0) * self.share, self.unit)
 
@@ -52,11 +53,11 @@ class Pairing:
 
     Attributes:
         keys: in the first run.
-        others: what they are called in the second.
+        others: the corresponding keys in the second.
         left, right: the numbers of the columns.
-        rtol: the tolerance of each.
-        floors: those that may be close to zero.
-        elements: those that tell of single elements, and the number of all elements.
+        rtol: tolerance of each.
+        floors: the scales of those that may be close to zero.
+        elements: those that count single elements, and the number of all elements.
     """
 
     keys: tuple[Key, ...]
@@ -64,8 +65,8 @@ class Pairing:
     left: tuple[int, ...]
     right: tuple[int, ...]
     rtol: Tensor
-    floors: _Measures
-    elements: _Measures
+    floors: _Scales
+    elements: _Scales
 
     @classmethod
     def of(cls, left: Sequence[Key], right: Sequence[Key], rules: Rules) -> Pairing:
@@ -78,13 +79,13 @@ class Pairing:
         ]
         keys, others = tuple(key for key, _, _ in found), tuple(other for _, other, _ in found)
 
-        def measured(wanted: Mapping[int, tuple[str, float, float]]) -> _Measures:
+        def measured(wanted: Mapping[int, tuple[str, float, float]]) -> _Scales:
             rows = []
             for row, (metric, share, unit) in wanted.items():
                 at = [place.get(key._replace(metric=metric)) for place, key in zip(places, (keys[row], others[row]), strict=True)]
                 rows.append((row, at[0] or 0, at[1] or 0, 0.0 if None in at else share, unit))
             columns = list(zip(*rows, strict=True)) if rows else [()] * 5
-            return _Measures(*map(_whole, columns[:3]), *map(_real, columns[3:]))
+            return _Scales(*map(_whole, columns[:3]), *map(_real, columns[3:]))
 
         return cls(
             keys,
@@ -97,7 +98,7 @@ class Pairing:
         )
 
     def stray(self, left: ValueMatrix, right: ValueMatrix) -> Tensor:
-        """How far apart metrics of single elements may be by rounding; nothing where the same bits are asked for."""
+        """The difference that rounding allows in metrics of single elements; 0 if equal bits are required."""
         columns = self.elements.columns
         whole = torch.tensor([self.keys[column].metric == "zeros" for column in columns.tolist()], dtype=torch.bool, device="cpu")
         per_element = torch.where(whole, 1.0, 1.0 / self.elements.of(left, right).clamp(min=1.0))
@@ -105,16 +106,16 @@ class Pairing:
 
 
 @dataclass(frozen=True)
-class Compared:
-    """Two sheets over each other; all tensors are ``[steps, pairs of columns]``.
+class SheetComparison:
+    """Two sheets compared; all tensors are ``[steps, pairs of columns]``.
 
     Attributes:
-        pairing: which columns.
+        pairing: of the columns.
         left, right: the values.
-        has_left, has_right: where there is one.
-        relative: how far they are apart, relative to the larger one; infinite where one of them is not finite.
-        differs: where they are apart at all.
-        parts: where they are too far apart.
+        has_left, has_right: where there is a value.
+        relative: difference relative to the larger value; infinite where one is not finite.
+        differs: where there is a difference.
+        diverges: where it exceeds the tolerance.
     """
 
     pairing: Pairing
@@ -124,33 +125,33 @@ class Compared:
     has_right: Tensor
     relative: Tensor
     differs: Tensor
-    parts: Tensor
+    diverges: Tensor
 
 
-def compare(left: ValueMatrix, right: ValueMatrix, pairing: Pairing, atol: float) -> Compared:
-    """Compare two sheets of the same steps. NaN is equal to NaN, and an infinite value to itself."""
+def compare(left: ValueMatrix, right: ValueMatrix, pairing: Pairing, atol: float) -> SheetComparison:
+    """Compare two sheets of the same steps. NaN equals NaN, and an infinite value equals itself."""
     left_part, right_part = left.columns(pairing.left), right.columns(pairing.right)
     a, b, has_a, has_b = left_part.values, right_part.values, left_part.there, right_part.there
-    gap = (a - b).abs_()  # NaN where either is, and between infinities of one sign
+    gap = (a - b).abs_()  # NaN where either is NaN, and between infinities of one sign
     scale = torch.maximum(a.abs(), b.abs())
     scale[:, pairing.floors.columns] = torch.maximum(scale[:, pairing.floors.columns], pairing.floors.of(left, right))
     allowed = scale * pairing.rtol + atol
     allowed[:, pairing.elements.columns] += pairing.stray(left, right)
     both = has_a & has_b
     differs = both & (gap != 0)
-    parts = differs & ~(gap <= allowed)
+    diverges = differs & ~(gap <= allowed)
     relative = torch.where(differs, gap.div_(scale), 0.0)
     if not bool(torch.where(both, scale, 0.0).isfinite().all()):
         equal = (a == b) | (a.isnan() & b.isnan())
         is_number = a.isfinite() & b.isfinite()
         differs = both & ~equal
-        parts = differs & (parts | ~is_number)
+        diverges = differs & (diverges | ~is_number)
         relative = torch.where(differs, torch.where(is_number, relative, torch.inf), 0.0)
-    return Compared(pairing, a, b, has_a, has_b, relative, differs, parts)
+    return SheetComparison(pairing, a, b, has_a, has_b, relative, differs, diverges)
 
 
 def _floor(key: Key) -> tuple[str, float, float]:
-    """The metric of which a share is a measure for this one, the share, and the unit; zeros where there is none."""
+    """The metric that gives the scale, its share, and the smallest scale; zeros without any."""
     is_of_one = key.metric in _OF_UNIT_ONE or key.source in _SOURCES_OF_UNIT_ONE
     return (*_BESIDE.get(key.metric, ("", 0.0)), 1.0 if is_of_one else 0.0)
 

@@ -1,4 +1,4 @@
-"""What a comparison of two runs says."""
+"""The result of comparing two runs, as data."""
 
 from __future__ import annotations
 
@@ -8,23 +8,21 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ...core.json_numbers import strict
-from .text import told
 
 
 @dataclass(frozen=True)
-class Parting:
-    """A value that is not the same in both runs.
+class Divergence:
+    """A value that differs between the runs.
 
     Attributes:
-        step: when.
-        key: which, in the first run.
-        other: what it is called in the second.
-        stage: what it is in a step, such as ``parameters``, ``activations`` or ``updates``.
-        a: its value in the first run.
-        b: its value in the second.
-        relative: how far they are apart, relative to the larger one; a mean relative to the root mean square, and so on.
-        rtol: how far they might have been.
-        metrics: so many metrics of the same tensor part.
+        step: number of the step.
+        key: of the value in the first run.
+        other: its key in the second run.
+        stage: of the step, such as ``parameters``, ``activations`` or ``updates``.
+        a, b: the value in the first and in the second run.
+        relative: the difference relative to the larger value; that of a mean relative to the root mean square, and so on.
+        rtol: the tolerated difference.
+        metrics: how many metrics of the same tensor diverge.
     """
 
     step: int
@@ -37,18 +35,14 @@ class Parting:
     rtol: float
     metrics: int = 1
 
-    def to_dict(self) -> dict[str, Any]:
-        """All of it."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
-class Stage:
-    """How many of the tensors and of the other values of a stage part in one step.
+class StageCounts:
+    """How many tensors and other values of a stage diverge in one step.
 
     Attributes:
-        tensors, values: so many were compared.
-        tensors_part, values_part: so many of them part.
+        tensors, values: how many were compared.
+        tensors_part, values_part: how many of them diverge.
         largest: the largest relative difference.
     """
 
@@ -60,13 +54,13 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Lone:
-    """What one of the runs has alone.
+class Unmatched:
+    """What only one of the runs has.
 
     Attributes:
         steps: numbers of steps.
-        keys: whole-model values and values that were logged, and tensors as ``source/name``.
-        gaps: by key or tensor that both have in other steps, in how many of the compared steps this run has it alone, and the first.
+        keys: whole-model and logged values by key, and tensors as ``source/name``.
+        gaps: by key or tensor that both runs have in other steps, in how many compared steps only this run has it, and the first.
     """
 
     steps: tuple[int, ...] = ()
@@ -78,76 +72,72 @@ class Lone:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """Where two runs part.
+class ComparisonResult:
+    """Where two runs diverge.
 
     Attributes:
-        runs: what they are called.
-        steps: those that both have; they were compared in this order, up to the first in which the runs part.
-        first: where they part: of the first such step, the value that comes about first; None where they do not.
-        partings: all that part in that step, one for each tensor, in the order in which they come about.
-        stages: by name, what was compared in that step; in the last one where nothing parts.
-        onset: the first difference of any size; None where there is none in the steps that were compared.
-        reading: what it points to, in words; empty where nothing differs.
-        largest: the largest relative difference that is within the tolerance, before the runs part.
-        growth: by key of a whole-model value, how far the runs are apart in some steps from the onset on.
-        alone: what only the first run has, and what only the second.
-        skipped: values that were not compared: those of clocks, and where the runs have not the same steps, those that follow from the
-            steps before.
-        tags: those of the step of the onset that are not the same in both runs.
-        strict: whether what one of the runs has alone counts.
+        runs: their names.
+        steps: the common steps that were compared, in this order, up to the first divergence.
+        first: of the first step that diverges, the value that is computed first; None without a divergence.
+        divergences: all divergent values of that step, one for each tensor, in the order of computation.
+        stages: what was compared in that step, or in the last one without a divergence.
+        onset: the first difference of any size in the compared steps; None without any.
+        interpretation: what the onset points to; empty without a difference.
+        largest: the largest relative difference within the tolerance before the runs diverge.
+        growth: by key of a whole-model value, the difference in some steps from the onset on.
+        unmatched: what only the first run has, and what only the second.
+        not_compared: values left out: those of clocks, and, if the runs have different steps, those that follow from earlier steps.
+        tags: tags of the onset's step that differ.
+        strict: whether unmatched values count as a divergence.
     """
 
     runs: tuple[str, str]
     steps: tuple[int, ...]
-    first: Parting | None
-    partings: tuple[Parting, ...]
-    stages: Mapping[str, Stage]
-    onset: Parting | None
-    reading: str
-    largest: Parting | None
+    first: Divergence | None
+    divergences: tuple[Divergence, ...]
+    stages: Mapping[str, StageCounts]
+    onset: Divergence | None
+    interpretation: str
+    largest: Divergence | None
     growth: Mapping[str, Mapping[int, float]]
-    alone: tuple[Lone, Lone]
-    skipped: tuple[str, ...] = ()
+    unmatched: tuple[Unmatched, Unmatched]
+    not_compared: tuple[str, ...] = ()
     tags: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     strict: bool = False
 
     @property
-    def parts(self) -> bool:
-        """Whether the runs part; if ``strict``, also whether one of them has anything alone."""
-        return self.first is not None or (self.strict and any(self.alone))
+    def diverges(self) -> bool:
+        """Whether the runs diverge; if ``strict``, also whether one of them has unmatched values."""
+        return self.first is not None or (self.strict and any(self.unmatched))
 
     @property
     def exit_code(self) -> int:
-        """For CI: 0 if they are the same within the tolerance, 1 otherwise."""
-        return int(self.parts)
-
-    def __str__(self) -> str:
-        return told(self)
+        """For CI: 0 if the runs are equal within the tolerance, 1 otherwise."""
+        return int(self.diverges)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, for JSON: numbers that are not finite are strings, as a :class:`JsonlSink` writes them."""
+        """The result for JSON; numbers that are not finite are strings, as in a :class:`JsonlSink`."""
         found = {
             "runs": list(self.runs),
-            "parts": self.parts,
+            "parts": self.diverges,
             "strict": self.strict,
             "steps": {"compared": len(self.steps), "first": self.steps[0], "last": self.steps[-1]},
-            "first": self.first and self.first.to_dict(),
-            "partings": [parting.to_dict() for parting in self.partings],
+            "first": self.first and asdict(self.first),
+            "partings": [asdict(divergence) for divergence in self.divergences],
             "stages": {name: asdict(stage) for name, stage in self.stages.items()},
-            "onset": self.onset and self.onset.to_dict(),
-            "reading": self.reading,
-            "largest_within_tolerance": self.largest and self.largest.to_dict(),
+            "onset": self.onset and asdict(self.onset),
+            "reading": self.interpretation,
+            "largest_within_tolerance": self.largest and asdict(self.largest),
             "growth": {key: {str(step): v for step, v in values.items()} for key, values in self.growth.items()},
             "alone": [
-                {"steps": list(lone.steps), "keys": list(lone.keys), "gaps": {k: list(v) for k, v in lone.gaps.items()}}
-                for lone in self.alone
+                {"steps": list(own.steps), "keys": list(own.keys), "gaps": {k: list(v) for k, v in own.gaps.items()}}
+                for own in self.unmatched
             ],
-            "not_compared": list(self.skipped),
+            "not_compared": list(self.not_compared),
             "tags": {name: list(values) for name, values in self.tags.items()},
         }
         return {name: strict(value) for name, value in found.items()}
 
     def to_json(self) -> str:
-        """The same as text."""
+        """The result as JSON text."""
         return json.dumps(self.to_dict(), indent=1, allow_nan=False, default=str)

@@ -1,4 +1,4 @@
-"""Which values of two runs are compared, under which names, and how far they may be apart."""
+"""Which values of two runs are compared, under which names, and with which tolerances."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ...core.errors import display
 from ...core.keys import Key, compile_pattern, format_key
 from ...core.loss_keys import is_loss
 
-#: Words of names by which clocks, speeds and memory are known: they differ from run to run whatever the numbers do.
+#: Words in the names of clocks, speeds and memory, which differ from run to run.
 _CLOCKS = frozenset(
     {"time", "second", "seconds", "secs", "sec", "ms", "elapsed", "eta", "duration", "latency", "timestamp", "walltime"}
     | {"throughput", "speed", "fps", "mfu", "tflops", "flops", "memory", "mem", "overhead"}
 )
-#: What detectors, counters and windows of steps give.
+#: Values that follow from earlier steps.
 _WITH_MEMORY = frozenset({"spike_score", "clipped_share", "steps_not_applied", "steps_skipped", "clip_limit", "dead"})
 Patterns = str | re.Pattern[str] | Sequence[str | re.Pattern[str]]
 
@@ -28,13 +28,13 @@ class Rules:
     """How two runs are compared.
 
     Attributes:
-        rtol: how far two values may be apart, relative to the larger one.
-        atol: how far they may be apart besides.
-        tolerances: patterns with an ``rtol`` of their own; the first that is found in a key decides.
-        only: patterns of which one has to be found in a key; without any, all keys are compared but those of clocks.
-        ignore: patterns of which none may be found in it.
-        rename: patterns in the names of the first run's tensors, with what stands in their place in the second.
-        with_memory: compare values that follow from the steps before, too; runs with other steps before have others.
+        rtol: tolerated difference relative to the larger value.
+        atol: tolerated absolute difference, added to that.
+        tolerances: patterns with their own ``rtol``; the first one found in a key decides.
+        only: patterns of which a key must have one; without any, all keys but those of clocks are compared.
+        ignore: patterns of which a key must have none.
+        rename: patterns in the names of the first run's tensors, with their replacements in the second.
+        with_memory: whether to compare values that follow from earlier steps, which differ if the runs have other earlier steps.
     """
 
     rtol: float = 1e-5
@@ -55,10 +55,10 @@ class Rules:
         ignore: Patterns | None,
         rename: Mapping[str, str] | None,
     ) -> Rules:
-        """Check what a user gives.
+        """Check the arguments of a user.
 
         Raises:
-            TypeError, ValueError: it cannot be used, with the value and the remedy.
+            TypeError, ValueError: with the value and the remedy.
         """
         own = _mapping("tolerances", tolerances, "{'update/': 1e-3}")
         new = _mapping("rename", rename, "{'^encoder': 'enc'}")
@@ -72,7 +72,7 @@ class Rules:
         )
 
     def renamed(self, key: Key) -> Key:
-        """The key that a value of the first run has in the second."""
+        """The key in the second run of a value of the first run."""
         if key.source not in n.TENSOR_SOURCES and key.source not in n.NAME_SOURCES:
             return key
         name = key.name
@@ -81,7 +81,7 @@ class Rules:
         return key if name == key.name else key._replace(name=name)
 
     def tolerance(self, key: Key, other: Key) -> float | None:
-        """The relative tolerance for ``key``, which is ``other`` in the second run; None where it is not compared."""
+        """The relative tolerance for ``key``, which is ``other`` in the second run; None if it is not compared."""
         texts = {format_key(key), format_key(other)}
         if (not _found(self.only, texts) if self.only else self.leaves_out(key)) or _found(self.ignore, texts):
             return None
@@ -92,14 +92,14 @@ class Rules:
         return is_clock(key) or (has_memory(key) and not self.with_memory)
 
     def check_use(self, keys: Iterable[str], names: Iterable[str]) -> None:
-        """A pattern that matches nothing is a slip of the pen, by which a comparison would pass.
+        """Refuse a pattern that matches nothing: after a typo, a comparison would pass.
 
         Args:
             keys: of both runs.
-            names: of tensors of the first.
+            names: of tensors of the first run.
 
         Raises:
-            ValueError: one is found in none of the keys, or of the names.
+            ValueError: a pattern is found in none of the keys, or names.
         """
         for argument, patterns, texts in (
             ("only", self.only, list(keys)),
@@ -109,28 +109,28 @@ class Rules:
         ):
             for pattern in patterns:
                 if not any(map(pattern.search, texts)):
-                    like = f", which are such as {texts[0]!r}" if texts else ""
+                    like = f"; one of them is {texts[0]!r}" if texts else ""
                     what = "name of a tensor of the first run" if argument == "rename" else "key of the two runs"
-                    raise ValueError(f"{argument}: {pattern.pattern!r} is found in no {what}{like}")
+                    raise ValueError(f"{argument}: {pattern.pattern!r} matches no {what}{like}")
 
 
 def renamer(rename: Mapping[str, str] | None) -> Callable[[str], str]:
-    """What a tensor or module of the first run is called in the second.
+    """The function from the name of a tensor or module in the first run to that in the second.
 
     Raises:
-        TypeError, ValueError: it cannot be used, see :meth:`Rules.of`.
+        TypeError, ValueError: ``rename`` is wrong, see :meth:`Rules.of`.
     """
     rules = Rules.of(0.0, 0.0, None, None, None, rename)
     return lambda name: rules.renamed(Key(n.PARAMETER, name, "")).name
 
 
 def has_memory(key: Key) -> bool:
-    """Whether a value follows from the monitored steps before as well."""
+    """Whether a value follows from earlier monitored steps as well."""
     return key.source == n.SPIKE_SCORE or key.metric in _WITH_MEMORY
 
 
 def is_clock(key: Key) -> bool:
-    """Whether a value tells of time, speed or memory.
+    """Whether a value is a time, a speed or an amount of memory.
 
     >>> is_clock(Key("", "tokens_per_sec", "")), is_clock(Key("", "timestep_loss", "")), is_clock(Key("gradmon", "", "overhead_pct"))
     (True, False, True)
@@ -170,9 +170,9 @@ def _mapping(argument: str, given: Mapping[str, Any] | None, example: str) -> Ma
 
 def _replacement(pattern: str, place: str) -> str:
     if not isinstance(place, str):
-        raise TypeError(f"rename[{pattern!r}] must be what stands in its place (str), got {display(place)}")
+        raise TypeError(f"rename[{pattern!r}] must be its replacement (str), got {display(place)}")
     try:
         compile_pattern(pattern, "rename").sub(place, "")
     except (re.error, IndexError) as error:
-        raise ValueError(f"rename: {place!r} cannot stand in the place of {pattern!r}: {error}") from error
+        raise ValueError(f"rename: {place!r} cannot replace {pattern!r}: {error}") from error
     return place

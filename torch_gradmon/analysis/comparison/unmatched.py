@@ -10,26 +10,26 @@ from ...core.keys import Key, format_key
 from ...core.moments import VIEWS
 from ...runs.window import COUNT
 from .causal_order import FACTS
-from .result import Lone
+from .result import Unmatched
 from .rules import Rules
 
-#: By key or tensor, in how many steps a run has it alone, and the first of them.
+#: By key or tensor, in how many steps only this run has it, and the first of them.
 Gaps = dict[Key, tuple[int, int]]
 #: Steps that are read at once.
-_TOGETHER = 128
+_AT_ONCE = 128
 
 
 def check_use(left: Run, right: Run, rules: Rules) -> None:
-    """Every pattern has to be found somewhere, the runs must have something in common, and no two names may become one.
+    """Refuse rules of which a part has no effect.
 
     Raises:
-        ValueError: one of these is not so.
+        ValueError: a pattern matches nothing, two names become one, or nothing in common is compared.
     """
     rules.check_use(
         (*left.keys(), *right.keys(), *map(format_key, FACTS)),
-        dict.fromkeys(key.name for key in things(left) if key.source and key.name),
+        dict.fromkeys(key.name for key in compared_items(left) if key.source and key.name),
     )
-    own, others = list(things(left)), set(things(right))
+    own, others = list(compared_items(left)), set(compared_items(right))
     taken: dict[Key, Key] = {}
     for key in own:
         first = taken.setdefault(rules.renamed(key), key)
@@ -38,22 +38,22 @@ def check_use(left: Run, right: Run, rules: Rules) -> None:
             raise ValueError(f"rename: {first.name!r} and {key.name!r} would both be called {new!r}; give a narrower pattern")
     common = {other: key for other, key in taken.items() if other in others}
     if not common:
-        hint = "" if rules.rename else "; rename= (--rename) tells which names are not the same"
+        hint = "" if rules.rename else "; rename= (--rename) maps the names that differ"
         raise ValueError(f"the runs have no tensor and no value in common{hint}")
     if not any(_is_compared(key, other, rules) for other, key in (*common.items(), *((fact, fact) for fact in FACTS))):
-        raise ValueError("of what the runs have in common nothing is to be compared")
+        raise ValueError("only= and ignore= leave out all that the runs have in common")
 
 
-def alone(
+def find_unmatched(
     left: Run, right: Run, rules: Rules, steps: tuple[Sequence[int], Sequence[int]], gaps: tuple[Gaps, Gaps]
-) -> tuple[Lone, Lone]:
+) -> tuple[Unmatched, Unmatched]:
     """For each run the steps, tensors and values that the other one lacks."""
-    own = {rules.renamed(key): key for key in things(left)}
-    others = {key: key for key in things(right)}
+    own = {rules.renamed(key): key for key in compared_items(left)}
+    others = {key: key for key in compared_items(right)}
     by_name = [{format_key(key): value for key, value in found.items()} for found in gaps]
     return (
-        Lone(_less(steps[0], steps[1]), tuple(_lacking(own, others, rules, _present(left, steps[0]))), by_name[0]),
-        Lone(_less(steps[1], steps[0]), tuple(_lacking(others, own, rules, _present(right, steps[1]))), by_name[1]),
+        Unmatched(_less(steps[0], steps[1]), tuple(_lacking(own, others, rules, _present(left, steps[0]))), by_name[0]),
+        Unmatched(_less(steps[1], steps[0]), tuple(_lacking(others, own, rules, _present(right, steps[1]))), by_name[1]),
     )
 
 
@@ -64,15 +64,15 @@ def _lacking(own: Mapping[Key, Key], others: Mapping[Key, Key], rules: Rules, pr
 
 
 def _present(run: Run, steps: Sequence[int]) -> Container[Key | None]:
-    """Which of :func:`things` a run has in these steps."""
+    """Which of :func:`compared_items` a run has in these steps."""
     if len(steps) == len(run.steps):
-        return set(things(run))
+        return set(compared_items(run))
     found: set[Key | None] = set()
-    for at in range(0, len(steps), _TOGETHER):
-        window = run.window(steps[at : at + _TOGETHER])
+    for at in range(0, len(steps), _AT_ONCE):
+        window = run.window(steps[at : at + _AT_ONCE])
         for sheet in (*map(window.sheet, window.sources), window.others):
             is_there = sheet.there.any(0).tolist()
-            found |= {thing_of(key) for key, there in zip(sheet.keys, is_there, strict=True) if there}
+            found |= {item_of(key) for key, there in zip(sheet.keys, is_there, strict=True) if there}
     return found
 
 
@@ -80,16 +80,17 @@ def _less(steps: Sequence[int], others: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(set(steps).difference(others)))
 
 
-def things(run: Run) -> Iterator[Key]:
-    """Tensors, without a metric, and the keys of all that is no built-in statistic of them."""
+def compared_items(run: Run) -> Iterator[Key]:
+    """Tensors, without a metric, and the keys of all other values."""
     for source in run.sources:
         yield from (Key(source, name, "") for name in run.tensors(source))
     yield from run.scalars
 
 
-def thing_of(key: Key) -> Key | None:
-    """What of :func:`things` a value is of. None for a built-in statistic of a tensor, of which the count stands for all: some may be
-    measured less often than others.
+def item_of(key: Key) -> Key | None:
+    """The item of :func:`compared_items` that a value belongs to; None for a built-in statistic of a tensor other than its count.
+
+    The count stands for all statistics, because others may be measured less often.
     """
     if key.source not in n.TENSOR_SOURCES or key.metric not in (*VIEWS, COUNT):
         return key

@@ -1,4 +1,4 @@
-"""What is wrong with a training, where, and what to do: rules over the records of a run."""
+"""Rules over the records of a run: what is wrong with a training, where, and what to do."""
 
 from .findings import Diagnosis, Finding
 

@@ -1,4 +1,4 @@
-"""What may follow from what: one cause brings many signs, and a reader wants the cause."""
+"""Which findings may be consequences of which, so that the text can show the cause first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ATTENTION = frozenset({"attention-entropy-collapse", "attention-logit-growth"})
 _DEPTH = frozenset({"vanishing-gradients", "exploding-gradients"})
 _RATES = frozenset({"learning-rate-high", "update-ratio-high"})
 
-#: By rule, the rules whose findings are signs of it where both are found. Only what is ranked below its cause is told so.
+#: By rule, the rules whose findings may be its consequences. Only findings that rank below their cause are shown as such.
 CONSEQUENCES: Mapping[str, frozenset[str]] = {
     "missing-zero-grad": _DISORDER | _UNITS | _ATTENTION | _RATES | {"always-clipped"},
     "stepped-twice": _DISORDER | _UNITS | _ATTENTION | _RATES,

@@ -1,4 +1,4 @@
-"""All rules over one history."""
+"""All rules applied to one history."""
 
 from __future__ import annotations
 
@@ -6,68 +6,68 @@ import os
 from collections.abc import Callable
 
 from ...analysis.run import load_run
-from .findings import Diagnosis, Finding, Unseen
+from .findings import Diagnosis, Finding, NotMeasured
 from .history import History
-from .rules.attention import attending
-from .rules.clipping import clips
-from .rules.depth import depth
-from .rules.learning_rate import rates
-from .rules.loop import loop
-from .rules.loss import losses
-from .rules.nonfinite import nonfinite
-from .rules.precision import precision
-from .rules.spikes import spikes
-from .rules.units import units
-from .rules.unused_parameters import reach
-from .rules.weights import weights
+from .rules.attention import check_attention
+from .rules.clipping import check_clipping
+from .rules.depth import check_depth
+from .rules.learning_rate import check_learning_rate
+from .rules.loop import check_loop
+from .rules.loss import check_loss
+from .rules.nonfinite import check_nonfinite
+from .rules.precision import check_precision
+from .rules.spikes import check_spikes
+from .rules.units import check_units
+from .rules.unused_parameters import check_unused_parameters
+from .rules.weights import check_weights
 
 Rule = Callable[[History], list[Finding]]
 
 
 #: By theme; a theme may have several slugs.
 RULES: dict[str, Rule] = {
-    "loop": loop,
-    "non-finite": nonfinite,
-    "depth": depth,
-    "reach": reach,
-    "precision": precision,
-    "units": units,
-    "clipping": clips,
-    "rates": rates,
-    "attention": attending,
-    "weights": weights,
-    "loss": losses,
-    "spikes": spikes,
+    "loop": check_loop,
+    "non-finite": check_nonfinite,
+    "depth": check_depth,
+    "reach": check_unused_parameters,
+    "precision": check_precision,
+    "units": check_units,
+    "clipping": check_clipping,
+    "rates": check_learning_rate,
+    "attention": check_attention,
+    "weights": check_weights,
+    "loss": check_loss,
+    "spikes": check_spikes,
 }
 
-#: What comes after the first NaN follows from it, and says nothing to the other rules.
-_OF_ALL = {loop, nonfinite}
+#: Rules for the whole run. The others see only the part before the first NaN, because the rest follows from it.
+_OF_WHOLE_RUN = {check_loop, check_nonfinite}
 
 
-def diagnosed(history: History) -> Diagnosis:
-    """What all rules find. A rule that fails is named among those that saw nothing: a diagnosis never fails for one."""
+def diagnose_history(history: History) -> Diagnosis:
+    """The findings of all rules. A rule that fails is listed among those that could not judge: a diagnosis never fails."""
     if not history.records:
-        return Diagnosis.of(loop(history), None, {})
+        return Diagnosis.of(check_loop(history), None, {})
     findings: list[Finding] = []
     unseen: dict[str, str] = {}
-    sound = history.sound()
+    finite = history.before_nonfinite()
     for name, rule in RULES.items():
         try:
-            findings += rule(history if rule in _OF_ALL else sound)
-        except Unseen as reason:
+            findings += rule(history if rule in _OF_WHOLE_RUN else finite)
+        except NotMeasured as reason:
             unseen[name] = str(reason)
-        except Exception as error:  # a defect of ours
+        except Exception as error:  # a bug in the rule
             unseen[name] = f"the rule failed: {type(error).__name__}: {error}"
     return Diagnosis.of(findings, history.span, unseen)
 
 
 def diagnose(path: str | os.PathLike[str]) -> Diagnosis:
-    """What is wrong with the run in the directory ``path``, which may have ended, go on, or have been killed.
+    """Find what is wrong with the run in the directory ``path``; the run may have ended, still go on, or have been killed.
 
-    At most some hundred steps of a long run are looked at: both ends, those around spikes, and an even choice between.
+    At most 400 steps of a long run are looked at: both ends, those around spikes, and evenly spaced ones.
 
     Raises:
         FileNotFoundError: there is no run in it.
         ValueError: its file is not one of ours.
     """
-    return diagnosed(History.of_run(load_run(path)))
+    return diagnose_history(History.of_run(load_run(path)))

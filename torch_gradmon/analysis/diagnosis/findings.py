@@ -1,40 +1,42 @@
-"""What a diagnosis says, and how it says it."""
+"""The findings of a diagnosis, as data and as text."""
 
 from __future__ import annotations
 
 import json
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ...core.formatting import listed, step_range
 from ...core.records import Severity
 from .causes import CONSEQUENCES
 
-#: From the gravest.
+#: The gravest first.
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
 _WIDTH = 100
-#: Findings of one rule that are told one by one; the rest is counted.
-_TOLD = 3
+#: Findings of one rule that the text shows; it counts the rest.
+_MOST_OF_RULE = 3
 
 
-class Unseen(Exception):
-    """A rule had nothing to judge by; the message says what would have to be measured."""
+class NotMeasured(Exception):
+    """A rule cannot judge; the message names what would have to be measured."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong, or worth knowing.
+    """A problem, or something worth knowing.
 
     Attributes:
-        rule: the slug of the rule that found it, such as ``vanishing-gradients``.
-        severity: ``error`` where the training cannot work so, ``warning`` where it works badly, ``info`` else.
-        where: the module or parameter; empty for the whole model.
-        steps: the first and the last step in which it was seen.
-        evidence: the numbers that it rests on, by what they are.
-        cause: what it is, in a sentence.
-        advice: what to change, in a sentence.
+        rule: slug of the rule, such as ``vanishing-gradients``.
+        severity: ``error`` if the training cannot work, ``warning`` if it works badly, otherwise ``info``.
+        where: module or parameter; empty for the whole model.
+        steps: the first and the last step with the problem.
+        evidence: named numbers.
+        cause: a sentence.
+        advice: a sentence on what to change.
         weight: orders findings of one severity; larger comes first.
     """
 
@@ -48,24 +50,18 @@ class Finding:
     weight: float = field(default=0.0, compare=False)
 
     def __str__(self) -> str:
-        return self.words()
+        return self.text()
 
-    def words(self, width: int = _WIDTH) -> str:
-        """A line with what and where, then why and what to do, wrapped at ``width``."""
-        first, last = self.steps
-        when = f"step {first}" if first == last else f"steps {first} to {last}"
+    def text(self, width: int = _WIDTH) -> str:
+        """A line with the rule and the place, then the cause and the advice, wrapped at ``width``."""
         place = f" in {self.where}" if self.where else ""
         numbers = ", ".join(f"{name} {_number(value)}" for name, value in self.evidence.items())
-        head = f"{self.severity.upper():8}{self.rule}{place} ({when})"
-        lines = [self.cause + (f" [{numbers}]" if numbers else ""), f"-> {self.advice}"]
-        body = "\n".join(
-            textwrap.fill(line, width, initial_indent=" " * 8, subsequent_indent=" " * (11 if line.startswith("->") else 8))
-            for line in lines
-        )
-        return f"{head}\n{body}"
+        head = f"{self.severity.upper():8}{self.rule}{place} ({step_range(*self.steps)})"
+        cause = _indented(self.cause + (f" [{numbers}]" if numbers else ""), width, 8)
+        return "\n".join([head, cause, _indented(f"-> {self.advice}", width, 11)])
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: numbers that are not finite are strings, as in the sinks."""
+        """The finding for JSON; numbers that are not finite are strings, as in the sinks."""
         found = asdict(self)
         del found["weight"]
         found["steps"] = list(self.steps)
@@ -73,23 +69,14 @@ class Finding:
         return found
 
 
-def also(names: Sequence[str]) -> str:
-    """The others in words, behind the first of ``names``, which the finding names itself."""
-    others = list(names[1:])
-    if not others:
-        return ""
-    told, more = others[:_TOLD], len(others) - _TOLD
-    return f" Also in {', '.join(told)}" + (f" and {more} more." if more > 0 else ".")
-
-
 @dataclass(frozen=True)
 class Diagnosis:
-    """Findings, the gravest first, and what could not be looked at.
+    """Ranked findings, and the rules that could not judge.
 
     Attributes:
-        findings: ranked.
-        steps: the first and the last step that were looked at; None where there was none.
-        unseen: for each rule that had nothing to judge by, why.
+        findings: the gravest first.
+        steps: the first and the last step that were looked at; None without any.
+        unseen: the reason of each rule that could not judge.
     """
 
     findings: tuple[Finding, ...]
@@ -98,13 +85,13 @@ class Diagnosis:
 
     @classmethod
     def of(cls, findings: Sequence[Finding], steps: tuple[int, int] | None, unseen: Mapping[str, str]) -> Diagnosis:
-        """Rank ``findings``: by severity, then by weight, then by the step in which they were first seen."""
+        """Rank ``findings`` by severity, then by weight, then by their first step."""
         ranked = sorted(findings, key=lambda finding: (SEVERITIES.index(finding.severity), -finding.weight, finding.steps))
         return cls(tuple(ranked), steps, dict(unseen))
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing graver than information was found."""
+        """Whether all findings are of severity ``info``."""
         return all(finding.severity == "info" for finding in self.findings)
 
     @property
@@ -112,46 +99,51 @@ class Diagnosis:
         """For CI: 0 if healthy, 1 otherwise."""
         return 0 if self.healthy else 1
 
-    def __str__(self) -> str:
-        return self.words()
-
-    def words(self, width: int = _WIDTH) -> str:
-        """All of it on about one screen, wrapped at ``width``."""
-        if self.steps is None and not self.findings:
-            return "\n".join(["Nothing to diagnose: no monitored step yet.", *self._not_judged(width)])
-        span = "a run without a monitored step" if self.steps is None else f"steps {self.steps[0]} to {self.steps[1]}"
-        if not self.findings:
-            return "\n".join([f"Nothing found in {span}.", *self._not_judged(width)])
-        counts = [(sum(f.severity == each for f in self.findings), each) for each in SEVERITIES]
-        head = ", ".join(f"{count} {_plural(each, count)}" for count, each in counts if count)
-        return "\n".join([f"{head} in {span}", "", *self._told(width), *self._not_judged(width)])
-
-    def _not_judged(self, width: int) -> list[str]:
-        if not self.unseen:
-            return []
-        words = "; ".join(f"{rule} ({why})" for rule, why in self.unseen.items())
-        return ["", textwrap.fill(f"Not judged: {words}", width, subsequent_indent=" " * 8)]
-
-    def _told(self, width: int) -> list[str]:
-        lines: list[str] = []
-        of_rule: dict[str, int] = {}
+    def grouped(self, most_of_rule: int | None = None) -> Iterator[tuple[Finding, list[Finding]]]:
+        """Each finding with its possible consequences, which are not repeated; at most ``most_of_rule`` findings of a rule."""
+        seen: Counter[str] = Counter()
         left = list(self.findings)
         while left:
             finding = left.pop(0)
-            of_rule[finding.rule] = of_rule.get(finding.rule, 0) + 1
-            if of_rule[finding.rule] > _TOLD:
-                continue
-            lines.append(finding.words(width))
-            signs = CONSEQUENCES.get(finding.rule, frozenset())
-            followers = [other for other in left if other.rule in signs and other.severity != "error"]
-            left = [other for other in left if other not in followers]
-            if followers:
-                lines.append(_following(followers, width))
-        rest = [f"{count - _TOLD} more of {rule}" for rule, count in of_rule.items() if count > _TOLD]
+            seen[finding.rule] += 1
+            if most_of_rule is None or seen[finding.rule] <= most_of_rule:
+                signs = CONSEQUENCES.get(finding.rule, frozenset())
+                consequences = [other for other in left if other.rule in signs and other.severity != "error"]
+                left = [other for other in left if other not in consequences]
+                yield finding, consequences
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, width: int = _WIDTH) -> str:
+        """The diagnosis on about one screen, wrapped at ``width``."""
+        span = "a run without a monitored step" if self.steps is None else f"steps {self.steps[0]} to {self.steps[1]}"
+        lines = self._findings(width)
+        if lines:
+            counts = Counter(finding.severity for finding in self.findings)
+            head = ", ".join(f"{counts[each]} {_plural(each, counts[each])}" for each in SEVERITIES if counts[each])
+            lines = [f"{head} in {span}", "", *lines]
+        else:
+            lines = [f"Nothing found in {span}." if self.steps else "Nothing to diagnose: no monitored step yet."]
+        if self.unseen:
+            reasons = "; ".join(f"{rule} ({why})" for rule, why in self.unseen.items())
+            lines += ["", textwrap.fill(f"Not judged: {reasons}", width, subsequent_indent=" " * 8)]
+        return "\n".join(lines)
+
+    def _findings(self, width: int) -> list[str]:
+        lines: list[str] = []
+        hidden = Counter(finding.rule for finding in self.findings)
+        for finding, consequences in self.grouped(_MOST_OF_RULE):
+            hidden.subtract(each.rule for each in (finding, *consequences))
+            lines.append(finding.text(width))
+            if consequences:
+                names = [f"{each.rule}{f' in {each.where}' if each.where else ''}" for each in consequences]
+                lines.append(_indented(f"Possible consequences: {listed(names, 2 * _MOST_OF_RULE)}.", width, 11))
+        rest = [f"{count} more of {rule}" for rule, count in hidden.items() if count]
         return [*lines, *([f"{'':8}and {', '.join(rest)}"] if rest else [])]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, for JSON."""
+        """The diagnosis for JSON."""
         return {
             "healthy": self.healthy,
             "steps": None if self.steps is None else list(self.steps),
@@ -160,16 +152,12 @@ class Diagnosis:
         }
 
     def to_json(self) -> str:
-        """The same as text."""
+        """The diagnosis as JSON text."""
         return json.dumps(self.to_dict(), indent=1, allow_nan=False)
 
 
-def _following(findings: Sequence[Finding], width: int) -> str:
-    """In a few lines, what may be a sign of the finding before."""
-    told = [f"{finding.rule}{f' in {finding.where}' if finding.where else ''}" for finding in findings[: 2 * _TOLD]]
-    more = len(findings) - len(told)
-    words = f"May come of it: {', '.join(told)}{f' and {more} more' if more else ''}."
-    return textwrap.fill(words, width, initial_indent=" " * 8, subsequent_indent=" " * 11)
+def _indented(text: str, width: int, hanging: int) -> str:
+    return textwrap.fill(text, width, initial_indent=" " * 8, subsequent_indent=" " * hanging)
 
 
 def _plural(severity: str, count: int) -> str:

@@ -1,4 +1,4 @@
-"""Whether a model learns: what most rules have to know before they call anything a fault."""
+"""Whether the model learns, which most rules need before they report a problem."""
 
 from __future__ import annotations
 
@@ -11,33 +11,34 @@ from ...core.records import Severity
 from .series import Series
 
 State = Literal["falls", "flat", "rises", "unknown"]
-#: So many losses make a trend.
+#: The fewest losses that have a trend.
 _FEWEST = 20
-#: What is compared with the last fifth: the first fifth, by ranks, and the first few, which is where a quick learner is still above.
+#: The last fifth is compared with the first fifth, by ranks, and with the first few losses, for models that learn quickly.
 _HEAD, _TAIL, _FEW = 0.2, 0.2, 5
-#: A shift counts from so many standard deviations of the rank sum on; losses of neighbouring steps are not independent,
+#: A shift counts from this many standard deviations of the rank sum; losses of neighbouring steps are not independent.
 _RANKS = 3.0
-#: the first few losses from so many standard deviations of the last fifth on,
+#: The first few losses count from this many standard deviations of the last fifth,
 _SPREADS = 6.0
-#: and either from such a share of the loss at the beginning on.
+#: and either comparison from this share of the loss at the beginning.
 _SHARE = 0.01
-#: Of a normal distribution, the standard deviation over the median absolute deviation.
+#: The standard deviation over the median absolute deviation, for a normal distribution.
 _OF_MAD = 1.4826
-#: What counts as having fallen, and where the later part begins, in which a loss that has not should still fall.
+#: The share that a loss has to fall, and the start of the later part, in which a loss that has not should still fall.
 _THIRD, _LATER = 1 / 3, 0.3
 
 
 @dataclass(frozen=True)
 class Learning:
-    """How the loss went.
+    """The trend of the loss.
 
     Attributes:
         state: ``unknown`` without enough losses.
-        first: the median of the losses at the beginning; NaN where unknown.
-        last: that of the last fifth.
-        has_fallen: whether it fell by a third at least, from its first value too if that is below the first few, or is negative.
-        is_stuck: whether it neither has fallen nor falls any more; False where that is not known, and where the run goes on with
-            one that was flat all the time: there may be nothing left to learn.
+        first: median loss at the beginning; NaN if unknown.
+        last: median of the last fifth.
+        has_fallen: whether it fell by a third at least, also from its first value if that is below the first few, or is negative.
+        is_stuck: whether it neither has fallen nor still falls. False if that is unknown, and for a resumed run whose loss was
+            flat
+            all the time: there may be nothing left to learn.
     """
 
     state: State
@@ -48,33 +49,34 @@ class Learning:
 
     @property
     def is_learning(self) -> bool:
-        """Whether the loss falls. One that is not known is not taken for a fault, nor for an excuse: this is False then."""
+        """Whether the loss falls; False if that is unknown."""
         return self.state == "falls"
 
     @property
     def concern(self) -> Severity:
-        """The severity of what is a fault only where the model does not learn."""
+        """The severity of a problem that matters only if the model does not learn."""
         return "warning" if self.is_stuck else "info"
 
 
-def learning(loss: Series, goes_on: bool = False) -> Learning:
-    """How the loss went; losses that are not finite are left out. ``goes_on``: the training did not begin here."""
+def learning(loss: Series, is_resumed: bool = False) -> Learning:
+    """The trend of the finite losses. ``is_resumed``: the training began earlier."""
     finite = loss.finite
     state, first, last = trend(finite)
     if state == "unknown":
         return Learning("unknown")
     from_ = min(first, finite.values[0])
     has_fallen = state == "falls" and not 0 < from_ * (1 - _THIRD) < last
-    is_at_rest = goes_on and state == "flat"
+    is_at_rest = is_resumed and state == "flat"
     is_stuck = not has_fallen and not is_at_rest and trend(finite.part(_LATER, 1.0))[0] != "falls"
     return Learning(state, first, last, has_fallen, is_stuck)
 
 
 def trend(finite: Series) -> tuple[State, float, float]:
-    """Where the losses went from the beginning to the end, against their own noise, and both medians.
+    """The trend of the losses against their own noise, and the medians of the beginning and the end.
 
-    The first and the last fifth are compared by their ranks (Mann and Whitney 1947, Ann. Math. Stat. 18, 50-60), which asks
-    nothing of the noise.
+    The first and the last fifth are compared by their ranks (Mann and Whitney 1947, Ann. Math. Stat. 18, 50-60), a test that
+    assumes
+    nothing about the noise.
     """
     if len(finite) < _FEWEST:
         return "unknown", math.nan, math.nan
@@ -91,7 +93,7 @@ def trend(finite: Series) -> tuple[State, float, float]:
 
 
 def spread(part: Series) -> float:
-    """The standard deviation of a part, as its median absolute deviation tells it; a straight trend within it is none."""
+    """The standard deviation of a part, from its median absolute deviation after subtracting a straight trend."""
     values = part.values
     third = max(len(values) // 3, 1)
     rise = Series(part.steps[-third:], values[-third:]).median - Series(part.steps[:third], values[:third]).median
@@ -101,7 +103,9 @@ def spread(part: Series) -> float:
 
 
 def rank_shift(before: Sequence[float], after: Sequence[float]) -> float:
-    """By how many standard deviations ``after`` ranks above ``before``: positive where it is larger. Ties have the mean of their ranks."""
+    """By how many standard deviations ``after`` ranks above ``before``; positive if it is larger. Ties have the mean of their
+    ranks.
+    """
     count, other = len(after), len(before)
     below = sum((a > b) + 0.5 * (a == b) for a in after for b in before)
     return (below - count * other / 2) / math.sqrt(count * other * (count + other + 1) / 12)

@@ -1,4 +1,4 @@
-"""What a training does already: it clips, scales its loss, warms up, skips spikes. Advice is to name nothing that is there."""
+"""What a training already does: clip, scale its loss, warm up, skip spikes. Advice must not recommend it again."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from .history import History
 from .series import Series, clip_bound
 
-#: A warm-up begins below that part of the largest learning rate.
+#: A warm-up starts below this share of the largest learning rate.
 _BEGINS = 0.5
 
 
 @dataclass(frozen=True)
 class Precautions:
-    """What is there.
+    """What the training already does.
 
     Attributes:
-        clips: whether the loop clips gradients, or changes them otherwise, between backward and step.
-        bound: to what norm they are clipped; None where clipped steps have none in common.
-        adaptive: whether a limit that follows the gradients clips them.
-        scale: the last scale of a GradScaler; None without one.
-        warm_up: steps in which the learning rate rises from the start; 0 where it does not.
-        raises: whether the learning rate ends above where it was in the middle.
-        groups: parameter groups, as far as learning rates tell; 1 where nothing is known.
+        clips: whether the loop clips gradients, or otherwise changes them, between backward and step.
+        bound: the norm to which they are clipped; None if clipped steps have none in common.
+        adaptive: whether the limit of the clip follows the gradients.
+        scale: last scale of a GradScaler; None without one.
+        warm_up: steps in which the learning rate rises from the start; 0 without a warm-up.
+        raises: whether the learning rate ends above its value in the middle.
+        groups: number of parameter groups according to the learning rates; 1 if unknown.
         skips: whether steps were skipped because of a spike.
     """
 
@@ -37,7 +37,7 @@ class Precautions:
 
     @classmethod
     def of(cls, history: History) -> Precautions:
-        """Those of a run, as its records have them."""
+        """Those of a run, from its records."""
         after = history.series("grad_norm_clipped")
         rates = _rates(history)
         scales = [scale for record in history.records if (scale := record.context.get("amp_scale")) is not None]
@@ -55,14 +55,13 @@ class Precautions:
 
     @property
     def warm_up_advice(self) -> str:
-        """As the end of a sentence that lowers the learning rate."""
-        return f"; the warm-up of {self.warm_up} steps does not suffice" if self.warm_up else "; add a warm-up"
+        """The end of a sentence that recommends a lower learning rate."""
+        return f"; the warm-up of {self.warm_up} steps is too short" if self.warm_up else "; add a warm-up"
 
 
 def _rates(history: History) -> Series:
     """The largest learning rate of each step that has one."""
-    pairs = [(record.step, float(max(rates))) for record in history.records if (rates := record.context.get("lr"))]
-    return Series(tuple(step for step, _ in pairs), tuple(rate for _, rate in pairs))
+    return Series.of((record.step, float(max(rates))) for record in history.records if (rates := record.context.get("lr")))
 
 
 def _warm_up(rates: Series) -> int:

@@ -1,4 +1,4 @@
-"""Values over steps: of one thing, and of many tensors."""
+"""Values over steps: of one quantity, and of many tensors."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ...core.moments import ALWAYS, VIEWS
+from ...core.records import StatsTable
+
 
 def lower_median(values: Iterable[float]) -> float:
-    """The value in the middle, of an even number the lower one; NaN without any."""
+    """The middle value, or the lower one of two; NaN without any."""
     ordered = sorted(values)
     return ordered[(len(ordered) - 1) // 2] if ordered else math.nan
 
@@ -27,8 +30,14 @@ class Series:
         values: of these steps; some may not be finite.
     """
 
-    steps: tuple[int, ...]
-    values: tuple[float, ...]
+    steps: tuple[int, ...] = ()
+    values: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[int, float]]) -> Series:
+        """A series of pairs of a step and its value, ascending by step."""
+        pairs = list(pairs)
+        return cls(tuple(step for step, _ in pairs), tuple(value for _, value in pairs))
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -36,8 +45,7 @@ class Series:
     @cached_property
     def finite(self) -> Series:
         """Without the values that are NaN or infinite."""
-        pairs = [(step, value) for step, value in zip(self.steps, self.values, strict=True) if math.isfinite(value)]
-        return Series(tuple(step for step, _ in pairs), tuple(value for _, value in pairs))
+        return Series.of((step, value) for step, value in zip(self.steps, self.values, strict=True) if math.isfinite(value))
 
     def since(self, step: int) -> Series:
         """From ``step`` on."""
@@ -45,13 +53,13 @@ class Series:
         return Series(self.steps[first:], self.values[first:])
 
     def part(self, first: float, last: float) -> Series:
-        """From one share of the series to another, such as ``part(0.75, 1)`` for its last quarter; at least one value, if it has any."""
+        """From one share of the series to another: ``part(0.75, 1)`` is its last quarter. At least one value, if it has any."""
         low = min(int(first * len(self)), max(len(self) - 1, 0))
         high = max(math.ceil(last * len(self)), low + 1)
         return Series(self.steps[low:high], self.values[low:high])
 
     def at(self, share: float) -> float:
-        """The value of the step that lies at a share of the way from the first one to the last one, or of the next that has one."""
+        """The value at a share of the way from the first step to the last, or of the next step that has one."""
         step = self.steps[0] + share * (self.steps[-1] - self.steps[0])
         return self.values[min(bisect_left(self.steps, step), len(self) - 1)]
 
@@ -62,7 +70,7 @@ class Series:
 
 
 def clip_bound(before: Series, after: Series) -> float | None:
-    """To what gradients are clipped: what the clipped steps have in common, if they have."""
+    """The norm to which gradients are clipped, if most clipped steps have it in common."""
     clipped = dict(zip(after.steps, after.values, strict=True))
     pairs = [(b, clipped[s]) for s, b in zip(before.steps, before.values, strict=True) if s in clipped]
     cut = [a for b, a in pairs if math.isfinite(b) and a < 0.999 * b]
@@ -78,18 +86,43 @@ class Matrix:
     Attributes:
         steps: ascending.
         names: of the tensors, in model order.
-        values: float64 ``[steps, tensors]``; NaN where a tensor has none, and where the value is NaN.
+        values: float64 ``[steps, tensors]``; NaN where a tensor has no value or its value is NaN.
     """
 
     steps: tuple[int, ...]
     names: tuple[str, ...]
     values: Tensor
 
+    @classmethod
+    def of_tables(cls, tables: Iterable[tuple[int, StatsTable]], metric: str) -> Matrix | None:
+        """A built-in metric from the tables that have it, ascending by step; None without any."""
+        view = VIEWS[metric]
+        kept = [(step, table) for step, table in tables if view.columns <= table.columns | ALWAYS and table.names]
+        if not kept:
+            return None
+        names = list(dict.fromkeys(name for _, table in kept for name in table.names))
+        place = {name: column for column, name in enumerate(names)}
+        values = torch.full((len(kept), len(names)), math.nan, dtype=torch.float64, device="cpu")
+        columns: dict[tuple[str, ...], Tensor] = {}  # nearly all tables have the same names
+        for row, (_, table) in enumerate(kept):
+            if table.names not in columns:
+                columns[table.names] = torch.tensor([place[name] for name in table.names], device="cpu")
+            values[row, columns[table.names]] = torch.where(view.defined(table.rows), view.compute(table.rows), math.nan)
+        return cls(tuple(step for step, _ in kept), tuple(names), values)
+
+    def over(self, base: Matrix) -> Matrix | None:
+        """This matrix divided by ``base``, on the steps and tensors of both; NaN where ``base`` is not positive, None without any."""
+        steps, names = set(base.steps), set(base.names)
+        both = [step for step in self.steps if step in steps], [name for name in self.names if name in names]
+        if not all(both):
+            return None
+        above, below = self.of(*both), base.of(*both).values
+        return Matrix(above.steps, above.names, torch.where(below > 0, above.values / below, math.nan))
+
     def column(self, name: str) -> Series:
-        """One tensor over the steps in which it has a value that is not NaN."""
+        """One tensor over the steps whose value is not NaN."""
         values = self.values[:, self.names.index(name)].tolist()
-        pairs = [(step, value) for step, value in zip(self.steps, values, strict=True) if not math.isnan(value)]
-        return Series(tuple(step for step, _ in pairs), tuple(value for _, value in pairs))
+        return Series.of((step, value) for step, value in zip(self.steps, values, strict=True) if not math.isnan(value))
 
     def of(self, steps: Iterable[int], names: Iterable[str]) -> Matrix:
         """These steps and tensors, all of which it has."""
@@ -105,11 +138,11 @@ class Matrix:
         return Matrix(rows.steps, self.names, self.values[list(rows.values)])
 
     def largest(self) -> dict[str, float]:
-        """By tensor the largest value that is not NaN, without those that have none."""
+        """The largest value of each tensor that has one; NaN is no value."""
         found = self.values.nan_to_num(-math.inf, math.inf, -math.inf).amax(0).tolist() if len(self.steps) else []
         return {name: value for name, value in zip(self.names, found, strict=bool(found)) if value > -math.inf}
 
     def medians(self) -> dict[str, float]:
-        """By tensor the median over the steps in which it has a value, without those that have none."""
+        """The median value of each tensor that has one."""
         found = torch.nanmedian(self.values, dim=0).values.tolist() if len(self.steps) else []
         return {name: value for name, value in zip(self.names, found, strict=bool(found)) if not math.isnan(value)}

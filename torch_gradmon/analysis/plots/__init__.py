@@ -1,1 +1,1 @@
-"""Pictures of a run: the same figures in notebooks, on dashboards, in the report and on paper."""
+"""Figures of a run, for notebooks, dashboards, the report and papers."""

@@ -1,4 +1,4 @@
-"""Layers by blocks: a thousand rows are more than anybody reads, and a few dozen blocks that open are not."""
+"""Layers grouped by block: a thousand rows are unreadable, a few dozen blocks are not."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from .downsampling import Squeezed
-from .panels import Panel
+from .downsampling import Downsampled
+from .views import Panel
 
-#: More rows than these are shown by blocks.
+#: More rows than this are grouped by block.
 ROWS = 48
-#: So many times as many blocks are still shown one by one.
+#: Up to this many times as many blocks each have a row of their own.
 _SCROLLED = 4
 
 
 def blocks(names: Sequence[str], most: int = ROWS) -> dict[str, list[int]]:
-    """The places of ``names`` by block, in order: each name its own where there are no more than ``most``.
+    """The places of ``names`` by block, in order. Each name is a block of its own if there are at most ``most``.
 
-    A block is what a name begins with, up to its first number (``blocks.3``), or its first part. Where these are more than
-    anybody scrolls through, neighbours stand together (``blocks.0 to blocks.3``).
+    A block is the start of a name up to its first number (``blocks.3``), or its first part. Too many blocks are merged with
+    their neighbours (``blocks.0 to blocks.3``).
     """
     if len(names) <= most:
         return {name: [place] for place, name in enumerate(names)}
     found: dict[str, list[int]] = {}
     for place, name in enumerate(names):
         found.setdefault(_block(name), []).append(place)
-    if len(found) == 1:  # all in one: by what tells them apart
+    if len(found) == 1:  # a single block: split it further
         prefix = next(iter(found))
         found = {}
         for place, name in enumerate(names):
@@ -38,10 +38,10 @@ def blocks(names: Sequence[str], most: int = ROWS) -> dict[str, list[int]]:
 
 def _neighbours(found: Mapping[str, list[int]], most: int) -> dict[str, list[int]]:
     names, size = list(found), -(-len(found) // most)
-    together = [names[at : at + size] for at in range(0, len(names), size)]
+    runs = [names[at : at + size] for at in range(0, len(names), size)]
     return {
         some[0] if len(some) == 1 else f"{some[0]} to {some[-1]}": [place for name in some for place in found[name]]
-        for some in together
+        for some in runs
     }
 
 
@@ -53,8 +53,9 @@ def _block(name: str) -> str:
     return ".".join(parts[: at + 1])
 
 
-def together(panel: Panel, cells: Squeezed, groups: Mapping[str, Sequence[int]]) -> torch.Tensor:
-    """One column for each block: the root of the sum of squares of its layers, or the largest; infinite where one of them is not finite.
+def by_block(panel: Panel, cells: Downsampled, groups: Mapping[str, Sequence[int]]) -> torch.Tensor:
+    """One column for each block: the root of the sum of squares of its layers, or the largest value. Infinite if one layer is not
+    finite.
 
     Returns:
         float64 ``[columns, blocks]``.

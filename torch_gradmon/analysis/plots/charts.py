@@ -1,4 +1,4 @@
-"""What a picture shows, before anybody draws it: plotly and matplotlib draw the same charts."""
+"""The charts of one run, independent of the drawing library."""
 
 from __future__ import annotations
 
@@ -10,128 +10,128 @@ from itertools import groupby
 from ...core.errors import display, nearest
 from ..diagnosis.series import Series, clip_bound
 from . import colours
-from .block_rows import ROWS, blocks, together
-from .downsampling import squeezed
-from .elements import POINTS, Chart, Heat, Line, Lines, Profile, Strip
-from .gaps import begins
-from .panels import LAYER_VIEWS, Panel, Reel
-from .shading import is_worth_it, medians
+from .block_rows import ROWS, blocks, by_block
+from .downsampling import downsampled
+from .elements import POINTS, Chart, DepthProfile, Heatmap, Line, LineChart, Subplot
+from .gaps import steps_after
+from .panel_set import PanelSet
+from .shading import is_relative_by_default, medians
+from .views import LAYER_VIEWS, Panel
 
 #: Columns of a heat map.
 COLUMNS = 1000
 #: What works for most models, see torch_gradmon/analysis/diagnosis/rules/learning_rate.py.
 GUIDE = 1e-3
-#: A loss that spans so many times its smallest value is shown on a logarithmic scale.
+NO_NORM = "neither a gradient norm nor a loss was recorded; use a preset, or log the loss"
+NO_UPDATE = "updates were not measured: attach the optimizer, and use the preset standard or full"
+#: A loss whose largest value is more than this times its smallest is drawn on a logarithmic scale.
 _WIDE = 20.0
-#: Small pictures side by side.
+#: Layers drawn side by side.
 _MOST_LAYERS = 12
 
 
-def heatmap(reel: Reel, view: str = "gradient", rows: int = ROWS, columns: int = COLUMNS, relative: bool | None = None) -> Heat:
-    """A view of all layers over the steps, by blocks where there are more than ``rows`` layers. Colours are ``relative`` to the median
-    of each row, or the values themselves; None for what suits the view, see :func:`torch_gradmon.analysis.plots.shading.is_worth_it`.
+def heatmap(
+    panels: PanelSet, view: str = "gradient", rows: int = ROWS, columns: int = COLUMNS, relative: bool | None = None
+) -> Heatmap:
+    """A view of all layers over the steps, by blocks if there are more than ``rows`` layers.
+
+    ``relative`` colours show each value relative to the median of its row; None for the default of the view, see
+    :func:`torch_gradmon.analysis.plots.shading.is_relative_by_default`.
     """
-    panel = _panel(reel, view)
-    cells, groups = squeezed(panel, columns), blocks(panel.names, rows)
-    is_relative = is_worth_it(panel.steps, panel.view.is_log) if relative is None else relative
-    return Heat(
+    panel = _panel(panels, view)
+    cells, groups = downsampled(panel, columns), blocks(panel.names, rows)
+    is_relative = is_relative_by_default(panel.steps, panel.view.is_log) if relative is None else relative
+    return Heatmap(
         f"{panel.view.title}, relative to the row's median" if is_relative else panel.view.title,
         tuple(groups),
         cells.first,
         cells.last,
-        tuple(map(tuple, together(panel, cells, groups).T.tolist())),
+        tuple(map(tuple, by_block(panel, cells, groups).T.tolist())),
         panel.view.is_log,
-        _marks(reel),
-        tuple(medians(together(panel, squeezed(panel, len(panel.steps)), groups)).tolist()) if is_relative else None,
+        _marks(panels),
+        tuple(medians(by_block(panel, downsampled(panel, len(panel.steps)), groups)).tolist()) if is_relative else None,
         panel.gaps,
         panel.axis,
     )
 
 
-def norm(reel: Reel) -> Lines:
+def norm(panels: PanelSet) -> LineChart:
     """The loss, the norm of all gradients before and after clipping with the bound, and the share of clipped steps."""
-    before, after, loss = reel.line("grad_norm"), reel.line("grad_norm_clipped"), reel.loss()
-    share, limit = reel.line("clipped_share"), reel.line("clip_limit")
-
-    def line(name: str, series: Series, colour: str, **options: bool) -> Line:
-        return Line.of(name, series, colour, reel.gaps(series.steps), **options)
-
-    strips = []
-    if len(loss):
-        strips.append(Strip("loss", (line("loss", loss, colours.GREY),), is_wide(loss)))
-    norms = [
-        *([line("before clipping", before, colours.BLUE)] if len(before) else []),
-        *([line("after clipping", after, colours.ORANGE)] if len(after) else []),
-        *([line("limit of the adaptive clip", limit, colours.GREEN, is_thin=True)] if len(limit) else []),
-    ]
-    bound = None if len(limit) else clip_bound(before, after)
-    if norms:
-        strips.append(Strip("gradient norm", tuple(norms), guides={} if bound is None else {"bound": bound}, height=2.0))
-    if len(share):
-        shares = line("share of clipped steps", share, colours.PURPLE)
-        strips.append(Strip("clipped share", (shares,), False, limits=(0.0, 1.05), height=0.7))
+    before, after, loss = panels.line("grad_norm"), panels.line("grad_norm_clipped"), panels.loss()
+    share, limit = panels.line("clipped_share"), panels.line("clip_limit")
     if not len(before) and not len(loss):
-        raise ValueError("neither a gradient norm nor a loss was recorded; use a preset, or log the loss")
-    return Lines("loss and gradient norm", tuple(strips), _marks(reel))
+        raise ValueError(NO_NORM)
+
+    def lines(*wanted: tuple[str, Series, str], **options: bool) -> tuple[Line, ...]:
+        return tuple(Line.of(name, own, colour, panels.gaps(own.steps), **options) for name, own, colour in wanted if len(own))
+
+    norms = lines(("before clipping", before, colours.BLUE), ("after clipping", after, colours.ORANGE))
+    norms += lines(("limit of the adaptive clip", limit, colours.GREEN), is_thin=True)
+    bound = None if len(limit) else clip_bound(before, after)
+    shares = lines(("share of clipped steps", share, colours.PURPLE))
+    subplots = (
+        Subplot("loss", lines(("loss", loss, colours.GREY)), is_wide(loss)),
+        Subplot("gradient norm", norms, guides={} if bound is None else {"bound": bound}, height=2.0),
+        Subplot("clipped share", shares, False, limits=(0.0, 1.05), height=0.7),
+    )
+    return LineChart("loss and gradient norm", tuple(subplot for subplot in subplots if subplot.lines), _marks(panels))
 
 
-def update(reel: Reel) -> Lines:
-    """The update of all parameters over their norm, the spread of it over the matrices, and the guide of a thousandth."""
-    whole, low, high = (reel.line(name) for name in ("update_ratio", "update_ratio_p10", "update_ratio_p90"))
+def update(panels: PanelSet) -> LineChart:
+    """The norm of all updates over that of all parameters, its spread over the matrices, and the guide of a thousandth."""
+    whole, low, high = (panels.line(name) for name in ("update_ratio", "update_ratio_p10", "update_ratio_p90"))
     if not len(whole):
-        raise ValueError("updates were not measured: attach the optimizer, and use the preset standard or full")
-    lines = [Line.of("whole model", whole, colours.BLUE, reel.gaps(whole.steps))]
+        raise ValueError(NO_UPDATE)
+    lines = [Line.of("whole model", whole, colours.BLUE, panels.gaps(whole.steps))]
     if len(low) and low.steps == high.steps:
-        behind = begins(reel.gaps(low.steps), low.steps, POINTS)
-        few = _band(low, high, behind)
-        lines.insert(0, Line("10th to 90th percentile of matrices", few[0], colours.SKY, few[0], few[1], begins=behind))
-    return Lines(
+        after = steps_after(panels.gaps(low.steps), low.steps, POINTS)
+        below, above = _band(low, high, after)
+        lines.insert(0, Line("10th to 90th percentile of matrices", below, colours.SKY, below, above, after_gaps=after))
+    return LineChart(
         "update over parameter",
-        (Strip("update / parameter", tuple(lines), guides={"what works for most models:": GUIDE}),),
-        _marks(reel),
+        (Subplot("update / parameter", tuple(lines), guides={"what works for most models:": GUIDE}),),
+        _marks(panels),
     )
 
 
-def depth(reel: Reel, view: str = "gradient", step: int | None = None, rows: int = ROWS) -> Profile:
-    """One step over the depth, by default the last one, beside the smallest and the largest value of all steps."""
-    panel = _panel(reel, view)
+def depth(panels: PanelSet, view: str = "gradient", step: int | None = None, rows: int = ROWS) -> DepthProfile:
+    """One step over the depth, by default the last one, with the smallest and the largest value of all steps."""
+    panel = _panel(panels, view)
     if step is None:
         step = panel.steps[-1]
     if step not in panel.steps:
-        raise ValueError(f"step {step} has no {panel.view.title}; the nearest that has is {_nearest(panel.steps, step)}")
+        close = min(panel.steps, key=lambda known: abs(known - step))
+        raise ValueError(f"step {step} has no {panel.view.title}; the nearest that has is {close}")
     groups = blocks(panel.names, rows)
-    values = together(panel, squeezed(panel, len(panel.steps)), groups)
+    values = by_block(panel, downsampled(panel, len(panel.steps)), groups)
     known = values.where(values.isfinite(), math.nan)
-    low = known.nan_to_num(nan=math.inf).amin(0)
-    high = known.nan_to_num(nan=-math.inf).amax(0)
-    now = values[panel.steps.index(step)]
-    return Profile(
+    low, high = known.nan_to_num(nan=math.inf).amin(0), known.nan_to_num(nan=-math.inf).amax(0)
+    return DepthProfile(
         f"{panel.view.title} in step {step}",
         tuple(groups),
-        tuple(now.tolist()),
+        tuple(values[panel.steps.index(step)].tolist()),
         tuple(low.where(low.isfinite(), math.nan).tolist()),
         tuple(high.where(high.isfinite(), math.nan).tolist()),
         panel.view.is_log,
     )
 
 
-def layers(reel: Reel, view: str = "gradient", names: Sequence[str] = ()) -> Lines:
-    """Single layers side by side: ``names``, or those that lie farthest above their own median in some step."""
-    panel = _panel(reel, view)
+def layers(panels: PanelSet, view: str = "gradient", names: Sequence[str] = ()) -> LineChart:
+    """Layers side by side: ``names``, or those farthest above their own median in some step."""
+    panel = _panel(panels, view)
     unknown = [name for name in names if name not in panel.names]
     if unknown:
         raise ValueError(f"there is no layer {unknown[0]!r} in it{nearest(unknown[0], panel.names)}")
-    chosen = list(names) or striking(panel)
-    series = {name: there(Series(panel.steps, tuple(panel.values[:, panel.names.index(name)].tolist()))) for name in chosen}
-    strips = [
-        Strip(name, (Line.of(name, line, colours.BLUE, reel.gaps(line.steps), POINTS // 4),), panel.view.is_log)
+    series = {name: column(panel, name) for name in names or most_deviating(panel)}
+    subplots = [
+        Subplot(name, (Line.of(name, line, colours.BLUE, panels.gaps(line.steps), POINTS // 4),), panel.view.is_log)
         for name, line in series.items()
     ]
-    return Lines(panel.view.title, tuple(strips), _marks(reel), columns=3)
+    return LineChart(panel.view.title, tuple(subplots), _marks(panels), columns=3)
 
 
-def striking(panel: Panel, most: int = _MOST_LAYERS) -> list[str]:
-    """The layers whose largest value is farthest above their median, those with values that are not finite first."""
+def most_deviating(panel: Panel, most: int = _MOST_LAYERS) -> list[str]:
+    """The layers whose largest value is farthest above their median; layers with values that are not finite come first."""
     finite = panel.values.where(panel.values.isfinite() & (panel.values > 0), math.nan)
     usual = finite.nanmedian(0).values
     above = (panel.values / usual).nan_to_num(nan=0.0, posinf=math.inf).amax(0).tolist()
@@ -149,18 +149,19 @@ CHARTS: Mapping[str, Callable[..., Chart]] = {
 }
 
 
-def _panel(reel: Reel, view: str) -> Panel:
+def _panel(panels: PanelSet, view: str) -> Panel:
     if view not in LAYER_VIEWS:
         raise ValueError(f"view must be one of {', '.join(LAYER_VIEWS)}, got {display(view)}{nearest(str(view), LAYER_VIEWS)}")
-    panel = reel.panel(view)
+    panel = panels.panel(view)
     if panel is None:
         raise ValueError(f"the {LAYER_VIEWS[view].title} of layers was not measured; preset='full' measures all views")
     return panel
 
 
-def _band(low: Series, high: Series, behind: Sequence[int] = ()) -> tuple[Series, Series]:
-    """Of equally many steps the lowest lower and the highest upper edge, of those that a logarithmic axis can show; none are taken
-    together over a gap, of which there is one before each of the steps in ``behind``.
+def _band(low: Series, high: Series, after_gaps: Sequence[int] = ()) -> tuple[Series, Series]:
+    """The lowest lower and the highest upper edge of equally many steps each, without values that a logarithmic axis cannot show.
+
+    Steps on both sides of a gap are never combined; ``after_gaps`` are the steps that follow one.
     """
     size = -(-len(low) // POINTS)
     edges = [
@@ -168,7 +169,7 @@ def _band(low: Series, high: Series, behind: Sequence[int] = ()) -> tuple[Series
         for step, below, above in zip(low.steps, low.values, high.values, strict=True)
         if below > 0 and math.isfinite(above)
     ]
-    pieces = [list(some) for _, some in groupby(edges, key=lambda edge: bisect_right(behind, edge[0]))]
+    pieces = [list(some) for _, some in groupby(edges, key=lambda edge: bisect_right(after_gaps, edge[0]))]
     bins = [piece[at : at + size] for piece in pieces for at in range(0, len(piece), size)]
     steps = tuple(some[0][0] for some in bins)
     lower, upper = (tuple(pick(edge[side] for edge in some) for some in bins) for pick, side in ((min, 1), (max, 2)))
@@ -176,19 +177,15 @@ def _band(low: Series, high: Series, behind: Sequence[int] = ()) -> tuple[Series
 
 
 def is_wide(loss: Series) -> bool:
-    """Whether a loss spans so much that it takes a logarithmic scale."""
+    """Whether the values of a loss need a logarithmic scale."""
     return 0 < _WIDE * min(loss.finite.values, default=0) < max(loss.finite.values, default=0)
 
 
-def there(line: Series) -> Series:
-    """Without the steps in which there is no value."""
-    pairs = [(step, value) for step, value in zip(line.steps, line.values, strict=True) if not math.isnan(value)]
-    return Series(tuple(step for step, _ in pairs), tuple(value for _, value in pairs))
+def column(panel: Panel, name: str) -> Series:
+    """The values of one layer, without the steps in which it has none."""
+    values = panel.values[:, panel.names.index(name)].tolist()
+    return Series.of((step, value) for step, value in zip(panel.steps, values, strict=True) if not math.isnan(value))
 
 
-def _marks(reel: Reel) -> tuple[int, ...]:
-    return tuple(sorted({event.step for event in reel.events}))
-
-
-def _nearest(steps: Sequence[int], step: int) -> int:
-    return min(steps, key=lambda known: abs(known - step))
+def _marks(panels: PanelSet) -> tuple[int, ...]:
+    return tuple(sorted({event.step for event in panels.events}))

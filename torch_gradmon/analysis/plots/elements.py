@@ -1,4 +1,4 @@
-"""What a picture is made of: lines, strips of them, maps and profiles, before anybody draws them."""
+"""The parts of a chart, independent of the drawing library: lines, subplots, heat maps and depth profiles."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..diagnosis.series import Series
 from .downsampling import points
-from .gaps import Gap, Grid, begins, grid
-from .shading import departures, shades
+from .gaps import Gap, Grid, grid, steps_after
+from .shading import deviations, shades
 
 #: Points of a line.
 POINTS = 2000
@@ -27,14 +27,13 @@ class Line:
     """Values over steps.
 
     Attributes:
-        name: of what it shows.
-        series: its points; some may not be finite.
+        name: in the legend.
+        series: the points; some may not be finite.
         colour: of the line.
-        low: its lower and
-        high: its upper edge, where it is a band.
-        is_thin: whether it stands back behind others.
-        is_dashed: whether it lets one below it be seen.
-        begins: steps that have a gap before them, over which nothing is drawn.
+        low, high: the edges, if it is a band.
+        is_thin: whether other lines are more important.
+        is_dashed: whether it is dashed, so that a line below it stays visible.
+        after_gaps: the steps that follow a gap; nothing is drawn over a gap.
     """
 
     name: str
@@ -44,32 +43,66 @@ class Line:
     high: Series | None = None
     is_thin: bool = False
     is_dashed: bool = False
-    begins: tuple[int, ...] = ()
+    after_gaps: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, name: str, series: Series, colour: str, gaps: Sequence[Gap], most: int = 0, **options: Any) -> Line:
         """A line of ``most`` points, by default :data:`POINTS`, with these gaps."""
         most = most or POINTS
-        behind = begins(gaps, series.steps, most)
-        return cls(name, points(series, most, frozenset(behind)), colour, begins=behind, **options)
+        after = steps_after(gaps, series.steps, most)
+        return cls(name, points(series, most, frozenset(after)), colour, after_gaps=after, **options)
 
     def pieces(self, series: Series) -> list[Series]:
         """The parts of ``series``, one of its own, between gaps."""
-        parts = groupby(zip(series.steps, series.values, strict=True), key=lambda pair: bisect_right(self.begins, pair[0]))
+        parts = groupby(zip(series.steps, series.values, strict=True), key=lambda pair: bisect_right(self.after_gaps, pair[0]))
         return [Series(*zip(*part, strict=True)) for _, part in parts]
+
+    def chained(self, series: Series, is_log: bool, gap: Any = math.nan) -> tuple[list[Any], list[Any]]:
+        """Steps and values of all pieces, with ``gap`` between them and for values that cannot be drawn."""
+        pieces = self.pieces(series)
+        return chain([(piece.steps, drawable(piece.values, is_log, gap)) for piece in pieces], gap)
+
+    @property
+    def lone_points(self) -> Series:
+        """The pieces of one point each, which a line would not show."""
+        alone = [piece for piece in self.pieces(self.series) if len(piece) == 1]
+        return Series(tuple(piece.steps[0] for piece in alone), tuple(piece.values[0] for piece in alone))
+
+    @property
+    def nonfinite_steps(self) -> list[int]:
+        """The steps whose value is NaN or infinite."""
+        return [step for step, value in zip(self.series.steps, self.series.values, strict=True) if not math.isfinite(value)]
+
+    def nonfinite_level(self, is_log: bool) -> float:
+        """Where the marks of :attr:`nonfinite_steps` are drawn: at the largest finite value."""
+        return max((value for value in self.series.finite.values if value > 0 or not is_log), default=1.0)
+
+
+def chain(pieces: Sequence[tuple[Sequence[Any], Sequence[Any]]], gap: Any) -> tuple[list[Any], list[Any]]:
+    """One line of several pieces, with ``gap`` between them."""
+    x, y = list[Any](), list[Any]()
+    for steps, values in pieces:
+        x += [gap, *steps] if x else steps
+        y += [gap, *values] if y else values
+    return x, y
+
+
+def drawable(values: Sequence[float], is_log: bool, absent: Any = math.nan) -> list[Any]:
+    """``values``, with ``absent`` for those that the axis cannot show."""
+    return [value if math.isfinite(value) and (value > 0 or not is_log) else absent for value in values]
 
 
 @dataclass(frozen=True)
-class Strip:
-    """Lines that share an axis.
+class Subplot:
+    """Lines with a common axis.
 
     Attributes:
         title: of the axis.
-        lines: in the order in which they are drawn.
+        lines: in drawing order.
         is_log: whether the axis is logarithmic.
-        guides: horizontal lines, by what they are called.
-        limits: of the axis, where they are fixed.
-        height: beside other strips.
+        guides: horizontal lines by name.
+        limits: of the axis, if they are fixed.
+        height: relative to other subplots.
     """
 
     title: str
@@ -81,30 +114,35 @@ class Strip:
 
 
 @dataclass(frozen=True)
-class Lines:
-    """Strips below each other over the same steps, or side by side in ``columns``; ``marks`` are steps with a spike."""
+class LineChart:
+    """Subplots over the same steps, below each other or in ``columns``; ``marks`` are steps with a spike."""
 
     title: str
-    strips: tuple[Strip, ...]
+    subplots: tuple[Subplot, ...]
     marks: tuple[int, ...] = ()
     columns: int = 1
 
+    @property
+    def layout(self) -> tuple[int, int]:
+        """The number of rows and columns."""
+        columns = min(self.columns, len(self.subplots))
+        return -(-len(self.subplots) // columns), columns
+
 
 @dataclass(frozen=True)
-class Heat:
+class Heatmap:
     """Layers over steps.
 
     Attributes:
-        title: in words.
-        rows: names of layers or blocks, in the order of the model.
-        first: the first step of each column that was measured.
-        last: the last one.
-        values: by row, then by column; NaN for none, infinity for what is not finite.
+        title: for people.
+        rows: names of layers or blocks, in model order.
+        first, last: the first and the last measured step of each column.
+        values: by row, then by column; NaN for no value, infinity for NaN or infinite elements.
         is_log: whether colours follow the logarithm.
         marks: steps with a spike.
-        medians: of the rows over all steps, where colours are relative to them.
+        medians: of the rows over all steps, if colours are relative to them.
         gaps: where nothing was measured.
-        span: the first and the last step of the axis; None for those of the columns.
+        span: first and last step of the axis; None for those of the columns.
     """
 
     title: str
@@ -120,28 +158,37 @@ class Heat:
 
     @cached_property
     def grid(self) -> Grid:
-        """Where its columns lie, and gaps between them."""
+        """The edges of columns and gaps."""
         return grid(self.first, self.last, self.gaps, self.span or (self.first[0], self.last[-1]))
 
     @cached_property
     def shades(self) -> Tensor:
-        """Where each value lies on the scale of colours, by row, then by column; NaN for none."""
+        """Where each value lies on the colour scale, by row, then by column; NaN for none."""
         values = torch.tensor(self.values, dtype=torch.float64, device="cpu")
         if self.medians is None:
             return shades(values, self.is_log)
-        return departures(values, torch.tensor(self.medians, dtype=torch.float64, device="cpu").unsqueeze(1), self.is_log)
+        return deviations(values, torch.tensor(self.medians, dtype=torch.float64, device="cpu").unsqueeze(1), self.is_log)
+
+    def on_grid(self, cells: Sequence[Sequence[Any]], gap: Any) -> list[list[Any]]:
+        """``cells`` as columns of the grid, with ``gap`` where nothing was measured."""
+        return [[gap if place is None else row[place] for place in self.grid.places] for row in cells]
+
+    def nonfinite_cells(self, absent: Any) -> list[list[Any]]:
+        """The grid with 1 in cells that are not finite, and ``absent`` elsewhere; empty if all are finite."""
+        if not any(math.isinf(value) for row in self.values for value in row):
+            return []
+        return self.on_grid([[1.0 if math.isinf(value) else absent for value in row] for row in self.values], absent)
 
 
 @dataclass(frozen=True)
-class Profile:
+class DepthProfile:
     """One step over the depth of the model.
 
     Attributes:
-        title: in words.
-        rows: names of layers or blocks, in the order of the model.
+        title: for people.
+        rows: names of layers or blocks, in model order.
         values: of the step.
-        low: the smallest value of all steps, and
-        high: the largest.
+        low, high: the smallest and the largest value of all steps.
         is_log: whether the axis is logarithmic.
     """
 
@@ -152,32 +199,40 @@ class Profile:
     high: tuple[float, ...]
     is_log: bool
 
+    @property
+    def nonfinite_rows(self) -> list[int]:
+        """The rows whose value is not finite."""
+        return [row for row, value in enumerate(self.values) if math.isinf(value)]
 
-Chart = Heat | Lines | Profile
+    @property
+    def nonfinite_level(self) -> float:
+        """Where the marks of :attr:`nonfinite_rows` are drawn: at the largest finite value."""
+        return max((value for value in self.high if math.isfinite(value)), default=1.0)
 
 
-def cut(name: str, most: int) -> str:
-    """A name on an axis: one that is longer than ``most`` loses its middle."""
-    return name if len(name) <= most else f"{name[: most // 2 - 1]}\N{HORIZONTAL ELLIPSIS}{name[-most // 2 :]}"
+Chart = Heatmap | LineChart | DepthProfile
 
 
-def words_of(value: float, median: float = math.nan) -> str:
-    """A value in words, and the median of its row where that is known."""
+def cell_text(value: float, median: float = math.nan) -> str:
+    """A value, and how it compares with the median of its row if that is known."""
     if not math.isfinite(value):
         return "NaN or infinite" if math.isinf(value) else "not measured"
     if math.isnan(median):
         return f"{value:.4g}"
-    times = f"{value / median:.3g} times " if median > 0 else ""
-    return f"{value:.4g}, {times or 'beside '}its median of {median:.3g}"
+    return (
+        f"{value:.4g}, {value / median:.3g} times its median of {median:.3g}"
+        if median > 0
+        else f"{value:.4g}, with a median of {median:.3g}"
+    )
 
 
-def guide(name: str, value: float) -> str:
-    """What stands beside a horizontal line."""
+def guide_text(name: str, value: float) -> str:
+    """The label of a horizontal line."""
     return f"{name} {value:.3g}"
 
 
-def spans(marks: Sequence[int], most: int) -> list[tuple[int, int]]:
-    """Steps as stretches, from the first to the last of those that lie so close that ``most`` of them would fill the picture."""
+def merged_marks(marks: Sequence[int], most: int) -> list[tuple[int, int]]:
+    """Steps as ranges from first to last. Steps are merged if they are so close that ``most`` ranges would fill the chart."""
     found: list[tuple[int, int]] = []
     near = (marks[-1] - marks[0]) / most if marks else 0
     for step in marks:

@@ -1,4 +1,4 @@
-"""Where nothing was measured: stretches of steps that no cell and no line may cover."""
+"""Ranges of steps in which nothing was measured, over which no cell and no line is drawn."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from itertools import pairwise
 
 from ..diagnosis.series import lower_median
 
-#: A value is due at a distance of steps if it is there in so large a part of them, of which there are so many.
+#: A value is due every n steps if this share of those steps has it, and at least this many steps do.
 _NEARLY_ALL, _FEWEST = 0.9, 3
-#: Distances that are tried.
+#: How many likely distances are tried.
 _TRIED = 3
-#: A longer distance between recorded steps than so many usual ones is a break.
+#: Recording was interrupted where two steps are more than this many usual distances apart.
 _LONGER = 1.5
-#: A cell is at least so large a part of the axis, so that a single step can be seen.
+#: The smallest width of a cell, as a part of the axis, so that a single step stays visible.
 _VISIBLE = 1 / 300
-#: From where to where nothing was measured, on the axis of steps; infinite at its ends.
+#: First and last place of a gap on the axis of steps; infinite at the ends.
 Gap = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """The steps of a run, which tell where a value is missing.
+class RecordedSteps:
+    """The steps of a run, from which gaps in a value are found.
 
     Attributes:
         steps: ascending.
-        is_whole: whether these are all steps that were recorded; a monitor forgets some of many.
+        is_whole: whether these are all recorded steps; a monitor keeps only some of many.
     """
 
     steps: tuple[int, ...]
@@ -42,10 +42,12 @@ class Recorded:
         return _commonest(self.steps) if self.is_whole else 1
 
     def gaps(self, measured: Sequence[int]) -> tuple[Gap, ...]:
-        """Where a value was due and is not there, or nothing was recorded, ascending. A step reaches half-way to the next one.
+        """Where a value was due but is missing, or nothing was recorded, ascending. A step reaches half-way to the next one.
 
         Args:
-            measured: the steps that have it, ascending, at least one. It is due in all steps, or in every tenth if it has that cadence.
+            measured: the steps that have the value, ascending, at least one. The value is due in all steps, or in every n-th step
+                if it
+                has that cadence.
         """
         cadence = 1 if len(measured) == len(self.steps) else self._cadence(measured)
         there, half = set(measured), max(cadence, self.stride) / 2
@@ -59,7 +61,7 @@ class Recorded:
         return _joined([*found, (due[-1] + half, math.inf)])
 
     def _cadence(self, measured: Sequence[int]) -> int:
-        """10 for a value that is measured in every tenth step, and in few others; 1 where there is no such number."""
+        """N for a value that is measured in every n-th step and in few others; otherwise 1."""
         distances = Counter(after - before for before, after in pairwise(measured))
         likely = [distance for distance, _ in distances.most_common(_TRIED)]
         for distance in dict.fromkeys((math.gcd(*distances), *likely)) if distances else ():
@@ -72,19 +74,19 @@ class Recorded:
         return 1
 
     def _due(self, measured: Sequence[int], cadence: int) -> set[int]:
-        """The steps at the distance ``cadence`` from most of those that were measured."""
+        """The steps with the same remainder modulo ``cadence`` as most measured steps."""
         ((remainder, _),) = Counter(step % cadence for step in measured).most_common(1)
         return {step for step in self.steps if step % cadence == remainder}
 
     @cached_property
     def _breaks(self) -> tuple[int, ...]:
-        """The first steps after a break in the recording."""
+        """The first steps after an interruption of the recording."""
         longest = _LONGER * self.stride if self.is_whole else math.inf
         return tuple(after for before, after in pairwise(self.steps) if after - before > longest)
 
 
 def _commonest(steps: Sequence[int]) -> int:
-    """The distance of more than half of the neighbours, or their lower median."""
+    """The distance of more than half of the neighbours, or else their lower median."""
     distances = Counter(after - before for before, after in pairwise(steps))
     if not distances:
         return 1
@@ -93,7 +95,7 @@ def _commonest(steps: Sequence[int]) -> int:
 
 
 def _joined(gaps: Sequence[Gap]) -> tuple[Gap, ...]:
-    """The same, ascending, in as few pieces as there are."""
+    """The same gaps, ascending, with overlapping ones merged."""
     found: list[Gap] = []
     for low, high in gaps:
         if found and low <= found[-1][1]:
@@ -103,8 +105,8 @@ def _joined(gaps: Sequence[Gap]) -> tuple[Gap, ...]:
     return tuple(found)
 
 
-def common(some: Sequence[Gap], others: Sequence[Gap]) -> tuple[Gap, ...]:
-    """Where both have a gap."""
+def intersection(some: Sequence[Gap], others: Sequence[Gap]) -> tuple[Gap, ...]:
+    """The gaps that both have."""
     found: list[Gap] = []
     one = other = 0
     while one < len(some) and other < len(others):
@@ -119,13 +121,13 @@ def common(some: Sequence[Gap], others: Sequence[Gap]) -> tuple[Gap, ...]:
 
 
 def between(gaps: Sequence[Gap], before: float, after: float) -> Gap | None:
-    """The gap between two steps that follow each other among those that were measured, if there is one."""
+    """The gap between two successive measured steps; None without one."""
     place = bisect_left(gaps, (before, -math.inf))
     return gaps[place] if place < len(gaps) and gaps[place][1] <= after else None
 
 
-def begins(gaps: Sequence[Gap], steps: Sequence[int], most: int) -> tuple[int, ...]:
-    """The steps that have a gap before them; where there are more than ``most`` steps, only gaps that so many points can show."""
+def steps_after(gaps: Sequence[Gap], steps: Sequence[int], most: int) -> tuple[int, ...]:
+    """The steps that follow a gap. If there are more than ``most`` steps, gaps too narrow for that many points are left out."""
     narrow = (steps[-1] - steps[0]) / most if len(steps) > most else 0.0
     found = ((after, between(gaps, before, after)) for before, after in pairwise(steps))
     return tuple(after for after, gap in found if gap is not None and gap[1] - gap[0] > narrow)
@@ -137,7 +139,7 @@ class Grid:
 
     Attributes:
         edges: of the columns, ascending, one more than there are columns.
-        places: of each column the number of the cells in it; None for a gap.
+        places: the number of the cells in each column; None for a gap.
     """
 
     edges: tuple[float, ...]
@@ -148,10 +150,9 @@ def grid(first: Sequence[int], last: Sequence[int], gaps: Sequence[Gap], span: t
     """Lay out cells over the steps from ``span[0]`` to ``span[1]``: each reaches half-way to its neighbours, or to a gap.
 
     Args:
-        first: of each cell the first step that was measured.
-        last: the last one.
-        gaps: see :meth:`Recorded.gaps`.
-        span: the steps of the run, of which these are some.
+        first, last: the first and the last measured step of each cell.
+        gaps: see :meth:`RecordedSteps.gaps`.
+        span: first and last step of the run.
     """
     begin, end = span[0] - 0.5, span[1] + 0.5
     least = _VISIBLE * (end - begin) / 2

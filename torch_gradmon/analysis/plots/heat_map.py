@@ -1,4 +1,4 @@
-"""Layers over steps as a plotly figure. Needs plotly."""
+"""Heat maps as plotly figures. Needs plotly."""
 
 from __future__ import annotations
 
@@ -9,55 +9,48 @@ from typing import Any
 import plotly.graph_objects as go
 
 from . import colours
-from .elements import Heat, words_of
-from .framing import LEAST, ROW, escaped, framed, short, upside_down
-from .shading import ends, limit
+from .elements import Heatmap, cell_text
+from .framing import LEAST, ROW, escaped, framed, row_axis
+from .shading import scale_labels, scale_limit
 
 
-def heat_map(heat: Heat) -> go.Figure:
-    """The map as a figure; gaps are columns of their own, in which there is nothing."""
-    rows = list(range(len(heat.rows)))  # two layers may have the same short name
-    loud = [[1 if math.isinf(value) else None for value in row] for row in heat.values]
+def heatmap_figure(heat: Heatmap) -> go.Figure:
+    """The map as a figure; gaps are empty columns."""
+    rows = list(range(len(heat.rows)))  # numbers, because two layers may have the same short name
     common = {
         "x": list(heat.grid.edges),
         "y": rows,
-        "text": _laid(heat, _hover(heat), "nothing was measured here"),
+        "text": heat.on_grid(_hover_texts(heat), "nothing was measured here"),
         "hovertemplate": "%{text}<extra></extra>",
     }
-    drawn = go.Figure()
-    drawn.add_heatmap(**common, z=_laid(heat, _shades(heat)), name="value", **_scale(heat))
-    if any(cell for row in loud for cell in row):
-        scale = [[0, colours.LOUD], [1, colours.LOUD]]
-        drawn.add_heatmap(**common, z=_laid(heat, loud), colorscale=scale, showscale=False, name="NaN or infinite")
-    _mark(drawn, heat.marks, heat.first)
+    figure = go.Figure()
+    figure.add_heatmap(**common, z=heat.on_grid(_shades(heat), None), name="value", **_scale(heat))
+    if nonfinite := heat.nonfinite_cells(None):
+        scale = [[0, colours.NONFINITE], [1, colours.NONFINITE]]
+        figure.add_heatmap(**common, z=nonfinite, colorscale=scale, showscale=False, name="NaN or infinite")
+    _add_marks(figure, heat.marks, heat.first)
     bare = {"showgrid": False, "zeroline": False}
-    drawn.update_layout(yaxis={"tickvals": rows, "ticktext": [short(name) for name in heat.rows], **bare, **upside_down(rows)})
-    drawn.update_xaxes(title_text="step", **bare)
-    return framed(drawn, heat.title, max(LEAST, ROW * len(rows) + 110))
+    figure.update_layout(yaxis={**row_axis(heat.rows), **bare})
+    figure.update_xaxes(title_text="step", **bare)
+    return framed(figure, heat.title, max(LEAST, ROW * len(rows) + 110))
 
 
-def _laid(heat: Heat, cells: list[list[Any]], gap: Any = None) -> list[list[Any]]:
-    """The columns of the picture: those of ``cells``, and ``gap`` where nothing was measured."""
-    return [[gap if place is None else row[place] for place in heat.grid.places] for row in cells]
-
-
-def _shades(heat: Heat) -> list[list[float | None]]:
-    """For JSON: with few digits, and None where there is none."""
+def _shades(heat: Heatmap) -> list[list[float | None]]:
+    """The shades for JSON: few digits, None instead of NaN."""
     digits = 4 if heat.is_log else 5
     return [[None if math.isnan(shade) else round(shade, digits) for shade in row] for row in heat.shades.tolist()]
 
 
-def _scale(heat: Heat) -> dict[str, Any]:
-    """The colours, and what stands beside them."""
+def _scale(heat: Heatmap) -> dict[str, Any]:
+    """The colour scale and its labels."""
     bar: dict[str, Any] = {"title": {"text": "", "side": "right"}, "thickness": 14}
     if heat.medians is not None:
-        most = limit(heat.shades, heat.is_log)
-        words = ends(most, heat.is_log)
-        bar |= {"tickvals": list(words), "ticktext": list(words.values())}
-        return {"colorscale": [list(stop) for stop in colours.AROUND], "zmin": -most, "zmax": most, "colorbar": bar}
+        most = scale_limit(heat.shades, heat.is_log)
+        labels = scale_labels(most, heat.is_log)
+        bar |= {"tickvals": list(labels), "ticktext": list(labels.values())}
+        return {"colorscale": [list(stop) for stop in colours.DIVERGING], "zmin": -most, "zmax": most, "colorbar": bar}
     if heat.is_log:
-        known = heat.shades
-        bar |= _ticks(known[known.isfinite()].tolist())
+        bar |= _ticks(heat.shades[heat.shades.isfinite()].tolist())
     return {"colorscale": colours.SCALE, "colorbar": bar}
 
 
@@ -66,25 +59,24 @@ def _ticks(values: Sequence[float]) -> dict[str, Any]:
     if not values:
         return {}
     low, high = math.floor(min(values)), math.ceil(max(values))
-    step = max((high - low) // 6, 1)
-    marks = list(range(low, high + 1, step))
+    marks = list(range(low, high + 1, max((high - low) // 6, 1)))
     return {"tickvals": marks, "ticktext": [f"1e{mark}" for mark in marks]}
 
 
-def _hover(heat: Heat) -> list[list[str]]:
-    """What each cell is: its row, its steps and its value."""
+def _hover_texts(heat: Heatmap) -> list[list[str]]:
+    """The row, steps and value of each cell."""
     steps = [f"step {a}" if a == b else f"steps {a} to {b}" for a, b in zip(heat.first, heat.last, strict=True)]
     return [
-        [f"{escaped(name)}<br>{when}: {words_of(value, median)}" for when, value in zip(steps, row, strict=True)]
+        [f"{escaped(name)}<br>{when}: {cell_text(value, median)}" for when, value in zip(steps, row, strict=True)]
         for name, row, median in zip(heat.rows, heat.values, heat.medians or [math.nan] * len(heat.rows), strict=True)
     ]
 
 
-def _mark(drawn: go.Figure, marks: Sequence[int], steps: Sequence[int], top: float = 1.0) -> None:
-    """A triangle above each step with a spike, in the column that holds it."""
+def _add_marks(figure: go.Figure, marks: Sequence[int], steps: Sequence[int], top: float = 1.0) -> None:
+    """A triangle above each step with a spike."""
     if not marks or not steps:
         return
-    drawn.add_scatter(
+    figure.add_scatter(
         x=list(marks),
         y=[top] * len(marks),
         yaxis="y2",
@@ -95,4 +87,4 @@ def _mark(drawn: go.Figure, marks: Sequence[int], steps: Sequence[int], top: flo
         showlegend=False,
         cliponaxis=False,
     )
-    drawn.update_layout(yaxis2={"overlaying": "y", "range": [0, top], "visible": False, "fixedrange": True})
+    figure.update_layout(yaxis2={"overlaying": "y", "range": [0, top], "visible": False, "fixedrange": True})

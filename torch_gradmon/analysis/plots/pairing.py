@@ -1,4 +1,4 @@
-"""Two runs over each other: their layers on the same steps, and how far they are apart."""
+"""Two runs on the same steps and layers, and their differences."""
 
 from __future__ import annotations
 
@@ -10,52 +10,52 @@ import torch
 from torch import Tensor
 
 from ...core.model_order import merged
-from .gaps import common
-from .panels import Panel, Reel, View
+from .gaps import intersection
+from .panel_set import PanelSet
+from .views import Panel, PlotView
 
 
 @dataclass(frozen=True)
 class PanelPair:
-    """One view of both runs, on the steps and layers that either has.
+    """One view of both runs, on the steps and layers of either.
 
     Attributes:
-        first: the values of the first run.
-        second: those of the second.
-        apart: how far they are apart, relative to the larger one: 0 where they are the same, as where both are not finite; infinity
-            where one of them is not; NaN where one of them has none.
+        first, second: the values of the runs.
+        difference: relative to the larger value. 0 where the values are equal or neither is finite; infinity where one of them is not
+            finite; NaN where one is missing.
     """
 
     first: Panel
     second: Panel
-    apart: Panel
+    difference: Panel
 
 
-class Pair:
+class RunPair:
     """The values of two runs.
 
     Args:
         first, second: the runs.
-        renamed: what a layer of the first run is called in the second.
+        renamed: maps the name of a layer in the first run to its name in the second.
     """
 
-    def __init__(self, first: Reel, second: Reel, renamed: Callable[[str], str] = str) -> None:
-        self.reels = first, second
+    def __init__(self, first: PanelSet, second: PanelSet, renamed: Callable[[str], str] = str) -> None:
+        self.panel_sets = first, second
         self._renamed = renamed
         self._pairs: dict[str, PanelPair | None] = {}
 
     @property
     def titles(self) -> tuple[str, str]:
-        """What the runs are called."""
-        return self.reels[0].title, self.reels[1].title
+        """The names of the runs."""
+        return self.panel_sets[0].title, self.panel_sets[1].title
 
     def panels(self, name: str) -> PanelPair | None:
-        """One of :data:`torch_gradmon.analysis.plots.panels.LAYER_VIEWS`; None where one of the runs lacks it, or has it of another source.
+        """Both panels of one of :data:`torch_gradmon.analysis.plots.views.LAYER_VIEWS`; None unless both runs have it of one source.
 
         Raises:
             KeyError: there is no such view.
         """
         if name not in self._pairs:
-            first, second = (reel.panel(name) for reel in self.reels)
+            first, second = (panels.panel(name) for panels in self.panel_sets)
             if first is None or second is None or first.source != second.source:
                 self._pairs[name] = None
             else:
@@ -67,14 +67,14 @@ class Pair:
         steps = tuple(sorted({*own.steps, *second.steps}))
         names = tuple(merged([own.names, second.names]))
         span = min(own.axis[0], second.axis[0]), max(own.axis[1], second.axis[1])
-        gaps = common(own.gaps, second.gaps)
-        a, b = (_laid(replace(each, gaps=gaps, span=span), steps, names) for each in (own, second))
-        view = View(f"{first.view.title}, relative difference", first.view.sources, first.view.metric, is_apart=True)
+        gaps = intersection(own.gaps, second.gaps)
+        a, b = (_aligned(replace(each, gaps=gaps, span=span), steps, names) for each in (own, second))
+        view = PlotView(f"{first.view.title}, relative difference", first.view.sources, first.view.metric, is_difference=True)
         return PanelPair(a, b, replace(a, view=view, values=relative(a.values, b.values)))
 
 
 def relative(a: Tensor, b: Tensor) -> Tensor:
-    """How far the values of two panels are apart, see :class:`PanelPair`; float64 as they are."""
+    """The relative difference of two panels' values, float64 as they are; see :class:`PanelPair`."""
     larger = torch.maximum(a.abs(), b.abs())
     found = torch.where(larger > 0, (a - b).abs() / larger, 0.0)
     found = torch.where(a.isinf() != b.isinf(), math.inf, found)
@@ -82,7 +82,8 @@ def relative(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(a.isnan() | b.isnan(), math.nan, found)
 
 
-def _laid(panel: Panel, steps: Sequence[int], names: Sequence[str]) -> Panel:
+def _aligned(panel: Panel, steps: Sequence[int], names: Sequence[str]) -> Panel:
+    """``panel`` with these steps and names, of which it has some."""
     row, column = ({key: place for place, key in enumerate(keys)} for keys in (steps, names))
     values = torch.full((len(steps), len(names)), math.nan, dtype=torch.float64, device="cpu")
     rows = torch.tensor([row[step] for step in panel.steps], dtype=torch.int64, device="cpu")

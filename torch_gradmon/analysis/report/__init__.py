@@ -1,1 +1,1 @@
-"""One page about a run, that works without a network. Needs plotly and jinja2."""
+"""One HTML page about a run or two, which works offline. Needs plotly and jinja2."""

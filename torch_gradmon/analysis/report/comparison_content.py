@@ -1,4 +1,4 @@
-"""What a page about two runs says, as plain data."""
+"""The content of a page about two runs, as plain data."""
 
 from __future__ import annotations
 
@@ -9,135 +9,126 @@ import torch
 
 from ...analysis.run import Run
 from ...core.keys import TENSOR_SOURCES, parse_key
-from ..comparison import text as wording
-from ..comparison.result import Difference, Parting
-from ..diagnosis.diagnose import diagnosed
+from ..comparison import text
+from ..comparison.result import ComparisonResult
+from ..diagnosis.diagnose import diagnose_history
 from ..diagnosis.history import History
 from ..plots import pair_charts
-from ..plots.pairing import Pair, PanelPair
-from ..plots.panels import LAYER_VIEWS, OfRun, Reel
-from .content import CODES, by_name, cell, drawn, facts, findings, spikes, view
+from ..plots.pairing import PanelPair, RunPair
+from ..plots.panel_set import PanelSet
+from ..plots.sources import ValueSource
+from ..plots.views import LAYER_VIEWS
+from .content import CODES, by_name, facts, figures, findings, known_medians, layer_table, spikes, view
 
-#: Partings that are told one by one, and small pictures side by side.
-_TOLD, _MOST_LAYERS = 5, 9
+#: Divergences that are listed, and layers drawn side by side.
+_DIVERGENCES, _MOST_LAYERS = 5, 9
 
 
 def content(
     runs: tuple[Run, Run],
     names: tuple[str, str],
-    difference: Difference,
+    difference: ComparisonResult,
     renamed: Callable[[str], str],
     title: str,
     advance: Callable[[], None],
 ) -> dict[str, Any]:
-    """Everything that the page shows.
+    """The data of the page.
 
     Args:
-        runs: both.
-        names: what they are called on the page, not the same.
-        difference: where they part.
-        renamed: what a layer of the first is called in the second.
+        runs: both runs.
+        names: their names on the page, which differ.
+        difference: the result of comparing them.
+        renamed: maps the name of a layer in the first run to its name in the second.
         title: of the page.
         advance: called after each of :data:`torch_gradmon.analysis.report.content.PARTS`.
     """
-    pair = Pair(Reel(OfRun(runs[0]), names[0]), Reel(OfRun(runs[1]), names[1]), renamed)
-    diagnoses = [diagnosed(History.of_run(run)) for run in runs]
+    pair = RunPair(PanelSet(ValueSource.of_run(runs[0]), names[0]), PanelSet(ValueSource.of_run(runs[1]), names[1]), renamed)
+    diagnoses = [diagnose_history(History.of_run(run)) for run in runs]
     advance()
     for name in LAYER_VIEWS:
         pair.panels(name)
         advance()
-    shown = {name for reel in pair.reels for name, _ in reel.panels()}
-    panels = {name: found for name in LAYER_VIEWS if name in shown and (found := pair.panels(name)) is not None}
+    shown = {name for panels in pair.panel_sets for name, _ in panels.panels()}
+    pairs = {name: found for name in LAYER_VIEWS if name in shown and (found := pair.panels(name)) is not None}
     marks = [difference.first.step] if difference.first is not None else []
-    events = [f"{name}: {spike}" for name, reel in zip(names, pair.reels, strict=True) for spike in spikes(reel)]
     return {
         "title": title,
         "facts": _facts(runs, pair),
-        "against": against(difference),
+        "against": comparison(difference),
         "findings": [
-            {**told, "run": name} for name, diagnosis in zip(names, diagnoses, strict=True) for told in findings(diagnosis)
+            {**found, "run": name} for name, diagnosis in zip(names, diagnoses, strict=True) for found in findings(diagnosis)
         ],
         "unseen": [],
         "marks": marks,
-        "mark": "the runs part",
-        "events": events,
+        "mark": "the runs diverge",
+        "events": [f"{name}: {spike}" for name, panels in zip(names, pair.panel_sets, strict=True) for spike in spikes(panels)],
         "spikes": "",
         "codes": CODES,
         "sides": {"apart": "difference", "first": names[0], "second": names[1]},
-        "views": {name: view({"apart": each.apart, "first": each.first, "second": each.second}) for name, each in panels.items()},
-        "figures": drawn(
+        "views": {
+            name: view({"apart": each.difference, "first": each.first, "second": each.second}) for name, each in pairs.items()
+        },
+        "figures": figures(
             {
                 "norm": lambda: pair_charts.norm(pair, marks),
                 "update": lambda: pair_charts.update(pair, marks),
-                "layers": lambda: pair_charts.layers(pair, _apart(difference, panels.get("gradient")), marks),
+                "layers": lambda: pair_charts.layers(pair, _differing_layers(difference, pairs.get("gradient")), marks),
             }
         ),
-        "layers": _layers(panels.get("gradient"), names),
+        "layers": _layers(pairs.get("gradient"), names),
     }
 
 
-def against(difference: Difference) -> dict[str, Any]:
-    """Where the runs part, for the head of the page."""
+def comparison(difference: ComparisonResult) -> dict[str, Any]:
+    """Where the runs diverge, for the head of the page."""
+    shown = difference.divergences[:_DIVERGENCES]
     return {
-        "parts": difference.parts,
-        "words": [line.strip() for line in wording.opening(difference) if line.strip()],
+        "parts": difference.diverges,
+        "words": [line.strip() for line in text.opening(difference) if line.strip()],
         "step": difference.steps[-1],
-        "partings": [_row(parting) for parting in difference.partings[:_TOLD]],
-        "more": max(len(difference.partings) - _TOLD, 0),
-        "stages": [
-            [
-                name,
-                wording.share(stage.tensors_part, stage.tensors),
-                wording.share(stage.values_part, stage.values),
-                wording.number(stage.largest),
-            ]
-            for name, stage in difference.stages.items()
-        ],
-        "lone": list(wording.lone(difference)),
+        "partings": [[each.key, *text.both(each), text.number(each.relative)] for each in shown],
+        "more": len(difference.divergences) - len(shown),
+        "stages": text.stage_rows(difference),
+        "lone": list(text.unmatched(difference)),
     }
 
 
-def _row(parting: Parting) -> list[str]:
-    return [parting.key, *wording.both(parting), wording.number(parting.relative)]
-
-
-def _facts(runs: tuple[Run, Run], pair: Pair) -> list[list[str]]:
-    """Those of both runs; one value where they have the same."""
-    first, second = (dict(facts(run, reel)) for run, reel in zip(runs, pair.reels, strict=True))
-    told = [["runs", " | ".join(pair.titles)]]
+def _facts(runs: tuple[Run, Run], pair: RunPair) -> list[list[str]]:
+    """The facts of both runs; one value if they are equal."""
+    first, second = (dict(facts(run, panels)) for run, panels in zip(runs, pair.panel_sets, strict=True))
+    found = [["runs", " | ".join(pair.titles)]]
     for name in dict.fromkeys((*first, *second)):
         values = dict.fromkeys((first.get(name, "none"), second.get(name, "none")))
-        told.append([name, " | ".join(values)])
-    return told
+        found.append([name, " | ".join(values)])
+    return found
 
 
-def _apart(difference: Difference, gradient: PanelPair | None) -> list[str]:
-    """Layers that part in the step in which the runs do, and then those that are farthest apart in any."""
+def _differing_layers(difference: ComparisonResult, gradient: PanelPair | None) -> list[str]:
+    """The layers that diverge in the first divergent step, then those with the largest differences in any step."""
     if gradient is None:
         return []
-    keys = [parse_key(parting.other) for parting in difference.partings]
-    parted = [key.name for key in keys if key.source in TENSOR_SOURCES]
-    ranked = torch.nan_to_num(gradient.apart.values, nan=-1.0).amax(0).argsort(descending=True, stable=True).tolist()
+    keys = [parse_key(divergence.other) for divergence in difference.divergences]
+    divergent = [key.name for key in keys if key.source in TENSOR_SOURCES]
+    largest = torch.nan_to_num(gradient.difference.values, nan=-1.0).amax(0)
     known = gradient.first.names
-    found = dict.fromkeys((*(name for name in parted if name in known), *(known[place] for place in ranked)))
+    ranked = (known[place] for place in largest.argsort(descending=True, stable=True).tolist())
+    found = dict.fromkeys((*(name for name in divergent if name in known), *ranked))
     return list(found)[:_MOST_LAYERS]
 
 
 def _layers(gradient: PanelPair | None, names: Sequence[str]) -> dict[str, Any]:
-    """A row for each layer: how large its gradient is in both, and how far they are apart."""
+    """A row for each layer: the size of its gradient in both runs, and the differences."""
     if gradient is None:
-        return {"columns": ["layer"], "rows": []}
-    columns: list[tuple[str, dict[str, float]]] = []
-    for name, panel in zip(names, (gradient.first, gradient.second), strict=True):
-        known = panel.values.where(panel.values.isfinite(), torch.nan)
-        columns.append((f"gradient in {name}, median", by_name(panel, known.nanmedian(0).values)))
-    far = gradient.apart.values.nan_to_num(nan=-1.0)
+        return layer_table((), [])
+    both = zip(names, (gradient.first, gradient.second), strict=True)
+    columns = [(f"gradient in {name}, median", known_medians(panel)) for name, panel in both]
+    apart = gradient.difference
+    far = apart.values.nan_to_num(nan=-1.0)
     largest, at = far.max(0)
-    steps = torch.tensor([float(step) for step in gradient.apart.steps], dtype=torch.float64, device="cpu")
+    steps = torch.tensor([float(step) for step in apart.steps], dtype=torch.float64, device="cpu")
     columns += [
-        ("largest difference", by_name(gradient.apart, largest.where(largest >= 0, torch.nan))),
-        ("in step", by_name(gradient.apart, steps[at].where(largest > 0, torch.nan))),
-        ("differs since step", by_name(gradient.apart, steps[(far > 0).int().argmax(0)].where(largest > 0, torch.nan))),
+        ("largest difference", by_name(apart, largest.where(largest >= 0, torch.nan))),
+        ("in step", by_name(apart, steps[at].where(largest > 0, torch.nan))),
+        ("differs since step", by_name(apart, steps[(far > 0).int().argmax(0)].where(largest > 0, torch.nan))),
     ]
-    rows = [[name, *(cell(column.get(name)) for _, column in columns)] for name in gradient.first.names]
-    return {"columns": ["layer", *(title for title, _ in columns)], "rows": rows}
+    return layer_table(gradient.first.names, columns)

@@ -1,4 +1,4 @@
-"""What a report says, as plain data."""
+"""The content of a report, as plain data."""
 
 from __future__ import annotations
 
@@ -11,77 +11,75 @@ import torch
 
 from ...analysis.run import Run
 from ...spikes.episodes import counted, episodes, largest
-from ..diagnosis.causes import CONSEQUENCES
-from ..diagnosis.diagnose import diagnosed
+from ..diagnosis.diagnose import diagnose_history
 from ..diagnosis.findings import Diagnosis, Finding
 from ..diagnosis.history import History
 from ..diagnosis.series import Series
 from ..plots import charts
-from ..plots.block_rows import blocks, together
-from ..plots.downsampling import Squeezed, squeezed
+from ..plots.block_rows import blocks, by_block
+from ..plots.downsampling import Downsampled, downsampled
 from ..plots.elements import Chart
 from ..plots.gaps import grid
-from ..plots.panels import LAYER_VIEWS, OfRun, Panel, Reel
+from ..plots.panel_set import PanelSet
 from ..plots.plotly import figure
-from ..plots.shading import departures, is_worth_it, limit, medians
-from .packing import LOG_SCALE, LOUD, NONE, SCALE, ZERO, packed
+from ..plots.shading import deviations, is_relative_by_default, medians, scale_limit
+from ..plots.sources import ValueSource
+from ..plots.views import LAYER_VIEWS, Panel
+from .packing import LOG_SCALE, NONE, NONFINITE, SCALE, ZERO, packed
 
-#: Cells of one view, of layers and blocks together, and columns.
+#: Cells of one view, of layers and blocks together, and its columns.
 _CELLS, _FEWEST_COLUMNS, _COLUMNS = 150_000, 100, 1000
 #: Parts that take time: the diagnosis, and each view.
 PARTS = 1 + len(LAYER_VIEWS)
-#: Spikes that are listed, the largest ones.
+#: The largest spikes, which are listed.
 MOST_SPIKES = 200
-#: How the page reads what :func:`torch_gradmon.analysis.report.packing.packed` writes.
-CODES = {"none": NONE, "loud": LOUD, "zero": ZERO, "log": LOG_SCALE, "linear": SCALE}
+#: How the page decodes the output of :func:`torch_gradmon.analysis.report.packing.packed`.
+CODES = {"none": NONE, "loud": NONFINITE, "zero": ZERO, "log": LOG_SCALE, "linear": SCALE}
 
 
 def content(run: Run, title: str, advance: Callable[[], None]) -> dict[str, Any]:
-    """Everything that the page shows; ``advance`` is called after each of :data:`PARTS`."""
-    reel = Reel(OfRun(run), title)
-    diagnosis = diagnosed(History.of_run(run))
+    """The data of the page; ``advance`` is called after each of :data:`PARTS`."""
+    panels = PanelSet(ValueSource.of_run(run), title)
+    diagnosis = diagnose_history(History.of_run(run))
     advance()
     for name in LAYER_VIEWS:
-        reel.panel(name)
+        panels.panel(name)
         advance()
-    panels = dict(reel.panels())
     return {
         "title": title,
-        "facts": facts(run, reel),
+        "facts": facts(run, panels),
         "against": None,
         "findings": findings(diagnosis),
         "unseen": [f"{rule}: {why}" for rule, why in diagnosis.unseen.items()],
-        "marks": sorted({event.step for event in reel.events}),
+        "marks": sorted({event.step for event in panels.events}),
         "mark": "spike",
-        "events": spikes(reel),
-        "spikes": counted(episodes(reel.events, reel.steps)),
+        "events": spikes(panels),
+        "spikes": counted(episodes(panels.events, panels.steps)),
         "codes": CODES,
         "sides": {"run": ""},
-        "views": {name: view({"run": panel}) for name, panel in panels.items()},
-        "figures": _figures(reel, diagnosis),
-        "layers": _layers(reel),
+        "views": {name: view({"run": panel}) for name, panel in panels.panels()},
+        "figures": figures(
+            {
+                "norm": lambda: charts.norm(panels),
+                "update": lambda: charts.update(panels),
+                "layers": lambda: charts.layers(panels, names=_notable_layers(panels, diagnosis)),
+            }
+        ),
+        "layers": _layers(panels),
     }
 
 
 def findings(diagnosis: Diagnosis) -> list[dict[str, Any]]:
-    """The findings in the order in which they are told, each with what may come of it."""
-    told: list[dict[str, Any]] = []
-    left = list(diagnosis.findings)
-    while left:
-        finding = left.pop(0)
-        signs = CONSEQUENCES.get(finding.rule, frozenset())
-        followers = [other for other in left if other.rule in signs and other.severity != "error"]
-        left = [other for other in left if other not in followers]
-        told.append({**_told(finding), "signs": [_told(other) for other in followers]})
-    return told
+    """The findings by rank, each with its possible consequences."""
+    return [{**_finding(leader), "signs": [_finding(other) for other in others]} for leader, others in diagnosis.grouped()]
 
 
-def spikes(reel: Reel) -> list[str]:
-    """The largest spikes in order, each in a line."""
-    return [str(spike) for spike in largest(episodes(reel.events, reel.steps), MOST_SPIKES)]
+def spikes(panels: PanelSet) -> list[str]:
+    """The largest spikes in order, each on one line."""
+    return [str(spike) for spike in largest(episodes(panels.events, panels.steps), MOST_SPIKES)]
 
 
-def _told(finding: Finding) -> dict[str, Any]:
+def _finding(finding: Finding) -> dict[str, Any]:
     first, last = finding.steps
     return {
         "severity": finding.severity,
@@ -95,38 +93,36 @@ def _told(finding: Finding) -> dict[str, Any]:
     }
 
 
-def facts(run: Run, reel: Reel) -> list[list[str]]:
-    """What stands beside the title."""
-    steps = reel.steps
-    told = [["steps", f"{steps[0]:,} to {steps[-1]:,}, {len(steps):,} of them recorded" if steps else "none"]]
+def facts(run: Run, panels: PanelSet) -> list[list[str]]:
+    """The facts below the title."""
+    steps = panels.steps
+    found = [["steps", f"{steps[0]:,} to {steps[-1]:,}, {len(steps):,} of them recorded" if steps else "none"]]
     if steps:
-        begin, end = (run.context(step)["time"] for step in (steps[0], steps[-1]))
-        when = datetime.datetime.fromtimestamp(begin).strftime("%Y-%m-%d %H:%M")
-        told.append(["begun", f"{when}, {_long(end - begin)} long"])
-    if len(loss := reel.loss()):
-        told.append(["loss", _of_loss(loss)])
-    rates = reel.rates()
-    if len(rates):
-        told.append(["learning rate", f"{min(rates.values):.3g} to {max(rates.values):.3g}"])
-    refused = len(reel.refused)
-    told.append(["spikes", counted(episodes(reel.events, steps))])
-    if refused:
-        told.append(["not applied", f"{refused:,} steps"])
-    told.append(["torch", str(run.meta.get("torch", "unknown"))])
-    return told
+        start, end = (run.context(step)["time"] for step in (steps[0], steps[-1]))
+        when = datetime.datetime.fromtimestamp(start).strftime("%Y-%m-%d %H:%M")
+        found.append(["started", f"{when}, lasted {_duration(end - start)}"])
+    if len(loss := panels.loss()):
+        found.append(["loss", _loss_text(loss)])
+    if len(rates := panels.rates()):
+        found.append(["learning rate", f"{min(rates.values):.3g} to {max(rates.values):.3g}"])
+    found.append(["spikes", counted(episodes(panels.events, steps))])
+    if count := len(panels.not_applied):
+        found.append(["not applied", f"{count:,} steps"])
+    found.append(["torch", str(run.meta.get("torch", "unknown"))])
+    return found
 
 
-def _of_loss(loss: Series) -> str:
-    """Where it began and where it is, of the last part the median, for one batch says little."""
+def _loss_text(loss: Series) -> str:
+    """The first loss and the median of the last ones; a single batch would not be representative."""
     known = loss.finite
-    begin = f"{known.values[0]:.4g}" if len(known) else "never finite"
+    first = f"{known.values[0]:.4g}" if len(known) else "never finite"
     if math.isfinite(loss.values[-1]):
-        return f"{begin} to {known.part(0.95, 1).median:.4g} (median of the end)"
+        return f"{first} to {known.part(0.95, 1).median:.4g} (median of the end)"
     since = loss.steps[0] if not len(known) else loss.steps[loss.steps.index(known.steps[-1]) + 1]
-    return f"{begin}, not finite since step {since}" if len(known) else begin
+    return f"{first}, not finite since step {since}" if len(known) else first
 
 
-def _long(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {unit}"
@@ -134,63 +130,46 @@ def _long(seconds: float) -> str:
 
 
 def view(panels: Mapping[str, Panel]) -> dict[str, Any]:
-    """Panels of the same layers and steps, by the side that each is of: one run has one, and two runs have three."""
+    """Panels of the same layers and steps by side: one for one run, three for two runs."""
     panel = next(iter(panels.values()))
     groups = blocks(panel.names)
-    grouped = len(groups) < len(panel.names)
-    many = len(panels) * (len(panel.names) + (len(groups) if grouped else 0))
+    is_grouped = len(groups) < len(panel.names)
+    many = len(panels) * (len(panel.names) + (len(groups) if is_grouped else 0))
     columns = min(max(_CELLS // many, _FEWEST_COLUMNS), _COLUMNS)
-    cells = {side: squeezed(each, columns) for side, each in panels.items()}
+    cells = {side: downsampled(each, columns) for side, each in panels.items()}
     one = next(iter(cells.values()))
     laid = grid(one.first, one.last, panel.gaps, panel.axis)
     return {
         "names": list(panel.names),
-        "blocks": [[block, places] for block, places in groups.items()] if grouped else None,
+        "blocks": [[block, places] for block, places in groups.items()] if is_grouped else None,
         "first": list(one.first),
         "last": list(one.last),
         "edges": list(laid.edges),
         "places": list(laid.places),
-        "sides": {side: _side(each, cells[side], groups if grouped else None) for side, each in panels.items()},
+        "sides": {side: _side(each, cells[side], groups if is_grouped else None) for side, each in panels.items()},
     }
 
 
-def _side(panel: Panel, cells: Squeezed, groups: Mapping[str, Sequence[int]] | None) -> dict[str, Any]:
-    """The values of one panel, of its layers and of blocks of them, and the medians of both over all steps."""
+def _side(panel: Panel, cells: Downsampled, groups: Mapping[str, Sequence[int]] | None) -> dict[str, Any]:
+    """The values of a panel's layers and blocks, and the medians of both over all steps."""
     is_log = panel.view.is_log
     own, usual = cells.values, medians(panel.values)
-    grouped = None if groups is None else together(panel, cells, groups)
-    usual_grouped = None if groups is None else medians(together(panel, squeezed(panel, len(panel.steps)), groups))
+    grouped = None if groups is None else by_block(panel, cells, groups)
+    usual_grouped = None if groups is None else medians(by_block(panel, downsampled(panel, len(panel.steps)), groups))
     return {
         "title": panel.view.title,
         "log": is_log,
         "cells": packed(own.T, is_log),
         "ofBlocks": None if grouped is None else packed(grouped.T, is_log),
-        "medians": _numbers(usual),
-        "mediansOfBlocks": None if usual_grouped is None else _numbers(usual_grouped),
-        "limit": limit(departures(own, usual, is_log), is_log),
-        "relative": None if panel.view.is_apart else is_worth_it(panel.steps, is_log),
+        "medians": list(map(cell, usual.tolist())),
+        "mediansOfBlocks": None if usual_grouped is None else list(map(cell, usual_grouped.tolist())),
+        "limit": scale_limit(deviations(own, usual, is_log), is_log),
+        "relative": None if panel.view.is_difference else is_relative_by_default(panel.steps, is_log),
     }
 
 
-def _numbers(values: torch.Tensor) -> list[float | None]:
-    """For JSON, with few digits."""
-    return [cell(value) for value in values.tolist()]
-
-
-def _figures(reel: Reel, diagnosis: Diagnosis) -> dict[str, Any]:
-    """Figures that stay as they are, by name."""
-    flagged = _flagged(reel, diagnosis)
-    return drawn(
-        {
-            "norm": lambda: charts.norm(reel),
-            "update": lambda: charts.update(reel),
-            "layers": lambda: charts.layers(reel, names=flagged),
-        }
-    )
-
-
-def drawn(wanted: Mapping[str, Callable[[], Chart]]) -> dict[str, Any]:
-    """Charts as figures; one that lacks what it shows is left out."""
+def figures(wanted: Mapping[str, Callable[[], Chart]]) -> dict[str, Any]:
+    """Charts as static figures by name, without those whose values are missing."""
     found = {}
     for name, chart in wanted.items():
         try:
@@ -200,23 +179,22 @@ def drawn(wanted: Mapping[str, Callable[[], Chart]]) -> dict[str, Any]:
     return found
 
 
-def _flagged(reel: Reel, diagnosis: Diagnosis) -> list[str]:
-    """Layers that findings name, and those that stand out most."""
-    panel = reel.panel("gradient")
+def _notable_layers(panels: PanelSet, diagnosis: Diagnosis) -> list[str]:
+    """Layers that findings name, and those that deviate most."""
+    panel = panels.panel("gradient")
     if panel is None:
         return []
-    named = [finding.where for finding in diagnosis.findings]
-    flagged = [name for name in panel.names if any(name == where or name.startswith(f"{where}.") for where in named if where)]
-    striking = [name for name in charts.striking(panel, 6) if name not in flagged]
-    return (flagged[:6] + striking)[:9]
+    places = [finding.where for finding in diagnosis.findings if finding.where]
+    named = [name for name in panel.names if any(name == where or name.startswith(f"{where}.") for where in places)]
+    others = [name for name in charts.most_deviating(panel, 6) if name not in named]
+    return (named[:6] + others)[:9]
 
 
-def _layers(reel: Reel) -> dict[str, Any]:
-    """A table of all layers: a row for each parameter."""
-    panels = dict(reel.panels())
-    gradient, clipped, update, sparsity = (panels.get(name) for name in ("gradient", "clipped", "update", "sparsity"))
+def _layers(panels: PanelSet) -> dict[str, Any]:
+    """A row for each layer."""
+    measured = dict(panels.panels())
+    gradient, clipped, update, sparsity = (measured.get(name) for name in ("gradient", "clipped", "update", "sparsity"))
     columns: list[tuple[str, dict[str, float]]] = []
-    names: Sequence[str] = () if gradient is None else gradient.names
     if gradient is not None:
         finite = gradient.values.where(gradient.values.isfinite(), math.nan)
         largest, at = finite.nan_to_num(nan=-1.0).max(0)
@@ -231,21 +209,29 @@ def _layers(reel: Reel) -> dict[str, Any]:
         odd = gradient.values.isinf().double().sum(0)
         if bool(odd.any()):
             columns.append(("steps with NaN", by_name(gradient, odd)))
-    for title, panel in (("after clip, median", clipped), ("update / parameter", update), ("near zero", sparsity)):
-        if panel is not None:
-            known = panel.values.where(panel.values.isfinite(), math.nan)
-            columns.append((title, by_name(panel, known.nanmedian(0).values)))
+    others = (("after clip, median", clipped), ("update / parameter", update), ("near zero", sparsity))
+    columns += [(title, known_medians(panel)) for title, panel in others if panel is not None]
+    return layer_table(() if gradient is None else gradient.names, columns)
+
+
+def layer_table(names: Sequence[str], columns: Sequence[tuple[str, Mapping[str, float]]]) -> dict[str, Any]:
+    """A table with a row for each layer."""
     rows = [[name, *(cell(column.get(name)) for _, column in columns)] for name in names]
     return {"columns": ["layer", *(title for title, _ in columns)], "rows": rows}
 
 
+def known_medians(panel: Panel) -> dict[str, float]:
+    """The median of the finite values of each layer."""
+    return by_name(panel, panel.values.where(panel.values.isfinite(), math.nan).nanmedian(0).values)
+
+
 def by_name(panel: Panel, values: torch.Tensor) -> dict[str, float]:
-    """One value of each layer."""
+    """One value for each layer."""
     return dict(zip(panel.names, values.tolist(), strict=True))
 
 
 def cell(value: float | None) -> float | None:
-    """A number in the table; None for none."""
+    """A number for JSON, with few digits; None for a missing value."""
     if value is None or not math.isfinite(value):
         return None
-    return int(value) if value.is_integer() else float(f"{value:.4g}")  # numbers of steps are whole
+    return int(value) if value.is_integer() else float(f"{value:.4g}")  # numbers of steps are integers

@@ -1,4 +1,4 @@
-"""Values of layers in few bytes: two for each cell, as text that a page can read back."""
+"""Values of layers in two bytes per cell, as text that the page decodes."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from array import array
 import torch
 from torch import Tensor
 
-#: Not a value but none, not finite, and zero where the scale is logarithmic.
-NONE, LOUD, ZERO = -32768, 32767, -32767
-#: A code is that many times the logarithm to base ten, or the value itself: steps of 0.33 % from 1e-45 to 1e45, or of 1/30000.
+#: Codes for a missing value, a value that is not finite, and zero on a logarithmic scale.
+NONE, NONFINITE, ZERO = -32768, 32767, -32767
+#: A code is this factor times the logarithm to base ten, or times the value: steps of 0.33 % from 1e-45 to 1e45, or of 1/30000.
 LOG_SCALE, SCALE = 700.0, 30000.0
 _LARGEST = 32000.0
 
 
 def packed(values: Tensor, is_log: bool) -> str:
-    """``values``, in which NaN is none and infinity not finite, as base64 of 16-bit little-endian codes, row by row."""
+    """``values`` as base64 of 16-bit little-endian codes, row by row; NaN is a missing value, infinity one that is not finite."""
     scaled = values.abs().clamp_min(1e-300).log10() * LOG_SCALE if is_log else values * SCALE
     codes = scaled.nan_to_num(0.0, 0.0, 0.0).round().clamp(-_LARGEST, _LARGEST)
     if is_log:
         codes = torch.where(values == 0, float(ZERO), codes)
-    codes = torch.where(values.isinf(), float(LOUD), codes)
+    codes = torch.where(values.isinf(), float(NONFINITE), codes)
     codes = torch.where(values.isnan(), float(NONE), codes)
     cells = array("h", codes.to(torch.int64).flatten().tolist())
     if sys.byteorder == "big":

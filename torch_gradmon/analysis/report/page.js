@@ -85,7 +85,7 @@
     if (told.evidence.length) item.append(make("p", told.evidence.map(([name, value]) => `${name} ${value}`).join(", "), "numbers"));
     if (told.signs.length) {
       const signs = told.signs.flatMap((sign, number) => [number ? ", " : "", sign.rule, sign.where ? " " : ", ", place(sign, told.run)]);
-      const line = make("p", "May come of it: ", "numbers");
+      const line = make("p", "Possible consequences: ", "numbers");
       line.append(...signs, ".");
       item.append(line);
     }
@@ -157,7 +157,7 @@
     if (code === LOUD) return "NaN or infinite";
     const now = value(code, isLog);
     if (median === null) return few(now, 4);
-    return `${few(now, 4)}, ${median > 0 ? `${few(now / median, 3)} times ` : "beside "}its median of ${few(median, 3)}`;
+    return `${few(now, 4)}, ${median > 0 ? `${few(now / median, 3)} times its` : "with a"} median of ${few(median, 3)}`;
   };
   const span = (view, at) => when(view.first[at], view.last[at]);
   const shade = (code, isLog) => (code === NONE || code === LOUD || (isLog && code === ZERO) ? null : isLog ? code / LOG : code / LINEAR);
@@ -176,7 +176,7 @@
   };
   const MOST_ROWS = 400;  // more of them at once take a browser many seconds
   const VIRIDIS = "Viridis", GREY = "#8a8f98", PINK = "#ff00c8", BLUE = "#0072b2", ORANGE = "#e69f00", SKY = "#56b4e9", RED = "#d55e00";
-  const AROUND = [[0, BLUE], [0.5, "#c9cdd3"], [1, RED]];  // as torch_gradmon/pictures/colours.py has it
+  const AROUND = [[0, BLUE], [0.5, "#c9cdd3"], [1, RED]];  // as in torch_gradmon/analysis/plots/colours.py
 
   const heat = () => {
     const view = data.views[current];

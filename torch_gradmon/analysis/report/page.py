@@ -1,4 +1,4 @@
-"""The page itself: one file with its script, its style and its data."""
+"""The report as one HTML file that contains its script, style and data."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from plotly.utils import PlotlyJSONEncoder
 
 from ...analysis.run import load_run
 from ...core.progress import ProgressBar
-from ..comparison.result import Difference
+from ..comparison.result import ComparisonResult
 from ..comparison.rules import renamer
-from . import comparison_content as compared
+from . import comparison_content
 from .content import PARTS, content
 
-#: What a run directory's report is called.
+#: The name of the report in a run directory.
 NAME = "report.html"
 
 
@@ -62,17 +62,17 @@ def write(
 def write_both(
     first: str | os.PathLike[str],
     second: str | os.PathLike[str],
-    difference: Difference,
+    difference: ComparisonResult,
     to: str | os.PathLike[str],
     title: str | None = None,
     rename: Mapping[str, str] | None = None,
     progress: bool | None = None,
 ) -> Path:
-    """Write one report of two runs over each other.
+    """Write one report of two runs on top of each other.
 
     Args:
         first, second: the run directories.
-        difference: what :func:`torch_gradmon.diff` has found.
+        difference: result of :func:`torch_gradmon.diff`.
         to: the file.
         title: of the page; by default the names of both directories.
         rename: as for :func:`torch_gradmon.diff`.
@@ -97,7 +97,7 @@ def write_both(
         ProgressBar(PARTS, "report", "part", progress) as bar,
     ):
         both = f"{names[0]} and {names[1]}"
-        found = compared.content((left, right), names, difference, renamer(rename), title or both, bar.advance)
+        found = comparison_content.content((left, right), names, difference, renamer(rename), title or both, bar.advance)
     return _written(found, target)
 
 
@@ -106,7 +106,7 @@ def _name(path: str | os.PathLike[str]) -> str:
 
 
 def _checked(target: Path) -> Path:
-    """Where the page goes, before the work begins."""
+    """Refuse a directory as the target before the work begins."""
     if target.is_dir():
         raise ValueError(f"{str(target)!r} is a directory; name a file in it")
     return target
@@ -115,7 +115,7 @@ def _checked(target: Path) -> Path:
 def _written(data: dict[str, Any], target: Path) -> Path:
     text = html(data)
     target.parent.mkdir(parents=True, exist_ok=True)
-    half = target.with_name(f"{target.name}.part")  # somebody may be looking at the old one
+    half = target.with_name(f"{target.name}.part")  # a browser may show the old one
     try:
         half.write_text(text, encoding="utf-8")
         half.replace(target)
@@ -148,11 +148,11 @@ def html(data: dict[str, Any]) -> str:
 
 @functools.cache
 def _plotly() -> str:
-    """Plotly's script, packed to four tenths of its size, as base64."""
+    """Plotly's script, gzipped to four tenths of its size, as base64."""
     return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
 
 
 def _embedded(data: Any) -> str:
-    """JSON that cannot end the script element that it stands in, whatever names are in it."""
+    """JSON that cannot end its script element, whatever names it contains."""
     text = json.dumps(data, cls=PlotlyJSONEncoder, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

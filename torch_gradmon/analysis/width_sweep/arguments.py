@@ -1,4 +1,4 @@
-"""The arguments of a sweep are looked at before anything is made of them."""
+"""Checks of a sweep's arguments, before anything is built."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 from torch import nn
 
 from ...core.errors import display, nearest
-from .expected import WORDS
+from .expected import KEYWORDS
 from .recipe import OPTIMIZERS, Recipe
 
-#: A line through fewer widths has no scatter, or hardly any.
+#: A line through fewer widths has hardly any scatter.
 FEWEST = 3
 
 
 def whole_numbers(name: str, values: Any) -> list[Any]:
-    """The items of ``values``, with the whole numbers of other packages as int.
+    """The items of ``values``, with the integers of other packages as int.
 
     Raises:
-        TypeError: there are no items.
+        TypeError: ``values`` is not iterable.
     """
     try:
         items = list(values)
@@ -40,11 +40,11 @@ def _as_int(value: Any) -> Any:
 
 
 def check_arguments(widths: Sequence[int], seeds: Sequence[int], steps: int, tolerance: float, confidence: float) -> None:
-    """Numbers that make a sweep.
+    """Check the numbers of a sweep.
 
     Raises:
         ValueError: with the argument, its value and the remedy.
-        TypeError: the tolerance or the confidence is no number.
+        TypeError: the tolerance or the confidence is not a number.
     """
     for name, values, least in (("widths", widths, 1), ("seeds", seeds, 0)):
         if not all(isinstance(value, int) and not isinstance(value, bool) and value >= least for value in values):
@@ -62,7 +62,7 @@ def check_arguments(widths: Sequence[int], seeds: Sequence[int], steps: int, tol
     _check_real(tolerance=tolerance, confidence=confidence)
     if not 0 < tolerance < math.inf:
         raise ValueError(
-            f"tolerance={tolerance!r} must be a positive number; exponents of theory are halves, which 0.25 tells apart"
+            f"tolerance={tolerance!r} must be a positive number; theoretical exponents are halves, which 0.25 distinguishes"
         )
     if not 0 < confidence < 1:
         raise ValueError(f"confidence={confidence!r} must be a share between 0 and 1, such as 0.95")
@@ -75,11 +75,12 @@ def _check_real(**values: Any) -> None:
 
 
 def check_recipe(recipe: Recipe, named: Any, dtype: Any) -> None:
-    """Arguments that are functions, words or a dtype.
+    """Check functions, keywords and the dtype.
 
     Raises:
-        TypeError: the factory, the optimizer or the loss cannot be called, the learning rate is no number, or the dtype none of floats.
-        ValueError: an optimizer or an expectation that is not known, or a learning rate that is not positive.
+        TypeError: the factory, the optimizer or the loss is not callable, the learning rate is not a number, or the dtype not one
+            of floats.
+        ValueError: the optimizer or the expectation is unknown, or the learning rate is not positive.
     """
     for name, value in (("factory", recipe.factory), ("loss", recipe.loss)):
         if not callable(value) or isinstance(value, nn.Module):
@@ -94,7 +95,7 @@ def check_recipe(recipe: Recipe, named: Any, dtype: Any) -> None:
             raise ValueError(f"lr={recipe.lr!r} must be positive, and lr_exponent={recipe.lr_exponent!r} a number")
     elif not callable(recipe.optimizer):
         raise TypeError(f"optimizer must be a name or a function of the model and the width, got {display(recipe.optimizer)}")
-    if isinstance(named, str) and named not in WORDS:
-        raise ValueError(f"expected={named!r} is not known{nearest(named, WORDS)}; or give a dict of patterns and exponents")
+    if isinstance(named, str) and named not in KEYWORDS:
+        raise ValueError(f"expected={named!r} is not known{nearest(named, KEYWORDS)}; or give a dict of patterns and exponents")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"probe_dtype must be torch.float64 or another floating-point dtype, got {display(dtype)}")

@@ -1,21 +1,21 @@
-"""What exponents a layer should have: none at all (0), what theory says of the standard parametrisation, or what somebody asks for.
+"""The exponents that a layer should have: 0, those of theory for the standard parametrisation, or those that the user expects.
 
-The theory is that of a network in the limit of infinite width, with He or LeCun initialisation (entries of W of size
-fan_in^-1/2) and a learning rate proportional to width^c. Where it comes from: Yang & Hu 2021 (arXiv 2011.14522), whose counts
-of powers of the width these are; Yang et al. 2022 (arXiv 2203.03466), appendix J, for Adam; Haas et al. 2025 (arXiv 2505.22491) for
-what happens with c above -1. Written out, with n for the width:
+The theory is that of infinite width, with He or LeCun initialisation (entries of W of size fan_in^-1/2) and a learning rate
+proportional to width^c. Sources: Yang & Hu 2021 (arXiv 2011.14522), who count the powers of the width; Yang et al. 2022 (arXiv
+2203.03466), appendix J, for Adam; Haas et al. 2025 (arXiv 2505.22491) for c above -1. In detail, with n for the width:
 
-- A gradient with respect to a hidden activation has entries of size n^-1/2, the size of the output weights that it comes through.
+- The gradient of a hidden activation has entries of size n^-1/2, the size of the output weights that it passes through.
 - SGD moves a weight matrix by learning rate * gradient * x^T, and (g x^T) x_t = g * (x . x_t), where x . x_t is about the fan-in:
-  n^(c - 1/2) in a layer whose inputs are data, n^(c + 1/2) in a hidden layer, n^(c + 1) in the output, whose gradient is of size 1.
-- Adam moves every entry by about its learning rate, in step with the signs of x: n^c in the input layer, n^(c + 1) in the others.
-- What changes in a hidden layer passes through W_0 of the next hidden one at its size. W_0 of the output is what the change was made
-  from: their product adds up, n entries of n^-1/2 each, and gains n^1/2.
+  n^(c - 1/2) in a layer whose inputs are data, n^(c + 1/2) in a hidden layer, n^(c + 1) in the output, whose gradient is of size
+  1.
+- Adam moves every entry by about its learning rate, aligned with the signs of x: n^c in the input layer, n^(c + 1) in the others.
+- A change in a hidden layer passes through W_0 of the next hidden layer at its size. The change was made from W_0 of the output:
+their
+  product adds up, n entries of n^-1/2 each, and gains n^1/2.
 
-These are the exponents of the first step. Where one is above 0, later steps can go another way; where it is the output's alone and
-the loss is a cross-entropy, hidden layers stay as they are ("controlled divergence").
-
-In muP (arXiv 2203.03466, table 8) all of them are 0.
+These are the exponents of the first step. If one is above 0, later steps may differ. If only that of the output is, and the loss
+is a
+cross-entropy, hidden layers stay as they are ("controlled divergence"). In muP (arXiv 2203.03466, table 8) all exponents are 0.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from ...core.errors import display, nearest
 
 Kind = Literal["input", "hidden", "output", "vector", "fixed"]
 Family = Literal["sgd", "adam"]
-#: What one may ask for by a word.
-WORDS = ("stable", "standard")
+#: The expectations that have a name.
+KEYWORDS = ("stable", "standard")
 
-#: By optimizer and kind of layer: the exponent of the update term with a learning rate that does not depend on the width.
+#: By optimizer and kind of layer: the exponent of the update term with a learning rate independent of the width.
 _STANDARD: dict[Family, dict[Kind, float]] = {
     "sgd": {"input": -0.5, "vector": -0.5, "hidden": 0.5, "output": 1.0},
     "adam": {"input": 0.0, "vector": 0.0, "hidden": 1.0, "output": 1.0},
@@ -44,7 +44,7 @@ _STANDARD: dict[Family, dict[Kind, float]] = {
 
 @dataclass(frozen=True)
 class Expected:
-    """The exponents of a module's two terms; None where nothing is expected, and nothing judged."""
+    """The exponents of a module's two terms; None for a term that is not judged."""
 
     update: float | None = 0.0
     propagated: float | None = 0.0
@@ -52,12 +52,13 @@ class Expected:
 
 @dataclass(frozen=True)
 class Layer:
-    """What is known of a module with parameters of its own before it is trained.
+    """A module with its own parameters, before training.
 
     Attributes:
-        kind: which dimensions of its weight grow with the width: ``input`` (only the outputs do), ``output`` (only the inputs do),
-            ``hidden`` (both), ``vector`` (all its parameters have one dimension), ``fixed`` (none grows).
-        lr_exponent: the exponent of its learning rate over the width; None where no optimizer has it.
+        kind: which dimensions of its weight grow with the width: ``input`` (only the outputs), ``output`` (only the inputs),
+            ``hidden``
+            (both), ``vector`` (all its parameters have one dimension), ``fixed`` (none grows).
+        lr_exponent: exponent of its learning rate over the width; None if no optimizer has it.
     """
 
     kind: Kind
@@ -78,16 +79,16 @@ def kind_of(module: nn.Module, narrow: Mapping[str, tuple[int, ...]], wide: Mapp
 
 
 def _place_of_inputs(module: nn.Module) -> int:
-    """Which dimension of the weight counts inputs: the second, but where torch or transformers has it transposed."""
+    """The dimension of the weight that counts inputs: the second, unless torch or transformers transposes it."""
     flipped = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or type(module).__name__.startswith(("ConvTranspose", "Conv1D"))
     return 0 if flipped else 1
 
 
 def standard(layers: Mapping[str, Layer], family: Family) -> dict[str, Expected]:
-    """What theory says of the standard parametrisation, for layers in the order in which they run.
+    """The theoretical exponents of the standard parametrisation, for layers in execution order.
 
-    The propagated term is foretold only in plain chains of linear layers, where what changes in one layer is what the next one
-    gets: normalisation, attention and residual branches bound or mix it, and there it is not judged.
+    The propagated term is predicted only for plain chains of linear layers, where each layer's output is the next one's input.
+    Normalisation, attention and residual branches bound or mix it; there it is not judged.
     """
     chain = all(layer.kind in ("input", "hidden", "output") for layer in layers.values())
     reached: float | None = None
@@ -105,16 +106,16 @@ def standard(layers: Mapping[str, Layer], family: Family) -> dict[str, Expected]
     return found
 
 
-def asked_for(asked: Mapping[str, Any], names: Mapping[str, Layer]) -> dict[str, Expected]:
-    """What a user expects by patterns: the first pattern that matches a module's name decides; what none matches should be stable.
+def user_expectations(asked: Mapping[str, Any], names: Mapping[str, Layer]) -> dict[str, Expected]:
+    """The user's expectations: the first pattern that matches a module's name decides; modules without a match should be stable.
 
     Args:
-        asked: by regex, for ``re.search``, one exponent for both terms, or a pair of them; None for what is not to be judged.
+        asked: by regex, for ``re.search``, one exponent for both terms, or a pair of them; None for a term that is not judged.
         names: the modules.
 
     Raises:
-        ValueError: a pattern that does not compile or matches nothing.
-        TypeError: a pattern that is no string, or a value that is neither a finite number, None, nor a pair of these.
+        ValueError: a pattern does not compile or matches nothing.
+        TypeError: a pattern is not a string, or a value is neither a finite number, None, nor a pair of these.
     """
     values = {pattern: _pair(pattern, value) for pattern, value in asked.items()}
     try:
@@ -137,7 +138,7 @@ def _pair(pattern: str, value: Any) -> Expected:
         term is None or (isinstance(term, (int, float)) and not isinstance(term, bool) and math.isfinite(term)) for term in terms
     ):
         raise TypeError(
-            f"expected[{pattern!r}] must be an exponent, such as 0.5, a pair (update, propagated) of them, or None for what is not to be "
+            f"expected[{pattern!r}] must be an exponent, such as 0.5, a pair (update, propagated) of them, or None for a term that is not "
             f"judged, got {display(value)}"
         )
     return Expected(*terms)

@@ -1,4 +1,4 @@
-"""Pictures of a sweep: every layer a line over the width, both axes logarithmic. Needs matplotlib, or plotly."""
+"""Plots of a sweep: each layer is a line over the width, with logarithmic axes. Needs matplotlib, or plotly."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from .expected import Layer
-from .training import Run
-from .verdicts import TERMS, Verdict, series
+from .training import SweepRun
+from .verdicts import TERMS, LayerVerdict, series
 
-#: Middle greys and colours have enough contrast with white and with black pages; after Okabe & Ito, distinct for the colour-blind.
+#: Medium greys and colours have enough contrast on white and on black pages; the colours are those of Okabe & Ito.
 _TEXT = "#757d87"
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8b949e", "#b5a300")
 _TITLES = {
@@ -24,14 +24,14 @@ _DASHES = {"stable": "solid", "grows": "dashed", "vanishes": "dotted"}
 
 
 @dataclass(frozen=True)
-class Line:
+class TermLine:
     """One module in one panel.
 
     Attributes:
-        label: its name, with the exponent where one was fitted.
-        state: what the verdict on it says; empty in the panel of outputs.
-        colour: the same for a module in all panels.
-        points: by width, what was measured with each seed; only what has a logarithm.
+        label: its name, with the exponent if one was fitted.
+        state: of its verdict; empty in the panel of outputs.
+        colour: the same in all panels.
+        points: by width, the measured values of all seeds that have a logarithm.
     """
 
     label: str
@@ -39,17 +39,27 @@ class Line:
     colour: str
     points: Mapping[int, Sequence[float]]
 
+    @property
+    def name(self) -> str:
+        """The module, without its exponent."""
+        return self.label.split(" ")[0]
+
+    @property
+    def means(self) -> list[float]:
+        """The geometric mean at each width, ascending."""
+        return [middle_of(self.points[width]) for width in sorted(self.points)]
+
 
 @dataclass(frozen=True)
-class Panel:
+class TermPanel:
     """One quantity of all modules."""
 
     title: str
-    lines: Sequence[Line]
+    lines: Sequence[TermLine]
 
 
-def panels(runs: Sequence[Run], layers: Mapping[str, Layer], verdicts: Sequence[Verdict], step: int) -> list[Panel]:
-    """What to draw of the runs after ``step`` steps."""
+def panels(runs: Sequence[SweepRun], layers: Mapping[str, Layer], verdicts: Sequence[LayerVerdict], step: int) -> list[TermPanel]:
+    """The panels of the runs after ``step`` steps."""
     judged = {(verdict.module, verdict.term): verdict for verdict in verdicts}
     found = []
     for term in (*TERMS, "output"):
@@ -64,16 +74,16 @@ def panels(runs: Sequence[Run], layers: Mapping[str, Layer], verdicts: Sequence[
             if points:
                 exponent = f" {verdict.slope.exponent:+.2f}" if verdict and verdict.slope else ""
                 state = verdict.state if verdict else ""
-                lines.append(Line(f"{name or '[model]'}{exponent}", state, _COLOURS[place % len(_COLOURS)], points))
-        found.append(Panel(_TITLES[term], lines))
+                lines.append(TermLine(f"{name or '[model]'}{exponent}", state, _COLOURS[place % len(_COLOURS)], points))
+        found.append(TermPanel(_TITLES[term], lines))
     return found
 
 
-def draw(found: Sequence[Panel], path: str | Path) -> None:
+def draw(found: Sequence[TermPanel], path: str | Path) -> None:
     """Write the panels side by side to a file.
 
     Raises:
-        ImportError: there is no matplotlib.
+        ImportError: matplotlib is missing.
     """
     try:
         from matplotlib.figure import Figure
@@ -86,18 +96,22 @@ def draw(found: Sequence[Panel], path: str | Path) -> None:
 
 
 def kinds() -> list[str]:
-    """What the name of a file may end with, without the point; needs matplotlib."""
+    """The possible endings of a file name, without the dot; needs matplotlib."""
     from matplotlib.backend_bases import FigureCanvasBase
 
     return sorted(FigureCanvasBase.get_supported_filetypes())
 
 
-def draw_panel(axes: Any, panel: Panel, legend: bool = True) -> None:
-    """Draw one panel on axes of matplotlib: geometric means over seeds, a point for each seed; dashed what grows, dotted what vanishes."""
+def draw_panel(axes: Any, panel: TermPanel, legend: bool = True) -> None:
+    """Draw one panel on matplotlib axes: geometric means over seeds, and a point for each seed.
+
+    Lines that grow are dashed, those that vanish dotted.
+    """
     for line in panel.lines:
         widths = sorted(line.points)
-        middle = [middle_of(line.points[width]) for width in widths]
-        axes.plot(widths, middle, color=line.colour, linestyle=_DASHES.get(line.state, "solid"), linewidth=1.6, label=line.label)
+        axes.plot(
+            widths, line.means, color=line.colour, linestyle=_DASHES.get(line.state, "solid"), linewidth=1.6, label=line.label
+        )
         for width in widths:
             axes.plot([width] * len(line.points[width]), line.points[width], ".", color=line.colour, markersize=3, alpha=0.5)
     axes.set_xscale("log", base=2)
@@ -112,11 +126,11 @@ def draw_panel(axes: Any, panel: Panel, legend: bool = True) -> None:
         axes.legend(fontsize=7, frameon=False, ncols=1 + len(panel.lines) // 10)
 
 
-def interactive(found: Sequence[Panel]) -> Any:
+def interactive(found: Sequence[TermPanel]) -> Any:
     """The panels as one plotly figure; a click on a module hides it in all.
 
     Raises:
-        ImportError: there is no plotly.
+        ImportError: plotly is missing.
     """
     try:
         from plotly.subplots import make_subplots
@@ -126,15 +140,13 @@ def interactive(found: Sequence[Panel]) -> Any:
     dashes = {"grows": "dash", "vanishes": "dot"}
     for column, panel in enumerate(found, start=1):
         for line in panel.lines:
-            widths = sorted(line.points)
             trace = {
-                "x": widths,
-                "y": [middle_of(line.points[width]) for width in widths],
+                "x": sorted(line.points),
+                "y": line.means,
                 "mode": "lines+markers",
-                "name": line.label.split(" ")[0],  # it stands for the module in all panels; the exponent is told where one points
-                "legendgroup": line.label.split(" ")[0],
-                "showlegend": column == 1
-                or not any(line.label.split(" ")[0] == first.label.split(" ")[0] for first in found[0].lines),
+                "name": line.name,  # without the exponent, because it stands for the module in all panels
+                "legendgroup": line.name,
+                "showlegend": column == 1 or line.name not in {first.name for first in found[0].lines},
                 "line": {"color": line.colour, "dash": dashes.get(line.state, "solid")},
                 "hovertemplate": f"{line.label} {line.state}<br>width %{{x}}: %{{y:.3g}}<extra></extra>",
             }
@@ -146,7 +158,7 @@ def interactive(found: Sequence[Panel]) -> Any:
     return figure
 
 
-def _widths(found: Sequence[Panel]) -> list[int]:
+def _widths(found: Sequence[TermPanel]) -> list[int]:
     return sorted({width for panel in found for line in panel.lines for width in line.points})
 
 

@@ -36,19 +36,22 @@ class Slope:
 def fit_slope(points: Mapping[int, Sequence[tuple[int, float]]], confidence: float = 0.95) -> Slope:
     """Fit one exponent to the runs of all seeds, with an offset for each seed.
 
-    Runs of one seed share their data, so that their values are high or low together: an offset of its own takes that out. The
-    interval is that of ordinary least squares: exponent -+ t * s / sqrt(Sxx), with s^2 the sum of squared residuals over the
-    degrees of freedom (points - seeds - 1), Sxx the sum of squares of log2(width) about the mean of its seed, and t the quantile
-    of Student's distribution (any textbook of regression, such as Draper & Smith, Applied Regression Analysis, section 1.4).
-    It holds the scatter of initialisations. What bends the line at small widths is no scatter: a tolerance has to cover that.
+    Runs of one seed share their data, so their values are high or low together; the offset removes that. The interval is that of
+    ordinary
+    least squares: exponent -+ t * s / sqrt(Sxx), with s^2 the sum of squared residuals over the degrees of freedom (points -
+    seeds - 1),
+    Sxx the sum of squares of log2(width) about the mean of its seed, and t the quantile of Student's distribution (Draper &
+    Smith,
+    Applied Regression Analysis, section 1.4). It covers the scatter of initialisations. The bend of the line at small widths is
+    not
+    scatter; a tolerance has to cover that.
 
     Args:
-        points: by seed, pairs of a width and a value, which is positive and finite.
-        confidence: that the interval covers the exponent.
+        points: by seed, pairs of a width and a positive, finite value.
+        confidence: probability that the interval covers the exponent.
 
     Raises:
-        ValueError: fewer points than one exponent and an offset for each seed need to leave one degree of freedom, no two widths
-            in one seed, or a value that has no logarithm.
+        ValueError: too few points for one degree of freedom, no two widths in one seed, or a value without a logarithm.
     """
     total = sum(len(pairs) for pairs in points.values())
     freedom = total - len(points) - 1
@@ -73,11 +76,12 @@ def fit_slope(points: Mapping[int, Sequence[tuple[int, float]]], confidence: flo
 def student_quantile(probability: float, freedom: int) -> float:
     """The t below which Student's distribution has ``probability``.
 
-    Whole degrees of freedom make the distribution a finite sum in the angle arctan(t / sqrt(freedom)): Abramowitz & Stegun,
-    Handbook of Mathematical Functions, 26.7.3 and 26.7.4. The sum is inverted by halving, to the last bits of a float.
+    With whole degrees of freedom the distribution is a finite sum in the angle arctan(t / sqrt(freedom)): Abramowitz & Stegun,
+    Handbook of
+    Mathematical Functions, 26.7.3 and 26.7.4. Bisection inverts the sum to the last bits of a float.
 
     Raises:
-        ValueError: a probability outside ]0, 1[, or degrees of freedom that are no whole number of at least 1.
+        ValueError: a probability outside ]0, 1[, or degrees of freedom that are not a whole number of at least 1.
     """
     if not 0.0 < probability < 1.0:
         raise ValueError(f"probability={probability!r} must lie between 0 and 1")

@@ -1,4 +1,4 @@
-"""The models of a sweep are tried before it starts, in seconds; what is wrong with them is said with the width and the remedy."""
+"""A trial of a sweep's models before it starts, in seconds; errors name the width and the remedy."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from ...core.errors import display
-from .expected import WORDS, Expected, Family, Layer, asked_for, kind_of, standard
+from .expected import KEYWORDS, Expected, Family, Layer, kind_of, standard, user_expectations
 from .recipe import Recipe, failing_at, placed
-from .terms import Probe, Terms, own_parameters
+from .terms import LayerTerms, TermProbe, own_parameters
 
 
 @dataclass(frozen=True)
-class Survey:
+class Preflight:
     """What is known before the sweep starts.
 
     Attributes:
-        layers: in the order in which they run.
+        layers: in execution order.
         optimizer: that of the smallest width.
-        unmeasured: the names of parameters that are trained, but in no layer.
+        unmeasured: names of trained parameters that are in no layer.
     """
 
     layers: dict[str, Layer]
@@ -32,23 +32,25 @@ class Survey:
     unmeasured: list[str]
 
 
-def survey(recipe: Recipe, widths: Sequence[int], seed: int, dtype: torch.dtype) -> Survey:
+def run_preflight(recipe: Recipe, widths: Sequence[int], seed: int, dtype: torch.dtype) -> Preflight:
     """Build the model at every width, run it once and compare.
 
-    At the smallest width one whole step is made, with its measurement.
+    At the smallest width one whole step is made and measured.
 
     Raises:
-        ValueError, TypeError: a width that cannot be built, that does not run, or whose model is another one; with the remedy.
+        ValueError, TypeError: a width cannot be built or run, or its model differs; with the remedy.
     """
     batch = recipe.batches(seed, 1)[0]
-    first: tuple[nn.Module, Any, dict[str, Terms]] | None = None
+    first: tuple[nn.Module, Any, dict[str, LayerTerms]] | None = None
     shapes: dict[int, dict[str, tuple[int, ...]]] = {}
     rates: dict[int, dict[str, float]] = {}
     for width in widths:
         model, given = recipe.model(width, seed)
         shapes[width] = {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
         _same_names(shapes, widths[0], width)
-        with failing_at(width, "the optimizer cannot be made", "the function given as optimizer gets the model and the width"):
+        with failing_at(
+            width, "the optimizer cannot be made", "the function given as optimizer is called with the model and the width"
+        ):
             optimizer = recipe.optimizer_of(model, width, given)
         rates[width] = _rates(model, optimizer, width)
         if first is None:
@@ -59,29 +61,31 @@ def survey(recipe: Recipe, widths: Sequence[int], seed: int, dtype: torch.dtype)
     assert first is not None, "there are widths"
     _growing(shapes, widths)
     layers = _layers(first[0], first[2], shapes, rates, widths)
-    return Survey(layers, first[1], _unmeasured(first[0], layers, rates[widths[0]]))
+    return Preflight(layers, first[1], _unmeasured(first[0], layers, rates[widths[0]]))
 
 
 def _unmeasured(model: nn.Module, layers: dict[str, Layer], rates: dict[str, float]) -> list[str]:
-    """What is trained and lies in no layer: it is used by a module that has it not, or that gives no tensor."""
+    """Trained parameters in no layer: a module without them uses them, or their module returns no tensor."""
     inside = {id(parameter) for name in layers for parameter in model.get_submodule(name).parameters()}
     return [name for name, parameter in model.named_parameters() if name in rates and id(parameter) not in inside]
 
 
 def expectations(named: Any, layers: dict[str, Layer], optimizer: Any) -> dict[str, Expected]:
-    """What to expect of the layers, from the word or the patterns given.
+    """The expected exponents of the layers, from a keyword or from patterns.
 
     Raises:
-        ValueError: the standard parametrisation is asked for with an optimizer of which the theory is not known here; or a pattern.
-        TypeError: what is given is neither.
+        ValueError: the theory of the optimizer is unknown here, or a pattern is wrong.
+        TypeError: ``named`` is neither a keyword nor a dict.
     """
     if named is None or named == "stable":
         return {name: Expected() for name in layers}
     if named == "standard":
         return standard(layers, _family(optimizer))
     if not isinstance(named, dict):
-        raise TypeError(f"expected must be one of {', '.join(WORDS)}, or a dict of patterns and exponents, got {display(named)}")
-    return asked_for(named, layers)
+        raise TypeError(
+            f"expected must be one of {', '.join(KEYWORDS)}, or a dict of patterns and exponents, got {display(named)}"
+        )
+    return user_expectations(named, layers)
 
 
 def _family(optimizer: Any) -> Family:
@@ -138,11 +142,13 @@ def _rates(model: nn.Module, optimizer: Any, width: int) -> dict[str, float]:
     return found
 
 
-def _try_step(recipe: Recipe, model: nn.Module, optimizer: Any, batch: Any, width: int, dtype: torch.dtype) -> dict[str, Terms]:
-    with failing_at(width, "the model cannot be copied", "mend the factory"):
-        probe = Probe(model, dtype)
+def _try_step(
+    recipe: Recipe, model: nn.Module, optimizer: Any, batch: Any, width: int, dtype: torch.dtype
+) -> dict[str, LayerTerms]:
+    with failing_at(width, "the model cannot be copied", "fix the factory"):
+        probe = TermProbe(model, dtype)
     here = placed(batch, model)
-    with failing_at(width, "the model does not run on the batch", "mend the factory, or give data= and loss= that fit it"):
+    with failing_at(width, "the model does not run on the batch", "fix the factory, or give data= and loss= that fit it"):
         loss = _checked_loss(recipe.loss(model, here), width)
     with failing_at(width, "a step cannot be made", "the optimizer must step without a closure"):
         optimizer.zero_grad()
@@ -152,7 +158,7 @@ def _try_step(recipe: Recipe, model: nn.Module, optimizer: Any, batch: Any, widt
     with failing_at(
         width,
         f"a copy of the model in {dtype} does not run",
-        "if it insists on one, give probe_dtype=torch.float32, at the cost of accuracy",
+        "if it requires another dtype, give probe_dtype=torch.float32, at the cost of accuracy",
     ):
         return probe.measure(model, lambda copy: recipe.loss(copy, measured))
 
@@ -170,7 +176,7 @@ def _checked_loss(loss: Any, width: int) -> Tensor:
 
 def _layers(
     model: nn.Module,
-    terms: dict[str, Terms],
+    terms: dict[str, LayerTerms],
     shapes: dict[int, dict[str, tuple[int, ...]]],
     rates: dict[int, dict[str, float]],
     widths: Sequence[int],
@@ -187,5 +193,5 @@ def _layers(
         exponent = math.log(rates[wide][rated[0]] / rates[narrow][rated[0]], wide / narrow) if rated else None
         found[name] = Layer(kind, exponent)
     if not found:
-        raise ValueError("no module has parameters of its own and gives a tensor, so that there is nothing to measure")
+        raise ValueError("no module has its own parameters and returns a tensor, so there is nothing to measure")
     return found

@@ -1,4 +1,4 @@
-"""What is swept: how a model of a width, its optimizer, its data and its loss are made."""
+"""How the model of a width, its optimizer, its data and its loss are made."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ...core.errors import display
 from .terms import mapped
 
-#: The optimizers that can be named.
+#: The optimizers that have a name.
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
 
@@ -27,15 +27,16 @@ class Recipe:
     """Makes everything of one run from its width and its seed.
 
     Attributes:
-        factory: gets a width and gives a new model, or a pair of a model and its optimizer.
-        data: one batch, a list of batches (or another iterable, such as a DataLoader), or a function of the seed that gives either.
-            A list of two tensors is one batch, as a DataLoader makes it. With fewer batches than steps they come again.
-        optimizer: a name in ``OPTIMIZERS``, or a function of the model and the width; not used where the factory gives one.
+        factory: called with a width, returns a new model, or a pair of a model and its optimizer.
+        data: one batch, a list of batches (or another iterable, such as a DataLoader), or a function of the seed that returns
+            either.
+            A list of two tensors is one batch, as from a DataLoader. If there are fewer batches than steps, they are repeated.
+        optimizer: a name in ``OPTIMIZERS``, or a function of the model and the width; unused if the factory returns one.
         lr: learning rate at the width ``base``, for a named optimizer.
         lr_exponent: the learning rate at width n is ``lr * (n / base) ** lr_exponent``.
         base: the smallest width.
-        loss: a function of the model and a batch that gives a scalar.
-        made: the parameters of the models that are still there, by id.
+        loss: a function of the model and a batch that returns a scalar.
+        made: by id, the parameters of earlier models that still exist.
     """
 
     factory: Callable[[int], Any]
@@ -48,13 +49,14 @@ class Recipe:
     made: WeakValueDictionary[int, nn.Parameter] = field(default_factory=WeakValueDictionary, compare=False, repr=False)
 
     def model(self, width: int, seed: int) -> tuple[nn.Module, Any]:
-        """A new model, and its optimizer if the factory gives one; the torch generators start elsewhere for each width and seed.
+        """A new model, and its optimizer if the factory returns one; each width and seed has its own start of the torch
+        generators.
 
-        A model that was given to torch.compile is trained as it was before that: a few steps are not worth the compilation.
+        A model given to torch.compile is trained uncompiled: a few steps are not worth the compilation.
 
         Raises:
-            ValueError: the factory raised, or gave something that it had given before; with the width, and what it said.
-            TypeError: it gave no model.
+            ValueError: the factory raised, or returned parameters of an earlier model; with the width.
+            TypeError: it returned no model.
         """
         torch.manual_seed(1_000_003 * seed + width)
         try:
@@ -67,7 +69,8 @@ class Recipe:
         model, optimizer = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
         if not isinstance(model, nn.Module):
             raise TypeError(
-                f"the factory must give a torch.nn.Module, or a pair of one and its optimizer, for width {width} it gave {display(made)}"
+                f"the factory must return a torch.nn.Module, or a pair of one and its optimizer, but for width {width} it returned "
+                f"{display(made)}"
             )
         model = model._modules.get("_orig_mod") or model
         self._check_new(model, width)
@@ -81,13 +84,13 @@ class Recipe:
                 )
             if parameter.requires_grad and self.made.get(id(parameter)) is parameter:
                 raise ValueError(
-                    f"at width {width} the factory gave {name} again, from a model that it had given before: trained there it would not "
-                    "be as it was initialised; it must make a new model in every call, and freeze what all of them share"
+                    f"at width {width} the factory returned {name} of an earlier model, which may be trained already; make a new model in "
+                    "every call, and freeze parameters that all models share"
                 )
             self.made[id(parameter)] = parameter
 
     def optimizer_of(self, model: nn.Module, width: int, given: Any) -> Any:
-        """The optimizer of a model: what the factory gave with it, or what ``optimizer`` says."""
+        """The optimizer of a model: that of the factory, or the one that ``optimizer`` specifies."""
         if given is not None:
             return given
         if isinstance(self.optimizer, str):
@@ -95,10 +98,10 @@ class Recipe:
         return self.optimizer(model, width)
 
     def batches(self, seed: int, steps: int) -> list[Any]:
-        """The batches of a seed, the same for all widths; no more than ``steps`` are taken.
+        """At most ``steps`` batches of a seed, the same for all widths.
 
         Raises:
-            ValueError: there is none, what gives them raised, or they come from an iterator, which gives them once only.
+            ValueError: there is none, loading them raised, or they come from an iterator, which yields them only once.
         """
         torch.manual_seed(seed)
         try:
@@ -107,8 +110,8 @@ class Recipe:
             if f"seed {seed}" in str(error):
                 raise
             raise ValueError(
-                f"the data of seed {seed} cannot be had: {type(error).__name__}: {error}; give a batch, a list of them, or a function "
-                "of the seed that gives either"
+                f"the data of seed {seed} cannot be loaded: {type(error).__name__}: {error}; give a batch, a list of them, or a function "
+                "of the seed that returns either"
             ) from error
 
     def _batches(self, seed: int, steps: int) -> list[Any]:
@@ -127,14 +130,15 @@ class Recipe:
 
 
 def usual_loss(model: nn.Module, batch: Any) -> Tensor:
-    """The loss of common models: their own if they give one, else cross-entropy with whole-numbered targets and squared error with others.
+    """The loss of common models: their own if they return one, else cross-entropy for integer targets and squared error for
+    others.
 
     Args:
-        model: gets the inputs of a pair, all items of a dict by name, or the batch itself.
-        batch: a pair of inputs and targets; a dict, as of transformers; or inputs of a model that gives its loss.
+        model: called with the inputs of a pair, all items of a dict by name, or the batch itself.
+        batch: a pair of inputs and targets; a dict, as of transformers; or inputs of a model that returns its loss.
 
     Raises:
-        TypeError: there is no target, and what the model gives has no loss.
+        TypeError: there is no target, and the model returns no loss.
     """
     inputs, targets = batch if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, None)
     output = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
@@ -144,10 +148,10 @@ def usual_loss(model: nn.Module, batch: Any) -> Tensor:
         if isinstance(output, Tensor) and output.numel() == 1:
             return output
         raise TypeError(
-            f"there are no targets, and the model gives no loss but {display(output)}; give batches of a pair (inputs, targets), or loss="
+            f"there are no targets, and the model returns no loss but {display(output)}; give batches of a pair (inputs, targets), or loss="
         )
     if not isinstance(output, Tensor):
-        raise TypeError(f"the model must give a tensor to compare with the targets, got {display(output)}; give loss=")
+        raise TypeError(f"the model must return a tensor to compare with the targets, got {display(output)}; give loss=")
     if targets.is_floating_point():
         return F.mse_loss(output, targets)
     return F.cross_entropy(output.flatten(0, -2), targets.flatten())
@@ -155,10 +159,10 @@ def usual_loss(model: nn.Module, batch: Any) -> Tensor:
 
 @contextmanager
 def failing_at(width: int, what: str, remedy: str) -> Iterator[None]:
-    """Say at which width something of the user's failed; what we raise ourselves says so already.
+    """Add the width to an error of the user's code; our own errors have it already.
 
     Raises:
-        ValueError: what came out of the block, with ``what`` and ``remedy``.
+        ValueError: for any error of the block, with ``what`` and ``remedy``.
     """
     try:
         yield
@@ -169,7 +173,7 @@ def failing_at(width: int, what: str, remedy: str) -> Iterator[None]:
 
 
 def placed(batch: Any, model: nn.Module, dtype: torch.dtype | None = None) -> Any:
-    """A copy of a batch on the device of ``model``; with ``dtype``, its floating-point tensors in that."""
+    """A copy of a batch on the device of ``model``; with ``dtype``, its floating-point tensors have that dtype."""
     device = next((parameter.device for parameter in model.parameters()), None)
 
     def place(tensor: Tensor) -> Tensor:

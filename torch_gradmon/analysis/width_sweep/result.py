@@ -1,4 +1,4 @@
-"""What a sweep found, with everything that can be made of it."""
+"""The result of a sweep."""
 
 from __future__ import annotations
 
@@ -10,28 +10,27 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from . import plots as drawing
-from . import text as wording
+from . import plots, text
 from .expected import Expected, Layer
-from .training import Run
-from .verdicts import Verdict, judge, outcome
+from .training import SweepRun
+from .verdicts import LayerVerdict, judge, outcome
 
 
 @dataclass(frozen=True)
 class WidthSweep:
-    """The runs of a sweep and the verdicts on them.
+    """The runs of a sweep and their verdicts.
 
     Attributes:
         runs: one for each width and seed.
-        layers: what is known of the modules with parameters of their own, in the order in which they run.
-        expected: the exponents that they should have.
-        tolerance: how far an exponent may be from that.
+        layers: the modules with their own parameters, in execution order.
+        expected: their expected exponents.
+        tolerance: of exponents.
         confidence: of the intervals.
-        settings: what the sweep was asked for, for the records.
-        unmeasured: the names of parameters that are trained, but in no module that has them and gives a tensor; no verdict is on them.
+        settings: arguments of the sweep, for the records.
+        unmeasured: names of trained parameters in no module that is measured; the verdict does not cover them.
     """
 
-    runs: Sequence[Run]
+    runs: Sequence[SweepRun]
     layers: Mapping[str, Layer]
     expected: Mapping[str, Expected]
     tolerance: float
@@ -55,11 +54,11 @@ class WidthSweep:
         return len(self.runs[0].steps)
 
     @cached_property
-    def verdicts(self) -> list[Verdict]:
+    def verdicts(self) -> list[LayerVerdict]:
         """The verdicts after the last step."""
         return self.verdicts_at(self.steps)
 
-    def verdicts_at(self, step: int) -> list[Verdict]:
+    def verdicts_at(self, step: int) -> list[LayerVerdict]:
         """The verdicts after ``step`` steps.
 
         Raises:
@@ -76,14 +75,14 @@ class WidthSweep:
 
     @property
     def passed(self) -> bool:
-        """Whether every term that is judged was shown to be as expected."""
+        """Whether every judged term was shown to be as expected."""
         return self.outcome == "passes"
 
     def of_seeds(self, *seeds: int) -> WidthSweep:
-        """The sweep as if it had had these seeds alone.
+        """The sweep with these seeds only.
 
         Raises:
-            ValueError: none is given, or one that it has not.
+            ValueError: no seed is given, or one is not in the sweep.
         """
         strange = [seed for seed in seeds if seed not in self.seeds]
         if strange or not seeds:
@@ -91,15 +90,15 @@ class WidthSweep:
         return replace(self, runs=[run for run in self.runs if run.seed in seeds])
 
     def words(self) -> str:
-        """The verdict in a few sentences, with what to do."""
-        return wording.words(self.verdicts, self.widths[0], self.widths[-1], self.unmeasured)
+        """The verdict in a few sentences, with the remedies."""
+        return text.words(self.verdicts, self.widths[0], self.widths[-1], self.unmeasured)
 
     def table(self) -> str:
         """A line for each term of each layer, as plain text."""
-        return wording.table(self.verdicts)
+        return text.table(self.verdicts)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, for JSON: numbers that are not finite are None."""
+        """The result for JSON; numbers that are not finite are None."""
         return {
             "outcome": self.outcome,
             "words": self.words(),
@@ -113,7 +112,7 @@ class WidthSweep:
         }
 
     def to_json(self) -> str:
-        """The same as text."""
+        """The result as JSON text."""
         return json.dumps(self.to_dict(), indent=1, allow_nan=False)
 
     def save(self, path: str | Path) -> None:
@@ -121,24 +120,24 @@ class WidthSweep:
         Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
 
     def plot(self, path: str | Path) -> None:
-        """Draw the terms over the width to a PNG, or what else the name of the file says; needs matplotlib.
+        """Draw the terms over the width into a PNG, or another format by the file name; needs matplotlib.
 
         Raises:
-            ImportError: there is no matplotlib.
+            ImportError: matplotlib is missing.
         """
-        drawing.draw(self.panels(), path)
+        plots.draw(self.panels(), path)
 
     def figure(self) -> Any:
         """The same as a plotly figure; needs plotly.
 
         Raises:
-            ImportError: there is no plotly.
+            ImportError: plotly is missing.
         """
-        return drawing.interactive(self.panels())
+        return plots.interactive(self.panels())
 
-    def panels(self) -> list[drawing.Panel]:
-        """What is drawn: both terms and the mean of |output| over the width, after the last step."""
-        return drawing.panels(self.runs, self.layers, self.verdicts, self.steps)
+    def panels(self) -> list[plots.TermPanel]:
+        """The plotted panels: both terms and the mean of |output| over the width, after the last step."""
+        return plots.panels(self.runs, self.layers, self.verdicts, self.steps)
 
 
 def _finite(value: Any) -> Any:

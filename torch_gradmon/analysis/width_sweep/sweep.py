@@ -1,4 +1,4 @@
-"""The width sweep: train the same model at several widths for a few steps, and see what each layer's terms do with the width."""
+"""The width sweep: train a model at several widths for a few steps, and see how each layer's terms depend on the width."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...core.progress import ProgressBar
 from .arguments import check_arguments, check_recipe, whole_numbers
-from .preflight import expectations, survey
+from .preflight import expectations, run_preflight
 from .recipe import Recipe, usual_loss
 from .result import WidthSweep
 from .training import run_all
@@ -36,40 +36,46 @@ def width_sweep(
 ) -> WidthSweep:
     """Fit, for each layer, the exponents over the width of the two terms of the refined coordinate check.
 
-    After t steps a layer's output has changed by its own update, (W_t - W_0) x_t, and by what comes from below, W_0 (x_t - x_0)
-    (Haas et al. 2025, arXiv 2505.22491). In a model whose learning rate and initialisation suit all widths, the root mean square of
-    both does not depend on the width. Beside them the mean of |output| of every module is kept, the coordinate check of
-    microsoft/mup.
+    After t steps a layer's output has changed by its own update, (W_t - W_0) x_t, and by changes from below, W_0 (x_t - x_0)
+    (Haas et al.
+    2025, arXiv 2505.22491). If the learning rate and the initialisation suit all widths, the root mean squares of both are
+    independent of
+    the width. The mean of |output| of every module is recorded too, as in the coordinate check of microsoft/mup.
 
-    Everything that can be wrong with the arguments is found before the sweep starts, on the first batch of the first seed. The global
-    random generators of torch are left as they were. Every measurement brings its numbers to the host.
+    Wrong arguments are found before the sweep starts, on the first batch of the first seed. The global random generators of torch
+    are
+    left as they were. Every measurement synchronises the device.
 
-    What is measured are modules with parameters of their own that give a tensor. A parameter that is used outside of such a module
-    stands in :attr:`WidthSweep.unmeasured`, and the verdict names it, but does not depend on it.
+    Modules with their own parameters that return a tensor are measured. Parameters used outside of such a module are listed in
+    :attr:`WidthSweep.unmeasured`; the verdict names them, but does not depend on them.
 
     Args:
-        factory: gets a width and gives a new model, or a pair (model, optimizer).
-        data: a batch, a list of batches (or another iterable that can be gone through again, such as a DataLoader), or a function
-            of the seed that gives either; with fewer batches than steps they come again. A batch is a pair (inputs, targets), or what
-            ``loss`` takes. All widths get the same. The terms are measured on the first batch.
+        factory: called with a width, returns a new model, or a pair (model, optimizer).
+        data: a batch, a list of batches (or another re-iterable, such as a DataLoader), or a function of the seed that returns
+            either;
+            fewer batches than steps are repeated. A batch is a pair (inputs, targets), or an argument of ``loss``. All widths get
+            the
+            same. The terms are measured on the first batch.
         widths: three or more.
         seeds: how many, from 0, or which.
         steps: of training in each run; the verdict is on the state after the last.
-        optimizer: "sgd", "adam" or "adamw", or a function of the model and the width. Not used if the factory gives one.
+        optimizer: "sgd", "adam" or "adamw", or a function of the model and the width. Unused if the factory returns one.
         lr: learning rate of a named optimizer at the smallest width.
         lr_exponent: a named optimizer has ``lr * (width / smallest width) ** lr_exponent``.
-        loss: a function of the model and a batch that gives a scalar; by default cross-entropy for whole-numbered targets, squared
-            error for others, or what the model gives as its loss.
-        expected: "stable" (the default: all exponents about 0, as in muP); "standard": what theory says of the standard
-            parametrisation after one step; or a dict from patterns of module names to an exponent, a pair (update, propagated), or
-            None for what is not to be judged.
-        tolerance: how far from the expected exponent a whole confidence interval may reach. Theory's exponents are halves.
+        loss: a function of the model and a batch that returns a scalar; by default cross-entropy for integer targets, squared
+            error for
+            others, or the loss that the model returns.
+        expected: "stable" (the default: all exponents about 0, as in muP); "standard": the theory of the standard parametrisation
+            after one
+            step; or a dict from patterns of module names to an exponent, a pair (update, propagated), or None for terms that are
+            not judged.
+        tolerance: how far from the expected exponent a whole confidence interval may reach. Theoretical exponents are halves.
         confidence: of the interval.
         probe_dtype: of the copies on which the terms are measured. In float32, terms below about 1e-6 of the output are noise.
         progress: whether to show a bar (if tqdm is installed); by default if stderr is a terminal.
 
     Raises:
-        ValueError, TypeError: an argument, or a model, optimizer, batch or loss, that does not fit; with the width and the remedy.
+        ValueError, TypeError: a wrong argument, model, optimizer, batch or loss; with the width and the remedy.
     """
     given = {**locals()}
     numbers = whole_numbers("seeds", range(seeds) if isinstance(seeds, int) and not isinstance(seeds, bool) else seeds)
@@ -80,19 +86,19 @@ def width_sweep(
     recipe = Recipe(factory, data, optimizer, lr, lr_exponent, sizes[0], loss if loss is not None else usual_loss)
     check_recipe(recipe, expected, probe_dtype)
     with torch.random.fork_rng(range(torch.cuda.device_count())):
-        found = survey(recipe, sizes, numbers[0], probe_dtype)
+        found = run_preflight(recipe, sizes, numbers[0], probe_dtype)
         aims = expectations(expected, found.layers, found.optimizer)
         with ProgressBar(len(sizes) * len(numbers), "width sweep", "run", progress) as bar:
             runs = list(run_all(recipe, sizes, numbers, steps, probe_dtype, bar.advance))
-    kept = {name: _plain(given[name]) for name in ("optimizer", "lr", "lr_exponent", "expected")}
+    kept = {name: _for_json(given[name]) for name in ("optimizer", "lr", "lr_exponent", "expected")}
     settings = {"widths": sizes, "seeds": numbers, "steps": steps, **kept, "probe_dtype": str(probe_dtype).removeprefix("torch.")}
     return WidthSweep(runs, found.layers, aims, tolerance, confidence, settings, found.unmeasured)
 
 
-def _plain(value: Any) -> Any:
-    """For the records: a function by its name."""
+def _for_json(value: Any) -> Any:
+    """A setting for JSON; a function becomes its name."""
     if isinstance(value, Mapping):
         return {pattern: list(item) if isinstance(item, tuple) else item for pattern, item in value.items()}
     if isinstance(value, Real):
-        return float(value)  # a number of NumPy is none of JSON
+        return float(value)  # JSON cannot hold a number of NumPy
     return getattr(value, "__qualname__", repr(value)) if callable(value) else value

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from .recipe import Recipe, failing_at, placed
-from .terms import Probe, Terms
+from .terms import LayerTerms, TermProbe
 
 
 @dataclass(frozen=True)
-class Run:
-    """What was measured at one width with one seed.
+class SweepRun:
+    """The measurements at one width with one seed.
 
     Attributes:
         width: of the model.
@@ -26,22 +26,22 @@ class Run:
     width: int
     seed: int
     losses: list[float]
-    steps: list[dict[str, Terms]]
+    steps: list[dict[str, LayerTerms]]
 
 
-def run(recipe: Recipe, batches: Sequence[Any], width: int, seed: int, steps: int, dtype: torch.dtype) -> Run:
+def train(recipe: Recipe, batches: Sequence[Any], width: int, seed: int, steps: int, dtype: torch.dtype) -> SweepRun:
     """Train a new model and measure it after every step, on the first batch.
 
-    A loss that is no longer finite does not end the run: what is measured then is not finite either, and says so.
+    A loss that is not finite does not end the run; the measurements are then not finite either.
 
     Raises:
         ValueError: a step raised; with the width, the seed and the step.
     """
     model, given = recipe.model(width, seed)
     optimizer = recipe.optimizer_of(model, width, given)
-    probe = Probe(model, dtype)
+    probe = TermProbe(model, dtype)
     measured = placed(batches[0], model, dtype)
-    found = Run(width, seed, [], [])
+    found = SweepRun(width, seed, [], [])
     for step in range(steps):
         with failing_at(width, f"step {step + 1} with seed {seed} failed", "earlier runs and steps were made"):
             optimizer.zero_grad()
@@ -54,11 +54,11 @@ def run(recipe: Recipe, batches: Sequence[Any], width: int, seed: int, steps: in
 
 
 def run_all(
-    recipe: Recipe, widths: Sequence[int], seeds: Sequence[int], steps: int, dtype: torch.dtype, told: Callable[[], object]
-) -> Iterator[Run]:
-    """All runs, seed by seed; ``told`` is called after each."""
+    recipe: Recipe, widths: Sequence[int], seeds: Sequence[int], steps: int, dtype: torch.dtype, advance: Callable[[], object]
+) -> Iterator[SweepRun]:
+    """All runs, seed by seed; ``advance`` is called after each."""
     for seed in seeds:
         batches = recipe.batches(seed, steps)
         for width in widths:
-            yield run(recipe, batches, width, seed, steps, dtype)
-            told()
+            yield train(recipe, batches, width, seed, steps, dtype)
+            advance()

@@ -8,124 +8,168 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...analysis.run import Run, load_run
 
-#: Command lines, each with what it is for.
+#: Command lines, each with its purpose, the most useful first.
 Examples = Sequence[tuple[str, str]]
-#: How the page of a report may end.
+#: File name endings of a report page.
 PAGES = (".html", ".htm")
-#: Of the first column of examples; a longer command has what it is for on the next line.
+#: Width of the first column of examples; the purpose of a longer command is on the next line.
 _COLUMN = 46
-#: Of help that argparse leaves as it is.
+#: Width of the help texts that argparse does not wrap.
 _WIDTH = 79
 
 
-class WrongRequest(ValueError):
-    """What was asked for cannot be done, whatever the run is like: exit code 2, with the message in one line."""
+class UsageError(ValueError):
+    """The request is wrong or impossible, whatever the run is like: exit code 2, with the message on one line."""
 
 
-def add_parser(commands: Any, name: str, summary: str, description: str, examples: Examples, notes: str = "") -> Any:
-    """Add a parser to ``commands`` whose help ends with ``examples`` and the paragraphs of ``notes``."""
-    return commands.add_parser(
-        name,
-        help=summary,
-        description=textwrap.fill(description, _WIDTH),
-        epilog="\n".join(["examples:", *shown(examples), *(["", *_wrapped(notes)] if notes else [])]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+class Argument(NamedTuple):
+    """The arguments of one ``parser.add_argument`` call."""
+
+    names: tuple[str, ...]
+    options: dict[str, Any]
 
 
-def _wrapped(notes: str) -> Iterator[str]:
-    for number, paragraph in enumerate(notes.split("\n\n")):
-        yield from [""] * bool(number)
-        yield from textwrap.wrap(" ".join(paragraph.split()), _WIDTH, break_on_hyphens=False)
+class Command(NamedTuple):
+    """A command as ``gradmon --help`` shows it.
+
+    Attributes:
+        name: as on the command line.
+        summary: one line for the list of commands.
+        description: for its own help.
+        examples: at the end of its help.
+        arguments: of the command; a tuple of arguments excludes each other.
+        notes: paragraphs after the examples.
+    """
+
+    name: str
+    summary: str
+    description: str
+    examples: Examples
+    arguments: Sequence[Argument | tuple[Argument, ...]]
+    notes: str = ""
+
+    def add_to(self, commands: Any) -> None:
+        """Add a parser for this command to the subparsers ``commands``."""
+        lines = ["examples:", *example_lines(self.examples)]
+        for paragraph in self.notes.split("\n\n") if self.notes else ():
+            lines += ["", *textwrap.wrap(" ".join(paragraph.split()), _WIDTH, break_on_hyphens=False)]
+        parser = commands.add_parser(
+            self.name,
+            help=self.summary,
+            description=textwrap.fill(self.description, _WIDTH),
+            epilog="\n".join(lines),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        for each in self.arguments:
+            if isinstance(each, Argument):
+                parser.add_argument(*each.names, **each.options)
+            else:
+                group = parser.add_mutually_exclusive_group()
+                for one in each:
+                    group.add_argument(*one.names, **one.options)
 
 
-def shown(examples: Examples) -> Iterator[str]:
+def argument(*names: str, **options: Any) -> Argument:
+    """An argument, as for ``parser.add_argument``."""
+    return Argument(names, options)
+
+
+def value(name: str, metavar: str, help: str, **options: Any) -> Argument:
+    """An option that takes a value; a default that is shown is appended to ``help``."""
+    if options.get("default") not in (None, []):
+        help += " (default: %(default)s)"
+    return Argument((name,), {"metavar": metavar, "help": help, **options})
+
+
+def flag(name: str, help: str) -> Argument:
+    """An option without a value."""
+    return Argument((name,), {"action": "store_true", "help": help})
+
+
+def to_file(help: str, required: bool = False) -> Argument:
+    """The option ``--to FILE``; see :func:`output`."""
+    return Argument(("--to",), {"metavar": "FILE", "required": required, "help": help})
+
+
+RUN = argument("run", metavar="RUN", help="a run directory; the run may still go on")
+JSON = flag("--json", "print JSON, for a program")
+FIRST = value("--first", "STEP", "from this step on", type=int)
+LAST = value("--last", "STEP", "up to this step", type=int)
+
+
+def example_lines(examples: Examples) -> Iterator[str]:
     """The lines of ``examples``, in two columns."""
-    for command, what in examples:
+    for command, purpose in examples:
         if len(command) <= _COLUMN:
-            yield f"  {command:<{_COLUMN}}  {what}".rstrip()
+            yield f"  {command:<{_COLUMN}}  {purpose}".rstrip()
         else:
             yield f"  {command}"
-            yield f"      {what}"
+            yield f"      {purpose}"
 
 
 def positive(text: str) -> int:
-    """A whole number above zero, for argparse."""
+    """A positive integer, for argparse."""
     number = int(text) if text.isdecimal() and len(text) < 100 else 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text[:100]!r} is not a positive whole number")
     return number
 
 
-def add_output(parser: Any, what: str, required: bool = False) -> None:
-    """Add ``--to FILE``, where a command writes ``what``; see :func:`output`."""
-    parser.add_argument("--to", metavar="FILE", required=required, help=what)
-
-
 def output(path: str, endings: Sequence[str]) -> Path:
-    """Where a command writes a file, looked at before the work begins. Of all commands alike: its ending says that it is such a file, so
-    nothing else can be overwritten by mistake; a file that is there is replaced; directories that are missing are made.
+    """The file that a command writes, checked before the work begins; an existing file is replaced.
+
+    The ending has to be one of ``endings``, so that no other file can be overwritten by mistake. Missing directories are made later.
 
     Raises:
-        WrongRequest: nothing can be written there.
+        UsageError: nothing can be written there.
     """
     target = Path(path)
     if target.is_dir():
-        raise WrongRequest(f"--to {path} is a directory; name a file in it")
+        raise UsageError(f"--to {path} is a directory; name a file in it")
     if target.suffix.lower() not in endings:
         *most, last = endings
-        raise WrongRequest(f"--to {path} must end in {', '.join(most)}{' or ' * bool(most)}{last}")
+        raise UsageError(f"--to {path} must end in {', '.join(most)}{' or ' * bool(most)}{last}")
     there = next(each for each in target.absolute().parents if each.exists())
     if not there.is_dir():
-        raise WrongRequest(f"--to {path} cannot be written: {there} is no directory")
+        raise UsageError(f"--to {path} cannot be written: {there} is not a directory")
     return target
 
 
-def with_directory(target: Path) -> Path:
-    """``target``, whose directory is there by now.
-
-    Raises:
-        OSError: it cannot be made.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    return target
-
-
-def say_written(path: Path, aside: bool = False) -> None:
-    """Say which file was written; ``aside`` where what is printed is for a program."""
-    print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)", file=sys.stderr if aside else sys.stdout)
+def print_written(path: Path, to_stderr: bool = False) -> None:
+    """Print the path and size of a written file; ``to_stderr`` if the standard output is for a program."""
+    print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)", file=sys.stderr if to_stderr else sys.stdout)
 
 
 @contextlib.contextmanager
-def opened(path: str) -> Iterator[Run]:
-    """The run in a directory, closed in the end.
+def open_run(path: str) -> Iterator[Run]:
+    """The run in a directory, closed at the end.
 
     Raises:
-        WrongRequest: there is none.
+        UsageError: there is none.
     """
     try:
         run = load_run(path)
     except (FileNotFoundError, ValueError) as error:
-        raise WrongRequest(str(error)) from error
+        raise UsageError(str(error)) from error
     with contextlib.closing(run):
         yield run
 
 
 @contextlib.contextmanager
-def needing(what: str, extra: str, *packages: str) -> Iterator[None]:
-    """Around imports: where one of ``packages`` is missing, say which ``extra`` brings it.
+def requires_extra(what: str, extra: str, *packages: str) -> Iterator[None]:
+    """For imports: if one of ``packages`` is missing, name the ``extra`` that installs it.
 
     Raises:
-        WrongRequest: one is missing.
+        UsageError: one is missing.
     """
     try:
         yield
     except ModuleNotFoundError as error:
-        lacking = (error.name or "").partition(".")[0]
-        if lacking not in packages:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in packages:
             raise
-        raise WrongRequest(f'{what} needs {lacking}: pip install "torch_gradmon[{extra}]"') from error
+        raise UsageError(f'{what} needs {missing}: pip install "torch_gradmon[{extra}]"') from error

@@ -1,50 +1,40 @@
-"""``gradmon demo``: a small training under watch."""
+"""``gradmon demo``: a small monitored training."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
-from .common import WrongRequest, add_output, add_parser, needing, output, positive, say_written
+from .common import Command, UsageError, output, positive, print_written, requires_extra, to_file, value
 
-EXAMPLES = (
-    ("gradmon demo", "train a small GPT: a minute, no network"),
-    ("gradmon demo --steps 101 --run-dir runs/short", "fewer steps, kept elsewhere"),
-    ("gradmon demo --to table.svg", "keep the tables as a picture"),
+COMMAND = Command(
+    "demo",
+    "train a small character GPT under watch and show a table of its layers",
+    "Train a small character GPT under watch and show a table of its layers.",
+    (
+        ("gradmon demo", "train a small GPT: a minute, no network"),
+        ("gradmon demo --steps 101 --run-dir runs/short", "fewer steps, in another directory"),
+        ("gradmon demo --to table.svg", "write the tables as a picture"),
+    ),
+    (
+        value("--steps", "N", "steps to train", type=positive, default=601),
+        value("--run-dir", "DIR", "where to write the run", default="runs/demo"),
+        to_file("the printed tables as a picture, .svg"),
+        value("--seed", "N", "of parameters and batches", type=int, default=0),
+    ),
 )
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to those of the parser."""
-    demo = add_parser(
-        commands,
-        "demo",
-        "train a small character GPT under watch and show a table of its layers",
-        "Train a small character GPT under watch and show a table of its layers.",
-        EXAMPLES,
-    )
-    demo.add_argument("--steps", type=positive, default=601, metavar="N", help="steps to train (default: %(default)s)")
-    demo.add_argument("--run-dir", default="runs/demo", metavar="DIR", help="where to keep the run (default: %(default)s)")
-    add_output(demo, "the printed tables as a picture, .svg")
-    demo.add_argument("--seed", type=int, default=0, metavar="N", help="of parameters and batches (default: %(default)s)")
-
-
 def run(options: argparse.Namespace) -> int:
-    """Train, and print the tables.
-
-    Raises:
-        WrongRequest: a package that it needs is missing.
-        OSError, ValueError: see :func:`torch_gradmon.cli.demo.demo`.
-    """
+    """Train, and print the tables."""
     try:
-        with needing("the demo", "cli", "rich", "tqdm"):
+        with requires_extra("the demo", "cli", "rich", "tqdm"):
             from ..demo import demo
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "pydoc_data":
-            raise WrongRequest("the demo trains on pydoc_data.topics, which this Python comes without") from error
+            raise UsageError("the demo trains on pydoc_data.topics, which this Python lacks") from error
         raise
     to = None if options.to is None else output(options.to, (".svg",))
     demo(options.steps, options.run_dir, to, options.seed)
     if to is not None:
-        say_written(to)
+        print_written(to)
     return 0

@@ -1,43 +1,29 @@
-"""``gradmon why``: the story of a spike."""
+"""``gradmon why``: the report on a spike."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
-from ...analysis.spike_report import tell
-from .common import WrongRequest, add_parser, opened
+from ...analysis.spike_report.text import explain
+from .common import RUN, Command, UsageError, open_run, value
 
-EXAMPLES = (
-    ("gradmon why runs/first", "tell the story of the largest spike"),
-    ("gradmon why runs/first --step 300", "tell the story of that step"),
+COMMAND = Command(
+    "why",
+    "explain a spike",
+    "Explain a spike: the signals around it, which parameters moved first, and the steps after it.",
+    (
+        ("gradmon why runs/first", "explain the largest spike"),
+        ("gradmon why runs/first --step 300", "explain that step"),
+    ),
+    (RUN, value("--step", "STEP", "the step to explain (default: the worst step of the largest spike)", type=int)),
 )
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to those of the parser."""
-    why = add_parser(
-        commands,
-        "why",
-        "tell the story of a spike",
-        "Tell the story of a spike: the signals around it, which parameters moved first, and what came after.",
-        EXAMPLES,
-    )
-    why.add_argument("run", metavar="RUN", help="a run directory; the run may still go on")
-    why.add_argument(
-        "--step", type=int, metavar="STEP", help="the step to tell of (default: the worst step of the largest spike)"
-    )
-
-
 def run(options: argparse.Namespace) -> int:
-    """Print the story.
-
-    Raises:
-        WrongRequest: there is no such run, no such step in it, or no spike to tell of.
-    """
-    with opened(options.run) as source:
+    """Print the report."""
+    with open_run(options.run) as source:
         try:
-            print(tell(source, options.step))
+            print(explain(source, options.step))
         except ValueError as error:
-            raise WrongRequest(str(error)) from error
+            raise UsageError(str(error)) from error
     return 0

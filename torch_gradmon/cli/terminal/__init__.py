@@ -1,1 +1,1 @@
-"""A run on a terminal: what its tables and its live view are made of, and how they are drawn."""
+"""A run on a terminal: the content of its tables and of its live view, and their drawing."""

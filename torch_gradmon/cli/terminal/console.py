@@ -6,11 +6,11 @@ from rich.console import Console
 
 
 class QuietConsole(Console):
-    """Leaves what a closed pipe means to the command line, and the colours of numbers to whoever prints."""
+    """Raises for a closed pipe, which the command line handles, and does not colour numbers."""
 
     def __init__(self) -> None:
         super().__init__(highlight=False, markup=False, emoji=False)
 
     def on_broken_pipe(self) -> None:
-        """Somebody who reads has seen enough."""
+        """The reader has stopped reading."""
         raise BrokenPipeError

@@ -1,4 +1,4 @@
-"""A run layer by layer: one row for each parameter, or for each block of them."""
+"""A run layer by layer: a row for each parameter, or for each block of them."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from ...core import keys as n
 from ...core.moments import Column
 from ...runs.stats_series import StatsSeries, paired
 
-#: More parameters than these are shown by blocks.
+#: More parameters than this are grouped by block.
 MOST = 40
 
 
 @dataclass(frozen=True)
-class Row:
-    """What a parameter, or a block of them, did over the steps. What is not known is NaN or None.
+class LayerRow:
+    """A parameter, or a block of them, over the steps. Unknown values are NaN or None.
 
     Attributes:
         name: of the parameter or block.
-        parameters: how many it stands for.
-        norm: the median norm of the gradient before clipping (after it where only that is known); of the finite ones, as the next.
-        largest: the largest norm.
-        at: the first step that has it.
-        share: of the squared norm of the whole gradient, the mean over the steps.
-        clipped: the median norm of the gradient after clipping.
-        update: the median norm of the update over that of the weights before it.
-        zeros: the median share of the gradient's elements that are near zero.
-        nonfinite: steps whose gradient holds NaN or infinite elements.
-        since: the first one of them.
+        parameters: number of parameters.
+        norm: median of the finite gradient norms, before clipping if they are known.
+        largest: largest finite norm.
+        at: the first step with it.
+        share: of the squared norm of the whole gradient, mean over the steps.
+        clipped: median norm of the gradient after clipping.
+        update: median norm of the update over that of the weights before it.
+        zeros: median share of near-zero gradient elements.
+        nonfinite: number of steps whose gradient has NaN or infinite elements.
+        since: the first of these.
     """
 
     name: str
@@ -52,8 +52,8 @@ class Row:
     since: int | None
 
 
-#: By the name of a column what rows are sorted by, largest first.
-SORTS: Mapping[str, Callable[[Row], float]] = {
+#: Sort keys by the name of a column; the largest comes first.
+SORTS: Mapping[str, Callable[[LayerRow], float]] = {
     "norm": lambda row: row.norm,
     "largest": lambda row: row.largest,
     "at": lambda row: math.nan if row.at is None else row.at,
@@ -65,8 +65,8 @@ SORTS: Mapping[str, Callable[[Row], float]] = {
 }
 
 
-def arranged(rows: Sequence[Row], column: str) -> list[Row]:
-    """Sorted by a column, or by ``"name"``; what has no such value comes last."""
+def sort_rows(rows: Sequence[LayerRow], column: str) -> list[LayerRow]:
+    """Sorted by a column, or by ``"name"``; rows without a value come last."""
     if column == "name":
         return sorted(rows, key=lambda row: row.name)
     value = SORTS[column]
@@ -74,25 +74,25 @@ def arranged(rows: Sequence[Row], column: str) -> list[Row]:
 
 
 class Groups(NamedTuple):
-    """Which parameters a row stands for.
+    """The parameters of each row.
 
     Attributes:
         titles: of the rows.
-        place: of each parameter, the number of its row.
+        place: number of each parameter's row.
     """
 
     titles: tuple[str, ...]
     place: Mapping[str, int]
 
 
-def groups(names: Sequence[str], depth: int | None = None, all_of_them: bool = False) -> Groups:
-    """Each of ``names`` by itself, or by blocks if they are many; with ``depth`` by that many parts of their paths.
+def groups(names: Sequence[str], depth: int | None = None, everything: bool = False) -> Groups:
+    """A row for each of ``names``, or for blocks if they are many; with ``depth``, for that many parts of their paths.
 
     >>> groups(["h.0.a.weight", "h.0.b.weight", "head.weight"], depth=2).titles
     ('h.0', 'head.weight')
     """
     if depth is None:
-        by_block = blocks(names, len(names) if all_of_them else MOST)
+        by_block = blocks(names, len(names) if everything else MOST)
         title_of = {place: title for title, places in by_block.items() for place in places}
         titles = [title_of[place] for place in range(len(names))]
     else:
@@ -105,7 +105,7 @@ def groups(names: Sequence[str], depth: int | None = None, all_of_them: bool = F
 
 @dataclass
 class _Collected:
-    """Values of all rows over steps, float64 ``[steps, rows]``; NaN where there is none."""
+    """Values of all rows over steps, float64 ``[steps, rows]``; NaN for none."""
 
     steps: list[int] = field(default_factory=list)
     parts: list[Tensor] = field(default_factory=list)
@@ -120,7 +120,7 @@ class _Collected:
 
 
 class _Merger:
-    """Makes rows of groups from those of parameters."""
+    """Merges the rows of parameters into those of groups."""
 
     def __init__(self, grouped: Groups) -> None:
         self._grouped = grouped
@@ -134,17 +134,17 @@ class _Merger:
         return stack.of(names).merged(self._grouped.titles, places)
 
 
-def rows(run: Run, grouped: Groups, since: int | None = None) -> list[Row]:
-    """One row for each group, by the statistics of the steps from ``since`` on; none where no gradient was measured."""
+def rows(run: Run, grouped: Groups, since: int | None = None) -> list[LayerRow]:
+    """A row for each group, from the statistics of the steps from ``since`` on; empty if no gradient was measured."""
     source = gradient_source(run)
     merged = _Merger(grouped)
-    norms, zeros, spoiled, shares = _Collected(), _Collected(), _Collected(), _Collected()
+    norms, zeros, nonfinite, shares = _Collected(), _Collected(), _Collected(), _Collected()
     for whole in () if source is None else run.stacks(source, since):
         stack = merged(whole)
         norm = _values(stack, "norm")
         norms.add(stack.steps, norm)
         zeros.add(stack.steps, _values(stack, "sparsity"))
-        spoiled.add(stack.steps, stack.values("nonfinite"))
+        nonfinite.add(stack.steps, stack.values("nonfinite"))
         total = whole.values("norm").square().nansum(1, keepdim=True)
         total = torch.where((total > 0) & total.isfinite() & ~whole.values("nonfinite").any(1, keepdim=True), total, torch.nan)
         shares.add(stack.steps, torch.where(total.isnan(), torch.nan, (norm.square() / total).nan_to_num(nan=0.0)))
@@ -156,7 +156,7 @@ def rows(run: Run, grouped: Groups, since: int | None = None) -> list[Row]:
     for update, weights in paired(run.stacks(n.UPDATE, since), run.stacks(n.PARAMETER, since)):
         before = _values(merged(weights), "norm")
         ratios.add(update.steps, torch.where(before > 0, _values(merged(update), "norm") / before, torch.nan))
-    if after.steps and _same(norms, after):  # nothing clips
+    if after.steps and _same(norms, after):  # nothing is clipped
         after = _Collected()
     members = Counter(grouped.place.values())
     columns = zip(
@@ -168,19 +168,19 @@ def rows(run: Run, grouped: Groups, since: int | None = None) -> list[Row]:
         _medians(after, grouped),
         _medians(ratios, grouped),
         _medians(zeros, grouped),
-        *_spoiled(spoiled),
+        *_count_nonfinite(nonfinite),
         strict=True,
     )
-    return [Row(*each) for each in columns]
+    return [LayerRow(*each) for each in columns]
 
 
 def gradient_source(run: Run) -> str | None:
-    """The gradients that are looked at: those before clipping where there are any; None without any."""
+    """The gradients before clipping if they were measured, otherwise those after it; None without any."""
     return next((source for source in (n.GRADIENT_BEFORE_CLIP, n.GRADIENT) if source in run.sources), None)
 
 
 def _values(stack: StatsSeries, metric: str) -> Tensor:
-    """A metric of merged rows; NaN for groups that have nothing in these steps."""
+    """A metric of merged rows; NaN for groups without values in these steps."""
     return torch.where(stack.rows[..., Column.COUNT] > 0, stack.values(metric), torch.nan)
 
 
@@ -193,7 +193,7 @@ def _medians(collected: _Collected, grouped: Groups) -> list[float]:
 
 
 def _largest(norms: _Collected) -> tuple[list[float], list[int | None]]:
-    """The largest finite value of each row, and the first step that has it."""
+    """The largest finite value of each row, and the first step with it."""
     values = norms.values
     finite = torch.where(values.isfinite(), values, -math.inf)
     places = finite.argmax(0)
@@ -202,15 +202,15 @@ def _largest(norms: _Collected) -> tuple[list[float], list[int | None]]:
     return [value if value > -math.inf else math.nan for value in found], steps
 
 
-def _spoiled(counts: _Collected) -> tuple[list[int], list[int | None]]:
-    """In how many steps each row is not finite, and the first one of them."""
+def _count_nonfinite(counts: _Collected) -> tuple[list[int], list[int | None]]:
+    """The number of steps in which each row is not finite, and the first of these."""
     bad = (counts.values > 0).int()
     found, places = bad.sum(0).tolist(), bad.argmax(0).tolist()
     return found, [counts.steps[place] if count else None for count, place in zip(found, places, strict=True)]
 
 
 def _same(before: _Collected, after: _Collected) -> bool:
-    """Whether the norms are the same in all steps that have both."""
+    """Whether the norms are equal in all steps that have both."""
     place = {step: number for number, step in enumerate(before.steps)}
     there = [number for number, step in enumerate(after.steps) if step in place]
     rows = before.values[[place[after.steps[number]] for number in there]]

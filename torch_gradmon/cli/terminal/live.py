@@ -1,10 +1,8 @@
-"""What is known of a run while it goes on: its last steps, by reading only what is new."""
+"""The last steps of a run that goes on, read incrementally."""
 
 from __future__ import annotations
 
 import math
-import os
-import sqlite3
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,32 +12,31 @@ import torch
 from torch import Tensor
 
 from ...analysis.diagnosis.series import Series, lower_median
-from ...analysis.run import Run, load_run
+from ...analysis.run import Run
 from ...core.keys import SUMMARY, Key
 from ...core.loss_keys import loss_among
 from ...core.moments import Column
 from ...core.records import SpikeEvent, StepRecord
-from ...runs.file import file_in
 from ...spikes.episodes import Episode, episodes, largest
 from ...spikes.suspects import REMEMBERED, ParameterAttribution, ranked
 from ...spikes.usual import Baseline
 from .layer_table import gradient_source
 
-#: Of the steps shown, the last ones, which say what the layers do of late.
+#: The part of the shown steps that counts as recent, as a divisor.
 _RECENT_PART = 6
-#: Steps that tell how fast the training goes.
+#: Steps from which the speed is computed.
 _PACE = 50
 
 
 @dataclass(frozen=True)
-class Layer:
-    """A parameter that stands out.
+class TopLayer:
+    """A parameter with a large share of the gradient.
 
     Attributes:
         name: of the parameter.
-        series: the norms of its gradient, before clipping where that is known.
-        usual: its usual norm in the last step; None where too little is known.
-        share: of the squared norm of the whole gradient, the mean over the last steps.
+        series: the norms of its gradient, before clipping if they are known.
+        usual: its usual norm in the last step; None if too few steps are known.
+        share: of the squared norm of the whole gradient, mean over the recent steps.
     """
 
     name: str
@@ -49,28 +46,30 @@ class Layer:
 
 
 @dataclass
-class _Gradients:
-    """Norms of some steps that have the same parameters, float64 ``[steps, parameters]``, and how many elements are NaN or infinite."""
+class _Norms:
+    """Gradient norms of steps with the same parameters, float64 ``[steps, parameters]``, and the counts of non-finite elements."""
 
     steps: list[int]
     names: tuple[str, ...]
     norms: Tensor
-    spoiled: Tensor
+    nonfinite: Tensor
 
-    def part(self, first: int, last: int) -> _Gradients:
-        return _Gradients(self.steps[first:last], self.names, self.norms[first:last], self.spoiled[first:last])
+    def between(self, begin: int, end: int | None = None) -> _Norms:
+        """The steps from ``begin`` on and before ``end``."""
+        first, last = bisect_left(self.steps, begin), len(self.steps) if end is None else bisect_left(self.steps, end)
+        return _Norms(self.steps[first:last], self.names, self.norms[first:last], self.nonfinite[first:last])
 
 
-class Live:
+class LiveRun:
     """The last steps of a run that may go on.
 
     Args:
         run: the run.
-        window: so many steps.
+        window: number of steps.
 
     Attributes:
         records: of the last steps, ascending, without statistics, with the loss and the values of the whole model.
-        events: what detectors found in the whole run.
+        events: the spikes of the whole run.
     """
 
     def __init__(self, run: Run, window: int) -> None:
@@ -78,15 +77,15 @@ class Live:
         self.window = window
         self.records: list[StepRecord] = []
         self.events: list[SpikeEvent] = run.events
-        self._gradients: list[_Gradients] = []
-        self._earliest = math.inf  # the step from which on they are known
+        self._norms: list[_Norms] = []
+        self._earliest = math.inf  # the first step whose norms are known
         self._read(None)
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Read what is new, if anything.
 
         Raises:
-            sqlite3.Error: it cannot be read.
+            sqlite3.Error: the run cannot be read.
         """
         since = self.run.refresh()
         if since is not None:
@@ -94,15 +93,14 @@ class Live:
             self._read(since)
 
     def _read(self, since: int | None) -> None:
-        """From ``since`` on, or at first what the window has; what was known of these steps is forgotten."""
+        """Read from ``since`` on, or at first the whole window, and drop what was known of these steps."""
         steps = self.run.steps
         begin = steps[max(len(steps) - self.window, 0)] if steps else 0
-        earliest = (
-            steps[max(len(steps) - self.window - REMEMBERED, 0)] if steps else 0
-        )  # what is usual in the first of these steps
+        # earlier steps show what is usual in the first steps of the window
+        earliest = steps[max(len(steps) - self.window - REMEMBERED, 0)] if steps else 0
         start = begin if since is None else since
         self.records = [record for record in self.records if record.step < start]
-        if not self.records or self.records[0].step > begin:  # far back: the window has steps again that had left it
+        if not self.records or self.records[0].step > begin:  # the run was rewound: steps that had left the window are back in it
             self.records, start = [], min(start, begin)
         for record in self.run.records(start, _is_shown):
             self.records.append(record)
@@ -112,15 +110,15 @@ class Live:
         if earliest < self._earliest:
             start = earliest
         self._earliest = earliest
-        self._gradients = [_cut(part, earliest, start) for part in self._gradients]
+        self._norms = [part.between(earliest, start) for part in self._norms]
         source = gradient_source(self.run)
         for stack in () if source is None else self.run.stacks(source, max(start, earliest)):
-            spoiled = stack.rows[..., Column.NONFINITE]
-            self._gradients.append(_Gradients(list(stack.steps), stack.names, stack.values("norm"), spoiled))
-        self._gradients = [part for part in self._gradients if part.steps]
-        self._joined = _joined(self._gradients)
+            nonfinite = stack.rows[..., Column.NONFINITE]
+            self._norms.append(_Norms(list(stack.steps), stack.names, stack.values("norm"), nonfinite))
+        self._norms = [part for part in self._norms if part.steps]
+        self._joined = _joined(self._norms)
 
-    # --- of the whole model ----------------------------------------------------------------------------------------------------
+    # --- the whole model -------------------------------------------------------------------------------------------------------
 
     @property
     def last(self) -> StepRecord | None:
@@ -129,85 +127,79 @@ class Live:
 
     @property
     def steps(self) -> list[int]:
-        """The steps that are shown."""
+        """The shown steps."""
         return [record.step for record in self.records]
 
     @property
     def loss(self) -> Key | None:
-        """The key of the loss; None where none is logged."""
+        """The key of the loss; None without one."""
         return loss_among({key for record in self.records for key in record.values})
 
     def series(self, key: Key) -> Series:
-        """A value over the last steps; empty without any."""
-        pairs = [(record.step, record.values[key]) for record in self.records if key in record.values]
-        return Series(tuple(step for step, _ in pairs), tuple(value for _, value in pairs))
+        """A value over the shown steps; empty without any."""
+        return Series.of((record.step, record.values[key]) for record in self.records if key in record.values)
 
     @property
     def pace(self) -> float | None:
-        """Seconds for a step, the median of the last ones, so that a break does not count; None where too little is known."""
+        """Median seconds per step of the last steps, so that an interruption does not count; None if too few are known."""
         pairs = pairwise(self.records[-_PACE:])
         median = lower_median((after.time - before.time) / (after.step - before.step) for before, after in pairs)
         return median if median > 0 else None
 
     def fact(self, name: str) -> float | None:
-        """A number in the context of the steps that are shown, such as ``overhead_pct``: the median, since one of them may say little of
-        the others, as where hooks were installed in it; None without any.
-        """
+        """The median of a number in the context of the shown steps, such as ``overhead_pct``; None without any."""
         found = [record.context[name] for record in self.records if isinstance(record.context.get(name), (int, float))]
         return lower_median(found) if found else None
 
     def total(self, name: str) -> int:
-        """How many steps of the whole run had something, such as ``steps_not_applied``, as far as it was counted."""
+        """The last value of a counter of the whole run, such as ``steps_not_applied``; 0 if it is unknown."""
         values = self.series(Key(SUMMARY, "", name)).values
         return int(values[-1]) if values and math.isfinite(values[-1]) else 0
 
     @property
     def not_applied(self) -> list[int]:
-        """Of the steps that are shown, those that the optimizer did not apply."""
+        """The shown steps that the optimizer did not apply."""
         return [record.step for record in self.records if not record.applied]
 
     @property
     def spikes(self) -> list[Episode]:
-        """What detectors found in the whole run, ascending."""
+        """The spikes of the whole run, ascending."""
         return episodes(self.events, self.run.steps)
 
-    # --- of layers ---------------------------------------------------------------------------------------------------------------
+    # --- layers ----------------------------------------------------------------------------------------------------------------
 
     def suspects(self, most: int) -> tuple[int | None, list[ParameterAttribution]]:
-        """The first parameters in the order of suspicion, and of which step: of the largest spike of late, else of the last step."""
-        steps, norms, spoiled = self._joined.steps, self._joined.norms, self._joined.spoiled
+        """A step and its parameters, ranked by suspicion: the worst step of the largest recent spike, or the last step."""
+        steps, norms, nonfinite = self._joined.steps, self._joined.norms, self._joined.nonfinite
         if not steps:
             return None, []
-        late = [spike for spike in self.spikes if spike.worst.step in steps[-self._recent :]]
-        step = largest(late, 1)[0].worst.step if late else steps[-1]
+        recent = [spike for spike in self.spikes if spike.worst.step in steps[-self._recent :]]
+        step = largest(recent, 1)[0].worst.step if recent else steps[-1]
         end = steps.index(step) + 1
-        found = ranked(steps[:end], self._joined.names, norms[:end], spoiled[:end])
+        found = ranked(steps[:end], self._joined.names, norms[:end], nonfinite[:end])
         return step, [suspect for suspect in found if suspect.score is not None][:most]
 
-    def holding(self, most: int) -> list[Layer]:
-        """The parameters with the largest share of the squared norm of late; none where no norms were measured."""
-        names, norms, spoiled = self._joined.names, self._joined.norms, self._joined.spoiled
+    def top_layers(self, most: int) -> list[TopLayer]:
+        """The parameters with the largest recent share of the squared norm; empty if no norms were measured."""
+        names, norms, nonfinite = self._joined.names, self._joined.norms, self._joined.nonfinite
         if not len(norms):
             return []
         usual = Baseline.of(norms[-REMEMBERED:-1]).norms.tolist()
-        squares = norms[-self._recent :].where(spoiled[-self._recent :] == 0, math.nan).square().nan_to_num(nan=0.0)
-        if not bool((squares > 0).any()):  # as where no norms were measured
+        squares = norms[-self._recent :].where(nonfinite[-self._recent :] == 0, math.nan).square().nan_to_num(nan=0.0)
+        if not bool((squares > 0).any()):
             return []
         shares = (squares / squares.sum(1, keepdim=True)).nanmean(0).nan_to_num(nan=0.0)
+        places = shares.topk(min(most, len(names))).indices.tolist()
         return [
-            Layer(
-                names[place], self.norms(names[place]), None if math.isnan(usual[place]) else usual[place], float(shares[place])
-            )
-            for place in shares.topk(min(most, len(names))).indices.tolist()
+            TopLayer(names[at], self.norms(names[at]), None if math.isnan(usual[at]) else usual[at], float(shares[at]))
+            for at in places
         ]
 
     def norms(self, name: str) -> Series:
-        """The norms of a parameter's gradient over the steps that are shown; infinite where elements are NaN or infinite."""
-        place, first = self._joined.names.index(name), bisect_left(self._joined.steps, self.records[0].step)
-        last = self._joined.part(first, len(self._joined.steps))
-        column = torch.where(last.spoiled[:, place] > 0, math.inf, last.norms[:, place]).tolist()
-        pairs = [(step, norm) for step, norm in zip(last.steps, column, strict=True) if not math.isnan(norm)]
-        return Series(tuple(step for step, _ in pairs), tuple(norm for _, norm in pairs))
+        """The gradient norms of a parameter over the shown steps; infinite where elements are NaN or infinite."""
+        place, shown = self._joined.names.index(name), self._joined.between(self.records[0].step)
+        column = torch.where(shown.nonfinite[:, place] > 0, math.inf, shown.norms[:, place]).tolist()
+        return Series.of((step, norm) for step, norm in zip(shown.steps, column, strict=True) if not math.isnan(norm))
 
     @property
     def _recent(self) -> int:
@@ -218,69 +210,22 @@ def _is_shown(key: Key) -> bool:
     return key.source == SUMMARY or loss_among([key]) is not None
 
 
-def _joined(parts: Sequence[_Gradients]) -> _Gradients:
+def _joined(parts: Sequence[_Norms]) -> _Norms:
     """All steps together, with the parameters of the last one."""
     names = parts[-1].names if parts else ()
     empty = torch.empty(0, len(names), dtype=torch.float64, device="cpu")
-    return _Gradients(
+    return _Norms(
         [step for part in parts for step in part.steps],
         names,
-        torch.cat([empty, *(_aligned(part.norms, part.names, names, math.nan) for part in parts)]),
-        torch.cat([empty, *(_aligned(part.spoiled, part.names, names, 0.0) for part in parts)]),
+        torch.cat([empty, *(_columns(part.norms, part.names, names, math.nan) for part in parts)]),
+        torch.cat([empty, *(_columns(part.nonfinite, part.names, names, 0.0) for part in parts)]),
     )
 
 
-def _cut(part: _Gradients, begin: int, end: int) -> _Gradients:
-    """Its steps from ``begin`` on and before ``end``."""
-    return part.part(bisect_left(part.steps, begin), bisect_left(part.steps, end))
-
-
-def _aligned(values: Tensor, names: Sequence[str], wanted: Sequence[str], absent: float) -> Tensor:
+def _columns(values: Tensor, names: Sequence[str], wanted: Sequence[str], absent: float) -> Tensor:
     """The columns of ``wanted``."""
     if names == wanted:
         return values
     place = {name: number for number, name in enumerate(names)}
     padded = torch.cat([values, torch.full((len(values), 1), absent, dtype=torch.float64, device="cpu")], 1)
     return padded[:, [place.get(name, -1) for name in wanted]]
-
-
-class Follower:
-    """Follows the run in a directory, whether it has not begun, goes on, ended, or was made anew.
-
-    Args:
-        path: the directory.
-        window: so many of the last steps are shown.
-
-    Attributes:
-        name: what it was called when it was asked for.
-        live: the run; None until there is one.
-        problem: why nothing new is seen, in a line; empty where all is well.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], window: int) -> None:
-        self.name = os.fspath(path)
-        self._path, self._window = path, window
-        self._file: tuple[int, int] | None = None
-        self.live: Live | None = None
-        self.problem = ""
-
-    def look(self) -> None:
-        """Read what is new. What may befall a run is no error here: it is told in ``problem``, and the next look tries again."""
-        try:
-            status = os.stat(file_in(self._path))
-            if self.live is None or (status.st_dev, status.st_ino) != self._file:
-                fresh = Live(load_run(self._path), self._window)
-                self.close()
-                self.live, self._file = fresh, (status.st_dev, status.st_ino)
-            else:
-                self.live.look()
-            self.problem = ""
-        except FileNotFoundError:
-            self.problem = f"there is no run in {os.fspath(self._path)!r}" + (" any more" if self.live is not None else " yet")
-        except (OSError, ValueError, sqlite3.Error) as error:
-            self.problem = " ".join(str(error).split())
-
-    def close(self) -> None:
-        """Close the run's file."""
-        if self.live is not None:
-            self.live.run.close()

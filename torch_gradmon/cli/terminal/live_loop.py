@@ -10,41 +10,37 @@ from rich.live import Live as Display
 from rich.text import Text
 
 from .console import QuietConsole
-from .keyboard import keys
-from .live import Follower
 from .live_view import Screen, frame
+from .run_follower import RunFollower
 
-_QUIT = ("q", "Q", "\x03", "\x04")
 
-
-def once(console: QuietConsole, follower: Follower) -> None:
+def print_frame(console: QuietConsole, follower: RunFollower) -> None:
     """Print one frame."""
     screen = Screen(console.width, None, _has_unicode(console))
     for line in frame(follower, screen, time.time()):
         console.print(line, soft_wrap=True)
 
 
-def watch(console: QuietConsole, follower: Follower, interval: float) -> None:
-    """Show a frame every ``interval`` seconds until somebody presses q or Ctrl-C, then leave the last one on the terminal."""
+def watch(console: QuietConsole, follower: RunFollower, interval: float) -> None:
+    """Show a frame every ``interval`` seconds until Ctrl-C, then leave the last one on the terminal."""
     display = Display(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
-    with contextlib.suppress(KeyboardInterrupt), keys() as pressed, display:
+    with contextlib.suppress(KeyboardInterrupt), display:
         while True:
-            follower.look()
+            follower.refresh()
             width, height = console.size
             lines = frame(follower, Screen(width, height - 1, _has_unicode(console)), time.time())
             lines += [Text()] * (height - 1 - len(lines))
-            lines.append(Text(f"q ends; every {interval:g} s", style="dim"))
+            lines.append(Text(f"Ctrl-C ends; every {interval:g} s", style="dim"))
             display.update(Group(*lines), refresh=True)
-            if pressed(interval).startswith(_QUIT):
-                break
-    once(console, follower)
+            time.sleep(interval)
+    print_frame(console, follower)
 
 
-def wait(follower: Follower, interval: float) -> None:
-    """Wait until there is a step."""
+def wait(follower: RunFollower, interval: float) -> None:
+    """Wait for the first step."""
     while follower.live is None or follower.live.last is None:
         time.sleep(interval)
-        follower.look()
+        follower.refresh()
 
 
 def _has_unicode(console: QuietConsole) -> bool:

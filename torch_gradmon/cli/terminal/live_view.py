@@ -1,4 +1,4 @@
-"""How ``gradmon watch`` is drawn: lines that fit the terminal, with the steps of all sparklines below each other. Needs rich."""
+"""The drawing of ``gradmon watch``: lines that fit the terminal, with the columns of all sparklines aligned. Needs rich."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from ...analysis.diagnosis.series import Series
-from ...core.formatting import factor_text
+from ...core.formatting import cut_start, duration, factor_text, number, percent, printable
 from ...core.keys import SUMMARY, Key
-from .formatting import cut, duration, number, percent, printable
-from .live import Follower, Live
+from .live import LiveRun
 from .overview import rates_in
-from .sparkline import ASCII, BLOCKS, SPOILED, Columns, sparkline
+from .run_follower import RunFollower
+from .sparkline import ASCII, BLOCKS, NONFINITE, Columns, sparkline
 
 _LOUD, _WARN, _TITLE, _DIM, _GOOD = "bold red", "bold yellow", "bold cyan", "dim", "green"
-#: The run is idle after so many of its usual steps, and after so many seconds at least.
+#: The run is idle after this many of its usual steps, and after this many seconds at least.
 _IDLE_STEPS, _IDLE_SECONDS = 20, 10.0
-#: Of the whole model: what it is called here, its key, and the range that it is drawn over, if that is known.
+#: Whole-model values: the shown name, the metric, and the range of the sparkline if it is fixed.
 _SIGNALS: tuple[tuple[str, str, tuple[float, float] | None], ...] = (
     ("grad norm", "grad_norm", None),
     ("after clip", "grad_norm_clipped", None),
     ("clip share", "clipped_share", (0.0, 1.0)),
 )
-#: Widths of the cells behind a sparkline; the second one only where the terminal has so many columns.
+#: Widths of the cells after a sparkline; the second one only in a terminal with at least this many columns.
 _CELLS, _WIDE = (8, 8, 8, 9), 100
 _LEAST_NAME = 10
-#: Layers of each kind where nothing says how much room there is, and at most.
+#: Layers of each kind if the screen has no limit, and at most.
 _LAYERS, _MOST_LAYERS = 5, 12
 
 
 @dataclass(frozen=True)
 class Screen:
-    """Where a frame is drawn.
+    """The terminal of a frame.
 
     Attributes:
         columns: of the terminal.
-        rows: of the terminal; None for as many as it takes.
-        unicode: whether it has blocks of different height.
+        rows: of the terminal; None for no limit.
+        unicode: whether it can show blocks of different heights.
     """
 
     columns: int
@@ -49,12 +49,12 @@ class Screen:
 
     @property
     def letters(self) -> str:
-        """For sparklines."""
+        """The characters of sparklines."""
         return BLOCKS if self.unicode else ASCII
 
     @property
     def spikes(self) -> int:
-        """How many spikes are told."""
+        """How many spikes are shown."""
         return 3 if self.has_room else 2 if self.rows is None or self.rows >= 20 else 1
 
     @property
@@ -62,18 +62,18 @@ class Screen:
         """Whether there is room for empty lines."""
         return self.rows is None or self.rows >= 30
 
-    def shown(self, words: str) -> str:
-        """``words``, which may be anybody's, as this terminal can show them, in one line."""
-        words = printable(words)
-        return words if self.unicode else words.encode("ascii", "replace").decode()
+    def shown(self, text: str) -> str:
+        """``text``, which may contain anything, as this terminal can show it on one line."""
+        text = printable(text)
+        return text if self.unicode else text.encode("ascii", "replace").decode()
 
     def name(self, name: str, width: int) -> str:
-        """The end of a name, if it is too long."""
-        return cut(self.shown(name), width, "…" if self.unicode else "~")
+        """A name without its start, if it is too long."""
+        return cut_start(self.shown(name), width, "…" if self.unicode else "~")
 
 
-def frame(follower: Follower, screen: Screen, now: float) -> list[Text]:
-    """The lines of what is known at the time ``now``, none wider than the screen, and not more than it has."""
+def frame(follower: RunFollower, screen: Screen, now: float) -> list[Text]:
+    """The lines of the screen at the time ``now``, no wider and no more than fit."""
     lines = list(_lines(follower, screen, now))[: screen.rows]
     for line in lines:
         line.truncate(screen.columns, overflow="crop")
@@ -81,7 +81,7 @@ def frame(follower: Follower, screen: Screen, now: float) -> list[Text]:
     return lines
 
 
-def _lines(follower: Follower, screen: Screen, now: float) -> Iterator[Text]:
+def _lines(follower: RunFollower, screen: Screen, now: float) -> Iterator[Text]:
     live = follower.live
     head = Text.assemble((screen.name(follower.name, max(screen.columns - 36, 12)), _TITLE), "  ")
     if live is None or live.last is None:
@@ -95,11 +95,11 @@ def _lines(follower: Follower, screen: Screen, now: float) -> Iterator[Text]:
     if follower.problem:
         yield Text(screen.shown(follower.problem), style=_WARN)
     spikes = list(_spikes(live, screen))
-    yield from _Picture(live, screen, taken=2 + bool(follower.problem) + len(spikes)).lines()
+    yield from _SparklineTable(live, screen, taken=2 + bool(follower.problem) + len(spikes)).lines()
     yield from spikes
 
 
-def _state(live: Live, now: float) -> Text:
+def _state(live: LiveRun, now: float) -> Text:
     assert live.last is not None, "there is a step"
     pace, silence = live.pace, max(now - live.last.time, 0.0)
     if silence > max(_IDLE_SECONDS, _IDLE_STEPS * (pace or 0.0)):
@@ -107,7 +107,7 @@ def _state(live: Live, now: float) -> Text:
     return Text("live" if pace is None else f"live, {number(1 / pace)} steps/s", style=_GOOD)
 
 
-def _facts(live: Live) -> Text:
+def _facts(live: LiveRun) -> Text:
     assert live.last is not None, "there is a step"
     rates = rates_in(live.last.context)
     overhead, scale = live.fact("overhead_pct"), live.last.context.get("amp_scale")
@@ -122,22 +122,22 @@ def _facts(live: Live) -> Text:
         (f"went back to step {segments[-1][0]}" if len(segments) > 1 else "", _WARN),
     ]
     line = Text()
-    for words, style in facts:
-        if words:
-            line.append(", " if line else "").append(words, style)
+    for text, style in facts:
+        if text:
+            line.append(", " if line else "").append(text, style)
     return line
 
 
-class _Picture:
-    """The sparklines: all have the same columns, so that what happened at a time stands in one line from top to bottom.
+class _SparklineTable:
+    """The sparklines. All have the same columns, so that simultaneous values are aligned.
 
     Args:
         live: the run.
-        screen: where it is drawn.
-        taken: lines of the screen that are needed for other things.
+        screen: the terminal.
+        taken: lines of the screen that other parts need.
     """
 
-    def __init__(self, live: Live, screen: Screen, taken: int) -> None:
+    def __init__(self, live: LiveRun, screen: Screen, taken: int) -> None:
         self._live, self._screen = live, screen
         self._is_wide = screen.columns >= _WIDE
         loss = live.loss
@@ -146,9 +146,13 @@ class _Picture:
         self._signals = [(name, series, span) for name, key, span in keys if (series := live.series(key)).steps]
         taken += len(self._signals) + 4 + (3 if screen.has_room else 0)  # headings, marks and gaps
         most = _LAYERS if screen.rows is None else min(max((screen.rows - taken) // 2, 1), _MOST_LAYERS)
-        (self._step, self._moved), self._holding = live.suspects(most), live.holding(most)
+        (self._step, self._suspects), self._top_layers = live.suspects(most), live.top_layers(most)
         room = screen.columns - sum(self._cell_widths)
-        names = [name for name, *_ in self._signals] + [each.name for each in self._moved] + [each.name for each in self._holding]
+        names = (
+            [name for name, *_ in self._signals]
+            + [each.name for each in self._suspects]
+            + [each.name for each in self._top_layers]
+        )
         self._label = min(max([_LEAST_NAME, *map(len, names)]), max(room * 2 // 5, _LEAST_NAME))
         self._width = max(room - self._label - 1, 4)
         self._columns = Columns.of(live.steps, self._width)
@@ -158,7 +162,7 @@ class _Picture:
         return [width for place, width in enumerate(_CELLS) if place != 1 or self._is_wide]
 
     def lines(self) -> Iterator[Text]:
-        """All of them, with headings."""
+        """All sparklines, with headings."""
         steps = self._live.steps
         if self._signals:
             yield from self._gap()
@@ -168,19 +172,19 @@ class _Picture:
             cells = [form(series.values[-1]), form(series.median if series.finite.values else None), *_largest(series, form)]
             yield self._row(name, series, cells, span, "" if math.isfinite(series.values[-1]) else _LOUD)
         yield from self._marks()
-        if self._moved:
+        if self._suspects:
             yield from self._gap()
             yield self._heading(f"by suspicion in step {self._step}", "score", "share", "times", "since")
-        for suspect in self._moved:
+        for suspect in self._suspects:
             score = "-" if suspect.score is None or suspect.nonfinite else number(suspect.score)
             factor = "NaN/Inf" if suspect.nonfinite else "-" if suspect.factor is None else factor_text(suspect.factor)
             cells = [score, percent(suspect.share), factor, "-" if suspect.since is None else str(suspect.since)]
             style = _LOUD if suspect.nonfinite else "" if suspect.since is None else _WARN
             yield self._row(suspect.name, self._live.norms(suspect.name), cells, None, style)
-        if self._holding:
+        if self._top_layers:
             yield from self._gap()
             yield self._heading("largest share of the squared norm", "share", "usual", "largest", "at")
-        for layer in self._holding:
+        for layer in self._top_layers:
             cells = [percent(layer.share), number(layer.usual), *_largest(layer.series, number)]
             yield self._row(layer.name, layer.series, cells, None, "")
 
@@ -196,7 +200,7 @@ class _Picture:
         drawn = sparkline(self._columns.largest(series.steps, series.values), self._screen.letters, span)
         line = Text(f"{self._screen.name(name, self._label):<{self._label}} ")
         sparks = Text(f"{drawn:<{self._width}}", style=_GOOD)
-        sparks.highlight_regex(SPOILED, _LOUD)
+        sparks.highlight_regex(NONFINITE, _LOUD)
         return line.append_text(sparks).append(self._cells(cells), style)
 
     def _cells(self, cells: Sequence[str]) -> str:
@@ -205,31 +209,29 @@ class _Picture:
 
     def _marks(self) -> Iterator[Text]:
         spikes = self._columns.marks([event.step for event in self._live.events], "▲" if self._screen.unicode else "^")
-        refused = self._columns.marks(self._live.not_applied, "x")
-        both = "".join(refusal if spike == " " else spike for spike, refusal in zip(spikes, refused, strict=True))
+        not_applied = self._columns.marks(self._live.not_applied, "x")
+        both = "".join(skip if spike == " " else spike for spike, skip in zip(spikes, not_applied, strict=True))
         if both.strip():
             line = Text(f"{'spikes':<{self._label}} ").append(f"{both:<{self._width}}", _WARN)
             yield line.append("  x: not applied" if "x" in both else "", _DIM)
 
 
 def _largest(series: Series, form: Callable[[float | None], str]) -> tuple[str, str]:
-    """The largest finite value, and its step."""
+    """The largest finite value and its step."""
     values = series.finite.values
     if not values:
         return "-", "-"
     return form(max(values)), str(series.finite.steps[values.index(max(values))])
 
 
-def _spikes(live: Live, screen: Screen) -> Iterator[Text]:
+def _spikes(live: LiveRun, screen: Screen) -> Iterator[Text]:
     if live.events and screen.has_room:
         yield Text()
     for spike in reversed(live.spikes[-screen.spikes :]):
         events = spike.of_worst
-        words = [event.reason.partition(" (")[0] for event in events]
-        words += [next((event.where for event in events if event.where), ""), events[0].action]
+        parts = [event.reason.partition(" (")[0] for event in events]
+        parts += [next((event.where for event in events if event.where), ""), events[0].action]
         head = f"{'' if spike.first == spike.last else f'{spike.when}, largest '}step {spike.worst.step}  "
-        told = textwrap.wrap(
-            screen.shown("; ".join(filter(None, words))), max(screen.columns - len(head), 10), max_lines=2, placeholder=" ..."
-        )
-        for number_of_line, line in enumerate(told):
-            yield Text.assemble((f"{'' if number_of_line else head:{len(head)}}", _WARN), line)
+        text, width = screen.shown("; ".join(filter(None, parts))), max(screen.columns - len(head), 10)
+        for place, line in enumerate(textwrap.wrap(text, width, max_lines=2, placeholder=" ...")):
+            yield Text.assemble((f"{'' if place else head:{len(head)}}", _WARN), line)

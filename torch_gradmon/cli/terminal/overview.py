@@ -1,4 +1,4 @@
-"""A run in a few lines: its steps, times and learning rates, and what each value of the whole model did."""
+"""A run on a few lines: its steps, times and learning rates, and a summary of each value of the whole model."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from ...core.loss_keys import loss_among
 from ...core.records import SpikeEvent, StepRecord
 from ...step.summary_keys import DOCUMENTATION
 
-#: Running totals, which are told as numbers of steps.
+#: Counters, which are shown as numbers of steps.
 _TOTALS = frozenset({"steps_not_applied", "steps_skipped"})
 _ORDER = {name: place for place, name in enumerate(DOCUMENTATION)}
 
 
-def is_of_the_whole(key: Key) -> bool:
-    """Whether ``key`` is a value of the whole model, or was logged by hand."""
+def is_of_whole_model(key: Key) -> bool:
+    """Whether ``key`` is a value of the whole model or a logged value."""
     return key.source in (SUMMARY, "")
 
 
 @dataclass(frozen=True)
-class Line:
-    """What a value did over the steps.
+class ValueSummary:
+    """A value over the steps.
 
     Attributes:
-        name: of the value; without ``gradmon/``.
-        is_logged: whether it was logged by hand.
-        count: how many steps have it.
-        first: the earliest value.
-        median: the lower median of the finite ones; NaN without any, as for the next.
-        last: the latest value.
-        largest: the largest finite one.
-        at: the first step that has it.
-        nonfinite: how many are NaN or infinite.
-        since: the first step with such a one.
+        name: of the value, without ``gradmon/``.
+        is_logged: whether the script logged it.
+        count: number of steps that have it.
+        first: earliest value.
+        median: lower median of the finite values; NaN without any, as for ``largest``.
+        last: latest value.
+        largest: largest finite value.
+        at: the first step with it.
+        nonfinite: number of values that are NaN or infinite.
+        since: the first step with such a value.
     """
 
     name: str
@@ -53,8 +53,8 @@ class Line:
     since: int | None
 
     @classmethod
-    def of(cls, key: Key, steps: array[int], values: array[float]) -> Line:
-        """The line of the ``values`` of a key, of which there is at least one."""
+    def of(cls, key: Key, steps: array[int], values: array[float]) -> ValueSummary:
+        """The summary of the ``values`` of a key, at least one."""
         finite = [value for value in values if math.isfinite(value)]
         largest = max(finite, default=math.nan)
         spoiled = len(values) - len(finite)
@@ -66,18 +66,16 @@ class Line:
 
 @dataclass
 class Overview:
-    """What is told of the steps of a run as they come, ascending.
+    """A summary of records, ascending by step.
 
     Attributes:
-        steps: how many.
-        first: the first of them; None without any, as for the next.
-        last: the last one.
-        began: when the first one ended, in seconds since the epoch.
-        ended: when the last one did.
-        rates: the smallest, the largest and the latest learning rate; of several parameter groups the last ones' largest.
-        not_applied: steps that the optimizer did not apply.
-        skipped: of these, those skipped because of a spike.
-        events: what detectors found.
+        steps: number of steps.
+        first, last: the first and the last of them; None without any.
+        began, ended: when these two steps ended, in seconds since the epoch.
+        rates: the smallest, the largest and the latest learning rate; of several parameter groups, the latest largest one.
+        not_applied: number of steps that the optimizer did not apply.
+        skipped: number of these that were skipped because of a spike.
+        events: the spikes.
     """
 
     steps: int = 0
@@ -93,13 +91,13 @@ class Overview:
 
     @classmethod
     def of(cls, records: Iterable[StepRecord]) -> Overview:
-        """Of these records."""
+        """The overview of ``records``."""
         found = cls()
         for record in records:
-            found._see(record)
+            found._add(record)
         return found
 
-    def _see(self, record: StepRecord) -> None:
+    def _add(self, record: StepRecord) -> None:
         if not self.steps:
             self.first, self.began = record.step, record.time
         self.steps += 1
@@ -112,20 +110,20 @@ class Overview:
             low, high = (min(rates), max(rates)) if self.rates is None else self.rates[:2]
             self.rates = min(low, *rates), max(high, *rates), max(rates)
         for key, value in record.values.items():
-            if is_of_the_whole(key) and key.metric not in _TOTALS:
+            if is_of_whole_model(key) and key.metric not in _TOTALS:
                 steps, values = self._values.setdefault(key, (array("q"), array("d")))
                 steps.append(record.step)
                 values.append(value)
 
     @property
-    def lines(self) -> list[Line]:
-        """The loss, then the values of the whole model in the order of their documentation, then what else was logged."""
+    def lines(self) -> list[ValueSummary]:
+        """The loss, then the values of the whole model in the order of their documentation, then other logged values."""
         loss = loss_among(self._values)
         keys = sorted(self._values, key=lambda key: (key != loss, key.source != SUMMARY, _ORDER.get(key.metric, len(_ORDER))))
-        return [Line.of(key, *self._values[key]) for key in keys]
+        return [ValueSummary.of(key, *self._values[key]) for key in keys]
 
 
 def rates_in(context: Mapping[str, Any]) -> list[float]:
-    """The learning rates of the parameter groups, as a record has them."""
+    """The learning rates of the parameter groups in the context of a record."""
     rates = context.get("lr", [])
     return [float(rate) for rate in (rates if isinstance(rates, list) else [rates]) if isinstance(rate, (int, float))]

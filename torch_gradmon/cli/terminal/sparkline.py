@@ -1,4 +1,4 @@
-"""Values over steps in one line of letters."""
+"""Values over steps on one line of characters."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from ...analysis.diagnosis.series import lower_median
 
 #: From low to high.
 BLOCKS, ASCII = "▁▂▃▄▅▆▇█", ".:-=+*#@"
-#: What is NaN or infinite.
-SPOILED = "!"
-#: A range that is smaller than this, of a logarithm or as a part of the values, is noise and drawn flat.
+#: NaN or infinite.
+NONFINITE = "!"
+#: A smaller range, of a logarithm or as a part of the values, is noise and drawn flat.
 _LEAST_LOG, _LEAST_PART = math.log(2), 0.1
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Which steps stand in which column. Columns begin at multiples of their size, so that they stay as they are while steps come.
+    """The steps of each column. Columns begin at multiples of their size, so that they stay in place while steps are added.
 
     Attributes:
-        first: the number of the first column, counted from step 0 on.
-        count: how many there are.
+        first: number of the first column, counted from step 0.
+        count: number of columns.
         size: steps in each.
     """
 
@@ -33,7 +33,7 @@ class Columns:
 
     @classmethod
     def of(cls, steps: Sequence[int], most: int) -> Columns:
-        """For ``steps``, ascending, in ``most`` columns at most; of more, the last ones."""
+        """At most ``most`` columns for the last of ``steps``, ascending."""
         if not steps:
             return cls(0, 0, 1)
         stride = int(lower_median(after - before for before, after in pairwise(steps))) if len(steps) > 1 else 1
@@ -43,12 +43,12 @@ class Columns:
         return cls(first, last - first + 1, size)
 
     def place(self, step: int) -> int | None:
-        """The column of ``step``; None where it is before the first."""
+        """The column of ``step``; None if it is before the first."""
         place = step // self.size - self.first
         return place if 0 <= place < self.count else None
 
     def largest(self, steps: Iterable[int], values: Iterable[float]) -> list[float | None]:
-        """By column the largest value, NaN where one is not finite, None without any."""
+        """The largest value of each column, NaN if one is not finite, None without any."""
         found: list[float | None] = [None] * self.count
         for step, value in zip(steps, values, strict=True):
             place = self.place(step)
@@ -56,7 +56,7 @@ class Columns:
                 known = found[place]
                 if not math.isfinite(value):
                     found[place] = math.nan
-                elif known is None or value > known:  # what is not finite stays
+                elif known is None or value > known:  # NaN stays
                     found[place] = value
         return found
 
@@ -67,7 +67,7 @@ class Columns:
 
 
 def sparkline(values: Sequence[float | None], letters: str = BLOCKS, span: tuple[float, float] | None = None) -> str:
-    """One letter for each value, from the smallest to the largest, or over ``span``. On a logarithmic scale where none is negative.
+    """One character for each value, scaled to their range or to ``span``. The scale is logarithmic unless a value is negative.
 
     >>> sparkline([0.0, 1.0, 2.0, 4.0, 8.0, None, math.nan], ASCII)
     '..-*@ !'
@@ -82,7 +82,7 @@ def sparkline(values: Sequence[float | None], letters: str = BLOCKS, span: tuple
 
 def _letter(value: float, letters: str, low: float, high: float, is_log: bool) -> str:
     if not math.isfinite(value):
-        return SPOILED
+        return NONFINITE
     if is_log:
         value = math.log(value) if value > 0 else low
     top = len(letters) - 1

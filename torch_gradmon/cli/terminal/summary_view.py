@@ -1,4 +1,4 @@
-"""How ``gradmon summary`` is drawn, in whatever width the terminal has. Needs rich."""
+"""The drawing of ``gradmon summary``, for any terminal width. Needs rich."""
 
 from __future__ import annotations
 
@@ -10,57 +10,57 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ...analysis.spike_report.report import SpikeSummary
+from ...core.formatting import cut_start, number, percent, printable, time_span
 from ...spikes.episodes import counted, largest
-from .formatting import cut, number, percent, printable, span
-from .layer_table import Row
-from .overview import Line
-from .run_facts import Summary
-from .spikes import Spike
+from .layer_table import LayerRow
+from .overview import ValueSummary
+from .run_facts import RunSummary
 
 _LOUD, _TITLE, _DIM = "bold red", "bold cyan", "dim"
-#: Columns of numbers are so wide; names have at least so much, if they need it, before a column is left out.
+#: The width of numbers, and the width that names keep, if they need it, before a column is left out.
 _NUMBER, _NAME = 7, 24
 
 
 @dataclass(frozen=True)
-class Column:
-    """A column of the table of layers."""
+class TableColumn:
+    """A column of the layer table."""
 
     heading: str
-    cell: Callable[[Row], str]
+    cell: Callable[[LayerRow], str]
     meaning: str
 
 
-#: By the name by which it can be sorted.
+#: By the name for sorting.
 COLUMNS = {
-    "norm": Column("norm", lambda row: number(_known(row.norm)), "median gradient norm before clipping"),
-    "largest": Column("largest", lambda row: number(_known(row.largest)), "the largest one"),
-    "at": Column("at step", lambda row: "-" if row.at is None else str(row.at), "and when"),
-    "share": Column("share", lambda row: percent(_known(row.share)), "of the squared norm"),
-    "clipped": Column("clipped", lambda row: number(_known(row.clipped)), "median norm after clipping"),
-    "update": Column("update", lambda row: number(_known(row.update)), "median norm over that of the weights"),
-    "zeros": Column("zeros", lambda row: percent(_known(row.zeros)), "median share of elements near zero"),
-    "nonfinite": Column("NaN/Inf", lambda row: str(row.nonfinite) if row.nonfinite else "-", "steps that are not finite"),
+    "norm": TableColumn("norm", lambda row: number(_known(row.norm)), "median gradient norm before clipping"),
+    "largest": TableColumn("largest", lambda row: number(_known(row.largest)), "the largest one"),
+    "at": TableColumn("at step", lambda row: "-" if row.at is None else str(row.at), "and when"),
+    "share": TableColumn("share", lambda row: percent(_known(row.share)), "of the squared norm"),
+    "clipped": TableColumn("clipped", lambda row: number(_known(row.clipped)), "median norm after clipping"),
+    "update": TableColumn("update", lambda row: number(_known(row.update)), "median norm over that of the weights"),
+    "zeros": TableColumn("zeros", lambda row: percent(_known(row.zeros)), "median share of elements near zero"),
+    "nonfinite": TableColumn("NaN/Inf", lambda row: str(row.nonfinite) if row.nonfinite else "-", "steps that are not finite"),
 }
-#: What is left out first where there is no room.
+#: Left out in this order if there is too little room.
 _LEAST = ("zeros", "clipped", "at", "update", "share")
 
 
-def show(console: Console, summary: Summary) -> None:
-    """Print all of it."""
+def show(console: Console, summary: RunSummary) -> None:
+    """Print the summary."""
     for part in parts(summary, console.width):
         console.print(part)
 
 
-def parts(summary: Summary, width: int) -> Iterator[RenderableType]:
-    """What is printed, one below the other."""
+def parts(summary: RunSummary, width: int) -> Iterator[RenderableType]:
+    """The printed parts, in order."""
     yield Text(printable(summary.name), style=_TITLE, overflow="fold")
     yield _facts(summary)
     if summary.lines:
         yield _title("Whole model")
         yield _values(summary.lines, width)
         if summary.unshown:
-            yield Text(f"and {summary.unshown} more that were logged; --all shows them", style=_DIM)
+            yield Text(f"and {summary.unshown} more logged values; --all shows them", style=_DIM)
     if summary.rows:
         yield from _layers(summary, width)
     elif summary.overview.steps:
@@ -73,29 +73,29 @@ def _title(text: str) -> Text:
     return Text(f"\n{text}", style=_TITLE)
 
 
-def _facts(summary: Summary) -> Table:
-    told = summary.overview
+def _facts(summary: RunSummary) -> Table:
+    overview = summary.overview
     table = Table.grid(padding=(0, 2))
     table.add_column(style=_DIM, no_wrap=True)
     table.add_column(overflow="fold")
-    if told.first is None or told.last is None:
+    if overview.first is None or overview.last is None:
         table.add_row("steps", "none yet")
         return table
-    count = told.last - told.first + 1
-    in_all = "" if told.steps == count else f" of {count}"
-    table.add_row("steps", f"{told.steps}{in_all} monitored, {told.first} to {told.last}")
-    if told.began > 0:
-        table.add_row("time", span(told.began, told.ended))
-    if told.rates is not None:
-        low, high, now = told.rates
+    count = overview.last - overview.first + 1
+    in_all = "" if overview.steps == count else f" of {count}"
+    table.add_row("steps", f"{overview.steps}{in_all} monitored, {overview.first} to {overview.last}")
+    if overview.began > 0:
+        table.add_row("time", time_span(overview.began, overview.ended))
+    if overview.rates is not None:
+        low, high, now = overview.rates
         table.add_row("lr", f"{now:.3g}" if low == high else f"{low:.3g} to {high:.3g}, {now:.3g} at the end")
     if len(summary.segments) > 1:
         begins = [str(first) for first, _ in summary.segments[1:]]
         shown = f"{'..., ' if len(begins) > 5 else ''}{', '.join(begins[-5:])}"
         table.add_row("went back", f"to step {shown} (resumed or rolled back; the later values count)")
-    if told.not_applied:
-        skipped = f", {told.skipped} of them skipped because of a spike" if told.skipped else ""
-        table.add_row("not applied", Text(f"{told.not_applied} steps{skipped}", style="yellow"))
+    if overview.not_applied:
+        skipped = f", {overview.skipped} of them skipped because of a spike" if overview.skipped else ""
+        table.add_row("not applied", Text(f"{overview.not_applied} steps{skipped}", style="yellow"))
     bad = [row for row in summary.rows if row.nonfinite]
     if bad:
         first = min(row.since for row in bad if row.since is not None)
@@ -106,7 +106,7 @@ def _facts(summary: Summary) -> Table:
     return table
 
 
-def _values(lines: Sequence[Line], width: int) -> Table:
+def _values(lines: Sequence[ValueSummary], width: int) -> Table:
     columns = {
         "first": [number(line.first) for line in lines],
         "median": [number(_known(line.median)) for line in lines],
@@ -126,7 +126,7 @@ def _values(lines: Sequence[Line], width: int) -> Table:
     return table
 
 
-def _layers(summary: Summary, width: int) -> Iterator[RenderableType]:
+def _layers(summary: RunSummary, width: int) -> Iterator[RenderableType]:
     rows = summary.rows
     count = sum(row.parameters for row in rows)
     by = (
@@ -147,8 +147,8 @@ def _layers(summary: Summary, width: int) -> Iterator[RenderableType]:
         yield Text(f"no room for {', '.join(left_out)}", style=_DIM)
 
 
-def columns(rows: Sequence[Row], width: int) -> tuple[list[str], list[str]]:
-    """Which columns are shown in so wide a terminal, and which have values and no room."""
+def columns(rows: Sequence[LayerRow], width: int) -> tuple[list[str], list[str]]:
+    """The columns that are shown in this width, and those with values that are left out."""
     shown = [name for name, column in COLUMNS.items() if any(column.cell(row) != "-" for row in rows)]
     needed = min(max((len(row.name) for row in rows), default=0), _NAME)
     left_out = []
@@ -161,7 +161,7 @@ def columns(rows: Sequence[Row], width: int) -> tuple[list[str], list[str]]:
     return shown, left_out
 
 
-def _spikes(summary: Summary, width: int) -> Iterator[RenderableType]:
+def _spikes(summary: RunSummary, width: int) -> Iterator[RenderableType]:
     yield _title(f"Spikes: {counted(summary.spiked)}")
     if len(summary.spiked) > len(summary.spikes):
         yield Text(f"the {len(summary.spikes)} largest of them:", style=_DIM)
@@ -176,16 +176,16 @@ def _spikes(summary: Summary, width: int) -> Iterator[RenderableType]:
         table.add_row(f"step {spike.step}{row}", words)
     yield table
     worst = largest(summary.spiked, 1)[0].worst.step
-    is_one = "its story" if len(summary.spiked) == 1 else "the story of the largest"
-    yield Text(f"gradmon why {printable(summary.name)} --step {worst} tells {is_one}", style=_DIM, overflow="fold")
+    what = "it" if len(summary.spiked) == 1 else "the largest"
+    yield Text(f"gradmon why {printable(summary.name)} --step {worst} explains {what}", style=_DIM, overflow="fold")
 
 
-def _moved(spike: Spike, width: int) -> str:
-    return f"{cut(printable(spike.layer), max(width // 2, _NAME))} {printable(spike.moved)}".strip()
+def _moved(spike: SpikeSummary, width: int) -> str:
+    return f"{cut_start(printable(spike.layer), max(width // 2, _NAME))} {printable(spike.moved)}".strip()
 
 
 def _table(columns: Mapping[str, Sequence[str]], room: int) -> Table:
-    """A table of names and of these columns, which are filled in later."""
+    """A table for names and these columns; its rows are added later."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style=_DIM)
     table.add_column("", no_wrap=True, min_width=room, max_width=room)
     for heading, width in zip(columns, _widths(columns), strict=True):
@@ -198,12 +198,12 @@ def _widths(columns: Mapping[str, Sequence[str]]) -> list[int]:
 
 
 def _room(width: int, widths: Sequence[int], longest: int) -> int:
-    """For the names."""
+    """The width of the names."""
     return max(min(width - sum(widths) - len(widths), longest), 8)
 
 
 def _name(name: str, room: int) -> Text:
-    return Text(cut(printable(name), room), no_wrap=True)
+    return Text(cut_start(printable(name), room), no_wrap=True)
 
 
 def _known(value: float) -> float | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...analysis.spike_report import Recent
+from ...analysis.spike_report.source import RecentSteps
 from ...core.errors import GradmonWarning, SpikeError
 from ...core.fence import Fence
 from ...core.keys import SUMMARY, Key
@@ -247,10 +247,12 @@ class Ledger:
         """The same for the last steps; another thread may ask while training goes on."""
         return {step: self.shown(record) for step, record in list(self._records.items())}
 
-    def recent(self) -> Recent:
+    def recent(self) -> RecentSteps:
         """What is remembered of the steps, to tell stories of: the last ones, and those that a diagnosis looks at."""
         kept = {record.step: record for record in self.memory.records()}
-        return Recent({**kept, **self._between, **self._records}, self.judges.history.gradients, self.judges.history.suspects)
+        return RecentSteps(
+            {**kept, **self._between, **self._records}, self.judges.history.gradients, self.judges.history.suspects
+        )
 
     def missing(
         self, metrics: Iterable[Metric], names: Mapping[str, Any], owned: Set[str] | None = None, why: str = ""

@@ -5,24 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ....core import keys as n
-from ..findings import Finding, Unseen, also
+from ....core.formatting import also_in
+from ..findings import Finding, NotMeasured
 from ..history import History
 from ..series import Series
 
-#: Entropy over the largest possible one, which is log of the number of visible keys, as the mean of a layer's heads.
+#: Entropy over the largest possible one, the log of the number of visible keys; mean over a layer's heads.
 _COLLAPSED = 0.25
-#: The largest logit of a layer: it has grown by that factor, and beyond what leaves a softmax any choice.
+#: The largest logit of a layer has grown by this factor, and beyond the size at which a softmax saturates.
 _GREW, _LARGE, _FAR_TOO_LARGE = 5.0, 30.0, 100.0
-#: So many steps have to have been looked at.
+#: The fewest steps that are judged.
 _FEWEST = 4
 
 
-def attending(history: History) -> list[Finding]:
-    """By module, where attention was measured."""
+def check_attention(history: History) -> list[Finding]:
+    """Findings by module, if attention was measured."""
     entropies = history.heads(n.ATTENTION_ENTROPY_NORMALIZED, "mean")
     logits = history.heads(n.ATTENTION_MAX_LOGIT, "max")
     if not entropies and not logits and any("attention" in kind.lower() for kind in history.kinds.values()):
-        raise Unseen("attention was not measured: preset='full', or add_attention_metric")
+        raise NotMeasured("attention was not measured: preset='full', or add_attention_metric")
     low = {name: level for name, series in entropies.items() if len(series) >= _FEWEST and (level := series.median) < _COLLAPSED}
     return [*_collapse(history, entropies, low), *_growth(history, logits)]
 
@@ -34,18 +35,15 @@ def _collapse(history: History, entropies: Mapping[str, Series], low: Mapping[st
     series = entropies[worst[0]]
     first = series.values[0]
     since = ", from the start on" if first < _COLLAPSED else ""
-    return [
-        Finding(
-            "attention-entropy-collapse",
-            history.learning.concern,
-            worst[0],
-            (series.steps[0], series.steps[-1]),
-            {"entropy / largest possible": low[worst[0]], "at the beginning": first},
-            f"The heads of this layer look at one or two keys only{since}.{also(worst)}",
-            "Check that logits are divided by sqrt(width of a head); normalise queries and keys, or lower the learning rate.",
-            64.5,
-        )
-    ]
+    return history.finding(
+        "attention-entropy-collapse",
+        worst[0],
+        {"entropy / largest possible": low[worst[0]], "at the beginning": first},
+        f"The heads of this layer look at one or two keys only{since}.{also_in(worst)}",
+        "Check that logits are divided by sqrt(width of a head); normalise queries and keys, or lower the learning rate.",
+        64.5,
+        steps=(series.steps[0], series.steps[-1]),
+    )
 
 
 def _growth(history: History, logits: Mapping[str, Series]) -> list[Finding]:
@@ -57,15 +55,13 @@ def _growth(history: History, logits: Mapping[str, Series]) -> list[Finding]:
         return []
     worst = sorted(grown, key=lambda name: -grown[name])
     series = logits[worst[0]]
-    return [
-        Finding(
-            "attention-logit-growth",
-            "warning" if grown[worst[0]] > _FAR_TOO_LARGE or history.learning.is_stuck else "info",
-            worst[0],
-            (series.steps[0], series.steps[-1]),
-            {"largest logit at the beginning": series.values[0], "at the end": grown[worst[0]]},
-            f"The attention logits of this layer grow; a softmax of such logits passes no gradient on.{also(worst)}",
-            "Normalise queries and keys (qk-norm), cap the logits, or lower the learning rate of the query and key projections.",
-            65.0,
-        )
-    ]
+    return history.finding(
+        "attention-logit-growth",
+        worst[0],
+        {"largest logit at the beginning": series.values[0], "at the end": grown[worst[0]]},
+        f"The attention logits of this layer grow; a softmax of such logits passes no gradient on.{also_in(worst)}",
+        "Normalise queries and keys (qk-norm), cap the logits, or lower the learning rate of the query and key projections.",
+        65.0,
+        severity="warning" if grown[worst[0]] > _FAR_TOO_LARGE or history.learning.is_stuck else "info",
+        steps=(series.steps[0], series.steps[-1]),
+    )

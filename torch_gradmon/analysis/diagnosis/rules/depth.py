@@ -1,44 +1,45 @@
-"""Gradients and signals over the depth of a model: vanishing, exploding, and weights drawn on a wrong scale."""
+"""GradientNormHistory and signals over the depth of a model: vanishing, exploding, and weights of the wrong initial scale."""
 
 from __future__ import annotations
 
 import math
 
 from ....core import keys as n
-from ..findings import Finding, Unseen, also
+from ....core.formatting import also_in
+from ..findings import Finding, NotMeasured
 from ..history import History
 from ..precautions import Precautions
 from ..series import Matrix, lower_median
 
-#: Fewer matrices have no depth.
+#: The fewest matrices that have a depth.
 _FEWEST = 4
-#: Gradients relative to weights: the last third of the matrices over the first third.
+#: GradientNormHistory relative to weights: the last third of the matrices over the first third.
 _VANISHED = 100.0
-#: At the first step, a fade that is less than this came with the training.
+#: A smaller ratio at the first step means that the training caused the fading.
 _EVEN = 10.0
-_MADE_BY_TRAINING = "; at the first step they did not fade, so that the training has brought it about"
-#: Types of modules.
+_MADE_BY_TRAINING = "; they did not fade at the first step, so the training caused it"
+#: Module types.
 _SQUASHING = frozenset({"Sigmoid", "Tanh", "Hardsigmoid", "Hardtanh", "Softsign", "RNN"})
 _OTHER_ACTIVATIONS = frozenset(
     {"ReLU", "GELU", "SiLU", "LeakyReLU", "ELU", "SELU", "Mish", "Softplus", "ReLU6", "PReLU", "Hardswish"}
 )
-#: How much the loss changes, relative to itself, where a matrix changes by a part of itself: the gradient's norm times the weights'
-#: over the loss. Healthy models have 1 to 30.
+#: The relative change of the loss per relative change of a matrix: the gradient's norm times the weights' over the loss. Healthy
+#: models have 1 to 30.
 _EXPLODES = 300.0
-#: Outputs that grow so many times from the first modules to the last ones, and to more than that size, where logits begin at about 1.
+#: Growth of outputs from the first modules to the last ones, and their least size; logits begin at about 1.
 _OUTPUTS, _SIZE = 100.0, 50.0
-#: Outputs of the whole model with this root mean square, from which the loss came down so many times: logits begin at about 1.
+#: Outputs of the whole model with this root mean square are loud if the loss then fell by this factor; logits begin at about 1.
 _LOUD, _CAME_DOWN = 8.0, 5.0
-#: Standard deviation times sqrt(fan in): Glorot and Bengio (2010) have 1, He et al. (2015) 1.41, GPT-2 0.55 and more.
+#: Standard deviation times sqrt(fan in): 1 in Glorot and Bengio (2010), 1.41 in He et al. (2015), 0.55 and more in GPT-2.
 _GAIN_HIGH, _GAIN_LOW = 3.0, 0.03
-#: Fan ins below this one have too few weights to tell their scale.
+#: The smallest fan in whose weights show their scale.
 _LEAST_FAN_IN = 8
 
 
-def depth(history: History) -> list[Finding]:
-    """Initialisation first: gradients that explode or vanish because of it are not told again."""
+def check_depth(history: History) -> list[Finding]:
+    """Initialisation first: gradients that explode or vanish because of it are not reported again."""
     if not history.matrices:
-        raise Unseen("which parameters are matrices is not known")
+        raise NotMeasured("it is unknown which parameters are matrices")
     return _initialisation(history) or [*(_exploding(history) or _loud(history)), *_vanishing(history)]
 
 
@@ -52,24 +53,17 @@ def _initialisation(history: History) -> list[Finding]:
     if len(odd) <= len(gains) / 2:
         return []
     worst = sorted(odd, key=lambda name: -abs(math.log(odd[name])))
-    fate = (
-        "large: what goes through grows from layer to layer."
-        if odd is high
-        else "small: what goes through fades from layer to layer."
+    fate = "large: signals grow from layer to layer." if odd is high else "small: signals fade from layer to layer."
+    return history.finding(
+        "initialisation-scale",
+        worst[0],
+        {"std * sqrt(fan in)": odd[worst[0]], "matrices like this": float(len(odd)), "of": float(len(gains))},
+        f"Most matrices begin with weights that are too {fate}{also_in(worst)}",
+        "Draw them with a standard deviation of gain / sqrt(fan in), as kaiming_normal_ and xavier_normal_ do, "
+        "with a gain of 1 to 1.41.",
+        84.0,
+        steps=(history.steps[0], history.steps[0]),
     )
-    return [
-        Finding(
-            "initialisation-scale",
-            history.learning.concern,
-            worst[0],
-            (history.steps[0], history.steps[0]),
-            {"std * sqrt(fan in)": odd[worst[0]], "matrices like this": float(len(odd)), "of": float(len(gains))},
-            f"Most matrices begin with weights that are too {fate}{also(worst)}",
-            "Draw them with a standard deviation of gain / sqrt(fan in), as kaiming_normal_ and xavier_normal_ do, "
-            "with a gain of 1 to 1.41.",
-            84.0,
-        )
-    ]
 
 
 def _gains(history: History) -> dict[str, float]:
@@ -83,7 +77,7 @@ def _gains(history: History) -> dict[str, float]:
 
 
 def _loud(history: History) -> list[Finding]:
-    """What the model returns at the beginning is so large that the loss has to come down from it first."""
+    """Initial outputs that are so large that the loss first has to fall because of them."""
     outputs, loss = history.matrix(n.ACTIVATION, "rms"), history.loss.finite
     names = [] if outputs is None else [name for name in outputs.names if name.startswith(n.ROOT)]
     if outputs is None or not names or len(loss) < _FEWEST or not loss.values[0] > _CAME_DOWN * history.learning.last > 0:
@@ -91,18 +85,15 @@ def _loud(history: History) -> list[Finding]:
     largest = max(outputs.of(outputs.steps[:1], names).values[0].nan_to_num(0.0).tolist())
     if not largest > _LOUD:
         return []
-    return [
-        Finding(
-            "initialisation-scale",
-            history.learning.concern,
-            outputs.names[-2] if len(outputs.names) > 1 else "",
-            (history.steps[0], history.steps[0]),
-            {"root mean square of the first outputs": largest, "first loss": loss.values[0], "loss now": history.learning.last},
-            "What the model returns at the beginning is far too large, and the loss has to come down from it first.",
-            "Draw the last layer, or the embedding that it is tied to, with a standard deviation of 0.02 or 1 / sqrt(its width).",
-            84.0,
-        )
-    ]
+    return history.finding(
+        "initialisation-scale",
+        outputs.names[-2] if len(outputs.names) > 1 else "",
+        {"root mean square of the first outputs": largest, "first loss": loss.values[0], "loss now": history.learning.last},
+        "The first outputs of the model are far too large, and the loss has to fall from there first.",
+        "Draw the last layer, or the embedding that it is tied to, with a standard deviation of 0.02 or 1 / sqrt(its width).",
+        84.0,
+        steps=(history.steps[0], history.steps[0]),
+    )
 
 
 def _exploding(history: History) -> list[Finding]:
@@ -116,7 +107,7 @@ def _exploding(history: History) -> list[Finding]:
     if len(first) < 3 or not names:
         return []
     product = gradients.of(first, names).values * parameters.of(first, names).values
-    # the largest loss so far, since one that is solved within these steps is small beside any gradient
+    # the largest loss so far, because beside a loss that is solved within these steps any gradient looks large
     largest = product.new_tensor([losses[step] for step in first]).cummax(0).values
     values = (product / largest[:, None]).nan_to_num(0.0)
     usual = dict(zip(names, values.median(0).values.tolist(), strict=True))
@@ -124,33 +115,31 @@ def _exploding(history: History) -> list[Finding]:
     grows, explodes = _growth_of_outputs(history), usual[worst] > _EXPLODES
     if not explodes and grows <= _OUTPUTS:
         return []
-    # a loss that has come down to nothing is small beside any gradient; outputs alone may be large on purpose
-    severity = "info" if history.goes_on else "warning" if explodes else history.learning.concern
-    return [
-        Finding(
-            "exploding-gradients",
-            severity,
-            worst,
-            (first[0], first[-1]),
-            {
-                "gradient * weight / loss": usual[worst],
-                "outputs at the end / at the beginning": grows,
-                "gradient norm": history.series("grad_norm").part(0, 0.1).median,
-            },
-            "Gradients are out of proportion: what goes through the model, or back through it, is multiplied again and again.",
-            "Normalise inside the model (a norm at the start of each residual branch, an orthogonal recurrence)"
-            f"{'; the clip only bounds what comes of it' if Precautions.of(history).clips else ', and clip the gradient norm'}.",
-            78.0 if explodes else 76.5,
-        )
-    ]
+    # beside a loss near zero any gradient looks large, and outputs alone may be large on purpose
+    severity = "info" if history.is_resumed else "warning" if explodes else history.learning.concern
+    return history.finding(
+        "exploding-gradients",
+        worst,
+        {
+            "gradient * weight / loss": usual[worst],
+            "outputs at the end / at the beginning": grows,
+            "gradient norm": history.series("grad_norm").part(0, 0.1).median,
+        },
+        "GradientNormHistory are out of proportion: each layer multiplies the signal, forward or backward.",
+        "Normalise inside the model (a norm at the start of each residual branch, an orthogonal recurrence)"
+        f"{'; the clip only bounds the result' if Precautions.of(history).clips else ', and clip the gradient norm'}.",
+        78.0 if explodes else 76.5,
+        severity=severity,
+        steps=(first[0], first[-1]),
+    )
 
 
 def _growth_of_outputs(history: History) -> float:
-    """At the beginning, the largest root mean square of an output over that of the first module; 1 for outputs that are not large."""
+    """The largest root mean square of an initial output over that of the first module; 1 if no output is large."""
     outputs = history.matrix(n.ACTIVATION, "rms")
     if outputs is None:
         return 1.0
-    # infinity is a mask, or another rule's matter
+    # infinity is a mask, or the subject of another rule
     found = [value for value in outputs.values[0].tolist() if math.isfinite(value)]
     largest, first = max(found, default=0.0), next(iter(found), 0.0)
     return largest / first if first > 0 and largest > _SIZE else 1.0
@@ -160,25 +149,22 @@ def _vanishing(history: History) -> list[Finding]:
     ratios = history.ratio(n.GRADIENT_BEFORE_CLIP, n.PARAMETER) or history.ratio(n.GRADIENT, n.PARAMETER)
     if ratios is None or (history.learning.state != "unknown" and not history.learning.is_stuck):
         return []
-    # where the loss has come to rest for want of them, all gradients are small in the end
+    # a loss that is stuck for lack of gradients leaves all of them small in the end
     usual, drop = max((_drop(history, part) for part in (ratios.part(0, 0.1), ratios)), key=lambda found: found[1])
     if not drop > _VANISHED:
         return []
-    names = [name for name in usual if history.matrices[name]] or list(usual)  # rather a layer than an embedding
+    names = [name for name in usual if history.matrices[name]] or list(usual)  # a layer rather than an embedding
     came = _drop(history, ratios.of(ratios.steps[:1], ratios.names))[1] < _EVEN
     made = _MADE_BY_TRAINING if came else ""
-    return [
-        Finding(
-            "vanishing-gradients",
-            history.learning.concern,
-            names[0],
-            (ratios.steps[0], ratios.steps[-1]),
-            {"gradient / weight here": usual[names[0]], f"in {names[-1]}": usual[names[-1]], "last third / first third": drop},
-            f"Gradients fade on their way back to the first layers, which do not learn, and the loss does not fall{made}.",
-            _advice_for_faded(history, came),
-            63.0,
-        )
-    ]
+    return history.finding(
+        "vanishing-gradients",
+        names[0],
+        {"gradient / weight here": usual[names[0]], f"in {names[-1]}": usual[names[-1]], "last third / first third": drop},
+        f"GradientNormHistory fade on their way back to the first layers, which do not learn, and the loss does not fall{made}.",
+        _advice_for_faded(history, came),
+        63.0,
+        steps=(ratios.steps[0], ratios.steps[-1]),
+    )
 
 
 def _advice_for_faded(history: History, came: bool) -> str:

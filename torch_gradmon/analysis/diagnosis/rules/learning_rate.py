@@ -1,9 +1,12 @@
-"""Learning rates, judged by the size of updates relative to the weights, and by what the loss makes of them.
+"""Learning rates, judged by the size of updates relative to the weights, and by the loss.
 
-The criterion, written down: a rate is too high where, at the beginning, the updates of half of all matrices are a fifth or more of
-the weights themselves and the loss either leaves upwards or does not fall; it is too low where no matrix ever moves by more than a
-fifty-thousandth in a step and the loss does not fall. About a thousandth is what works for most models (Karpathy, "A recipe for
-training neural networks", 2019), but small models learn well with a hundredth, so that the loss has to confirm it.
+A rate is too high if, at the beginning, the updates of half of all matrices are a fifth or more of the weights and the loss
+either
+rises or does not fall. It is too low if no matrix ever moves by more than a fifty-thousandth in a step and the loss does not
+fall.
+About a thousandth works for most models (Karpathy, "A recipe for training neural networks", 2019), but small models learn well
+with
+a hundredth, so the loss has to confirm it.
 """
 
 from __future__ import annotations
@@ -11,28 +14,29 @@ from __future__ import annotations
 import math
 
 from ....core import keys as n
-from ..findings import Finding, Unseen, also
+from ....core.formatting import also_in
+from ..findings import Finding, NotMeasured
 from ..history import History
 from ..precautions import Precautions
 from ..series import Matrix, lower_median
 
-#: Of the weights, per step.
+#: The update over the weights, per step.
 _HIGH, _LOW = 0.2, 2e-5
-#: For single matrices, which are judged over the whole run.
+#: The same for single matrices, judged over the whole run.
 _PART_HIGH, _PART_LOW = 0.1, 1e-6
-#: A part is called slow where the typical matrix moves so many times faster.
+#: A part is slow if the typical matrix moves this many times faster,
 _BEHIND = 1e3
-#: and only if it is not for its gradient, with the same rate as the others, that it is slow.
+#: and only if its learning rate, not its gradient, makes it slow.
 _OWN_RATE = 1e-2
-#: The largest early loss over the first one that counts as leaving upwards, and as leaving far.
+#: The largest early loss over the first one if the loss rises, and if it rises far; the fewest losses looked at.
 _LEFT, _FAR, _FIRST = 1.5, 3.0, 5
 
 
-def rates(history: History) -> list[Finding]:
-    """For the whole model first; a part is named where the rest is fine."""
+def check_learning_rate(history: History) -> list[Finding]:
+    """The whole model first; a part is named if the rest is fine."""
     ratios = history.ratio(n.UPDATE, n.PARAMETER)
     if ratios is None:
-        raise Unseen("updates were not measured: attach the optimizer, and use the preset standard or full")
+        raise NotMeasured("updates were not measured: attach the optimizer, and use the preset standard or full")
     names = [name for name in ratios.names if name in history.matrices] or list(ratios.names)
     ratios = ratios.of(ratios.steps, names)
     return [*_whole(history, ratios), *_high_parts(history, ratios), *_low_parts(history, ratios)]
@@ -44,34 +48,29 @@ def _whole(history: History, ratios: Matrix) -> list[Finding]:
     steps = (history.steps[0], history.steps[-1])
     worst, fails = _harm(history)
     if typical > _HIGH and (worst > _LEFT or history.learning.is_stuck):
-        return [
-            Finding(
-                "learning-rate-high",
-                "warning" if worst > _FAR or fails else "info",
-                "",
-                steps,
-                {"update / weight": typical, "learning rate": _largest_rate(history), "worst loss / first loss": worst},
-                "The first updates are a large part of the weights themselves, and the loss suffers.",
-                "Lower the learning rate, by ten to begin with, until updates are about a thousandth of the weights"
-                f"{Precautions.of(history).warm_up_advice}.",
-                85.0,
-            )
-        ]
+        return history.finding(
+            "learning-rate-high",
+            "",
+            {"update / weight": typical, "learning rate": _largest_rate(history), "worst loss / first loss": worst},
+            "The first updates are a large part of the weights themselves, and the loss suffers.",
+            "Lower the learning rate, by ten to begin with, until updates are about a thousandth of the weights"
+            f"{Precautions.of(history).warm_up_advice}.",
+            85.0,
+            severity="warning" if worst > _FAR or fails else "info",
+            steps=steps,
+        )
     largest = max(ratios.largest().values(), default=0.0)
     if 0 < largest < _LOW and history.learning.state in ("flat", "rises"):
-        return [
-            Finding(
-                "learning-rate-low",
-                history.learning.concern,
-                "",
-                steps,
-                {"update / weight": largest, "learning rate": _largest_rate(history)},
-                "No weight moves by more than a tiny part of itself in a step, and the loss does not fall.",
-                f"{'It still rises, which may not be enough: raise' if Precautions.of(history).raises else 'Raise'} the learning rate, "
-                "by ten at a time, until updates are about a thousandth of the weights.",
-                60.0,
-            )
-        ]
+        return history.finding(
+            "learning-rate-low",
+            "",
+            {"update / weight": largest, "learning rate": _largest_rate(history)},
+            "No weight moves by more than a tiny part of itself in a step, and the loss does not fall.",
+            f"{'It still rises, which may not be enough: raise' if Precautions.of(history).raises else 'Raise'} the learning rate, "
+            "by ten at a time, until updates are about a thousandth of the weights.",
+            60.0,
+            steps=steps,
+        )
     return []
 
 
@@ -81,7 +80,7 @@ def _harm(history: History) -> tuple[float, bool]:
     fails = not history.learning.has_fallen and history.learning.state != "unknown"
     if not loss or not loss.values[0] > 0:
         return 1.0, fails
-    early = (*loss.part(0, 0.3).values, *loss.values[:_FIRST])  # where it ends in NaN, there may be a handful
+    early = (*loss.part(0, 0.3).values, *loss.values[:_FIRST])  # a run that ends in NaN may have only a few
     return max(early) / loss.values[0], fails
 
 
@@ -90,19 +89,15 @@ def _high_parts(history: History, ratios: Matrix) -> list[Finding]:
     high = sorted((name for name, value in usual.items() if value > _PART_HIGH), key=lambda name: -usual[name])
     if not high:
         return []
-    return [
-        Finding(
-            "update-ratio-high",
-            history.learning.concern,
-            high[0],
-            (ratios.steps[0], ratios.steps[-1]),
-            {"update / weight": usual[high[0]], "typical of all": lower_median(usual.values())},
-            f"Each step changes these weights by {usual[high[0]]:.0%} of themselves; what "
-            f"they have learnt is gone in a few steps.{also(high)}",
-            f"Lower the learning rate of {_group(history)}.",
-            70.0,
-        )
-    ]
+    return history.finding(
+        "update-ratio-high",
+        high[0],
+        {"update / weight": usual[high[0]], "typical of all": lower_median(usual.values())},
+        f"Each step changes these weights by {usual[high[0]]:.0%} of themselves, so they forget within a few steps.{also_in(high)}",
+        f"Lower the learning rate of {_group(history)}.",
+        70.0,
+        steps=(ratios.steps[0], ratios.steps[-1]),
+    )
 
 
 def _low_parts(history: History, ratios: Matrix) -> list[Finding]:
@@ -121,18 +116,15 @@ def _low_parts(history: History, ratios: Matrix) -> list[Finding]:
     if not low:
         return []
     low.sort(key=lambda name: usual[name])
-    return [
-        Finding(
-            "update-ratio-low",
-            history.learning.concern,
-            low[0],
-            (ratios.steps[0], ratios.steps[-1]),
-            {"update / weight": usual[low[0]], "largest of the others": typical, "parameters like this": float(len(low))},
-            f"These weights have gradients and hardly move, while others do.{also(low)}",
-            f"Raise the learning rate of {_group(history)}; if it is to stay as it is, freeze it with requires_grad_(False).",
-            55.0,
-        )
-    ]
+    return history.finding(
+        "update-ratio-low",
+        low[0],
+        {"update / weight": usual[low[0]], "largest of the others": typical, "parameters like this": float(len(low))},
+        f"These weights have gradients but hardly move, while others do.{also_in(low)}",
+        f"Raise the learning rate of {_group(history)}; if it should not change, freeze it with requires_grad_(False).",
+        55.0,
+        steps=(ratios.steps[0], ratios.steps[-1]),
+    )
 
 
 def _group(history: History) -> str:
@@ -140,5 +132,5 @@ def _group(history: History) -> str:
 
 
 def _largest_rate(history: History) -> float:
-    """Of all steps and groups; NaN where no rate is known."""
+    """The largest rate of all steps and groups; NaN if no rate is known."""
     return max((max(rates) for record in history.records if (rates := record.context.get("lr"))), default=math.nan)

@@ -1,4 +1,4 @@
-"""Mistakes of the training loop, as the audit saw them."""
+"""Mistakes of the training loop that the audit found."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ..findings import Finding
 from ..history import History
 
 
-def loop(history: History) -> list[Finding]:
-    """One finding for each mistake that was seen."""
+def check_loop(history: History) -> list[Finding]:
+    """One finding for each mistake."""
     return [_finding(fact) for fact in history.facts if fact.rule in MISTAKES]
 
 
@@ -19,7 +19,7 @@ def _finding(fact: LoopFinding) -> Finding:
     severity: Severity = mistake.severity
     cause, advice = mistake.cause, mistake.advice
     if fact.rule == "not-in-optimizer" and fact.evidence.get("old parameters in the optimizer"):
-        severity = "error"  # nobody means to train what is no part of the model any more
+        severity = "error"  # certain: these parameters are no longer part of the model
         cause = f"{cause}; it has others, which are no part of the model any more"
         advice = (
             "Make the optimizer after the last change of the model, or call optimizer.add_param_group() with the new parameters"

@@ -13,13 +13,13 @@ from ..findings import Finding
 from ..history import History
 from ..precautions import Precautions
 
-#: So many refused steps in a row, at the end of what was seen, are no search for a loss scale any more: GradScaler begins at 2**16
-#: and halves, so that after 16 of them the scale is 1.
+#: This many overflowed steps in a row at the end are no search for a loss scale: GradScaler starts at 2**16 and halves it, so
+#: that the scale is 1 after 16 of them.
 _STUCK = 16
 
 
 class _Stage(NamedTuple):
-    """One stage of a step: its rule, the source whose statistics tell, what it means, and what to do."""
+    """One stage of a step: its rule, the source of its statistics, the cause and the advice."""
 
     rule: str
     source: str
@@ -27,43 +27,43 @@ class _Stage(NamedTuple):
     advice: str
 
 
-#: In the order in which a step comes to them: what is spoiled first is the cause, and the rest follows from it.
+#: In the order of the step: the first stage with NaN is the cause, and the rest follows from it.
 _STAGES = (
     _Stage(
         "non-finite-parameter",
         n.PARAMETER,
-        "parameters were NaN or infinite before the forward pass, and no gradient was before that",
-        "look at what writes to parameters besides finite gradients: the learning rate and eps of the optimizer, weight decay, an average "
-        "of models, a checkpoint",
+        "parameters were NaN or infinite before the forward pass, and no earlier gradient was",
+        "look at what else writes to parameters: the learning rate and eps of the optimizer, weight decay, an average of models, a "
+        "checkpoint",
     ),
     _Stage(
         "non-finite-activation",
         n.ACTIVATION,
         "the forward pass has its first NaN or Inf in the output of this module, while parameters are finite",
-        "make what it computes safe (clamp before log, exp and sqrt, eps in divisions, float32 where it computes in float16), or look at "
-        "the batch of this step",
+        "make its computation safe (clamp before log, exp and sqrt, eps in divisions, float32 instead of float16), or look at the batch "
+        "of this step",
     ),
     _Stage(
         "non-finite-loss",
         "",
-        "the loss is the first that is NaN or infinite; parameters are finite, and no output that was measured is not",
+        "the loss is the first value that is NaN or infinite; parameters and all measured outputs are finite",
         "look at the loss function on this batch: log(0), 0/0, a mask that leaves nothing, a target out of range",
     ),
     _Stage(
         "non-finite-gradient",
         n.GRADIENT_BEFORE_CLIP,
-        "loss and forward pass are finite, and the backward pass brings NaN or Inf",
-        "look for functions whose derivative is infinite where they are finite (sqrt, norm and pow at 0, torch.where around a division)",
+        "loss and forward pass are finite, and the backward pass produces NaN or Inf",
+        "look for functions that are finite but have an infinite derivative (sqrt, norm and pow at 0, torch.where around a division)",
     ),
 )
 
 
-def nonfinite(history: History) -> list[Finding]:
-    """The first step that is spoiled and applied, by the stage that was spoiled first; and a GradScaler that never lets one through."""
+def check_nonfinite(history: History) -> list[Finding]:
+    """The first applied step with NaN or Inf, by the stage that had it first; and a GradScaler that never applies a step."""
     found = _stuck(history)
     losses = dict(zip(history.loss.steps, history.loss.values, strict=True))
-    bad = [(record, spoiled) for record in history.records if (spoiled := _first_spoiled(record, losses.get(record.step)))]
-    applied = [(record, spoiled) for record, spoiled in bad if record.applied]
+    bad = [(record, nonfinite) for record in history.records if (nonfinite := _first_nonfinite(record, losses.get(record.step)))]
+    applied = [(record, nonfinite) for record, nonfinite in bad if record.applied]
     if not applied:
         return found
     record, (stage, places) = applied[0]
@@ -81,7 +81,7 @@ def nonfinite(history: History) -> list[Finding]:
 
 
 def _origin(stage: _Stage, places: list[str], history: History) -> str:
-    """The first in the order of the pass: a backward pass comes to the last parameters first."""
+    """The first name in the order of the pass; a backward pass reaches the last parameters first."""
     if not places:
         return ""
     if stage.source != n.GRADIENT_BEFORE_CLIP:
@@ -93,10 +93,10 @@ def _sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-def _first_spoiled(record: StepRecord, loss: float | None) -> tuple[_Stage, list[str]] | None:
+def _first_nonfinite(record: StepRecord, loss: float | None) -> tuple[_Stage, list[str]] | None:
     for stage in _STAGES:
         if stage.source:
-            places = _spoiled(record.tables.get(stage.source))
+            places = _nonfinite_names(record.tables.get(stage.source))
             if stage.source == n.ACTIVATION:
                 places = [] if _is_harmless(record, loss) else innermost(places)
             if places:
@@ -107,12 +107,12 @@ def _first_spoiled(record: StepRecord, loss: float | None) -> tuple[_Stage, list
 
 
 def _is_harmless(record: StepRecord, loss: float | None) -> bool:
-    """Whether what follows an output is finite all the same, as where logits that are masked are minus infinity on purpose."""
+    """Whether all that follows an output is finite, as for logits that a mask sets to minus infinity."""
     tables = [table for source in (n.GRADIENT_BEFORE_CLIP, n.GRADIENT) if (table := record.tables.get(source)) is not None]
-    return bool(tables) and not any(map(_spoiled, tables)) and (loss is None or math.isfinite(loss))
+    return bool(tables) and not any(map(_nonfinite_names, tables)) and (loss is None or math.isfinite(loss))
 
 
-def _spoiled(table: StatsTable | None) -> list[str]:
+def _nonfinite_names(table: StatsTable | None) -> list[str]:
     if table is None:
         return []
     bad = table.rows[:, Column.NONFINITE] > 0
@@ -122,23 +122,21 @@ def _spoiled(table: StatsTable | None) -> list[str]:
 
 
 def _stuck(history: History) -> list[Finding]:
-    refused = 0
+    overflowed = 0
     for record in reversed(history.records):
         if record.applied or record.skipped:
             break
-        refused += 1
-    if refused < _STUCK:
+        overflowed += 1
+    if overflowed < _STUCK:
         return []
-    first, last = history.records[-refused].step, history.records[-1].step
-    return [
-        Finding(
-            "non-finite-gradient",
-            "error",
-            "",
-            (first, last),
-            {"refused steps in a row": float(refused)},
-            "The GradScaler refuses every step: the gradients are infinite at any scale.",
-            "The forward or backward pass overflows by itself: use bfloat16, or keep the layers that overflow in float32.",
-            100.0,
-        )
-    ]
+    first, last = history.records[-overflowed].step, history.records[-1].step
+    return history.finding(
+        "non-finite-gradient",
+        "",
+        {"overflowed steps in a row": float(overflowed)},
+        "The GradScaler skips every step: the gradients overflow at any scale.",
+        "The forward or backward pass itself overflows: use bfloat16, or keep the layers that overflow in float32.",
+        100.0,
+        severity="error",
+        steps=(first, last),
+    )

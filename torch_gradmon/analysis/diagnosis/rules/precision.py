@@ -1,4 +1,4 @@
-"""Gradients that half precision rounds to zero."""
+"""GradientNormHistory that half precision rounds to zero."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from torch import Tensor
 from ....core import keys as n
 from ....core.moments import Column
 from ....core.records import StatsTable
-from ..findings import Finding, Unseen
+from ..findings import Finding, NotMeasured
 from ..history import History
 from ..precautions import Precautions
 
-#: The smallest float16 is 2**-24, of which all its numbers are multiples; those below 2**-14 have lost digits already (IEEE 754).
+#: The smallest float16, of which all others are multiples, and the smallest with all digits (IEEE 754).
 _SMALLEST, _SMALLEST_NORMAL = 2.0**-24, 2.0**-14
 #: Share of the matrices whose gradients were float16 and that small, and share of zeros in the worst of them.
 _TENSORS, _ZEROS = 0.25, 0.3
-#: Share of the modules whose outputs are all numbers that float16 has.
+#: Share of the modules whose outputs are all float16 numbers.
 _HALF = 0.5
 
 
-def precision(history: History) -> list[Finding]:
-    """By the extremes of gradients and outputs alone: no statistic keeps a dtype, but what was float16 has few digits."""
+def check_precision(history: History) -> list[Finding]:
+    """Judged by the extremes of gradients and outputs: no statistic keeps a dtype, but float16 numbers have few digits."""
     tables = [r.tables[n.GRADIENT_BEFORE_CLIP] for r in history.records if r.applied and n.GRADIENT_BEFORE_CLIP in r.tables]
     tables = [table for table in tables if {Column.MIN, Column.MAX} <= table.columns]
     if not tables:
-        raise Unseen("the extremes of gradients were not measured")
+        raise NotMeasured("the extremes of gradients were not measured")
     tiny = _tiny_halves(tables)
     known = list(history.matrices) or list(tables[0].names)
     matrices = [name for name in tiny if name in known]
@@ -49,16 +49,16 @@ def _finding(history: History, where: str, largest: float, zeros: float, matrice
         where,
         (history.steps[0], history.steps[-1]),
         {"largest gradient element": largest, "share of zeros": zeros, "matrices like this": float(matrices)},
-        "Gradients were computed in float16 and lie below what it can hold with all digits; most are rounded to zero.",
+        "GradientNormHistory were computed in float16 and are too small for it; most are rounded to zero.",
         "Scale the loss with torch.amp.GradScaler, or use bfloat16."
         if (scale := Precautions.of(history).scale) is None
-        else f"Let the GradScaler's scale, {scale:g} at the end, be larger (init_scale, growth_interval), or use bfloat16.",
+        else f"Raise the GradScaler's scale, {scale:g} at the end, by init_scale or growth_interval, or use bfloat16.",
         82.0,
     )
 
 
 def _tiny_halves(tables: list[StatsTable]) -> dict[str, float]:
-    """The usual largest element of each tensor that, whenever it was not zero, had been a float16 without all its digits."""
+    """The usual largest element of each tensor whose nonzero extremes were always float16 numbers without all digits."""
     sizes: dict[str, list[float]] = {}
     others: set[str] = set()
     for table in tables:
@@ -74,7 +74,7 @@ def _tiny_halves(tables: list[StatsTable]) -> dict[str, float]:
 
 
 def _computes_in_float16(history: History) -> bool:
-    """Whether the extremes of most outputs are float16 numbers, and not all of them bfloat16 ones, which have fewer digits."""
+    """Whether the extremes of most outputs are float16 numbers, and not all of them also bfloat16, which has fewer digits."""
     half: dict[str, bool] = {}
     fewer: dict[str, bool] = {}
     for record in history.records:

@@ -1,4 +1,4 @@
-"""The largest spike that a detector has found: when, what made it, and what the training does about such steps."""
+"""The largest spike: its step, its origin, and what the training does about such steps."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ..history import History
 from ..precautions import Precautions
 from ..series import Series, lower_median
 
-#: A spike is grave from so many times the usual on, and where it is as far above all but such a part of the other steps, and above the
-#: median of so many steps after it: what comes again and again is usual, and what stays is another level.
+#: A spike is grave from this many times the usual, if it is as far above all but this share of the other steps, and above the
+#: median of this many later steps. A value that returns often is usual, and one that stays is a new level.
 _GRAVE, _RARE, _AFTER = 10.0, 0.2, 20
-#: and so many times that of the first steps: where the loss is near zero, norms leap.
+#: It is also this many times that of the first steps: norms jump where the loss is near zero.
 _ABOVE = 2.0
-#: A layer with more of the squared norm is alone in it.
+#: A layer with a larger share of the squared norm is alone in it.
 _ALONE = 0.9
-#: A learning rate that is so many times the usual one has leapt, if not more than so many steps before a spike.
+#: A learning rate jumped if it was this many times the usual one, at most this many steps before a spike.
 _LEAP, _BEFORE = 2.0, 5
 
 
-def spikes(history: History) -> list[Finding]:
-    """One finding, about the largest."""
+def check_spikes(history: History) -> list[Finding]:
+    """One finding, about the largest spike."""
     found = history.spikes
     if not found:
         return []
@@ -41,22 +41,20 @@ def spikes(history: History) -> list[Finding]:
     others = len(found) - 1
     more = "" if not others else f" There {'was 1 other spike' if others == 1 else f'were {others} other spikes'}, none larger."
     words = f"; {made.words}" if made.words else ""
-    return [
-        Finding(
-            "spike",
-            _severity(history, spike, made),
-            made.layer,
-            (spike.first, spike.last),
-            {event.signal: event.value, **({} if event.usual is None else {"usual": event.usual}), "score": event.score},
-            f"{event.signal} was {event.value:.4g}{when}{far}{words}.{more}",
-            _advice(history, spike, made, suspects),
-            15.0,  # before what is hardly worth a word, behind whatever else is known
-        )
-    ]
+    return history.finding(
+        "spike",
+        made.layer,
+        {event.signal: event.value, **({} if event.usual is None else {"usual": event.usual}), "score": event.score},
+        f"{event.signal} was {event.value:.4g}{when}{far}{words}.{more}",
+        _advice(history, spike, made, suspects),
+        15.0,
+        severity=_severity(history, spike, made),
+        steps=(spike.first, spike.last),
+    )
 
 
-def _leap(history: History, step: int) -> str:
-    """What the learning rate did shortly before, where it leapt."""
+def _rate_jump(history: History, step: int) -> str:
+    """What the learning rate did shortly before, if it jumped."""
     rates = [(record.step, max(lr)) for record in history.records if record.step <= step and (lr := record.context.get("lr"))]
     at, highest = max(rates[-_BEFORE:], key=lambda rate: rate[1], default=(step, 0.0))
     usual = lower_median(rate for _, rate in rates[:-_BEFORE][-_AFTER:])
@@ -78,17 +76,17 @@ def _severity(history: History, spike: Episode, made: SpikeCause) -> Severity:
         level = max(others[int((1 - _RARE) * (len(others) - 1))], lower_median(after) if after else 0.0)
         if event.value < max(_GRAVE * level, _ABOVE * values.part(0, 0.1).median):
             return "info"
-    # a clip takes a loud batch down to what others have; where one layer alone is loud, nothing of the others is left
+    # a clip scales a loud batch to the usual norm; if one layer alone is loud, it leaves nothing of the others
     return "info" if made.is_common and _bounded(history, spike) is not None else "warning"
 
 
 def _values(history: History, signal: str) -> Series:
-    """What was seen of a signal in the steps that were applied; empty where nothing was."""
+    """The finite values of a signal in applied steps; empty if it is unknown."""
     key = parse_key(signal)
     if key.source not in TENSOR_SOURCES:
         return history.applied(signal.removeprefix(f"{SUMMARY}/")).finite
     matrix = history.matrix(key.source, key.metric) if key.metric in VIEWS else None
-    return Series((), ()) if matrix is None or key.name not in matrix.names else matrix.column(key.name).finite
+    return Series() if matrix is None or key.name not in matrix.names else matrix.column(key.name).finite
 
 
 def _applied(history: History, step: int) -> bool:
@@ -96,7 +94,7 @@ def _applied(history: History, step: int) -> bool:
 
 
 def _bounded(history: History, spike: Episode) -> float | None:
-    """The norm to which the worst step was clipped; None where it was not."""
+    """The norm to which the worst step was clipped; None if it was not."""
     before, after = (_at(history, name, spike.worst.step) for name in ("grad_norm", "grad_norm_clipped"))
     return after if before is not None and after is not None and after < before else None
 
@@ -109,19 +107,20 @@ def _at(history: History, name: str, step: int) -> float | None:
 def _advice(history: History, spike: Episode, made: SpikeCause, suspects: Sequence[ParameterAttribution]) -> str:
     """What to look at, then what the run does not do yet."""
     step, run, bound = spike.worst.step, Precautions.of(history), _bounded(history, spike)
-    story = f"'gradmon why {history.place} --step {step}'" if history.place else f"monitor.why({step})"
+    report = f"'gradmon why {history.place} --step {step}'" if history.place else f"monitor.why({step})"
     what = "the batch and the loss" if made.is_common else "the batch"
-    look = f"Look at {what} of {'this step' if spike.first == spike.last else f'step {step}'}, and at {story}{_leap(history, spike.first)}"
+    when = "this step" if spike.first == spike.last else f"step {step}"
+    look = f"Look at {what} of {when}, and at {report}{_rate_jump(history, spike.first)}"
     skip = "on_spike='skip' leaves such steps out"
     if not _applied(history, step):
-        return f"{look}. The step was not applied, so that it has changed nothing."
+        return f"{look}. The step was not applied, so it changed nothing."
     if run.skips:
         return f"{look}. Other spikes were skipped, and this step was applied."
     if bound is not None:
         alone = any(suspect.name == made.layer and (suspect.share or 0.0) > _ALONE for suspect in suspects)
-        left = f", and left next to nothing of the other layers than {made.layer}" if alone else ""
-        return f"{look}. The clip has taken the norm of this step to {bound:.3g}{left}; {skip}."
+        left = f", which left almost nothing of the layers other than {made.layer}" if alone else ""
+        return f"{look}. The clip reduced the norm of this step to {bound:.3g}{left}; {skip}."
     if run.clips:
         limit = f", which acts from {run.bound:.3g} on," if run.bound is not None else ""
-        return f"{look}. The clip{limit} has let it pass; a lower bound takes such steps down, and {skip}."
+        return f"{look}. The clip{limit} let it pass; a lower bound reduces such steps, and {skip}."
     return f"{look}; {skip}, and clip_grad_norm_ bounds them."

@@ -1,19 +1,20 @@
-"""Units that never fire, and units at the ends of their range."""
+"""Units that are always zero, and units at the ends of their range."""
 
 from __future__ import annotations
 
 import torch
 
 from ....core import keys as n
+from ....core.formatting import also_in
 from ....core.moments import Column
-from ..findings import Finding, Unseen, also
+from ..findings import Finding, NotMeasured
 from ..history import History
 
-#: Share of a layer's units.
+#: Share of a layer's units that are dead, by gradients and by activations.
 _DEAD, _SILENT = 0.5, 0.85
-#: A gradient whose largest element is a thousand times what counts as near zero by default has rows of zeros for another reason.
+#: Below this largest element, a gradient has rows of zeros for other reasons.
 _CLEAR = 1e-5
-#: Of tanh, and of a sigmoid stretched to the same range, the mean square; 0.8 is what outputs within 0.1 of the ends have.
+#: Mean square of tanh, or of a sigmoid rescaled to its range; 0.8 if outputs are within 0.1 of the ends.
 _SATURATED = 0.8
 _TANH = frozenset({"Tanh", "RNN", "Hardtanh", "Softsign"})
 _SIGMOID = frozenset({"Sigmoid", "Hardsigmoid"})
@@ -21,11 +22,11 @@ _RELU = frozenset({"ReLU", "ReLU6", "Threshold"})
 _NEVER_FLAT = frozenset({"GELU", "LeakyReLU", "SiLU", "ELU", "PReLU", "Mish"})
 
 
-def units(history: History) -> list[Finding]:
-    """By activations where they were measured; dead units by gradients alone, too."""
+def check_units(history: History) -> list[Finding]:
+    """By activations if they were measured; dead units also by gradients alone."""
     dead, saturated = _dead(history), _saturated(history)
     if history.matrix(n.ACTIVATION, "rms") is None and not dead:
-        raise Unseen("activations were not measured: preset='full'")
+        raise NotMeasured("activations were not measured: preset='full'")
     return [*dead, *saturated]
 
 
@@ -34,9 +35,9 @@ def _dead(history: History) -> list[Finding]:
     usual = {} if sparsity is None else sparsity.part(0.5, 1).medians()
     largest = history.gradients("max")
     sizes = {} if largest is None else largest.part(0.5, 1).medians()
-    # gradients that have faded altogether count as near zero too
+    # gradients that vanished altogether also count as near zero
     usual = {name: share for name, share in usual.items() if sizes.get(name, 0.0) > _CLEAR}
-    rows = {  # a unit that never fires leaves a row of zeros in the gradient, and a zero in that of the bias
+    rows = {  # a dead unit leaves a row of zeros in the gradient, and a zero in that of the bias
         name.rpartition(".")[0]: min(usual[name], usual[bias])
         for name in usual
         if name in history.matrices and (bias := f"{name.rpartition('.')[0]}.bias") in usual
@@ -48,18 +49,15 @@ def _dead(history: History) -> list[Finding]:
     if not found:
         return []
     worst = sorted(found, key=lambda name: -found[name])
-    return [
-        Finding(
-            "dead-units",
-            history.learning.concern,
-            worst[0],
-            (history.steps[len(history.steps) // 2], history.steps[-1]),
-            {"share of silent units": found[worst[0]], "layers like this": float(len(worst))},
-            f"Most units of this layer are zero for all inputs; no gradient reaches them, so they stay so.{also(worst)}",
-            f"Start biases at 0{_other_units(history)} or lower the learning rate.",
-            76.0,
-        )
-    ]
+    return history.finding(
+        "dead-units",
+        worst[0],
+        {"share of silent units": found[worst[0]], "layers like this": float(len(worst))},
+        f"Most units of this layer are zero for all inputs; no gradient reaches them, so they stay so.{also_in(worst)}",
+        f"Start biases at 0{_other_units(history)} or lower the learning rate.",
+        76.0,
+        steps=(history.steps[len(history.steps) // 2], history.steps[-1]),
+    )
 
 
 def _other_units(history: History) -> str:
@@ -75,7 +73,7 @@ def _saturated(history: History) -> list[Finding]:
             continue
         count = table.rows[:, Column.COUNT].clamp(min=1)
         mean, square = table.rows[:, Column.SUM] / count, table.rows[:, Column.SQUARE_SUM] / count
-        kinds = [history.kinds.get(name.partition("[")[0], "") for name in table.names]  # of several outputs, each
+        kinds = [history.kinds.get(name.partition("[")[0], "") for name in table.names]  # one name for each of several outputs
         is_sigmoid = torch.tensor([kind in _SIGMOID for kind in kinds], dtype=torch.bool, device="cpu")
         stretched = torch.where(is_sigmoid, 4 * (square - mean) + 1, square)  # 2 x - 1 lies between -1 and 1
         for name, kind, value in zip(table.names, kinds, stretched.tolist(), strict=True):
@@ -85,15 +83,12 @@ def _saturated(history: History) -> list[Finding]:
     worst = sorted((name for name, value in usual.items() if value > _SATURATED), key=lambda name: -usual[name])
     if not worst:
         return []
-    return [
-        Finding(
-            "saturated-units",
-            history.learning.concern,
-            worst[0],
-            (history.steps[len(history.steps) // 4], history.steps[-1]),
-            {"mean square of outputs, at most 1": usual[worst[0]], "layers like this": float(len(worst))},
-            f"The outputs of this layer lie at the ends of their range, where its slope is zero.{also(worst)}",
-            "Normalise the inputs, draw the weights smaller, or put a norm before it.",
-            77.0,
-        )
-    ]
+    return history.finding(
+        "saturated-units",
+        worst[0],
+        {"mean square of outputs, at most 1": usual[worst[0]], "layers like this": float(len(worst))},
+        f"The outputs of this layer lie at the ends of their range, where its slope is zero.{also_in(worst)}",
+        "Normalise the inputs, draw the weights smaller, or put a norm before it.",
+        77.0,
+        steps=(history.steps[len(history.steps) // 4], history.steps[-1]),
+    )

@@ -1,4 +1,4 @@
-"""Parameters that no gradient reaches, or that none reaches any more."""
+"""Parameters that never receive a gradient, or no longer do."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from dataclasses import replace
 import torch
 
 from ....core import keys as n
+from ....core.formatting import also_in
 from ....core.records import Severity
-from ..findings import Finding, Unseen, also
+from ..findings import Finding, NotMeasured
 from ..history import History
 from ..series import Matrix
 
-#: So many steps have to be seen before a parameter counts as never reached.
+#: The fewest steps after which a parameter counts as never reached.
 _FEWEST = 20
-#: Parameters without gradient matter if they are such a share of all elements; an unused head or pooler is common.
+#: Parameters without gradient matter if they have this share of all elements; an unused head or pooler is common.
 _SHARE = 0.1
-#: A gradient of less than that part of its median norm is none, and then so for most of the last quarter of the run.
+#: A gradient below this part of its median norm is none; for most of the last quarter of the run it has vanished.
 _GONE, _MOSTLY = 1e-6, 0.5
-#: A loss that has fallen to such a part of the first one has nothing left to learn from.
+#: A loss that has fallen to this part of the first one has nothing left to learn from.
 _SOLVED = 1e-3
-#: A stretch without gradients is chance, as for an expert that few batches reach, unless it is less likely than this.
+#: Steps without gradients are chance, as for an expert that few batches reach, unless they are less likely than this.
 _CHANCE = 1e-4
 _NUMBER = re.compile(r"\d+")
 
 
-def reach(history: History) -> list[Finding]:
+def check_unused_parameters(history: History) -> list[Finding]:
     """By the gradients before clipping."""
     norms = history.gradients("norm")
     if norms is None or len(norms.steps) < _FEWEST:
-        raise Unseen(f"fewer than {_FEWEST} steps with gradients were measured")
-    return [*_never(history, norms), *_dropped(history, norms)]
+        raise NotMeasured(f"fewer than {_FEWEST} steps with gradients were measured")
+    return [*_never(history, norms), *_vanished(history, norms)]
 
 
 def _never(history: History, norms: Matrix) -> list[Finding]:
@@ -40,11 +41,11 @@ def _never(history: History, norms: Matrix) -> list[Finding]:
         return []
     there = torch.isfinite(parameters.values).sum(0).tolist()
     seen = dict(zip(norms.names, norms.values.nan_to_num(0.0).amax(0).tolist(), strict=True))
-    spoiled = history.gradients("nonfinite")  # NaN is a gradient too, and no norm
+    spoiled = history.gradients("nonfinite")  # NaN is a gradient too, but no norm
     if spoiled is not None:
         seen.update((name, count) for name, count in spoiled.largest().items() if count)
     missed = [name for name, steps in zip(parameters.names, there, strict=True) if steps >= _FEWEST and not seen.get(name)]
-    if len(missed) == len(parameters.names):  # that is a matter of the loop
+    if len(missed) == len(parameters.names):  # a mistake of the loop, which another rule reports
         return []
     sizes = history.sizes(n.PARAMETER)
     share = sum(sizes[name] for name in missed) / max(sum(sizes.values()), 1)
@@ -52,50 +53,50 @@ def _never(history: History, norms: Matrix) -> list[Finding]:
         return []
     missed.sort(key=lambda name: name not in history.matrices)
     matters = share > _SHARE and not _is_routed(missed[0], norms)
-    return [
-        Finding(
-            "no-gradient",
-            "warning" if matters else "info",
-            missed[0],
-            (norms.steps[0], norms.steps[-1]),
-            {"parameters without gradient": float(len(missed)), "share of all elements": share},
-            f"No gradient has reached this parameter in any step, though it is to be trained.{also(missed)}",
-            "Look for a detach(), .data, no_grad() or a module that forward() never calls; what is not to be trained gets "
-            "requires_grad_(False).",
-            75.0,
-        )
-    ]
+    return history.finding(
+        "no-gradient",
+        missed[0],
+        {"parameters without gradient": float(len(missed)), "share of all elements": share},
+        f"No gradient reached this parameter in any step, although it requires one.{also_in(missed)}",
+        "Look for a detach(), .data, no_grad() or a module that forward() never calls; call requires_grad_(False) if it should "
+        "not be trained.",
+        75.0,
+        severity="warning" if matters else "info",
+        steps=(norms.steps[0], norms.steps[-1]),
+    )
 
 
 def _is_routed(missed: str, norms: Matrix) -> bool:
-    """Whether it is an expert of a mixture: by its name, or as others in its place in other blocks have gradients in some steps only."""
+    """Whether it is an expert of a mixture: by its name, or because its counterparts in other blocks have gradients in some steps
+    only.
+    """
     reached = (norms.values.nan_to_num(0.0) > 0).double().mean(0).tolist()
     some = {name for name, share in zip(norms.names, reached, strict=True) if 0 < share < 1}
     return "expert" in missed or _NUMBER.sub("*", missed) in {_NUMBER.sub("*", name) for name in some}
 
 
-def _dropped(history: History, norms: Matrix) -> list[Finding]:
+def _vanished(history: History, norms: Matrix) -> list[Finding]:
     severity: Severity = "info" if history.learning.last <= _SOLVED * history.learning.first else "warning"
     whole = norms.values.nan_to_num(0.0).square().sum(1).sqrt()
     at = _gone_since(whole)
     if at is not None:
-        return [_dropped_finding(severity, "", norms.steps[at], norms.steps[-1], whole[:at].median().item())]
+        return [_vanished_finding(severity, "", norms.steps[at], norms.steps[-1], whole[:at].median().item())]
     found = {}
     for name, column in zip(norms.names, norms.values.unbind(1), strict=True):
         at = None if name not in history.always_reached else _gone_since(column.nan_to_num(0.0), must_stay=True)
         if at is not None:
-            found[name] = _dropped_finding(
+            found[name] = _vanished_finding(
                 history.learning.concern, name, norms.steps[at], norms.steps[-1], column[:at].nanmedian().item()
             )
     if not found:
         return []
     name, finding = min(found.items(), key=lambda item: (item[0] not in history.matrices, item[1].steps[0]))
     others = [name, *(other for other in found if other != name)]
-    return [replace(finding, cause=finding.cause + also(others))]
+    return [replace(finding, cause=finding.cause + also_in(others))]
 
 
 def _gone_since(norms: torch.Tensor, must_stay: bool = False) -> int | None:
-    """The first of the steps without gradient, where that is most of the last quarter and was not so before."""
+    """The first step without gradient, if most of the last quarter has none and earlier steps had one."""
     alive = norms[norms > 0]
     if not len(alive):
         return None
@@ -111,15 +112,14 @@ def _gone_since(norms: torch.Tensor, must_stay: bool = False) -> int | None:
     return int(gone.nonzero()[0])
 
 
-def _dropped_finding(severity: Severity, where: str, first: int, last: int, usual: float) -> Finding:
+def _vanished_finding(severity: Severity, where: str, first: int, last: int, usual: float) -> Finding:
     return Finding(
         "gradient-dropped-to-zero",
         severity,
         where,
         (first, last),
         {"median norm before": usual},
-        "There was a gradient, and from here on there mostly is none.",
-        "Look for a clamp or a max() around the loss, a weight of the loss that has "
-        "run out, a hinge that is satisfied, or units that died.",
+        "There was a gradient, and from here on there is mostly none.",
+        "Look for a clamp or a max() around the loss, a loss weight that reached zero, a satisfied hinge, or dead units.",
         72.0,
     )

@@ -6,18 +6,19 @@ import math
 from typing import NamedTuple
 
 from ....core import keys as n
-from ..findings import Finding, also
+from ....core.formatting import also_in
+from ..findings import Finding
 from ..history import History
 from ..series import Series
 
-#: A matrix that has grown so many times, and one that has grown far; fewer steps show no growth.
+#: Growth of a matrix, far growth, and the fewest steps that show it.
 _GROWN, _FAR, _FEWEST = 4.0, 8.0, 30
-#: In the last third of the run it still grows by that share of what it grew in the middle third, both as logarithms, and by a fifth:
-#: no bound is near. Weights that nothing holds back but their own size grow with the root of the steps, which gives 0.58;
+#: In the last third of the run it still grows by this share of the growth in the middle third, both as logarithms, and by a
+#: fifth: no bound is near. Weights that only their own size holds back grow with the root of the steps, which gives 0.58;
 #: exponential growth gives 1.
 _STILL, _EXPONENTIAL, _LEAST = 0.6, 0.85, math.log(1.2)
-#: Updates that make weights grow by such a part of what they are long point the way of the weights themselves, as a decay with the wrong
-#: sign does. Those of too high a rate point to and fro, and let them grow by a quarter of that or less.
+#: Updates that make weights grow by this part of their own length point along the weights, as a decay with the wrong sign does.
+#: Updates of too high a rate point back and forth, and give a quarter of that or less.
 _OUTWARDS = 0.4
 
 
@@ -32,8 +33,8 @@ class _Growth(NamedTuple):
         return self.last / max(self.middle, 1e-9)
 
 
-def weights(history: History) -> list[Finding]:
-    """By the norms of matrices; what starts at zero has to grow."""
+def check_weights(history: History) -> list[Finding]:
+    """By the norms of matrices; a matrix that starts at zero has to grow."""
     norms = history.matrix(n.PARAMETER, "norm")
     if norms is None:
         return []
@@ -44,27 +45,25 @@ def weights(history: History) -> list[Finding]:
     growth = grown[worst[0]]
     runs_away = growth.factor > _FAR and growth.steadiness > _EXPONENTIAL
     harms = history.learning.is_stuck or history.learning.state == "rises"
-    is_cause = runs_away and _grows_by_itself(history, worst[0], growth)  # units die of it, and the loss rises
-    return [
-        Finding(
-            "weight-growth",
-            "warning" if harms or runs_away else "info",
-            worst[0],
-            (growth.series.steps[0], growth.series.steps[-1]),
-            {
-                "norm at the beginning": growth.series.values[0],
-                "at the end": growth.series.values[-1],
-                "growth in the last third": math.exp(growth.last),
-            },
-            f"The weights have grown {growth.factor:.3g} times, and go on growing.{also(worst)}",
-            "Look for a penalty or a weight decay with the wrong sign; lower the learning rate, or let weights decay more.",
-            77.0 if is_cause else 69.0 if runs_away else 45.0,
-        )
-    ]
+    is_cause = runs_away and _grows_by_itself(history, worst[0], growth)  # it kills units and makes the loss rise
+    return history.finding(
+        "weight-growth",
+        worst[0],
+        {
+            "norm at the beginning": growth.series.values[0],
+            "at the end": growth.series.values[-1],
+            "growth in the last third": math.exp(growth.last),
+        },
+        f"The weights have grown by a factor of {growth.factor:.3g}, and go on growing.{also_in(worst)}",
+        "Look for a penalty or a weight decay with the wrong sign; lower the learning rate, or raise the weight decay.",
+        77.0 if is_cause else 69.0 if runs_away else 45.0,
+        severity="warning" if harms or runs_away else "info",
+        steps=(growth.series.steps[0], growth.series.steps[-1]),
+    )
 
 
 def _grows_by_itself(history: History, name: str, growth: _Growth) -> bool:
-    """Whether the updates of the last third go where the weights are already; so where nothing is known of updates."""
+    """Whether the updates of the last third point along the weights; True if updates are unknown."""
     ratios = history.ratio(n.UPDATE, n.PARAMETER)
     steps = (growth.series.steps[-1] - growth.series.steps[0]) / 3
     if ratios is None or name not in ratios.names:

@@ -1,0 +1,117 @@
+"""The drawn values of one run, computed on first use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from ...core import keys as n
+from ...core.keys import Key
+from ...core.loss_keys import loss_among
+from ...core.moments import Column
+from ..diagnosis.series import Series
+from .gaps import Gap, RecordedSteps
+from .sources import ValueSource
+from .views import LAYER_VIEWS, Panel, PlotView
+
+
+class PanelSet:
+    """The values of a run, each computed on first use.
+
+    Args:
+        source: of the values.
+        title: name of the run.
+
+    Attributes:
+        steps, events, not_applied: as in :class:`ValueSource`.
+    """
+
+    def __init__(self, source: ValueSource, title: str = "") -> None:
+        self._source, self.title = source, title
+        self.steps, self.events, self.not_applied = source.steps, source.events, source.not_applied
+        self._recorded = RecordedSteps(tuple(source.steps), source.is_whole)
+        self._panels: dict[str, Panel | None] = {}
+
+    def gaps(self, steps: Sequence[int]) -> tuple[Gap, ...]:
+        """Where a value that is known in ``steps``, ascending, is missing; empty for a value without steps."""
+        return self._recorded.gaps(steps) if steps else ()
+
+    def line(self, name: str) -> Series:
+        """A whole-model value such as ``grad_norm``, or a logged value; empty if it is unknown."""
+        return _series(self._source.values(Key(n.SUMMARY, "", name)) or self._source.values(Key("", name, "")))
+
+    def loss(self) -> Series:
+        """The logged loss; empty without one."""
+        key = loss_among(self._source.logged)
+        return _series({} if key is None else self._source.values(key))
+
+    def rates(self) -> Series:
+        """The largest learning rate of each step."""
+        return _series(self._source.rates)
+
+    def panel(self, name: str) -> Panel | None:
+        """The panel of one of :data:`LAYER_VIEWS`; None if it was not measured.
+
+        Raises:
+            KeyError: there is no such view.
+        """
+        if name not in self._panels:
+            self._panels[name] = self._panel(LAYER_VIEWS[name])
+        return self._panels[name]
+
+    def panels(self) -> Iterator[tuple[str, Panel]]:
+        """All measured panels by name, without those that repeat an earlier one because they fell back to its source."""
+        seen = set()
+        for name, view in LAYER_VIEWS.items():
+            if (panel := self.panel(name)) is not None and (panel.source, view.metric, view.base) not in seen:
+                seen.add((panel.source, view.metric, view.base))
+                yield name, panel
+
+    def _panel(self, view: PlotView) -> Panel | None:
+        for source in view.sources:
+            is_fallback = source != view.sources[0] and bool(view.fallback_title)
+            panel = self._of(replace(view, title=view.fallback_title) if is_fallback else view, source)
+            if panel is not None:
+                return panel if not view.base else _ratio(panel, self._of(view, view.base))
+        return None
+
+    def _of(self, view: PlotView, source: str) -> Panel | None:
+        stacks = [stack for stack in self._source.stacks(source) if stack.has(view.metric) and stack.names]
+        if not stacks:
+            return None
+        names = tuple(self._source.in_model_order(source, {stack.names: None for stack in stacks}))
+        column = {name: place for place, name in enumerate(names)}
+        steps = tuple(step for stack in stacks for step in stack.steps)
+        values = torch.full((len(steps), len(names)), math.nan, dtype=torch.float64, device="cpu")
+        first = 0
+        for stack in stacks:
+            last = first + len(stack.steps)
+            found = torch.where(stack.rows[..., Column.NONFINITE] > 0, math.inf, stack.values(view.metric))
+            values[first:last, [column[name] for name in stack.names]] = found
+            first = last
+        run = self.steps
+        return Panel(view, steps, names, values, source, self.gaps(steps), (run[0], run[-1]))
+
+
+def _ratio(panel: Panel, base: Panel | None) -> Panel | None:
+    """``panel`` divided by ``base``, on the steps and layers of both; None without any."""
+    if base is None:
+        return None
+    row = {step: place for place, step in enumerate(base.steps)}
+    column = {name: place for place, name in enumerate(base.names)}
+    rows = [place for place, step in enumerate(panel.steps) if step in row]
+    columns = [place for place, name in enumerate(panel.names) if name in column]
+    steps, names = tuple(panel.steps[r] for r in rows), tuple(panel.names[c] for c in columns)
+    if not steps or not names:
+        return None
+    under = base.values[[row[step] for step in steps]][:, [column[name] for name in names]]
+    values = panel.values[rows][:, columns] / under
+    values = torch.where(under.isinf(), math.inf, torch.where(under > 0, values, math.nan))
+    return replace(panel, steps=steps, names=names, values=values)
+
+
+def _series(values: Mapping[int, float]) -> Series:
+    return Series(tuple(values), tuple(values.values()))

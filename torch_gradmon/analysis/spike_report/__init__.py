@@ -1,0 +1,1 @@
+"""The report on one step: its spikes, the signals around it, the parameters that moved, and the recovery."""
