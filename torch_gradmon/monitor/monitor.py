@@ -576,7 +576,8 @@ class ModuleMonitor:
     @property
     def counts(self) -> Counts:
         """Numbers of steps that were attempted, applied, skipped, overflowed, or had NaN or Inf. Synchronises at most once a step."""
-        return ValuesService(self._session).counts()
+        self._session.settle_now()
+        return self._session.counts()
 
     def clip_grad_norm_(
         self,
@@ -616,11 +617,13 @@ class ModuleMonitor:
 
     def get_step_metrics(self) -> dict[str, float]:
         """Values of the step that ended last, plain floats by key; empty when it was not monitored. Synchronises once."""
-        return ValuesService(self._session).step_metrics()
+        record = self._session.settle_now()
+        return {} if record is None else self._session.ledger.shown(record)
 
     def get_all_metrics(self) -> dict[int, dict[str, float]]:
         """The same for the last ``history`` monitored steps, by step."""
-        return ValuesService(self._session).all_metrics()
+        self._session.settle_now()
+        return self._session.ledger.history()
 
     @property
     def last_events(self) -> tuple[Event, ...]:
@@ -628,7 +631,9 @@ class ModuleMonitor:
 
         Synchronises once. Signals logged after this call are evaluated when the next step begins.
         """
-        return ValuesService(self._session).last_events()
+        self._session.judge_now()
+        record = self._session.settle_now()
+        return () if record is None else record.events
 
     def log_scalar(
         self, key: str, value: Any, aggregation_fn: str | Callable[..., Any] | None = None, *, reduce: str | None = None

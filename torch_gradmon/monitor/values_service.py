@@ -18,9 +18,7 @@ from ..core import validation as check
 from ..core.errors import display
 from ..core.keys import Key
 from ..core.model_order import ModelOrder
-from ..core.records import Event
 from ..core.torch_modes import unseen
-from ..plugins.spike_policy.policy import Counts
 from ..step.layer_values import top_shares
 from ..step.registry import checked_aggregation
 from .session import Session
@@ -37,11 +35,7 @@ class ValuesService:
     # --- in ------------------------------------------------------------------------------------------------------------------
 
     def log_scalar(self, key: str, value: Any, aggregation_fn: str | Callable[..., Any] | None, reduce: str | None) -> None:
-        """Log one number.
-
-        Raises:
-            TypeError, ValueError: see :meth:`ModuleMonitor.log_scalar`.
-        """
+        """Log one number."""
         check.log_key(key)
         if reduce is not None:
             check.one_of("reduce", reduce, ("mean", "sum", "min", "max"))
@@ -56,22 +50,14 @@ class ValuesService:
         self.log_key(Key("", key, ""), value, aggregation_fn, reduce or "")
 
     def log_scalars(self, values: Mapping[str, Any]) -> None:
-        """Log several numbers.
-
-        Raises:
-            TypeError, ValueError: see :meth:`ModuleMonitor.log_scalar`.
-        """
+        """Log several numbers."""
         if not isinstance(values, Mapping):
             raise TypeError(f"log_scalars takes a dict of numbers by key, got {display(values)}")
         for key, value in values.items():
             self.log_scalar(key, value, None, None)
 
     def log_tensor(self, key: str, tensor: Tensor, aggregation_fn: str | Callable[..., Any] | None) -> None:
-        """Log a tensor as one number.
-
-        Raises:
-            TypeError: see :meth:`ModuleMonitor.log_tensor`.
-        """
+        """Log a tensor as one number."""
         check.log_key(key)
         if not isinstance(tensor, Tensor):
             raise TypeError(f"log_tensor({key!r}) takes a tensor, got {display(tensor)}; use log_scalar")
@@ -87,27 +73,6 @@ class ValuesService:
         self.session.log(key, value, checked_aggregation(aggregation_fn, "aggregation_fn"), reducer)
 
     # --- out -----------------------------------------------------------------------------------------------------------------
-
-    def step_metrics(self) -> dict[str, float]:
-        """The values of the last step."""
-        record = self.session.settle_now()
-        return {} if record is None else self.session.ledger.shown(record)
-
-    def all_metrics(self) -> dict[int, dict[str, float]]:
-        """The values of the last steps."""
-        self.session.settle_now()
-        return self.session.ledger.history()
-
-    def last_events(self) -> tuple[Event, ...]:
-        """The spikes of the last step."""
-        self.session.judge_now()
-        record = self.session.settle_now()
-        return () if record is None else record.events
-
-    def counts(self) -> Counts:
-        """The numbers of steps by outcome."""
-        self.session.settle_now()
-        return self.session.counts()
 
     def missing(self) -> dict[str, str]:
         """Why keys have no value in the last step."""
@@ -158,11 +123,7 @@ class ValuesService:
         return plot.plot(reel.Reel(reel.OfRecords(memory.records(), order, memory.is_whole)), kind, engine, dict(options))
 
     def why(self, step: int | None) -> str:
-        """The text about a step, by default about the largest spike.
-
-        Raises:
-            TypeError, ValueError: see :meth:`ModuleMonitor.why`.
-        """
+        """The text about a step, by default about the largest spike."""
         if step is not None:
             check.step_number("step", step)
         elif not self.session.ledger.judges.detectors:
