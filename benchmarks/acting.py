@@ -2,7 +2,7 @@
 
     python -m benchmarks.acting
 
-A 10M GPT trains in several copies, step by step in turns; counted is the monitor's own time in each. Writes
+Several copies of a 10M GPT train in alternation, and the monitor's own time is measured in each. Writes
 ``benchmarks/results/acting.json``.
 """
 

@@ -31,13 +31,13 @@ from .watchers import METRICS, WATCHERS
 
 ROUNDS, QUICK_ROUNDS = 30, 2
 _SEQUENCES, _LENGTH = 4, 256
-#: How many times as much torch-module-monitor should add, for five metrics.
+#: Target: the added time of torch-module-monitor over ours, for five metrics.
 AIMS = {"eager": 3.5, "fused": 7.0}
 THAN = ("torch_module_monitor_plain", "torch_module_monitor")
 
 
 def compare(which: str, threads: int, rounds: int, sizes: Sizes = GPT_10M, length: int = _LENGTH) -> dict[str, Any]:
-    """One section of the result: a set of metrics, each watcher's added time over the floor, and how many times that of ours."""
+    """One section of the result: a set of metrics, each watcher's added time over the floor, and that over ours."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     title, metrics = METRICS[which]
@@ -49,7 +49,7 @@ def compare(which: str, threads: int, rounds: int, sizes: Sizes = GPT_10M, lengt
         watched = copy.deepcopy(model)
         try:
             sides[name] = Side(watched, WATCHERS[name].watch(watched, metrics), batch)
-        except Exception as error:  # a package or a compiler that is not there must not end the comparison
+        except Exception as error:  # a missing package or compiler must not end the comparison
             left_out[name] = f"{type(error).__name__}: {error}".splitlines()[0]
             print(f"left out: {WATCHERS[name].label}: {left_out[name]}")
     floored = outputs(model, batch)
@@ -89,7 +89,7 @@ def compare(which: str, threads: int, rounds: int, sizes: Sizes = GPT_10M, lengt
 
 
 def _beside(bare: Sequence[Cost], watched: Sequence[Cost]) -> dict[str, dict[str, float]]:
-    """What a watched step takes beyond the bare one of its round, and what is added as a share of that bare step."""
+    """The time of a watched step beyond the bare one of its round, and its share of that bare step."""
     pairs = list(zip(bare, watched, strict=True))
     return {
         "difference_ms": spread([1e3 * (one.forward - other.forward) for other, one in pairs]),
@@ -98,7 +98,7 @@ def _beside(bare: Sequence[Cost], watched: Sequence[Cost]) -> dict[str, dict[str
 
 
 def judge(sections: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """A line for each aim that there is a figure for."""
+    """A line for each target with a figure."""
     for section in sections:
         for entry in section["times_faster"] if section["set"] == "five" else ():
             if entry["than"] in THAN and (aim := AIMS.get(entry["ours"])) is not None:

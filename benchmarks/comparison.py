@@ -13,14 +13,14 @@ from .rivals import LeftOut
 from .sets import SETS, build, gradients
 from .timing import SLOW, Run, clock_for, floor_for, interleave, quotients, spread
 
-#: Whose speed is set against that of others.
+#: Contenders whose speed is compared with others.
 OURS = ("eager", "fused", "triton", "monitor")
 OTHERS = ("naive_loop", "torch_module_monitor", "wandb_watch", "lightning")
 _WARM_UP = 2
 
 
 def compare(name: str, device: torch.device, threads: int, rounds: int) -> dict[str, Any]:
-    """One section of the result: the set, the floor, every contender's ratio to it, and who was left out and why."""
+    """One section of the result: the set, the floor, every contender's ratio to it, and the contenders left out, with the reason."""
     which = SETS[name]
     torch.set_num_threads(threads)
     with ExitStack() as stack:
@@ -62,7 +62,7 @@ def compare(name: str, device: torch.device, threads: int, rounds: int) -> dict[
 
 
 def _contenders(model: torch.nn.Module, stack: ExitStack) -> tuple[dict[str, Run], dict[str, str]]:
-    """What can run, after a first call, which may compile; and what cannot."""
+    """The contenders that can run, after a first call, which may compile; and those that cannot."""
     runs: dict[str, Run] = {}
     left_out: dict[str, str] = {}
     for name, contender in CONTENDERS.items():

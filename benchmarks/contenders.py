@@ -1,4 +1,4 @@
-"""Who is measured: each makes, of a model whose gradients are filled, a function that does its work on them once."""
+"""The contenders: each turns a model with gradients into a function that measures them once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .rivals import LeftOut
 from .sets import gradients
 from .timing import Run
 
-#: The five built-ins that torch-module-monitor is given as functions.
+#: The five built-ins as functions for torch-module-monitor.
 FIVE = ("norm", "mean", "std", "max", "sparsity")
 _BUT_NEAR_ZERO = ALL_COLUMNS - {Column.NEAR_ZERO}
 _NORM = frozenset({Column.COUNT, Column.SQUARE_SUM})
@@ -39,7 +39,7 @@ def _triton(model: nn.Module, _: ExitStack) -> Run:
 
 
 def _measuring(module: str, kernel: str, model: nn.Module, columns: frozenset[Column]) -> Run:
-    """All rows on the host, as at a step's end. The kernel is kept between calls, as a monitor keeps it."""
+    """All rows on the host, as at a step's end. The kernel is reused between calls, as in a monitor."""
     try:
         found = importlib.import_module(f"torch_gradmon.statistics.{module}")
     except ImportError as error:
@@ -57,13 +57,13 @@ def _monitor(model: nn.Module, stack: ExitStack) -> Run:
 
 
 def _exact_clip(model: nn.Module, stack: ExitStack) -> Run:
-    """On a step that is not monitored: clipping alone."""
+    """A step that is not monitored: clipping alone."""
     monitor = stack.enter_context(gradmon.ModuleMonitor(model))
     return lambda: monitor.clip_grad_norm_(rivals.NEVER_CLIPS, exact=True)
 
 
 def _exact_clip_measured(model: nn.Module, stack: ExitStack) -> Run:
-    """On a monitored step: all statistics before clipping, and clipping by the norm among them."""
+    """A monitored step: all statistics before clipping, and clipping by the norm from these."""
     monitor = stack.enter_context(gradmon.ModuleMonitor(model))
     for metric in VIEWS:
         monitor.add_gradient_metric(metric, stages=("before_clip",))
@@ -81,7 +81,7 @@ class Contender:
     """One way to look at gradients.
 
     Attributes:
-        label: for people.
+        label: its name in tables.
         make: the function to measure; cleanup is pushed on the stack.
         ours: whether it is part of torch_gradmon.
     """

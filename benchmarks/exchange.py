@@ -2,7 +2,7 @@
 
     python -m benchmarks.exchange
 
-Runs 1, 2 and 4 processes over gloo, counts what goes into the collectives, and writes ``benchmarks/results/exchange.json``. Bytes
+Runs 1, 2 and 4 processes over gloo, counts the bytes of the collectives, and writes ``benchmarks/results/exchange.json``. Bytes
 do not depend on the machine.
 """
 

@@ -1,4 +1,4 @@
-"""What a step costs that is not monitored, in microseconds, and hooks left on parameters: ``python -m benchmarks.idle``."""
+"""Cost of a step that is not monitored, in microseconds, and remaining hooks on parameters: ``python -m benchmarks.idle``."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .timing import spread
 
 PARAMETERS = 150
 _WARM_UP = 20
-#: In the first ones the audit looks at every step, see torch_gradmon/plugins/loop_audit/sampling.py.
+#: In the first steps the audit covers every step, see torch_gradmon/plugins/loop_audit/sampling.py.
 _FIRST = 250
-#: Step 0 is monitored, which arms hooks; none of the steps that are measured is.
+#: Step 0 is monitored, which installs hooks; the measured steps are not.
 _NEVER_AGAIN = 10**9
 
 
 class Tiny(nn.Module):
-    """150 parameters and next to no work."""
+    """150 parameters and hardly any work."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Tiny(nn.Module):
 
 
 class Loop:
-    """A training loop on a model of its own, watched or not."""
+    """A training loop on its own model, watched or not."""
 
     def __init__(self, watched: bool = False, once_hooked: bool = False) -> None:
         self.model = Tiny()

@@ -1,9 +1,9 @@
-"""How long ``import torch_gradmon`` takes beyond ``import torch``.
+"""Time of ``import torch_gradmon`` beyond ``import torch``.
 
     python benchmarks/import_time.py [repeats]
 
-Pairs of fresh interpreters, one after the other and in alternating order, so that a machine that grows slower or faster does
-so for both. What is reported is the median of the differences within the pairs. A second number, without torch's noise, is
+Pairs of fresh interpreters, one after the other and in alternating order, so a change in the speed of the machine affects both.
+The result is the median of the differences within the pairs. A second number, without torch's noise, is
 the time that ``import torch_gradmon`` takes in an interpreter that has torch already.
 """
 

@@ -16,7 +16,7 @@ from .import_time import processor
 
 
 def machine() -> dict[str, Any]:
-    """Hardware and what of software matters for times."""
+    """Hardware, and the software that affects times."""
     return {
         "processor": processor(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
@@ -29,12 +29,12 @@ def machine() -> dict[str, Any]:
     }
 
 
-#: What the statistics are compared with.
+#: Packages that the statistics are compared with.
 RIVALS = ("torch-module-monitor", "wandb", "lightning", "triton")
 
 
 def versions(names: Sequence[str] = RIVALS) -> dict[str, str | None]:
-    """Of torch_gradmon and of these packages; None where one is not installed."""
+    """Versions of torch_gradmon and of these packages; None where one is not installed."""
     found: dict[str, str | None] = {"torch_gradmon": torch_gradmon.__version__}
     for name in names:
         try:

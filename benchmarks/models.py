@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large a GPT is."""
+    """The size of a GPT."""
 
     vocabulary: int
     context: int

@@ -37,7 +37,7 @@ def by_place(result: Result) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
 
 
 def figure(value: float) -> str:
-    """Three digits where they mean something."""
+    """Three significant digits."""
     size = abs(value)
     return f"{value:.0f}" if size >= 100 else f"{value:.1f}" if size >= 10 else f"{value:.2f}"
 
@@ -63,7 +63,7 @@ def ratios_table(sections: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def faster_table(sections: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """How many times as fast, a row for each pair."""
+    """Speed ratios, a row for each pair."""
     labels = {name: contender["label"] for section in sections for name, contender in section["contenders"].items()}
     found = {(entry["ours"], entry["than"]): None for section in sections for entry in section["times_faster"]}
     if not found:
@@ -130,7 +130,7 @@ def activations_markdown(result: Result) -> str:
 
 
 def sinks_table(result: Result) -> Iterator[str]:
-    """A row for each sink, and for each number of values what it costs, by hand, and as a quotient."""
+    """A row for each sink: for each number of values its cost, the cost by hand, and the quotient."""
     sizes = sorted({section["values"] for section in result["sinks"]})
     yield _row(
         ["microseconds for a row", *(f"{size:,} values" for size in sizes), *(f"over that by hand, {size:,}" for size in sizes)]
@@ -194,7 +194,7 @@ def update_readme(text: str, name: str, new: str) -> str:
 
 
 def load() -> list[dict[str, Any]]:
-    """What was measured, CPU first."""
+    """The stored results, CPU first."""
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("benchmark_*.json"))]
 
 

@@ -1,4 +1,4 @@
-"""How large a report is, how long it takes to write and to open: ``python -m benchmarks.reports``."""
+"""Size of a report, and time to write and to open it: ``python -m benchmarks.reports``."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def made_up(path: Path, layers: int, steps: int) -> None:
 
 
 def opened(page: Path, times: int) -> tuple[list[float], list[float]]:
-    """Seconds from the request until the findings can be read, and until everything that is in sight is drawn, in headless Chromium."""
+    """Seconds from the request until the findings can be read, and until everything visible is drawn, in headless Chromium."""
     told, found = [], []
     for _ in range(times):
         with browser(1280, 940) as driver:

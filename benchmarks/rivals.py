@@ -1,4 +1,4 @@
-"""The same work done by others, each through what it offers its users."""
+"""The same work by other packages, each through its public interface."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def _package(name: str) -> Any:
 
 
 def near_zero_share(x: Tensor) -> Tensor:
-    """What torch_gradmon calls sparsity."""
+    """The sparsity of torch_gradmon."""
     return (x.abs() <= EPS).float().mean()
 
 
 def naive_loop(model: nn.Module, _: ExitStack) -> Run:
-    """Six values of each gradient, as people write it."""
+    """Six values of each gradient, in the usual form."""
 
     def run() -> dict[str, float]:
         values: dict[str, float] = {}
@@ -75,7 +75,7 @@ def step_by_hand(monitor: Any) -> Run:
 
 
 def torch_module_monitor(model: nn.Module, _: ExitStack) -> Run:
-    """Its step by hand, as its README has it: each value goes to the host by itself, and the step's dict is asked for."""
+    """Its step by hand, as in its README: each value goes to the host separately, and the loop reads the step's dict."""
     monitor = _package("torch_module_monitor").ModuleMonitor(monitor_step_fn=lambda step: True)
     monitor.set_module(model)
     monitor.add_gradient_metric("norm", lambda x: x.norm())
@@ -89,7 +89,7 @@ def torch_module_monitor(model: nn.Module, _: ExitStack) -> Run:
 def wandb_watch(model: nn.Module, stack: ExitStack) -> Run:
     """The hooks that ``wandb.watch`` installs on the parameters are called with their gradients, as autograd would.
 
-    Each makes a histogram and hands it to wandb's own process. The step's ``wandb.log``, which every user of wandb calls
+    Each makes a histogram and sends it to wandb's own process. The step's ``wandb.log``, which every user of wandb calls
     anyway, is not part of it; neither are statistics of the machine, which are switched off.
     """
     folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))

@@ -4,7 +4,7 @@
     python -m benchmarks.run --quick --sets small_distinct   # does it run?
     python -m benchmarks.report                              # the README's table and plot
 
-Prints ratios with their spread, and how far they are from what was aimed at; writes ``benchmarks/results/benchmark_cpu.json``
+Prints ratios with their spread, and their distance from the targets; writes ``benchmarks/results/benchmark_cpu.json``
 or ``benchmark_cuda.json``. A package that is not installed is left out, with a line about it.
 """
 
@@ -27,12 +27,12 @@ from .targets import judge
 from .training import train
 
 ROUNDS, TRAINING_STEPS = 21, 30
-#: So few training steps still hold one that measures updates.
+#: The fewest training steps that include one that measures updates.
 QUICK_ROUNDS, QUICK_TRAINING_STEPS = 2, 8
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """What was asked for on the command line."""
+    """The arguments of the command line."""
     threads = sorted({1, torch.get_num_threads()})
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run")
     parser.add_argument("--sets", nargs="*", choices=SETS, help="sets of gradients; all that the device is for by default")
@@ -47,7 +47,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 def measure(asked: argparse.Namespace) -> dict[str, Any]:
     """The whole result."""
     device = torch.device(asked.device)
-    # threads of the host have no part in what a GPU does
+    # threads of the host do not affect a GPU
     threads = [1] if device.type == "cuda" else asked.threads
     rounds = QUICK_ROUNDS if asked.quick else asked.rounds
     sets = asked.sets if asked.sets is not None else [name for name, s in SETS.items() if device.type == "cuda" or not s.gpu_only]

@@ -1,4 +1,4 @@
-"""The gradients that everything is measured on: real modules whose ``.grad`` is filled with random numbers."""
+"""The gradients of all measurements: real modules with random numbers in ``.grad``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .models import GPT, GPT2_124M, GPT_1B3, GPT_10M
 
-#: Share of the rows of an embedding whose gradient is exactly zero, as for tokens and positions that a batch has not.
+#: Share of the rows of an embedding whose gradient is exactly zero, as for tokens and positions absent from a batch.
 UNSEEN = 0.2
 SMALL_TENSORS = 1000
 #: 8 vectors and 8 matrices, no two with the same number of elements: 975 to 1,038 and 900 to 1,152.
@@ -23,11 +23,11 @@ class GradientSet:
     """One set.
 
     Attributes:
-        title: for people.
+        title: its name in tables.
         build: makes the model, on torch's default device.
         dtype: of the parameters and so of the gradients.
         gpu_only: too large to be of interest on a CPU.
-        patience: how many times as many rounds it gets, because one is short.
+        patience: factor on the number of rounds, because one is short.
     """
 
     title: str
@@ -38,7 +38,7 @@ class GradientSet:
 
 
 class Tensors(nn.Module):
-    """Parameters of given shapes and nothing that could be computed with them."""
+    """Parameters of given shapes, without a forward."""
 
     def __init__(self, shapes: list[tuple[int, ...]]) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def build(which: GradientSet, device: torch.device, seed: int = 0) -> nn.Module:
 
 
 def fill_gradients(model: nn.Module, seed: int) -> None:
-    """Normal numbers of about 1e-3, with a scale of its own for each tensor, and some rows of embeddings exactly zero."""
+    """Normal numbers of about 1e-3, with one scale for each tensor, and some rows of embeddings exactly zero."""
     on_host = torch.Generator().manual_seed(seed)
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for parameter in model.parameters():

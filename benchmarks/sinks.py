@@ -1,9 +1,9 @@
-"""What a row costs the thread that trains, sink by sink, beside the tracker's own call in the same run.
+"""Cost of a row on the training thread, by sink, beside the tracker's own call in the same run.
 
     python -m benchmarks.sinks
     python -m benchmarks.report     # the README's table
 
-W&B and Trackio hand rows to a process or thread of their own; the time that those take is not in it.
+W&B and Trackio pass rows to their own process or thread, whose time is not included.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .timing import quotients, spread
 
 Log = Callable[[dict[str, float], int], object]
 ROUNDS, QUICK_ROUNDS = 200, 3
-#: What ``watch`` shows, and a model of many layers.
+#: The values of ``watch``, and those of a model with many layers.
 SIZES = (14, 1000)
 #: Packages whose versions are listed.
 PACKAGES = ("wandb", "tensorboard", "trackio")
@@ -40,7 +40,7 @@ def values(size: int, step: int) -> dict[str, float]:
 
 
 def contenders(stack: ExitStack, directory: Path) -> dict[str, dict[str, Log]]:
-    """For each sink ours and what one would write by hand."""
+    """Each sink of the package, and its equivalent by hand."""
     os.environ.update(WANDB_MODE="offline", WANDB_SILENT="true", WANDB_CONSOLE="off", HF_HOME=str(directory), HF_HUB_OFFLINE="1")
     import trackio
     import wandb

@@ -1,4 +1,4 @@
-"""What the figures are meant to be, and by how much they are met or missed. Timing decides no test: this only prints."""
+"""Targets of the figures, and their distance from them. No test depends on timing: this only prints."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Target:
-    """One aim, with a further one that would be better still; for one thread of a CPU.
+    """One target, with a stretch target; for one thread of a CPU.
 
     Attributes:
         set: of gradients.
-        ours: whose figure it is.
+        ours: the contender of the figure.
         than: None for a ratio to the floor, which should be small; else the contender that should take that multiple of the time.
         aim, stretch: the figures.
     """
@@ -52,7 +52,7 @@ def _distance(value: float, figure: float, small_is_good: bool) -> str:
 
 
 def judge(result: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each target that this result has a figure for."""
+    """A line for each target with a figure in this result."""
     sections = {s["set"]: s for s in result["gradients"] if s["device"] == "cpu" and s["threads"] == 1}
     for target in TARGETS:
         section = sections.get(target.set)

@@ -1,4 +1,4 @@
-"""Times side by side: whatever else the machine does meets all contenders alike."""
+"""Interleaved timing: other load on the machine affects all contenders alike."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 Run = Callable[[], object]
-#: Seconds that a call takes.
+#: Seconds of a call.
 Clock = Callable[[Run], float]
 
 #: A contender that takes more than this number of floors is measured in one round of three, as long as that leaves five.
@@ -31,7 +31,7 @@ class Floor:
 
 @dataclass
 class Samples:
-    """What was measured, in seconds.
+    """The measurements, in seconds.
 
     Attributes:
         floors: every measurement of the floor.
@@ -45,7 +45,7 @@ class Samples:
 
 
 def clock_for(device: torch.device) -> Clock:
-    """On a GPU a call counts until the device has finished, so the time to launch is part of it."""
+    """On a GPU a call lasts until the device has finished, launch included."""
     if device.type != "cuda":
         return _on_host
     return _on_gpu

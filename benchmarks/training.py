@@ -1,4 +1,4 @@
-"""Whole training steps with and without the monitor, step by step in turns, on two copies of one model."""
+"""Whole training steps with and without the monitor, in alternation, on two copies of one model."""
 
 from __future__ import annotations
 

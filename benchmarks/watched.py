@@ -1,4 +1,4 @@
-"""Steps of a watched model, and the seconds that the watching takes in them."""
+"""Steps of a watched model, and the seconds that watching adds to them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Cost:
 
     Attributes:
         added: in the monitor's hooks and the calls around the step.
-        forward: of the forward and those calls; the backward pass has no part in it, and would only add noise.
+        forward: of the forward and those calls; the backward pass is not affected, and would only add noise.
         whole: the same with the backward pass.
     """
 
@@ -63,7 +63,7 @@ class Cost:
 
 
 class Side:
-    """A copy of the model, and who watches it. Takes steps and keeps what they cost."""
+    """A copy of the model and its watcher. Takes steps and keeps their cost."""
 
     def __init__(self, model: nn.Module, monitor: Monitor | None, batch: Batch) -> None:
         self.model, self.monitor, self._batch = model, monitor, batch
@@ -76,7 +76,7 @@ class Side:
         self._stopwatch = Stopwatch(model)
 
     def step(self) -> Cost:
-        """A step whose cost is kept.
+        """A measured step.
 
         Raises:
             RuntimeError: the monitor has installed new hooks outside of the stopwatch.
@@ -115,7 +115,7 @@ def clock(run: Run) -> float:
 
 
 def outputs(model: nn.Module, batch: Batch) -> list[Tensor]:
-    """What the modules of ``model`` return in a forward with gradients."""
+    """The outputs of the modules of ``model`` in a forward with gradients."""
     found: list[Tensor] = []
     handles = [m.register_forward_hook(lambda *args: found.append(args[2].detach())) for m in model.modules()]
     model(*batch)

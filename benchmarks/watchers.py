@@ -1,4 +1,4 @@
-"""Who watches activations: each is installed on a copy of the model, and is driven by the same three calls."""
+"""Watchers of activations: each is installed on a copy of the model, with the same three calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .contenders import FIVE
 
 
 class Monitor(Protocol):
-    """What torch-module-monitor and torch_gradmon have in common."""
+    """The common interface of torch-module-monitor and torch_gradmon."""
 
     def begin_step(self, step: int) -> object:
         """Before the forward."""
@@ -29,7 +29,7 @@ class Monitor(Protocol):
 
 
 Function = Callable[[Tensor], Tensor]
-#: What torch-module-monitor is given. It runs one function for each metric, reduces what comes back by its mean, and that goes
+#: Functions for torch-module-monitor. It runs one function for each metric, reduces what comes back by its mean, and that goes
 #: to the host; so each function returns one number, which makes that reduction next to free. Of the formulations that give
 #: torch_gradmon's numbers these are the fastest on a CPU: no boolean tensors, which cost several times as much as floating
 #: ones, and no copy for the largest magnitude.
@@ -40,7 +40,7 @@ LEAN: Mapping[str, Function] = {
     "max": lambda x: torch.maximum(x.amax(), -x.amin()),
     "sparsity": lambda x: x.abs().le_(rivals.EPS).mean(),
 }
-#: The same as most people would write it, and as it is given for gradients.
+#: The same in the usual form, as for gradients.
 PLAIN: Mapping[str, Function] = {**LEAN, "max": lambda x: x.abs().max(), "sparsity": rivals.near_zero_share}
 
 
@@ -54,7 +54,7 @@ def module_monitor(model: nn.Module, metrics: Iterable[str], functions: Mapping[
 
 
 def own(model: nn.Module, metrics: Iterable[str], compiled: bool = False) -> Monitor:
-    """torch_gradmon with its built-ins. Where something fails it raises, so that nothing slower or smaller takes its place."""
+    """torch_gradmon with its built-ins. A failure raises, so it cannot silently measure less."""
     monitor = gradmon.ModuleMonitor(model, compile_statistics=compiled, on_metric_error="raise")
     for metric in metrics:
         monitor.add_activation_metric(metric)
@@ -66,7 +66,7 @@ class Watcher:
     """One way to look at activations.
 
     Attributes:
-        label: for people.
+        label: its name in tables.
         watch: installs it on a model, for these metrics.
         ours: whether it is torch_gradmon.
         metrics: the sets of metrics that it is measured with.
@@ -78,7 +78,7 @@ class Watcher:
     metrics: tuple[str, ...] = ("five", "norm")
 
 
-#: The sets of metrics, with what people call them.
+#: The sets of metrics, with their names in tables.
 METRICS: Mapping[str, tuple[str, tuple[str, ...]]] = {"five": ("five metrics", FIVE), "norm": ("norm only", ("norm",))}
 WATCHERS = {
     "torch_module_monitor": Watcher("torch-module-monitor, lean functions", module_monitor),

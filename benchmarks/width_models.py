@@ -1,4 +1,4 @@
-"""A perceptron and a small transformer in the standard parametrisation and in muP, with the learning rates that belong to them.
+"""A perceptron and a small transformer in the standard parametrisation and in muP, with the matching learning rates.
 
 muP after Yang et al. 2022 (arXiv 2203.03466), table 3: hidden weights as in the standard parametrisation, output weights of size
 1 / fan-in, a scale of 1 / d in attention; with Adam the learning rate of hidden and output weights goes with 1 / fan-in, with SGD

@@ -1,4 +1,4 @@
-"""A picture of the sweeps: what each kind of layer's own update does with the width."""
+"""A picture of the sweeps: the own update of each kind of layer over the width."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch_gradmon.analysis.width_sweep.verdicts import series
 
 #: Okabe & Ito's colours, which colour-blind people can distinguish.
 _COLOURS = {"input": "#0072b2", "vector": "#8b949e", "hidden": "#e69f00", "output": "#d55e00"}
-#: By column and row: which case, and what stands above.
+#: By column and row: the case and its title.
 _PLACES = (
     (("mlp_standard", "Perceptron, standard, Adam"), ("mlp_mup", "Perceptron, muP, Adam")),
     (("transformer_standard", "Transformer, standard, Adam"), ("transformer_mup", "Transformer, muP, Adam")),

@@ -123,7 +123,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def sweep(name: str, widths: Sequence[int], repetitions: int) -> WidthSweep:
-    """The sweeps of one case, each with seeds of its own, as one."""
+    """The sweeps of one case, each with its own seeds, merged."""
     return width_sweep(**{"widths": widths, **CASES[name][1], "seeds": SEEDS * repetitions})
 
 
@@ -133,7 +133,7 @@ def alone(found: WidthSweep) -> list[WidthSweep]:
 
 
 def summary(found: WidthSweep, seconds: float) -> dict[str, Any]:
-    """What is kept: the verdicts of all sweeps together, and those of each alone."""
+    """The stored result: the verdicts of all sweeps together, and those of each."""
     return {
         "outcome": found.outcome,
         "words": found.words(),

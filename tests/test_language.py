@@ -27,7 +27,7 @@ CLEAN = (
     *("torch_gradmon/monitor/builder.py", "torch_gradmon/monitor/links.py", "torch_gradmon/monitor/mixin.py"),
     *("torch_gradmon/monitor/options.py", "torch_gradmon/monitor/testing.py", "torch_gradmon/monitor/watch.py"),
     *("torch_gradmon/monitor/replacing.py", "torch_gradmon/monitor/attention.py", "torch_gradmon/monitor/coordinate_check.py"),
-    *("README.md", "CONTRIBUTING.md", "examples/*.py", "Makefile", "pyproject.toml"),
+    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/*.py", "Makefile", "pyproject.toml"),
     # all but reports.py, which names marks of the report's script, and contenders.py, whose text is part of a stored result
     *(
         "benchmarks/[!r]*.py",

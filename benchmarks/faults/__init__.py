@@ -1,4 +1,4 @@
-"""A zoo of small trainings: each with one fault and its mended twin, and healthy ones without a finding."""
+"""A zoo of small trainings: each with one fault and its fixed twin, and healthy ones without a finding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""List the zoo, or run trainings with nothing watched and with a monitor, and print seconds and losses."""
+"""List the zoo, or run trainings without and with a monitor, and print seconds and losses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from . import FAULTS, HEALTHY, Training, Watch
 
 
 class Nobody:
-    """A stand-in for a monitor, that keeps the losses and nothing else."""
+    """Replaces a monitor and only keeps the losses."""
 
     def __init__(self) -> None:
         self.losses: list[Tensor] = []
@@ -35,7 +35,7 @@ class Nobody:
 
     @contextlib.contextmanager
     def no_monitor(self) -> Iterator[None]:
-        """Nothing is monitored anyway."""
+        """Do nothing, because nothing is monitored."""
         yield
 
 

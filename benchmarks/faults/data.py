@@ -1,4 +1,4 @@
-"""Data that is made up, as endless streams of batches; only the text comes from Python's own help."""
+"""Synthetic data, as endless streams of batches; only the text comes from Python's own help."""
 
 from __future__ import annotations
 

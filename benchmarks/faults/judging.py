@@ -28,7 +28,7 @@ from .unseen import TRAININGS as UNSEEN_FAULTS
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS, README = ROOT / "benchmarks" / "results" / "faults.json", ROOT / "README.md"
-#: By another hand, that had not seen the rules.
+#: By another author, who had not seen the rules.
 UNSEEN = (*UNSEEN_FAULTS, *UNSEEN_HEALTHY)
 ZOO = (*FAULTS, *HEALTHY)
 #: A fault counts as named where its rule is among this number of first findings.
@@ -37,13 +37,13 @@ FIRST = 2
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was found in one training.
+    """The findings in one training.
 
     Attributes:
         training: its name.
-        rule: what should be found; empty for a healthy one and for the twin that is mended.
+        rule: what should be found; empty for a healthy one and for the fixed twin.
         held_back: see :class:`Training`.
-        twin: whether it is the mended one.
+        twin: whether it is the fixed one.
         seed: of parameters and data.
         found: severity and rule of the findings, ranked; of several monitors, one after the other.
         unseen: rules that failed.
@@ -59,7 +59,7 @@ class Outcome:
 
     @property
     def place(self) -> int | None:
-        """Where the rule stands among the findings, from 0."""
+        """Position of the rule among the findings, from 0."""
         places = [
             [rule for _, rule in found].index(self.rule) for found in self.found if self.rule in [rule for _, rule in found]
         ]
@@ -72,7 +72,7 @@ class Outcome:
 
     @property
     def alarms(self) -> list[str]:
-        """Rules that warn, where nothing should."""
+        """Rules that warn without a fault."""
         return [] if self.rule else [rule for found in self.found for severity, rule in found if severity != "info"]
 
 
@@ -142,7 +142,7 @@ def table(counted: Mapping[str, Mapping[str, Sequence[int]]]) -> Iterator[str]:
 
 
 def wrong(outcomes: Sequence[Outcome]) -> list[str]:
-    """What was not as it should be, a line each."""
+    """Every miss and false alarm, a line each."""
     lines = []
     for o in outcomes:
         told = "; ".join(", ".join(f"{severity} {rule}" for severity, rule in found[:4]) or "nothing" for found in o.found)

@@ -12,7 +12,7 @@ ACCUMULATED = 4
 
 
 def _no_zero_grad(family: str, watch: Watch, seed: int, healed: bool) -> float:
-    """Gradients are never cleared, so that each step takes the sum of all so far."""
+    """Gradients are never cleared, so each step uses the sum of all so far."""
     job = task(family, seed)
     optimizer = torch.optim.SGD(job.model.parameters(), lr={"rnn": 0.5}.get(family, 0.05))
     monitor = watch(job.model, optimizer)
@@ -101,7 +101,7 @@ def _never_stepped(family: str, watch: Watch, seed: int, healed: bool) -> float:
 
 
 def _clipped_too_late(family: str, watch: Watch, seed: int, healed: bool) -> float:
-    """The clip stands behind the step, where it changes nothing that is still used."""
+    """The clip comes after the step, where it has no effect."""
     job = task(family, seed)
     optimizer = torch.optim.SGD(job.model.parameters(), lr=0.05, momentum=0.9)
     monitor = watch(job.model, optimizer)
@@ -121,7 +121,7 @@ def _clipped_too_late(family: str, watch: Watch, seed: int, healed: bool) -> flo
 
 
 def _clipped_each_time(family: str, watch: Watch, seed: int, healed: bool) -> float:
-    """The clip stands inside the accumulation: sums of micro-batches are clipped again and again."""
+    """The clip is inside the accumulation: sums of micro-batches are clipped again and again."""
     job = task(family, seed)
     optimizer = torch.optim.SGD(job.model.parameters(), lr=0.1, momentum=0.9)
     monitor = watch(job.model, optimizer)
@@ -142,7 +142,7 @@ def _clipped_each_time(family: str, watch: Watch, seed: int, healed: bool) -> fl
 
 
 def _made_anew(family: str, watch: Watch, seed: int, healed: bool) -> float:
-    """The optimizer is made anew before the training, and the one that is watched never steps."""
+    """The optimizer is created again before the training, and the watched one never steps."""
     job = task(family, seed)
     old = torch.optim.SGD(job.model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.ConstantLR(old)  # which keeps it

@@ -1,4 +1,4 @@
-"""Losses and targets from which nothing can be learnt, or nothing any more."""
+"""Losses and targets that give nothing to learn, from the start or later."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .training import Training, Watch, over, train
 
 
 def _shuffled(family: str, watch: Watch, seed: int, healed: bool) -> float:
-    """Inputs were shuffled and targets were not, so that they have nothing to do with each other."""
+    """Inputs were shuffled and targets were not, so they are unrelated."""
     job = task(family, seed)
     order = torch.Generator().manual_seed(seed)
     stream = job.batches

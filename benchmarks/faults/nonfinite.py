@@ -1,4 +1,4 @@
-"""NaN and infinity that first come up in the loss, in an activation, in a gradient or in a parameter."""
+"""NaN and infinity that begin in the loss, in an activation, in a gradient or in a parameter."""
 
 from __future__ import annotations
 

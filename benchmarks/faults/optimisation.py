@@ -11,7 +11,7 @@ from .training import Training, Watch, last, over, train
 
 def _rate(rate: float) -> object:
     def body(family: str, watch: Watch, seed: int, healed: bool) -> float:
-        """One rate for all parameters; where it is too high, weights grow and ReLUs die of it within a few steps."""
+        """One rate for all parameters; where it is too high, weights grow and ReLUs die within a few steps."""
         job = task(family, seed)
         return train(job, watch, adamw(job.model, 3e-3 if healed else rate))
 
@@ -82,7 +82,7 @@ def _decay_of_the_rate(family: str, watch: Watch, seed: int, healed: bool) -> fl
 def _growing_rate(family: str, watch: Watch, seed: int, healed: bool) -> float:
     """A factor above 1 where one below 1 was meant: the loss first falls and then leaves for good.
 
-    In the end the rate is too high, too; the loss that rises for a hundred steps is what a person sees.
+    In the end the rate is too high, too; a person sees the loss that rises for a hundred steps.
     """
     job = task(family, seed)
     optimizer = torch.optim.SGD(job.model.parameters(), lr=0.05, momentum=0.9)

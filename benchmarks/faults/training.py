@@ -1,4 +1,4 @@
-"""What a training of the zoo is, and the loop that most of them share."""
+"""A training of the zoo, and the loop that most of them share."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ TAIL = 10
 
 @dataclass(frozen=True)
 class Training:
-    """A small training with one fault, and its twin in which the one line is mended.
+    """A small training with one fault, and its twin with the one line fixed.
 
     Attributes:
         name: such as ``"forgot-zero-grad/mlp"``.
         rule: the finding that is expected, ``""`` for a healthy training.
         family: the kind of model.
-        run: from a watch, a seed and whether the fault is mended to the mean loss of the last steps.
+        run: from a watch, a seed and whether the fault is fixed to the mean loss of the last steps.
         held_back: the family is kept out while thresholds are tuned.
         advice: the line that differs, in a few words.
     """
@@ -67,7 +67,7 @@ def train(
     loss_of: Callable[[nn.Module, Any], Tensor] | None = None,
     before: Callable[[int], None] | None = None,
 ) -> float:
-    """The loop as it should be: ``before`` is called with the number of each step, ``loss_of`` takes the place of the task's loss."""
+    """The loop as it should be: ``before`` is called with the number of each step, ``loss_of`` replaces the task's loss."""
     monitor = watch(task.model, optimizer)
     losses = []
     for step in range(steps):

@@ -1,1 +1,1 @@
-"""Spike rules side by side: on labelled curves of real runs, on made-up ones whose truth is known, and on what must always hold."""
+"""Comparison of spike rules: on labelled curves of real runs, on synthetic ones with known spikes, and on invariants."""

@@ -1,6 +1,7 @@
-"""Who is judged. A contender makes a fresh detector for a kind of signal; nothing else of it is known to the benchmark.
+"""The contenders.
 
-One line adds one: ``"Name": always(Rule)`` where a rule takes both kinds alike, else a function of the kind.
+Each makes a fresh detector for a kind of signal, which is all that the benchmark uses. One line adds one:
+``"Name": always(Rule)`` where a rule takes both kinds alike, else a function of the kind.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch_gradmon.spikes import Cusum, EmaZScore, MeanStd, MedianMad, Ratio, Ro
 from .traces import Kind
 
 Factory = Callable[[Kind], SpikeDetector]
-#: What a monitor calls the signal of each kind.
+#: The name of each kind of signal in a monitor.
 SIGNALS: dict[Kind, str] = {"gnorm": "grad_norm", "loss": "loss"}
 
 

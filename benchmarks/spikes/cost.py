@@ -1,4 +1,4 @@
-"""What one update costs the thread that trains."""
+"""Cost of one update on the training thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .scenarios import generate
 
 #: Microseconds that a detector of one signal may take.
 AIM = 10.0
-#: A batch is long beside what the clock itself takes, and short beside what else the machine does.
+#: A batch is long relative to a clock reading, and short relative to other load on the machine.
 BATCH, BATCHES = 20, 300
 LAYERS = 1000
 
@@ -33,7 +33,7 @@ def microseconds(update: Callable[[], object], batch: int = BATCH, batches: int 
 
 
 def layerwise(layers: int) -> Callable[[], object]:
-    """One update of a detector with the default rule for this number of layers, and has seen 300 values of each."""
+    """One update of a detector with the default rule for this number of layers, after 300 values of each."""
     generator, names = random.Random(0), [f"gradient/{layer}/norm" for layer in range(layers)]
     steps = [{name: generator.lognormvariate(0, 0.1) for name in names} for _ in range(20)]
     detector, turn = SpikeDetector(signal=re.compile("norm$")), itertools.cycle(steps)
@@ -47,7 +47,7 @@ VECTORISED: dict[str, Callable[[int], Callable[[], object]]] = {"default": layer
 
 
 def cost(make: Factory) -> dict[str, float]:
-    """Of a detector that has seen 1,200 values already. What the function around it takes, some 0.1 microseconds, is included."""
+    """Cost for a detector after 1,200 values. The function around it, some 0.1 microseconds, is included."""
     values = generate("small", 0).values
     detector, step = make("gnorm"), 0
     for step, value in enumerate(values):
@@ -62,5 +62,5 @@ def cost(make: Factory) -> dict[str, float]:
 
 
 def vectorised_cost(name: str) -> dict[str, float] | None:
-    """Of one update of 1,000 signals; None for contenders that have no such thing."""
+    """Cost of one update of 1,000 signals; None for contenders without such an update."""
     return microseconds(VECTORISED[name](LAYERS), batch=1) if name in VECTORISED else None

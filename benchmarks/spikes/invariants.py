@@ -1,4 +1,4 @@
-"""What must hold of every rule, exactly. A check yields a sentence for each failure; no sentence, passed."""
+"""Invariants that hold exactly for every rule. A check yields a sentence for each failure, and none if it passes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Check = Callable[[Factory, Sequence[Judged]], Iterator[str]]
 
 FACTORS = (1e-6, 1e5)
 SHIFTS, SHIFT_SEEDS, AFTER_SHIFT = (50, 150, 400), 3, 300
-#: Signals with something to remember at each of these samples: decay, spikes, a run of them, and a change of level.
+#: Signals with a state worth saving at each of these samples: decay, spikes, a run of them, and a change of level.
 SIGNALS, SIGNAL_LENGTH = ("early", "burst", "steep_ramps", "level_shift", "constant_stretches", "loss_like"), 700
 CUTS = (0, 1, 10, 63, 130, 300, 412, 550)
 
@@ -60,7 +60,7 @@ def not_finite(make: Factory, judged: Sequence[Judged]) -> Iterator[str]:
 
 
 def doubling(make: Factory, judged: Sequence[Judged]) -> Iterator[str]:
-    """A level that doubles for good is accepted within ten samples. Noise of at most 5 %, so nothing else should be flagged."""
+    """A level that doubles and stays is accepted within ten samples. Noise of at most 5 %, so nothing else should be flagged."""
     for kind, shift, seed in ((kind, shift, seed) for kind in KINDS for shift in SHIFTS for seed in range(SHIFT_SEEDS)):
         rng = random.Random(f"doubling {kind} {shift} {seed}")
         values = [math.exp(rng.uniform(-0.05, 0.05)) * (1 + (step >= shift)) for step in range(shift + AFTER_SHIFT)]
@@ -103,7 +103,7 @@ def _all(each: Check, make: Factory, judged: Sequence[Judged]) -> list[str]:
     try:
         found.extend(each(make, judged))
     except Exception as error:
-        # a rule that cannot do it at all fails here, and the others are still judged
+        # a rule without the feature fails here, and the others are still evaluated
         found.append(f"{type(error).__name__}: {error}")
     return found
 

@@ -1,4 +1,4 @@
-"""Judge every spike rule on the same signals and print them side by side.
+"""Evaluate every spike rule on the same signals and print a comparison.
 
 python -m benchmarks.spikes
 python -m benchmarks.spikes --traces DIR --held-out 1000    # on data that no rule was tuned on
@@ -25,12 +25,12 @@ from .table import legend, notes, table
 from .traces import DATA, KINDS, Trace, load
 
 SEEDS = 5
-#: What is kept of each trace.
+#: The stored figures of each trace.
 BY_TRACE = ("events", "hits", "true_alarms", "false_alarms", "warmup_alarms", "false_steps", "longest_run")
 
 
 def judge(name: str, make: Factory, traces: Sequence[Trace], seeds: Sequence[int]) -> dict[str, Any]:
-    """Everything that is measured of one contender."""
+    """All figures of one contender."""
     judged = [(trace, flags(make, trace)) for trace in traces]
     counts = {trace.name: score(trace, found) for trace, found in judged}
     return {
@@ -66,7 +66,7 @@ def scenario(make: Factory, name: str, seeds: Sequence[int]) -> Counts:
 
 
 def measure(contenders: Mapping[str, Factory], directory: Path, seeds: Sequence[int]) -> dict[str, Any]:
-    """The whole result, as it is written.
+    """The whole result, in its stored form.
 
     Raises:
         ValueError: the directory holds no traces with labels.
@@ -98,7 +98,7 @@ def _described(traces: Sequence[Trace]) -> dict[str, int]:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Judge, print, and write the result."""
+    """Evaluate, print, and write the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.spikes")
     parser.add_argument("--traces", type=Path, default=DATA, help="a directory laid out as data/, to judge on instead")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="signals of each scenario")

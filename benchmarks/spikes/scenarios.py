@@ -1,10 +1,10 @@
-"""Made-up signals whose spikes are known, each again from its name and a seed.
+"""Synthetic signals with known spikes, each reproducible from its name and a seed.
 
 A signal is a level times log-normal noise; a spread of 0.1 is noise of 10 %. The rule for what is a spike is that of the traces'
 labels: each of its samples lies at least eight standard deviations of the noise above the level, and at least half as high
-again (a loss: 15 %). It holds for every scenario but the ramps, which end far beyond it and begin at nothing. Clean signals
-have no sample beyond it, except where they change for good: the ``LEARNS`` samples after that are grey. The level is drawn
-between 0.01 and 10, since no rule may count on the unit, unless the scenario is about the level.
+again (a loss: 15 %). It holds for every scenario except the ramps, which start at the level and end far beyond it. Clean signals
+have no sample beyond it, except where they change permanently: the ``LEARNS`` samples after that are grey. The level is drawn
+between 0.01 and 10, since no rule may depend on the unit, unless the scenario is about the level.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SETTLED = 250
 LEARNS = 10
 #: Least height of a spike: in standard deviations of the noise, and relative to the level; the second is for a loss.
 SPIKE_DEVIATIONS, SPIKE_FACTOR, LOSS_SPIKE_FACTOR = 8.0, 1.5, 1.15
-#: What makes of Student's t with three degrees of freedom a median absolute deviation times 1.4826.
+#: Scale of Student's t with three degrees of freedom to a median absolute deviation times 1.4826 of 1.
 _T3_ROBUST = 1.4826 * 0.7649
 
 Levels = Sequence[float]
@@ -50,8 +50,8 @@ def white(rng: random.Random) -> Trace:
 def heavy_tailed(rng: random.Random) -> Trace:
     """Clean: Student's t with three degrees of freedom, scaled by 10 to 20 %, on one level.
 
-    What would lie eight robust standard deviations out is drawn again. What lies more than five out and half as high again is
-    grey, since some people would call it a spike.
+    Samples beyond eight robust standard deviations are drawn again. Samples beyond five and half as high again are grey, since
+    some people would call them spikes.
     """
     scale, spiky = rng.uniform(0.1, 0.2), []
     (level, *_) = _flat(rng)
@@ -121,7 +121,7 @@ def _places(rng: random.Random, first: int, last: int, count: int, apart: int) -
 def _spiked(
     rng: random.Random, levels: Levels, spread: float, low: float, high: float, places: Sequence[int] = (), kind: Kind = "gnorm"
 ) -> Trace:
-    """Noise, and at each place one or two samples that are ``low`` to ``high`` times the level, with no noise of their own."""
+    """Noise, and at each place one or two samples that are ``low`` to ``high`` times the level, without noise."""
     values, events = _noisy(rng, levels, spread), []
     for first in places or _places(rng, SETTLED, LENGTH, 8, 20):
         last = first + rng.choice((0, 0, 1))

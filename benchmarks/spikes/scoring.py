@@ -1,8 +1,8 @@
-"""What a detector's flags are worth on a trace whose spikes are known.
+"""Scores of a detector's flags on a trace with known spikes.
 
 *Hit*: any flag from an event's first sample to two samples after its last. *Alarm*: flags no more than five samples apart. An alarm
 that touches such a window is true; one that touches none and touches grey is not counted; all others are false. A rule that never
-stops flagging has few alarms and hits everything, so *falsely flagged steps* and the *longest run* of flags stand beside them.
+stops flagging has few alarms and hits everything, so *falsely flagged steps* and the *longest run* of flags are listed beside them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .traces import Trace, groups
 
 #: Samples after an event in which a flag still hits it.
 AFTER = 2
-#: The first samples of a run, whose false alarms are counted apart: there is little to learn from yet.
+#: The first samples of a run, whose false alarms are counted apart: the rule has seen few values.
 WARMUP = 200
 #: Rates are per this number of clean samples.
 PER = 10_000
@@ -24,7 +24,7 @@ PER = 10_000
 
 @dataclass(frozen=True)
 class Counts:
-    """What was counted on one trace; the sum of two is what was counted on both.
+    """The counts on one trace; they add up over traces.
 
     Attributes:
         events: spikes that are there.
@@ -34,7 +34,7 @@ class Counts:
         warmup_alarms: false ones that begin in the warm-up.
         clean: samples after the warm-up that are neither near an event nor grey.
         false_steps: of these, the flagged ones.
-        longest_run: flags in a row, in whatever they lie.
+        longest_run: flags in a row, anywhere.
         delays: samples from the start of each event that was hit to its first flag.
     """
 
@@ -49,7 +49,7 @@ class Counts:
     delays: tuple[int, ...] = ()
 
     def __add__(self, other: Counts) -> Counts:
-        """Everything adds up, but a run does not go on from one trace to the next."""
+        """Everything adds up, except that a run ends with its trace."""
         sums = {name: getattr(self, name) + getattr(other, name) for name in asdict(self) if name != "longest_run"}
         return Counts(**sums, longest_run=max(self.longest_run, other.longest_run))
 
@@ -66,7 +66,7 @@ class Counts:
 
     @property
     def errors(self) -> int:
-        """Events missed and steps falsely flagged; steps, since a rule that never stops has but one alarm."""
+        """Events missed and steps falsely flagged; steps, since a rule that never stops has only one alarm."""
         return self.events - self.hits + self.false_steps
 
     def per_clean(self, count: int) -> float:
@@ -91,7 +91,7 @@ def score(trace: Trace, flags: Sequence[bool], warmup: int = WARMUP) -> Counts:
     Args:
         trace: what was judged.
         flags: one verdict for each of its values.
-        warmup: how many first samples are counted apart; 0 where the beginning is what matters.
+        warmup: how many first samples are counted apart; 0 if the beginning matters.
 
     Raises:
         ValueError: there are not as many flags as values.

@@ -1,4 +1,4 @@
-"""One table with a column for each contender, and below it what does not fit into a cell."""
+"""One table with a column for each contender, and longer texts below it."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _invariant(name: str) -> Cell:
 
 
 def notes(result: Result) -> Iterator[str]:
-    """Which trace was the worst, and the first failure of each invariant."""
+    """The worst trace, and the first failure of each invariant."""
     for name, each in result["contenders"].items():
         for kind in KINDS:
             worst = each[kind]["worst"]
@@ -103,7 +103,7 @@ def notes(result: Result) -> Iterator[str]:
 
 
 def legend(result: Result) -> Sequence[str]:
-    """What the figures are of."""
+    """The source of the figures."""
     return (
         f"traces: {result['directory']}; scenarios: seeds {result['first_seed']} to {result['first_seed'] + result['seeds'] - 1}",
         result["tuned_on"],

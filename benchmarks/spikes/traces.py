@@ -20,11 +20,11 @@ GAP = 5
 
 @dataclass(frozen=True)
 class Trace:
-    """One curve and what is known of it.
+    """One curve and its labels.
 
     Attributes:
-        name: for people.
-        kind: decides which detector judges it.
+        name: its name in tables.
+        kind: decides which detector evaluates it.
         values: one for each sample, in the unit of the run; NaN and infinity are spikes.
         events: first and last sample of each spike, both included, in order.
         grey: samples that are not scored, since people would not agree on them.
@@ -38,7 +38,7 @@ class Trace:
 
 
 def groups(indices: Iterable[int], gap: int = GAP) -> list[list[int]]:
-    """Rising ``indices``, parted wherever two neighbours are more than ``gap`` apart."""
+    """Rising ``indices``, split wherever two neighbours are more than ``gap`` apart."""
     found: list[list[int]] = []
     for index in indices:
         if found and index - found[-1][-1] <= gap:

@@ -34,11 +34,7 @@ class LoopService:
         start_step: int | None,
         before: Callable[[nn.Module], object] = lambda module: None,
     ) -> None:
-        """Follow the loop by hooks. ``before`` is called after all checks, and before the first hook is installed.
-
-        Raises:
-            TypeError, ValueError: see :meth:`ModuleMonitor.attach`.
-        """
+        """Follow the loop by hooks. ``before`` is called after all checks, and before the first hook is installed."""
         runtime, module = self.runtime, self.runtime.planner.module
         if module is None:
             raise ValueError(_NO_MODULE)
@@ -70,11 +66,7 @@ class LoopService:
                 unlink(child)
 
     def begin_step(self, step: int) -> bool:
-        """Open ``step`` by hand.
-
-        Raises:
-            TypeError, ValueError: see :meth:`ModuleMonitor.begin_step`.
-        """
+        """Open ``step`` by hand."""
         check.step_number("step", step)
         if self.runtime.planner.inventory is None:
             raise ValueError(_NO_MODULE)
@@ -97,11 +89,7 @@ class LoopService:
         error_if_nonfinite: bool,
         exact: bool | None,
     ) -> Tensor:
-        """Measure and clip gradients.
-
-        Raises:
-            TypeError, ValueError, RuntimeError: see :meth:`ModuleMonitor.clip_grad_norm_`.
-        """
+        """Measure and clip gradients."""
         if parameters is None:
             module = self.runtime.planner.module
             if module is None:

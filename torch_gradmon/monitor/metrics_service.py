@@ -89,11 +89,7 @@ class MetricsService:
         every: int,
         **flags: bool,
     ) -> None:
-        """Add one metric for each of ``sources``, all or none.
-
-        Raises:
-            TypeError, ValueError: see :class:`torch_gradmon.ModuleMonitor`.
-        """
+        """Add one metric for each of ``sources``, all or none."""
         for flag, value in flags.items():
             check.flag(**{flag: value})
         check.positive_int("every", every)

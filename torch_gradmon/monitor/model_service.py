@@ -23,11 +23,7 @@ class ModelService:
     runtime: Runtime
 
     def set(self, module: nn.Module) -> None:
-        """Watch ``module``.
-
-        Raises:
-            TypeError, ValueError: see :meth:`ModuleMonitor.set_module`.
-        """
+        """Watch ``module``."""
         check.module(module)
         watched = self.runtime.planner.module
         if watched is not None:
@@ -63,11 +59,7 @@ class ModelService:
         return {module: name for name, reference in known.items() if (module := reference()) is not None}
 
     def name(self, module: str | nn.Module) -> str:
-        """The canonical name of one watched module.
-
-        Raises:
-            TypeError, ValueError: see :meth:`ModuleMonitor.module_name`.
-        """
+        """The canonical name of one watched module."""
         if isinstance(module, str):
             return module
         if not isinstance(module, nn.Module):
@@ -80,11 +72,7 @@ class ModelService:
         raise ValueError(f"this {what} is not part of the watched model; pass its name as a str, or watch its model")
 
     def set_reference(self, module: nn.Module | str) -> None:
-        """Compare with ``module``, or with a copy of the model as it is now.
-
-        Raises:
-            TypeError, ValueError: see :meth:`ModuleMonitor.set_reference_module`.
-        """
+        """Compare with ``module``, or with a copy of the model as it is now."""
         watched = self.runtime.planner.module
         if isinstance(module, str):
             check.one_of("module", module, ("init",))

@@ -581,7 +581,8 @@ class ModuleMonitor:
     @property
     def counts(self) -> Counts:
         """Numbers of steps that were attempted, applied, skipped, overflowed, or had NaN or Inf. Synchronises at most once a step."""
-        return ValuesService(self._runtime).counts()
+        Queries(self._runtime).settle_now()
+        return Queries(self._runtime).counts()
 
     def clip_grad_norm_(
         self,
@@ -621,11 +622,13 @@ class ModuleMonitor:
 
     def get_step_metrics(self) -> dict[str, float]:
         """Values of the step that ended last, plain floats by key; empty when it was not monitored. Synchronises once."""
-        return ValuesService(self._runtime).step_metrics()
+        record = Queries(self._runtime).settle_now()
+        return {} if record is None else self._runtime.ledger.shown(record)
 
     def get_all_metrics(self) -> dict[int, dict[str, float]]:
         """The same for the last ``history`` monitored steps, by step."""
-        return ValuesService(self._runtime).all_metrics()
+        Queries(self._runtime).settle_now()
+        return self._runtime.ledger.history()
 
     @property
     def last_events(self) -> tuple[SpikeEvent, ...]:
@@ -633,7 +636,9 @@ class ModuleMonitor:
 
         Synchronises once. Signals logged after this call are evaluated when the next step begins.
         """
-        return ValuesService(self._runtime).last_events()
+        Queries(self._runtime).judge_now()
+        record = Queries(self._runtime).settle_now()
+        return () if record is None else record.events
 
     def log_scalar(
         self, key: str, value: Any, aggregation_fn: str | Callable[..., Any] | None = None, *, reduce: str | None = None

@@ -26,11 +26,7 @@ class OutputsService:
     def add_sink(
         self, sink: Any, keys: str | re.Pattern[str] | None, every: int, deferred: bool, thread: bool, on_all_ranks: bool
     ) -> None:
-        """Send the values of each step to ``sink``.
-
-        Raises:
-            TypeError, ValueError: see :meth:`ModuleMonitor.add_sink`.
-        """
+        """Send the values of each step to ``sink``."""
         outbox, complaints = self.runtime.ledger.outbox, self.runtime.guard.complaints
         for each in adapted(sink):
             if thread and isinstance(each, WandbSink):
@@ -44,11 +40,7 @@ class OutputsService:
             outbox.add(outlet)
 
     def remove_sink(self, sink: Any) -> None:
-        """Send waiting rows to ``sink``, and close it.
-
-        Raises:
-            ValueError: see :meth:`ModuleMonitor.remove_sink`.
-        """
+        """Send waiting rows to ``sink``, and close it."""
         Queries(self.runtime).settle_now()
         outbox = self.runtime.ledger.outbox
         own = [outlet for outlet in outbox.outlets if outlet.given == sink]
@@ -59,11 +51,7 @@ class OutputsService:
             outbox.remove(outlet)
 
     def add_detector(self, detector: SpikeDetector) -> None:
-        """Feed ``detector`` with its signal.
-
-        Raises:
-            TypeError, ValueError: see :meth:`ModuleMonitor.add_detector`.
-        """
+        """Feed ``detector`` with its signal."""
         if not isinstance(detector, SpikeDetector):
             raise TypeError(f"expected a SpikeDetector, got {display(detector)}; a rule goes into one: SpikeDetector(rule)")
         self.runtime.ledger.add_detector(detector)

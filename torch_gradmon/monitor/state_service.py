@@ -36,11 +36,7 @@ class StateService:
         return {**steps, **runtime.ledger.state_dict(), **parts, **({"plugins": own} if own else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state, or leave everything as it was and raise.
-
-        Raises:
-            TypeError, ValueError: see :meth:`ModuleMonitor.load_state_dict`.
-        """
+        """Load a state, or leave everything as it was and raise."""
         self._check(state)
         before, part = self.state_dict(), ""
         try:

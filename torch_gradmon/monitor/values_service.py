@@ -18,9 +18,7 @@ from ..core import validation as check
 from ..core.errors import display
 from ..core.keys import Key
 from ..core.model_order import ModelOrder
-from ..core.records import SpikeEvent
 from ..core.torch_modes import outside_dispatch_modes
-from ..plugins.spike_policy.policy import Counts
 from ..step.layer_values import top_shares
 from ..step.registry import checked_aggregation
 from .queries import Queries
@@ -38,11 +36,7 @@ class ValuesService:
     # --- in ------------------------------------------------------------------------------------------------------------------
 
     def log_scalar(self, key: str, value: Any, aggregation_fn: str | Callable[..., Any] | None, reduce: str | None) -> None:
-        """Log one number.
-
-        Raises:
-            TypeError, ValueError: see :meth:`ModuleMonitor.log_scalar`.
-        """
+        """Log one number."""
         check.log_key(key)
         if reduce is not None:
             check.one_of("reduce", reduce, ("mean", "sum", "min", "max"))
@@ -57,22 +51,14 @@ class ValuesService:
         self.log_key(Key("", key, ""), value, aggregation_fn, reduce or "")
 
     def log_scalars(self, values: Mapping[str, Any]) -> None:
-        """Log several numbers.
-
-        Raises:
-            TypeError, ValueError: see :meth:`ModuleMonitor.log_scalar`.
-        """
+        """Log several numbers."""
         if not isinstance(values, Mapping):
             raise TypeError(f"log_scalars takes a dict of numbers by key, got {display(values)}")
         for key, value in values.items():
             self.log_scalar(key, value, None, None)
 
     def log_tensor(self, key: str, tensor: Tensor, aggregation_fn: str | Callable[..., Any] | None) -> None:
-        """Log a tensor as one number.
-
-        Raises:
-            TypeError: see :meth:`ModuleMonitor.log_tensor`.
-        """
+        """Log a tensor as one number."""
         check.log_key(key)
         if not isinstance(tensor, Tensor):
             raise TypeError(f"log_tensor({key!r}) takes a tensor, got {display(tensor)}; use log_scalar")
@@ -88,27 +74,6 @@ class ValuesService:
         self.runtime.lifecycle.values.log(key, value, checked_aggregation(aggregation_fn, "aggregation_fn"), reducer)
 
     # --- out -----------------------------------------------------------------------------------------------------------------
-
-    def step_metrics(self) -> dict[str, float]:
-        """The values of the last step."""
-        record = Queries(self.runtime).settle_now()
-        return {} if record is None else self.runtime.ledger.shown(record)
-
-    def all_metrics(self) -> dict[int, dict[str, float]]:
-        """The values of the last steps."""
-        Queries(self.runtime).settle_now()
-        return self.runtime.ledger.history()
-
-    def last_events(self) -> tuple[SpikeEvent, ...]:
-        """The spikes of the last step."""
-        Queries(self.runtime).judge_now()
-        record = Queries(self.runtime).settle_now()
-        return () if record is None else record.events
-
-    def counts(self) -> Counts:
-        """The numbers of steps by outcome."""
-        Queries(self.runtime).settle_now()
-        return Queries(self.runtime).counts()
 
     def missing(self) -> dict[str, str]:
         """Why keys have no value in the last step."""
@@ -159,11 +124,7 @@ class ValuesService:
         return plot(ValueSource.of_records(memory.records(), order, memory.is_whole), kind, engine, dict(options))
 
     def why(self, step: int | None) -> str:
-        """The text about a step, by default about the largest spike.
-
-        Raises:
-            TypeError, ValueError: see :meth:`ModuleMonitor.why`.
-        """
+        """The text about a step, by default about the largest spike."""
         if step is not None:
             check.step_number("step", step)
         elif not self.runtime.ledger.judges.detectors:
