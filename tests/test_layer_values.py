@@ -236,7 +236,7 @@ def test_no_reader_makes_norms_of_other_columns(metric: str, tmp_path: Path) -> 
         for row in rows:
             assert all(value != value for value in (row.norm, row.largest, row.share, row.update, row.clipped)), row
         live = LiveRun(run, 100)
-        assert live.suspects(3)[1] == [] == live.holding(3)
+        assert live.suspects(3)[1] == [] == live.top_layers(3)
         assert list(run.suspects(11)) == []
         assert not {"norm", "ratio"} & {key.metric for record in run.records() for key in record.values}
         run.export(tmp_path / "run.csv", "tensors", progress=False)

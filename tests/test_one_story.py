@@ -89,7 +89,7 @@ def _in_table(story: str) -> _Told:
 def _everywhere(monitor: ModuleMonitor, path: Path, step: int) -> dict[str, _Told]:
     """What each outlet says of the spike of ``step``, the largest of the run."""
     found = {"why of the monitor": _in_table(monitor.why()), "diagnosis of the monitor": _only(monitor.diagnose().text(10_000))}
-    event = next(event for event in monitor._session.ledger.recent().events if event.step == step)
+    event = next(event for event in monitor._runtime.ledger.recent().events if event.step == step)
     monitor.detach()
     run = load_run(path)
     (line,) = [spike for spike in summarize(run, "x").spikes if spike.step == step]

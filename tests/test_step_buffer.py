@@ -307,7 +307,7 @@ def test_a_step_reads_no_value_before_its_flush_but_one_flag_for_each_call_on_cp
         before_flush.update(reads=counting.counts["read"], calls=calls["measure"])
         return depart(self)
 
-    monkeypatch.setattr(StepBuffer, "depart", counted)
+    monkeypatch.setattr(StepBuffer, "start_readback", counted)
     x = torch.randn(3, 4)
     monitor.attach(optimizer)
     threshold_of_squares(DEFAULT_EPS)  # a number that is made once in a process

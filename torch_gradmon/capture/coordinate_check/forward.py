@@ -78,7 +78,7 @@ class ForwardCheck:
     @property
     def is_checking(self) -> bool:
         """Whether a call now is one of the model. Not in runs of the reference or replicas of DataParallel."""
-        return self._run is None and bool(self._frames) and threading.get_ident() == self._thread
+        return self._run is None and len(self._frames) > 0 and threading.get_ident() == self._thread
 
     def part_called(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A part of the reference is called."""

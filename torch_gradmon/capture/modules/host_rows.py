@@ -28,7 +28,7 @@ class HostRows:
         self._small: SmallTensorBatch[frozenset[Column]] = SmallTensorBatch()
 
     def __bool__(self) -> bool:
-        return bool(self._rows)
+        return len(self._rows) > 0
 
     def begin(self, buffer: StepBuffer) -> None:
         """Start a step; an interrupt at the end of the last one may have left rows."""
