@@ -126,17 +126,7 @@ class History:
         is no other.
         """
         chosen = loss_among({key for record in self.records for key in record.values})
-        return self._own_loss() if chosen is None else self._of_keys(chosen)
-
-    def _own_loss(self) -> Series:
-        outputs = self.matrix(n.ACTIVATION, "mean")
-        sizes = self.sizes(n.ACTIVATION)
-        numbers = {name for name, size in sizes.items() if size == 1}
-        found = next((name for name in _OWN_LOSS if name in numbers), None)
-        # a model with one output, given one example, also returns one number, as does its last module
-        if outputs is None or found is None or any(n.ROOT not in name for name in numbers):
-            return Series()
-        return outputs.column(found)
+        return _returned_loss(self) if chosen is None else self._of_keys(chosen)
 
     @cached_property
     def learning(self) -> Learning:
@@ -212,6 +202,18 @@ class History:
                 counts = zip(table.names, table.rows[:, Column.COUNT].tolist(), strict=True)
                 found.update((name, count) for name, count in counts if name not in found)
         return found
+
+
+def _returned_loss(history: History) -> Series:
+    """The only number that the model returns."""
+    outputs = history.matrix(n.ACTIVATION, "mean")
+    sizes = history.sizes(n.ACTIVATION)
+    numbers = {name for name, size in sizes.items() if size == 1}
+    found = next((name for name in _OWN_LOSS if name in numbers), None)
+    # a model with one output, given one example, also returns one number, as does its last module
+    if outputs is None or found is None or any(n.ROOT not in name for name in numbers):
+        return Series()
+    return outputs.column(found)
 
 
 def _is_nonfinite(parameters: StatsTable | None) -> bool:
