@@ -57,7 +57,7 @@ def measure(threads: int, steps: int = STEPS) -> dict[str, Any]:
         gc.collect()
         whole.append(1e3 * clock(partial(bare.step, text[:, :-1], text[:, 1:])))
         for name in sorted(WATCHED, reverse=bool(step % 2)):
-            guard = monitors[name]._session.guard
+            guard = monitors[name]._runtime.guard
             before = guard.spent()
             run[name]()
             own[name].append(1e3 * (guard.spent() - before))

@@ -25,11 +25,11 @@ _NORM = frozenset({Column.COUNT, Column.SQUARE_SUM})
 
 
 def _eager(columns: frozenset[Column]) -> Callable[[nn.Module, ExitStack], Run]:
-    return lambda model, _: _measuring("eager", "Eager", model, columns)
+    return lambda model, _: _measuring("eager", "EagerStatistics", model, columns)
 
 
 def _fused(model: nn.Module, _: ExitStack) -> Run:
-    return _measuring("fused", "Fused", model, ALL_COLUMNS)
+    return _measuring("fused", "CppStatistics", model, ALL_COLUMNS)
 
 
 def _triton(model: nn.Module, _: ExitStack) -> Run:

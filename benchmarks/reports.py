@@ -18,8 +18,8 @@ from tests.browser import available, browser, wait_for
 from torch_gradmon.analysis.report.page import write
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.moments import ALL_COLUMNS, Column
-from torch_gradmon.core.records import StepRecord, Table
-from torch_gradmon.runs.writer import RunStore
+from torch_gradmon.core.records import StatsTable, StepRecord
+from torch_gradmon.runs.writer import RunWriter
 
 from .machine import machine
 from .report import update_readme
@@ -37,16 +37,16 @@ def made_up(path: Path, layers: int, steps: int) -> None:
     generator = torch.Generator().manual_seed(0)
     names = tuple(f"model.layers.{place // 10}.part_{place % 10}.weight" for place in range(layers))
     level = torch.randn(layers, generator=generator, dtype=torch.float64)
-    store = RunStore(path, {"torch": torch.__version__})
+    store = RunWriter(path, {"torch": torch.__version__})
 
-    def table(scale: torch.Tensor) -> Table:
+    def table(scale: torch.Tensor) -> StatsTable:
         rows = torch.zeros(layers, len(Column), dtype=torch.float64)
         rows[:, Column.COUNT] = 1000
         rows[:, Column.SQUARE_SUM] = scale.square()
         rows[:, Column.ABS_SUM] = scale * 25
         rows[:, Column.NEAR_ZERO] = 10
         rows[:, Column.MIN], rows[:, Column.MAX] = -scale / 10, scale / 10
-        return Table(names, rows, ALL_COLUMNS)
+        return StatsTable(names, rows, ALL_COLUMNS)
 
     for step in range(steps):
         norms = (level + 0.3 * torch.randn(layers, generator=generator, dtype=torch.float64)).exp()

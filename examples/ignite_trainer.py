@@ -18,7 +18,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.core.records import Event
+from torch_gradmon.core.records import SpikeEvent
 from torch_gradmon.integrations.ignite import GradMonHandler
 
 EPOCHS, BATCH, POISONED = 4, 64, 40
@@ -60,7 +60,7 @@ def train(name: str, batches: list[Batch], held_out: list[Batch], poisons: bool,
     model = network()
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     trainer = create_supervised_trainer(model, optimizer, nn.functional.cross_entropy)
-    events: list[Event] = []
+    events: list[SpikeEvent] = []
     handler = GradMonHandler(on_spike=on_spike, callback=lambda engine, event: events.append(event))
     handler.attach(trainer, model, optimizer)
     scheduler = CosineAnnealingScheduler(optimizer, "lr", 5e-3, 5e-4, 2 * EPOCHS * len(batches))

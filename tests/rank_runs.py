@@ -27,12 +27,12 @@ import torch_gradmon as gradmon
 from benchmarks import exchange
 from benchmarks.exchange import Collectives
 from torch_gradmon import ModuleMonitor
-from torch_gradmon.core.errors import Complaints
+from torch_gradmon.core.errors import WarningLog
 from torch_gradmon.core.keys import GRADIENT, Key
 from torch_gradmon.core.moments import ALL_COLUMNS, Column, identity
-from torch_gradmon.monitor.session import at_exit
+from torch_gradmon.monitor.runtime import at_exit
 from torch_gradmon.step.buffer import StepBuffer
-from torch_gradmon.step.exchange import Exchange
+from torch_gradmon.step.exchange import RankExchange
 from torch_gradmon.step.ranks import Ranks
 
 from . import oracle
@@ -563,7 +563,7 @@ def attached(rank: int, order: str) -> tuple[list[dict[str, float]], list[float]
 
 def out_of_step(rank: int, apart: int) -> tuple[list[str], dict[str, float], dict[str, int]]:
     """An exchange of buffers whose steps lie apart; the sources of tables, the values, and the complaints."""
-    complaints = Complaints()
+    complaints = WarningLog()
     ranks = Ranks()
     buffer = StepBuffer(5 + apart * rank, complaints)
     buffer.put_rows(GRADIENT, ["a"], torch.ones(1, 8, dtype=torch.float64), ALL_COLUMNS)
@@ -571,7 +571,7 @@ def out_of_step(rank: int, apart: int) -> tuple[list[str], dict[str, float], dic
     buffer.share(Key("", "x", ""), "mean")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        Exchange(ranks, complaints).run(buffer, {GRADIENT: (["a"], ALL_COLUMNS)}, True, lambda _: False)
+        RankExchange(ranks, complaints).run(buffer, {GRADIENT: (["a"], ALL_COLUMNS)}, True, lambda _: False)
         tables, values, _ = buffer.flush()
     return sorted(tables), {key.name: value for key, value in values.items()}, dict(complaints.counts)
 
@@ -594,7 +594,7 @@ def looks_closer(rank: int) -> tuple[list[int], list[int], dict[str, int]]:
             optimizer.step()
             if rank == 0:
                 monitor.get_step_metrics()
-            last = monitor._session.ledger.last
+            last = monitor._runtime.ledger.last
             if last is not None and "activation" in last.tables:
                 close.append(last.step)
     monitored = sorted(monitor.get_all_metrics())
@@ -715,7 +715,7 @@ def batches_of(rank: int, wrap: str) -> tuple[list[str], Any, dict[str, list[flo
                 loss.backward()
         optimizer.step()
     everybody = of_everybody(norms)
-    record = monitor._session.settle_now()
+    record = monitor._runtime.settle_now()
     assert record is not None
     found = record.context.get("batch_norms") or monitor.missing()["gradmon/batch_norm_max"]
     monitor.detach()
@@ -829,7 +829,7 @@ def left_in_the_middle(rank: int, how: str) -> bool:
         if how == "detach":
             monitor.detach()
         else:
-            at_exit(lambda: monitor._session)
+            at_exit(lambda: monitor._runtime)
     dist.barrier()
     return bool(monitor.get_all_metrics()[1])
 
@@ -931,8 +931,8 @@ def watched_in_part(rank: int) -> list[tuple[dict[str, float], dict[str, float]]
             f"update/{name}/norm": float((full(p).double() - before[name]).norm()) for name, p in model[0].named_parameters()
         }
         found.append((monitor.get_step_metrics(), true))
-    assert monitor._session.planner.inventory is not None
-    assert monitor._session.planner.inventory.spread == {"0.weight", "0.bias"}
+    assert monitor._runtime.planner.inventory is not None
+    assert monitor._runtime.planner.inventory.spread == {"0.weight", "0.bias"}
     monitor.detach()
     return found
 

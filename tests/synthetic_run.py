@@ -10,7 +10,7 @@ import torch
 from torch_gradmon.analysis.diagnosis.history import History
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.moments import ALL_COLUMNS
-from torch_gradmon.core.records import StepRecord, Table
+from torch_gradmon.core.records import StatsTable, StepRecord
 
 #: A root mean square, or several statistics; the same in each step, or by step. None where a tensor has no row.
 Row = float | Mapping[str, float] | None
@@ -35,13 +35,13 @@ def row(given: float | Mapping[str, float]) -> list[float]:
     ]
 
 
-def table(rows: Rows, step: int) -> Table | None:
+def table(rows: Rows, step: int) -> StatsTable | None:
     """The rows of one step; None without any."""
     now = {name: given(step) if callable(given) else given for name, given in rows.items()}
     there = {name: row(given) for name, given in now.items() if given is not None}
     if not there:
         return None
-    return Table(tuple(there), torch.tensor(list(there.values()), dtype=torch.float64), ALL_COLUMNS)
+    return StatsTable(tuple(there), torch.tensor(list(there.values()), dtype=torch.float64), ALL_COLUMNS)
 
 
 def history(

@@ -124,7 +124,7 @@ def test_an_interrupt_at_the_end_of_a_step_leaves_nothing_for_the_next(monkeypat
     model = nn.Sequential(nn.Linear(16, 16))
     monitor, optimizer = watched(model)
     monitor.add_activation_metric("norm")
-    gradients = monitor._session.gradients
+    gradients = monitor._runtime.captures.gradients
 
     def interrupted() -> None:
         raise KeyboardInterrupt

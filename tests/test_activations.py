@@ -929,12 +929,12 @@ def test_outputs_inputs_and_gradients_are_not_kept() -> None:
 def test_all_of_all_modules_goes_to_the_host_in_one_copy(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     arrivals: list[int] = []
 
-    class Counted(gradmon.step.buffer.Arrival):
+    class Counted(gradmon.step.buffer.DeviceToHostCopy):
         def __init__(self, tensors: list[Tensor]) -> None:
             arrivals.append(len(tensors))
             super().__init__(tensors)
 
-    monkeypatch.setattr(gradmon.step.buffer, "Arrival", Counted)
+    monkeypatch.setattr(gradmon.step.buffer, "DeviceToHostCopy", Counted)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
     optimizer, monitor = watched(model, *KINDS)
     monitor.add_activation_metric("kurtosis", of=tuple(KINDS))
@@ -1107,7 +1107,7 @@ def test_with_the_monitor_gone_the_model_goes_on_and_can_be_collected(in_a_step:
     if not in_a_step:
         loss.backward()
         optimizer.step()
-    gone = weakref.ref(monitor._session)
+    gone = weakref.ref(monitor._runtime)
     del monitor, optimizer  # the optimizer is what keeps a session alive
     gc.collect()
     assert gone() is None

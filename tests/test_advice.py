@@ -20,7 +20,7 @@ from torch_gradmon.analysis.diagnosis.rules.nonfinite import nonfinite
 from torch_gradmon.analysis.diagnosis.rules.precision import precision
 from torch_gradmon.analysis.diagnosis.rules.spikes import spikes
 from torch_gradmon.analysis.diagnosis.rules.units import units
-from torch_gradmon.core.records import Event
+from torch_gradmon.core.records import SpikeEvent
 
 LAYERS = [f"{place}.weight" for place in range(9)]
 Context = Callable[[int], Mapping[str, Any]]
@@ -59,7 +59,7 @@ def _run(
     run = history(
         loss=_flat, values=values, gradient_before_clip=rows, applied=lambda step: applied or step != at, context=context
     )
-    run.events = [Event(at, "grad_norm", whole(at), 40.0, 5.5, "high", usual=whole(at - 1))]
+    run.events = [SpikeEvent(at, "grad_norm", whole(at), 40.0, 5.5, "high", usual=whole(at - 1))]
     return run
 
 

@@ -132,8 +132,8 @@ def test_importing_the_package_imports_no_optional_package() -> None:
 
 #: (file, function, call): why it may read a value back
 HOST_READS = {
-    ("statistics.precise", "doubts", "bool"): "one flag per call on CPU tensors, where host and device share memory",
-    ("statistics.precise", "doubts", "tolist"): "behind that flag, or of one row, on CPU only",
+    ("statistics.precise", "needs_precise_pass", "bool"): "one flag per call on CPU tensors, where host and device share memory",
+    ("statistics.precise", "needs_precise_pass", "tolist"): "behind that flag, or of one row, on CPU only",
     ("statistics.cpp", "_scale", "item"): "of a scale that is on the CPU",
     ("statistics.eager", "_row", "item"): "sums of a block, on CPU only",
     ("statistics.eager", "_look", "item"): "whether a block has small squares, on CPU only",
@@ -236,7 +236,7 @@ def test_the_facade_has_no_bases_no_long_body_and_one_attribute() -> None:
     assert len(sizes) > 50
     assert {name: size for name, size in sizes.items() if size > 3} == {}
     stored = {node.attr for node in ast.walk(facade) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
-    assert stored == {"_session"} == set(vars(gradmon.ModuleMonitor(nn.Linear(2, 1))))
+    assert stored == {"_runtime"} == set(vars(gradmon.ModuleMonitor(nn.Linear(2, 1))))
 
 
 # --- what is public is explained -----------------------------------------------------------------------------------------------

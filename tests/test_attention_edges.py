@@ -232,7 +232,7 @@ def test_the_time_of_recording_is_not_counted(monkeypatch):
     model = Attention()
     monitor, optimizer = watched(model)
     step(model, optimizer, x())
-    assert monitor._session.guard.spent() == 10
+    assert monitor._runtime.guard.spent() == 10
 
 
 def test_under_autocast_it_is_not_what_the_call_attends_with():
@@ -295,7 +295,7 @@ def test_compiled_after_attach_by_its_wrapper_the_reason_is_not_compilation():
 
 
 def test_no_reference_is_not_the_reason():
-    """ActivationCapture.begin puts it under (source, ""), and measure_pairs puts another one under each path."""
+    """ModuleSource.begin puts it under (source, ""), and measure_pairs puts another one under each path."""
     model = nn.Sequential(nn.Linear(8, 8))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     monitor = ModuleMonitor(model).attach(optimizer)

@@ -31,7 +31,7 @@ def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
 
 
 def rules(monitor: ModuleMonitor) -> list[str]:
-    return sorted(fact.rule for fact in monitor._session.audit.facts())
+    return sorted(fact.rule for fact in monitor._runtime.plugin("loop_audit").facts())
 
 
 def watched(model: nn.Module, *optimizers: Any, **options: Any) -> ModuleMonitor:
@@ -66,7 +66,7 @@ def test_gradients_that_nobody_clears_are_a_mistake_on_every_cadence(every: int)
             loss_of(model).backward()
             optimizer.step()
     assert len(told) == 1
-    (fact,) = monitor._session.audit.facts()
+    (fact,) = monitor._runtime.plugin("loop_audit").facts()
     assert (fact.rule, fact.first, fact.last, fact.count) == ("missing-zero-grad", 1, STEPS - 1, STEPS - 1)
     assert fact.where == ("2.bias",)
 
@@ -366,7 +366,7 @@ def test_never_stepped_is_said_only_as_long_as_it_is_true() -> None:
     for _ in range(STEPS):
         optimizer.zero_grad()
         loss_of(model).backward()
-    (fact,) = monitor._session.audit.facts()
+    (fact,) = monitor._runtime.plugin("loop_audit").facts()
     assert (fact.rule, fact.evidence) == ("never-stepped", {"backward passes": STEPS})
     assert "Call optimizer.step()" in str(monitor.diagnose())
     optimizer.step()

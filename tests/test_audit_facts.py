@@ -20,8 +20,8 @@ from torch_gradmon import ModuleMonitor
 from torch_gradmon.analysis.diagnosis import Diagnosis
 from torch_gradmon.analysis.diagnosis.history import History
 from torch_gradmon.analysis.diagnosis.rules.loop import loop
-from torch_gradmon.core.errors import Complaints
-from torch_gradmon.core.loop_findings import Fact
+from torch_gradmon.core.errors import WarningLog
+from torch_gradmon.core.loop_findings import LoopFinding
 from torch_gradmon.core.loop_mistakes import MISTAKES
 from torch_gradmon.plugins.loop_audit.tallies import Tallies
 
@@ -38,7 +38,7 @@ class Noted:
     def __init__(self) -> None:
         self.step = 0
         self.notes: list[list[dict[str, Any]]] = []
-        self.complaints = Complaints()
+        self.complaints = WarningLog()
         self.tallies = Tallies(self.complaints, lambda: self.step, lambda audit: self.notes.append(audit))
 
     def see(self, times: int, rule: str = "clip-per-micro-batch", key: object = None, **evidence: float) -> None:
@@ -57,7 +57,7 @@ def test_a_fact_takes_repeats_with_nothing_in_between() -> None:
         noted.tallies.missed("clip-per-micro-batch")
     assert noted.tallies.facts() == []
     noted.see(3, times_in_a_step=4.0)
-    assert noted.tallies.facts() == [Fact("clip-per-micro-batch", 10, 12, 3, ("w",), {"times_in_a_step": 4.0})]
+    assert noted.tallies.facts() == [LoopFinding("clip-per-micro-batch", 10, 12, 3, ("w",), {"times_in_a_step": 4.0})]
     noted.tallies.missed("clip-per-micro-batch")
     noted.see(1)
     assert noted.tallies.facts()[0].count == 4
@@ -70,7 +70,7 @@ def test_the_run_directory_hears_of_a_fact_when_it_is_new_and_as_it_grows() -> N
     noted.tallies.tell()
     noted.tallies.tell()
     assert [audit[0]["count"] for audit in noted.notes] == [3, 10, 30, 100, 150]
-    assert [Fact.of_dict(json.loads(json.dumps(fact))) for fact in noted.notes[-1]] == noted.tallies.facts()
+    assert [LoopFinding.of_dict(json.loads(json.dumps(fact))) for fact in noted.notes[-1]] == noted.tallies.facts()
 
 
 def test_two_optimizers_make_one_fact() -> None:
@@ -78,7 +78,7 @@ def test_two_optimizers_make_one_fact() -> None:
     noted.see(3, key=1)
     noted.see(5, key=2)
     noted.see(2, key=3)
-    assert noted.tallies.facts() == [Fact("clip-per-micro-batch", 0, 7, 5, ("w",), {})]
+    assert noted.tallies.facts() == [LoopFinding("clip-per-micro-batch", 0, 7, 5, ("w",), {})]
 
 
 def test_what_is_certain_warns_once_and_the_rest_never() -> None:
@@ -97,13 +97,13 @@ def test_what_is_certain_warns_once_and_the_rest_never() -> None:
 
 def test_each_mistake_says_what_it_is_and_what_to_do() -> None:
     for rule, mistake in MISTAKES.items():
-        (finding,) = loop(History([], facts=[Fact(rule, 3, 9, 4, ("a.weight", "b"), {"parameters": 2.0})]))
+        (finding,) = loop(History([], facts=[LoopFinding(rule, 3, 9, 4, ("a.weight", "b"), {"parameters": 2.0})]))
         assert (finding.rule, finding.severity, finding.where, finding.steps) == (rule, mistake.severity, "a.weight", (3, 9))
         assert finding.evidence == {"times": 4.0, "parameters": 2.0}
         assert finding.cause.endswith(".")
         assert finding.advice.endswith(".")
         assert finding.weight >= 90
-    assert loop(History([], facts=[Fact("of a later version", 0, 0, 1)])) == []
+    assert loop(History([], facts=[LoopFinding("of a later version", 0, 0, 1)])) == []
 
 
 # --- the run directory
@@ -126,7 +126,7 @@ def test_a_run_that_never_stepped_can_be_diagnosed(tmp_path: Path) -> None:
 
 def test_no_step_and_nothing_found_is_nothing_to_diagnose() -> None:
     assert str(Diagnosis((), None)) == "Nothing to diagnose: no monitored step yet."
-    (finding,) = loop(History([], facts=[Fact("never-stepped", 0, 0, 1)]))
+    (finding,) = loop(History([], facts=[LoopFinding("never-stepped", 0, 0, 1)]))
     assert str(Diagnosis((finding,), None)).splitlines()[0] == "1 error in a run without a monitored step"
 
 
@@ -147,8 +147,8 @@ def test_a_run_that_goes_on_with_the_mistake_mended_is_not_told_of_it_for_ever(t
 
 
 def test_a_fact_of_a_later_version_can_be_read() -> None:
-    fact = Fact("clip-after-step", 1, 2, 3, ("w",), {"times": 3.0})
-    assert Fact.of_dict({**fact.to_dict(), "colour": "red"}) == Fact.of_dict(fact.to_dict()) == fact
+    fact = LoopFinding("clip-after-step", 1, 2, 3, ("w",), {"times": 3.0})
+    assert LoopFinding.of_dict({**fact.to_dict(), "colour": "red"}) == LoopFinding.of_dict(fact.to_dict()) == fact
 
 
 def test_facts_are_in_the_run_directory_while_the_run_goes_on(tmp_path: Path) -> None:
@@ -342,7 +342,7 @@ def test_a_failure_of_the_audit_ends_it_with_one_warning(monkeypatch: pytest.Mon
         raise RuntimeError("no")
 
     monkeypatch.setattr("torch_gradmon.plugins.loop_audit.probe.Probe.look", fails)
-    with pytest.warns(gradmon.GradmonWarning, match="the audit of the loop failed and is off") as told:
+    with pytest.warns(gradmon.GradmonWarning, match="the plugin 'loop_audit' failed, it is off") as told:
         for _ in range(4):
             _step(model, optimizer)
     assert len(told) == 1
@@ -398,7 +398,7 @@ def _share(body: Callable[[Any, Any, Any], None]) -> float:
     monitor = watched(model, critic, maker)
     for _ in range(5):
         body(model, critic, maker)
-    records = monitor._session.ledger.memory.records()
+    records = monitor._runtime.ledger.memory.records()
     assert len(records) == 5
     return sum("by_turns" in record.context for record in records) / 5
 
@@ -454,7 +454,7 @@ def test_a_step_that_a_scaler_refuses_to_one_of_two_optimizers_makes_no_players(
             scaler.step(optimizer)
         scaler.update()
         model.zero_grad()
-    assert not any("by_turns" in record.context for record in monitor._session.ledger.memory.records())
+    assert not any("by_turns" in record.context for record in monitor._runtime.ledger.memory.records())
 
 
 @pytest.mark.parametrize(("kind", "told"), [(torch.optim.Adam, True), (torch.optim.Adagrad, True), (torch.optim.SGD, False)])
@@ -472,5 +472,5 @@ def test_a_training_that_goes_on_is_known_by_the_state_of_its_optimizer(kind: An
         return monitor
 
     for monitor, expected in ((train(), False), (train(), told)):
-        records = monitor._session.ledger.memory.records()
+        records = monitor._runtime.ledger.memory.records()
         assert ["goes_on" in record.context for record in records] == [expected, False, False]

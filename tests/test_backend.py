@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from tests import oracle
 from torch_gradmon import GradmonWarning, ModuleMonitor
-from torch_gradmon.core.errors import Complaints, NotMeasurable
+from torch_gradmon.core.errors import NotMeasurable, WarningLog
 from torch_gradmon.core.moments import ALL_COLUMNS, VIEWS, Column, identity
-from torch_gradmon.statistics.cpp import Fused, compiled
+from torch_gradmon.statistics.cpp import CppStatistics, compiled
 from torch_gradmon.statistics.dispatch import Statistics
-from torch_gradmon.statistics.eager import DEFAULT_EPS, SMALL, Eager
+from torch_gradmon.statistics.eager import DEFAULT_EPS, SMALL, EagerStatistics
 from torch_gradmon.statistics.request import Batch, Request
 
 
@@ -37,7 +37,7 @@ class _Broken:
 
 
 def test_a_backend_that_fails_is_said_once_and_replaced_by_stock_operations() -> None:
-    statistics = Statistics(Complaints())
+    statistics = Statistics(WarningLog())
     statistics._of["cpu"] = _Broken()
     x = torch.randn(100)
     with pytest.warns(GradmonWarning, match="the kernel fails") as said:
@@ -48,7 +48,7 @@ def test_a_backend_that_fails_is_said_once_and_replaced_by_stock_operations() ->
 
 
 def test_a_tensor_that_nobody_can_measure_switches_nothing_off() -> None:
-    statistics = Statistics(Complaints())
+    statistics = Statistics(WarningLog())
     broken = statistics._of["cpu"] = _Broken()
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     with warnings.catch_warnings():
@@ -59,7 +59,7 @@ def test_a_tensor_that_nobody_can_measure_switches_nothing_off() -> None:
 
 
 def test_threads_that_measure_at_once_do_not_mix_up_their_tensors() -> None:
-    statistics = Statistics(Complaints())
+    statistics = Statistics(WarningLog())
     tensors = [torch.randn(size) for size in (100, 5000, 300_000, 70, 40_000, 900_000) for _ in range(4)]
     alone = [statistics.measure([x], ALL_COLUMNS) for x in tensors]
     with ThreadPoolExecutor(4) as pool:
@@ -69,7 +69,7 @@ def test_threads_that_measure_at_once_do_not_mix_up_their_tensors() -> None:
 
 
 def test_without_tensors_there_are_no_rows() -> None:
-    assert torch.equal(Statistics(Complaints()).measure([], ALL_COLUMNS), identity(0))
+    assert torch.equal(Statistics(WarningLog()).measure([], ALL_COLUMNS), identity(0))
 
 
 # --- the compiled kernel -----------------------------------------------------------------------------------------------------
@@ -81,15 +81,15 @@ SIZES = [1, 5, 15, 16, 17, 255, 256, 257, 5000, 65_535, 65_536, 65_537, 3_000_00
 
 
 @pytest.fixture(scope="module")
-def fused() -> Fused:
-    return Fused()
+def fused() -> CppStatistics:
+    return CppStatistics()
 
 
 @needs_compiler
 class TestCompiled:
     @pytest.mark.parametrize("dtype", NARROW, ids=str)
     @pytest.mark.parametrize("size", SIZES, ids=str)
-    def test_random_numbers(self, fused: Fused, dtype: torch.dtype, size: int) -> None:
+    def test_random_numbers(self, fused: CppStatistics, dtype: torch.dtype, size: int) -> None:
         x = (torch.randn(size) * 1e-3).to(dtype)
         x[::7] = 0
         oracle.check(views(fused.measure([x])[0]), x)
@@ -98,7 +98,7 @@ class TestCompiled:
             oracle.check(views(torch.tensor(row, dtype=torch.float64)), x)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-    def test_every_number_of_16_bits_is_read_as_what_it_is(self, fused: Fused, dtype: torch.dtype) -> None:
+    def test_every_number_of_16_bits_is_read_as_what_it_is(self, fused: CppStatistics, dtype: torch.dtype) -> None:
         every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
         wanted = every[every.isfinite()]
         for place in (0, 16):  # in a whole vector, and in the rest of one
@@ -110,18 +110,18 @@ class TestCompiled:
             assert torch.equal(rows[:, Column.ABS_SUM], wanted.double().abs())
 
     @pytest.mark.parametrize("offset", [1, 3, 7])
-    def test_memory_that_is_not_aligned(self, fused: Fused, offset: int) -> None:
+    def test_memory_that_is_not_aligned(self, fused: CppStatistics, offset: int) -> None:
         for dtype in NARROW:
             x = torch.randn(10_000).to(dtype)[offset:]
             oracle.check(views(fused.measure([x])[0]), x)
 
-    def test_a_negative_view_has_its_own_sign(self, fused: Fused) -> None:
+    def test_a_negative_view_has_its_own_sign(self, fused: CppStatistics) -> None:
         x = torch._neg_view(torch.rand(1000) + 1)
         assert fused.row_of(x, ALL_COLUMNS, DEFAULT_EPS) is None
         oracle.check(views(fused.measure([x])[0]), x)
 
     @pytest.mark.parametrize("size", [100, 100_000, 1_000_003], ids=str)
-    def test_the_row_is_the_same_to_the_bit_alone_together_and_with_any_threads(self, fused: Fused, size: int) -> None:
+    def test_the_row_is_the_same_to_the_bit_alone_together_and_with_any_threads(self, fused: CppStatistics, size: int) -> None:
         x, threads = torch.randn(size), torch.get_num_threads()
         alone = fused.row_of(x, ALL_COLUMNS, DEFAULT_EPS)
         try:
@@ -134,25 +134,25 @@ class TestCompiled:
             torch.set_num_threads(threads)
 
     @pytest.mark.parametrize("value", [0.1, -7e-5, 123.4, 1e-25, 1e25, 0.0])
-    def test_constants_large_and_tiny(self, fused: Fused, value: float) -> None:
+    def test_constants_large_and_tiny(self, fused: CppStatistics, value: float) -> None:
         x = torch.full((1_000_000,), value)
         oracle.check(views(fused.measure([x])[0]), x)
 
     @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-    def test_nan_and_inf(self, fused: Fused, bad: float) -> None:
+    def test_nan_and_inf(self, fused: CppStatistics, bad: float) -> None:
         x = torch.randn(200_000)
         x[77_777] = bad
         oracle.check(views(fused.measure([x])[0]), x)
 
     @pytest.mark.parametrize("dtype", NARROW, ids=str)
     @pytest.mark.parametrize("size", [9, 300, 500_000, 3_000_000], ids=str)
-    def test_a_small_std_beside_a_large_mean(self, fused: Fused, size: int, dtype: torch.dtype) -> None:
+    def test_a_small_std_beside_a_large_mean(self, fused: CppStatistics, size: int, dtype: torch.dtype) -> None:
         for spread in (1e-4, 0.0):
             x = (0.1 + spread * torch.randn(size)).to(dtype)
             for row in (fused.measure([x])[0], torch.tensor(fused.row_of(x, ALL_COLUMNS, DEFAULT_EPS), dtype=torch.float64)):
                 oracle.check(views(row), x)
 
-    def test_near_zero_in_real_numbers(self, fused: Fused) -> None:
+    def test_near_zero_in_real_numbers(self, fused: CppStatistics) -> None:
         # 1e-8 is no float32: its neighbours below and above must fall on different sides
         below = torch.tensor(1e-8).item() if torch.tensor(1e-8).item() <= 1e-8 else None
         limit = torch.tensor(1e-8)
@@ -162,7 +162,7 @@ class TestCompiled:
         x[:100] = torch.nextafter(limit, torch.tensor(1.0))
         assert fused.measure([x])[0, Column.NEAR_ZERO] == 51_100
 
-    def test_many_kinds_at_once(self, fused: Fused) -> None:
+    def test_many_kinds_at_once(self, fused: CppStatistics) -> None:
         wanted = torch.randn(300, 400)
         sparse = torch.sparse_coo_tensor([[1, 3]], [2.0, 5.0], (100,))
         tensors = [wanted, torch.randn(5), torch.randn(SMALL * 2).double(), wanted.t(), wanted[:, ::2], torch.empty(0), sparse]
@@ -178,13 +178,13 @@ class TestCompiled:
             oracle.check(views(row), x.double() * 0.125)
 
     @pytest.mark.parametrize("columns", [{Column.SQUARE_SUM}, {Column.SUM, Column.MAX}, {Column.NEAR_ZERO}, set()], ids=str)
-    def test_any_columns_of_any_size(self, fused: Fused, columns: set[Column]) -> None:
+    def test_any_columns_of_any_size(self, fused: CppStatistics, columns: set[Column]) -> None:
         tensors = [torch.randn(size) for size in (200_001, 200_192, 256 * 800, 7)]
         rows, every = fused.measure(tensors, frozenset(columns)), fused.measure(tensors)
         wanted = sorted({*columns, Column.COUNT, Column.NONFINITE})
         torch.testing.assert_close(rows[:, wanted], every[:, wanted], rtol=1e-6, atol=0)
 
-    def test_scale_and_difference_of_each_dtype(self, fused: Fused) -> None:
+    def test_scale_and_difference_of_each_dtype(self, fused: CppStatistics) -> None:
         scale = torch.tensor(0.37)
         for dtype in NARROW:
             x, y = torch.randn(70_001).to(dtype), torch.randn(70_001).to(dtype)
@@ -196,26 +196,26 @@ class TestCompiled:
             assert row is not None
             oracle.check(views(torch.tensor(row, dtype=torch.float64)), x.float() * scale)
 
-    def test_a_difference_to_another_dtype(self, fused: Fused) -> None:
+    def test_a_difference_to_another_dtype(self, fused: CppStatistics) -> None:
         x, y = torch.randn(1000).bfloat16(), torch.randn(1000)
         oracle.check(views(fused.measure([x], minus=[y])[0]), x.float() - y)
 
-    def test_a_partner_of_another_shape_is_refused_as_by_stock_operations(self, fused: Fused) -> None:
+    def test_a_partner_of_another_shape_is_refused_as_by_stock_operations(self, fused: CppStatistics) -> None:
         with pytest.raises(RuntimeError, match="size"):
             fused.measure([torch.randn(300_000)], minus=[torch.randn(10)])
 
-    def test_a_scaled_difference_is_rounded_as_torch_rounds_it(self, fused: Fused) -> None:
+    def test_a_scaled_difference_is_rounded_as_torch_rounds_it(self, fused: CppStatistics) -> None:
         x, scale = torch.randn(100_000), torch.tensor(0.37)
         row = fused.measure([x], inverse_scale=scale, minus=[x * scale])[0]
         assert row[Column.ABS_SUM] == 0
 
-    def test_the_row_is_the_same_whatever_columns_are_asked_for(self, fused: Fused) -> None:
+    def test_the_row_is_the_same_whatever_columns_are_asked_for(self, fused: CppStatistics) -> None:
         x = torch.randn(10_000) + 3  # looked at twice, since the mean is large
         for columns in ({Column.SQUARE_SUM}, {Column.SUM, Column.SQUARE_SUM}, ALL_COLUMNS):
             assert fused.measure([x], frozenset(columns))[0].tolist() == fused.row_of(x, frozenset(columns), DEFAULT_EPS)
             assert torch.equal(fused.measure([x], frozenset(columns)), fused.measure([x]))
 
-    def test_all_threads_take_subnormal_numbers_for_what_the_caller_does(self, fused: Fused) -> None:
+    def test_all_threads_take_subnormal_numbers_for_what_the_caller_does(self, fused: CppStatistics) -> None:
         x, threads = torch.full((4_000_000,), 1e-40), torch.get_num_threads()
         if not torch.set_flush_denormal(True):
             pytest.skip("this processor does not flush")
@@ -228,12 +228,12 @@ class TestCompiled:
             torch.set_flush_denormal(False)
             torch.set_num_threads(threads)
 
-    def test_memory_that_was_freed_is_not_read(self, fused: Fused) -> None:
+    def test_memory_that_was_freed_is_not_read(self, fused: CppStatistics) -> None:
         x = torch.randn(1000)
         x.untyped_storage().resize_(0)
         assert fused.row_of(x, ALL_COLUMNS, DEFAULT_EPS) is None
 
-    def test_it_makes_no_copy(self, fused: Fused) -> None:
+    def test_it_makes_no_copy(self, fused: CppStatistics) -> None:
         x = torch.randn(5_000_000)
         with _Passes() as passes:
             fused.measure([x], minus=[torch.ones_like(x)])  # looked at twice, since the mean is large
@@ -282,7 +282,7 @@ def test_without_a_compiler_it_says_so_and_measures(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("CXX", raising=False)
     compiled.cache_clear()
     with pytest.warns(GradmonWarning, match=r"(?i)could not be compiled.*no C\+\+ compiler was found"):
-        statistics = Statistics(Complaints(), compiled=True)
+        statistics = Statistics(WarningLog(), compiled=True)
     x = torch.randn(100_000)
     oracle.check(views(statistics.measure([x], ALL_COLUMNS)[0]), x)
 
@@ -297,15 +297,15 @@ def test_a_compiler_without_openmp_or_that_fails(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("CXX", str(apple))
     compiled.cache_clear()
     x = torch.randn(1_000_000)
-    oracle.check(views(Fused().measure([x])[0]), x)
+    oracle.check(views(CppStatistics().measure([x])[0]), x)
     monkeypatch.setenv("CXX", f"{shutil.which('g++')} -D_GLIBCXX_ASSERTIONS")  # as hardened compilers have it
     compiled.cache_clear()
-    oracle.check(views(Fused().measure([x])[0]), x)
+    oracle.check(views(CppStatistics().measure([x])[0]), x)
     for name, words in ((str(broken), "the words of the compiler"), ("/nowhere/g++ -m64", r"\$CXX .*not found.*/nowhere/g\+\+")):
         monkeypatch.setenv("CXX", name)
         compiled.cache_clear()
         with pytest.raises(RuntimeError, match=words):
-            Fused()
+            CppStatistics()
     compiled.cache_clear()
 
 
@@ -333,7 +333,7 @@ class _Passes(torch.utils._python_dispatch.TorchDispatchMode):
 
 def test_a_thousand_small_tensors_cost_a_few_calls_each_chunk() -> None:
     tensors = [torch.randn(900 + index % 200) for index in range(1000)]
-    eager = Eager()
+    eager = EagerStatistics()
     eager.measure(tensors)
     with _Passes() as passes:
         eager.measure(tensors)
@@ -343,7 +343,7 @@ def test_a_thousand_small_tensors_cost_a_few_calls_each_chunk() -> None:
 
 def test_a_large_tensor_is_read_a_handful_of_times_and_never_copied() -> None:
     x = torch.randn(8_000_000)
-    eager = Eager()
+    eager = EagerStatistics()
     eager.measure([x])
     with _Passes() as passes:
         eager.measure([x])
@@ -353,7 +353,7 @@ def test_a_large_tensor_is_read_a_handful_of_times_and_never_copied() -> None:
 
 def test_what_nobody_asked_for_is_not_computed() -> None:
     x = torch.randn(2_000_000)
-    eager = Eager()
+    eager = EagerStatistics()
     with _Passes() as passes:
         eager.measure([x], frozenset({Column.SQUARE_SUM}))
     assert passes.read <= 1.05 * x.numel()
@@ -362,10 +362,10 @@ def test_what_nobody_asked_for_is_not_computed() -> None:
 @pytest.mark.parametrize("others", [0, 1, 7, 300])
 def test_a_row_does_not_depend_on_what_is_measured_beside_it(others: int) -> None:
     tensors = [torch.randn(size) for size in (3, 256, 257, 5000, SMALL, SMALL + 1, 700_000)]
-    eager = Eager()
+    eager = EagerStatistics()
     alone = torch.cat([eager.measure([x]) for x in tensors])
     more = [torch.randn(torch.randint(1, 3000, ()).item()) for _ in range(others)]  # type: ignore[call-overload]
     together = eager.measure([*more, *tensors])[others:]
     assert torch.equal(alone, together)
-    some = Eager().measure(tensors, frozenset({Column.SUM, Column.SQUARE_SUM}))
+    some = EagerStatistics().measure(tensors, frozenset({Column.SUM, Column.SQUARE_SUM}))
     assert torch.equal(some[:, [Column.SUM, Column.SQUARE_SUM]], alone[:, [Column.SUM, Column.SQUARE_SUM]])

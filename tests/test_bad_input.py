@@ -59,14 +59,14 @@ class World:
         for optimizer in (self.optimizer, self.stranger):
             found += [dict(optimizer._optimizer_step_pre_hooks), dict(optimizer._optimizer_step_post_hooks)]
         for monitor in (self.free, self.attached):
-            session = monitor._session
+            session = monitor._runtime
             found += [
-                monitor._session.planner.registry.metrics,
+                monitor._runtime.planner.registry.metrics,
                 list(session.ledger.judges.detectors),
                 list(session.ledger.outbox.outlets),
                 session.ledger.summary.keys,
             ]
-            found += [session.step, session.open, monitor.has_reference_module(), monitor.state_dict()]
+            found += [session.state.clock.step, session.state.is_open, monitor.has_reference_module(), monitor.state_dict()]
         return found
 
 

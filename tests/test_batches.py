@@ -12,7 +12,7 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, SpikeDetector, load_run
-from torch_gradmon.step.micro_batches import in_words
+from torch_gradmon.step.micro_batches import rank_norms_text
 
 from .rank_runs import FEATURES, MEAN, SPREAD, batches_of, noisy
 from .ranks import on_ranks
@@ -43,7 +43,7 @@ def _watched(
 
 def test_each_micro_batch_has_its_norm() -> None:
     monitor, _, true = _watched(4)
-    context = monitor._session.ledger.last.context  # type: ignore[union-attr]
+    context = monitor._runtime.ledger.last.context  # type: ignore[union-attr]
     assert context["batch_norms"] == {"0": pytest.approx(true[-1], rel=1e-6)}
     assert monitor.get_step_metrics()["gradmon/batch_norm_max"] == pytest.approx(max(true[-1]), rel=1e-6)
 
@@ -78,7 +78,7 @@ def test_nan_names_the_first_micro_batch_that_has_it() -> None:
     ],
 )
 def test_the_words_say_which_stands_out(norms: dict[str, list[float]], words: str) -> None:
-    assert in_words(norms) == words
+    assert rank_norms_text(norms) == words
 
 
 def test_one_micro_batch_has_no_noise_scale_and_that_is_said() -> None:

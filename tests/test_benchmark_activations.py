@@ -71,7 +71,7 @@ def test_without_a_compiler_the_fused_one_is_left_out(monkeypatch: pytest.Monkey
     def fails(*_: object) -> None:
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr("torch_gradmon.statistics.cpp.Fused.__init__", fails)
+    monkeypatch.setattr("torch_gradmon.statistics.cpp.CppStatistics.__init__", fails)
     with pytest.raises(RuntimeError, match="no compiler"):
         own(model_and_batch()[0], FIVE, compiled=True)
 

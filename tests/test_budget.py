@@ -12,32 +12,43 @@ import torch
 from torch import nn
 
 from torch_gradmon import GradmonWarning, ModuleMonitor, watch
-from torch_gradmon.core.errors import Complaints
-from torch_gradmon.plugins.overhead_budget import Budget
+from torch_gradmon.core.errors import WarningLog
+from torch_gradmon.plugins.overhead_budget import OverheadBudget
 
 
 class _Run:
     """A training run in which a step takes a second and monitoring it ``cost`` of one."""
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(self, budget: OverheadBudget, asked: Callable[[int], bool] = lambda step: True) -> None:
         self.budget, self.step, self.now, self.spent = budget, 0, 0.0, 0.0
+        self.asked = asked
 
     def go(self, steps: int, cost: Callable[[int], float]) -> list[int]:
         monitored = []
         for _ in range(steps):
-            here = self.budget(self.step)
+            here = self.budget.wants(self.step, self.asked(self.step))
             own = cost(self.step) if here else 1e-5
             self.spent += own
             self.now += 1.0 + own
             if here:
                 monitored.append(self.step)
-            self.budget.step_ended(self.step, here, self.spent, self.now)
+            self.budget.count(self.step, here, self.spent, self.now)
             self.step += 1
         return monitored
 
 
-def _budget(share: float = 0.01, every: int = 1) -> Budget:
-    return Budget(share, lambda step: step % every == 0, Complaints())
+class _Context:
+    """What the budget needs of a monitor: its warnings, and a cadence."""
+
+    def __init__(self) -> None:
+        self.ask_cadence_again = lambda: None
+        self.warn = WarningLog().add
+
+
+def _budget(share: float = 0.01) -> OverheadBudget:
+    budget = OverheadBudget(share)
+    budget.attach(_Context())  # type: ignore[arg-type]
+    return budget
 
 
 @pytest.mark.parametrize("cost", [0.011, 0.03, 0.2])
@@ -85,7 +96,7 @@ def test_it_narrows_again_when_steps_become_cheap() -> None:
 
 
 def test_it_thins_the_cadence_that_was_asked_for() -> None:
-    run = _Run(_budget(every=5))
+    run = _Run(_budget(), lambda step: step % 5 == 0)
     with pytest.warns(GradmonWarning):
         run.go(400, lambda step: 0.3)
     assert run.budget.interval > 1
@@ -95,7 +106,7 @@ def test_it_thins_the_cadence_that_was_asked_for() -> None:
 
 
 def test_a_cadence_that_hits_no_round_number_is_thinned_alike() -> None:
-    run = _Run(Budget(0.01, lambda step: step % 10 == 3, Complaints()))
+    run = _Run(_budget(), lambda step: step % 10 == 3)
     with pytest.warns(GradmonWarning):
         run.go(600, lambda step: 0.5)
     assert run.budget.interval > 1

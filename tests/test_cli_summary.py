@@ -21,9 +21,9 @@ from torch_gradmon.analysis.diagnosis.series import lower_median
 from torch_gradmon.cli.main import main
 from torch_gradmon.cli.terminal.layer_table import MOST, SORTS, Row, arranged, groups
 from torch_gradmon.cli.terminal.run_facts import Summary, summarised
-from torch_gradmon.core.records import Event
-from torch_gradmon.runs.writer import RunStore
-from torch_gradmon.spikes.attribution import attribution
+from torch_gradmon.core.records import SpikeEvent
+from torch_gradmon.runs.writer import RunWriter
+from torch_gradmon.spikes.attribution import spike_cause
 
 from . import forked
 from .pseudo_terminal import terminal
@@ -168,7 +168,7 @@ def test_the_head_of_a_summary_is_what_happened(trained: tuple[Path, Seen, list[
     assert [spike.step for spike in summary.spikes] == sorted({event.step for event in run.events}) == [SPIKE, SPOILED]
     assert "times the usual" in summary.spikes[0].words
     assert summary.spikes[1][1:] == (SPOILED, SPOILED, "grad_norm is nan", "[/].weight", "has NaN or Inf")
-    assert summary.spikes[0].moved == attribution(run.suspects(SPIKE), SPIKE).did
+    assert summary.spikes[0].moved == spike_cause(run.suspects(SPIKE), SPIKE).did
 
 
 @pytest.mark.parametrize("column", [*SORTS, "name"])
@@ -257,7 +257,7 @@ def test_a_wrong_request_is_told(
 
 
 def test_a_run_without_a_step(tmp_path: Path) -> None:
-    RunStore(tmp_path).close()
+    RunWriter(tmp_path).close()
     summary = summarised(load_run(tmp_path), "x")
     assert (summary.overview.steps, summary.lines, summary.rows, summary.spikes) == (0, [], [], [])
     assert json.loads(json.dumps(summary.to_dict(), allow_nan=False))["steps"]["first"] is None
@@ -265,7 +265,7 @@ def test_a_run_without_a_step(tmp_path: Path) -> None:
 
 def test_a_resumed_run_counts_what_came_later(tmp_path: Path) -> None:
     for steps, value in ((range(30), 1.0), (range(20, 40), 5.0)):
-        store = RunStore(tmp_path)
+        store = RunWriter(tmp_path)
         for step in steps:
             store.log(_record(step, value))
         store.close()
@@ -306,9 +306,9 @@ def test_gradients_after_the_clip_alone(tmp_path: Path) -> None:
 
 
 def test_the_spikes_of_many_are_the_largest_ones(tmp_path: Path) -> None:
-    store = RunStore(tmp_path)
+    store = RunWriter(tmp_path)
     for step in range(30):
-        events = (Event(step, "x", 100.0 - abs(step - 12), 9.0, 5.0, "much", usual=1.0),) if step % 2 else ()
+        events = (SpikeEvent(step, "x", 100.0 - abs(step - 12), 9.0, 5.0, "much", usual=1.0),) if step % 2 else ()
         store.log(replace(_record(step, 1.0), events=events))
     store.close()
     summary = summarised(load_run(tmp_path), "x")
@@ -377,9 +377,9 @@ def test_the_words_of_a_summary(trained: tuple[Path, Seen, list[float]]) -> None
 @pytest.mark.extra
 @pytest.mark.parametrize("width", [60, 80])
 def test_an_empty_run_and_one_that_was_resumed_are_drawn(width: int, tmp_path: Path) -> None:
-    RunStore(tmp_path / "empty").close()
+    RunWriter(tmp_path / "empty").close()
     assert "none yet" in _drawn(summarised(load_run(tmp_path / "empty"), "x"), width)
-    store = RunStore(tmp_path / "resumed")
+    store = RunWriter(tmp_path / "resumed")
     for step in [*range(30), *range(20, 40)]:
         store.log(_record(step, 1.0))
     store.close()

@@ -25,7 +25,7 @@ from torch_gradmon.cli.main import main
 from torch_gradmon.cli.terminal.live import Follower, Live
 from torch_gradmon.cli.terminal.sparkline import ASCII, BLOCKS, Columns, sparkline
 from torch_gradmon.core.keys import GRADIENT_BEFORE_CLIP, SUMMARY, Key
-from torch_gradmon.runs.writer import RunStore
+from torch_gradmon.runs.writer import RunWriter
 
 from . import forked
 from .pseudo_terminal import terminal
@@ -163,7 +163,7 @@ def test_a_spark_is_the_higher_the_larger_its_value(letters: str) -> None:
 @pytest.mark.parametrize("window", [5, 600])
 def test_whoever_follows_knows_what_a_fresh_reader_knows(seed: int, window: int, tmp_path: Path) -> None:
     chance = random.Random(seed)
-    store, step, value = RunStore(tmp_path), 0, 0.0
+    store, step, value = RunWriter(tmp_path), 0, 0.0
     store.log(_record(0, 1.0))
     follower = Follower(tmp_path, window)
     for _ in range(80):
@@ -181,7 +181,7 @@ def test_whoever_follows_knows_what_a_fresh_reader_knows(seed: int, window: int,
             store.log(_record(step, value))
         else:
             store.close()
-            store = RunStore(tmp_path)
+            store = RunWriter(tmp_path)
             step += 1
             store.log(_record(step, value))
         if chance.random() < 0.4:
@@ -244,7 +244,7 @@ def _work(live: Live) -> int:
 
 
 def test_a_look_reads_only_what_is_new(tmp_path: Path) -> None:
-    store, work = RunStore(tmp_path), []
+    store, work = RunWriter(tmp_path), []
     store.log(_record(0, 1.0))
     live = Live(load_run(tmp_path), 50)
     for step in range(1, 1501):
@@ -308,7 +308,7 @@ def test_a_killed_run_is_followed_into_its_next_life(tmp_path: Path) -> None:
 
 def test_a_run_that_is_removed_and_begun_anew(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    store = RunStore(path)
+    store = RunWriter(path)
     for step in range(5):
         store.log(_record(step, 1.0))
     follower = Follower(path, 30)
@@ -324,7 +324,7 @@ def test_a_run_that_is_removed_and_begun_anew(tmp_path: Path) -> None:
     follower.look()
     assert "is not a run" in follower.problem
     (path / "gradmon.sqlite").unlink()
-    store = RunStore(path)
+    store = RunWriter(path)
     store.log(_record(0, 9.0))
     follower.look()
     assert (follower.live.steps, follower.problem) == ([0], "")
@@ -333,7 +333,7 @@ def test_a_run_that_is_removed_and_begun_anew(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_read_for_a_while_is_told_and_tried_again(tmp_path: Path) -> None:
-    store = RunStore(tmp_path)
+    store = RunWriter(tmp_path)
     store.log(_record(0, 1.0))
     follower = Follower(tmp_path, 30)
     follower.look()
@@ -413,7 +413,7 @@ def test_a_run_that_ended_is_idle(trained: Path) -> None:
 
 @pytest.mark.extra
 def test_runs_with_little_in_them(tmp_path: Path) -> None:
-    RunStore(tmp_path / "empty").close()
+    RunWriter(tmp_path / "empty").close()
     assert "no step yet" in _frame(tmp_path / "empty")[0].plain
     assert "there is no run in" in _frame(tmp_path / "none", 200)[0].plain
     model = nn.Linear(1, 1)
@@ -423,7 +423,7 @@ def test_runs_with_little_in_them(tmp_path: Path) -> None:
         monitor.log_scalar("reward", step)
         monitor.end_step()
     assert any("no spikes" in line.plain for line in _frame(tmp_path / "by hand"))
-    store = RunStore(tmp_path / "one")
+    store = RunWriter(tmp_path / "one")
     store.log(_record(7, 1.0))
     store.close()
     assert "step 7" in _frame(tmp_path / "one")[0].plain
@@ -431,7 +431,7 @@ def test_runs_with_little_in_them(tmp_path: Path) -> None:
 
 @pytest.mark.extra
 def test_a_run_that_went_back_says_so(tmp_path: Path) -> None:
-    store = RunStore(tmp_path)
+    store = RunWriter(tmp_path)
     for step in [*range(30), *range(20, 40)]:
         store.log(_record(step, 1.0))
     store.close()
@@ -515,7 +515,7 @@ def test_a_terminal_shows_a_run_that_goes_on_until_a_key_is_pressed(key: str, go
 def test_a_run_that_has_not_begun_is_waited_for(tmp_path: Path) -> None:
     with terminal("watch", str(tmp_path / "run"), "--wait", "--interval", "0.1", columns=120) as seen:
         seen.read("there is no run in")
-        store = RunStore(tmp_path / "run")
+        store = RunWriter(tmp_path / "run")
         seen.read("no step yet")
         store.log(_record(0, 1.0))
         seen.read("step 0  ")
@@ -531,7 +531,7 @@ def test_once_waits_for_the_first_step_if_it_is_told_to(tmp_path: Path) -> None:
     code = "import sys; from torch_gradmon.cli.main import main; sys.exit(main(sys.argv[1:]))"
     with forked.start(code, "watch", tmp_path / "run", "--wait", "--once", "--interval", "0.05") as child:
         assert child.poll(0.5) is None
-        store = RunStore(tmp_path / "run")
+        store = RunWriter(tmp_path / "run")
         assert child.poll(0.5) is None
         store.log(_record(3, 1.0))
         out = child.stdout.read()

@@ -343,8 +343,8 @@ def test_a_compiled_transform_of_torch_func_takes_nothing_of_ours() -> None:
     monitor = ModuleMonitor(model)
     monitor.add_activation_metric("norm")
     monitor.begin_step(0)
-    monitor._session.activations.install(
-        model, monitor._session.planner.inventory, monitor._session.planner.registry.metrics, 99, False
+    monitor._runtime.captures.modules.install(
+        model, monitor._runtime.planner.inventory, monitor._runtime.planner.registry.metrics, 99, False
     )  # type: ignore[arg-type]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -21,11 +21,12 @@ from torch._dynamo.utils import counters
 import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor, SpikeDetector, load_run
 from torch_gradmon.analysis.spike_report import tell
-from torch_gradmon.core.errors import Complaints
+from torch_gradmon.core.errors import WarningLog
 from torch_gradmon.plugins.live_detail import request_file as mailbox
 from torch_gradmon.plugins.live_detail.request_file import Mailbox
+from torch_gradmon.plugins.overhead_budget import OverheadBudget
 from torch_gradmon.runs import detail_request as change
-from torch_gradmon.runs.detail_request import Change, changed, in_words
+from torch_gradmon.runs.detail_request import DetailRequest, detail_request, request_text
 
 from . import loops
 from .reads import HostReads
@@ -66,7 +67,7 @@ class Loop:
     @property
     def tables(self) -> dict[str, Any]:
         assert self.monitor is not None
-        record = self.monitor._session.ledger.last
+        record = self.monitor._runtime.ledger.last
         return {} if record is None else dict(record.tables)
 
     @property
@@ -86,7 +87,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def put(directory: Path, **arguments: Any) -> None:
     """Ask from outside, without the command."""
     session = load_run(directory).meta["tune"]["session"]
-    change.write(directory, changed(**{"number": 1, **arguments}), session)
+    change.write(directory, detail_request(**{"number": 1, **arguments}), session)
 
 
 # --- what it says ------------------------------------------------------------------------------------------------------------------
@@ -95,16 +96,16 @@ def put(directory: Path, **arguments: Any) -> None:
 @pytest.mark.parametrize(
     "one",
     [
-        changed(1, "full", 200, 0, 1),
-        changed(every=7, number=3),
-        changed(preset="cheap", steps=1, number=2**53 - 1),
-        changed(number=5),
-        changed(every=2**53 - 1, first=2**53 - 2, steps=2**53 - 1, number=1),
+        detail_request(1, "full", 200, 0, 1),
+        detail_request(every=7, number=3),
+        detail_request(preset="cheap", steps=1, number=2**53 - 1),
+        detail_request(number=5),
+        detail_request(every=2**53 - 1, first=2**53 - 2, steps=2**53 - 1, number=1),
     ],
 )
-def test_a_change_survives_the_numbers_and_the_file_it_travels_in(one: Change, tmp_path: Path) -> None:
+def test_a_change_survives_the_numbers_and_the_file_it_travels_in(one: DetailRequest, tmp_path: Path) -> None:
     numbers = torch.tensor(one.numbers(), dtype=torch.float64)
-    assert Change.of_numbers((numbers + torch.zeros(5)).tolist()) == one
+    assert DetailRequest.of_numbers((numbers + torch.zeros(5)).tolist()) == one
     assert any(one.numbers())
     change.write(tmp_path, one, "me")
     assert change.read(tmp_path / change.FILE_NAME) == (one, "me")
@@ -125,23 +126,23 @@ def test_a_change_survives_the_numbers_and_the_file_it_travels_in(one: Change, t
 )
 def test_what_is_no_change_is_refused(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        changed(**arguments)
+        detail_request(**arguments)
 
 
 def test_words() -> None:
-    assert in_words(changed(5, None, 1, 12).facts()) == "steps divisible by 5, for 1 step, from step 12 on"
-    assert in_words({}) == "what the script asked for"
+    assert request_text(detail_request(5, None, 1, 12).facts()) == "steps divisible by 5, for 1 step, from step 12 on"
+    assert request_text({}) == "what the script asked for"
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    change.write(tmp_path, changed(every=1, number=1), "me")
+    change.write(tmp_path, detail_request(every=1, number=1), "me")
 
     def full(*_: object) -> None:
         raise OSError("no space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="no space left"):
-        change.write(tmp_path, changed(every=2, number=2), "me")
+        change.write(tmp_path, detail_request(every=2, number=2), "me")
     assert [path.name for path in tmp_path.iterdir()] == [change.FILE_NAME]
     assert change.read(tmp_path / change.FILE_NAME)[0].every == 1
 
@@ -152,13 +153,13 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: p
 def test_from_within_it_begins_with_the_next_step_and_ends_by_itself() -> None:
     loop = Loop(preset="cheap").go(5)
     assert loop.monitor is not None
-    before, hooks = loop.monitor._session.planner.registry.metrics, loop.hooks
+    before, hooks = loop.monitor._runtime.planner.registry.metrics, loop.hooks
     assert loop.monitor.detail is None
     loop.monitor.set_detail(every=1, preset="full", steps=4)
     loop.go(3)
-    assert loop.monitor.detail == Change(1, "full", 1, None, 1)
+    assert loop.monitor.detail == DetailRequest(1, "full", 1, None, 1)
     assert set(loop.tables) >= {"activation", "gradient", "parameter"}
-    assert any(key.source == "optimizer" for key in loop.monitor._session.ledger.last.values)  # type: ignore[union-attr]
+    assert any(key.source == "optimizer" for key in loop.monitor._runtime.ledger.last.values)  # type: ignore[union-attr]
     loop.go(1)
     assert loop.monitor.detail is None
     assert loop.hooks == hooks
@@ -167,7 +168,7 @@ def test_from_within_it_begins_with_the_next_step_and_ends_by_itself() -> None:
     assert loop.keys[EVERY] == loop.keys[0]
     assert loop.keys[6] > loop.keys[0]  # of the preset's whole-model values, those of parameters
     assert not any(key.startswith("activation") for keys in loop.keys.values() for key in keys)  # they go to the run directory
-    assert loop.monitor._session.planner.registry.metrics == before
+    assert loop.monitor._runtime.planner.registry.metrics == before
     assert loop.tables.keys() == {"gradient_before_clip", "gradient"}
 
 
@@ -258,7 +259,7 @@ def test_before_the_first_step_of_all() -> None:
 def test_a_preset_alone_keeps_the_cadence_and_may_be_less_than_the_script_measures() -> None:
     loop = Loop(every=2, preset="full").go(1)
     assert loop.monitor is not None
-    everything = loop.monitor._session.planner.registry.metrics
+    everything = loop.monitor._runtime.planner.registry.metrics
     assert "activation" in loop.tables
     loop.monitor.set_detail(preset="cheap", steps=3)
     loop.go(2)
@@ -267,7 +268,7 @@ def test_a_preset_alone_keeps_the_cadence_and_may_be_less_than_the_script_measur
     assert "activation" in loop.tables
     assert loop.seen == [0, 2, 4]
     assert loop.keys[4] == loop.keys[0] - {key for key in loop.keys[0] if "update" in key}
-    assert loop.monitor._session.planner.registry.metrics == everything
+    assert loop.monitor._runtime.planner.registry.metrics == everything
 
 
 def test_is_step_monitored_knows_what_is_in_force() -> None:
@@ -344,7 +345,7 @@ def test_what_asks_for_nothing_is_refused(arguments: dict[str, Any], words: str)
     assert loop.monitor is not None
     with pytest.raises(ValueError, match=words):
         loop.monitor.set_detail(**arguments)
-    assert not loop.monitor._session.tuning.is_awake
+    assert not loop.monitor._runtime.plugin("live_detail").watches_idle_steps
 
 
 def test_from_a_signal_handler_in_the_middle_of_a_forward_pass() -> None:
@@ -415,7 +416,7 @@ def test_what_was_added_by_hand_stays_also_if_it_is_added_meanwhile() -> None:
     loop.go(4)
     assert monitor.detail is None
     assert {"activation/0/max", "gradient/2.weight/norm", "parameter/0.bias/rms"} <= loop.keys[9]
-    names = [(metric.source, metric.name, metric.shown) for metric in monitor._session.planner.registry.metrics]
+    names = [(metric.source, metric.name, metric.shown) for metric in monitor._runtime.planner.registry.metrics]
     assert names.count(("gradient", "norm", True)) == 1  # for which the preset's has made way for good
     assert ("gradient", "norm", False) not in names
     assert ("activation", "std", False) in names
@@ -477,9 +478,9 @@ def test_the_closer_look_after_a_spike_goes_on_beside_it() -> None:
             optimizer.step()
     assert [record.step for record in records if "activation" in record.tables] == [50, 51, 52, 53]
     assert [record.step for record in records if "activation_gradient" in record.tables] == [51, 52, 53]
-    assert monitor._session.planner.registry.hidden() >= {("activation", "std")}
-    assert monitor._session.planner.registry.metrics == ()
-    assert not monitor._session.activations.hangs
+    assert monitor._runtime.planner.registry.hidden() >= {("activation", "std")}
+    assert monitor._runtime.planner.registry.metrics == ()
+    assert not monitor._runtime.captures.modules.hangs
 
 
 # --- who wins --------------------------------------------------------------------------------------------------------------------------
@@ -510,7 +511,7 @@ def test_it_stands_above_the_budget_which_learns_nothing_of_it() -> None:
     assert monitor is not None
     with pytest.warns(GradmonWarning, match="overhead_budget"):
         loop.go(400)
-    budget = monitor._session.budget
+    budget = monitor._runtime.plugin("overhead_budget")
     assert budget is not None
     interval, told = budget.interval, dict(monitor.complaints())
     assert interval > 4
@@ -528,11 +529,11 @@ def test_it_stands_above_the_budget_which_learns_nothing_of_it() -> None:
 
 
 def test_a_budget_goes_back_to_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OverheadBudget, "count", lambda *_: None)  # which goes by the clock
     loop = Loop(every=1, overhead_budget=0.9).go(60)
     assert loop.monitor is not None
-    budget = loop.monitor._session.budget
+    budget = loop.monitor._runtime.plugin("overhead_budget")
     assert budget is not None
-    monkeypatch.setattr(budget, "step_ended", lambda *_: None)  # which goes by the clock
     budget.interval = 4  # as it was found for what the script asks for
     loop.monitor.set_detail(preset="full", steps=50)
     loop.go(20)
@@ -659,18 +660,18 @@ def test_the_file_is_looked_at_once_a_second_and_read_when_it_is_another(tmp_pat
     now, stat, read = 0.0, os.stat, change.read
     monkeypatch.setattr(os, "stat", lambda *args, **kwargs: looks.append(now) or stat(*args, **kwargs))
     monkeypatch.setattr(change, "read", lambda path: reads.append(path) or read(path))
-    box = Mailbox(tmp_path, "me", Complaints(), clock=lambda: now)
+    box = Mailbox(tmp_path, "me", WarningLog(), clock=lambda: now)
     found = []
     for tick in range(5000):
         now = tick / 1000
         if tick == 1500:
-            change.write(tmp_path, changed(every=1, number=1), "me")
+            change.write(tmp_path, detail_request(every=1, number=1), "me")
         if tick == 3500:
-            change.write(tmp_path, changed(every=2, number=2), "another")
+            change.write(tmp_path, detail_request(every=2, number=2), "another")
         found.append((now, box.look()))
     assert looks == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert len(reads) == 2
-    assert [(when, one) for when, one in found if one is not None] == [(2.0, changed(every=1, number=1))]
+    assert [(when, one) for when, one in found if one is not None] == [(2.0, detail_request(every=1, number=1))]
 
 
 def test_a_training_looks_once_a_second_by_a_real_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

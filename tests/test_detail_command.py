@@ -271,7 +271,7 @@ def test_waiting_for_one_whose_place_another_took(tmp_path: Path, capsys: pytest
 
     def another(_: float) -> None:
         session = load_run(tmp_path).meta["tune"]["session"]
-        change.write(tmp_path, change.changed(every=7, number=9), session)
+        change.write(tmp_path, change.detail_request(every=7, number=9), session)
         training.go(3)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -296,17 +296,17 @@ def test_whether_a_run_looks_alive_depends_on_how_often_it_is_monitored(
             training.go(1)
             now += 1.0
     now += age
-    found = pulse.pulse(tmp_path)
+    found = pulse.run_status(tmp_path)
     assert found.looks_alive is looks_alive
     assert ("the run looks alive" in str(found)) is looks_alive
 
 
 def test_without_two_records_an_old_one_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Training(tmp_path).go(3)
-    assert pulse.pulse(tmp_path).looks_alive is True
+    assert pulse.run_status(tmp_path).looks_alive is True
     later = time.time() + 1000
     monkeypatch.setattr(time, "time", lambda: later)
-    assert str(pulse.pulse(tmp_path)) == "step 0 was recorded 17 min ago: whether the run is alive cannot be told"
+    assert str(pulse.run_status(tmp_path)) == "step 0 was recorded 17 min ago: whether the run is alive cannot be told"
 
 
 # --- what was asked for, and what became of it ---------------------------------------------------------------------------------------
@@ -353,9 +353,9 @@ def test_of_two_commands_with_one_number_the_one_that_lost_is_told_so(
     training = Training(tmp_path).go(3)
     write = change.write
 
-    def overtaken(directory: Path, asked: change.Change, session: str) -> None:
+    def overtaken(directory: Path, asked: change.DetailRequest, session: str) -> None:
         write(directory, asked, session)
-        write(directory, change.Change(every=5, steps=60, number=asked.number), session)
+        write(directory, change.DetailRequest(every=5, steps=60, number=asked.number), session)
         training.go(2)
 
     monkeypatch.setattr(change, "write", overtaken)

@@ -21,8 +21,8 @@ from torch_gradmon.analysis.diagnosis.history import History
 from torch_gradmon.analysis.diagnosis.series import Series
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.moments import ALL_COLUMNS
-from torch_gradmon.core.records import Event, StepRecord, Table
-from torch_gradmon.core.subsampling import thinned
+from torch_gradmon.core.records import SpikeEvent, StatsTable, StepRecord
+from torch_gradmon.core.subsampling import subsample_steps
 from torch_gradmon.monitor.pipeline.record_sample import Memory
 
 
@@ -90,7 +90,7 @@ def test_a_loss_that_is_logged_seldom_is_still_looked_at(tmp_path: Path) -> None
         if step % 25 == 0:
             monitor.log_scalar("train/loss", loss.detach())
         optimizer.step()
-    live, read = monitor._session.ledger.memory.records(), History.of_run(gradmon.load_run(tmp_path), most=100)
+    live, read = monitor._runtime.ledger.memory.records(), History.of_run(gradmon.load_run(tmp_path), most=100)
     assert len(live) < 1000
     assert len(History(live).loss) == 52
     assert len(read.records) <= 100
@@ -104,7 +104,7 @@ def test_a_loss_that_is_logged_seldom_is_still_looked_at(tmp_path: Path) -> None
     most=st.integers(40, 200),
 )
 def test_thinning_chooses_from_the_steps_and_no_more_than_asked_for(steps: list[int], around: list[int], most: int) -> None:
-    chosen = thinned(steps, around, most)
+    chosen = subsample_steps(steps, around, most)
     assert chosen == sorted(set(chosen))
     assert set(chosen) <= set(steps)
     assert len(chosen) <= most
@@ -200,8 +200,10 @@ def test_it_turns_into_json_whatever_the_numbers() -> None:
 
 
 def _record(step: int, parameters: int = 3, spikes: bool = False) -> StepRecord:
-    table = Table(tuple(map(str, range(parameters))), torch.full((parameters, 8), float(step), dtype=torch.float64), ALL_COLUMNS)
-    events = (Event(step, "loss", 1.0, 9.0, 5.0, "high"),) if spikes else ()
+    table = StatsTable(
+        tuple(map(str, range(parameters))), torch.full((parameters, 8), float(step), dtype=torch.float64), ALL_COLUMNS
+    )
+    events = (SpikeEvent(step, "loss", 1.0, 9.0, 5.0, "high"),) if spikes else ()
     return StepRecord(step, 0.0, True, {}, {"gradient": table}, events=events)
 
 
@@ -289,7 +291,7 @@ def test_a_loss_that_nobody_logs_is_what_the_model_returns(how: str, batch: int,
         optimizer.step()
         losses.append(loss.item())
     monitor.get_step_metrics()
-    found = History(monitor._session.ledger.memory.records()).loss
+    found = History(monitor._runtime.ledger.memory.records()).loss
     assert list(found.values) == (pytest.approx(losses) if known else [])
 
 

@@ -22,7 +22,7 @@ from torch_gradmon.analysis.diagnosis.rules.spikes import spikes
 from torch_gradmon.analysis.diagnosis.rules.units import units
 from torch_gradmon.analysis.diagnosis.rules.unused_parameters import reach
 from torch_gradmon.analysis.diagnosis.rules.weights import weights
-from torch_gradmon.core.records import Event
+from torch_gradmon.core.records import SpikeEvent
 
 LAYERS = [f"{place}.weight" for place in range(9)]
 
@@ -513,8 +513,8 @@ def test_weights_that_grow_since_updates_go_to_and_fro_are_no_cause(step_length:
 # --- spikes ------------------------------------------------------------------------------------------------------------------
 
 
-def _spike(step: int, value: float, score: float) -> Event:
-    return Event(step, "grad_norm", value, score, 5.0, "grad_norm is high", usual=1.0)
+def _spike(step: int, value: float, score: float) -> SpikeEvent:
+    return SpikeEvent(step, "grad_norm", value, score, 5.0, "grad_norm is high", usual=1.0)
 
 
 def test_a_spike_is_told_with_the_layer_that_made_it() -> None:

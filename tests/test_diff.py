@@ -23,8 +23,8 @@ from torch_gradmon.analysis.comparison.rules import is_clock
 from torch_gradmon.cli.main import main
 from torch_gradmon.core.keys import Key, parse_key
 from torch_gradmon.core.moments import ALL_COLUMNS
-from torch_gradmon.core.records import StepRecord, Table
-from torch_gradmon.runs.writer import RunStore
+from torch_gradmon.core.records import StatsTable, StepRecord
+from torch_gradmon.runs.writer import RunWriter
 
 from .test_run_window import values_of
 
@@ -306,7 +306,7 @@ def test_common_steps_are_compared_and_the_others_told(base: Path, tmp_path: Pat
 
 def test_a_run_that_was_resumed_is_compared_by_its_last_word(base: Path, tmp_path: Path) -> None:
     resumed = train(tmp_path, _data)  # parts in step 13, and is taken back to 10
-    store, whole = RunStore(resumed), load_run(base)
+    store, whole = RunWriter(resumed), load_run(base)
     for step in range(10, 24):
         context = dict(whole.context(step))
         tables = {source: table for source in whole.sources if (table := whole.table(source, step)) is not None}
@@ -318,7 +318,7 @@ def test_a_run_that_was_resumed_is_compared_by_its_last_word(base: Path, tmp_pat
 
 
 def _log(path: Path, values: Mapping[int, Mapping[str, float]], context: Mapping[int, Mapping[str, Any]] | None = None) -> Path:
-    store = RunStore(path)
+    store = RunWriter(path)
     for step, found in values.items():
         keys = {parse_key(key): value for key, value in found.items()}
         store.log(StepRecord(step, float(step), True, keys, {}, (context or {}).get(step, {})))
@@ -341,11 +341,11 @@ def test_what_one_run_lacks_is_told_and_counts_if_strict(tmp_path: Path) -> None
 
 
 def test_a_tensor_without_a_gradient_in_one_run_is_told(tmp_path: Path) -> None:
-    table = Table(("u", "v"), torch.ones(2, 8, dtype=torch.float64), ALL_COLUMNS)
+    table = StatsTable(("u", "v"), torch.ones(2, 8, dtype=torch.float64), ALL_COLUMNS)
     for name, lacking in (("a", ()), ("b", (2, 3))):
-        store = RunStore(tmp_path / name)
+        store = RunWriter(tmp_path / name)
         for step in range(5):
-            some = Table(("u",), table.rows[:1], ALL_COLUMNS) if step in lacking else table
+            some = StatsTable(("u",), table.rows[:1], ALL_COLUMNS) if step in lacking else table
             store.log(StepRecord(step, 0.0, True, {}, {"gradient": some}))
         store.close()
     found = diff(tmp_path / "a", tmp_path / "b")
@@ -357,15 +357,15 @@ def test_a_tensor_without_a_gradient_in_one_run_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("steps_at_a_time", [1, 8])
 def test_gaps_are_counted_wherever_they_are(steps_at_a_time: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch_gradmon.analysis.comparison.comparison._CELLS", 1 if steps_at_a_time == 1 else 1 << 20)
-    table = Table(("old.u", "old.v"), torch.ones(2, 8, dtype=torch.float64), ALL_COLUMNS)
+    table = StatsTable(("old.u", "old.v"), torch.ones(2, 8, dtype=torch.float64), ALL_COLUMNS)
     for name, prefix, every in (("a", "old.", 2), ("b", "new.", 3)):
-        store = RunStore(tmp_path / name)
+        store = RunWriter(tmp_path / name)
         for step in range(12):
             names = tuple(prefix + each[-1] for each in table.names)
-            tables = {"parameter": Table(names, table.rows, ALL_COLUMNS)}
+            tables = {"parameter": StatsTable(names, table.rows, ALL_COLUMNS)}
             values = {Key("", "x", ""): 1.0}
             if step % every == 0:
-                tables["update"] = Table(names, table.rows, ALL_COLUMNS)
+                tables["update"] = StatsTable(names, table.rows, ALL_COLUMNS)
                 values |= {Key("", "seldom", ""): 2.0, Key("parameter", names[0], "mine"): 3.0}
             store.log(StepRecord(step, 0.0, True, values, tables))
         store.close()
@@ -383,9 +383,9 @@ def test_gaps_are_counted_wherever_they_are(steps_at_a_time: int, tmp_path: Path
 
 
 def test_what_one_run_has_alone_outside_of_the_steps_that_count_does_not_count(tmp_path: Path) -> None:
-    table = Table(("u",), torch.ones(1, 8, dtype=torch.float64), ALL_COLUMNS)
+    table = StatsTable(("u",), torch.ones(1, 8, dtype=torch.float64), ALL_COLUMNS)
     for name in ("a", "b"):
-        store = RunStore(tmp_path / name)
+        store = RunWriter(tmp_path / name)
         for step in range(40):
             values = {Key("", "x", ""): 1.0}
             if name == "a" and step == 30:
@@ -401,7 +401,7 @@ def test_what_one_run_has_alone_outside_of_the_steps_that_count_does_not_count(t
 
 def test_tags_that_are_nan_are_alike_and_json(tmp_path: Path) -> None:
     for name, tag, value in (("a", math.nan, 1.0), ("b", math.nan, 2.0), ("c", 3.0, 1e308), ("d", 3.0, -1e308)):
-        store = RunStore(tmp_path / name)
+        store = RunWriter(tmp_path / name)
         store.log(StepRecord(0, 0.0, True, {Key("", "loss", ""): value}, {}, {"tags": {"temperature": tag}}))
         store.close()
     assert diff(tmp_path / "a", tmp_path / "b").tags == {}
@@ -452,14 +452,14 @@ def test_two_values(a: float, b: float, parts: bool, tmp_path: Path) -> None:
 
 
 def test_small_values_that_are_differences_are_judged_by_larger_ones(tmp_path: Path) -> None:
-    def table(mean: float, near_zero: float, std: float = 1.0) -> Table:
+    def table(mean: float, near_zero: float, std: float = 1.0) -> StatsTable:
         row = [1000.0, 1000 * mean, 800.0, 1000 * (mean**2 + std**2), near_zero, 0.0, -3.0, 3.0]
-        return Table(("w",), torch.tensor([row], dtype=torch.float64), ALL_COLUMNS)
+        return StatsTable(("w",), torch.tensor([row], dtype=torch.float64), ALL_COLUMNS)
 
-    def parts(one: Table, other: Table, **options: Any) -> bool:
+    def parts(one: StatsTable, other: StatsTable, **options: Any) -> bool:
         for name, some in (("a", one), ("b", other)):
             (tmp_path / name / "gradmon.sqlite").unlink(missing_ok=True)
-            store = RunStore(tmp_path / name)
+            store = RunWriter(tmp_path / name)
             store.log(StepRecord(0, 0.0, True, {}, {"gradient": some}))
             store.close()
         return diff(tmp_path / "a", tmp_path / "b", **options).parts

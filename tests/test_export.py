@@ -19,9 +19,9 @@ from torch_gradmon import Run, SpikeDetector, load_run
 from torch_gradmon.cli.main import main
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.moments import ALL_COLUMNS, VIEWS
-from torch_gradmon.core.records import StepRecord, Table
+from torch_gradmon.core.records import StatsTable, StepRecord
 from torch_gradmon.runs.export import frames
-from torch_gradmon.runs.writer import RunStore
+from torch_gradmon.runs.writer import RunWriter
 from torch_gradmon.spikes import MedianMad
 from torch_gradmon.statistics.eager import measure
 
@@ -57,12 +57,12 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
             monitor.log_scalar("seldom", -math.inf)
         optimizer.step()
     monitor.detach()
-    store = RunStore(path)  # what attention has, and a step with nothing but NaN
+    store = RunWriter(path)  # what attention has, and a step with nothing but NaN
     heads = {Key("attention_entropy", "0.head_1", ""): 0.5, Key("attention_entropy", "0", "mean"): 0.25}
     rows = measure([torch.tensor([math.nan, 1.0]), torch.empty(0)], ALL_COLUMNS)
     rows = torch.cat([rows, measure([torch.tensor([math.inf])], ALL_COLUMNS)])[:2]
     store.log(
-        StepRecord(12, 5.0, False, heads, {"parameter": Table(("0.weight", "2.bias"), rows, ALL_COLUMNS)}, {"odd": math.nan})
+        StepRecord(12, 5.0, False, heads, {"parameter": StatsTable(("0.weight", "2.bias"), rows, ALL_COLUMNS)}, {"odd": math.nan})
     )
     store.close()
     return path
@@ -212,7 +212,7 @@ def test_a_part_of_a_run(path: Path, tmp_path: Path) -> None:
 
 
 def test_one_group_has_one_learning_rate_and_a_scale_has_a_column(tmp_path: Path) -> None:
-    store = RunStore(tmp_path)
+    store = RunWriter(tmp_path)
     for step in range(3):
         store.log(
             StepRecord(
@@ -233,12 +233,12 @@ def test_one_group_has_one_learning_rate_and_a_scale_has_a_column(tmp_path: Path
 
 
 def test_what_comes_late_into_the_last_step_of_a_run_that_goes_on_has_no_column(tmp_path: Path) -> None:
-    table = Table(("w",), torch.ones(1, 8, dtype=torch.float64), ALL_COLUMNS)
-    store = RunStore(tmp_path)
+    table = StatsTable(("w",), torch.ones(1, 8, dtype=torch.float64), ALL_COLUMNS)
+    store = RunWriter(tmp_path)
     for step in range(3):
         store.log(StepRecord(step, 0.0, True, {Key("", "x", ""): 1.0}, {"gradient": table}))
     run = load_run(tmp_path)
-    parts = frames.Steps(run, run.steps), frames.Tensors(run, run.steps, None)
+    parts = frames.StepFrame(run, run.steps), frames.TensorFrame(run, run.steps, None)
     late = {Key("", "late", ""): 2.0, Key("", "x", ""): 1.0, Key("gradient", "w", "mine"): 3.0, Key("gradient", "v", "norm"): 4.0}
     store.log(StepRecord(2, 0.0, True, late, {"gradient": table}), amend=True)
     for frame in parts:
@@ -436,7 +436,7 @@ def test_a_bar_tells_how_far_it_is(path: Path, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_what_has_no_effect_is_refused(tmp_path: Path) -> None:
-    store = RunStore(tmp_path / "run")
+    store = RunWriter(tmp_path / "run")
     for step in range(3):
         store.log(StepRecord(step, 0.0, True, {Key("", "x", ""): 1.0}, {}))
     store.close()

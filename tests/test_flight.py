@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor
-from torch_gradmon.step.device_transfer import Arrival
+from torch_gradmon.step.device_transfer import DeviceToHostCopy
 
 
 class _Slow:
@@ -25,15 +25,15 @@ class _Slow:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.come = False
         self.landed_early = 0
-        land = Arrival.land
+        land = DeviceToHostCopy.land
 
-        def wait(arrival: Arrival) -> list[Tensor]:
+        def wait(arrival: DeviceToHostCopy) -> list[Tensor]:
             self.landed_early += not self.come
             return land(arrival)
 
-        monkeypatch.setattr(Arrival, "is_local", property(lambda _: False))
-        monkeypatch.setattr(Arrival, "is_ready", lambda _: self.come)
-        monkeypatch.setattr(Arrival, "land", wait)
+        monkeypatch.setattr(DeviceToHostCopy, "is_local", property(lambda _: False))
+        monkeypatch.setattr(DeviceToHostCopy, "is_ready", lambda _: self.come)
+        monkeypatch.setattr(DeviceToHostCopy, "land", wait)
 
 
 @pytest.fixture
@@ -213,13 +213,13 @@ def test_late_values_depart_when_the_next_step_begins(slow: _Slow, monkeypatch: 
     loop = _Loop()
     loop.monitor.add_sink(lambda values, step: None, deferred=True)
     sent: list[int] = []
-    init = Arrival.__init__
+    init = DeviceToHostCopy.__init__
 
-    def made(self: Arrival, tensors: Any) -> None:
+    def made(self: DeviceToHostCopy, tensors: Any) -> None:
         init(self, tensors)
         sent.append(len(self._tensors))
 
-    monkeypatch.setattr(Arrival, "__init__", made)
+    monkeypatch.setattr(DeviceToHostCopy, "__init__", made)
     for number in range(4):
         loop.step()
         loop.monitor.log_scalar("loss", torch.tensor(float(number)))
@@ -236,11 +236,11 @@ def test_an_interrupt_while_waiting_loses_no_step(slow: _Slow, monkeypatch: pyte
     loop = _Loop()
     loop.step()
 
-    def interrupted(_: Arrival) -> None:
+    def interrupted(_: DeviceToHostCopy) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Arrival, "wait", interrupted)
+        patch.setattr(DeviceToHostCopy, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             loop.monitor.get_step_metrics()
     loop.step()
@@ -281,12 +281,12 @@ def test_what_is_on_its_way_reaches_the_run_directory_without_detach(slow: _Slow
 
 
 def test_to_wait_for_a_device_that_is_behind_is_no_time_of_the_monitor(slow: _Slow, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Arrival, "wait", lambda _: time.sleep(0.3))
-    monkeypatch.setattr(Arrival, "land", lambda arrival: list(arrival._tensors))
+    monkeypatch.setattr(DeviceToHostCopy, "wait", lambda _: time.sleep(0.3))
+    monkeypatch.setattr(DeviceToHostCopy, "land", lambda arrival: list(arrival._tensors))
     loop = _Loop()
     for _ in range(4):
         loop.step()
-    assert loop.monitor._session.guard.spent() < 0.6  # of two waits
+    assert loop.monitor._runtime.guard.spent() < 0.6  # of two waits
 
 
 @pytest.mark.gpu

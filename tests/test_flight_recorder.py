@@ -13,7 +13,7 @@ from torch import nn
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, SpikeDetector, load_run
 from torch_gradmon.core.keys import GRADIENT, GRADIENT_BEFORE_CLIP, PARAMETER, Key
-from torch_gradmon.step.device_transfer import Arrival
+from torch_gradmon.step.device_transfer import DeviceToHostCopy
 
 from .reads import HostReads
 
@@ -126,8 +126,8 @@ def test_a_recorded_step_sends_nothing_to_the_host_and_keeps_26_kilobytes_for_20
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sent: list[int] = []
-    begin = Arrival.__init__
-    monkeypatch.setattr(Arrival, "__init__", lambda self, tensors: (sent.append(len(tensors)), begin(self, tensors))[1])
+    begin = DeviceToHostCopy.__init__
+    monkeypatch.setattr(DeviceToHostCopy, "__init__", lambda self, tensors: (sent.append(len(tensors)), begin(self, tensors))[1])
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(100)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     monitor = gradmon.watch(model, optimizer, every=1000, flight_recorder=8)
@@ -136,10 +136,10 @@ def test_a_recorded_step_sends_nothing_to_the_host_and_keeps_26_kilobytes_for_20
         optimizer.step()
         optimizer.zero_grad()
     assert len(sent) == 1
-    kept = monitor._session.recorder._kept
+    kept = monitor._runtime.plugin("flight_recorder")._kept
     assert len(kept) == 8
-    for step in kept:
-        storages = {block.untyped_storage().data_ptr(): block.untyped_storage().nbytes() for block in step.buffer._blocks}
+    for _, buffer, _ in kept:
+        storages = {block.untyped_storage().data_ptr(): block.untyped_storage().nbytes() for block in buffer._blocks}
         assert sum(storages.values()) == 2 * 200 * 8 * 8  # rows of 8 columns in float64, before and after clipping
     assert len(sent) == 1
 
@@ -159,7 +159,7 @@ def test_a_recorded_step_copies_nothing_from_the_gpu() -> None:
 
 def test_without_it_a_step_that_is_not_monitored_measures_nothing() -> None:
     monitor, _ = _train(steps=15, every=10)
-    assert not monitor._session.recorder._kept
+    assert not monitor._runtime.plugin("flight_recorder")._kept
 
 
 def test_steps_that_a_scaler_refuses_are_counted_once_and_kept_as_not_applied(tmp_path: Path) -> None:
@@ -220,8 +220,8 @@ def test_a_late_signal_brings_the_steps_too() -> None:
         model(torch.ones(8, 4)).square().mean().backward()
         optimizer.step()
         monitor.log_scalar("loss", 9.0 if step == SPIKE else 1.0)
-    assert [record for record in monitor._session.ledger._between if record > 195] == [196, 197, 198, 199]
-    assert monitor._session.ledger._between[199].values[Key("", "loss", "")] == 1.0
+    assert [record for record in monitor._runtime.ledger._between if record > 195] == [196, 197, 198, 199]
+    assert monitor._runtime.ledger._between[199].values[Key("", "loss", "")] == 1.0
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, "3"])

@@ -11,8 +11,9 @@ import torch
 
 from torch_gradmon import GradmonWarning, ModuleMonitor, Run
 from torch_gradmon.capture.gradients import GradientCapture
-from torch_gradmon.monitor.follower import Follower
-from torch_gradmon.monitor.session import Session
+from torch_gradmon.monitor.followed_loop import FollowedLoop
+from torch_gradmon.monitor.runtime import Runtime
+from torch_gradmon.monitor.step_lifecycle import StepLifecycle
 
 from .fuzz import runner
 from .fuzz.drawing import plainer
@@ -31,32 +32,31 @@ def _wrap(patch: Patch, owner: Any, name: str, around: Callable[..., Any]) -> No
 
 
 def _draws_random_numbers(patch: Patch) -> None:
-    def around(original: Any, self: Session, *args: Any, **kwargs: Any) -> Any:
+    def around(original: Any, self: StepLifecycle, *args: Any, **kwargs: Any) -> Any:
         torch.rand(())
         return original(self, *args, **kwargs)
 
-    _wrap(patch, Session, "begin", around)
+    _wrap(patch, StepLifecycle, "open", around)
 
 
 def _writes_to_a_parameter(patch: Patch) -> None:
-    def around(original: Any, self: Follower, optimizer: Any, *args: Any) -> Any:
+    def around(original: Any, self: FollowedLoop, optimizer: Any, *args: Any) -> Any:
         with torch.no_grad():
             optimizer.param_groups[0]["params"][0].view(-1)[0].nextafter_(torch.tensor(9.0))
         return original(self, optimizer, *args)
 
-    _wrap(patch, Follower, "step_ended", around)
+    _wrap(patch, FollowedLoop, "step_ended", around)
 
 
 def _measures_before_the_clip(patch: Patch) -> None:
     measure = GradientCapture.after_clip
 
-    def around(original: Any, self: Follower) -> Any:
-        original(self)
+    def around(original: Any, self: FollowedLoop, *args: Any) -> Any:
+        original(self, *args)
         with torch.no_grad():
-            for optimizer in self.optimizers():
-                measure(self.session.gradients, self._positions_at(optimizer), None)
+            measure(self._lifecycle.captures.gradients, self.ownership.all_positions(), None)
 
-    _wrap(patch, Follower, "backward_ended", around)
+    _wrap(patch, FollowedLoop, "backward_ended", around)
     patch.setattr(GradientCapture, "after_clip", lambda self, positions, inverse_scale: None)
 
 
@@ -100,11 +100,11 @@ def _gives_a_false_reason(patch: Patch) -> None:
 
 
 def _warns_of_what_is_not(patch: Patch) -> None:
-    def around(original: Any, self: Follower) -> Any:
+    def around(original: Any, self: FollowedLoop, *args: Any) -> Any:
         warnings.warn("torch_gradmon: the optimizer steps twice on the same gradient", GradmonWarning, stacklevel=2)
-        return original(self)
+        return original(self, *args)
 
-    _wrap(patch, Follower, "backward_ended", around)
+    _wrap(patch, FollowedLoop, "backward_ended", around)
 
 
 def _raises(patch: Patch) -> None:
@@ -115,11 +115,11 @@ def _raises(patch: Patch) -> None:
 
 
 def _keeps_the_model(patch: Patch) -> None:
-    def around(original: Any, self: Session, module: Any, *args: Any, **kwargs: Any) -> Any:
+    def around(original: Any, self: Runtime, module: Any, *args: Any, **kwargs: Any) -> Any:
         _KEPT.append(module)
         return original(self, module, *args, **kwargs)
 
-    _wrap(patch, Session, "follow", around)
+    _wrap(patch, Runtime, "follow", around)
 
 
 def _stores_other_numbers(patch: Patch) -> None:

@@ -22,7 +22,7 @@ from torch_gradmon.cli.terminal.live import Live
 from torch_gradmon.cli.terminal.sparkline import Columns
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.records import StepRecord
-from torch_gradmon.runs.writer import RunStore
+from torch_gradmon.runs.writer import RunWriter
 
 from .synthetic_run import table
 
@@ -35,7 +35,7 @@ PLACES = (None, 0, 1, 2, None, 3, 4, 5, None)
 
 def written(path: Path, measured: Callable[[int], bool] = MEASURED.__contains__, steps: int = STEPS, every: int = 1) -> Path:
     """A run whose gradients and loss were recorded in each step, and outputs and a clip in some."""
-    store = RunStore(path)
+    store = RunWriter(path)
     for step in range(0, steps * every, every):
         tables = {"gradient_before_clip": table({"a.weight": 1.0 + step / 10, "b.weight": 2.0}, step)}
         values = {Key("gradmon", "", "grad_norm"): 3.0, Key("", "loss", ""): 1.0}

@@ -16,7 +16,7 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, SpikeDetector
-from torch_gradmon.core.records import Event
+from torch_gradmon.core.records import SpikeEvent
 from torch_gradmon.spikes import Hampel, MeanStd, RollingZScore
 
 from .reads import HostReads
@@ -155,7 +155,7 @@ def test_10_numbers_are_read_once_a_step_and_not_for_each_parameter() -> None:
 
 
 def test_11_a_callback_is_called_with_the_spike_and_none_is_needed() -> None:
-    events: list[Event] = []
+    events: list[SpikeEvent] = []
     for on_spike in (events.append, None):
         model = nn.Linear(3, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.core.records import Event
+from torch_gradmon.core.records import SpikeEvent
 from torch_gradmon.spikes import MeanStd, Ratio, SpikeDetector, Threshold
 
 from . import trainer_oracle as oracle
@@ -405,7 +405,7 @@ def test_a_step_that_is_skipped_for_nan_is_flagged_also_where_no_detector_looks_
 
 
 def test_a_callback_that_fails_is_told_once_and_training_goes_on() -> None:
-    def fails(engine: Engine, event: Event) -> None:
+    def fails(engine: Engine, event: SpikeEvent) -> None:
         raise RuntimeError("mine")
 
     model = oracle.model()
@@ -546,7 +546,7 @@ def test_a_norm_is_compared_first_and_learned_afterwards() -> None:
     norms = _noise(50)
     mean = math.fsum(norms) / 50
     std = math.sqrt(math.fsum((norm - mean) ** 2 for norm in norms) / 49)
-    events: list[Event] = []
+    events: list[SpikeEvent] = []
     _flagged([*norms, 9.0], rule=MeanStd(), callback=lambda _, event: events.append(event))
     assert events[-1].score == pytest.approx((9.0 - mean) / std, rel=1e-4)
 

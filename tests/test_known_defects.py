@@ -289,7 +289,7 @@ def test_a_function_of_every_token_leaves_two_numbers_behind() -> None:
     monitor.begin_step(0)
     for _ in range(5):
         model(torch.randn(1000, 4))
-    buffer = monitor._session._buffer
+    buffer = monitor._runtime.lifecycle.active.buffer
     assert buffer is not None
     assert sum(part.numel() for pending in buffer._pending.values() for part in pending.parts) == 2 * 5
 

@@ -20,9 +20,9 @@ from torch_gradmon import ModuleMonitor, SpikeDetector
 from torch_gradmon.cli.terminal import layer_table as rows_of_layers
 from torch_gradmon.cli.terminal.live import Live
 from torch_gradmon.core.moments import Column, identity
-from torch_gradmon.core.records import Table
-from torch_gradmon.runs.stats_series import Stack
-from torch_gradmon.spikes.suspects import Gradients
+from torch_gradmon.core.records import StatsTable
+from torch_gradmon.runs.stats_series import StatsSeries
+from torch_gradmon.spikes.suspect_history import GradientNormHistory
 from torch_gradmon.step.layer_values import top_shares
 
 Tensors = dict[str, Tensor]
@@ -163,7 +163,7 @@ def test_values_of_layers_equal_the_oracle_whatever_else_is_measured(
 def test_layers_cost_only_the_squares_before_clipping() -> None:
     model = _model()
     monitor = ModuleMonitor(model, layers="all").attach(_optimizer(model))
-    plans = monitor._session.planner.plans(0, monitor._session.ledger.summary)
+    plans = monitor._runtime.planner.plans(0, monitor._runtime.ledger.summary)
     assert {source: plan.columns for source, plan in plans.items() if not plan.empty} == {
         "gradient_before_clip": {Column.COUNT, Column.SQUARE_SUM}
     }
@@ -188,21 +188,21 @@ def test_values_of_layers_also_under_a_live_change_and_with_a_flight_recorder() 
 # --- what was not measured is no number ----------------------------------------------------------------------------------------
 
 
-def _partly(columns: frozenset[Column], is_part: bool = False) -> Table:
+def _partly(columns: frozenset[Column], is_part: bool = False) -> StatsTable:
     rows = identity(2)
     rows[:, Column.COUNT] = 4.0
     for column in columns:
         rows[:, column] = 3.0
-    return Table(("a", "b"), rows, columns, is_part=is_part)
+    return StatsTable(("a", "b"), rows, columns, is_part=is_part)
 
 
 def test_no_share_is_told_of_what_is_not_whole_or_not_squares() -> None:
     for table in (_partly(frozenset({Column.MAX})), _partly(frozenset({Column.SQUARE_SUM}), is_part=True)):
         assert top_shares(table, 3) == []
-    gradients = Gradients()
-    gradients.see(0, {"gradient_before_clip": _partly(frozenset({Column.SQUARE_SUM}), is_part=True)})
+    gradients = GradientNormHistory()
+    gradients.add(0, {"gradient_before_clip": _partly(frozenset({Column.SQUARE_SUM}), is_part=True)})
     assert [suspect.share for suspect in gradients.suspects(0)] == [None, None]
-    gradients.see(1, {"gradient_before_clip": _partly(frozenset({Column.SQUARE_SUM}))})
+    gradients.add(1, {"gradient_before_clip": _partly(frozenset({Column.SQUARE_SUM}))})
     assert [suspect.share for suspect in gradients.suspects(1)] == [0.5, 0.5]
 
 
@@ -249,8 +249,8 @@ def test_no_reader_makes_norms_of_other_columns(metric: str, tmp_path: Path) -> 
 
 def test_a_stack_without_squares_has_no_norms() -> None:
     rows = identity(2).reshape(1, 2, 8).clone()
-    assert Stack((0,), ("a", "b"), rows, frozenset({Column.MAX})).values("norm").isnan().all()
-    assert Stack((0,), ("a", "b"), rows, frozenset({Column.SQUARE_SUM})).values("norm").tolist() == [[0.0, 0.0]]
+    assert StatsSeries((0,), ("a", "b"), rows, frozenset({Column.MAX})).values("norm").isnan().all()
+    assert StatsSeries((0,), ("a", "b"), rows, frozenset({Column.SQUARE_SUM})).values("norm").tolist() == [[0.0, 0.0]]
 
 
 @pytest.mark.parametrize("signal", ["grad_norm", "grad_top_share", "grad_max", "grad_mean", "param_norm", "update_norm"])

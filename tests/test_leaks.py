@@ -285,7 +285,7 @@ def trained(name: str, holds: bool, detach: bool) -> tuple[dict[str, weakref.ref
     gone |= {f"tensor {number}": each for number, each in enumerate(loop.tensors)}
     if holds:
         gone["monitor"] = weakref.ref(loop.monitor)
-        gone["session"] = weakref.ref(loop.monitor._session)
+        gone["session"] = weakref.ref(loop.monitor._runtime)
     once = Once()
     once.raised = loop.once.raised
     return gone, None if holds else loop.monitor, once
@@ -336,7 +336,7 @@ def test_the_last_row_goes_out_when_all_is_collected_to_sinks_of_ours_and_of_the
     monitor.add_sink(JsonlSink(tmp_path / "rows.jsonl"))
     monitor.add_sink(lambda values, step, held=loop.optimizer: rows.append(step))
     loop.steps(3)
-    gone = weakref.ref(monitor._session)
+    gone = weakref.ref(monitor._runtime)
     assert rows == [0, 1]
     del loop, monitor
     gc.collect()

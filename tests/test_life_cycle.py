@@ -86,7 +86,7 @@ def test_model_and_optimizer_go_without_the_garbage_collector_as_far_as_torch_le
 def test_a_monitor_that_nobody_kept_lives_as_long_as_its_optimizer(tmp_path: Path) -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    gone = weakref.ref(gradmon.watch(model, optimizer, run_dir=tmp_path)._session)
+    gone = weakref.ref(gradmon.watch(model, optimizer, run_dir=tmp_path)._runtime)
     for _ in range(3):
         gc.collect()
         one_step(model, optimizer)
@@ -201,7 +201,7 @@ def test_long_trainings_grow_neither_memory_nor_hooks(steps: int) -> None:
     monitor.add_gradient_metric("norm", stages=["local"])
     monitor.add_activation_metric("mine", lambda x: x.mean())
     monitor.attach(optimizer)
-    monitor._session.ledger.memory._most = 50  # so that it is full soon
+    monitor._runtime.ledger.memory._most = 50  # so that it is full soon
     x, seen = torch.ones(2, 2), []
     for step in range(steps + 150):
         optimizer.zero_grad()
@@ -209,7 +209,7 @@ def test_long_trainings_grow_neither_memory_nor_hooks(steps: int) -> None:
         optimizer.step()
         monitor.log_scalar("loss", 1.0)
         # what is remembered for a diagnosis goes up and down between two bounds
-        if step >= (600, steps, 10**9)[len(seen)] and len(monitor._session.ledger.memory.records()) == 60:
+        if step >= (600, steps, 10**9)[len(seen)] and len(monitor._runtime.ledger.memory.records()) == 60:
             gc.collect()
             seen.append((sys.getallocatedblocks(), len(gc.get_objects()), _hook_count(model, optimizer)))
     (blocks, objects, hooks), (later_blocks, later_objects, later_hooks) = seen
@@ -280,7 +280,7 @@ def test_a_tag_of_a_step_that_is_not_monitored_goes_to_no_other_step() -> None:
             monitor.tag(batch=1)
         loss.backward()
         optimizer.step()
-        record = monitor._session.ledger.last
+        record = monitor._runtime.ledger.last
         tags.append(None if record is None else record.context.get("tags"))
     assert tags == [None] * 4
 

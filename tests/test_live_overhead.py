@@ -10,11 +10,11 @@ from torch_gradmon import load_run
 from torch_gradmon.cli.terminal.live import Follower, Live
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.records import StepRecord
-from torch_gradmon.runs.writer import RunStore
+from torch_gradmon.runs.writer import RunWriter
 
 
 def written(path: Path, costs: list[float | None]) -> Path:
-    store = RunStore(path)
+    store = RunWriter(path)
     for step, cost in enumerate(costs):
         context = {} if cost is None else {"overhead_pct": cost}
         store.log(StepRecord(step, float(step), True, {Key("", "loss", ""): 1.0}, {}, context))

@@ -23,13 +23,14 @@ from torch_gradmon.cli.terminal.live import Live
 from torch_gradmon.cli.terminal.run_facts import summarised
 from torch_gradmon.core.keys import GRADIENT_BEFORE_CLIP, SUMMARY, Key
 from torch_gradmon.core.moments import ALL_COLUMNS, Column, identity
-from torch_gradmon.core.records import Event, StepRecord, Table
-from torch_gradmon.runs.writer import RunStore
-from torch_gradmon.spikes.attribution import attribution
+from torch_gradmon.core.records import SpikeEvent, StatsTable, StepRecord
+from torch_gradmon.runs.writer import RunWriter
+from torch_gradmon.spikes.attribution import spike_cause
 from torch_gradmon.spikes.episodes import counted, episodes, largest, size
 from torch_gradmon.spikes.hampel import Hampel
-from torch_gradmon.spikes.suspects import Gradients, Suspect
-from torch_gradmon.spikes.usual import Usual
+from torch_gradmon.spikes.suspect_history import GradientNormHistory
+from torch_gradmon.spikes.suspects import ParameterAttribution
+from torch_gradmon.spikes.usual import Baseline
 
 LAYER, FACTOR = "2.weight", 300.0
 _TIMES = re.compile(r"([\w.]+) \(([\d.,e+]+) times its usual norm")
@@ -87,7 +88,7 @@ def _in_table(story: str) -> _Told:
 def _everywhere(monitor: ModuleMonitor, path: Path, step: int) -> dict[str, _Told]:
     """What each outlet says of the spike of ``step``, the largest of the run."""
     found = {"why of the monitor": _in_table(monitor.why()), "diagnosis of the monitor": _only(monitor.diagnose().words(10_000))}
-    event = next(event for event in monitor._session.ledger.recent().events if event.step == step)
+    event = next(event for event in monitor._runtime.ledger.recent().events if event.step == step)
     monitor.detach()
     run = load_run(path)
     (line,) = [spike for spike in summarised(run, "x").spikes if spike.step == step]
@@ -117,7 +118,7 @@ RUNS = {
 def test_all_outlets_give_one_number_and_one_first_layer(steps: int, spoiled: list[int], at: int | None, tmp_path: Path) -> None:
     monitor = _train(tmp_path, steps, spoiled)
     if at is None:
-        at = largest(episodes(monitor._session.ledger.recent().events, range(steps)), 1)[0].worst.step
+        at = largest(episodes(monitor._runtime.ledger.recent().events, range(steps)), 1)[0].worst.step
     found = _everywhere(monitor, tmp_path, at)
     assert {told.layer for told in found.values()} == {LAYER}, found
     assert len(set(found.values())) == 1, found
@@ -165,7 +166,7 @@ def test_a_detector_of_all_layers_tells_of_the_layer_that_comes_first_in_all_lis
         optimizer.zero_grad()
         model(torch.ones(8, 4)).square().mean().backward()
         optimizer.step()
-    (event,) = [event for event in monitor._session.ledger.recent().events if event.signal != "grad_norm"]
+    (event,) = [event for event in monitor._runtime.ledger.recent().events if event.signal != "grad_norm"]
     monitor.detach()
     run = load_run(tmp_path)
     first = run.suspects(40)[0]
@@ -193,7 +194,7 @@ def test_usual_norms_are_the_baseline_of_the_default_rule(count: int, noise: flo
     norms = (noise * torch.randn(count, 50, dtype=torch.float64, generator=generator)).exp()
     norms[:, 25:] *= torch.linspace(3.0, 1.0, count, dtype=torch.float64)[:, None]
     norms[count // 2, ::2] *= 1e4  # a spike among them, from which on the rest of the row tells
-    usual = Usual.of(norms)
+    usual = Baseline.of(norms)
     for column, values in enumerate(norms.T.tolist()):
         rule = Hampel()
         for value in values:
@@ -204,16 +205,16 @@ def test_usual_norms_are_the_baseline_of_the_default_rule(count: int, noise: flo
 def test_absent_gradients_take_no_place_among_the_last_ones() -> None:
     norms = torch.full((40, 2), torch.nan, dtype=torch.float64)
     norms[:, 0], norms[5::5, 1] = 1.0, torch.arange(1.0, 8.0, dtype=torch.float64)
-    assert Usual.of(norms).norms.tolist() == pytest.approx([1.0, 4.0])
-    assert Usual.of(norms[:2]).norms.isnan().all()
-    assert Usual.of(norms[:0]).norms.isnan().all()
+    assert Baseline.of(norms).norms.tolist() == pytest.approx([1.0, 4.0])
+    assert Baseline.of(norms[:2]).norms.isnan().all()
+    assert Baseline.of(norms[:0]).norms.isnan().all()
 
 
 # --- all together ----------------------------------------------------------------------------------------------------------------------
 
 
 def _made(monitor: ModuleMonitor, step: int) -> Any:
-    return attribution(monitor._session.ledger.recent().suspects(step), step)
+    return spike_cause(monitor._runtime.ledger.recent().suspects(step), step)
 
 
 _OPTIMIZERS = {"sgd": lambda p: torch.optim.SGD(p, lr=0.02), "adam": lambda p: torch.optim.Adam(p, lr=0.003)}
@@ -223,7 +224,7 @@ _OPTIMIZERS = {"sgd": lambda p: torch.optim.SGD(p, lr=0.02), "adam": lambda p: t
 @pytest.mark.parametrize("optimizer", _OPTIMIZERS.values(), ids=_OPTIMIZERS)
 def test_a_loss_times_100_is_blamed_on_no_layer(optimizer: Any, clip: float | None, tmp_path: Path) -> None:
     monitor = _train(tmp_path, 60, [], scaled=lambda step: 100.0 if step == 50 else 1.0, optimizer=optimizer, clip=clip)
-    monitor._session.settle_now()
+    monitor._runtime.settle_now()
     made = _made(monitor, 50)
     assert (made.layer, made.is_common) == ("", True)
     assert made.did.startswith("all 3 layers rose together, by ")
@@ -243,7 +244,7 @@ def test_a_loss_times_100_is_blamed_on_no_layer(optimizer: Any, clip: float | No
 
 def test_a_batch_of_outliers_is_blamed_on_no_layer() -> None:
     monitor = _train(None, 60, [], batch=lambda step, x: 30 * x if step == 50 else x)
-    monitor._session.settle_now()
+    monitor._runtime.settle_now()
     made = _made(monitor, 50)
     assert (made.layer, made.is_common) == ("", True)
     assert "3 layers rose together" in made.did
@@ -253,29 +254,29 @@ def test_a_batch_of_outliers_is_blamed_on_no_layer() -> None:
 @pytest.mark.parametrize("steps", [12, 60])
 def test_one_layer_that_is_spoiled_is_named(layer: str, steps: int) -> None:
     monitor = _train(None, steps + 3, [steps], layer=layer, factor=1000.0)
-    monitor._session.settle_now()
+    monitor._runtime.settle_now()
     made = _made(monitor, steps)
     assert (made.layer, made.is_common) == (layer, False)
     assert made.words.startswith(f"{layer} (")
     assert made.words.endswith("moved most")
 
 
-def _suspects(factors: dict[str, float], scores: float = 20.0) -> list[Suspect]:
+def _suspects(factors: dict[str, float], scores: float = 20.0) -> list[ParameterAttribution]:
     """Layers that rose by these factors, from 1; those from 1.5 on in this step, 39."""
-    gradients = Gradients()
+    gradients = GradientNormHistory()
     for step in range(40):
         rows = identity(len(factors))
         rows[:, Column.COUNT] = 10
         now = [factor if step == 39 else 1 + 0.01 * (step % 3) for factor in factors.values()]
         rows[:, Column.SQUARE_SUM] = torch.tensor(now, dtype=torch.float64) ** 2
-        gradients.see(step, {GRADIENT_BEFORE_CLIP: Table(tuple(factors), rows, ALL_COLUMNS)})
+        gradients.add(step, {GRADIENT_BEFORE_CLIP: StatsTable(tuple(factors), rows, ALL_COLUMNS)})
     return gradients.suspects(39)
 
 
 def test_what_rose_up_to_a_layer_began_there() -> None:
     rose = {"0.weight": 900.0, "0.bias": 1000.0, "1.weight": 1100.0, "1.bias": 1050.0, "2.weight": 1.0, "2.bias": 1.1}
     suspects = _suspects(rose)
-    made = attribution(suspects, 39)
+    made = spike_cause(suspects, 39)
     assert made.layer == suspects[0].name == "1.bias"
     assert made.words == (
         "4 of 6 parameters rose together, by 891 to 1,089 times their usual norms, and none nearer to the loss than 1.bias, "
@@ -283,28 +284,28 @@ def test_what_rose_up_to_a_layer_began_there() -> None:
     )
     unlike = {**rose, "0.weight": 10.0, "0.bias": 30_000.0, "1.weight": 10.0}
     for other in ({**rose, "2.bias": 20.0}, {**rose, "0.bias": 1.0}, unlike):
-        assert "began" not in attribution(_suspects(other), 39).words
+        assert "began" not in spike_cause(_suspects(other), 39).words
     few = {
         "0.weight": 100.0,
         "0.bias": 100.0,
         "1.weight": 100.0,
         "1.bias": 1.0,
     }  # of one module, so that nothing is nearer to the loss
-    assert "began" not in attribution(_suspects(few), 39).words
+    assert "began" not in spike_cause(_suspects(few), 39).words
 
 
 def test_unlike_factors_are_no_common_cause() -> None:
-    made = attribution(_suspects({"a": 50.0, "b": 300.0, "c": 10_000.0, "d": 1.0}), 39)
+    made = spike_cause(_suspects({"a": 50.0, "b": 300.0, "c": 10_000.0, "d": 1.0}), 39)
     assert (made.layer, made.is_common) == ("c", False)
 
 
 def test_a_layer_that_holds_next_to_nothing_has_not_made_the_spike() -> None:
-    gradients = Gradients()
+    gradients = GradientNormHistory()
     for step in range(40):
         rows = identity(3)
         rows[:, Column.COUNT] = 10
         rows[:, Column.SQUARE_SUM] = torch.tensor([1e-5, 1.0, 1.0] if step < 39 else [0.1, 40.0, 1.0], dtype=torch.float64) ** 2
-        gradients.see(step, {GRADIENT_BEFORE_CLIP: Table(("small", "large", "calm"), rows, ALL_COLUMNS)})
+        gradients.add(step, {GRADIENT_BEFORE_CLIP: StatsTable(("small", "large", "calm"), rows, ALL_COLUMNS)})
     assert [suspect.name for suspect in gradients.suspects(39)] == ["large", "small", "calm"]
 
 
@@ -319,8 +320,8 @@ def test_nan_in_all_parameters_is_blamed_on_none(tmp_path: Path) -> None:
 # --- spikes in a row ---------------------------------------------------------------------------------------------------------------------
 
 
-def _event(step: int, value: float, signal: str = "grad_norm") -> Event:
-    return Event(step, signal, value, 9.0, 5.5, f"{signal} = {value:g}", usual=1.0)
+def _event(step: int, value: float, signal: str = "grad_norm") -> SpikeEvent:
+    return SpikeEvent(step, signal, value, 9.0, 5.5, f"{signal} = {value:g}", usual=1.0)
 
 
 def test_steps_in_a_row_are_one_spike_with_its_first_worst_and_last_step() -> None:
@@ -342,7 +343,7 @@ def test_steps_in_a_row_are_one_spike_with_its_first_worst_and_last_step() -> No
 def test_a_spike_is_as_large_as_its_factor_and_what_is_not_finite_is_largest() -> None:
     events = [_event(1, 2.5), _event(2, 50.0), _event(3, 3.0), _event(4, math.nan)]
     assert sorted(events, key=size) == [events[0], events[2], events[1], events[3]]
-    assert size(Event(0, "x", 3.0, 11.0, 5.5, "")) == 2.0  # the rule does not say what is usual
+    assert size(SpikeEvent(0, "x", 3.0, 11.0, 5.5, "")) == 2.0  # the rule does not say what is usual
 
 
 def test_the_largest_spike_is_told_of_by_default_and_the_others_are_named(
@@ -421,7 +422,7 @@ def test_a_monitor_remembers_the_largest_spike_of_a_long_training() -> None:
 
 
 def test_the_largest_of_many_spikes_is_among_the_steps_that_a_diagnosis_looks_at(tmp_path: Path) -> None:
-    store = RunStore(tmp_path)
+    store = RunWriter(tmp_path)
     for step in range(600):
         value = 900.0 if step == 580 else 20.0 if step % 3 == 0 else 1.0
         values = {Key(SUMMARY, "", "grad_norm"): value}
@@ -439,14 +440,14 @@ def test_the_largest_of_many_spikes_is_among_the_steps_that_a_diagnosis_looks_at
 
 
 def test_a_layer_that_moved_before_all_others_is_named_with_them() -> None:
-    gradients, names = Gradients(), ("a.weight", "b.weight", "c.weight")
+    gradients, names = GradientNormHistory(), ("a.weight", "b.weight", "c.weight")
     for step in range(40):
         rows = identity(3)
         rows[:, Column.COUNT] = 10
         factors = {38: (1.0, 30.0, 1.0), 39: (50.0, 60.0, 55.0)}.get(step, (1.0, 1.0, 1.0))
         rows[:, Column.SQUARE_SUM] = torch.tensor(factors, dtype=torch.float64) ** 2
-        gradients.see(step, {GRADIENT_BEFORE_CLIP: Table(names, rows, ALL_COLUMNS)})
-    made = attribution(gradients.suspects(39), 39)
+        gradients.add(step, {GRADIENT_BEFORE_CLIP: StatsTable(names, rows, ALL_COLUMNS)})
+    made = spike_cause(gradients.suspects(39), 39)
     assert made.words.startswith(
         "b.weight (60 times its usual norm, 39% of the square) moved first, in step 38; all 3 layers rose"
     )

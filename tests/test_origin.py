@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor, SpikeDetector
 from torch_gradmon.core.keys import ACTIVATION, ACTIVATION_GRADIENT
-from torch_gradmon.spikes.nonfinite_origin import origin
+from torch_gradmon.spikes.nonfinite_origin import nonfinite_origin
 
 BAD = 20
 
@@ -118,8 +118,8 @@ def test_the_closer_look_is_taken_for_some_steps_and_leaves_nothing_behind() -> 
     assert close == [BAD + 1, BAD + 2, BAD + 3]
     assert set(sources[BAD + 1][ACTIVATION]) == {"0", "1.linear", "1", "2", "3", "[root module]"}
     assert all(ACTIVATION_GRADIENT in sources[step] for step in close)
-    assert monitor._session.planner.registry.metrics == ()
-    assert not monitor._session.activations._hooks._hooks
+    assert monitor._runtime.planner.registry.metrics == ()
+    assert not monitor._runtime.captures.modules._hooks._hooks
     assert not any("activation" in key for key in monitor.get_step_metrics())
     assert not any("activation" in key for values in monitor.get_all_metrics().values() for key in values)
 
@@ -142,7 +142,7 @@ def test_a_closer_look_leaves_what_the_user_asked_for_as_it_is() -> None:
         optimizer.step()
         keys.append({key for key in monitor.get_step_metrics() if key.startswith("activation")})
     assert keys == [{"activation/0/max"}] * 30
-    assert [metric.name for metric in monitor._session.planner.registry.metrics if metric.source == ACTIVATION] == ["max"]
+    assert [metric.name for metric in monitor._runtime.planner.registry.metrics if metric.source == ACTIVATION] == ["max"]
 
 
 def test_the_same_parameters_with_and_without_a_closer_look() -> None:
@@ -178,8 +178,8 @@ def test_the_run_directory_has_what_the_closer_look_saw(tmp_path: Path) -> None:
 
 def test_a_record_without_nan_has_no_origin() -> None:
     monitor, _ = watched(lambda y: y, preset="full")
-    assert monitor._session.ledger.last is not None
-    assert origin(monitor._session.ledger.last) == ""
+    assert monitor._runtime.ledger.last is not None
+    assert nonfinite_origin(monitor._runtime.ledger.last) == ""
 
 
 def _scaled(accident: Callable[[Tensor], Tensor], init_scale: float) -> tuple[list[str], list[int]]:

@@ -24,7 +24,7 @@ from torch import nn
 import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor
 from torch_gradmon.sinks import MlflowSink
-from torch_gradmon.sinks.key_rewriting import Renaming
+from torch_gradmon.sinks.key_rewriting import KeyRewriter
 from torch_gradmon.sinks.wandb import AXIS
 
 from . import forked
@@ -138,8 +138,8 @@ def test_an_object_with_a_log_of_other_arguments_is_refused_at_once() -> None:
 @pytest.mark.parametrize("clean", [str, str.lower])
 @given(keys=st.lists(st.text("aA/", max_size=30)))
 def test_a_renaming_gives_each_key_a_name_of_its_own_and_the_same_each_time(clean: Callable[[str], str], keys: list[str]) -> None:
-    in_the_way = list(map(Renaming(20, clean), keys))  # keys that look as names do
-    rename = Renaming(20, clean)
+    in_the_way = list(map(KeyRewriter(20, clean), keys))  # keys that look as names do
+    rename = KeyRewriter(20, clean)
     names = {key: rename(key) for key in in_the_way + keys}
     assert len(set(names.values())) == len(names)
     assert all(len(name) <= 20 for name in names.values())

@@ -67,7 +67,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[gradmon.ModuleMon
 
 def _reels(trained: tuple[gradmon.ModuleMonitor, Path]) -> list[Reel]:
     monitor, path = trained
-    return [Reel(OfRun(gradmon.load_run(path))), Reel(OfRecords(monitor._session.ledger.memory.records()))]
+    return [Reel(OfRun(gradmon.load_run(path))), Reel(OfRecords(monitor._runtime.ledger.memory.records()))]
 
 
 def test_a_panel_has_the_numbers_of_the_run(trained: Any) -> None:
@@ -306,7 +306,7 @@ def test_gradients_that_were_seen_only_at_the_step_are_not_called_unclipped() ->
         nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         monitor.monitor_gradients()
         monitor.end_step()
-    reel = Reel(OfRecords(monitor._session.ledger.memory.records()))
+    reel = Reel(OfRecords(monitor._runtime.ledger.memory.records()))
     assert charts.heatmap(reel).title == "gradient norm at the step"
     assert "clipped" not in dict(reel.panels())
 

@@ -14,8 +14,8 @@ from torch.optim import SGD, AdamW, Optimizer
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor
 from torch_gradmon.core.records import StepRecord
-from torch_gradmon.step.model_index import Inventory
-from torch_gradmon.step.reasons import Situation
+from torch_gradmon.step.model_index import ModelIndex
+from torch_gradmon.step.reasons import ReasonContext
 
 FROZEN = "it is frozen: its requires_grad is False"
 UNUSED = "it had no gradient: the loss does not depend on it, or its gradient was taken away"
@@ -514,9 +514,9 @@ def test_micro_batches_of_a_loop_by_hand_are_not_said_to_be_spread_over_ranks() 
 
 
 def test_parameters_that_are_spread_over_ranks_have_no_gradients_of_micro_batches() -> None:
-    inventory = Inventory(Net())
+    inventory = ModelIndex(Net())
     inventory.spread.add("base.weight")
-    situation = Situation(inventory, {}, (), (), True, {})
+    situation = ReasonContext(inventory, {}, (), (), True, {})
     record = StepRecord(0, 0.0, True, {})
     assert "exist only reduced" in situation.reason("gradient_local", "base.weight", record, None)
     assert situation.reason("gradient_local", "low.weight", record, None) == ""

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torch_gradmon.capture.modules.structure import tensors_of
 from torch_gradmon.capture.reference.source import ReferencePass, frozen_copy
-from torch_gradmon.core.errors import Complaints, GradmonWarning, SpikeError
+from torch_gradmon.core.errors import GradmonWarning, SpikeError, WarningLog
 from torch_gradmon.core.keys import ROOT, canonical_names
 
 Met = list[tuple[str, Tensor, Tensor | None]]
@@ -32,7 +32,7 @@ def everything(name: str) -> bool:
 
 
 def make(reference: nn.Module, follows: bool = False, raising: bool = True) -> ReferencePass:
-    beside = ReferencePass(Complaints(raising))
+    beside = ReferencePass(WarningLog(raising))
     beside.set(reference, str, follows)
     return beside
 
@@ -535,7 +535,7 @@ def test_outputs_are_kept_as_they_were_returned_in_the_order_of_calls() -> None:
 
 def test_only_what_is_wanted_is_kept_until_it_is_forgotten() -> None:
     model = noisy_model()
-    beside = ReferencePass(Complaints(raising=True))
+    beside = ReferencePass(WarningLog(raising=True))
     beside.set(frozen_copy(model), lambda name: f"net.{name}")
     x = torch.randn(4, 5)
     beside.run(model, lambda name: name in ("net.0", "net.5"), (x,), {})
@@ -572,7 +572,7 @@ def test_why_there_is_nothing() -> None:
 
 def test_parameters_by_name_and_the_end_of_it() -> None:
     module = Parallel(nn.Sequential(nn.Linear(2, 2)), None)
-    beside = ReferencePass(Complaints(raising=True))
+    beside = ReferencePass(WarningLog(raising=True))
     assert not beside
     run(beside, module, torch.ones(1, 2))
     beside.set(module, str.upper)
@@ -643,7 +643,7 @@ class Breaks(nn.Module):
 
 
 def test_one_that_raises_is_off_after_one_complaint() -> None:
-    complaints = Complaints()
+    complaints = WarningLog()
     beside = ReferencePass(complaints)
     reference = Breaks(ZeroDivisionError("too small"))
     beside.set(reference, str)

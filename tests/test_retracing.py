@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_gradmon.capture.reference.replay import Run
+from torch_gradmon.capture.reference.replay import ReplayedForward
 
 
 class Box:
     """What cannot be compared."""
 
 
-def _run(args: Any, kwargs: Any, note: list[tuple[Tensor, Tensor]]) -> Run:
-    run = Run()
+def _run(args: Any, kwargs: Any, note: list[tuple[Tensor, Tensor]]) -> ReplayedForward:
+    run = ReplayedForward()
     for pair in note:
         run.note(*pair)
     run.called("part", args, kwargs)
@@ -24,7 +24,7 @@ def _run(args: Any, kwargs: Any, note: list[tuple[Tensor, Tensor]]) -> Run:
     return run
 
 
-def _found(run: Run, args: Any, kwargs: Any, number: int = 0) -> bool:
+def _found(run: ReplayedForward, args: Any, kwargs: Any, number: int = 0) -> bool:
     outputs = run.outputs_for("part", number, args, kwargs)
     assert outputs is None or outputs[""].tolist() == [7.0, 7.0]
     return outputs is not None
@@ -50,7 +50,7 @@ def test_the_same_tensors_and_values_in_the_same_places() -> None:
 @pytest.mark.parametrize("written", ["copy", "tensor"])
 def test_a_tensor_that_was_written_to_is_another_one(written: str) -> None:
     x, copy = torch.zeros(2), torch.zeros(2)
-    run = Run()
+    run = ReplayedForward()
     run.note(x, copy)
     (copy if written == "copy" else x).add_(1)
     run.called("part", (copy,), {})
@@ -70,7 +70,7 @@ def test_what_cannot_be_compared_or_came_from_elsewhere_is_not_kept() -> None:
 
 
 def test_a_call_that_raised_leaves_no_outcome_and_the_one_around_it_has_its_own() -> None:
-    run = Run(keeps_all=True)
+    run = ReplayedForward(keeps_all=True)
     run.called("outer", (), {})
     run.called("inner", (), {})
     run.returned("outer", torch.ones(1))

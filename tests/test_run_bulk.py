@@ -18,10 +18,10 @@ from torch_gradmon.analysis.run import Run
 from torch_gradmon.core import keys as n
 from torch_gradmon.core.keys import Key, format_key
 from torch_gradmon.core.moments import ALL_COLUMNS, VIEWS
-from torch_gradmon.core.records import Event, StepRecord, Table
+from torch_gradmon.core.records import SpikeEvent, StatsTable, StepRecord
 from torch_gradmon.runs.scan import _AT_A_TIME
-from torch_gradmon.runs.stats_series import Stack
-from torch_gradmon.runs.writer import RunStore
+from torch_gradmon.runs.stats_series import StatsSeries
+from torch_gradmon.runs.writer import RunWriter
 from torch_gradmon.statistics.eager import measure
 
 from .families import BY_NAME
@@ -46,7 +46,7 @@ def _trained(path: Path, family: str, steps: int = 12, clip: float | None = 0.05
     monitor.detach()
 
 
-def _steps(stacks: Iterator[Stack]) -> list[tuple[int, tuple[str, ...], torch.Tensor, frozenset]]:
+def _steps(stacks: Iterator[StatsSeries]) -> list[tuple[int, tuple[str, ...], torch.Tensor, frozenset]]:
     return [(step, s.names, rows, s.columns) for s in stacks for step, rows in zip(s.steps, s.rows, strict=True)]
 
 
@@ -102,7 +102,7 @@ def test_the_values_of_a_stack_are_those_of_a_series(tmp_path: Path) -> None:
                 series = run.series(f"{n.GRADIENT_BEFORE_CLIP}/{name}/{metric}")
                 for step, value in zip(stack.steps, column.tolist(), strict=True):
                     assert value == pytest.approx(series.get(step, math.nan), nan_ok=True, rel=1e-12)
-    narrow = Stack((0,), ("a",), torch.ones(1, 1, 8, dtype=torch.float64), VIEWS["norm"].columns)
+    narrow = StatsSeries((0,), ("a",), torch.ones(1, 1, 8, dtype=torch.float64), VIEWS["norm"].columns)
     assert narrow.has("norm")
     assert not narrow.has("mean")
 
@@ -111,7 +111,7 @@ def test_merged_rows_are_those_of_the_tensors_together() -> None:
     tensors = {"a.w": torch.randn(3, 5), "a.b": torch.tensor([2.0, 0.0]), "c": torch.tensor([-9.0])}
     steps = [{name: (number + 1) * tensor for name, tensor in tensors.items()} for number in range(4)]
     rows = torch.stack([torch.cat([measure([t], ALL_COLUMNS) for t in step.values()]) for step in steps])
-    merged = Stack((0, 1, 2, 3), tuple(tensors), rows, ALL_COLUMNS).merged(("a", "c", "none"), [0, 0, 1])
+    merged = StatsSeries((0, 1, 2, 3), tuple(tensors), rows, ALL_COLUMNS).merged(("a", "c", "none"), [0, 0, 1])
     for metric in ("norm", "mean", "std", "max", "min_value", "sparsity", "l1"):
         for number, step in enumerate(steps):
             together = torch.cat([step["a.w"].flatten(), step["a.b"]]).double()
@@ -133,8 +133,8 @@ def test_merged_rows_are_those_of_the_tensors_together() -> None:
 
 def _record(step: int, value: float, events: bool = False) -> StepRecord:
     rows = measure([torch.tensor([value, -value, 0.0])], ALL_COLUMNS).repeat(2, 1)
-    tables = {"gradient_before_clip": Table(("a", "b"), rows, ALL_COLUMNS)}
-    found = (Event(step, "x", value, 9.0, 5.0, "much"),) if events else ()
+    tables = {"gradient_before_clip": StatsTable(("a", "b"), rows, ALL_COLUMNS)}
+    found = (SpikeEvent(step, "x", value, 9.0, 5.0, "much"),) if events else ()
     return StepRecord(step, float(step), True, {Key("", "x", ""): value}, tables, {"lr": [value]}, found)
 
 
@@ -157,7 +157,7 @@ class _Follower:
 def test_whoever_reads_what_is_new_knows_what_a_fresh_reader_knows(seed: int, tmp_path: Path) -> None:
     """Steps, late values, steps in between that are filled in, rollbacks, resuming, in any order."""
     chance = random.Random(seed)
-    store = RunStore(tmp_path)
+    store = RunWriter(tmp_path)
     follower = _Follower(load_run(tmp_path))
     assert follower.records == {}
     step, value = 0, 0.0
@@ -181,7 +181,7 @@ def test_whoever_reads_what_is_new_knows_what_a_fresh_reader_knows(seed: int, tm
                 last = step
         elif what == "resume":
             store.close()
-            store = RunStore(tmp_path)
+            store = RunWriter(tmp_path)
             step = max(0, step - chance.choice([0, 0, 5]))
         if chance.random() < 0.4:
             follower.look()
@@ -199,9 +199,9 @@ def test_whoever_reads_what_is_new_knows_what_a_fresh_reader_knows(seed: int, tm
 
 
 def test_segments_are_what_was_written_without_a_break(tmp_path: Path) -> None:
-    assert RunStore(tmp_path).close() is None
+    assert RunWriter(tmp_path).close() is None
     assert load_run(tmp_path).segments == []
-    store = RunStore(tmp_path)
+    store = RunWriter(tmp_path)
     for step in [*range(0, 900, 10), *range(450, 500, 10)]:
         store.log(_record(step, 1.0))
     run = load_run(tmp_path)
@@ -211,7 +211,7 @@ def test_segments_are_what_was_written_without_a_break(tmp_path: Path) -> None:
 
 
 def test_what_a_rollback_took_back_is_gone_though_nothing_takes_its_place(tmp_path: Path) -> None:
-    store = RunStore(tmp_path)
+    store = RunWriter(tmp_path)
     for step in range(10):
         store.log(_record(step, 1.0))
     follower = _Follower(load_run(tmp_path))
@@ -225,7 +225,7 @@ def test_what_a_rollback_took_back_is_gone_though_nothing_takes_its_place(tmp_pa
 
 
 def test_the_parts_that_are_read_meet(tmp_path: Path) -> None:
-    store = RunStore(tmp_path)
+    store = RunWriter(tmp_path)
     steps = 2 * _AT_A_TIME + 1
     for step in range(steps):
         store.log(_record(step, float(step)))
@@ -251,7 +251,7 @@ def _work(db: sqlite3.Connection, run: Run) -> int:
 
 
 def test_a_look_costs_no_more_in_a_long_run(tmp_path: Path) -> None:
-    store = RunStore(tmp_path)
+    store = RunWriter(tmp_path)
     run, work = load_run(tmp_path), []
     for step in range(2001):
         store.log(_record(step, 1.0))
@@ -265,7 +265,7 @@ def test_a_look_costs_no_more_in_a_long_run(tmp_path: Path) -> None:
 
 
 def test_a_reader_in_the_middle_of_its_reading_holds_up_no_writer(tmp_path: Path) -> None:
-    store = RunStore(tmp_path)
+    store = RunWriter(tmp_path)
     for step in range(3 * _AT_A_TIME):
         store.log(_record(step, 1.0))
     run = load_run(tmp_path)

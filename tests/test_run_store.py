@@ -15,8 +15,8 @@ import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor, SpikeDetector, load_run
 from torch_gradmon.core.keys import Key, parse_key
 from torch_gradmon.core.moments import ALL_COLUMNS, VIEWS, Column
-from torch_gradmon.core.records import StepRecord, Table
-from torch_gradmon.runs.writer import RunStore
+from torch_gradmon.core.records import StatsTable, StepRecord
+from torch_gradmon.runs.writer import RunWriter
 from torch_gradmon.spikes import MedianMad
 from torch_gradmon.statistics.eager import measure
 
@@ -108,8 +108,8 @@ _TENSORS = {
 }
 
 
-def _through_the_store(path: Path, table: Table) -> Table:
-    store = RunStore(path)
+def _through_the_store(path: Path, table: StatsTable) -> StatsTable:
+    store = RunWriter(path)
     store.log(StepRecord(0, 1.0, True, {}, {"gradient": table}))
     store.close()
     back = load_run(path).table("gradient", 0)
@@ -131,7 +131,7 @@ def _through_the_store(path: Path, table: Table) -> Table:
 )
 def test_a_table_of_odd_tensors_reads_back(columns: frozenset[Column], tmp_path: Path) -> None:
     rows = torch.stack([measure([tensor], columns)[0] for tensor in _TENSORS.values()])
-    table = Table(tuple(_TENSORS), rows, columns)
+    table = StatsTable(tuple(_TENSORS), rows, columns)
     back = _through_the_store(tmp_path, table)
     for metric, view in VIEWS.items():
         if view.columns <= columns | {Column.COUNT, Column.NONFINITE}:
@@ -148,7 +148,7 @@ def test_a_table_of_odd_tensors_reads_back(columns: frozenset[Column], tmp_path:
 def test_counts_of_thirty_million_elements_keep_their_metrics(tmp_path: Path) -> None:
     count, mean, std = 30_000_001.0, 0.7, 1e-4
     row = [count, count * mean, count * mean, count * (mean**2 + std**2), 12_345_679.0, 3.0, -1.5, 2.5]
-    table = Table(("w",), torch.tensor([row], dtype=torch.float64), ALL_COLUMNS)
+    table = StatsTable(("w",), torch.tensor([row], dtype=torch.float64), ALL_COLUMNS)
     back = _through_the_store(tmp_path, table)
     for metric, view in VIEWS.items():
         assert _same(view.compute(back.rows).item(), view.compute(table.rows).item()), metric
@@ -219,7 +219,7 @@ def test_a_step_of_200_parameters_costs_six_to_eight_kilobytes(tmp_path: Path) -
 
 
 def _log(path: Path, steps: range, value: float) -> None:
-    store = RunStore(path)
+    store = RunWriter(path)
     for step in steps:
         store.log(StepRecord(step, 0.0, True, {Key("", "x", ""): value + step}))
     store.close()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor, load_run
 from torch_gradmon.core.moments import Column
-from torch_gradmon.runs.liveness import pulse
+from torch_gradmon.runs.liveness import run_status
 
 from . import forked
 from .families import BY_NAME
@@ -75,7 +75,7 @@ def _run_with_trouble(path: Path, trouble: str, steps: int = 20) -> tuple[nn.Mod
         BY_NAME["mlp"].loss(model, batch).backward()
         monitor.tag(note="x" * 100_000)  # no step fits into what is left of a page
         if step == 5:
-            db = monitor._session.ledger.outbox._store._db
+            db = monitor._runtime.ledger.outbox._store._db
             if trouble == "full disk":
                 db.execute(f"PRAGMA max_page_count={db.execute('PRAGMA page_count').fetchone()[0]}")
             elif trouble == "read-only":
@@ -159,7 +159,7 @@ def test_a_run_that_has_ended_can_be_read_where_nothing_can_be_written(tmp_path:
         run = load_run(medium)
         assert run.steps == [0, 1, 2, 3]
         assert list(run.series("gradmon/grad_norm")) == [0, 1, 2, 3]
-        assert pulse(medium).step == 3
+        assert run_status(medium).step == 3
 
 
 def test_a_file_that_is_locked_is_not_called_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

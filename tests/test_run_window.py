@@ -14,9 +14,9 @@ import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, Run, load_run
 from torch_gradmon.core.keys import GRADIENT, GRADIENT_BEFORE_CLIP, TENSOR_SOURCES, Key, format_key
 from torch_gradmon.core.moments import ALL_COLUMNS, ALWAYS, VIEWS, Column
-from torch_gradmon.core.records import StepRecord, Table
+from torch_gradmon.core.records import StatsTable, StepRecord
 from torch_gradmon.runs.window import COUNT, single_threaded
-from torch_gradmon.runs.writer import RunStore
+from torch_gradmon.runs.writer import RunWriter
 from torch_gradmon.statistics.eager import measure
 from torch_gradmon.step.plan import evaluate_view
 
@@ -90,7 +90,7 @@ def test_a_window_has_the_values_of_its_steps(family: str, tmp_path: Path) -> No
     assert run.window([4]).facts[4]["lr"] == [1e-3]
 
 
-def _tables() -> dict[str, Table]:
+def _tables() -> dict[str, StatsTable]:
     tensors = {
         "normal": torch.arange(10.0),
         "nan": torch.tensor([1.0, math.nan]),
@@ -101,14 +101,14 @@ def _tables() -> dict[str, Table]:
     rows = torch.stack([measure([tensor], ALL_COLUMNS)[0] for tensor in tensors.values()])
     names = tuple(tensors)
     return {
-        GRADIENT_BEFORE_CLIP: Table(names, rows, ALL_COLUMNS),
-        GRADIENT: Table(names[1:], rows[1:], ALL_COLUMNS, same_as=GRADIENT_BEFORE_CLIP),  # a part of them
-        "activation": Table(names[:3], rows[:3], VIEWS["norm"].columns),
+        GRADIENT_BEFORE_CLIP: StatsTable(names, rows, ALL_COLUMNS),
+        GRADIENT: StatsTable(names[1:], rows[1:], ALL_COLUMNS, same_as=GRADIENT_BEFORE_CLIP),  # a part of them
+        "activation": StatsTable(names[:3], rows[:3], VIEWS["norm"].columns),
     }
 
 
 def test_odd_tensors_and_parts_of_another_source_read_back(tmp_path: Path) -> None:
-    store = RunStore(tmp_path)
+    store = RunWriter(tmp_path)
     for step in range(3):
         tables = _tables()
         if step == 1:
@@ -126,9 +126,9 @@ def test_odd_tensors_and_parts_of_another_source_read_back(tmp_path: Path) -> No
 
 def test_later_segments_take_the_place_of_steps(tmp_path: Path) -> None:
     for steps, value in ((range(9), 0.0), (range(3, 5), 100.0)):
-        store = RunStore(tmp_path)
+        store = RunWriter(tmp_path)
         for step in steps:
-            table = Table(("w",), torch.full((1, 8), value + step + 1, dtype=torch.float64), ALL_COLUMNS)
+            table = StatsTable(("w",), torch.full((1, 8), value + step + 1, dtype=torch.float64), ALL_COLUMNS)
             store.log(StepRecord(step, 0.0, True, {Key("", "x", ""): value + step}, {"parameter": table}))
         store.close()
     run = load_run(tmp_path)
@@ -141,10 +141,10 @@ def test_later_segments_take_the_place_of_steps(tmp_path: Path) -> None:
 def test_two_windows_are_alike_if_their_bytes_are(tmp_path: Path) -> None:
     windows = []
     for number, scale in enumerate((1.0, 1.0, 1.0 + 1e-6)):
-        store = RunStore(tmp_path / str(number))
+        store = RunWriter(tmp_path / str(number))
         for step in range(3):
             rows = measure([torch.arange(5.0) * (scale if step == 2 else 1.0)], ALL_COLUMNS)
-            store.log(StepRecord(step, float(number), True, {}, {"parameter": Table(("w",), rows, ALL_COLUMNS)}))
+            store.log(StepRecord(step, float(number), True, {}, {"parameter": StatsTable(("w",), rows, ALL_COLUMNS)}))
         store.close()
         windows.append(load_run(tmp_path / str(number)).window(range(3)))
     assert windows[0].is_like(windows[1], "parameter")

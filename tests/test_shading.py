@@ -15,7 +15,7 @@ from torch_gradmon.analysis.plots.elements import Heat, words_of
 from torch_gradmon.analysis.plots.panels import OfRun, Reel
 from torch_gradmon.analysis.plots.shading import departures, ends, limit, medians
 from torch_gradmon.core.records import StepRecord
-from torch_gradmon.runs.writer import RunStore
+from torch_gradmon.runs.writer import RunWriter
 
 from .synthetic_run import Row, table
 
@@ -41,7 +41,7 @@ def rows(step: int) -> dict[str, Row]:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("run")
-    store = RunStore(path, {"parameters": dict.fromkeys(rows(0))})
+    store = RunWriter(path, {"parameters": dict.fromkeys(rows(0))})
     for step in range(STEPS):
         found = table(rows(step), step)
         assert found is not None
@@ -124,7 +124,7 @@ def test_the_map_is_relative_where_that_makes_sense(run: Path) -> None:
 
 
 def test_a_view_of_few_steps_shows_values(tmp_path: Path) -> None:
-    store = RunStore(tmp_path)
+    store = RunWriter(tmp_path)
     for step in range(9):
         found = table({"a.weight": 1.0}, step)
         assert found is not None

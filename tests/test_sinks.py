@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, JsonlSink, ModuleMonitor
-from torch_gradmon.core.errors import Complaints
-from torch_gradmon.core.records import Event
-from torch_gradmon.sinks import Outlet, delivery
-from torch_gradmon.sinks.delivery import Delivery, Parcel
+from torch_gradmon.core.errors import WarningLog
+from torch_gradmon.core.records import SpikeEvent
+from torch_gradmon.sinks import FilteredSink, delivery
+from torch_gradmon.sinks.delivery import Delivery, PendingCall
 
 from . import forked
 from .families import BY_NAME
@@ -234,7 +234,7 @@ class Clock:
         monkeypatch.setattr(delivery.time, "perf_counter", lambda: self.now)
 
 
-def _slow_rows(clock: Clock, seconds: float, training: float, complaints: Complaints, count: int = 6) -> int:
+def _slow_rows(clock: Clock, seconds: float, training: float, complaints: WarningLog, count: int = 6) -> int:
     taken = []
 
     def call() -> None:
@@ -244,12 +244,12 @@ def _slow_rows(clock: Clock, seconds: float, training: float, complaints: Compla
     sent = Delivery("Slow", complaints)
     for step in range(count):
         clock.now += training
-        sent.put(Parcel(step, call))
+        sent.put(PendingCall(step, call))
     return len(taken)
 
 
 def test_a_sink_that_takes_longer_than_training_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    complaints = Complaints()
+    complaints = WarningLog()
     with pytest.warns(GradmonWarning, match=r"the sink Slow took 2.0 s for a row, longer than training.*thread=True") as caught:
         assert _slow_rows(Clock(monkeypatch), 2.0, 0.1, complaints) == 4  # the first may set itself up
     assert len(caught) == 1
@@ -258,7 +258,7 @@ def test_a_sink_that_takes_longer_than_training_is_dropped(monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("seconds", "training"), [(0.4, 0.01), (5.0, 6.0)], ids=["short", "shorter than training"])
 def test_a_sink_that_holds_nobody_up_is_kept(seconds: float, training: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _slow_rows(Clock(monkeypatch), seconds, training, Complaints()) == 6
+    assert _slow_rows(Clock(monkeypatch), seconds, training, WarningLog()) == 6
 
 
 def test_in_a_thread_a_sink_may_hang_and_training_does_not_wait(monitor: ModuleMonitor) -> None:
@@ -302,7 +302,7 @@ def test_in_a_thread_a_broken_sink_is_dropped(monitor: ModuleMonitor, monkeypatc
 
 
 def test_in_a_thread_too_many_rows_are_lost_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, complaints = threading.Event(), Complaints()
+    gate, complaints = threading.Event(), WarningLog()
     monkeypatch.setattr(delivery, "CAPACITY", 5)
     sent = delivery.ThreadedDelivery("Stuck", complaints, "the run directory 'x'")
     taken: list[int] = []
@@ -313,7 +313,7 @@ def test_in_a_thread_too_many_rows_are_lost_and_counted(monkeypatch: pytest.Monk
 
     with pytest.warns(GradmonWarning, match=r"so slow that 5 rows wait for it.*all rows are in the run directory 'x'") as caught:
         for step in range(20):
-            sent.put(Parcel(step, functools.partial(call, step)))
+            sent.put(PendingCall(step, functools.partial(call, step)))
     assert len(caught) == 1
     gate.set()
     sent.close()
@@ -419,7 +419,7 @@ def test_a_sink_may_do_with_its_dict_as_it_likes(monitor: ModuleMonitor) -> None
 
 def test_spikes_are_not_counted_as_rows(monitor: ModuleMonitor) -> None:
     class Broken(Recorder):
-        def log_spike(self, event: Event, text: str) -> None:
+        def log_spike(self, event: SpikeEvent, text: str) -> None:
             raise ConnectionError
 
     monitor.add_detector(gradmon.SpikeDetector(signal="loss"))
@@ -438,7 +438,7 @@ def test_spikes_are_not_counted_as_rows(monitor: ModuleMonitor) -> None:
 
 def test_between_two_rows_no_spike_of_the_norm_is_lost() -> None:
     sent = Recorder()
-    outlet = Outlet(sent, None, 5, Complaints())
+    outlet = FilteredSink(sent, None, 5, WarningLog())
     norms = [1.0, 9.0, 1.0, 1.0, 1.0, 2.0, 1.0, 3.0, 7.0, 1.0, 1.0, math.inf, 1.0, math.nan, 50.0, 4.0]
     for step, norm in enumerate(norms):
         outlet.send({"gradmon/grad_norm": norm, "x": 0.0}, step)
@@ -451,14 +451,14 @@ def test_between_two_rows_no_spike_of_the_norm_is_lost() -> None:
 @pytest.mark.parametrize(("keys", "expected"), [("grad_norm$", {"gradmon/grad_norm", "gradmon/grad_norm_max"}), ("x", {"x"})])
 def test_the_largest_norm_goes_where_the_norm_goes(keys: str, expected: set[str]) -> None:
     sent = Recorder()
-    outlet = Outlet(sent, keys, 2, Complaints())
+    outlet = FilteredSink(sent, keys, 2, WarningLog())
     outlet.send({"gradmon/grad_norm": 1.0, "x": 0.0}, 0)
     assert sent.rows[0][1].keys() == expected
 
 
 def test_the_largest_norm_waits_for_a_row_where_the_step_of_one_has_none() -> None:
     sent = Recorder()
-    outlet = Outlet(sent, None, 5, Complaints())
+    outlet = FilteredSink(sent, None, 5, WarningLog())
     for step in range(11):
         norm = {3: 100.0, 8: 2.0}.get(step, 1.0)
         outlet.send({"x": 0.0} if step == 5 else {"gradmon/grad_norm": norm, "x": 0.0}, step)
@@ -467,7 +467,7 @@ def test_the_largest_norm_waits_for_a_row_where_the_step_of_one_has_none() -> No
 
 def test_every_step_has_its_own_norm() -> None:
     sent = Recorder()
-    Outlet(sent, None, 1, Complaints()).send({"gradmon/grad_norm": 1.0}, 0)
+    FilteredSink(sent, None, 1, WarningLog()).send({"gradmon/grad_norm": 1.0}, 0)
     assert sent.rows == [(0, {"gradmon/grad_norm": 1.0})]
 
 
@@ -475,7 +475,7 @@ def test_a_sink_is_told_of_spikes_whatever_keys_and_every_say(monitor: ModuleMon
     told: list[tuple[int, str]] = []
 
     class Listener(Recorder):
-        def log_spike(self, event: Event, text: str) -> None:
+        def log_spike(self, event: SpikeEvent, text: str) -> None:
             told.append((event.step, text))
 
     monitor.add_detector(gradmon.SpikeDetector(signal="loss"))

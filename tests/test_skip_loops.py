@@ -15,7 +15,7 @@ import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, Rollback, Skip, SpikeDetector, SpikeError
 from torch_gradmon.analysis.spike_report import tell
 from torch_gradmon.spikes import Threshold
-from torch_gradmon.step.device_transfer import Arrival
+from torch_gradmon.step.device_transfer import DeviceToHostCopy
 
 pytestmark = pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning")
 #: Gradient norms of good steps are far below it, and of bad ones far above.
@@ -355,8 +355,8 @@ def test_what_the_detectors_learn_does_not_depend_on_the_cadence() -> None:
 
 
 def test_a_decision_is_one_copy_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    arrivals: list[Arrival] = []
-    monkeypatch.setattr(Arrival, "land", lambda self, land=Arrival.land: arrivals.append(self) or land(self))
+    arrivals: list[DeviceToHostCopy] = []
+    monkeypatch.setattr(DeviceToHostCopy, "land", lambda self, land=DeviceToHostCopy.land: arrivals.append(self) or land(self))
     counts = []
     for skip in (None, "skip"):
         model = _model()

@@ -31,7 +31,7 @@ from torch_gradmon.spikes import (
 from torch_gradmon.spikes.hampel import value_at
 from torch_gradmon.spikes.hampel_bank import HampelBank
 from torch_gradmon.spikes.sorted_window import SortedWindow
-from torch_gradmon.spikes.verdicts import judged
+from torch_gradmon.spikes.verdicts import judge
 
 RULES: dict[str, Callable[[], Rule]] = {
     "threshold": lambda: Threshold(5.0),
@@ -307,7 +307,7 @@ def test_a_bank_gives_the_scores_and_states_of_single_rules(rule: Hampel) -> Non
     for step in range(steps):
         found, spikes, usual = bank.update(torch.tensor([values[step] for values in series], dtype=torch.float64))
         for signal, values in enumerate(series):
-            verdict = judged(singles[signal], "x", step, values[step])
+            verdict = judge(singles[signal], "x", step, values[step])
             assert alike(found[signal].item(), math.nan if verdict.score is None else verdict.score)
             assert spikes[signal].item() == verdict.is_spike
             if verdict.is_spike and verdict.usual is not None:
@@ -337,8 +337,8 @@ def test_many_signals_are_judged_together_as_alone_also_where_they_come_go_and_t
             assert (found[name].is_spike, found[name].threshold) == (verdict.is_spike, verdict.threshold)
             assert alike(found[name].score, verdict.score)
             assert found[name].reason == verdict.reason
-        assert (together._each._bank is not None) == (step < 90)
-    assert alike(together.state_dict()["rules"], {name: alone[name].state_dict()["rule"] for name in together._each._rules})
+        assert (together._rules._bank is not None) == (step < 90)
+    assert alike(together.state_dict()["rules"], {name: alone[name].state_dict()["rule"] for name in together._rules._rules})
 
 
 # --- invariants --------------------------------------------------------------------------------------------------------------

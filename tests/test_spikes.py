@@ -19,12 +19,11 @@ import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor, SpikeDetector, SpikeError
 from torch_gradmon.core.keys import GRADIENT, GRADIENT_BEFORE_CLIP
 from torch_gradmon.core.moments import ALL_COLUMNS, Column, identity
-from torch_gradmon.core.records import Event, Table
+from torch_gradmon.core.records import SpikeEvent, StatsTable
 from torch_gradmon.spikes import Hampel, MedianMad
-from torch_gradmon.spikes.attribution import attribution
-from torch_gradmon.spikes.recovery import Aftermath
-from torch_gradmon.spikes.recovery import in_words as in_words_after
-from torch_gradmon.spikes.suspects import Gradients
+from torch_gradmon.spikes.attribution import spike_cause
+from torch_gradmon.spikes.recovery import RecoveryTracker, recovery_text
+from torch_gradmon.spikes.suspect_history import GradientNormHistory
 
 
 def _noise(count: int, seed: int = 0, level: float = 1.0, spread: float = 0.1) -> list[float]:
@@ -190,7 +189,7 @@ def test_on_spike_raise_raises_when_the_step_ends() -> None:
 
 
 def test_on_spike_calls_a_function_with_the_event() -> None:
-    events: list[Event] = []
+    events: list[SpikeEvent] = []
     _train(40, events.append)
     assert [(event.step, event.signal) for event in events] == [(39, "grad_norm")]
     assert events[0].score > events[0].threshold == 5.5
@@ -203,7 +202,7 @@ def test_on_spike_none_says_nothing_but_the_record_has_the_event() -> None:
 
 
 def test_a_failing_on_spike_function_does_not_stop_training() -> None:
-    def broken(event: Event) -> None:
+    def broken(event: SpikeEvent) -> None:
         raise KeyError("oops")
 
     with pytest.warns(GradmonWarning, match=r"on_spike.*KeyError"):
@@ -247,12 +246,12 @@ def test_a_step_that_was_not_applied_teaches_the_detector_nothing() -> None:
 # --- signals by key and by pattern ---------------------------------------------------------------------------------------------
 
 
-def _toy(steps: int, *detectors: SpikeDetector, spoil: float = 1e4) -> tuple[ModuleMonitor, list[Event]]:
+def _toy(steps: int, *detectors: SpikeDetector, spoil: float = 1e4) -> tuple[ModuleMonitor, list[SpikeEvent]]:
     """Like :func:`_train`, with a detector of one's own; the events."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"small": nn.Linear(4, 4), "big": nn.Linear(4, 4)})
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    events: list[Event] = []
+    events: list[SpikeEvent] = []
     monitor = ModuleMonitor(model, on_spike=events.append)
     monitor.add_gradient_metric("norm")
     for detector in detectors:
@@ -322,16 +321,16 @@ def test_a_clipped_norm_never_takes_the_place_of_an_unclipped_one() -> None:
 # --- which layers, and what came after -------------------------------------------------------------------------------------------
 
 
-def _tables(steps: int, spoil: dict[tuple[int, str], float]) -> Gradients:
+def _tables(steps: int, spoil: dict[tuple[int, str], float]) -> GradientNormHistory:
     """Gradients of three parameters, noise but for the factors in ``spoil`` by step and name."""
-    generator, gradients = random.Random(0), Gradients()
+    generator, gradients = random.Random(0), GradientNormHistory()
     for step in range(steps):
         rows = identity(3)
         for row, name in enumerate(("in", "mid", "out")):
             norm = (1 + row) * math.exp(generator.gauss(0, 0.05)) * spoil.get((step, name), 1.0)
             rows[row, Column.COUNT], rows[row, Column.SQUARE_SUM] = 10, norm**2
             rows[row, Column.NONFINITE] = 0 if math.isfinite(norm) else 2
-        gradients.see(step, {GRADIENT_BEFORE_CLIP: Table(("in", "mid", "out"), rows, ALL_COLUMNS)})
+        gradients.add(step, {GRADIENT_BEFORE_CLIP: StatsTable(("in", "mid", "out"), rows, ALL_COLUMNS)})
     return gradients
 
 
@@ -346,8 +345,8 @@ def test_suspects_are_ranked_by_when_and_how_far_each_left_its_own_normal() -> N
     # the smallest spread of the default rule after 39 values, for so quiet a signal
     assert mid.score == pytest.approx(math.log(8) / ((math.log(1.5) + 9 / 39) / 5.5), rel=0.1)
     assert inner.share == pytest.approx(inner.norm**2 / (inner.norm**2 + mid.norm**2 + out.norm**2))
-    assert attribution(suspects, 39).words.startswith("mid (")
-    assert "moved first, in step 38, then in (" in attribution(suspects, 39).words
+    assert spike_cause(suspects, 39).words.startswith("mid (")
+    assert "moved first, in step 38, then in (" in spike_cause(suspects, 39).words
 
 
 def test_among_equals_what_backward_reaches_first_comes_first() -> None:
@@ -358,23 +357,23 @@ def test_among_equals_what_backward_reaches_first_comes_first() -> None:
         ("in", 2, None),
         ("mid", 0, None),
     ]
-    assert attribution(suspects, 39).words == "NaN or Inf in the gradient of out, in"
+    assert spike_cause(suspects, 39).words == "NaN or Inf in the gradient of out, in"
 
 
 def test_where_all_rise_together_or_little_is_known_it_says_no_more_than_that() -> None:
-    calm = attribution(_tables(40, {}).suspects(39), 39).words
+    calm = spike_cause(_tables(40, {}).suspects(39), 39).words
     assert calm.startswith("no parameter moved by more than its own noise; of the squared norm hold out 6")
     few = _tables(3, {(2, "in"): 100.0}).suspects(2)
     assert [suspect.score for suspect in few] == [None] * 3
-    words = attribution(few, 2).words
+    words = spike_cause(few, 2).words
     assert words == "too few steps are known to say which parameter moved; of the squared norm hold in 100%, out 0%, mid 0%"
-    assert attribution(Gradients().suspects(0), 0).words == ""
+    assert spike_cause(GradientNormHistory().suspects(0), 0).words == ""
 
 
 def test_a_rollback_forgets_the_steps_that_are_repeated() -> None:
     gradients = _tables(40, {(step, "in"): 100.0 for step in range(20, 40)})
     again = _tables(20, {}).suspects(19)
-    gradients.see(19, {GRADIENT_BEFORE_CLIP: Table(("in", "mid", "out"), identity(3), ALL_COLUMNS)})
+    gradients.add(19, {GRADIENT_BEFORE_CLIP: StatsTable(("in", "mid", "out"), identity(3), ALL_COLUMNS)})
     assert gradients.suspects(39) == []
     assert len(again) == 3
 
@@ -395,10 +394,10 @@ def test_a_rollback_forgets_the_steps_that_are_repeated() -> None:
     ],
 )
 def test_what_came_after_a_spike_is_told_once(after: list[float], words: str) -> None:
-    aftermath = Aftermath()
-    aftermath.follow(Event(30, "loss", 9.0, 20.0, 5.5, "loss is high", usual=1.0))
+    aftermath = RecoveryTracker()
+    aftermath.follow(SpikeEvent(30, "loss", 9.0, 20.0, 5.5, "loss is high", usual=1.0))
     values = dict(zip(range(31, 60), after + [1.0] * 24, strict=True))
-    said = [(step, text) for step in range(31, 60) for text in aftermath.see(step, {}, lambda _, step=step: values[step])]
+    said = [(step, text) for step in range(31, 60) for text in aftermath.update(step, {}, lambda _, step=step: values[step])]
     ((at, text),) = said
     assert at == 35
     assert text.startswith(f"after the spike of step 30 loss {words}")
@@ -422,19 +421,19 @@ def test_a_watched_run_is_told_of_the_spike_and_of_what_came_after() -> None:
     assert re.search(r"after the spike of step 30 grad_norm is back to normal since step 31", after)
 
 
-def _one(name: str, norm: float, bad: int = 0) -> Table:
+def _one(name: str, norm: float, bad: int = 0) -> StatsTable:
     row = identity(1)
     row[0, Column.COUNT], row[0, Column.SQUARE_SUM], row[0, Column.NONFINITE] = 10, norm**2, bad
-    return Table((name,), row, ALL_COLUMNS)
+    return StatsTable((name,), row, ALL_COLUMNS)
 
 
 def test_a_layer_that_is_new_or_was_absent_is_no_suspect_for_that() -> None:
-    gradients = Gradients()
+    gradients = GradientNormHistory()
     for step in range(40):
         names = ("old", *(("expert",) if step in (3, 20, 39) else ()), *(("new",) if step >= 37 else ()))
         rows = identity(len(names))
         rows[:, Column.COUNT], rows[:, Column.SQUARE_SUM] = 10, (100.0 if step == 39 else 1 + 0.01 * (step % 3)) ** 2
-        gradients.see(step, {GRADIENT_BEFORE_CLIP: Table(names, rows, ALL_COLUMNS)})
+        gradients.add(step, {GRADIENT_BEFORE_CLIP: StatsTable(names, rows, ALL_COLUMNS)})
     suspects = {suspect.name: suspect for suspect in gradients.suspects(39)}
     assert suspects["old"].since == 39
     for name in ("new", "expert"):  # seen too seldom to tell
@@ -443,51 +442,51 @@ def test_a_layer_that_is_new_or_was_absent_is_no_suspect_for_that() -> None:
 
 
 def test_a_step_without_a_gradient_is_none_in_which_the_layer_moved() -> None:
-    gradients = Gradients()
+    gradients = GradientNormHistory()
     for step in range(40):
         names = ("a", "b") if step % 2 or step < 30 else ("b",)
         rows = identity(len(names))
         rows[:, Column.COUNT], rows[:, Column.SQUARE_SUM] = 10, 1.0
         if "a" in names:
             rows[0, Column.SQUARE_SUM] = 1e4 if step >= 37 else 1.0
-        gradients.see(step, {GRADIENT_BEFORE_CLIP: Table(names, rows, ALL_COLUMNS)})
+        gradients.add(step, {GRADIENT_BEFORE_CLIP: StatsTable(names, rows, ALL_COLUMNS)})
     assert [(suspect.name, suspect.since) for suspect in gradients.suspects(39)] == [("a", 37), ("b", None)]
 
 
 def test_a_step_without_unclipped_gradients_does_not_count_once_there_were_any() -> None:
-    gradients = Gradients()
+    gradients = GradientNormHistory()
     for step in range(30):
-        gradients.see(step, {GRADIENT_BEFORE_CLIP: _one("a", 300.0), GRADIENT: _one("a", 1.0)})
-    gradients.see(30, {GRADIENT: _one("a", 1.0)})
+        gradients.add(step, {GRADIENT_BEFORE_CLIP: _one("a", 300.0), GRADIENT: _one("a", 1.0)})
+    gradients.add(30, {GRADIENT: _one("a", 1.0)})
     assert gradients.suspects(30) == []
-    gradients.see(31, {GRADIENT_BEFORE_CLIP: _one("a", 300.0)})
+    gradients.add(31, {GRADIENT_BEFORE_CLIP: _one("a", 300.0)})
     (suspect,) = gradients.suspects(31)
     assert suspect.since is None
     assert suspect.usual == pytest.approx(300)
 
 
 def test_what_was_clipped_before_the_first_unclipped_gradients_is_forgotten() -> None:
-    gradients = Gradients()
+    gradients = GradientNormHistory()
     for step in range(30):
-        gradients.see(step, {GRADIENT: _one("a", 1.0)})
-    gradients.see(30, {GRADIENT_BEFORE_CLIP: _one("a", 300.0)})
+        gradients.add(step, {GRADIENT: _one("a", 1.0)})
+    gradients.add(30, {GRADIENT_BEFORE_CLIP: _one("a", 300.0)})
     (suspect,) = gradients.suspects(30)
     assert suspect.usual is None
 
 
 def test_norms_that_were_not_measured_are_not_taken_for_zero() -> None:
-    gradients = Gradients()
-    gradients.see(0, {GRADIENT_BEFORE_CLIP: Table(("a",), identity(1), frozenset({Column.MAX}))})
+    gradients = GradientNormHistory()
+    gradients.add(0, {GRADIENT_BEFORE_CLIP: StatsTable(("a",), identity(1), frozenset({Column.MAX}))})
     assert gradients.suspects(0) == []
 
 
 def test_where_zero_is_usual_it_says_so() -> None:
     verdict = _verdicts([0.0] * 20 + [1.0])[-1]
     assert verdict.reason.startswith("grad_norm = 1 lies above normal")
-    gradients = Gradients()
+    gradients = GradientNormHistory()
     for step in range(30):
-        gradients.see(step, {GRADIENT_BEFORE_CLIP: _one("a", 1.0 if step == 29 else 0.0)})
-    assert attribution(gradients.suspects(29), 29).words == "a (usually zero, 100% of the square) moved most"
+        gradients.add(step, {GRADIENT_BEFORE_CLIP: _one("a", 1.0 if step == 29 else 0.0)})
+    assert spike_cause(gradients.suspects(29), 29).words == "a (usually zero, 100% of the square) moved most"
 
 
 class _Rule:
@@ -537,10 +536,10 @@ def test_a_rule_of_the_older_form_is_refused_at_once() -> None:
 
 def test_the_state_of_another_rule_or_of_other_sizes_is_refused() -> None:
     state = SpikeDetector(MedianMad()).state_dict()
-    with pytest.raises(ValueError, match="is that of the rule MedianMad, and this detector has Hampel"):
+    with pytest.raises(ValueError, match="is that of the rule MedianMad, but this detector uses Hampel"):
         SpikeDetector().load_state_dict(state)
     detector = SpikeDetector(Hampel(lag=20))
-    with pytest.raises(ValueError, match=r"remembers .*'lag': 7.* and this one .*'lag': 20"):
+    with pytest.raises(ValueError, match=r"with the sizes .*'lag': 7.* but this one .*'lag': 20"):
         detector.load_state_dict(SpikeDetector().state_dict())
 
 
@@ -570,23 +569,23 @@ def test_a_late_value_of_a_pattern_is_judged_too() -> None:
     for step in range(40):
         monitor.begin_step(step)
         monitor.log_scalar("train_loss", 1.0)
-        monitor._session.end()
+        monitor._runtime.cycle.close()
         monitor.log_scalar("val_loss", 30.0 if step == 39 else 1.0)
         monitor.end_step()
-    assert [event.signal for event in monitor._session.ledger.recent().events] == ["val_loss"]
+    assert [event.signal for event in monitor._runtime.ledger.recent().events] == ["val_loss"]
 
 
 def test_a_loss_that_stays_higher_is_not_called_back_to_normal() -> None:
-    event = Event(30, "loss", 2.8, 9.0, 5.5, "", usual=2.0)
-    assert "is still 1.4 to 1.41 times what was usual in all of the 2 steps" in in_words_after([event], [(31, 2.8), (32, 2.81)])
-    assert "is back to normal since step 32" in in_words_after([event], [(31, 2.8), (32, 2.1)])
+    event = SpikeEvent(30, "loss", 2.8, 9.0, 5.5, "", usual=2.0)
+    assert "is still 1.4 to 1.41 times what was usual in all of the 2 steps" in recovery_text([event], [(31, 2.8), (32, 2.81)])
+    assert "is back to normal since step 32" in recovery_text([event], [(31, 2.8), (32, 2.1)])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_spike_soon_after_gradients_that_are_not_finite_is_told(bad: float) -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    events: list[Event] = []
+    events: list[SpikeEvent] = []
     monitor = gradmon.watch(model, optimizer, on_spike=events.append)
     for step in range(8):
         optimizer.zero_grad()
@@ -599,7 +598,7 @@ def test_a_spike_soon_after_gradients_that_are_not_finite_is_told(bad: float) ->
 
 
 def test_a_judge_that_fails_costs_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch_gradmon.spikes.detector_set.attribution", lambda *_: 1 / 0)
+    monkeypatch.setattr("torch_gradmon.spikes.detector_set.spike_cause", lambda *_: 1 / 0)
     with pytest.warns(GradmonWarning, match="step 39 could not be judged"):
         monitor, events = _toy(40, SpikeDetector(signal="gradmon/grad_norm"))
     assert sorted(monitor.get_all_metrics()) == list(range(40))
@@ -651,6 +650,6 @@ def test_a_run_that_was_stopped_and_resumed_gives_the_same_verdicts(way: str, tm
     for values, others in zip(found, expected, strict=True):
         assert values == pytest.approx(others, rel=1e-12, abs=1e-12)
     # of the layers' history only what came since is known, so that their words may differ
-    events = [replace(event, where="") for monitor in (first, second) for event in monitor._session.ledger.recent().events]
-    assert events == [replace(event, where="") for event in through._session.ledger.recent().events]
+    events = [replace(event, where="") for monitor in (first, second) for event in monitor._runtime.ledger.recent().events]
+    assert events == [replace(event, where="") for event in through._runtime.ledger.recent().events]
     assert {event.step for event in events} >= {44, 75}

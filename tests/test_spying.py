@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from torch_gradmon.capture.attention.function_patch import Spy
+from torch_gradmon.capture.attention.function_patch import FunctionPatch
 
 ORIGINAL = F.scaled_dot_product_attention
 Q = torch.randn(1, 2, 3, 4)
@@ -27,9 +27,11 @@ def elsewhere() -> Iterator[Any]:
     del sys.modules[module.__name__]
 
 
-def spying() -> tuple[Spy, list[Any]]:
+def spying() -> tuple[FunctionPatch, list[Any]]:
     seen: list[Any] = []
-    return Spy(F, "scaled_dot_product_attention", lambda args, kwargs, result: seen.append((len(args), kwargs, result))), seen
+    return FunctionPatch(
+        F, "scaled_dot_product_attention", lambda args, kwargs, result: seen.append((len(args), kwargs, result))
+    ), seen
 
 
 def test_it_sees_calls_by_every_name_and_goes_without_a_trace(elsewhere: Any) -> None:

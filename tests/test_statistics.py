@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests import oracle
 from torch_gradmon.core.errors import NotMeasurable
 from torch_gradmon.core.moments import ALL_COLUMNS, VIEWS, Column, identity, merge, merge_by_group
-from torch_gradmon.statistics.eager import CPU_BLOCK, Eager, measure
+from torch_gradmon.statistics.eager import CPU_BLOCK, EagerStatistics, measure
 from torch_gradmon.statistics.norm import inner_product
-from torch_gradmon.statistics.precise import doubts
+from torch_gradmon.statistics.precise import needs_precise_pass
 
 INF, NAN = math.inf, math.nan
 
@@ -338,7 +338,7 @@ def test_a_long_random_tensor_where_the_norm_of_torch_is_off() -> None:
 
 @pytest.mark.parametrize("size", [50, 70_000, 600_000])
 def test_a_transform_leaves_no_trace_in_later_calls(size: int) -> None:
-    eager, plain = Eager(), torch.randn(size)
+    eager, plain = EagerStatistics(), torch.randn(size)
 
     def inside(x: Tensor) -> Tensor:
         with pytest.raises(NotMeasurable, match=r"inside a torch\.func transform"):
@@ -440,7 +440,7 @@ def test_one_row_is_doubted_as_among_many(values: list[list[float]], counts: lis
         dtype=torch.float64,
     )
     rows = torch.cat([rows, identity(1)])  # and an empty tensor
-    alone = [doubts(row.unsqueeze(0), columns) for row in rows]
-    together = doubts(rows, columns)
+    alone = [needs_precise_pass(row.unsqueeze(0), columns) for row in rows]
+    together = needs_precise_pass(rows, columns)
     for kind in range(2):
         assert [number for number, found in enumerate(alone) if found[kind]] == together[kind]

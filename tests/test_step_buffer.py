@@ -15,20 +15,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests import oracle
 from torch_gradmon import GradmonWarning, ModuleMonitor
 from torch_gradmon.core import keys as n
-from torch_gradmon.core.errors import Complaints
+from torch_gradmon.core.errors import WarningLog
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.moments import ALL_COLUMNS, VIEWS, Column
 from torch_gradmon.statistics.dispatch import Statistics
 from torch_gradmon.statistics.eager import DEFAULT_EPS, measure
 from torch_gradmon.statistics.tensor_access import threshold_of_squares
 from torch_gradmon.step.buffer import StepBuffer
-from torch_gradmon.step.device_transfer import Arrival
+from torch_gradmon.step.device_transfer import DeviceToHostCopy
 
 KEY = Key("gradient", "w", "mine")
 
 
 def _buffer(raising: bool = True) -> StepBuffer:
-    return StepBuffer(0, Complaints(raising))
+    return StepBuffer(0, WarningLog(raising))
 
 
 def _value(parts: list[Any], aggregation: Any, buffer: StepBuffer | None = None) -> float:
@@ -255,7 +255,7 @@ def test_everything_of_a_device_goes_to_the_host_in_one_copy() -> None:
             torch.ones(3),
             torch.ones(4, device="xpu").bool(),
         ]
-        assert [x.shape for x in Arrival(tensors).land()] == [x.shape for x in tensors]
+        assert [x.shape for x in DeviceToHostCopy(tensors).land()] == [x.shape for x in tensors]
         assert counting.counts == {"copy": 1}
 
 

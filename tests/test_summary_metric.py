@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.core.records import Event
+from torch_gradmon.core.records import SpikeEvent
 from torch_gradmon.spikes import Threshold
 from torch_gradmon.step.gradient_summary import DISTRIBUTION
 
@@ -89,7 +89,7 @@ def test_what_is_no_whole_model_value_is_refused() -> None:
 
 def test_a_detector_may_watch_it() -> None:
     model = _model()
-    events: list[Event] = []
+    events: list[SpikeEvent] = []
     monitor = gradmon.ModuleMonitor(model, on_spike=events.append)
     monitor.add_detector(gradmon.SpikeDetector(Threshold(1e-9), signal="grad_std"))
     _train(monitor, model, steps=2)

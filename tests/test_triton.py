@@ -24,7 +24,7 @@ from tests import oracle
 pytest.importorskip("triton")
 pytest.importorskip("numpy")
 
-from torch_gradmon.core.errors import Complaints, GradmonWarning, NotMeasurable
+from torch_gradmon.core.errors import GradmonWarning, NotMeasurable, WarningLog
 from torch_gradmon.core.moments import ALL_COLUMNS, VIEWS, Column, identity
 from torch_gradmon.statistics import eager, triton
 from torch_gradmon.statistics.dispatch import Statistics
@@ -424,7 +424,7 @@ def test_where_the_kernels_fail_it_is_said_once_and_stock_operations_measure(mon
             raise RuntimeError("no compiler")
 
     monkeypatch.setattr(triton, "rows_of_chunks", Broken())
-    statistics, tensors = Statistics(Complaints()), [random(9), random(40).to(torch.bfloat16)]
+    statistics, tensors = Statistics(WarningLog()), [random(9), random(40).to(torch.bfloat16)]
     statistics._of[DEVICE] = TritonStatistics()
     with pytest.warns(GradmonWarning, match="no compiler") as said:
         rows = [statistics.measure(tensors, ALL_COLUMNS) for _ in range(3)]

@@ -14,7 +14,7 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, SpikeDetector
-from torch_gradmon.monitor.session import at_exit
+from torch_gradmon.monitor.runtime import at_exit
 
 from .loops import differences
 
@@ -120,7 +120,7 @@ def test_the_end_of_the_program_records_no_unfinished_step() -> None:
     run = Run()
     run.turn()
     run.other_turn()
-    session = run.monitor._session
+    session = run.monitor._runtime
     at_exit(lambda: session, session.ledger.outbox)
     run.check(1)
 

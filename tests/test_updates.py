@@ -94,7 +94,7 @@ def test_parameters_are_copied_on_every_tenth_step_only_and_let_go() -> None:
         finally:
             torch.Tensor.clone = clone  # type: ignore[method-assign]
         copied.append(elements[0] >= total)
-        assert not monitor._session.parameters._before
+        assert not monitor._runtime.captures.parameters._before
     assert [step for step, there in enumerate(copied) if there] == [0, 10, 20]
 
 

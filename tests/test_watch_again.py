@@ -22,8 +22,8 @@ from torch_gradmon import GradmonWarning, ModuleMonitor, SpikeDetector, watch
 from torch_gradmon.core.records import StepRecord
 from torch_gradmon.integrations.common import Watching
 from torch_gradmon.monitor.options import MonitorOptions, WatchOptions
-from torch_gradmon.runs.liveness import pulse
-from torch_gradmon.runs.writer import RunStore, Superseded
+from torch_gradmon.runs.liveness import run_status
+from torch_gradmon.runs.writer import RunWriter, Superseded
 
 AGAIN = "was watched already: the earlier monitor is detached"
 
@@ -103,6 +103,7 @@ ARGUMENTS: dict[str, tuple[Any, Any]] = {
     "process_group": (None, "all"),
     "rank_distinct_regex": ("expert", "["),
     "log_on_all_ranks": (True, None),
+    "plugins": ([], "plugin"),
 }
 
 
@@ -306,7 +307,7 @@ def test_a_second_call_with_bad_arguments_leaves_the_first_monitor_alone(
     optimizer = _sgd(model)
     first = watch(model, optimizer, run_dir=tmp_path / "run")
     _step(model, optimizer)
-    hooks, told = _hooks(model, optimizer), pulse(tmp_path / "run").meta
+    hooks, told = _hooks(model, optimizer), run_status(tmp_path / "run").meta
     with pytest.raises(kind):
         watch(model, optimizer, **{"run_dir": tmp_path / "run", **arguments})
     other = nn.Linear(4, 2)
@@ -314,7 +315,7 @@ def test_a_second_call_with_bad_arguments_leaves_the_first_monitor_alone(
         watch(model, _sgd(other))
     gc.collect()
     assert _hooks(model, optimizer) == hooks
-    assert pulse(tmp_path / "run").meta == told
+    assert run_status(tmp_path / "run").meta == told
     norm = _step(model, optimizer)
     assert first.get_step_metrics()["gradmon/grad_norm"] == pytest.approx(norm, rel=1e-6)
     first.detach()
@@ -462,7 +463,7 @@ def test_the_same_run_directory_twice_begins_anew_and_keeps_what_was_there(tmp_p
     with pytest.warns(GradmonWarning, match=AGAIN):
         monitor = watch(model, optimizer, run_dir=tmp_path / "run", preset="full")
     norms = [_step(model, optimizer) for _ in range(2)]
-    assert not pulse(tmp_path / "run").has_ended, (
+    assert not run_status(tmp_path / "run").has_ended, (
         "that of the first monitor has, and it did not write over the facts of the second"
     )
     monitor.detach()
@@ -499,15 +500,15 @@ def test_a_cell_that_makes_everything_anew_keeps_the_facts_of_the_new_run(tmp_pa
     old = model, optimizer, monitor
     model, optimizer, monitor = cell()
     _step(model, optimizer)
-    facts = pulse(tmp_path / "run").meta
-    assert not pulse(tmp_path / "run").has_ended
+    facts = run_status(tmp_path / "run").meta
+    assert not run_status(tmp_path / "run").has_ended
     del old
     gc.collect()  # only now the first one ends
-    assert pulse(tmp_path / "run").meta == facts
+    assert run_status(tmp_path / "run").meta == facts
     _step(model, optimizer)
     monitor.detach()
     assert gradmon.load_run(tmp_path / "run").steps == [0, 1]
-    assert pulse(tmp_path / "run").has_ended
+    assert run_status(tmp_path / "run").has_ended
     assert monitor.complaints() == {}
 
 
@@ -563,21 +564,21 @@ def test_a_monitor_that_goes_on_after_detach_takes_its_run_directory_again(tmp_p
 
 
 def test_a_store_finds_out_that_another_one_writes(tmp_path: Path) -> None:
-    one, other = RunStore(tmp_path, {"who": 1}, "one"), RunStore(tmp_path, {"who": 2}, "other")
+    one, other = RunWriter(tmp_path, {"who": 1}, "one"), RunWriter(tmp_path, {"who": 2}, "other")
     one.claim({"who": 1})
     record = StepRecord(0, 0.0, True, {})
     one.log(record)
     with pytest.raises(Superseded):
         other.log(record)
     other.note({"who": 3})  # not its turn
-    assert pulse(tmp_path).meta["who"] == 1
+    assert run_status(tmp_path).meta["who"] == 1
     other.claim({"who": 2})
     other.log(StepRecord(1, 0.0, True, {}))
     with pytest.raises(Superseded):
         one.log(StepRecord(2, 0.0, True, {}))
     one.note({"who": 1})
     one.goes_back(0)
-    assert pulse(tmp_path).meta["who"] == 2
+    assert run_status(tmp_path).meta["who"] == 2
     one.close()
     other.close()
     assert _segments(tmp_path) == [(0, 0), (0, 1)]

@@ -9,12 +9,13 @@ from typing import Any
 
 from ..core import keys as n
 from ..core.errors import display
-from ..core.progress import Bar
+from ..core.progress import ProgressBar
 from ..runs.export import files
 from ..runs.export.tables import TABLES, chosen_steps, frame_of, table_of
 from ..runs.reader import RunReader
 from ..runs.window import single_threaded
-from ..spikes.suspects import REMEMBERED, Gradients, Suspect
+from ..spikes.suspect_history import GradientNormHistory
+from ..spikes.suspects import REMEMBERED, ParameterAttribution
 
 
 def load_run(path: str | os.PathLike[str]) -> Run:
@@ -30,17 +31,17 @@ def load_run(path: str | os.PathLike[str]) -> Run:
 class Run(RunReader):
     """A run on disk. Where a run was resumed or rolled back, later segments take the place of the steps that they repeat."""
 
-    def suspects(self, step: int) -> list[Suspect]:
-        """The parameters of a step in the order of suspicion, see :class:`torch_gradmon.spikes.suspects.Suspect`.
+    def suspects(self, step: int) -> list[ParameterAttribution]:
+        """The parameters of a step in the order of suspicion, see :class:`torch_gradmon.spikes.suspects.ParameterAttribution`.
 
         Raises:
             KeyError: the step is not in the run.
         """
         self._where(step)
-        gradients = Gradients()
+        gradients = GradientNormHistory()
         for number in [number for number in self.steps if number <= step][-REMEMBERED:]:
             tables = {source: self.table(source, number) for source in (n.GRADIENT_BEFORE_CLIP, n.GRADIENT)}
-            gradients.see(number, {source: table for source, table in tables.items() if table is not None})
+            gradients.add(number, {source: table for source, table in tables.items() if table is not None})
         return gradients.suspects(step)
 
     def plot(self, kind: str = "heatmap", engine: str = "plotly", **options: Any) -> Any:
@@ -93,7 +94,10 @@ class Run(RunReader):
         if sources is not None and table == "steps":
             raise ValueError("sources chooses among tensors, of which the table of steps has none; leave it out")
         frames = [frame_of(self, each, sources, first, last) for each in chosen]
-        with single_threaded(), Bar(len(chosen) * len(chosen_steps(self, first, last)), "export", "step", progress) as bar:
+        with (
+            single_threaded(),
+            ProgressBar(len(chosen) * len(chosen_steps(self, first, last)), "export", "step", progress) as bar,
+        ):
             files.write(dict(zip(paths, frames, strict=True)), bar.advance)
         return paths
 

@@ -8,13 +8,14 @@ from typing import Any, Protocol
 
 from ..core.formatting import factor_text
 from ..core.keys import SUMMARY, Key, format_key, parse_key
-from ..core.records import Event, StepRecord
-from ..runs.detail_request import in_words
+from ..core.records import SpikeEvent, StepRecord
+from ..runs.detail_request import request_text
 from ..spikes import recovery as aftermath
-from ..spikes.attribution import attribution
+from ..spikes.attribution import spike_cause
 from ..spikes.episodes import Episode, episodes, largest
 from ..spikes.signals import value_of
-from ..spikes.suspects import Gradients, Suspect
+from ..spikes.suspect_history import GradientNormHistory
+from ..spikes.suspects import ParameterAttribution
 from ..step.plan import value_in
 
 #: Steps shown before and after the one that is told of, and parameters, ranks and other spikes shown.
@@ -34,7 +35,7 @@ class Source(Protocol):
         """The steps that are known, ascending."""
 
     @property
-    def events(self) -> list[Event]:
+    def events(self) -> list[SpikeEvent]:
         """What the detectors found, in order."""
 
     def context(self, step: int) -> Mapping[str, Any]:
@@ -46,7 +47,7 @@ class Source(Protocol):
     def value(self, signal: str, step: int) -> float | None:
         """The value of one key in a step, or of a whole-model value by its name; None where nothing is known of it."""
 
-    def suspects(self, step: int) -> Sequence[Suspect]:
+    def suspects(self, step: int) -> Sequence[ParameterAttribution]:
         """The parameters of a step in the order of suspicion; none where nothing is known of its gradients."""
 
 
@@ -60,7 +61,10 @@ class Recent:
     """
 
     def __init__(
-        self, records: Mapping[int, StepRecord], gradients: Gradients, suspects: Mapping[int, Sequence[Suspect]]
+        self,
+        records: Mapping[int, StepRecord],
+        gradients: GradientNormHistory,
+        suspects: Mapping[int, Sequence[ParameterAttribution]],
     ) -> None:
         self._records, self._gradients, self._suspects = dict(records), gradients, suspects
 
@@ -70,7 +74,7 @@ class Recent:
         return sorted(self._records)
 
     @property
-    def events(self) -> list[Event]:
+    def events(self) -> list[SpikeEvent]:
         """What the detectors found in them, in order."""
         return [event for step in self.steps for event in self._records[step].events]
 
@@ -90,7 +94,7 @@ class Recent:
             found = self._records[step].values.get(Key(SUMMARY, "", signal))
         return value_in(self._gradients.table(step), key) if found is None and key.source == self._gradients.source else found
 
-    def suspects(self, step: int) -> Sequence[Suspect]:
+    def suspects(self, step: int) -> Sequence[ParameterAttribution]:
         """The parameters of a step in the order of suspicion; none where its gradients are forgotten."""
         return self._suspects.get(step) or self._gradients.suspects(step)
 
@@ -129,7 +133,7 @@ def tell(source: Source, step: int | None = None) -> str:
     )
 
 
-def _heading(source: Source, step: int, events: Sequence[Event], spike: Episode | None) -> Iterator[str]:
+def _heading(source: Source, step: int, events: Sequence[SpikeEvent], spike: Episode | None) -> Iterator[str]:
     context = dict(source.context(step))
     action, skipped, _ = context.pop("action", ""), context.pop("skipped", ""), context.pop("in_a_row", 0)
     unknown = skipped or "no detector called it a spike"  # on this rank
@@ -143,7 +147,7 @@ def _heading(source: Source, step: int, events: Sequence[Event], spike: Episode 
     elif not applied:
         yield "  the step was not applied"
     if tuned := context.pop("tuned", None):
-        yield f"  measured under a live change of detail (gradmon detail, number {tuned['number']}): {in_words(tuned)}"
+        yield f"  measured under a live change of detail (gradmon detail, number {tuned['number']}): {request_text(tuned)}"
     tags, norms = context.pop("tags", {}), context.pop("batch_norms", {})
     facts = {name: value for name, value in {**tags, **context}.items() if name not in ("time", "overhead_pct")}
     if facts:
@@ -161,7 +165,7 @@ def _fact(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else " ".join(str(value).split())[:80]
 
 
-def _signals(source: Source, step: int, around: Sequence[int], events: Sequence[Event]) -> Iterator[str]:
+def _signals(source: Source, step: int, around: Sequence[int], events: Sequence[SpikeEvent]) -> Iterator[str]:
     values = {number: source.metrics(number) for number in around}
     keys = list(dict.fromkeys(key for number in around for key in values[number]))
     wanted = [event.signal for event in events]
@@ -195,7 +199,7 @@ def _cut(name: str) -> str:
     return f"{name if len(name) < _NAME_WIDTH else '…' + name[-_NAME_WIDTH + 2 :]:<{_NAME_WIDTH}}"
 
 
-def _layers(suspects: Sequence[Suspect], step: int, is_spike: bool) -> Iterator[str]:
+def _layers(suspects: Sequence[ParameterAttribution], step: int, is_spike: bool) -> Iterator[str]:
     if not suspects:
         yield "the gradients of this step are not known (a monitor remembers 64 steps, and 100 with a spike; a run directory all)"
         return
@@ -212,7 +216,7 @@ def _layers(suspects: Sequence[Suspect], step: int, is_spike: bool) -> Iterator[
             "-" if suspect.since is None else "this step" if suspect.since == step else str(suspect.since),
         )
         yield _cut(suspect.name) + "".join(f"{cell:>{_WIDTH}}" for cell in cells)
-    found = attribution(suspects, step)
+    found = spike_cause(suspects, step)
     calm = sum(suspect.since is None and not suspect.nonfinite for suspect in suspects)
     known = (
         ""  # the words have it
@@ -240,7 +244,7 @@ def _after(source: Source, known: Sequence[int], spike: Episode | None) -> Itera
         values = [*islice(((number, value) for number, value in after if value is not None), aftermath.AFTER)]
         if values:
             yield ""
-            yield aftermath.in_words(own, values)
+            yield aftermath.recovery_text(own, values)
 
 
 def _others(spikes: Sequence[Episode], spike: Episode | None) -> Iterator[str]:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 _UNSCALED = 1  # torch.amp.grad_scaler.OptState.UNSCALED; READY is 0, STEPPED is 2
 
 
-class Scales:
+class GradScale:
     """Which optimizer's gradients are scaled by what, as far as it can be known before the optimizer steps."""
 
     def __init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ class GradientCapture:
         self._parameters: Sequence[Place] = ()
         self._seen: _Seen = {}
         self._scaled = False
-        self._held: dict[int, tuple[StepBuffer, _Seen, list[int]]] = {}
+        self._held: dict[Hashable, tuple[StepBuffer, _Seen, list[int]]] = {}
         self._uncommitted: dict[tuple[int, int], StepBuffer] = {}
         self._accumulated: dict[int, weakref.ref[Tensor]] = {}
         self.measures_batches = False  # each micro-batch by itself
@@ -112,7 +112,7 @@ class GradientCapture:
                 found[position] = parameter.grad
         return found
 
-    def before_clip(self, positions: Sequence[int], inverse_scale: Tensor | None, held_for: int | None = None) -> None:
+    def before_clip(self, positions: Sequence[int], inverse_scale: Tensor | None, held_for: Hashable | None = None) -> None:
         """Measure the gradients as they are now: accumulated and not yet clipped. Replaces an earlier call's values.
 
         ``held_for``: keep the values aside under this number until :meth:`release` says that they count.
@@ -138,7 +138,7 @@ class GradientCapture:
             self._seen.pop(position, None)
         self._seen.update(seen)
 
-    def release(self, held_for: int) -> None:
+    def release(self, held_for: Hashable) -> None:
         """What was held under this number counts after all."""
         if self._buffer is not None and held_for in self._held:
             held, seen, positions = self._held.pop(held_for)

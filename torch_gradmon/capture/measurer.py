@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.errors import Complaints
+from ..core.errors import WarningLog
 from ..core.keys import OPTIMIZER, Key
 from ..core.metric import Metric
 from ..core.torch_modes import no_autocast
@@ -36,7 +36,7 @@ class Measurer:
         ranks: those over which rows are merged.
     """
 
-    def __init__(self, built_in: Statistics, complaints: Complaints, ranks: Ranks | None = None) -> None:
+    def __init__(self, built_in: Statistics, complaints: WarningLog, ranks: Ranks | None = None) -> None:
         self.built_in = built_in
         self.ranks = ranks or Ranks()
         self.complaints = complaints

@@ -1,7 +1,7 @@
 """What goes wrong, said once and in words that help.
 
 Users see :class:`ValueError` and :class:`TypeError` with the offending value and the remedy. What fails inside a running
-training step is reported through :class:`Complaints`: one warning per cause, everything after it only counted.
+training step is reported through :class:`WarningLog`: one warning per cause, everything after it only counted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class NotMeasurable(Exception):
     """Internal: a tensor of a kind that cannot be measured; the message becomes the reason in ``missing()``."""
 
 
-class Complaints:
+class WarningLog:
     """Warns once for each cause and counts how often it came back.
 
     Args:
@@ -54,13 +54,13 @@ class Complaints:
             self.say(message, error)
 
     def say(self, message: str, error: BaseException | str | None = None) -> None:
-        """Warn, whether something was said before or not; of an ``error`` that is long past there are :func:`in_words`."""
-        detail = "" if error is None else f" ({error if isinstance(error, str) else in_words(error)})"
+        """Warn, whether something was said before or not; of an ``error`` that is long past there are :func:`error_text`."""
+        detail = "" if error is None else f" ({error if isinstance(error, str) else error_text(error)})"
         # stacklevel is of no use here: the callers are hooks, below them stands the user's optimizer.step() or backward()
         warnings.warn(f"torch_gradmon: {message}{detail}", GradmonWarning, stacklevel=3)
 
 
-def in_words(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """The class and the message of ``error``, to keep in its place: it holds the frames that it came through, and all that is in them."""
     return f"{type(error).__name__}: {error}"
 

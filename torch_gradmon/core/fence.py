@@ -11,8 +11,11 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from .errors import Complaints, GradmonWarning, SpikeError
-from .torch_modes import call_unseen
+from .errors import GradmonWarning, SpikeError, WarningLog
+from .torch_modes import outside_dispatch_modes
+
+# asked in every fenced call: without modes there is nothing to leave
+_function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 
 
 def is_disabled() -> bool:
@@ -20,18 +23,21 @@ def is_disabled() -> bool:
     return os.environ.get("GRADMON_DISABLE", "") not in ("", "0")
 
 
-class Guard:
+class Fence:
     """Runs our code so that training neither fails by it nor sees it, and keeps the time that it takes.
 
     Args:
         complaints: where failures are reported.
         inert: nothing runs at all.
+
+    Attributes:
+        had_grad: whether grad mode was on where the running call came from.
     """
 
-    def __init__(self, complaints: Complaints, inert: bool) -> None:
+    def __init__(self, complaints: WarningLog, inert: bool) -> None:
         self.complaints = complaints
         self.inert = inert
-        self._inside = False
+        self._inside = self.had_grad = False
         self._lock = threading.RLock()  # with several GPUs, hooks fire on one of autograd's threads for each
         self._seconds = self._settled = 0.0
         self._since = self._entered = time.perf_counter()
@@ -46,13 +52,16 @@ class Guard:
             self._entered = time.perf_counter()
             self._inside = True
             try:
-                return call_unseen(self._run, method, args)
+                if _function_modes() or _dispatch_modes():
+                    with outside_dispatch_modes():
+                        return self._run(method, args)
+                return self._run(method, args)
             finally:
                 self._inside = False
                 self._seconds += time.perf_counter() - self._entered
 
     def _run(self, method: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        grad = torch.is_grad_enabled()
+        grad = self.had_grad = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # a tenth of what the context manager costs, on every step
         try:
             return method(*args)
@@ -90,20 +99,20 @@ class Guard:
         return share
 
 
-class Guarded(Protocol):
+class Fenced(Protocol):
     """What has methods that are fenced."""
 
-    guard: Guard
+    guard: Fence
 
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def guarded(method: F) -> F:
-    """Fence a method of an object that has a :class:`Guard`."""
+def fenced(method: F) -> F:
+    """Fence a method of an object that has a :class:`Fence`."""
 
     @functools.wraps(method)
-    def fenced(self: Guarded, *args: Any) -> Any:
+    def call(self: Fenced, *args: Any) -> Any:
         return self.guard.run(method, self, *args)
 
-    return fenced  # type: ignore[return-value]
+    return call  # type: ignore[return-value]

@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Fact:
+class LoopFinding:
     """One mistake of the loop, as often as it was seen.
 
     Attributes:
@@ -32,7 +32,7 @@ class Fact:
         return {**asdict(self), "where": list(self.where)}
 
     @classmethod
-    def of_dict(cls, fact: Mapping[str, Any]) -> Fact:
+    def of_dict(cls, fact: Mapping[str, Any]) -> LoopFinding:
         """The inverse of :meth:`to_dict`."""
         known = {each.name: fact[each.name] for each in fields(cls) if each.name in fact}  # a later version may know more
         return cls(**{**known, "where": tuple(fact.get("where", ()))})

@@ -87,7 +87,7 @@ def from_columns(columns: Mapping[Column, Tensor], groups: Sequence[int] | Tenso
 
 
 @dataclass(frozen=True)
-class View:
+class StatView:
     """A built-in metric: arithmetic on a row.
 
     Attributes:
@@ -127,13 +127,13 @@ def _finite_count(rows: Tensor) -> Tensor:
     return rows[:, Column.COUNT] - rows[:, Column.NONFINITE]
 
 
-def _view(columns: Iterable[Column], needs: str, unit: str, documentation: str, compute: Callable[[Tensor], Tensor]) -> View:
-    return View(frozenset(columns), compute, needs, unit, documentation)
+def _view(columns: Iterable[Column], needs: str, unit: str, documentation: str, compute: Callable[[Tensor], Tensor]) -> StatView:
+    return StatView(frozenset(columns), compute, needs, unit, documentation)
 
 
 _C = Column
 #: Every built-in metric of a tensor. Complex tensors are taken as twice as many real numbers.
-VIEWS: dict[str, View] = {
+VIEWS: dict[str, StatView] = {
     "norm": _view([_C.SQUARE_SUM], "", "1", "L2 norm", lambda r: r[:, _C.SQUARE_SUM].sqrt()),
     "rms": _view(
         [_C.COUNT, _C.SQUARE_SUM],

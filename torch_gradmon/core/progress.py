@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any
 
 
-class Bar:
+class ProgressBar:
     """A progress bar where tqdm is installed and somebody looks, and nothing elsewhere.
 
     Args:
@@ -26,7 +26,7 @@ class Bar:
                 return
             self._bar = tqdm(total=total, desc=what, unit=unit, leave=False)
 
-    def __enter__(self) -> Bar:
+    def __enter__(self) -> ProgressBar:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -16,7 +16,7 @@ Severity = Literal["error", "warning", "info"]
 
 
 @dataclass(frozen=True)
-class Event:
+class SpikeEvent:
     """A spike in a signal.
 
     Attributes:
@@ -46,7 +46,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Table:
+class StatsTable:
     """Statistics of one source in one step: ``rows`` is float64 ``[len(names), 8]`` on the host.
 
     Only ``columns`` were measured; the others hold the identity of their operation, which is no value: ask :meth:`has` first.
@@ -86,9 +86,9 @@ class StepRecord:
     time: float
     applied: bool
     values: Mapping[Key, float]
-    tables: Mapping[str, Table] = field(default_factory=dict)
+    tables: Mapping[str, StatsTable] = field(default_factory=dict)
     context: Mapping[str, Any] = field(default_factory=dict)
-    events: tuple[Event, ...] = ()
+    events: tuple[SpikeEvent, ...] = ()
     derived: frozenset[Key] = frozenset()
     hidden: frozenset[Key] = frozenset()
     rng: Mapping[str, Tensor] = field(default_factory=dict)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 _ENDS, _AROUND = 50, 3
 
 
-def thinned(steps: Sequence[int], around: Iterable[int], most: int, liked: Sequence[int] = ()) -> list[int]:
+def subsample_steps(steps: Sequence[int], around: Iterable[int], most: int, liked: Sequence[int] = ()) -> list[int]:
     """Some of ``steps``, ascending: both ends, those close to steps in ``around``, and up to ``most`` at even distances.
 
     Of those between two such distances one in ``liked``, ascending and among ``steps``, is taken first: a loss that is logged every

@@ -16,7 +16,7 @@ _NOTHING: AbstractContextManager[object] = nullcontext()
 _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 
 
-def unseen() -> AbstractContextManager[object]:
+def outside_dispatch_modes() -> AbstractContextManager[object]:
     """A context outside of all dispatch modes and function modes, in which no mode of the user sees an operation.
 
     Selective activation checkpointing keeps the results of operations in order, and would hand ours to the model's
@@ -28,11 +28,11 @@ def unseen() -> AbstractContextManager[object]:
     return _outside_of_all_modes() if sees_functions else _disable_current_modes()
 
 
-def call_unseen(function: Callable[..., Any], *args: Any) -> Any:
-    """Call ``function`` as in :func:`unseen`, without its price where there are no modes: fences are passed several times in a step."""
+def call_outside_modes(function: Callable[..., Any], *args: Any) -> Any:
+    """Call ``function`` as in :func:`outside_dispatch_modes`, at no cost where no mode is active: a step enters several fences."""
     if not (_function_modes() or _dispatch_modes()):
         return function(*args)
-    with unseen():
+    with outside_dispatch_modes():
         return function(*args)
 
 
@@ -93,7 +93,7 @@ def rng_states() -> dict[str, Tensor]:
 
     They are on the host, so nothing waits for a device.
     """
-    with unseen():
+    with outside_dispatch_modes():
         states = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             with contextlib.suppress(RuntimeError):  # while a graph is captured it cannot be asked for

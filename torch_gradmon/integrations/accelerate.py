@@ -11,7 +11,7 @@ from typing import Any
 
 from accelerate.tracking import GeneralTracker
 
-from ..core.errors import Complaints, display
+from ..core.errors import WarningLog, display
 from ..monitor.monitor import ModuleMonitor
 
 
@@ -46,7 +46,7 @@ class GradMonTracker(GeneralTracker):  # type: ignore[misc]
         self.logged_anyhow: set[str] = set()
         self._own: set[str] = set()
         self._taken: set[str] = set()
-        self._complaints = Complaints()
+        self._complaints = WarningLog()
         super().__init__()
 
     @property

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..capture.hooks import Handles
 from ..core import validation as check
-from ..core.errors import Complaints, display
+from ..core.errors import WarningLog, display
 from ..monitor import replacing
 from ..monitor.monitor import ModuleMonitor
 from ..monitor.options import check_names
@@ -102,7 +102,7 @@ class Watching:
             try:
                 self.monitor.load_state_dict(state)
             except (TypeError, ValueError) as error:
-                Complaints().say("the monitor's state in the checkpoint does not fit this monitor, which begins anew", error)
+                WarningLog().say("the monitor's state in the checkpoint does not fit this monitor, which begins anew", error)
         return self.monitor
 
     def state_dict(self) -> dict[str, Any]:

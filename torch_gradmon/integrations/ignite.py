@@ -12,9 +12,9 @@ from ignite.engine import Engine, Events
 from torch import nn
 
 from ..core import validation as check
-from ..core.errors import Complaints, display
+from ..core.errors import WarningLog, display
 from ..core.keys import compile_pattern
-from ..core.records import Event
+from ..core.records import SpikeEvent
 from ..monitor.monitor import ModuleMonitor
 from ..monitor.options import WatchOptions
 from ..spikes import Rule, SpikeDetector
@@ -55,7 +55,7 @@ class GradMonHandler:
         monitor: ModuleMonitor | None = None,
         *,
         rule: Rule | Callable[[float], Any] | SpikeDetector | None = None,
-        callback: Callable[[Engine, Event], Any] | None = None,
+        callback: Callable[[Engine, SpikeEvent], Any] | None = None,
         keys: str | re.Pattern[str] = "gradmon/",
         **watch_arguments: Unpack[WatchOptions],
     ) -> None:
@@ -64,7 +64,7 @@ class GradMonHandler:
         self._keys = compile_pattern(keys, "keys")
         detectors = [] if rule is None else [rule if isinstance(rule, SpikeDetector) else SpikeDetector(rule)]
         self._watching = Watching(monitor, watch_arguments, detectors)
-        self._callback, self._complaints = callback, Complaints()
+        self._callback, self._complaints = callback, WarningLog()
         self._trainer: weakref.ref[Engine] | None = None
         self._runs = False
         self._spiked = False  # in this iteration

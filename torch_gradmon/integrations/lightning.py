@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..core import validation as check
-from ..core.errors import Complaints, display
+from ..core.errors import WarningLog, display
 from ..monitor.monitor import ModuleMonitor
 from ..monitor.options import WatchOptions
 from ..step.micro_batches import DOCUMENTATION as BATCHES
@@ -90,7 +90,7 @@ class GradMonCallback(Callback):
         prefixes = {"prefix": watch_arguments.get("prefix", ""), "step_prefix": step_prefix, "epoch_prefix": epoch_prefix}
         usual = ("", _SECTION, _EPOCH)
         self._prefixes = [each for each, own in zip(prefixes.items(), usual, strict=True) if each[1] != own]
-        self._epoch, self._complaints = Epoch(), Complaints()
+        self._epoch, self._complaints = Epoch(), WarningLog()
         self._held: HeldSchedulers | None = None
         self._sinks: list[Any] = []
         self._loaded: Mapping[str, Any] = {}

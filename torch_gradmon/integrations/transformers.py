@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from ..core import validation as check
-from ..core.errors import Complaints, display
+from ..core.errors import WarningLog, display
 from ..core.fence import is_disabled
 from ..core.keys import SUMMARY
 from ..monitor.monitor import ModuleMonitor
@@ -79,7 +79,7 @@ class GradMonCallback(TrainerCallback, ExportableState):  # type: ignore[misc]  
         self._line = -1
         self._sinks: list[Any] = []
         self._held: HeldSchedulers | None = None
-        self._complaints = Complaints()
+        self._complaints = WarningLog()
 
     @property
     def monitor(self) -> ModuleMonitor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import nn
@@ -15,28 +16,43 @@ from ..capture.modules.unit_metrics import ACTIVATION_BUILT_INS
 from ..capture.parameters import OPTIMIZER_BUILT_INS
 from ..core import keys as n
 from ..core import validation as check
-from ..core.errors import Complaints
-from ..core.fence import Guard, is_disabled
+from ..core.errors import WarningLog
+from ..core.fence import Fence, is_disabled
 from ..core.keys import Key, format_key
-from ..plugins.flight_recorder import Recorder
-from ..plugins.overhead_budget import Budget
-from ..plugins.post_spike_detail import CloserLook
-from ..plugins.spike_policy.plugin import Actor
+from ..plugins.clipping.named import AdaptiveClips
+from ..plugins.flight_recorder import FlightRecorder
+from ..plugins.live_detail.plugin import LiveDetail
+from ..plugins.loop_audit.plugin import LoopAudit
+from ..plugins.overhead_budget import OverheadBudget
+from ..plugins.post_spike_detail import PostSpikeDetail
+from ..plugins.spike_policy.plugin import SpikePolicy
 from ..plugins.spike_policy.policy import Rollback, policy_of
 from ..statistics.dispatch import Statistics
-from ..step.exchange import Exchange
-from ..step.layer_values import Layers
+from ..step.exchange import RankExchange
+from ..step.exchange_policy import ExchangePolicy
+from ..step.layer_values import LayerSelection
 from ..step.planner import Planner
+from ..step.plugin import Plugin
 from ..step.ranks import Ranks
 from ..step.registry import VIEW_BUILT_INS, Registry
+from .cadence import Cadence
+from .captures import Captures
 from .config import MonitorConfig, compiled
+from .hook_schedule import HookSchedule
+from .late_values import LateValues
+from .pending_queue import Flights
 from .pipeline.ledger import Ledger, Options
+from .plugin_context import MonitorContext
+from .plugin_set import PluginSet
 from .publisher import Outbox
-from .session import Session, at_exit
+from .runtime import Runtime, at_exit
+from .step_lifecycle import StepLifecycle
+from .step_state import StepState
+from .value_log import ValueLog
 
 
-def build(config: MonitorConfig, model: nn.Module | None = None) -> Session:
-    """The session that runs a monitor with these options.
+def build(config: MonitorConfig, model: nn.Module | None = None) -> Runtime:
+    """The runtime of a monitor with these options.
 
     The model is checked and indexed before the run directory is created, so a model that is refused leaves no files.
 
@@ -44,29 +60,61 @@ def build(config: MonitorConfig, model: nn.Module | None = None) -> Session:
         TypeError, ValueError: the model cannot be monitored.
     """
     inert, ranks = is_disabled(), Ranks(config.process_group)
-    complaints = Complaints(raising=config.on_metric_error == "raise")
+    complaints = WarningLog(raising=config.on_metric_error == "raise")
     planner = _planner(config, model)
     outbox = _outbox(config, complaints, ranks, inert)
-    guard = Guard(complaints, inert)
-    ledger = _ledger(config, guard, outbox)
+    fence = Fence(complaints, inert)
+    ledger = _ledger(config, fence, outbox)
     statistics = Statistics(complaints, float(config.eps), config.compile_statistics and not inert)
-    budget = _budget(config, complaints)
-    session = Session(
-        budget or config.is_step_monitored,
-        guard,
-        planner,
-        Measurer(statistics, complaints, ranks),
-        ledger,
-        config.sampled_updates,
-        budget,
-        CloserLook(planner, config.post_spike_steps),
-        Recorder(config.flight_recorder, planner.registry, ledger.summary),
-        None if inert else _actor(config, ledger, ranks, complaints),
-    )
-    session.scaler = config.scaler
+    captures = Captures(Measurer(statistics, complaints, ranks), fence, config.sampled_updates)
+    exchange = ExchangePolicy(RankExchange(ranks, complaints), planner, ledger.summary, ledger.judges)
+    plugins = PluginSet(_plugins(config, planner, ledger, exchange, complaints, inert), complaints)
+    ledger.on_alert, ledger.on_record = partial(plugins.call, "on_alert"), partial(plugins.call, "on_record")
+    runtime = Runtime(_lifecycle(config, planner, captures, exchange, ledger, plugins, fence))
+    for plugin in plugins:
+        plugin.attach(MonitorContext(runtime.lifecycle, plugin))
+    runtime.scaler = config.scaler
     # the last rows are sent when the interpreter ends, and what sends them has to be alive until then
-    weakref.finalize(session, at_exit, weakref.ref(session), outbox.lasting)
-    return session
+    weakref.finalize(runtime, at_exit, weakref.ref(runtime), outbox.lasting)
+    return runtime
+
+
+def _lifecycle(
+    config: MonitorConfig,
+    planner: Planner,
+    captures: Captures,
+    exchange: ExchangePolicy,
+    ledger: Ledger,
+    plugins: PluginSet,
+    fence: Fence,
+) -> StepLifecycle:
+    state = StepState()
+    queue = Flights(ledger, planner.registry, fence, plugins)
+    values = ValueLog(state, fence, LateValues(state, ledger, queue, plugins), exchange, captures.modules)
+    hooks, cadence = HookSchedule(planner, captures.modules), Cadence(config.is_step_monitored, plugins)
+    return StepLifecycle(state, planner, captures, exchange, queue, hooks, cadence, values, fence)
+
+
+def _plugins(
+    config: MonitorConfig, planner: Planner, ledger: Ledger, exchange: ExchangePolicy, complaints: WarningLog, inert: bool
+) -> list[Plugin]:
+    """The plugins in the order in which they are called. The budget thins what the script asks for, and the others may ask for more;
+    a recorder keeps a step before the detectors learn of it.
+    """
+    recorder = FlightRecorder(config.flight_recorder, planner.registry, ledger.summary)
+    ledger.judges.fetch_recorded = recorder.fetch_recorded
+    post_spike = PostSpikeDetail(planner, config.post_spike_steps)
+    detail = LiveDetail(planner, ledger.summary, ledger.outbox, exchange, lambda: post_spike.may_add_hooks, complaints)
+    budget = [] if config.overhead_budget is None else [OverheadBudget(config.overhead_budget)]
+    policy = policy_of(config.on_spike)
+    acting = []
+    if policy is not None and not inert:
+        acting = [SpikePolicy(policy, ledger.judges, RankExchange(exchange.exchange.ranks, complaints), complaints)]
+        # the decision needs these two, whether they are shown or have a detector or not
+        ledger.summary.signals |= {"grad_norm", "grad_nonfinite"}
+    audit = LoopAudit(planner, complaints, ledger.outbox.note)
+    clips = AdaptiveClips(may_skip=bool(acting))
+    return [*budget, recorder, *acting, detail, post_spike, clips, audit, *config.plugins]
 
 
 def _planner(config: MonitorConfig, model: nn.Module | None) -> Planner:
@@ -81,7 +129,7 @@ def _planner(config: MonitorConfig, model: nn.Module | None) -> Planner:
     return planner
 
 
-def _outbox(config: MonitorConfig, complaints: Complaints, ranks: Ranks, inert: bool) -> Outbox:
+def _outbox(config: MonitorConfig, complaints: WarningLog, ranks: Ranks, inert: bool) -> Outbox:
     logs_everywhere, run_dir = config.log_on_all_ranks, config.run_dir
     if run_dir is not None and logs_everywhere and ranks.count > 1:
         run_dir = os.path.join(run_dir, f"rank{ranks.rank}")
@@ -89,26 +137,12 @@ def _outbox(config: MonitorConfig, complaints: Complaints, ranks: Ranks, inert: 
     return Outbox(complaints, None if inert else run_dir, meta, lambda: not (logs_everywhere or ranks.is_first))
 
 
-def _ledger(config: MonitorConfig, guard: Guard, outbox: Outbox) -> Ledger:
+def _ledger(config: MonitorConfig, guard: Fence, outbox: Outbox) -> Ledger:
     policy = policy_of(config.on_spike)
     # schedulers hold the optimizer, which holds the model, and the ledger lives longer than these
     on_spike = policy.without_others() if isinstance(policy, Rollback) else config.on_spike
     options = Options(_key_formatter(config.key_style, config.prefix), config.history, on_spike)
-    return Ledger(options, guard, outbox, Layers(config.layers))
-
-
-def _budget(config: MonitorConfig, complaints: Complaints) -> Budget | None:
-    share = config.overhead_budget
-    return None if share is None else Budget(share, config.is_step_monitored, complaints)
-
-
-def _actor(config: MonitorConfig, ledger: Ledger, ranks: Ranks, complaints: Complaints) -> Actor | None:
-    policy = policy_of(config.on_spike)
-    if policy is None:
-        return None
-    # the decision needs these two, whether they are shown or have a detector or not
-    ledger.summary.signals |= {"grad_norm", "grad_nonfinite"}
-    return Actor(policy, ledger.judges, Exchange(ranks, complaints), complaints)
+    return Ledger(options, guard, outbox, LayerSelection(config.layers))
 
 
 def _key_formatter(style: str, prefix: str) -> Callable[[Mapping[Key, float]], dict[str, float]]:

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..core import validation as check
+from ..core.errors import display, nearest
 from ..core.keys import KEY_STYLES, compile_pattern
-from ..core.records import Event
+from ..core.records import SpikeEvent
 from ..plugins.spike_policy.policy import Policy, Rollback, Skip
 from ..statistics.eager import DEFAULT_EPS
-from ..step.layer_values import Layers
+from ..step.layer_values import LayerSelection
+from ..step.plugin import Plugin
+
+#: Names of the plugins that a monitor brings.
+BUILT_IN_PLUGINS = frozenset(
+    ("overhead_budget", "flight_recorder", "spike_policy", "live_detail", "post_spike_detail", "clipping", "loop_audit")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +44,7 @@ class MonitorConfig:
     eps: float = DEFAULT_EPS
     update_sample: int | str | re.Pattern[str] | None = None
     layers: str | re.Pattern[str] | None = None
-    on_spike: str | Policy | Callable[[Event], Any] | None = None
+    on_spike: str | Policy | Callable[[SpikeEvent], Any] | None = None
     history: int = 1000
     run_dir: str | os.PathLike[str] | None = None
     compile_statistics: bool = False
@@ -47,6 +54,7 @@ class MonitorConfig:
     process_group: torch.distributed.ProcessGroup | None = None
     rank_distinct_regex: str | re.Pattern[str] | None = None
     log_on_all_ranks: bool = False
+    plugins: Sequence[Plugin] = ()
 
     def __post_init__(self) -> None:
         check.cadence(self.every, self.monitor_step_fn)
@@ -69,7 +77,8 @@ class MonitorConfig:
         check.grad_scaler(self.scaler)
         check.process_group(self.process_group)
         compiled("rank_distinct_regex", self.rank_distinct_regex)
-        Layers(self.layers)
+        LayerSelection(self.layers)
+        self._check_plugins()
 
     def _check_flight_recorder(self) -> None:
         check.positive_int_or_zero("flight_recorder", self.flight_recorder)
@@ -78,6 +87,24 @@ class MonitorConfig:
                 f"flight_recorder={self.flight_recorder} measures every step, so overhead_budget={self.overhead_budget!r} could save "
                 "nothing by leaving out steps; give one of the two"
             )
+
+    def _check_plugins(self) -> None:
+        if isinstance(self.plugins, Plugin) or not isinstance(self.plugins, Sequence):
+            raise TypeError(f"plugins={display(self.plugins)} must be a list of plugins, such as plugins=[MyPlugin()]")
+        names: set[str] = set()
+        for plugin in self.plugins:
+            if not isinstance(plugin, Plugin):
+                raise TypeError(
+                    f"plugins has {display(plugin)}, which is no instance of a subclass of torch_gradmon.plugins.Plugin"
+                )
+            for name in vars(type(plugin)):
+                if name.startswith(("on_", "before_", "after_")) and not hasattr(Plugin, name):
+                    raise ValueError(f"{type(plugin).__name__}.{name} is no hook of a plugin{nearest(name, vars(Plugin))}")
+            if plugin.name in names or plugin.name in BUILT_IN_PLUGINS:
+                raise ValueError(
+                    f"there is a plugin of the name {plugin.name!r} already; give {type(plugin).__name__} another name"
+                )
+            names.add(plugin.name)
 
     @property
     def is_step_monitored(self) -> Callable[[int], bool]:

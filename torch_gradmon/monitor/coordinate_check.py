@@ -109,7 +109,7 @@ class RefinedCoordinateCheck:
         Raises:
             ValueError: no training forward was seen in this step.
         """
-        if self._monitor.is_monitoring() and self._monitor._session.activations.awaits_check:
+        if self._monitor.is_monitoring() and self._monitor._runtime.captures.modules.awaits_check:
             raise ValueError(
                 f"no forward of the model was seen in step {self._monitor.step}; call refined_coordinate_check() after one in "
                 "training mode"

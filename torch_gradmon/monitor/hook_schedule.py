@@ -1,67 +1,109 @@
-"""Which hooks hang: all that a monitored step needs, before it begins, and as few as may be while nothing is measured."""
+"""Which hooks are registered: all that a monitored step needs, before it begins, and as few as possible while nothing is measured."""
 
 from __future__ import annotations
 
-from ..capture.modules.source import ActivationCapture
+from collections.abc import Hashable, Sequence, Set
+from typing import Protocol
+
+from torch.optim import Optimizer
+
+from ..capture.modules.source import ModuleSource
 from ..step.planner import Planner
-from .follower import Follower
+from ..step.plugin import OptimizerContext
 from .links import linkable
 
 
-class Arming:
-    """Hangs hooks on modules and parameters, and takes them away.
+class DrivingLoop(Protocol):
+    """A loop whose hooks drive the steps."""
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The optimizers that still exist, in the order in which they step."""
+
+    def groups_changed(self) -> bool:
+        """Whether an optimizer got or lost parameters since hooks were registered."""
+
+    def install(self, planner: Planner) -> None:
+        """Register the hooks on parameters that a monitored step needs."""
+
+    def uninstall(self) -> None:
+        """Take them away."""
+
+    def context_of(
+        self, optimizer: Hashable, done: Set[Hashable], overflowed: Set[Hashable], is_overflowed: bool
+    ) -> OptimizerContext:
+        """What plugins may know of an optimizer that is about to step."""
+
+    def accept_leftovers(self) -> None:
+        """Gradients that are left of skipped steps may be used after all."""
+
+
+class HookSchedule:
+    """Registers hooks on modules and parameters, and takes them away.
 
     Args:
         planner: knows the model, and what is to be measured.
-        activations: has the hooks on modules.
+        modules: has the hooks on modules.
 
     Attributes:
-        follower: has the hooks on parameters; None where steps begin and end by hand.
+        loop: has the hooks on parameters; None where steps begin and end by hand.
+        is_bare: nothing is registered that a step without measurements can do without.
     """
 
-    def __init__(self, planner: Planner, activations: ActivationCapture) -> None:
-        self._planner, self._activations = planner, activations
-        self.follower: Follower | None = None
-        self._hung_for: tuple[int, bool] | None = None  # a version of the plan, and whether on modules too
+    def __init__(self, planner: Planner, modules: ModuleSource) -> None:
+        self._planner, self._modules = planner, modules
+        self.loop: DrivingLoop | None = None
+        self._installed_for: tuple[int, bool] | None = None  # a version of the plan, and whether on modules too
+        self.is_bare = False
 
     @property
     def is_partial(self) -> bool:
         """Whether hooks that a monitored step needs may be missing."""
-        return self._hung_for is None or not self._hung_for[1]
+        return self._installed_for is None or not self._installed_for[1]
 
-    @property
-    def is_loose(self) -> bool:
-        """Whether any hook hangs that a step without measurements can do without."""
-        return self._hung_for is not None or self._activations.may_rest
-
-    def arm(self, on_modules: bool = True) -> None:
-        """Hang the hooks that monitored steps need, where they do not hang already; ``on_modules`` too, or on parameters only."""
+    def install(self, on_modules: bool = True) -> None:
+        """Register the hooks that monitored steps need, where they are missing; ``on_modules`` too, or on parameters only."""
         wanted = self._planner.version, on_modules
-        if self._hung_for == wanted or self._planner.module is None or self._planner.inventory is None:
+        if self._installed_for == wanted or self._planner.module is None or self._planner.inventory is None:
             return
-        before, self._hung_for = self._hung_for, wanted
+        before, self._installed_for, self.is_bare = self._installed_for, wanted, False
         if on_modules:
             self.on_modules()
-        elif self._activations.may_rest:
-            self._activations.rest(self._planner.module_metrics())
-        if self.follower is not None and (before is None or before[0] != wanted[0]):
-            self.follower.arm(self._planner)
+        elif self._modules.may_rest:
+            self._modules.rest(self._planner.module_metrics())
+        if self.loop is not None and (before is None or before[0] != wanted[0]):
+            self.loop.install(self._planner)
 
     def on_modules(self) -> None:
-        """Hang those on modules by the plan as it is now."""
+        """Register those on modules by the plan as it is now."""
         module, inventory = self._planner.module, self._planner.inventory
         if module is not None and inventory is not None:
-            metrics = self._planner.module_metrics()
-            self._activations.install(module, inventory, metrics, self._planner.version, bool(linkable(module)))
+            metrics, self.is_bare = self._planner.module_metrics(), False
+            self._modules.install(module, inventory, metrics, self._planner.version, bool(linkable(module)))
 
-    def disarm(self) -> None:
-        """Take away what may go."""
-        self._hung_for = None
-        if self._activations.may_rest:
-            self._activations.rest(self._planner.module_metrics())
-        if self.follower is not None:
-            self.follower.disarm()
+    def uninstall(self) -> None:
+        """Take away what a step without measurements can do without."""
+        self._installed_for = None
+        if self._modules.may_rest:
+            self._modules.rest(self._planner.module_metrics())
+        if self.loop is not None:
+            self.loop.uninstall()
+        self.is_bare = not self._modules.has_hooks_on_parts
 
-    def forget(self) -> None:
-        """What hangs may not be what is needed any more."""
-        self._hung_for = None
+    def mark_stale(self) -> None:
+        """What is registered may not be what is needed any more."""
+        self._installed_for = None
+
+    def check_groups(self) -> None:
+        """Register hooks again where an optimizer got or lost parameters."""
+        if self.loop is not None and self.loop.groups_changed():
+            self.mark_stale()
+
+    def groups(self) -> list[tuple[str, frozenset[str]]]:
+        """Names of the parameters of each of the optimizers' groups."""
+        index = self._planner.inventory
+        if self.loop is None or index is None:
+            return []
+        groups = [group for optimizer in self.loop.optimizers for group in optimizer.param_groups]
+        members = [frozenset(index.names[p] for p in index.positions(group["params"])) for group in groups]
+        return [(f"group_{number}", names) for number, names in enumerate(members)]

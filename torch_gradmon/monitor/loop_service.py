@@ -16,16 +16,16 @@ from ..plugins.clipping.clip import clip
 from .links import unlink
 from .manual_loop import Hand
 from .model_service import ModelService
-from .session import Session
+from .runtime import Runtime
 
 _NO_MODULE = "there is no module to watch; pass it to ModuleMonitor(model) or call set_module(model) first"
 
 
 @dataclass(slots=True)
 class LoopService:
-    """Connects a session with a training loop."""
+    """Connects a runtime with a training loop."""
 
-    session: Session
+    runtime: Runtime
 
     def attach(
         self,
@@ -35,32 +35,32 @@ class LoopService:
         before: Callable[[nn.Module], object] = lambda module: None,
     ) -> None:
         """Follow the loop by hooks. ``before`` is called after all checks, and before the first hook is installed."""
-        session, module = self.session, self.session.planner.module
+        runtime, module = self.runtime, self.runtime.planner.module
         if module is None:
             raise ValueError(_NO_MODULE)
-        if session.follower is not None:
+        if runtime.loop is not None:
             raise ValueError("already attached; name all optimizers in one attach() call, or call detach() first")
         check.grad_scaler(scaler)
         if start_step is not None:
             check.step_number("start_step", start_step)
         bare = check.optimizers(module, optimizers)
         # the user's function may raise, so it runs before anything is installed
-        session.cadence.asked(session.next_step if start_step is None else start_step)
-        if session.guard.inert:
+        runtime.lifecycle.cadence.asked(runtime.state.clock.next_step if start_step is None else start_step)
+        if runtime.guard.inert:
             return
         before(module)
         if start_step is not None:
-            session.next_step = start_step
-        ModelService(session).link()
-        known = (scaler, session.scaler, check.scaler_around(optimizers))
+            runtime.state.clock.next_step = start_step
+        ModelService(runtime).link()
+        known = (scaler, runtime.scaler, check.scaler_around(optimizers))
         chosen = next((each for each in known if each is not None), None)
-        session.follow(module, bare, chosen, check.wrappers(optimizers))
+        runtime.follow(module, bare, chosen, check.wrappers(optimizers))
 
     def detach(self) -> None:
         """End the step in flight and remove everything from the model."""
-        self.session.mark = None
-        self.session.detach()
-        module = self.session.planner.module
+        self.runtime.mark = None
+        self.runtime.detach()
+        module = self.runtime.planner.module
         if module is not None:
             for child in module.modules():
                 unlink(child)
@@ -68,19 +68,18 @@ class LoopService:
     def begin_step(self, step: int) -> bool:
         """Open ``step`` by hand."""
         check.step_number("step", step)
-        if self.session.planner.inventory is None:
+        if self.runtime.planner.inventory is None:
             raise ValueError(_NO_MODULE)
-        return bool(self.session.begin_step(step))
+        return bool(self.runtime.begin_step(step))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Measure nothing inside the block."""
-        activations, audit = self.session.activations, self.session.audit
-        before, activations.paused, audit.paused = activations.paused, True, True
+        before = self.runtime.pause(True)
         try:
             yield
         finally:
-            activations.paused = audit.paused = before
+            self.runtime.pause(before)
 
     def clip(
         self,
@@ -92,9 +91,9 @@ class LoopService:
     ) -> Tensor:
         """Measure and clip gradients."""
         if parameters is None:
-            module = self.session.planner.module
+            module = self.runtime.planner.module
             if module is None:
                 raise ValueError("there is no module whose gradients to clip; pass parameters=, or watch a module first")
             parameters = list(module.parameters())
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        return clip(Hand(self.session), parameters, max_norm, norm_type, error_if_nonfinite, exact)
+        return clip(Hand(self.runtime), parameters, max_norm, norm_type, error_if_nonfinite, exact)

@@ -12,14 +12,14 @@ from ..core import keys as n
 from ..core import validation as check
 from ..core.errors import GradmonWarning, display, nearest
 from ..core.metric import Metric
-from ..runs.detail_request import Change, changed
+from ..runs.detail_request import DetailRequest, detail_request
 from ..spikes.detector import SpikeDetector
 from ..step.micro_batches import DOCUMENTATION as BATCHES
-from ..step.micro_batches import Batches
+from ..step.micro_batches import MicroBatchStats
 from ..step.presets import PRESETS
 from ..step.summary import DOCUMENTATION, ON_REQUEST
 from .links import linkable
-from .session import Session
+from .runtime import Runtime
 
 MetricFunction = Callable[..., Any] | None
 Pattern = str | re.Pattern[str]
@@ -75,9 +75,9 @@ def attention_source(metric_name: str) -> str:
 
 @dataclass(slots=True)
 class MetricsService:
-    """Adds metrics to a session, and describes them."""
+    """Adds metrics to a runtime, and describes them."""
 
-    session: Session
+    runtime: Runtime
 
     def add(
         self,
@@ -93,16 +93,16 @@ class MetricsService:
         for flag, value in flags.items():
             check.flag(**{flag: value})
         check.positive_int("every", every)
-        planner = self.session.planner
+        planner = self.runtime.planner
         made = [planner.registry.make(source, name, function, regex, aggregation, every=every, **flags) for source in sources]
         planner.registry.add(made, planner.matchable())
         planner.changed()
-        self.session.rearm()
+        self.runtime.replan()
         self.warn_of_idle(made[:1])
 
     def warn_of_idle(self, metrics: Iterable[Metric]) -> None:
         """Warn about each metric whose pattern matches nothing in the model, at the line that called the monitor."""
-        planner = self.session.planner
+        planner = self.runtime.planner
         names = planner.matchable()
         # modules with MonitorMixin log activations under names of their own, which only the first forward shows
         if planner.module is not None and linkable(planner.module):
@@ -121,35 +121,35 @@ class MetricsService:
     def add_batch_metrics(self, batch_size: int) -> None:
         """Measure the gradient of each micro-batch."""
         check.positive_int("batch_size", batch_size)
-        self.session.ledger.summary.batches = Batches(batch_size)
-        self.session.planner.measures_each_batch = True
-        self.session.planner.changed()
+        self.runtime.ledger.summary.batches = MicroBatchStats(batch_size)
+        self.runtime.planner.measures_each_batch = True
+        self.runtime.planner.changed()
 
     def add_summary_metric(self, metric_name: str) -> None:
         """Show one more whole-model value."""
         check.one_of("metric_name", metric_name, tuple(DOCUMENTATION))
-        summary = self.session.ledger.summary
+        summary = self.runtime.ledger.summary
         if metric_name in summary.more:
             raise ValueError(f"the whole-model value {metric_name!r} was added already")
         summary.more = (*summary.more, metric_name)
-        self.session.planner.changed()
+        self.runtime.planner.changed()
 
     def add_preset(self, name: str) -> None:
         """Select the metrics of a preset."""
         check.one_of("preset", name, tuple(PRESETS))
-        preset, registry, ledger = PRESETS[name], self.session.planner.registry, self.session.ledger
+        preset, registry, ledger = PRESETS[name], self.runtime.planner.registry, self.runtime.ledger
         registry.replace_hidden(
             [registry.make(source, metric, every=every, shown=False) for source, metric, every in preset.layer_metrics]
         )
         ledger.summary.keys = preset.keys
         ledger.add_detector(SpikeDetector(), of_preset=True)
         ledger.outbox.note(preset=name)
-        self.session.planner.changed()
+        self.runtime.planner.changed()
 
     def describe(self) -> dict[str, str]:
         """Documentation by key, with patterns in the place of names."""
         known = {**DOCUMENTATION, **BATCHES, **ON_REQUEST}
-        ledger, registry = self.session.ledger, self.session.planner.registry
+        ledger, registry = self.runtime.ledger, self.runtime.planner.registry
         # some whole-model values are switched on by other calls than add_*; the last record shows which
         last = () if ledger.last is None else ledger.last.values
         on_request = [key.metric for key in last if key.source == n.SUMMARY and key.metric in ON_REQUEST]
@@ -158,7 +158,7 @@ class MetricsService:
             unit = "" if metric.unit == "1" else f" [{metric.unit}]"
             often = "" if metric.every == 1 else f", on every {metric.every}th step"
             texts[f"{metric.source}/{metric.pattern.pattern}/{metric.name}"] = f"{metric.documentation}{unit}{often}"
-        if (sample := self.session.parameters.sample_description()) is not None:
+        if (sample := self.runtime.captures.parameters.sample_description()) is not None:
             for key in texts:
                 if key.startswith((f"{n.SUMMARY}/update_", f"{n.UPDATE}/")):
                     texts[key] += f"; {sample}"
@@ -166,15 +166,15 @@ class MetricsService:
 
     def set_detail(self, every: int | None, preset: str | None, steps: int | None, from_step: int | None, reset: bool) -> None:
         """Request a live change of detail."""
-        change = changed(every, preset, steps, from_step)
-        if reset and change != Change():
+        change = detail_request(every, preset, steps, from_step)
+        if reset and change != DetailRequest():
             raise ValueError("reset=True goes back to the settings of the script, and takes no other argument")
         if change.is_reset and not reset:
             raise ValueError("nothing to change; give every= or preset=, or reset=True to go back to the settings of the script")
-        if not self.session.guard.inert:
-            self.session.tuning.ask(change)
+        if not self.runtime.guard.inert:
+            self.runtime.plugin("live_detail").request(change)
 
-    def detail(self) -> Change | None:
+    def detail(self) -> DetailRequest | None:
         """The live change in force, with the number of steps that are left."""
-        tuning = self.session.tuning
+        tuning = self.runtime.plugin("live_detail")
         return None if tuning.in_force is None else replace(tuning.in_force, steps=tuning.left)

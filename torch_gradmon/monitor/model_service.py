@@ -10,51 +10,51 @@ from ..capture.modules.compiled import unwrapped
 from ..capture.reference.source import frozen_copy
 from ..core import validation as check
 from ..core.errors import display
-from ..core.torch_modes import unseen
+from ..core.torch_modes import outside_dispatch_modes
 from .links import link, linkable
 from .metrics_service import MetricsService
-from .session import Session
+from .runtime import Runtime
 
 
 @dataclass(slots=True)
 class ModelService:
-    """Sets the model and the reference model of a session."""
+    """Sets the model and the reference model of a runtime."""
 
-    session: Session
+    runtime: Runtime
 
     def set(self, module: nn.Module) -> None:
         """Watch ``module``."""
         check.module(module)
-        watched = self.session.planner.module
+        watched = self.runtime.planner.module
         if watched is not None:
             raise ValueError(
                 f"this monitor is one of a {type(watched).__name__} already; make another ModuleMonitor for another model"
             )
-        self.session.planner.watch(module)
+        self.runtime.planner.watch(module)
 
     def introduce(self, monitor: object) -> None:
-        """Connect the session, and the model where there is one, with the ``monitor`` that users call."""
-        session, planner = self.session, self.session.planner
-        session.face = monitor  # an attached session keeps the monitor for modules with MonitorMixin
+        """Connect the runtime, and the model where there is one, with the ``monitor`` that users call."""
+        runtime, planner = self.runtime, self.runtime.planner
+        runtime.owner = monitor  # an attached runtime keeps the monitor for modules with MonitorMixin
         if planner.module is None:
             return
-        MetricsService(session).warn_of_idle(planner.registry.metrics)
+        MetricsService(runtime).warn_of_idle(planner.registry.metrics)
         assert planner.inventory is not None
-        session.ledger.layers.warn_of_idle(planner.inventory.names)
-        if not session.guard.inert:
+        runtime.ledger.layers.warn_of_idle(planner.inventory.names)
+        if not runtime.guard.inert:
             self.link()
-            session.ledger.outbox.note(model=type(planner.module).__name__)
-            session.ledger.knows(planner.inventory.facts)
+            runtime.ledger.outbox.note(model=type(planner.module).__name__)
+            runtime.ledger.knows(planner.inventory.facts)
 
     def link(self) -> None:
         """Link the modules that ask for their monitor."""
-        assert self.session.planner.module is not None
-        for module in linkable(self.session.planner.module):
-            link(module, self.session.face)
+        assert self.runtime.planner.module is not None
+        for module in linkable(self.runtime.planner.module):
+            link(module, self.runtime.owner)
 
     def names(self) -> dict[nn.Module, str]:
         """The canonical name of each watched module that is alive."""
-        inventory = self.session.planner.inventory
+        inventory = self.runtime.planner.inventory
         known = {} if inventory is None else inventory.modules
         return {module: name for name, reference in known.items() if (module := reference()) is not None}
 
@@ -64,7 +64,7 @@ class ModelService:
             return module
         if not isinstance(module, nn.Module):
             raise TypeError(f"expected a module of the watched model or a name for it, got {display(module)}")
-        inventory = self.session.planner.inventory
+        inventory = self.runtime.planner.inventory
         for name, reference in () if inventory is None else inventory.modules.items():
             if reference() is module:
                 return name
@@ -73,15 +73,15 @@ class ModelService:
 
     def set_reference(self, module: nn.Module | str) -> None:
         """Compare with ``module``, or with a copy of the model as it is now."""
-        watched = self.session.planner.module
+        watched = self.runtime.planner.module
         if isinstance(module, str):
             check.one_of("module", module, ("init",))
             if watched is None:
                 raise ValueError("there is no module to copy; pass it to ModuleMonitor(model) or call set_module(model) first")
-            with unseen():
-                self.session.set_reference(frozen_copy(watched), follows=True)
+            with outside_dispatch_modes():
+                self.runtime.set_reference(frozen_copy(watched), follows=True)
             return
         check.module(module)
         if watched is not None and unwrapped(module) is unwrapped(watched):
             raise ValueError("the reference is the watched model itself; pass a copy, or 'init' for one as it is now")
-        self.session.set_reference(module, follows=False)
+        self.runtime.set_reference(module, follows=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,12 +15,13 @@ from ..analysis.diagnosis import Diagnosis
 from ..core import keys as n
 from ..core import validation as check
 from ..core.keys import Key
-from ..core.records import Event
+from ..core.records import SpikeEvent
 from ..plugins.clipping.adaptive import AdaptiveClip
 from ..plugins.spike_policy.policy import Counts, Policy, RolledBack
-from ..runs.detail_request import Change
+from ..runs.detail_request import DetailRequest
 from ..spikes.detector import SpikeDetector
 from ..statistics.eager import DEFAULT_EPS
+from ..step.plugin import Plugin
 from .builder import build
 from .config import MonitorConfig
 from .loop_service import LoopService
@@ -53,7 +54,7 @@ def _adder(source: str, documentation: str) -> Callable[..., None]:
         every: int = 1,
         shardwise: bool = False,
     ) -> None:
-        metrics = MetricsService(self._session)
+        metrics = MetricsService(self._runtime)
         metrics.add([source], metric_name, metric_fn, metric_regex, metric_aggregation_fn, every, shardwise=shardwise)
 
     add.__doc__ = documentation
@@ -101,7 +102,7 @@ class ModuleMonitor:
             parameters with an update metric.
         layers: further per-layer values to show, beside those of metrics: ``"blocks"``, ``"top"``, ``"all"`` or a pattern.
         on_spike: what to do at a spike: ``"warn"``, ``"raise"`` (:class:`SpikeError` when the step ends), a function of the
-            :class:`Event`, or None. ``"skip"``, :class:`Skip` and :class:`Rollback` decide before the optimizer steps, in every
+            :class:`SpikeEvent`, or None. ``"skip"``, :class:`Skip` and :class:`Rollback` decide before the optimizer steps, in every
             step regardless of the cadence, from gradients and from values logged by then; the decision waits for the device.
         history: number of steps that :meth:`get_all_metrics` returns.
         run_dir: run directory that keeps every monitored step; None for none.
@@ -122,6 +123,7 @@ class ModuleMonitor:
             parallelism; statistics then cover the elements of all ranks. Not needed for DTensors.
         log_on_all_ranks: by default only the first rank writes to sinks and the run directory. With True each rank does, with run
             directories ``rank0``, ``rank1`` and so on below ``run_dir``.
+        plugins: instances of subclasses of :class:`torch_gradmon.plugins.Plugin`, called after those that a monitor brings.
 
     Raises:
         TypeError, ValueError: an argument has a wrong type or value; the message has the value and the remedy.
@@ -142,7 +144,7 @@ class ModuleMonitor:
         eps: float = DEFAULT_EPS,
         update_sample: int | str | re.Pattern[str] | None = None,
         layers: str | re.Pattern[str] | None = None,
-        on_spike: str | Policy | Callable[[Event], Any] | None = None,
+        on_spike: str | Policy | Callable[[SpikeEvent], Any] | None = None,
         history: int = 1000,
         run_dir: str | os.PathLike[str] | None = None,
         compile_statistics: bool = False,
@@ -152,6 +154,7 @@ class ModuleMonitor:
         process_group: torch.distributed.ProcessGroup | None = None,
         rank_distinct_regex: str | re.Pattern[str] | None = None,
         log_on_all_ranks: bool = False,
+        plugins: Sequence[Plugin] = (),
     ) -> None:
         config = MonitorConfig(
             every=every,
@@ -175,9 +178,10 @@ class ModuleMonitor:
             process_group=process_group,
             rank_distinct_regex=rank_distinct_regex,
             log_on_all_ranks=log_on_all_ranks,
+            plugins=plugins,
         )
-        self._session = build(config, module)
-        ModelService(self._session).introduce(self)
+        self._runtime = build(config, module)
+        ModelService(self._runtime).introduce(self)
 
     # --- modules -------------------------------------------------------------------------------------------------------------
 
@@ -188,18 +192,18 @@ class ModuleMonitor:
             TypeError: it is no ``nn.Module``.
             ValueError: there is a module already, or metrics of one name overlap on this one.
         """
-        ModelService(self._session).set(module)
-        ModelService(self._session).introduce(self)
+        ModelService(self._runtime).set(module)
+        ModelService(self._runtime).introduce(self)
 
     @property
     def module(self) -> nn.Module | None:
         """The watched model while it is alive; None before :meth:`set_module`."""
-        return self._session.planner.module
+        return self._runtime.planner.module
 
     @property
     def module_names(self) -> dict[nn.Module, str]:
         """The names of the watched modules, as in keys."""
-        return ModelService(self._session).names()
+        return ModelService(self._runtime).names()
 
     def module_name(self, module: str | nn.Module) -> str:
         """The canonical name of a watched module. A str is returned unchanged.
@@ -208,12 +212,12 @@ class ModuleMonitor:
             TypeError: neither a module nor a name.
             ValueError: the module is not part of the watched model.
         """
-        return ModelService(self._session).name(module)
+        return ModelService(self._runtime).name(module)
 
     @property
     def reference_module(self) -> nn.Module | None:
         """The reference module, without wrappers of DDP and torch.compile."""
-        return self._session.activations.reference.module
+        return self._runtime.captures.modules.reference.module
 
     def set_reference_module(self, module: nn.Module | str) -> None:
         """Compare parameters and outputs with those of ``module``, by name, for the difference metrics. It is read live.
@@ -233,15 +237,15 @@ class ModuleMonitor:
             TypeError: neither a module nor ``"init"``.
             ValueError: the watched model itself, no model to copy, or a model that cannot be copied.
         """
-        ModelService(self._session).set_reference(module)
+        ModelService(self._runtime).set_reference(module)
 
     def remove_reference_module(self) -> None:
         """Remove the reference module."""
-        self._session.set_reference(None, follows=False)
+        self._runtime.set_reference(None, follows=False)
 
     def has_reference_module(self) -> bool:
         """Whether a reference module is set."""
-        return bool(self._session.activations.reference)
+        return bool(self._runtime.captures.modules.reference)
 
     # --- metrics -------------------------------------------------------------------------------------------------------------
 
@@ -261,7 +265,7 @@ class ModuleMonitor:
         The stage ``"local"`` is ``gradient_local/{param}/{metric}``: the gradient of each micro-batch of this process, before
         accumulation and reduction. It costs a hook per parameter.
         """
-        sources, metrics = gradient_sources(stages), MetricsService(self._session)
+        sources, metrics = gradient_sources(stages), MetricsService(self._runtime)
         metrics.add(sources, metric_name, metric_fn, metric_regex, metric_aggregation_fn, every, shardwise=shardwise)
 
     add_parameter_metric = _adder(
@@ -313,7 +317,7 @@ class ModuleMonitor:
 
         Inside ``torch.compile`` only built-ins of outputs that are views of the statistics are measured.
         """
-        sources, metrics = module_sources(of), MetricsService(self._session)
+        sources, metrics = module_sources(of), MetricsService(self._runtime)
         metrics.add(sources, metric_name, metric_fn, metric_regex, metric_aggregation_fn, every, split_calls=split_calls)
 
     add_activation_difference_metric = _adder(
@@ -346,7 +350,7 @@ class ModuleMonitor:
 
         A function gets a term, ``[..., n]``; built-in are ``l2norm`` and ``rms``, over the last dimension.
         """
-        metrics = MetricsService(self._session)
+        metrics = MetricsService(self._runtime)
         metrics.add(n.RCC_SOURCES, metric_name, metric_fn, metric_regex, metric_aggregation_fn, every)
 
     def add_attention_metric(
@@ -369,7 +373,7 @@ class ModuleMonitor:
                 ``.activation``; by default they measure ``{module}.query`` and so on, for all heads together.
             every: only on steps that are divisible by it.
         """
-        source, metrics = attention_source(metric_name), MetricsService(self._session)
+        source, metrics = attention_source(metric_name), MetricsService(self._runtime)
         metrics.add([source], metric_name, None, metric_regex, None, every, per_head=check.flag(heads=heads))
 
     def add_batch_metrics(self, batch_size: int = 1) -> None:
@@ -386,7 +390,7 @@ class ModuleMonitor:
         Raises:
             ValueError: ``batch_size`` is no positive int.
         """
-        MetricsService(self._session).add_batch_metrics(batch_size)
+        MetricsService(self._runtime).add_batch_metrics(batch_size)
 
     def add_summary_metric(self, metric_name: str) -> None:
         """Show one more whole-model value, as ``gradmon/{metric_name}``: one of a preset, or ``grad_mean``, ``grad_std`` or
@@ -395,7 +399,7 @@ class ModuleMonitor:
         Raises:
             ValueError: no such value, or it was added already.
         """
-        MetricsService(self._session).add_summary_metric(metric_name)
+        MetricsService(self._runtime).add_summary_metric(metric_name)
 
     def add_preset(self, name: str) -> None:
         """Whole-model values under ``gradmon/``: ``"cheap"`` (nine, of gradients only), ``"standard"`` (fourteen), or ``"full"``
@@ -404,11 +408,11 @@ class ModuleMonitor:
         Raises:
             ValueError: no such preset.
         """
-        MetricsService(self._session).add_preset(name)
+        MetricsService(self._runtime).add_preset(name)
 
     def describe(self) -> dict[str, str]:
         """The meaning and unit of each value that is shown, by key; keys of metrics have the pattern in the place of a name."""
-        return MetricsService(self._session).describe()
+        return MetricsService(self._runtime).describe()
 
     def set_detail(
         self,
@@ -438,22 +442,22 @@ class ModuleMonitor:
 
         Only the call on the first rank counts. Ranks that exchange values (sharded tensors, activations, values logged with
         ``reduce=``) change together: the request travels in the exchange of the next step of the current cadence, which may be far
-        away, and the step after that is the first. Ranks that exchange nothing, as under DDP with ``"cheap"`` and ``"standard"``,
-        change alone. The first rank then measures activations of its own batches, and detectors skip the steps that only it monitors.
+        away, and the step after that is the first. Where ranks exchange nothing, as under DDP with ``"cheap"`` and ``"standard"``,
+        the request is refused with a reason.
 
         :meth:`state_dict` does not contain the change: a resumed run uses the settings of its script.
 
         Raises:
             ValueError: nothing to change, or an argument has a wrong value.
         """
-        MetricsService(self._session).set_detail(every, preset, steps, from_step, reset)
+        MetricsService(self._runtime).set_detail(every, preset, steps, from_step, reset)
 
     @property
-    def detail(self) -> Change | None:
+    def detail(self) -> DetailRequest | None:
         """The live change of the step in flight, or else of the next one: its ``every``, its ``preset``, and in ``steps`` the number of
         steps left. None without a change.
         """
-        return MetricsService(self._session).detail()
+        return MetricsService(self._runtime).detail()
 
     # --- the loop, by hooks --------------------------------------------------------------------------------------------------
 
@@ -477,7 +481,7 @@ class ModuleMonitor:
             ValueError: no module, no optimizer, already attached, or no optimizer holds a parameter of the model.
             TypeError: not an optimizer, or not a scaler.
         """
-        LoopService(self._session).attach(optimizers, scaler, start_step)
+        LoopService(self._runtime).attach(optimizers, scaler, start_step)
         return self
 
     def detach(self) -> None:
@@ -485,7 +489,7 @@ class ModuleMonitor:
 
         The metrics stay; :meth:`attach` may follow.
         """
-        LoopService(self._session).detach()
+        LoopService(self._runtime).detach()
 
     def __enter__(self) -> ModuleMonitor:
         return self
@@ -504,60 +508,60 @@ class ModuleMonitor:
         Raises:
             TypeError, ValueError: not a whole number of at least 0, or no module is set.
         """
-        return LoopService(self._session).begin_step(step)
+        return LoopService(self._runtime).begin_step(step)
 
     def end_step(self) -> None:
         """End the step and publish its values. Synchronises the device. Without an open step it does nothing."""
-        self._session.end_step()
+        self._runtime.end_step()
 
     def monitor_parameters(self) -> None:
         """Measure the parameters as they are now."""
-        Hand(self._session).measure_parameters()
+        Hand(self._runtime).measure_parameters()
 
     def monitor_gradients(self, before_clip: bool = False) -> None:
         """Measure the gradients as they are now, as those before clipping or as those that the optimizer will use.
 
         Call it after the last backward pass of the step. Gradients that are still scaled are divided by the scaler's scale.
         """
-        Hand(self._session).measure_gradients(before_clip)
+        Hand(self._runtime).measure_gradients(before_clip)
 
     def monitor_activations(self, module: str | nn.Module, activations: Any) -> None:
         """Measure a tensor, or a container of tensors, as the activation of ``module``, a module or any name."""
-        self._session.capture_activation(self.module_name(module), activations)
+        self._runtime.capture_activation(self.module_name(module), activations)
 
     def record_attention(self, name: str, named: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
         """Measure one call of attention; :func:`monitor_scaled_dot_product_attention` checks its arguments and calls this."""
-        self._session.record_attention(name, named, arguments)
+        self._runtime.record_attention(name, named, arguments)
 
     def after_micro_batch(self) -> None:
         """Does nothing, because the monitor detects micro-batches. It is here for loops written for torch-module-monitor."""
 
     def no_monitor(self) -> AbstractContextManager[None]:
         """Measure nothing inside the ``with`` block: for evaluation in training mode and other passes that are not training."""
-        return LoopService(self._session).paused()
+        return LoopService(self._runtime).paused()
 
     def is_monitoring(self) -> bool:
         """Whether a monitored step is open and not paused, and this is neither an evaluation pass nor recomputation."""
-        return not torch.compiler.is_compiling() and self._session.listens
+        return not torch.compiler.is_compiling() and self._runtime.is_listening
 
     def is_step_monitored(self, step: int) -> bool:
         """Whether ``step`` was monitored, or will be by the current settings."""
-        return not self._session.guard.inert and self._session.would_monitor(step)
+        return not self._runtime.guard.inert and self._runtime.would_monitor(step)
 
     @property
     def step(self) -> int | None:
         """Number of the step in flight, or else of the last one; None before the first."""
-        return self._session.step
+        return self._runtime.state.clock.step
 
     @property
     def current_step(self) -> int | None:
         """The same as :attr:`step`, by its name in torch-module-monitor."""
-        return self._session.step
+        return self._runtime.state.clock.step
 
     @property
     def last_step(self) -> int | None:
         """Number of the step that ended last, the one of :meth:`get_step_metrics`; None before the first ended."""
-        return self._session.last_ended
+        return self._runtime.state.clock.ended
 
     @property
     def step_skipped(self) -> bool:
@@ -566,18 +570,18 @@ class ModuleMonitor:
         Use it for the rest of the loop: ``if not monitor.step_skipped: scheduler.step()``. An overflow that makes a GradScaler leave
         out a step is no skip.
         """
-        return self._session.skips
+        return self._runtime.lifecycle.is_skipped
 
     @property
     def rolled_back(self) -> RolledBack | None:
         """What the rollback of the last step did (``on_spike=Rollback()``); None without one."""
-        return None if self._session.actor is None else self._session.actor.rolled_back
+        return None if self._runtime.plugin("spike_policy") is None else self._runtime.plugin("spike_policy").rolled_back
 
     @property
     def counts(self) -> Counts:
         """Numbers of steps that were attempted, applied, skipped, overflowed, or had NaN or Inf. Synchronises at most once a step."""
-        self._session.settle_now()
-        return self._session.counts()
+        self._runtime.settle_now()
+        return self._runtime.counts()
 
     def clip_grad_norm_(
         self,
@@ -611,28 +615,28 @@ class ModuleMonitor:
                 measured, or of sharded gradients while a rank has no monitor. Nothing is changed then.
             RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
         """
-        return LoopService(self._session).clip(parameters, max_norm, norm_type, error_if_nonfinite, exact)
+        return LoopService(self._runtime).clip(parameters, max_norm, norm_type, error_if_nonfinite, exact)
 
     # --- values --------------------------------------------------------------------------------------------------------------
 
     def get_step_metrics(self) -> dict[str, float]:
         """Values of the step that ended last, plain floats by key; empty when it was not monitored. Synchronises once."""
-        record = self._session.settle_now()
-        return {} if record is None else self._session.ledger.shown(record)
+        record = self._runtime.settle_now()
+        return {} if record is None else self._runtime.ledger.shown(record)
 
     def get_all_metrics(self) -> dict[int, dict[str, float]]:
         """The same for the last ``history`` monitored steps, by step."""
-        self._session.settle_now()
-        return self._session.ledger.history()
+        self._runtime.settle_now()
+        return self._runtime.ledger.history()
 
     @property
-    def last_events(self) -> tuple[Event, ...]:
+    def last_events(self) -> tuple[SpikeEvent, ...]:
         """Spikes in the step that ended last, in the signals with a value by now; none where it was not monitored.
 
         Synchronises once. Signals logged after this call are evaluated when the next step begins.
         """
-        self._session.judge_now()
-        record = self._session.settle_now()
+        self._runtime.judge_now()
+        record = self._runtime.settle_now()
         return () if record is None else record.events
 
     def log_scalar(
@@ -656,11 +660,11 @@ class ModuleMonitor:
             TypeError: ``key`` is no str, or the value no number.
             ValueError: a tensor of several elements; :meth:`log_tensor` takes those. Or an unknown ``reduce``.
         """
-        ValuesService(self._session).log_scalar(key, value, aggregation_fn, reduce)
+        ValuesService(self._runtime).log_scalar(key, value, aggregation_fn, reduce)
 
     def log_scalars(self, values: Mapping[str, Any]) -> None:
         """Log several numbers by key, see :meth:`log_scalar`."""
-        ValuesService(self._session).log_scalars(values)
+        ValuesService(self._runtime).log_scalars(values)
 
     def log_tensor(self, key: str, tensor: Tensor, aggregation_fn: str | Callable[..., Any] | None = None) -> None:
         """Log a tensor as one number: its elements from all calls in the step, merged by ``aggregation_fn`` (by default the mean
@@ -669,11 +673,11 @@ class ModuleMonitor:
         Raises:
             TypeError: ``key`` is no str, or ``tensor`` no tensor.
         """
-        ValuesService(self._session).log_tensor(key, tensor, aggregation_fn)
+        ValuesService(self._runtime).log_tensor(key, tensor, aggregation_fn)
 
     def log_key(self, key: Key, value: Any, aggregation_fn: str | Callable[..., Any] | None = None, reducer: str = "") -> None:
         """Log a value under a key in parts; see :meth:`log_scalar` and :meth:`log_tensor`."""
-        ValuesService(self._session).log_key(key, value, aggregation_fn, reducer)
+        ValuesService(self._runtime).log_key(key, value, aggregation_fn, reducer)
 
     def tag(self, **facts: Any) -> None:
         """Facts about the step in flight, such as ``batch_ids=[...]``, for the run directory and the report on a spike.
@@ -681,11 +685,11 @@ class ModuleMonitor:
         Between two steps they belong to the one that just ended. A name that was first used before any forward, as in a loop
         that tags each batch as it arrives, belongs to the next step.
         """
-        self._session.tag(facts)
+        self._runtime.tag(facts)
 
     def missing(self) -> dict[str, str]:
         """The reason why each requested key has no value in the step that ended last, by key."""
-        return ValuesService(self._session).missing()
+        return ValuesService(self._runtime).missing()
 
     def complaints(self) -> dict[str, int]:
         """Number of times that each problem occurred, by cause; only the first of each gives a warning.
@@ -693,11 +697,11 @@ class ModuleMonitor:
         ``sink:JsonlSink`` counts steps that the sink lost, ``store`` steps that the run directory lost, ``metric:...`` values
         of a metric function that raised, ``internal:...`` failures of the monitor itself.
         """
-        return {cause: count for cause, count in self._session.guard.complaints.counts.items() if count}
+        return {cause: count for cause, count in self._runtime.guard.complaints.counts.items() if count}
 
     def top_parameters(self, count: int = 10) -> list[tuple[str, float]]:
         """The parameters with the largest share of the squared gradient norm in the step that ended last, largest first."""
-        return ValuesService(self._session).top_parameters(count)
+        return ValuesService(self._runtime).top_parameters(count)
 
     # --- analysis ------------------------------------------------------------------------------------------------------------
 
@@ -709,7 +713,7 @@ class ModuleMonitor:
         saturation and attention need; ``unseen`` lists the rules that lacked a value. Takes about a second for a thousand
         parameters. Synchronises once.
         """
-        return ValuesService(self._session).diagnose()
+        return ValuesService(self._runtime).diagnose()
 
     def why(self, step: int | None = None) -> str:
         """The report on a step, by default on the worst step of the largest spike, on one screen, to print: its reasons, the
@@ -721,7 +725,7 @@ class ModuleMonitor:
         Raises:
             TypeError, ValueError: ``step`` is no step number, or no longer in memory; or there was no spike, or no detector.
         """
-        return ValuesService(self._session).why(step)
+        return ValuesService(self._runtime).why(step)
 
     def plot(self, kind: str = "heatmap", engine: str = "plotly", **options: Any) -> Any:
         """A figure of the run so far, for a notebook or a dashboard: ``wandb.log({"heatmap": monitor.plot()})``.
@@ -747,7 +751,7 @@ class ModuleMonitor:
             TypeError: this kind has no such option.
             ImportError: the engine is not installed.
         """
-        return ValuesService(self._session).plot(kind, engine, options)
+        return ValuesService(self._runtime).plot(kind, engine, options)
 
     # --- outputs -------------------------------------------------------------------------------------------------------------
 
@@ -783,7 +787,7 @@ class ModuleMonitor:
             TypeError: ``sink`` is none of these.
             ValueError: ``keys`` is no valid pattern, ``every`` no positive int, or ``thread`` is set for a W&B run.
         """
-        OutputsService(self._session).add_sink(sink, keys, every, deferred, thread, on_all_ranks)
+        OutputsService(self._runtime).add_sink(sink, keys, every, deferred, thread, on_all_ranks)
 
     def remove_sink(self, sink: Any) -> None:
         """Send waiting rows to ``sink``, close it and remove it.
@@ -791,7 +795,7 @@ class ModuleMonitor:
         Raises:
             ValueError: :meth:`add_sink` was not called with it.
         """
-        OutputsService(self._session).remove_sink(sink)
+        OutputsService(self._runtime).remove_sink(sink)
 
     def add_detector(self, detector: SpikeDetector) -> None:
         """Feed ``detector`` with the whole-model value, or the logged scalar, that its ``signal`` names.
@@ -800,13 +804,13 @@ class ModuleMonitor:
             TypeError: it is no :class:`SpikeDetector`.
             ValueError: its signal has a detector already. A detector of a preset is replaced instead.
         """
-        OutputsService(self._session).add_detector(detector)
+        OutputsService(self._runtime).add_detector(detector)
 
     # --- state ---------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Step number, counters, and the state of detectors and of adaptive clips by name, as plain numbers and lists."""
-        return StateService(self._session).state_dict()
+        return StateService(self._runtime).state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a :meth:`state_dict`: the next step has the number after its last one.
@@ -814,11 +818,11 @@ class ModuleMonitor:
         Raises:
             TypeError, ValueError: not such a state.
         """
-        StateService(self._session).load_state_dict(state)
+        StateService(self._runtime).load_state_dict(state)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy watches nothing, so objects that hold their monitor, the model included, can be copied and saved."""
         return ModuleMonitor, ()
 
     def __repr__(self) -> str:
-        return StateService(self._session).text()
+        return StateService(self._runtime).text()

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypedDict
 
 import torch
 
 from ..core.errors import nearest
-from ..core.records import Event
+from ..core.records import SpikeEvent
 from ..plugins.spike_policy.policy import Policy
+from ..step.plugin import Plugin
 
-OnSpike = str | Policy | Callable[[Event], Any] | None
+OnSpike = str | Policy | Callable[[SpikeEvent], Any] | None
 
 
 class MonitorOptions(TypedDict, total=False):
@@ -38,6 +39,7 @@ class MonitorOptions(TypedDict, total=False):
     process_group: torch.distributed.ProcessGroup | None
     rank_distinct_regex: str | re.Pattern[str] | None
     log_on_all_ranks: bool
+    plugins: Sequence[Plugin]
 
 
 class WatchOptions(MonitorOptions, total=False):

@@ -10,38 +10,38 @@ from typing import Any
 
 from ..core.errors import display
 from ..sinks.adapters import adapted, logged_anyhow
-from ..sinks.filtered_sink import Outlet
+from ..sinks.filtered_sink import FilteredSink
 from ..sinks.wandb import WandbSink
 from ..spikes.detector import SpikeDetector
-from .session import Session, at_exit
+from .runtime import Runtime, at_exit
 
 
 @dataclass(slots=True)
 class OutputsService:
-    """Adds sinks and detectors to a session, and removes sinks."""
+    """Adds sinks and detectors to a runtime, and removes sinks."""
 
-    session: Session
+    runtime: Runtime
 
     def add_sink(
         self, sink: Any, keys: str | re.Pattern[str] | None, every: int, deferred: bool, thread: bool, on_all_ranks: bool
     ) -> None:
         """Send the values of each step to ``sink``."""
-        outbox, complaints = self.session.ledger.outbox, self.session.guard.complaints
+        outbox, complaints = self.runtime.ledger.outbox, self.runtime.guard.complaints
         for each in adapted(sink):
             if thread and isinstance(each, WandbSink):
                 raise ValueError(
                     "W&B takes rows without delay, and those of another thread would come between; leave thread=True out"
                 )
-            outlet = Outlet(each, keys, every, complaints, deferred, thread, outbox.place, logged_anyhow(sink))
+            outlet = FilteredSink(each, keys, every, complaints, deferred, thread, outbox.place, logged_anyhow(sink))
             outlet.given, outlet.is_on_all_ranks = sink, on_all_ranks
             if callable(before_finish := getattr(each, "before_finish", None)):
-                before_finish(partial(at_exit, weakref.ref(self.session)))
+                before_finish(partial(at_exit, weakref.ref(self.runtime)))
             outbox.add(outlet)
 
     def remove_sink(self, sink: Any) -> None:
         """Send waiting rows to ``sink``, and close it."""
-        self.session.settle_now()
-        outbox = self.session.ledger.outbox
+        self.runtime.settle_now()
+        outbox = self.runtime.ledger.outbox
         own = [outlet for outlet in outbox.outlets if outlet.given == sink]
         if not own:
             raise ValueError(f"this sink was not added, got {display(sink)}")
@@ -53,5 +53,5 @@ class OutputsService:
         """Feed ``detector`` with its signal."""
         if not isinstance(detector, SpikeDetector):
             raise TypeError(f"expected a SpikeDetector, got {display(detector)}; a rule goes into one: SpikeDetector(rule)")
-        self.session.ledger.add_detector(detector)
-        self.session.planner.changed()
+        self.runtime.ledger.add_detector(detector)
+        self.runtime.planner.changed()

@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
 
-from ..core.fence import Guard
-from ..core.records import StepRecord
+from ..core.fence import Fence
 from ..step.buffer import StepBuffer
-from ..step.pending_step import Flight
-from ..step.reasons import Situation
+from ..step.pending_step import PendingStep
+from ..step.reasons import ReasonContext
 from ..step.registry import Registry
 from .pipeline.ledger import Ledger
+from .plugin_set import PluginSet
 
 
 class Flights:
@@ -23,28 +22,26 @@ class Flights:
         ledger: where records are entered.
         registry: the metrics.
         guard: told of time that was not its own.
-        rest: gives records that are still to be written when everything ends.
+        plugins: may have records that are still to be written when everything ends.
     """
 
-    def __init__(
-        self, ledger: Ledger, registry: Registry, guard: Guard, rest: Callable[[], Sequence[StepRecord]] = tuple
-    ) -> None:
-        self._rest = rest
+    def __init__(self, ledger: Ledger, registry: Registry, guard: Fence, plugins: PluginSet) -> None:
+        self._plugins = plugins
         self.lockstep = False  # with the other ranks: when values land is told by the steps' numbers, and not by the device
         self.now = 0  # the step that begins
-        self._ledger, self._registry, self._guard = ledger, registry, guard
-        self._flying: deque[Flight] = deque()
+        self.ledger, self._registry, self._guard = ledger, registry, guard
+        self._flying: deque[PendingStep] = deque()
 
     def __del__(self) -> None:
         # collected without detach(): what is still on its way reaches the run directory
         with contextlib.suppress(Exception):
-            rest = self._rest()
+            rest = [record for records in self._plugins.call("rest") for record in records]
             if self._flying or rest:
                 self.land(None, open_to_late_values=False)
-                self._ledger.fill(rest)
-                self._ledger.outbox.close()
+                self.ledger.fill(rest)
+                self.ledger.outbox.close()
 
-    def newest(self, step: int | None) -> Flight | None:
+    def newest(self, step: int | None) -> PendingStep | None:
         """The flight of ``step``, if it is the one that departed last."""
         return self._flying[-1] if self._flying and self._flying[-1].step == step else None
 
@@ -53,13 +50,13 @@ class Flights:
         """The oldest step whose values are on their way."""
         return self._flying[0].step if self._flying else None
 
-    def start(self, flight: Flight) -> None:
+    def start(self, flight: PendingStep) -> None:
         """Take charge of ``flight``; where its values are on the host already, its record is made at once."""
         self._flying.append(flight)
         if flight.departure.arrival.is_local:
             self.land(flight.step, open_to_late_values=True)
 
-    def add(self, flight: Flight, late: StepBuffer) -> None:
+    def add(self, flight: PendingStep, late: StepBuffer) -> None:
         """Values that were logged after the step ended."""
         if flight.late is None:
             flight.late = flight.departure.buffer.scalars()
@@ -76,9 +73,9 @@ class Flights:
         if self._flying:
             self._flying[-1].refusals_after += 1
         else:
-            self._ledger.summary.refused_unseen(1)
+            self.ledger.summary.refused_unseen(1)
 
-    def _may_land(self, flight: Flight) -> bool:
+    def _may_land(self, flight: PendingStep) -> bool:
         return self.now >= flight.step + 2 if self.lockstep else flight.departure.arrival.is_ready()
 
     def land(self, ended: int | None, open_to_late_values: bool, waiting: bool = True) -> None:
@@ -100,18 +97,20 @@ class Flights:
             flight = self._flying.popleft()
             self._enter(flight)
             if flight.step != ended or not open_to_late_values:
-                self._ledger.finish()
+                self.ledger.finish()
             if flight.step != ended:
-                self._ledger.last = None
+                self.ledger.last = None
 
-    def _enter(self, flight: Flight) -> None:
+    def _enter(self, flight: PendingStep) -> None:
         """Make the record and enter it."""
-        ledger, refused = self._ledger, flight.departure.buffer.refused
+        ledger, refused = self.ledger, flight.departure.buffer.refused
         ledger.knows(flight.inventory.facts)
-        ledger.situation = Situation(flight.inventory, flight.plans, flight.due, ledger.summary.shown, flight.attached, refused)
+        ledger.situation = ReasonContext(
+            flight.inventory, flight.active.plans, flight.active.due, ledger.summary.shown, flight.attached, refused
+        )
         record, signals = flight.record(ledger.summary, ledger.layers, self._registry)
         try:
-            ledger.enter(record, signals, flight.departure.buffer, flight.judged)
+            ledger.enter(record, signals, flight.departure.buffer)
         finally:  # where a spike raises
             if flight.late is not None:
                 departure = flight.late_departure or flight.late.depart()

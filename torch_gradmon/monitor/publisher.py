@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import Complaints, GradmonWarning
+from ..core.errors import GradmonWarning, WarningLog
 from ..core.records import StepRecord
-from ..runs.writer import RunStore, Superseded
+from ..runs.writer import RunWriter, Superseded
 from ..sinks.delivery import PATIENCE
-from ..sinks.filtered_sink import Outlet
+from ..sinks.filtered_sink import FilteredSink
 
 
 class Outbox:
@@ -36,7 +36,7 @@ class Outbox:
 
     def __init__(
         self,
-        complaints: Complaints,
+        complaints: WarningLog,
         run_dir: str | os.PathLike[str] | None,
         meta: Mapping[str, Any],
         is_muted: Callable[[], bool] = lambda: False,
@@ -47,22 +47,22 @@ class Outbox:
         self.lasting: list[object] = []
         self._run_dir, self._meta = run_dir, dict(meta)
         self._writer = secrets.token_hex(8)
-        self._store: RunStore | None = None
+        self._store: RunWriter | None = None
         if run_dir is not None and not is_muted():
             self._opened(run_dir)
         self._waiting: tuple[StepRecord, Callable[[], Mapping[str, float]]] | None = None
         self._failures = 0
         self._has_claimed = False  # the run directory, with its first step
         self._process = os.getpid()
-        self.outlets: list[Outlet] = []
+        self.outlets: list[FilteredSink] = []
 
-    def add(self, outlet: Outlet) -> None:
+    def add(self, outlet: FilteredSink) -> None:
         """Send to ``outlet`` from now on."""
         self.outlets.append(outlet)
         if outlet.is_own:
             self.lasting.append(outlet)
 
-    def remove(self, outlet: Outlet) -> None:
+    def remove(self, outlet: FilteredSink) -> None:
         """Send nothing to ``outlet`` any more, and close it."""
         self.outlets.remove(outlet)
         if outlet.is_own:
@@ -102,7 +102,7 @@ class Outbox:
         return any(not outlet.deferred and not outlet.dropped and step % outlet.every == 0 for outlet in self._heard)
 
     @property
-    def _heard(self) -> list[Outlet]:
+    def _heard(self) -> list[FilteredSink]:
         """The sinks of this rank that get anything."""
         return [outlet for outlet in self.outlets if outlet.is_on_all_ranks] if self._is_muted() else self.outlets
 
@@ -187,15 +187,15 @@ class Outbox:
             )
             self._complaints.add("store", message, error)
 
-    def _claim(self, store: RunStore) -> None:
+    def _claim(self, store: RunWriter) -> None:
         """Write there from the first step on; what another monitor has taken since is not taken back."""
         if not self._has_claimed:
             store.claim(self._meta)
             self._has_claimed = True
 
-    def _opened(self, run_dir: str | os.PathLike[str]) -> RunStore:
+    def _opened(self, run_dir: str | os.PathLike[str]) -> RunWriter:
         if self._store is None:
-            self._store, self._is_closed = RunStore(run_dir, self._meta, self._writer), False
+            self._store, self._is_closed = RunWriter(run_dir, self._meta, self._writer), False
             self.lasting.append(self._store)
         return self._store
 

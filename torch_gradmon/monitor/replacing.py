@@ -74,9 +74,9 @@ def attach(
     def before(module: nn.Module) -> None:
         for other in earlier(module, owner):
             _replace(other, type(unwrapped(module)).__name__)
-        monitor._session.mark = Mark(unwrapped(module), monitor, owner)
+        monitor._runtime.mark = Mark(unwrapped(module), monitor, owner)
 
-    LoopService(monitor._session).attach(optimizers, scaler, start_step, before)
+    LoopService(monitor._runtime).attach(optimizers, scaler, start_step, before)
     return monitor
 
 

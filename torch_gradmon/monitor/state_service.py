@@ -7,27 +7,32 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.errors import display
-from ..runs.detail_request import in_words
+from ..runs.detail_request import request_text
+from .config import BUILT_IN_PLUGINS
 from .metrics_service import MetricsService
-from .session import Session
+from .runtime import Runtime
 
 #: Parts that are absent from states of monitors without a spike policy, and of earlier versions.
-_OPTIONAL_PARTS = {"attempted", "acting", "clipping"}
+_OPTIONAL_PARTS = {"attempted", "acting", "clipping", "plugins"}
+#: Parts of plugins that a monitor brings, with their names; those of the user's are in the part ``plugins`` by name.
+_PARTS = {"acting": "spike_policy", "clipping": "clipping"}
 
 
 @dataclass(slots=True)
 class StateService:
-    """Saves and loads the state of a session."""
+    """Saves and loads the state of a runtime."""
 
-    session: Session
+    runtime: Runtime
 
     def state_dict(self) -> dict[str, Any]:
         """The state as plain numbers and lists."""
-        session = self.session
-        session.settle_now()
-        policy = {} if session.actor is None else {"acting": session.actor.state_dict()}
-        steps = {"next_step": session.next_attempt, "attempted": session.attempted}
-        return {**steps, **session.ledger.state_dict(), **policy, "clipping": session.clips.state_dict()}
+        runtime = self.runtime
+        runtime.settle_now()
+        steps = {"next_step": runtime.state.next_attempt, "attempted": runtime.state.clock.attempts}
+        parts = {part: plugin.state_dict() for part, name in _PARTS.items() if (plugin := runtime.plugin(name)) is not None}
+        states = {plugin.name: plugin.state_dict() for plugin in runtime.plugins if plugin.name not in BUILT_IN_PLUGINS}
+        own = {name: state for name, state in states.items() if state is not None}
+        return {**steps, **runtime.ledger.state_dict(), **parts, **({"plugins": own} if own else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state, or leave everything as it was and raise."""
@@ -50,7 +55,7 @@ class StateService:
         absent = {"next_step", "summary", "detectors"} - state.keys()
         if absent:
             raise ValueError(f"this is no state of a ModuleMonitor: it lacks {', '.join(sorted(absent))}; it has {sorted(state)}")
-        mine = self.session.ledger.judges.detectors
+        mine = self.runtime.ledger.judges.detectors
         if not isinstance(state["detectors"], Mapping) or set(state["detectors"]) != set(mine):
             raise ValueError(
                 f"state['detectors'] has {display(state['detectors'])} and this monitor detectors of {sorted(mine)}; "
@@ -58,36 +63,37 @@ class StateService:
             )
 
     def _load(self, part: str, value: Any) -> None:
-        session = self.session
+        runtime = self.runtime
         if part == "next_step":
-            session.next_step = int(value)
+            runtime.state.clock.next_step = int(value)
         elif part == "attempted":
-            session.attempted = int(value)
-        elif part == "clipping":
-            session.clips.load_state_dict(value)
-        elif part == "acting":
-            assert session.actor is not None
-            session.actor.load_state_dict(value)
+            runtime.state.clock.attempts = int(value)
+        elif part in _PARTS:
+            runtime.plugin(_PARTS[part]).load_state_dict(value)
+        elif part == "plugins":
+            for plugin in runtime.plugins:
+                if plugin.name in value:
+                    plugin.load_state_dict(value[plugin.name])
         else:
-            session.ledger.load_part(part, value)
+            runtime.ledger.load_part(part, value)
 
     def text(self) -> str:
         """The ``repr`` of the monitor."""
         return f"ModuleMonitor({', '.join(self._words())})"
 
     def _words(self) -> Iterator[str]:
-        session, module = self.session, self.session.planner.module
-        count = len(session.planner.registry.metrics)
+        runtime, module = self.runtime, self.runtime.planner.module
+        count = len(runtime.planner.registry.metrics)
         yield "nothing" if module is None else type(module).__name__
         yield "1 metric" if count == 1 else f"{count} metrics"
-        yield "no step yet" if session.step is None else f"step {session.step}"
-        if spikes := len({event.step for event in session.ledger.recent().events}):
+        yield "no step yet" if runtime.state.clock.step is None else f"step {runtime.state.clock.step}"
+        if spikes := len({event.step for event in runtime.ledger.recent().events}):
             yield f"{spikes} of the last steps with spikes"
-        if (detail := MetricsService(session).detail()) is not None:
-            yield f"for now {in_words(detail.facts())}"
-        if session.guard.inert:
+        if (detail := MetricsService(runtime).detail()) is not None:
+            yield f"for now {request_text(detail.facts())}"
+        if runtime.guard.inert:
             yield "disabled by GRADMON_DISABLE"
-        elif session.follower is None and not session.by_hand:
+        elif runtime.loop is None and not runtime.state.is_manual:
             yield "not attached to an optimizer"
-        if place := session.ledger.outbox.place:
+        if place := runtime.ledger.outbox.place:
             yield place

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from ..core.records import Event, StepRecord
+from ..core.records import SpikeEvent, StepRecord
 from .monitor import ModuleMonitor
 
 __all__ = ["RecordingSink", "collect_records"]
@@ -21,20 +21,20 @@ class RecordingSink:
 
     Attributes:
         rows: one ``(step, values)`` for each step, with a copy of the values by key.
-        spikes: one :class:`Event` for each spike.
+        spikes: one :class:`SpikeEvent` for each spike.
         closed: how often the monitor closed the sink.
     """
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, dict[str, float]]] = []
-        self.spikes: list[Event] = []
+        self.spikes: list[SpikeEvent] = []
         self.closed = 0
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Keep one row."""
         self.rows.append((step, dict(values)))
 
-    def log_spike(self, event: Event, text: str) -> None:
+    def log_spike(self, event: SpikeEvent, text: str) -> None:
         """Keep one spike; ``text`` is ``str(event)``."""
         self.spikes.append(event)
 
@@ -77,8 +77,8 @@ def collect_records(monitor: ModuleMonitor) -> Iterator[list[StepRecord]]:
         >>> records[0].values["", "loss", ""]
         2.0
     """
-    session = monitor._session
-    session.settle_now()  # a step that ended before the block is not part of it
+    runtime = monitor._runtime
+    runtime.settle_now()  # a step that ended before the block is not part of it
     records: list[StepRecord] = []
 
     def observe(record: StepRecord, is_update: bool) -> None:
@@ -87,10 +87,10 @@ def collect_records(monitor: ModuleMonitor) -> Iterator[list[StepRecord]]:
         elif records and records[-1].step == record.step:
             records[-1] = record
 
-    session.ledger.observers.append(observe)
+    runtime.ledger.observers.append(observe)
     try:
         yield records
-        session.judge_now()
-        session.settle_now()
+        runtime.judge_now()
+        runtime.settle_now()
     finally:
-        session.ledger.observers.remove(observe)
+        runtime.ledger.observers.remove(observe)

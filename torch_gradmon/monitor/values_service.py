@@ -18,19 +18,19 @@ from ..core import validation as check
 from ..core.errors import display
 from ..core.keys import Key
 from ..core.model_order import ModelOrder
-from ..core.torch_modes import unseen
+from ..core.torch_modes import outside_dispatch_modes
 from ..step.layer_values import top_shares
 from ..step.registry import checked_aggregation
-from .session import Session
+from .runtime import Runtime
 
 _DISABLED = {"everything": "GRADMON_DISABLE is set in the environment: nothing is measured"}
 
 
 @dataclass(slots=True)
 class ValuesService:
-    """Logs values into a session and reads its records. Getters do not communicate, and synchronise at most once a step."""
+    """Logs values into a runtime and reads its records. Getters do not communicate, and synchronise at most once a step."""
 
-    session: Session
+    runtime: Runtime
 
     # --- in ------------------------------------------------------------------------------------------------------------------
 
@@ -39,7 +39,7 @@ class ValuesService:
         check.log_key(key)
         if reduce is not None:
             check.one_of("reduce", reduce, ("mean", "sum", "min", "max"))
-        with unseen():
+        with outside_dispatch_modes():
             if isinstance(value, Tensor) and value.numel() != 1:
                 shape = tuple(value.shape)
                 raise ValueError(f"log_scalar({key!r}) takes one number, got a tensor of shape {shape}; use log_tensor")
@@ -61,43 +61,43 @@ class ValuesService:
         check.log_key(key)
         if not isinstance(tensor, Tensor):
             raise TypeError(f"log_tensor({key!r}) takes a tensor, got {display(tensor)}; use log_scalar")
-        with unseen():
+        with outside_dispatch_modes():
             if tensor.is_complex():
                 raise TypeError(f"log_tensor({key!r}) takes real numbers, got dtype {tensor.dtype}; log its abs()")
-        if self.session.listens:
+        if self.runtime.is_listening:
             aggregation = checked_aggregation(aggregation_fn, "aggregation_fn")
-            self.session.log(Key("", key, ""), tensor, aggregation, is_measured=True)
+            self.runtime.log(Key("", key, ""), tensor, aggregation, is_measured=True)
 
     def log_key(self, key: Key, value: Any, aggregation_fn: str | Callable[..., Any] | None, reducer: str) -> None:
         """Log a value under a key in parts."""
-        self.session.log(key, value, checked_aggregation(aggregation_fn, "aggregation_fn"), reducer)
+        self.runtime.log(key, value, checked_aggregation(aggregation_fn, "aggregation_fn"), reducer)
 
     # --- out -----------------------------------------------------------------------------------------------------------------
 
     def missing(self) -> dict[str, str]:
         """Why keys have no value in the last step."""
-        record, planner, why = self.session.settle_now(), self.session.planner, self.session.lost
+        record, planner, why = self.runtime.settle_now(), self.runtime.planner, self.runtime.stale_reason
         if record is None and not why:
             return {}
-        follower = self.session.follower
-        owned = None if follower is None else planner.owned(follower.optimizers())
-        return self.session.ledger.missing(planner.registry.metrics, planner.matchable() or {}, owned, why)
+        follower = self.runtime.loop
+        owned = None if follower is None else planner.owned(follower.optimizers)
+        return self.runtime.ledger.missing(planner.registry.metrics, planner.matchable() or {}, owned, why)
 
     def top_parameters(self, count: int) -> list[tuple[str, float]]:
         """The parameters with the largest shares of the squared gradient norm."""
         check.positive_int("count", count)
-        record = self.session.settle_now()
-        with unseen():
+        record = self.runtime.settle_now()
+        with outside_dispatch_modes():
             return [] if record is None else top_shares(record.tables.get(n.GRADIENT_BEFORE_CLIP), count)
 
     # --- analysis ------------------------------------------------------------------------------------------------------------
 
     def diagnose(self) -> Diagnosis:
         """The findings about the training so far."""
-        self.session.settle_now()
-        if self.session.guard.inert:
+        self.runtime.settle_now()
+        if self.runtime.guard.inert:
             return Diagnosis((), None, _DISABLED)
-        ledger, facts = self.session.ledger, self.session.audit.facts()
+        ledger, facts = self.runtime.ledger, self.runtime.plugin("loop_audit").facts()
         place, recent = ledger.outbox.directory, ledger.recent()
         history = History(
             ledger.memory.records(),
@@ -109,7 +109,7 @@ class ValuesService:
             recent.steps,
             recent.suspects,
         )
-        with unseen():
+        with outside_dispatch_modes():
             return diagnosed(history)
 
     def plot(self, kind: str, engine: str, options: Mapping[str, Any]) -> Any:
@@ -117,8 +117,8 @@ class ValuesService:
         from ..analysis.plots import panels as reel
         from ..analysis.plots import plot
 
-        self.session.settle_now()
-        inventory, memory = self.session.planner.inventory, self.session.ledger.memory
+        self.runtime.settle_now()
+        inventory, memory = self.runtime.planner.inventory, self.runtime.ledger.memory
         order = None if inventory is None else ModelOrder(inventory.names, inventory.kinds)
         return plot.plot(reel.Reel(reel.OfRecords(memory.records(), order, memory.is_whole)), kind, engine, dict(options))
 
@@ -126,8 +126,8 @@ class ValuesService:
         """The text about a step, by default about the largest spike."""
         if step is not None:
             check.step_number("step", step)
-        elif not self.session.ledger.judges.detectors:
+        elif not self.runtime.ledger.judges.detectors:
             raise ValueError("nothing looks for spikes: call add_preset() or add_detector(SpikeDetector()), or name a step")
-        self.session.settle_now()
-        self.session.recall()
-        return tell(self.session.ledger.recent(), step)
+        self.runtime.settle_now()
+        self.runtime.recall()
+        return tell(self.runtime.ledger.recent(), step)

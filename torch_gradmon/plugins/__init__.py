@@ -1,1 +1,6 @@
-"""Optional behaviour."""
+"""Optional behaviour: subclass :class:`Plugin` and pass instances to ``watch(plugins=[...])``."""
+
+from ..step.active_step import ActiveStep, Mode, RecordedStep
+from ..step.plugin import OptimizerContext, Plugin, PluginContext
+
+__all__ = ["ActiveStep", "Mode", "OptimizerContext", "Plugin", "PluginContext", "RecordedStep"]

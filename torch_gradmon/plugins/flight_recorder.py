@@ -5,35 +5,20 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from ..core.records import StepRecord
+from ..step.active_step import RecordedStep
 from ..step.buffer import StepBuffer
-from ..step.layer_values import Layers
-from ..step.model_index import Inventory
-from ..step.pending_step import Flight
-from ..step.plan import SourcePlan
+from ..step.layer_values import LayerSelection
+from ..step.pending_step import PendingStep
+from ..step.plugin import Plugin
 from ..step.registry import Registry
 from ..step.summary import Summary
 
 
-@dataclass
-class _Kept:
-    """A step that was not monitored."""
-
-    buffer: StepBuffer
-    plans: Mapping[str, SourcePlan]
-    inventory: Inventory
-    refused: bool
-    tags: dict[str, Any]
-    ended: float = field(default_factory=time.time)
-
-    def depart(self) -> Flight:
-        return Flight(self.buffer.depart(), self.plans, self.inventory, lambda _: {}, self.refused, [], self.tags, None)
-
-
-class Recorder:
+class FlightRecorder(Plugin):
     """Keeps the last steps that were not monitored, and gives their records where a spike makes them interesting: those before
     it at once, and as many after it.
 
@@ -43,78 +28,89 @@ class Recorder:
         summary: that of the monitored steps.
     """
 
+    name = "flight_recorder"
+
     def __init__(self, size: int, registry: Registry, summary: Summary) -> None:
         self.size = size
         self._registry, self._summary = registry, summary
-        self._kept: deque[_Kept] = deque()
+        self._kept: deque[tuple[RecordedStep, StepBuffer, float]] = deque()
         self._is_open = False  # late values may come for the last one
-        self._due = 0  # of the steps to come, so many belong to a spike
+        self._due = 0  # how many of the next steps belong to a spike
 
-    def keep(
-        self,
-        buffer: StepBuffer,
-        plans: Mapping[str, SourcePlan],
-        inventory: Inventory,
-        refused: bool,
-        tags: dict[str, Any],
-        in_flight: int | None,
-    ) -> list[StepRecord]:
-        """A step that is not monitored has ended; its values stay where they are. Does not synchronise.
+    @property
+    def requires_gradients(self) -> bool:
+        """Whether any step is recorded."""
+        return bool(self.size)
 
-        ``in_flight``: the oldest monitored step of which it is not known yet whether it has a spike. What came before it is kept.
-
-        Returns:
-            The records of those that came after a spike, once there are enough of them; this waits for the device.
+    def on_unmonitored_step(self, recorded: RecordedStep) -> None:
+        """Keep the step; its values stay on the device. Backfills those that came after a spike, once there are enough of them; this
+        waits for the device.
         """
+        if recorded.buffer is None:
+            return
         self._due -= self._due > 0
         after = self._bring() if self._due == 1 else []  # the last one is closed by now
-        self._kept.append(_Kept(buffer, plans, inventory, refused, tags))
+        self._kept.append((recorded, recorded.buffer, time.time()))
         self._is_open = True
-        before = sum(in_flight is None or step.buffer.step < in_flight for step in self._kept)
+        # what came before a step of which it is not known yet whether it has a spike is kept
+        pending = recorded.oldest_pending
+        before = sum(pending is None or buffer.step < pending for _, buffer, _ in self._kept)
         for _ in range(before - self.size):
             self._kept.popleft()
-        return after
+        self.context.backfill(after)
 
-    def close(self) -> None:
-        """The next step begins, so that nothing more can come for the last one."""
+    def on_sealed(self, step: int) -> None:
+        """Nothing more can come for the last step."""
         self._is_open = False
 
-    def open_buffer(self, step: int | None) -> StepBuffer | None:
+    def late_buffer(self, step: int | None) -> StepBuffer | None:
         """Where a late value of ``step`` belongs, if that was the last step kept."""
-        is_last = self._is_open and bool(self._kept) and self._kept[-1].buffer.step == step
-        return self._kept[-1].buffer if is_last else None
+        is_last = self._is_open and bool(self._kept) and self._kept[-1][1].step == step
+        return self._kept[-1][1] if is_last else None
 
-    def tag(self, step: int | None, tags: Mapping[str, Any]) -> bool:
+    def tag_late(self, step: int | None, tags: Mapping[str, Any]) -> bool:
         """Late facts about ``step``; whether it was the last step kept."""
-        is_kept = self.open_buffer(step) is not None
+        is_kept = self.late_buffer(step) is not None
         if is_kept:
-            self._kept[-1].tags.update(tags)
+            self._kept[-1][0].tags.update(tags)
         return is_kept
 
-    def spiked(self) -> list[StepRecord]:
+    def fetch_recorded(self) -> list[StepRecord]:
         """A spike was found: the records of what is kept, and later those that come after it. Waits for the device, once."""
         brought = self._bring()
         self._due = self.size + 2 - len(self._kept) if self.size else 0
         return brought
 
     def rest(self) -> list[StepRecord]:
-        """The run ends, or is asked for its story: the records of what came after a spike so far."""
+        """The records of what came after a spike so far."""
         return self._bring() if self._due else []
 
-    def forget(self) -> None:
+    def on_rewind(self, step: int) -> None:
         """The steps that are kept come again."""
+        self._kept.clear()
+        self._due = 0
+
+    def on_leave(self, last: int | None) -> None:
+        """Steps after this belong to another part of the run."""
         self._kept.clear()
         self._due = 0
 
     def _bring(self) -> list[StepRecord]:
         kept = list(self._kept)
         self._kept.clear()
-        if kept and self._is_open:  # it will be told of again, with what comes late
+        if kept and self._is_open:  # it is completed again, with what comes late
             self._kept.append(kept[-1])
-        flights = [step.depart() for step in kept]  # all copies are started before the first one is waited for
-        records = [flight.record(self._summary.of_one_step(), Layers(None), self._registry)[0] for flight in flights]
+        pending = [
+            _pending(recorded, buffer) for recorded, buffer, _ in kept
+        ]  # all copies start before the first one is waited for
+        records = [each.record(self._summary.of_one_step(), LayerSelection(None), self._registry)[0] for each in pending]
         return [
-            replace(record, time=step.ended, context={**record.context, "monitored": False})
-            for record, step in zip(records, kept, strict=True)
+            replace(record, time=ended, context={**record.context, "monitored": False})
+            for record, (_, _, ended) in zip(records, kept, strict=True)
             if record.tables or record.values
         ]
+
+
+def _pending(recorded: RecordedStep, buffer: StepBuffer) -> PendingStep:
+    assert recorded.inventory is not None
+    return PendingStep(buffer.depart(), recorded.step, recorded.inventory, lambda _: {}, [], recorded.tags, None)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
 
-from ..core.errors import Complaints
+from ..step.active_step import ActiveStep, Mode
+from ..step.plugin import Plugin
 
 #: Decide after so many monitored steps, for every tenth one measures updates too; after few where it is far off.
 _MANY, _FEW, _FAR = 10, 3, 4
@@ -14,22 +15,22 @@ _STRIDE = 4
 _WIDEST = 1024
 
 
-class Budget:
+class OverheadBudget(Plugin):
     """A cadence that widens, by powers of two, while monitoring takes more than a share of the time, and narrows again.
 
     Args:
         share: of the wall-clock time of training, what the monitor's own time on the host may take, such as 0.01.
-        is_monitored: the cadence that was asked for.
-        complaints: where it is said that steps are left out.
 
     Attributes:
-        interval: of the steps that the cadence asks for, every so-manyth is monitored.
+        interval: of the steps that the cadence asks for, every n-th is monitored.
     """
 
-    def __init__(self, share: float, is_monitored: Callable[[int], bool], complaints: Complaints) -> None:
+    name = "overhead_budget"
+    watches_idle_steps = True
+
+    def __init__(self, share: float) -> None:
         self.share = share
         self.interval = 1
-        self._is_monitored, self._complaints = is_monitored, complaints
         self._warm = False
         self._before = 1  # the interval when something else was measured last
         self._left_out = _WIDEST  # of the steps that were asked for since the last monitored one
@@ -37,19 +38,24 @@ class Budget:
         self._monitored = 0
         self._since = self._spent_before = 0.0
 
-    def __call__(self, step: int) -> bool:
-        """Whether ``step`` would be monitored if it came next."""
-        wanted = bool(self._is_monitored(step))
-        self._asked = step, wanted
-        return wanted and self._left_out + 1 >= self.interval
+    def wants(self, step: int, asked: bool) -> bool:
+        """Whether ``step`` is monitored if it comes next."""
+        self._asked = step, asked
+        return asked and self._left_out + 1 >= self.interval
 
-    def give_up(self, reason: str) -> None:
-        """Leave out nothing any more."""
+    def on_step_closed(self, step: ActiveStep) -> None:
+        """Give up where ranks must monitor the same steps; else count the step."""
+        if self.context.ranks_synchronised:
+            self._give_up("ranks that tell each other values have to monitor the same steps")
+        if not step.sets_cadence:
+            self.count(step.number, step.mode is Mode.MONITORED, self.context.seconds_spent, time.perf_counter())
+
+    def _give_up(self, reason: str) -> None:
         self.interval, self.share = 1, 1.0
-        self._complaints.add("budget:off", f"overhead_budget has no effect: {reason}")
+        self.context.warn("budget:off", f"overhead_budget has no effect: {reason}")
 
-    def step_ended(self, step: int, monitored: bool, spent: float, now: float) -> None:
-        """Take note that a step has ended, and decide about the steps to come.
+    def count(self, step: int, monitored: bool, spent: float, now: float) -> None:
+        """A step has ended: decide about the steps to come.
 
         Args:
             step: its number.
@@ -72,15 +78,14 @@ class Budget:
         if monitored and self._monitored >= (_FEW if far else _MANY):
             self._decide(share)
             self._begin(spent, now)
+            self.context.ask_cadence_again()
 
-    def turn(self, is_back: bool, spent: float, now: float) -> None:
-        """From here on something else is measured for a while, or if ``is_back`` the same as before that: what was found about the one
-        says nothing of the other.
-        """
+    def on_detail_changed(self, is_back: bool) -> None:
+        """Something else is measured for a while, or the same as before that: what was found about the one says nothing of the other."""
         if is_back:
             self.interval = self._before
         self._before = self.interval
-        self._begin(spent, now)
+        self._begin(self.context.seconds_spent, time.perf_counter())
 
     def _begin(self, spent: float, now: float) -> None:
         self._spent_before, self._since, self._monitored = spent, now, 0
@@ -94,7 +99,7 @@ class Budget:
             self.interval, share = self.interval // 2, share * 2
         if self.interval > before:
             which = "2nd" if self.interval == 2 else f"{self.interval}th"
-            self._complaints.add(
+            self.context.warn(
                 f"budget:{self.interval}",
                 f"monitoring took more than overhead_budget={self.share:g} of the time; from here on every {which} step "
                 "of those asked for is monitored",

@@ -5,64 +5,92 @@ from __future__ import annotations
 from ..capture.hooks import compiled_graphs
 from ..capture.modules.compiled import is_compiled
 from ..core import keys as n
+from ..step.active_step import ActiveStep
 from ..step.planner import Planner
+from ..step.plugin import Plugin
 
 #: What is measured: one-pass statistics, of which the run directory keeps all.
 _METRICS = {n.ACTIVATION: ("std", "max", "nonfinite"), n.ACTIVATION_GRADIENT: ("norm", "nonfinite")}
 
 
-class CloserLook:
-    """For some steps after a spike every step is monitored, and the registry is lent more metrics.
+class PostSpikeDetail(Plugin):
+    """Monitors every step for a while after a spike, and measures more of each.
+
+    Ranks that exchange values do so together: in the step after the next one, when all of them know of the spike.
 
     Args:
-        planner: is told that the plan changed.
-        steps: how many steps it takes; none for 0.
+        planner: knows the model and the metrics.
+        steps: how many steps it takes; 0 for none.
     """
+
+    name = "post_spike_detail"
 
     def __init__(self, planner: Planner, steps: int) -> None:
         self._planner, self._steps = planner, steps
         self._left = 0
-        self._lends = False
+        self._has_overlay = self._ends = False
+        self._spiked_in: int | None = None
         self._graphs = compiled_graphs()
 
-    @property
-    def left(self) -> int:
-        """How many of the next steps are such steps."""
-        return self._left
+    def wants(self, step: int, asked: bool) -> bool:
+        """Every one of the next steps."""
+        return asked or self._left > 0
+
+    def foretells(self, step: int, asked: bool, ahead: int | None) -> bool:
+        """Whether it is one of them."""
+        return asked or (ahead is not None and ahead < self._left)
 
     @property
-    def goes_on(self) -> bool:
-        """Whether the next step is one of them."""
-        return self._left > 0
-
-    @property
-    def may_hang(self) -> bool:
+    def may_add_hooks(self) -> bool:
         """Whether modules may get hooks in the middle of a run. Not where anything was compiled since there is a monitor, for that
         may be the model, whose graph would not call them, or would be compiled again.
         """
         module = self._planner.module
         return module is not None and compiled_graphs() <= self._graphs and not is_compiled(module)
 
-    def begin(self) -> bool:
-        """A spike came: look closer from the next step on. Returns whether hooks are to be hung for it.
+    def on_alert(self, step: int) -> None:
+        """A spike came."""
+        self._spiked_in, self.watches_idle_steps = step, True
 
-        No metrics are lent where modules may not get hooks.
-        """
+    def on_sealed(self, step: int) -> None:
+        """What came with the last record begins with the step that opens."""
+        self._turn(ends=False, opens=True)
+
+    def on_step_closing(self, step: ActiveStep) -> None:
+        """Count a monitored step, of which nothing is known yet."""
+        if not step.is_monitored:
+            return
+        self._ends = self._left == 1 and self._has_overlay
+        if self._left:
+            self._left -= 1
+            self.context.ask_cadence_again()
+        if self._ends:
+            self._has_overlay = False
+            self.context.set_overlay(self.name, None)
+
+    def on_step_closed(self, step: ActiveStep) -> None:
+        """Begin or end with the next step."""
+        ends, self._ends = self._ends, False
+        self._turn(ends)
+
+    def _turn(self, ends: bool, opens: bool = False) -> None:
+        spiked, last = self._spiked_in, self.context.last_step
+        if spiked is None and not ends:
+            return
+        if self.context.ranks_synchronised and spiked is not None and not (opens and last is not None and spiked < last):
+            spiked = None
+        if spiked is not None:
+            self._spiked_in, self.watches_idle_steps = None, False
+            self.context.ask_cadence_again(script_too=True)
+        if (spiked is not None and self._begin()) or ends:
+            self.context.request_replan()
+
+    def _begin(self) -> bool:
+        """Monitor the next steps. Returns whether hooks must be registered for it: not where modules may not get any."""
         self._left = self._steps
-        if not self._steps or self._lends or not self.may_hang:
+        if not self._steps or self._has_overlay or not self.may_add_hooks:
             return False
-        registry = self._planner.registry
-        registry.lend([registry.make(source, name, shown=False) for source, names in _METRICS.items() for name in names])
-        self._planner.changed()
-        self._lends = True
+        metrics = [self.context.make_metric(source, name) for source, names in _METRICS.items() for name in names]
+        self.context.set_overlay(self.name, metrics)
+        self._has_overlay = True
         return True
-
-    def step_ended(self) -> bool:
-        """A monitored step ended, and nothing is known of it yet. Returns whether hooks are to be taken away again."""
-        ends = self._left == 1 and self._lends
-        self._left -= self._left > 0
-        if ends:
-            self._lends = False
-            self._planner.registry.take_back()
-            self._planner.changed()
-        return ends

@@ -27,7 +27,7 @@ _PRESETS = tuple(PRESETS)
 
 
 @dataclass(frozen=True)
-class Change:
+class DetailRequest:
     """What is to be measured, and how often, for a while. One that names neither a cadence nor a preset goes back to the script's.
 
     Attributes:
@@ -60,15 +60,15 @@ class Change:
         return tuple(map(float, (self.number, self.every or 0, preset, self.steps or 0, first)))
 
     @classmethod
-    def of_numbers(cls, numbers: Sequence[float]) -> Change:
+    def of_numbers(cls, numbers: Sequence[float]) -> DetailRequest:
         """The inverse of :meth:`numbers`."""
         number, every, preset, steps, first = map(int, numbers)
         return cls(every or None, _PRESETS[preset - 1] if preset else None, steps or None, first - 1 if first else None, number)
 
 
-def changed(
+def detail_request(
     every: object = None, preset: object = None, steps: object = None, first: object = None, number: object = 0
-) -> Change:
+) -> DetailRequest:
     """A change of these arguments.
 
     Raises:
@@ -85,11 +85,11 @@ def changed(
     for name, value in (("every", every), ("steps", steps), ("from_step", first), ("number", number)):
         if isinstance(value, int) and value >= _LARGEST:
             raise ValueError(f"{name}={display(value)} is too large; no training has that many steps")
-    return Change(every, preset, steps, first, number)  # type: ignore[arg-type]
+    return DetailRequest(every, preset, steps, first, number)  # type: ignore[arg-type]
 
 
-def in_words(facts: Mapping[str, Any]) -> str:
-    """What :meth:`Change.facts` or the context of a record says, for people.
+def request_text(facts: Mapping[str, Any]) -> str:
+    """What :meth:`DetailRequest.facts` or the context of a record says, for people.
 
     >>> in_words({"every": 1, "preset": "full", "steps": 200, "number": 3})
     'every step, preset full, for 200 steps'
@@ -111,7 +111,7 @@ def in_words(facts: Mapping[str, Any]) -> str:
 # --- the file ----------------------------------------------------------------------------------------------------------------------
 
 
-def write(directory: Path, change: Change, session: str) -> None:
+def write(directory: Path, change: DetailRequest, session: str) -> None:
     """Put ``change`` into the run directory, for the monitor that calls itself ``session``; whoever reads sees all of it or nothing.
 
     Raises:
@@ -132,7 +132,7 @@ def write(directory: Path, change: Change, session: str) -> None:
         raise
 
 
-def read(path: Path) -> tuple[Change, str]:
+def read(path: Path) -> tuple[DetailRequest, str]:
     """What a file says, and to which session. Never waits, whatever the file is.
 
     Raises:
@@ -156,15 +156,15 @@ def read(path: Path) -> tuple[Change, str]:
         raise ValueError(f"its format is {display(found.get('format'))}, expected {FORMAT}")
     if not isinstance(session := found.get("session"), str):
         raise ValueError(f"its session is {display(session)}")
-    unknown = found.keys() - {"format", "session", *vars(Change())}
+    unknown = found.keys() - {"format", "session", *vars(DetailRequest())}
     if unknown:
         raise ValueError(f"it says {display(sorted(unknown))}, which is not known")
-    change = changed(**{name: value for name, value in found.items() if name not in ("format", "session")})
+    change = detail_request(**{name: value for name, value in found.items() if name not in ("format", "session")})
     if not change.number:
         raise ValueError("it has no number")
     return change, session
 
 
-def numbered(change: Change, number: int) -> Change:
+def numbered(change: DetailRequest, number: int) -> DetailRequest:
     """The same under another number."""
     return replace(change, number=number)

@@ -19,7 +19,7 @@ _LOOKED_AT = 20
 
 
 @dataclass(frozen=True)
-class Pulse:
+class RunStatus:
     """What is known of a run at this moment.
 
     Attributes:
@@ -59,7 +59,7 @@ class Pulse:
         )
 
 
-def pulse(path: str | os.PathLike[str]) -> Pulse:
+def run_status(path: str | os.PathLike[str]) -> RunStatus:
     """Feel the pulse of the run in ``path``. Takes a millisecond, however long the run is.
 
     Raises:
@@ -70,8 +70,8 @@ def pulse(path: str | os.PathLike[str]) -> Pulse:
     with contextlib.closing(db):
         last = db.execute(f"SELECT step, time FROM steps ORDER BY segment DESC, step DESC LIMIT {_LOOKED_AT}").fetchall()
     if not last:
-        return Pulse(meta)
-    return Pulse(meta, last[0][0], max(0.0, time.time() - last[0][1]), _usual(meta, last))
+        return RunStatus(meta)
+    return RunStatus(meta, last[0][0], max(0.0, time.time() - last[0][1]), _usual(meta, last))
 
 
 def _usual(meta: Mapping[str, Any], last: Sequence[tuple[int, float]]) -> float | None:

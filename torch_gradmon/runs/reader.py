@@ -18,13 +18,13 @@ from ..core.errors import display, nearest
 from ..core.keys import Key, format_key, parse_key
 from ..core.model_order import ModelOrder
 from ..core.moments import ALWAYS, VIEWS, Column
-from ..core.records import Event, StepRecord, Table
+from ..core.records import SpikeEvent, StatsTable, StepRecord
 from ..step.plan import evaluate_view, value_in
-from .scan import Bulk, events_in
-from .stats_series import Stack
-from .step_index import StepsIndex
-from .window import LAYER_SOURCES, Window, Windows, is_of_layer
-from .writer import noted, open_to_read, unpack
+from .scan import RunScan, events_in
+from .stats_series import StatsSeries
+from .step_index import StepIndex
+from .window import LAYER_SOURCES, Window, WindowReader, is_of_layer
+from .writer import open_to_read, stored_meta, unpack
 
 _ROWS = "SELECT segment, step, columns, tensors, counts, same_as, data FROM rows JOIN layouts ON layout = id"
 
@@ -38,11 +38,11 @@ class RunReader:
         self._db, self.meta = open_to_read(path)
         self.path = Path(path)
         self._tensors: dict[int, str] = {}
-        self._index = StepsIndex(self._db)
+        self._index = StepIndex(self._db)
         self._index.look()
         self._segment_of = self._index.segment_of
-        self._bulk = Bulk(self._db, self._index, self._names)
-        self._windows = Windows(self._db, self._index, self._names)
+        self._bulk = RunScan(self._db, self._index, self._names)
+        self._windows = WindowReader(self._db, self._index, self._names)
 
     def refresh(self) -> int | None:
         """Look at what was written since the run was opened, or since the last look, at a cost that does not grow with the run.
@@ -53,7 +53,7 @@ class RunReader:
         """
         first = self._index.look()
         if first is not None:
-            self.meta = noted(self._db)
+            self.meta = stored_meta(self._db)
         return first
 
     @property
@@ -95,9 +95,9 @@ class RunReader:
         return list(self._windows.keys().values())
 
     @property
-    def events(self) -> list[Event]:
+    def events(self) -> list[SpikeEvent]:
         """What the detectors found, in order."""
-        found: list[Event] = []
+        found: list[SpikeEvent] = []
         for segment, step, text in self._db.execute("SELECT segment, step, events FROM steps WHERE events != '[]' ORDER BY step"):
             if self._segment_of.get(step) == segment:
                 found += events_in(text)
@@ -136,7 +136,7 @@ class RunReader:
         found = metrics.get(signal, metrics.get(f"{n.SUMMARY}/{signal}"))
         return value_in(self.table(key.source, step), key) if found is None and key.source in n.TENSOR_SOURCES else found
 
-    def table(self, source: str, step: int) -> Table | None:
+    def table(self, source: str, step: int) -> StatsTable | None:
         """The statistics of ``source`` in a step, or None where they were not measured.
 
         Raises:
@@ -154,7 +154,7 @@ class RunReader:
         """
         return self._bulk.records(since, wanted)
 
-    def stacks(self, source: str, since: int | None = None) -> Iterator[Stack]:
+    def stacks(self, source: str, since: int | None = None) -> Iterator[StatsSeries]:
         """The statistics of ``source`` in the steps from ``since`` on that have them, ascending, some hundred steps at a time."""
         return self._bulk.stacks(source, since)
 
@@ -179,12 +179,12 @@ class RunReader:
         except sqlite3.OperationalError:  # a run of before these were kept
             return []
 
-    def _table(self, segment: int, step: int, mask: int, tensors: bytes, counts: bytes, same_as: str, data: bytes) -> Table:
+    def _table(self, segment: int, step: int, mask: int, tensors: bytes, counts: bytes, same_as: str, data: bytes) -> StatsTable:
         if same_as:
             of = self._db.execute(f"{_ROWS} WHERE segment = ? AND step = ? AND source = ?", (segment, step, same_as)).fetchone()
             whole, kept = self._table(*of), set(self._names(tensors))
             rows = [row for row, name in enumerate(whole.names) if name in kept]
-            return Table(tuple(whole.names[row] for row in rows), whole.rows[rows], whole.columns)
+            return StatsTable(tuple(whole.names[row] for row in rows), whole.rows[rows], whole.columns)
         return unpack(data, self._names(tensors), frozenset(c for c in Column if mask >> c & 1), counts)
 
     def _names(self, tensors: bytes) -> tuple[str, ...]:

@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 
 from ..core.keys import Key
 from ..core.moments import Column
-from ..core.records import Event, StepRecord
-from .stats_series import Stack
-from .step_index import StepsIndex
+from ..core.records import SpikeEvent, StepRecord
+from .stats_series import StatsSeries
+from .step_index import StepIndex
 from .writer import unpack_steps
 
 #: Steps that are read at a time: 13 MB of statistics for a thousand tensors.
 _AT_A_TIME = 200
-_EVENT = frozenset(field.name for field in fields(Event))
+_EVENT = frozenset(field.name for field in fields(SpikeEvent))
 
 
-class Layout(NamedTuple):
+class TableLayout(NamedTuple):
     """What packed statistics of one source are of; ``same_as`` names another source of the same step that has them."""
 
     names: tuple[str, ...]
@@ -35,7 +35,7 @@ def stored_keys(db: sqlite3.Connection) -> dict[int, Key]:
     return {number: Key(*key) for number, *key in db.execute("SELECT id, source, name, metric FROM keys ORDER BY id").fetchall()}
 
 
-class Bulk:
+class RunScan:
     """Reads what an index knows of.
 
     Args:
@@ -44,7 +44,7 @@ class Bulk:
         names_of: the names of the tensors that a layout has.
     """
 
-    def __init__(self, db: sqlite3.Connection, index: StepsIndex, names_of: Callable[[bytes], tuple[str, ...]]) -> None:
+    def __init__(self, db: sqlite3.Connection, index: StepIndex, names_of: Callable[[bytes], tuple[str, ...]]) -> None:
         self._db, self._index, self._names_of = db, index, names_of
 
     def records(self, since: int | None, wanted: Callable[[Key], bool] | None) -> Iterator[StepRecord]:
@@ -74,12 +74,12 @@ class Bulk:
                 found.setdefault(step, {})[keys[key]] = float(value)
         return found
 
-    def stacks(self, source: str, since: int | None) -> Iterator[Stack]:
+    def stacks(self, source: str, since: int | None) -> Iterator[StatsSeries]:
         """See :meth:`torch_gradmon.analysis.run.Run.stacks`."""
         for span in self._index.spans(since, _AT_A_TIME):
             yield from self._stacks(source, span)
 
-    def _stacks(self, source: str, span: tuple[int, int, int]) -> Iterator[Stack]:
+    def _stacks(self, source: str, span: tuple[int, int, int]) -> Iterator[StatsSeries]:
         layouts = self._layouts(source)
         rows = self._db.execute(
             f"SELECT step, layout, data FROM rows WHERE segment = ? AND step BETWEEN ? AND ? "
@@ -96,9 +96,9 @@ class Bulk:
                 yield from self._same(layout, (span[0], steps[0], steps[-1]), steps)
             else:
                 rows_of = unpack_steps(b"".join(blobs), len(steps), len(layout.names), layout.columns, layout.counts)
-                yield Stack(tuple(steps), layout.names, rows_of, layout.columns)
+                yield StatsSeries(tuple(steps), layout.names, rows_of, layout.columns)
 
-    def _same(self, layout: Layout, span: tuple[int, int, int], steps: Sequence[int]) -> Iterator[Stack]:
+    def _same(self, layout: TableLayout, span: tuple[int, int, int], steps: Sequence[int]) -> Iterator[StatsSeries]:
         """Rows that another source of the same steps has."""
         wanted, kept = set(steps), set(layout.names)
         for stack in self._stacks(layout.same_as, span):
@@ -106,17 +106,17 @@ class Bulk:
             if places:
                 yield stack.at(places).of(tuple(name for name in stack.names if name in kept))
 
-    def _layouts(self, source: str) -> dict[int, Layout]:
+    def _layouts(self, source: str) -> dict[int, TableLayout]:
         rows = self._db.execute(
             "SELECT id, columns, tensors, counts, same_as FROM layouts WHERE source = ?", (source,)
         ).fetchall()
         return {
-            number: Layout(self._names_of(tensors), frozenset(c for c in Column if mask >> c & 1), counts, same_as)
+            number: TableLayout(self._names_of(tensors), frozenset(c for c in Column if mask >> c & 1), counts, same_as)
             for number, mask, tensors, counts, same_as in rows
         }
 
 
-def events_in(text: str) -> tuple[Event, ...]:
+def events_in(text: str) -> tuple[SpikeEvent, ...]:
     """What the detectors found in a step, as it was stored; what a later version knows besides is left out."""
     found: list[dict[str, Any]] = json.loads(text)
-    return tuple(Event(**{name: value for name, value in event.items() if name in _EVENT}) for event in found)
+    return tuple(SpikeEvent(**{name: value for name, value in event.items() if name in _EVENT}) for event in found)

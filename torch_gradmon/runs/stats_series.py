@@ -12,8 +12,8 @@ from ..core.moments import ALWAYS, VIEWS, WIDTH, Column, merge_by_group
 
 
 @dataclass(frozen=True)
-class Stack:
-    """What a :class:`torch_gradmon.core.records.Table` is, for many steps that measured the same of the same tensors.
+class StatsSeries:
+    """What a :class:`torch_gradmon.core.records.StatsTable` is, for many steps that measured the same of the same tensors.
 
     Attributes:
         steps: ascending.
@@ -40,32 +40,32 @@ class Stack:
         view, flat = VIEWS[metric], self.rows.reshape(-1, WIDTH)
         return torch.where(view.defined(flat), view.compute(flat), torch.nan).reshape(self.rows.shape[:2])
 
-    def of(self, names: tuple[str, ...]) -> Stack:
+    def of(self, names: tuple[str, ...]) -> StatsSeries:
         """Of these tensors, all of which it has."""
         if names == self.names:
             return self
         place = {name: number for number, name in enumerate(self.names)}
-        return Stack(self.steps, names, self.rows[:, [place[name] for name in names]], self.columns)
+        return StatsSeries(self.steps, names, self.rows[:, [place[name] for name in names]], self.columns)
 
-    def at(self, places: Sequence[int]) -> Stack:
+    def at(self, places: Sequence[int]) -> StatsSeries:
         """Of the steps at these places."""
         if len(places) == len(self.steps):
             return self
-        return Stack(tuple(self.steps[place] for place in places), self.names, self.rows[list(places)], self.columns)
+        return StatsSeries(tuple(self.steps[place] for place in places), self.names, self.rows[list(places)], self.columns)
 
-    def merged(self, names: tuple[str, ...], groups: list[int]) -> Stack:
+    def merged(self, names: tuple[str, ...], groups: list[int]) -> StatsSeries:
         """One row for each of the groups ``names``, ``groups`` being the group of each tensor: rows are additive, so this is exact."""
         count = len(self.steps)
         index = torch.tensor(groups, dtype=torch.int64, device="cpu") + len(names) * torch.arange(count, device="cpu").unsqueeze(
             1
         )
         rows = merge_by_group(self.rows.reshape(-1, WIDTH), index.flatten(), count * len(names))
-        return Stack(self.steps, names, rows.reshape(count, len(names), WIDTH), self.columns)
+        return StatsSeries(self.steps, names, rows.reshape(count, len(names), WIDTH), self.columns)
 
 
-def paired(some: Iterable[Stack], others: Iterable[Stack]) -> Iterator[tuple[Stack, Stack]]:
+def paired(some: Iterable[StatsSeries], others: Iterable[StatsSeries]) -> Iterator[tuple[StatsSeries, StatsSeries]]:
     """Both of the steps and tensors that both have, such as updates and weights; each is ascending and gone through once."""
-    coming, waiting = iter(others), list[Stack]()
+    coming, waiting = iter(others), list[StatsSeries]()
     for one in some:
         while not waiting or waiting[-1].steps[-1] < one.steps[-1]:
             following = next(coming, None)

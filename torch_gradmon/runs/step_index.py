@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 
 
-class StepsIndex:
+class StepIndex:
     """The steps of a file and the segment of each. A segment takes the place of what earlier ones have from its first step on.
 
     Args:

@@ -16,8 +16,8 @@ from torch import Tensor
 from ..core import validation as check
 from ..core.keys import ATTENTION_SOURCES, TENSOR_SOURCES, Key
 from ..core.moments import ALWAYS, VIEWS, WIDTH, Column
-from .scan import Layout, stored_keys
-from .step_index import StepsIndex
+from .scan import TableLayout, stored_keys
+from .step_index import StepIndex
 from .writer import unpack_steps
 
 #: Sources whose keys name a tensor, or a module of attention and its heads.
@@ -50,7 +50,7 @@ def between(steps: Sequence[int], first: int | None, last: int | None) -> list[i
 
 
 @dataclass(frozen=True)
-class Sheet:
+class ValueMatrix:
     """Values of some steps.
 
     Attributes:
@@ -63,20 +63,20 @@ class Sheet:
     values: Tensor
     there: Tensor
 
-    def columns(self, chosen: Sequence[int]) -> Sheet:
+    def columns(self, chosen: Sequence[int]) -> ValueMatrix:
         """The columns of these numbers."""
         if tuple(chosen) == tuple(range(len(self.keys))):
             return self
-        return Sheet(tuple(self.keys[column] for column in chosen), self.values[:, chosen], self.there[:, chosen])
+        return ValueMatrix(tuple(self.keys[column] for column in chosen), self.values[:, chosen], self.there[:, chosen])
 
-    def with_absent(self, keys: Sequence[Key]) -> Sheet:
+    def with_absent(self, keys: Sequence[Key]) -> ValueMatrix:
         """The same with columns behind it of which there is nothing."""
         if not keys:
             return self
         count = len(keys)
-        return Sheet((*self.keys, *keys), _padded(self.values, count, torch.nan), _padded(self.there, count, False))
+        return ValueMatrix((*self.keys, *keys), _padded(self.values, count, torch.nan), _padded(self.there, count, False))
 
-    def overlaid(self, other: Sheet) -> Sheet:
+    def overlaid(self, other: ValueMatrix) -> ValueMatrix:
         """Its values, and where ``other`` has one, that instead; keys that only ``other`` has come behind."""
         place = {key: column for column, key in enumerate(dict.fromkeys((*self.keys, *other.keys)))}
         new = len(place) - len(self.keys)
@@ -84,10 +84,10 @@ class Sheet:
         columns = torch.tensor([place[key] for key in other.keys], dtype=torch.int64, device="cpu")
         values[:, columns] = torch.where(other.there, other.values, values[:, columns])
         there[:, columns] |= other.there
-        return Sheet(tuple(place), values, there)
+        return ValueMatrix(tuple(place), values, there)
 
 
-class Windows:
+class WindowReader:
     """Reads windows of what an index knows of.
 
     Args:
@@ -96,9 +96,9 @@ class Windows:
         names_of: the names of the tensors that a layout has.
     """
 
-    def __init__(self, db: sqlite3.Connection, index: StepsIndex, names_of: Callable[[bytes], tuple[str, ...]]) -> None:
+    def __init__(self, db: sqlite3.Connection, index: StepIndex, names_of: Callable[[bytes], tuple[str, ...]]) -> None:
         self._db, self._index, self._names_of = db, index, names_of
-        self._layouts: dict[int, tuple[str, Layout]] = {}
+        self._layouts: dict[int, tuple[str, TableLayout]] = {}
 
     def keys(self) -> dict[int, Key]:
         """The keys of the values that are stored as such, by their numbers."""
@@ -118,11 +118,11 @@ class Windows:
             found.take_rows([(step, *self._layout(number), data) for step, number, data in rows])
         return found
 
-    def _layout(self, number: int) -> tuple[str, Layout]:
+    def _layout(self, number: int) -> tuple[str, TableLayout]:
         if number not in self._layouts:
             query = "SELECT source, tensors, columns, counts, same_as FROM layouts WHERE id = ?"
             source, tensors, mask, counts, same_as = self._db.execute(query, (number,)).fetchone()
-            layout = Layout(self._names_of(tensors), frozenset(c for c in Column if mask >> c & 1), counts, same_as)
+            layout = TableLayout(self._names_of(tensors), frozenset(c for c in Column if mask >> c & 1), counts, same_as)
             self._layouts[number] = source, layout
         return self._layouts[number]
 
@@ -144,7 +144,7 @@ class Window:
         self._keys = keys
         self._row = {step: row for row, step in enumerate(self.steps)}
         self._scalars: list[tuple[int, int, float | str]] = []
-        self._packed: dict[str, dict[int, tuple[Layout, bytes]]] = {}
+        self._packed: dict[str, dict[int, tuple[TableLayout, bytes]]] = {}
 
     def take_facts(self, rows: Iterable[tuple[int, float, int, str, str]]) -> None:
         """Step, time, whether it was applied, context and events, as they are stored."""
@@ -155,9 +155,9 @@ class Window:
         """Step, number of the key, and value, as they are stored."""
         self._scalars += rows
 
-    def take_rows(self, rows: Iterable[tuple[int, str, Layout, bytes]]) -> None:
+    def take_rows(self, rows: Iterable[tuple[int, str, TableLayout, bytes]]) -> None:
         """Step, source, layout and packed statistics, as they are stored; all those of a step at once."""
-        found: dict[str, dict[int, tuple[Layout, bytes]]] = {}
+        found: dict[str, dict[int, tuple[TableLayout, bytes]]] = {}
         for step, source, layout, data in rows:
             found.setdefault(source, {})[step] = (layout, data)
         for source, of_steps in found.items():
@@ -176,7 +176,7 @@ class Window:
         custom = {key.source for key in self._scalar_sheet.keys if is_of_layer(key)}
         return [source for source in LAYER_SOURCES if source in self._packed or source in custom]
 
-    def sheet(self, source: str) -> Sheet:
+    def sheet(self, source: str) -> ValueMatrix:
         """All metrics of a source, built-in and other ones; key by key what ``Run.series`` has, and the numbers of elements."""
         own, statistics = self._own(source), self._statistics(source)
         return statistics.overlaid(self._scalar_sheet.columns(own)) if own else statistics
@@ -185,12 +185,12 @@ class Window:
         return [column for column, key in enumerate(self._scalar_sheet.keys) if key.source == source and is_of_layer(key)]
 
     @cached_property
-    def others(self) -> Sheet:
+    def others(self) -> ValueMatrix:
         """What is of no layer: values of the whole model, and what was logged by hand."""
         return self._scalar_sheet.columns([c for c, key in enumerate(self._scalar_sheet.keys) if not is_of_layer(key)])
 
     @cached_property
-    def _scalar_sheet(self) -> Sheet:
+    def _scalar_sheet(self) -> ValueMatrix:
         numbers = sorted({key for _, key, _ in self._scalars})
         place = {key: column for column, key in enumerate(numbers)}
         values, there = self._empty(len(numbers))
@@ -199,10 +199,10 @@ class Window:
             at = torch.tensor([[self._row[s] for s in steps], [place[k] for k in keys]], dtype=torch.int64, device="cpu")
             values[at[0], at[1]] = torch.tensor(list(map(float, found)), dtype=torch.float64, device="cpu")
             there[at[0], at[1]] = True
-        return Sheet(tuple(self._keys[number] for number in numbers), values, there)
+        return ValueMatrix(tuple(self._keys[number] for number in numbers), values, there)
 
-    def _statistics(self, source: str) -> Sheet:
-        groups: dict[Layout, list[tuple[int, bytes]]] = {}
+    def _statistics(self, source: str) -> ValueMatrix:
+        groups: dict[TableLayout, list[tuple[int, bytes]]] = {}
         for step, (layout, data) in sorted(self._packed.get(source, {}).items()):
             groups.setdefault(layout, []).append((self._row[step], data))
         names = {name: at for at, name in enumerate(dict.fromkeys(name for layout in groups for name in layout.names))}
@@ -222,7 +222,7 @@ class Window:
                     there[at, number, columns] = defined.reshape(len(of_steps), -1)
             values[at, -1, columns] = rows[:, Column.COUNT].reshape(len(of_steps), -1)
             there[at, -1, columns] = True
-        return Sheet(_keys(source, tuple(names), (*metrics, COUNT)), values.flatten(1), there.flatten(1))
+        return ValueMatrix(_keys(source, tuple(names), (*metrics, COUNT)), values.flatten(1), there.flatten(1))
 
     def _empty(self, *columns: int) -> tuple[Tensor, Tensor]:
         shape = (len(self.steps), *columns)
@@ -242,13 +242,13 @@ def is_of_layer(key: Key) -> bool:
     return key.source in LAYER_SOURCES and bool(key.name)
 
 
-def _unpacked(layout: Layout, blobs: Sequence[bytes]) -> Tensor:
+def _unpacked(layout: TableLayout, blobs: Sequence[bytes]) -> Tensor:
     """The rows of several steps, one after the other; columns stand together, since that is how views read them."""
     rows = unpack_steps(b"".join(blobs), len(blobs), len(layout.names), layout.columns, layout.counts)
     return rows.reshape(-1, WIDTH).t().contiguous().t()
 
 
-def _part_of(layout: Layout, data: bytes, names: Sequence[str]) -> tuple[Layout, bytes]:
+def _part_of(layout: TableLayout, data: bytes, names: Sequence[str]) -> tuple[TableLayout, bytes]:
     """Of these tensors only."""
     kept = set(names)
     if kept.issuperset(layout.names):

@@ -25,7 +25,7 @@ import torch
 from ..core.errors import display
 from ..core.keys import PARAMETER_SOURCES
 from ..core.moments import ALWAYS, WIDTH, Column, identity
-from ..core.records import StepRecord, Table
+from ..core.records import StatsTable, StepRecord
 
 FILE_NAME = "gradmon.sqlite"
 FORMAT = 1
@@ -82,13 +82,13 @@ def open_to_read(path: str | os.PathLike[str]) -> tuple[sqlite3.Connection, dict
 def _connected(file: Path, how: str) -> tuple[sqlite3.Connection, dict[str, Any]]:
     db = sqlite3.connect(f"{file.resolve().as_uri()}?{how}", uri=True)
     try:
-        return db, noted(db)
+        return db, stored_meta(db)
     except sqlite3.Error:
         db.close()
         raise
 
 
-def noted(db: sqlite3.Connection) -> dict[str, Any]:
+def stored_meta(db: sqlite3.Connection) -> dict[str, Any]:
     """The facts about a run."""
     return {name: json.loads(value) for name, value in db.execute("SELECT name, value FROM meta").fetchall()}
 
@@ -97,7 +97,7 @@ class Superseded(Exception):
     """Another store writes into the run directory by now."""
 
 
-class RunStore:
+class RunWriter:
     """Writes records into a run directory.
 
     Args:
@@ -229,7 +229,7 @@ class RunStore:
             ],
         )
 
-    def _layout(self, source: str, table: Table, counts: bytes) -> int:
+    def _layout(self, source: str, table: StatsTable, counts: bytes) -> int:
         tensors = array("I", [self._id("tensors", ("name",), (name,)) for name in table.names]).tobytes()
         mask = sum(1 << column for column in table.columns)
         columns = ("source", "columns", "tensors", "counts", "same_as")
@@ -257,7 +257,7 @@ class RunStore:
             self._db.close()
 
 
-def fixed_counts(source: str, table: Table) -> bytes:
+def fixed_counts(source: str, table: StatsTable) -> bytes:
     """The counts of a source whose tensors keep their size, to be stored once: little-endian int64; empty for other sources."""
     if source not in PARAMETER_SOURCES:
         return b""
@@ -271,7 +271,7 @@ def _stored(columns: frozenset[Column], counted: bool) -> list[Column]:
     return sorted((columns | ALWAYS) - ({Column.COUNT} if counted else set()))
 
 
-def pack(table: Table, counted: bool) -> bytes:
+def pack(table: StatsTable, counted: bool) -> bytes:
     """``table`` as little-endian float32, tensor after tensor, measured columns in the order of :class:`Column`.
 
     ``counted``: without the counts, which are kept elsewhere.
@@ -295,9 +295,9 @@ def pack(table: Table, counted: bool) -> bytes:
     return packed.tobytes()
 
 
-def unpack(data: bytes, names: tuple[str, ...], columns: frozenset[Column], counts: bytes) -> Table:
+def unpack(data: bytes, names: tuple[str, ...], columns: frozenset[Column], counts: bytes) -> StatsTable:
     """The inverse of :func:`pack`, to float32 precision of the values that metrics are made of. ``counts`` may be empty."""
-    return Table(names, unpack_steps(data, 1, len(names), columns, counts)[0], columns)
+    return StatsTable(names, unpack_steps(data, 1, len(names), columns, counts)[0], columns)
 
 
 def unpack_steps(data: bytes, steps: int, tensors: int, columns: frozenset[Column], counts: bytes) -> torch.Tensor:

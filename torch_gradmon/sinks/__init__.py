@@ -1,10 +1,10 @@
 """Where records go."""
 
-from .filtered_sink import Outlet
+from .filtered_sink import FilteredSink
 from .jsonl import JsonlSink
 from .mlflow import MlflowSink
 from .tensorboard import TensorBoardSink
 from .trackio import TrackioSink
 from .wandb import WandbSink
 
-__all__ = ["JsonlSink", "MlflowSink", "Outlet", "TensorBoardSink", "TrackioSink", "WandbSink"]
+__all__ = ["FilteredSink", "JsonlSink", "MlflowSink", "TensorBoardSink", "TrackioSink", "WandbSink"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .key_rewriting import Renaming
+from .key_rewriting import KeyRewriter
 
 #: Characters of a name that Comet keeps.
 LONGEST = 100
@@ -22,7 +22,7 @@ class CometSink:
 
     def __init__(self, experiment: Any) -> None:
         self.experiment = experiment
-        self._name = Renaming(LONGEST)
+        self._name = KeyRewriter(LONGEST)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Log ``values``.

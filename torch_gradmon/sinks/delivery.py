@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..core.errors import Complaints, GradmonWarning, in_words
+from ..core.errors import GradmonWarning, WarningLog, error_text
 
 #: Failures in a row after which a sink is dropped.
 PATIENCE = 3
@@ -24,7 +24,7 @@ _LAST = 30.0
 
 
 @dataclass(frozen=True)
-class Parcel:
+class PendingCall:
     """A call to be made for a step; ``rows`` is 1 for a row and 0 for what is not counted as one."""
 
     step: int
@@ -43,13 +43,13 @@ class Delivery:
         kept: where else lost rows can be found, for the message.
     """
 
-    def __init__(self, name: str, complaints: Complaints, kept: str = "") -> None:
+    def __init__(self, name: str, complaints: WarningLog, kept: str = "") -> None:
         self.name = name
         self.cause = complaints.unused(f"sink:{name}")
         self.dropped = False
         self._complaints = complaints
         self._kept = f"; all rows are in {kept}" if kept else ""
-        self._waiting: deque[Parcel] = deque()
+        self._waiting: deque[PendingCall] = deque()
         self._error: str | None = None
         self._failures = 0
         self._slow = 0
@@ -57,7 +57,7 @@ class Delivery:
         self._said = False
         self._beside = False  # whether in a thread, where there is nobody to raise to
 
-    def put(self, parcel: Parcel) -> None:
+    def put(self, parcel: PendingCall) -> None:
         """Make the call now, or when the sink works again. Never raises."""
         if self.dropped:
             self.lose(parcel.rows)
@@ -81,7 +81,7 @@ class Delivery:
             self._said = True
             self._complaints.say(f"{message}{self._kept}", error)
 
-    def _send(self, waiting: deque[Parcel]) -> None:
+    def _send(self, waiting: deque[PendingCall]) -> None:
         while waiting and not self.dropped:
             try:
                 waiting[0].call()
@@ -91,10 +91,10 @@ class Delivery:
             waiting.popleft()
             self._failures = 0
 
-    def _failed(self, waiting: deque[Parcel], error: BaseException) -> None:
+    def _failed(self, waiting: deque[PendingCall], error: BaseException) -> None:
         if self._complaints.raising and not self._beside:
             raise error
-        self._error = in_words(error)
+        self._error = error_text(error)
         self._failures += 1
         if self._failures >= PATIENCE:
             self._drop(waiting, f"failed {PATIENCE} times in a row, first with step {waiting[0].step}, and is dropped", error)
@@ -105,17 +105,17 @@ class Delivery:
             words = f"took {took:.1f} s for a row, longer than training since the row before, {PATIENCE} times in a row, and is dropped"
             self._drop(self._waiting, f"{words}; add_sink(..., thread=True) lets it take its time beside the training")
 
-    def _drop(self, waiting: deque[Parcel], words: str, error: BaseException | None = None) -> None:
+    def _drop(self, waiting: deque[PendingCall], words: str, error: BaseException | None = None) -> None:
         self.dropped = True
         self._said = False  # whatever was said before, this has to be
         self.lose(_taken_out(waiting), f"the sink {self.name} {words}; training goes on", error)
 
-    def _give_up(self, waiting: deque[Parcel]) -> None:
+    def _give_up(self, waiting: deque[PendingCall]) -> None:
         if lost := _taken_out(waiting):
             self.lose(lost, f"the last {lost} row{'s' * (lost > 1)} for the sink {self.name} could not be sent", self._error)
 
 
-def _taken_out(waiting: deque[Parcel]) -> int:
+def _taken_out(waiting: deque[PendingCall]) -> int:
     """Empties ``waiting``; how many rows there were."""
     rows = sum(parcel.rows for parcel in waiting)
     waiting.clear()
@@ -125,14 +125,14 @@ def _taken_out(waiting: deque[Parcel]) -> int:
 class ThreadedDelivery(Delivery):
     """Calls a sink in a thread of its own, for which up to 1,000 rows may wait; training never waits for it but at the end."""
 
-    def __init__(self, name: str, complaints: Complaints, kept: str = "") -> None:
+    def __init__(self, name: str, complaints: WarningLog, kept: str = "") -> None:
         super().__init__(name, complaints, kept)
         self._beside = True
         self._thread_name = f"torch_gradmon {name}"
-        self._queue: queue.Queue[Parcel | None] = queue.Queue(CAPACITY)
+        self._queue: queue.Queue[PendingCall | None] = queue.Queue(CAPACITY)
         self._thread: threading.Thread | None = None
 
-    def put(self, parcel: Parcel) -> None:
+    def put(self, parcel: PendingCall) -> None:
         """Leave the call to the thread. Never waits, never raises."""
         if self.dropped:
             self.lose(parcel.rows)
@@ -140,7 +140,7 @@ class ThreadedDelivery(Delivery):
         if self._thread is None or not self._thread.is_alive():
             # one that hangs keeps what it had: it must not share with another
             self._queue = queue.Queue(CAPACITY)
-            arguments = (self._queue, deque[Parcel]())
+            arguments = (self._queue, deque[PendingCall]())
             self._thread = threading.Thread(target=self._work, args=arguments, name=self._thread_name, daemon=True)
             self._thread.start()
         try:
@@ -169,11 +169,11 @@ class ThreadedDelivery(Delivery):
             self.lose(lost, f"the sink {self.name} did not take its last {lost} rows within {_LAST:.0f} s")
         return not thread.is_alive()
 
-    def _work(self, parcels: queue.Queue[Parcel | None], waiting: deque[Parcel]) -> None:
+    def _work(self, parcels: queue.Queue[PendingCall | None], waiting: deque[PendingCall]) -> None:
         while self._take(parcels.get(), waiting):
             pass  # with no parcel in hand, which would keep the sink alive for as long as no other one comes
 
-    def _take(self, parcel: Parcel | None, waiting: deque[Parcel]) -> bool:
+    def _take(self, parcel: PendingCall | None, waiting: deque[PendingCall]) -> bool:
         """Whether another one may follow."""
         if parcel is None:
             return False

@@ -8,18 +8,18 @@ from collections.abc import Container, Mapping
 from functools import partial
 from typing import Any
 
-from ..core.errors import Complaints
+from ..core.errors import WarningLog
 from ..core.keys import compile_pattern
-from ..core.records import Event
+from ..core.records import SpikeEvent
 from .adapters import closer, name_of, sender
-from .delivery import Delivery, Parcel, ThreadedDelivery
+from .delivery import Delivery, PendingCall, ThreadedDelivery
 
 _NORM = "gradmon/grad_norm"
 #: What is put behind the key of the gradient norm for the largest one since the last row.
 LARGEST = "_max"
 
 
-class Outlet:
+class FilteredSink:
     """One sink with its filter.
 
     Args:
@@ -44,7 +44,7 @@ class Outlet:
         sink: Any,
         keys: str | re.Pattern[str] | None,
         every: int,
-        complaints: Complaints,
+        complaints: WarningLog,
         deferred: bool = False,
         thread: bool = False,
         kept: str = "",
@@ -82,7 +82,7 @@ class Outlet:
         if self._norm is not None and self._largest != -math.inf:
             chosen[self._norm + LARGEST] = self._largest
             self._largest = -math.inf
-        self._delivery.put(Parcel(step, partial(self._log_copy, chosen, step)))
+        self._delivery.put(PendingCall(step, partial(self._log_copy, chosen, step)))
         # rows that a sink took, kept back, and could keep no longer
         lost, self._lost = getattr(self.sink, "lost", 0) - self._lost, getattr(self.sink, "lost", 0)
         if lost:
@@ -101,11 +101,11 @@ class Outlet:
         if value is not None and not (math.isnan(self._largest) or value <= self._largest):
             self._largest = value  # also where that is NaN, so that it is seen
 
-    def send_spike(self, event: Event, text: str) -> None:
+    def send_spike(self, event: SpikeEvent, text: str) -> None:
         """Tell the sink of a spike, if it has a method for that. Never raises."""
         log_spike = getattr(self.sink, "log_spike", None)
         if callable(log_spike):
-            self._delivery.put(Parcel(event.step, partial(log_spike, event, text), rows=0))
+            self._delivery.put(PendingCall(event.step, partial(log_spike, event, text), rows=0))
 
     def close(self) -> None:
         """Send what waits and close the sink where it can be closed. Never raises."""

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable
 
 
-class Renaming:
+class KeyRewriter:
     """Gives each key a name of its own, no longer than so many characters.
 
     Args:

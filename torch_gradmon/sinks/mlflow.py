@@ -9,7 +9,7 @@ from importlib import import_module
 from itertools import islice
 from typing import Any
 
-from .key_rewriting import Renaming
+from .key_rewriting import KeyRewriter
 from .optional import require
 
 #: Metrics in one call of ``log_metrics``, and characters in a name, by MLflow's own limits.
@@ -43,7 +43,7 @@ class MlflowSink:
                 raise ValueError("no MLflow run is active: call mlflow.start_run() before MlflowSink()")
             # which run is active is a matter of the thread, and without one MLflow starts another
             self._log = partial(mlflow.log_metrics, run_id=run.info.run_id)
-        self._name = Renaming(LONGEST, _allowed)
+        self._name = KeyRewriter(LONGEST, _allowed)
         #: Step and number of the values of the row that failed half-way.
         self._done = (-1, 0)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..core.errors import display
 from ..core.keys import SUMMARY
-from ..core.records import Event
+from ..core.records import SpikeEvent
 from .histograms import without_histograms
 from .optional import require
 
@@ -60,7 +60,7 @@ class TensorBoardSink:
             for key, value in values.items():
                 writer.add_scalar(key, value, step)
 
-    def log_spike(self, event: Event, text: str) -> None:
+    def log_spike(self, event: SpikeEvent, text: str) -> None:
         """Write the spike as text."""
         self._open().add_text(f"{SUMMARY}/spikes", text, event.step)
 

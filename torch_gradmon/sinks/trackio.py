@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from ..core.errors import display
-from ..core.records import Event
+from ..core.records import SpikeEvent
 from .histograms import without_histograms
 from .optional import require
 
@@ -42,6 +42,6 @@ class TrackioSink:
             row[key] = import_module("trackio").Histogram(np_histogram=(found.counts, found.edges))
         self.run.log(row, step=step)
 
-    def log_spike(self, event: Event, text: str) -> None:
+    def log_spike(self, event: SpikeEvent, text: str) -> None:
         """Send an alert."""
         self.run.alert(title=f"spike in {event.signal}", text=text, step=event.step)

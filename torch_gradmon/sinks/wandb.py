@@ -14,7 +14,7 @@ from typing import Any
 
 from ..core.errors import GradmonWarning, display
 from ..core.keys import ATTENTION_SOURCES, NAME_SOURCES, SUMMARY, TENSOR_SOURCES
-from ..core.records import Event
+from ..core.records import SpikeEvent
 from .histograms import Histogram, without_histograms
 from .optional import require
 from .wandb_rows import AXIS, Clock, Rows
@@ -103,7 +103,7 @@ class WandbSink:
             self.lost += 1
         self._tell(self._rows)
 
-    def log_spike(self, event: Event, text: str) -> None:
+    def log_spike(self, event: SpikeEvent, text: str) -> None:
         """Send an alert."""
         self.run.alert(title=f"spike in {event.signal}"[:63], text=text, level="WARN")
 

@@ -1,4 +1,4 @@
-"""Checks of what rules are made with."""
+"""Checks of the arguments of rules."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ def positive(name: str, value: float, *, above: float = 0.0) -> float: ...
 @overload
 def positive(name: str, value: int, *, above: float = 0.0, whole: bool) -> int: ...
 def positive(name: str, value: float, *, above: float = 0.0, whole: bool = False) -> float:
-    """``value``, if it is a finite number above ``above``, or a whole one from 1 on.
+    """Return ``value`` if it is a finite number above ``above``; with ``whole`` it must be an int.
 
     Raises:
-        TypeError: it is no number.
-        ValueError: it is another one.
+        TypeError: it is not a number.
+        ValueError: it is out of range.
     """
     kinds = (int,) if whole else (int, float)
     wanted = f"{'an int' if whole else 'a number'} above {above:g}" if above else f"a positive {'int' if whole else 'number'}"
@@ -26,3 +26,14 @@ def positive(name: str, value: float, *, above: float = 0.0, whole: bool = False
     if not above < value < math.inf:
         raise ValueError(f"{name} must be {wanted}, got {display(value)}")
     return value if whole else float(value)
+
+
+def share(name: str, value: float) -> float:
+    """Return ``value`` if it is between 0 and 1, both excluded.
+
+    Raises:
+        TypeError, ValueError: it is not.
+    """
+    if not positive(name, value) < 1:
+        raise ValueError(f"{name} must be between 0 and 1, got {value!r}")
+    return float(value)

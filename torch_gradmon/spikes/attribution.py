@@ -1,4 +1,4 @@
-"""What made a spike, in words: one layer, all layers together, or all of them up to one where it began."""
+"""What caused a spike, as text: one layer, all layers together, or all layers up to the one where it began."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from dataclasses import dataclass
 
 from ..core.formatting import factor_text, times
 from .hampel import LEAST
-from .suspects import Suspect, are_alike, begins_at, last_of_all, module_of
+from .suspects import ParameterAttribution, are_alike, begins_at, last_of_all, module_of
 
-#: Layers rose together where the median one rose by that part or more of what all of them rose by, both as logarithms. That part is above
-#: 0.8 for a loss times 100 and for batches of noise, and below 0.2 where one layer is spoiled: on the model of ``gradmon demo``, with SGD
-#: and AdamW, with and without a clip, in steps from 12 to 110.
+#: Layers rose together if the median layer rose by at least this part of the rise of the whole norm, both as logarithms. The part is above
+#: 0.8 for a loss times 100 and for noisy batches, and below 0.2 if one layer is disturbed. Measured on the model of ``gradmon demo`` with
+#: SGD and AdamW, with and without a clip, in steps 12 to 110.
 _PART = 0.5
-#: and where they rose alike, and that many rose by half of what the median one did, as a logarithm, or more; some are too noisy for it.
+#: Share of layers that must have risen by at least half of the median rise, as logarithms; some layers are too noisy for all of them.
 _MOST = 0.75
-#: Layers that are named one by one.
+#: Number of layers named individually.
 _NAMED = 3
 
 
 @dataclass(frozen=True)
-class Attribution:
-    """What made a spike.
+class SpikeCause:
+    """The cause of a spike.
 
     Attributes:
-        layer: the parameter that is named, the first in the order of suspicion; empty where no single one is.
-        did: what it did, or what all did together, in a few words; empty where nothing is known.
-        words: all of it, as part of a sentence about a spike.
-        is_common: whether layers rose together, so that none of them is to blame.
+        layer: the most suspicious parameter; empty if no single one stands out.
+        did: what it did, or what all layers did together, in a few words; empty if nothing is known.
+        words: the full text, as part of a sentence about a spike.
+        is_common: layers rose together, so no single one is the cause.
     """
 
     layer: str = ""
@@ -37,37 +37,37 @@ class Attribution:
     is_common: bool = False
 
 
-def attribution(suspects: Sequence[Suspect], step: int) -> Attribution:
-    """What made the spike of ``step``, by the layers of that step in the order of suspicion."""
+def spike_cause(suspects: Sequence[ParameterAttribution], step: int) -> SpikeCause:
+    """The cause of the spike in ``step``, from the parameters of that step in order of suspicion."""
     if any(suspect.nonfinite for suspect in suspects):
         return _spoiled(suspects)
     moved = [suspect for suspect in suspects if suspect.since is not None]
     factors = [suspect.factor for suspect in moved if suspect.factor is not None]
     if factors and begins_at(suspects) is not None:
         words = f"{_together(factors, len(suspects), 'parameters')}, and none nearer to the loss than {moved[0].name}, so it began there"
-        return Attribution(moved[0].name, f"is where it began ({_times(moved[0])})", words)
+        return SpikeCause(moved[0].name, f"is where it began ({_times(moved[0])})", words)
     risen, count = _risen(suspects)
     if risen:
         early = [suspect for suspect in moved if suspect.since != step]
         did = _together(risen, count, "layers")
         words = f"{did}, which points to the batch, the loss or the update before"
         if 0 < len(early) <= len(suspects) / 2:
-            return Attribution("", did, f"{_listed(early)} {_when(early[0], step)}; {words}", is_common=True)
-        return Attribution("", did, f"{words}, and to no single layer", is_common=True)
+            return SpikeCause("", did, f"{_listed(early)} {_when(early[0], step)}; {words}", is_common=True)
+        return SpikeCause("", did, f"{words}, and to no single layer", is_common=True)
     if moved:
         when = _when(moved[0], step)
         rest = f", then {_listed(moved[1:], _NAMED - 1)}" if len(moved) > 1 else ""
-        return Attribution(moved[0].name, f"{when} ({_times(moved[0])})", f"{_described(moved[0])} {when}{rest}")
-    return Attribution(words=_shares(suspects))
+        return SpikeCause(moved[0].name, f"{when} ({_times(moved[0])})", f"{_described(moved[0])} {when}{rest}")
+    return SpikeCause(words=_shares(suspects))
 
 
-def _risen(suspects: Sequence[Suspect]) -> tuple[list[float], int]:
-    """By how many times the usual the layers rose that rose together, ascending, and how many layers there are; without any where it was
-    not nearly all of them, and alike.
+def _risen(suspects: Sequence[ParameterAttribution]) -> tuple[list[float], int]:
+    """Factors above usual of the layers that rose together, ascending, and the number of layers.
 
-    The parameters of a module are one layer: the gradient of a bias follows the loss, and that of a weight the size of the inputs too.
+    The list is empty unless nearly all layers rose alike. The parameters of a module count as one layer: the gradient of a bias follows the
+    loss, that of a weight also the size of the inputs.
     """
-    layers: dict[str, list[Suspect]] = {}
+    layers: dict[str, list[ParameterAttribution]] = {}
     for suspect in suspects:
         if suspect.factor and math.isfinite(suspect.factor):
             layers.setdefault(module_of(suspect.name), []).append(suspect)
@@ -80,41 +80,41 @@ def _risen(suspects: Sequence[Suspect]) -> tuple[list[float], int]:
     return risen if is_shared and len(risen) >= _MOST * len(layers) else [], len(layers)
 
 
-def _rise(suspects: Sequence[Suspect]) -> float:
-    """Of the norm of several together, as a logarithm."""
+def _rise(suspects: Sequence[ParameterAttribution]) -> float:
+    """The rise of the joint norm above usual, as a logarithm."""
     return math.log(math.hypot(*(each.norm for each in suspects)) / math.hypot(*(each.usual or 0.0 for each in suspects)))
 
 
 def _together(factors: Sequence[float], count: int, what: str) -> str:
-    """How many rose, and by how much."""
+    """How many rose, and by which factor."""
     those = f"all {count}" if len(factors) == count else f"{len(factors)} of {count}"
     low, high = factor_text(min(factors)), factor_text(max(factors))
     return f"{those} {what} rose together, by {low if low == high else f'{low} to {high}'} times their usual norms"
 
 
-def _when(suspect: Suspect, step: int) -> str:
+def _when(suspect: ParameterAttribution, step: int) -> str:
     return "moved most" if suspect.since is None or suspect.since >= step else f"moved first, in step {suspect.since}"
 
 
-def _listed(suspects: Sequence[Suspect], most: int = _NAMED) -> str:
+def _listed(suspects: Sequence[ParameterAttribution], most: int = _NAMED) -> str:
     named = suspects[:most]
     more = f" and {len(suspects) - len(named)} more" if len(suspects) > len(named) else ""
     return f"{', '.join(map(_described, named))}{more}"
 
 
-def _described(suspect: Suspect) -> str:
+def _described(suspect: ParameterAttribution) -> str:
     share = "" if suspect.share is None else f", {suspect.share:.0%} of the square"
     return f"{suspect.name} ({_times(suspect)}{share})"
 
 
-def _times(suspect: Suspect) -> str:
+def _times(suspect: ParameterAttribution) -> str:
     if suspect.usual is None:
         return "usual norm unknown"
     return "usually zero" if suspect.factor is None else f"{times(suspect.factor)} its usual norm"
 
 
-def _shares(suspects: Sequence[Suspect]) -> str:
-    """Where nothing stands out: what the gradient is made of."""
+def _shares(suspects: Sequence[ParameterAttribution]) -> str:
+    """Fallback if nothing stands out: the largest shares of the gradient."""
     largest = sorted((suspect for suspect in suspects if suspect.share), key=lambda suspect: -(suspect.share or 0))[:_NAMED]
     top = ", ".join(f"{suspect.name} {suspect.share:.0%}" for suspect in largest)
     known = any(suspect.score is not None for suspect in suspects)
@@ -122,8 +122,8 @@ def _shares(suspects: Sequence[Suspect]) -> str:
     return f"{noise}; of the squared norm hold {top}" if top else ""
 
 
-def _spoiled(suspects: Sequence[Suspect]) -> Attribution:
-    """What the gradients alone tell of where NaN or Inf began: backward() goes from the last parameter to the first."""
+def _spoiled(suspects: Sequence[ParameterAttribution]) -> SpikeCause:
+    """What gradients alone show about the origin of NaN or Inf: backward() goes from the last parameter to the first."""
     spoiled = [suspect for suspect in suspects if suspect.nonfinite]
     names = ", ".join(suspect.name for suspect in spoiled[:_NAMED])
     more = f" and {len(spoiled) - _NAMED} more" if len(spoiled) > _NAMED else ""
@@ -131,10 +131,10 @@ def _spoiled(suspects: Sequence[Suspect]) -> Attribution:
     if len(spoiled) == len(suspects):
         out_of = "; no parameter's is spared, so it came out of the forward pass or the loss"
         if len(suspects) > 1:
-            return Attribution("", f"all {len(suspects)} parameters have NaN or Inf", words + out_of, is_common=True)
-        return Attribution(names, "has NaN or Inf", words + out_of)
+            return SpikeCause("", f"all {len(suspects)} parameters have NaN or Inf", words + out_of, is_common=True)
+        return SpikeCause(names, "has NaN or Inf", words + out_of)
     last = last_of_all(suspects, lambda suspect: suspect.nonfinite > 0)
     if last is not None:
         finite = min((suspect for suspect in suspects if not suspect.nonfinite), key=lambda suspect: suspect.place)
         words += f"; nearer to the loss, from {finite.name} on, all are finite, so it arose at {last.name}"
-    return Attribution(spoiled[0].name, "has NaN or Inf", words)
+    return SpikeCause(spoiled[0].name, "has NaN or Inf", words)

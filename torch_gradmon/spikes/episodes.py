@@ -1,4 +1,4 @@
-"""Spikes of steps in a row are one: with its first, its worst and its last step, and which of several is the largest."""
+"""Group spikes of consecutive steps into episodes, and rank them by size."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..core.records import Event
+from ..core.records import SpikeEvent
 
 
-def size(event: Event) -> float:
-    """How large a spike is: how many times the usual, infinite for NaN and Inf.
+def size(event: SpikeEvent) -> float:
+    """How large a spike is: its factor above usual, infinite for NaN and Inf.
 
-    Where the rule does not say what is usual, or that is not above zero, how many times its threshold the score is.
+    If the usual value is unknown or not positive, the ratio of score to threshold is used.
     """
     if not math.isfinite(event.value):
         return math.inf
@@ -22,24 +22,24 @@ def size(event: Event) -> float:
     return event.score / event.threshold if event.threshold > 0 else event.score
 
 
-def by_size(events: Iterable[Event]) -> list[int]:
-    """The steps with a spike, those with the largest ones first."""
+def by_size(events: Iterable[SpikeEvent]) -> list[int]:
+    """The steps with a spike, largest spikes first."""
     return list(dict.fromkeys(event.step for event in sorted(events, key=size, reverse=True)))
 
 
 @dataclass(frozen=True)
 class Episode:
-    """One spike, of one step or of several in a row.
+    """One spike, in one step or in consecutive ones.
 
     Attributes:
         steps: ascending.
         events: of these steps, in order.
-        worst: the largest of them; of equally large ones the first.
+        worst: the largest event; the first of equally large ones.
     """
 
     steps: tuple[int, ...]
-    events: tuple[Event, ...]
-    worst: Event
+    events: tuple[SpikeEvent, ...]
+    worst: SpikeEvent
 
     @property
     def first(self) -> int:
@@ -52,29 +52,29 @@ class Episode:
         return self.steps[-1]
 
     @property
-    def of_worst(self) -> list[Event]:
+    def of_worst(self) -> list[SpikeEvent]:
         """The events of the worst step."""
         return [event for event in self.events if event.step == self.worst.step]
 
     @property
     def when(self) -> str:
-        """The steps in words."""
+        """The steps as text."""
         return f"step {self.first}" if self.first == self.last else f"steps {self.first} to {self.last}"
 
     def __str__(self) -> str:
-        """The worst step, and which steps belong to it."""
+        """The worst step, and the range of steps."""
         row = "" if self.first == self.last else f"{self.when}, the largest in "
         return row + "; ".join(map(str, self.of_worst))
 
 
-def episodes(events: Iterable[Event], steps: Sequence[int]) -> list[Episode]:
+def episodes(events: Iterable[SpikeEvent], steps: Sequence[int]) -> list[Episode]:
     """The spikes of a run, ascending.
 
     Args:
-        events: what detectors found; those of other steps do not count.
-        steps: of the run that are known, ascending: a row has no known step without a spike.
+        events: what detectors found; events of steps that are not in ``steps`` are ignored.
+        steps: the known steps of the run, ascending. Two spikes belong together if no known step lies between them.
     """
-    by_step: dict[int, list[Event]] = {}
+    by_step: dict[int, list[SpikeEvent]] = {}
     for event in events:
         by_step.setdefault(event.step, []).append(event)
     rows: list[list[int]] = []
@@ -89,17 +89,17 @@ def episodes(events: Iterable[Event], steps: Sequence[int]) -> list[Episode]:
     return [_episode(row, [event for step in row for event in by_step[step]]) for row in rows]
 
 
-def _episode(steps: Sequence[int], events: Sequence[Event]) -> Episode:
+def _episode(steps: Sequence[int], events: Sequence[SpikeEvent]) -> Episode:
     return Episode(tuple(steps), tuple(events), max(events, key=size))
 
 
 def largest(found: Sequence[Episode], most: int) -> list[Episode]:
-    """The ``most`` largest of them, in the order in which they came."""
+    """The ``most`` largest episodes, in order of time."""
     kept = sorted(range(len(found)), key=lambda place: (-size(found[place].worst), place))[:most]
     return [found[place] for place in sorted(kept)]
 
 
 def counted(found: Sequence[Episode]) -> str:
-    """How many there are, in words: ``3 in 7 steps``, or only ``3`` where each is one step."""
+    """The number of episodes: ``3 in 7 steps``, or only ``3`` if each has one step."""
     steps = sum(len(each.steps) for each in found)
     return str(len(found)) if steps == len(found) else f"{len(found)} in {steps} steps"

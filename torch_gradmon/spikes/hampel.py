@@ -1,4 +1,4 @@
-"""The default rule: how far the logarithm of a value lies above its running medians."""
+"""The default rule: the distance of a value's logarithm to its running medians."""
 
 from __future__ import annotations
 
@@ -12,50 +12,49 @@ from .sorted_window import SortedWindow
 
 #: Makes the median of absolute deviations a standard deviation for normal data.
 MAD_TO_STD = 1.4826
-#: Score above which a norm is a spike, and the smallest factor above usual that is one.
+#: Score above which a norm is a spike, and the smallest factor above usual of a spike.
 THRESHOLD, LEAST = 5.5, 1.5
-#: Of the last values that were no spikes, so many tell what is usual.
+#: Number of last values, without spikes, in the near median.
 NEAR = 9
-#: Values before the first score: a median of fewer tells nothing.
+#: Values before the first score.
 FIRST = 3
 #: Residuals before their spread counts.
 FEWEST_RESIDUALS = 5
-#: After n values the logarithm of the smallest rise is larger by EARLY / n, and the spread counts as 1 + EARLY_SPREAD / n times as large.
+#: After n values the logarithm of the smallest rise is larger by EARLY / n, and the spread is 1 + EARLY_SPREAD / n times as large.
 EARLY, EARLY_SPREAD = 9.0, 16
-#: Values before a value is compared with the far median as well. Norms of the first steps of a warm-up rise like a ramp.
+#: Values before the far median counts as well: norms of the first steps of a warm-up rise like a ramp.
 FAR_FROM = 40
-#: Spikes among the last values after which these are the new level: at once, or once the first of them is that long ago.
+#: A new level needs ACCEPT_AT_ONCE spikes among the RECENT last values, or ACCEPT_IN_THE_END if the oldest of these is one.
 ACCEPT_AT_ONCE, ACCEPT_IN_THE_END, RECENT = 5, 3, 9
-#: Values among the last ``window`` as high as this one, or nearly, after which it is a usual thing and no spike.
+#: A value is usual, and no spike, after this number of similarly high ones among the last ``window``.
 USUAL = 16
-#: What a norm of zero counts as: below the logarithm of any positive number.
+#: The logarithm used for a norm of zero: below the logarithm of any positive number.
 LOG_OF_ZERO = -745.0
 
 
 class Hampel:
     """Distance of ``log(value)`` to the median of the last values, in robust standard deviations. Made to run unattended.
 
-    A value is compared with two medians: of the ``near`` last values, which follow the decay of the first steps and slow drifts,
-    and, from the 40th value on, of ``far`` values that are ``lag`` values older, which a ramp of 5 % a step has not yet taken along,
-    as those of a warm-up are. The score is the larger of ``(log value - median) / spread``, where the spread is 1.4826 times the
-    median absolute deviation of the last ``window`` such differences, and at least ``log(least) / threshold``: what is less than
-    ``least`` times as large as usual is no spike, however quiet the signal.
+    A value is compared with two medians. The one of the ``near`` last values follows the decay of the first steps and slow drifts. From
+    the 40th value on, a second one of ``far`` values, ``lag`` values older, finds ramps of 5 % a step that the first one follows. The score
+    is the larger ``(log value - median) / spread``. The spread is 1.4826 times the median absolute deviation of the last ``window`` such
+    differences, and at least ``log(least) / threshold``: a factor below ``least`` is no spike, however quiet the signal.
 
-    In the beginning the demands are higher, for the first steps of a training jump about: after ``n`` values the smallest rise is
-    ``log(least) + early / n``, and the spread ``1 + 16 / n`` times as large.
+    Early limits are higher, since the first steps of a training jump: after ``n`` values the smallest rise is ``log(least) + early / n``
+    and the spread is ``1 + 16 / n`` times as large.
 
-    Values called spikes stay out of the medians and the spread. But where 5 of 9 values, or 3 and the first of them 9 values ago,
-    are spikes, the level has changed: the medians begin again from these values. So a lasting doubling is accepted within 10 steps,
-    now and then, where the noise is a large part of it, within 12. And what comes 16 times in ``window`` values, or nearly as high, is
-    usual: so a signal that jumps by its nature, such as every third step of a GAN, is flagged 16 times and then no more.
+    Spikes stay out of the medians and the spread. If 5 of 9 values are spikes, or 3 and the first of them is 9 values old, the level has
+    changed and the medians restart from these values. A lasting doubling is accepted within 10 steps, in noisy signals within 12. A height
+    that occurs 16 times in ``window`` values is usual: a signal that jumps by design, such as every third step of a GAN, is flagged 16
+    times and no more.
 
-    Multiplying the signal by a constant changes nothing. A signal with negative values cannot be taken the logarithm of: from its
-    first one on the values themselves are compared, and ``least`` is relative to their median.
+    The scale of the signal does not matter. From the first negative value on, values are compared instead of their logarithms, and
+    ``least`` is relative to their median.
 
     Args:
         threshold: score above which a value is a spike.
         least: smallest factor above usual that is a spike. 1.5 is for gradient norms; losses need less, see :meth:`for_losses`.
-        early: how much more is asked for in the first steps.
+        early: how much higher the limits are in the first steps.
         near, far, lag, window: numbers of values.
 
     Source: median and MAD as location and scale make Hampel's identifier (Davies and Gather 1993, The Identification of Multiple
@@ -63,7 +62,7 @@ class Hampel:
     on the labelled training curves and the scenarios of ``make bench-spikes``.
 
     Raises:
-        TypeError, ValueError: an argument is no positive number, or ``least`` not above 1.
+        TypeError, ValueError: an argument is not a positive number, or ``least`` is not above 1.
     """
 
     def __init__(
@@ -87,29 +86,29 @@ class Hampel:
         self._near_residuals, self._far_residuals = SortedWindow(size), SortedWindow(size)
         self._between: deque[float] = deque()
         self._recent: deque[tuple[float, bool]] = deque(maxlen=RECENT)
-        self._peaks: deque[float] = deque([-math.inf] * size, maxlen=size)  # what lay above the threshold; -inf for the others
+        self._peaks: deque[float] = deque([-math.inf] * size, maxlen=size)  # values above the threshold; -inf for the others
         self._count = 0
         self._linear = False
         self._scored: tuple[float, float | None] | None = None
 
     @classmethod
     def for_losses(cls, threshold: float = THRESHOLD) -> Hampel:
-        """The preset for losses, whose spikes are small beside their level: from 6 % on."""
+        """The preset for losses: spikes from 6 % on, since they are small compared with the level."""
         return cls(threshold, least=1.06, early=1.5)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Numbers of values that are remembered, by argument."""
+        """Sizes of the windows, by argument."""
         return {"near": self._near.size, "far": self._far.size, "lag": self.lag, "window": self._near_residuals.size}
 
     @property
     def linear(self) -> bool:
-        """Whether a negative value has come, so that values themselves are compared and not their logarithms."""
+        """Whether a negative value has come, which makes the rule compare values instead of logarithms."""
         return self._linear
 
     @property
     def baseline(self) -> float | None:
-        """What is usual now, in units of the signal."""
+        """The usual value now, in units of the signal."""
         if not len(self._near):
             return None
         return self._near.median() if self._linear else value_at(self._near.median())
@@ -117,7 +116,7 @@ class Hampel:
     def score(self, value: float) -> float | None:
         """Robust standard deviations above normal, negative below it; None for the first three values."""
         if self._scored is None or self._scored[0] != value:
-            self._scored = value, self._compared(value)  # kept, since update() asks again
+            self._scored = value, self._compared(value)  # cached for update()
         return self._scored[1]
 
     def _compared(self, value: float) -> float | None:
@@ -136,7 +135,7 @@ class Hampel:
 
     def _score(self, position: float, normal: SortedWindow, residuals: SortedWindow) -> float:
         median = normal.median()
-        # a rise of the logarithm by so much is one by the factor ``least``
+        # a rise of the logarithm by log(least) is a factor of ``least``
         unit = abs(median) if self._linear else 1.0
         spread = unit * (math.log(self.least) + self.early / self._count) / self.threshold
         if len(residuals) >= FEWEST_RESIDUALS:
@@ -146,7 +145,7 @@ class Hampel:
         return rise / spread if spread > 0 else math.copysign(math.inf, rise) if rise else 0.0
 
     def update(self, value: float) -> None:
-        """Learn a finite ``value``, unless its score calls it a spike."""
+        """Learn a finite ``value`` unless its score is that of a spike."""
         if value < 0 and not self._linear:
             self._restart()
         score, position = self.score(value), self._position(value)
@@ -174,7 +173,7 @@ class Hampel:
             self._far.add(self._between.popleft())
 
     def _accept(self) -> None:
-        """What came since the first of the last spikes is the new level."""
+        """Restart the medians from the first of the recent spikes on."""
         recent = list(self._recent)
         first = next(index for index, (_, is_spike) in enumerate(recent) if is_spike)
         for normal in (self._near, self._far):
@@ -184,7 +183,7 @@ class Hampel:
         self._recent.clear()
 
     def _restart(self) -> None:
-        """The first negative value: logarithms have no use any more."""
+        """Drop all logarithms at the first negative value."""
         self._linear, self._count, self._scored = True, 0, None
         self._peaks.extend([-math.inf] * len(self._peaks))
         for window in (self._near, self._far, self._near_residuals, self._far_residuals, self._between, self._recent):
@@ -214,11 +213,13 @@ class Hampel:
         """The inverse of :meth:`state_dict`.
 
         Raises:
-            KeyError: a part is missing; nothing was changed.
-            ValueError: it is the state of a rule with other sizes; nothing was changed.
+            KeyError: a part is missing. The rule is unchanged.
+            ValueError: the state is of a rule with other sizes. The rule is unchanged.
         """
         if state["sizes"] != self.sizes:
-            raise ValueError(f"the state is of a Hampel rule that remembers {dict(state['sizes'])}, and this one {self.sizes}")
+            raise ValueError(
+                f"the state is of a Hampel rule with the sizes {dict(state['sizes'])}, but this one has {self.sizes}"
+            )
         missing = self.state_dict().keys() - state.keys()
         if missing:
             raise KeyError(f"the state of a Hampel rule lacks {', '.join(sorted(missing))}")
@@ -235,7 +236,7 @@ class Hampel:
 
 
 def log_of(value: float) -> float:
-    """The logarithm; a norm of exactly zero is legal (nothing to learn from that batch) and far below normal, not an error."""
+    """The logarithm. A norm of exactly zero is legal: it lies far below normal."""
     return math.log(value) if value > 0 else LOG_OF_ZERO
 
 

@@ -1,4 +1,4 @@
-"""Where NaN or Inf began: the first tensor of a step that holds them, as far as its statistics tell."""
+"""Find the first tensor of a step that holds NaN or Inf, as far as its statistics show."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from collections.abc import Sequence
 
 from ..core.keys import ACTIVATION, ACTIVATION_GRADIENT, PARAMETER, ROOT
 from ..core.moments import Column
-from ..core.records import StepRecord, Table
+from ..core.records import StatsTable, StepRecord
 
 
-def origin(record: StepRecord, forward_only: bool = False) -> str:
-    """Where NaN or Inf began in this step, in words; empty where nothing that was measured holds any. ``forward_only``: in gradients
-    they are no news.
+def nonfinite_origin(record: StepRecord, forward_only: bool = False) -> str:
+    """Describe where NaN or Inf began in this step; empty if no measured tensor holds any.
 
-    What was spoiled first comes first: parameters before the forward pass, outputs in the order of the forward, and gradients of
-    outputs in that of the backward pass, which are the orders of the tables. A module that contains others has the outputs of
-    these in its own, so it does not count where one of them is spoiled.
+    The search follows the computation: parameters, then outputs in forward order, then gradients of outputs in backward order. A module
+    that contains others is skipped if one of these holds NaN or Inf, since their outputs are part of its own.
+
+    Args:
+        forward_only: ignore gradients, as while a gradient scaler searches for its scale.
     """
     parameters = _spoiled(record.tables.get(PARAMETER))
     if parameters:
@@ -34,8 +35,8 @@ def origin(record: StepRecord, forward_only: bool = False) -> str:
     return ""
 
 
-def _spoiled(table: Table | None) -> list[tuple[str, int, int]]:
-    """Name, elements that are NaN or infinite, and elements, of those that have any."""
+def _spoiled(table: StatsTable | None) -> list[tuple[str, int, int]]:
+    """Name, non-finite elements and all elements of each tensor that has non-finite ones."""
     if table is None:
         return []
     counts = zip(table.names, table.rows[:, Column.NONFINITE].tolist(), table.rows[:, Column.COUNT].tolist(), strict=True)
@@ -48,7 +49,7 @@ def _innermost(spoiled: Sequence[tuple[str, int, int]]) -> list[tuple[str, int, 
 
 
 def innermost(names: Sequence[str]) -> list[str]:
-    """Without modules that contain another one; the root contains all."""
+    """Drop modules that contain another one of ``names``; the root contains all."""
     return [
         name for name in names if not any(other != name and (name == ROOT or other.startswith(f"{name}.")) for other in names)
     ]

@@ -1,4 +1,4 @@
-"""What became of a signal after a spike: said once, some steps later, of all steps since."""
+"""Report, some steps after a spike, whether its signal recovered."""
 
 from __future__ import annotations
 
@@ -7,43 +7,44 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..core.formatting import factor_text, times
-from ..core.records import Event
+from ..core.records import SpikeEvent
 
-#: Steps after a spike that are waited for.
+#: Number of steps observed after a spike.
 AFTER = 5
-#: A signal is back up to so many times what was usual, and so much of the way up to the spike: of a loss a rise by half is much.
+#: Limits of recovery: the factor above usual, and the share of the way from usual to the spike. The second matters for a loss, for which
+#: a factor of 1.5 is large.
 BACK, SHARE_OF_WAY = 1.5, 0.25
 
 
 @dataclass
 class _Case:
-    events: list[Event]
+    events: list[SpikeEvent]
     values: list[tuple[int, float]] = field(default_factory=list)
 
 
-class Aftermath:
-    """Follows each signal that spiked, from its first spike on until what became of it was said."""
+class RecoveryTracker:
+    """Follows each signal that spiked, from its first spike until its recovery has been reported."""
 
     def __init__(self) -> None:
         self._cases: dict[str, _Case] = {}
 
-    def follow(self, event: Event) -> None:
-        """A spike."""
+    def follow(self, event: SpikeEvent) -> None:
+        """Start to follow the signal of ``event``."""
         self._cases.setdefault(event.signal, _Case([event]))
 
-    def forget(self, step: int) -> None:
-        """This step comes again, or for the first time: spikes of it and of later ones are forgotten."""
+    def rewind(self, step: int) -> None:
+        """Discard the spikes of ``step`` and later: the run goes back to before ``step``."""
         for signal, case in list(self._cases.items()):
             case.events = [event for event in case.events if event.step < step]
             case.values = [(known, value) for known, value in case.values if known < step]
             if not case.events:
                 del self._cases[signal]
 
-    def see(self, step: int, spikes: Mapping[str, Event], value_of: Callable[[str], float | None]) -> list[str]:
-        """A step came, with ``spikes`` by signal; what there is to say of earlier ones.
+    def update(self, step: int, spikes: Mapping[str, SpikeEvent], value_of: Callable[[str], float | None]) -> list[str]:
+        """Take the next step, with its ``spikes`` by signal; return reports about earlier spikes that are due.
 
-        A spike that goes on in the next step is the same one, and what came after it comes after its last step; but it is not waited
-        for longer than for what comes after it.
+        A spike that continues in the next step is the same spike, and the steps after its last one count. A spike that lasts longer than
+        :data:`AFTER` steps is reported anyway.
         """
         found = []
         for signal, case in list(self._cases.items()):
@@ -55,16 +56,16 @@ class Aftermath:
                 case.values.append((step, value))
             if len(case.values) >= AFTER or len(case.events) > AFTER:
                 del self._cases[signal]
-                found.append(in_words(case.events, case.values))
+                found.append(recovery_text(case.events, case.values))
         return found
 
 
-def in_words(events: Sequence[Event], values: Sequence[tuple[int, float]]) -> str:
-    """What became of a signal.
+def recovery_text(events: Sequence[SpikeEvent], values: Sequence[tuple[int, float]]) -> str:
+    """Describe what became of a signal.
 
     Args:
-        events: its spike, in one step or in several in a row.
-        values: by step, of the steps after the last of these. Without any the spike had not ended.
+        events: its spike, in one step or in consecutive ones.
+        values: ``(step, value)`` of the steps after the last event; empty if the spike has not ended.
     """
     first, last = events[0], events[-1]
     if not values:

@@ -1,8 +1,8 @@
-"""What a rule is, and the simple ones: a limit, a ratio, a cumulative sum, any function.
+"""The protocol of a rule, and the simple rules: a limit, a ratio, a cumulative sum, any function.
 
-A rule is a small object: ``score(value)``, then ``update(value)``, once for each value, and a ``threshold`` that scores of spikes
-lie above. It never gets NaN or Inf, which the detector judges by itself. What it learns of a spike is its own affair, and said in
-its docstring: the rules of published code are here as they are, weak points included, so that they can be compared.
+A rule is a small object: ``score(value)``, then ``update(value)``, once for each value, and a ``threshold`` for the score. It never gets
+NaN or Inf, which the detector handles. Each docstring says what the rule learns from a spike. Rules of published code are reproduced
+exactly, weak points included, so that they can be compared.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from .arguments import positive
+from .arguments import positive, share
 from .hampel import log_of
 
 
 class Rule(Protocol):
-    """What a detector needs of a rule."""
+    """What a detector needs from a rule."""
 
     threshold: float
 
     def score(self, value: float) -> float | None:
-        """How far a finite ``value`` lies above normal; None while the rule knows too little. Changes nothing."""
+        """How far a finite ``value`` lies above normal; None during the warm-up. Changes nothing."""
 
     def update(self, value: float) -> None:
-        """Learn a finite ``value``, which was scored before."""
+        """Learn a finite ``value``, which :meth:`score` got before."""
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and lists."""
@@ -34,8 +34,8 @@ class Rule(Protocol):
         """The inverse of :meth:`state_dict`."""
 
 
-class Kept:
-    """A rule whose state is in attributes that are numbers, or deques of numbers."""
+class StatefulRule:
+    """A rule whose state is in attributes that are numbers or deques of numbers."""
 
     _state: tuple[str, ...] = ()
 
@@ -51,10 +51,10 @@ class Kept:
             setattr(self, name, deque(value, maxlen=here.maxlen) if isinstance(here, deque) else value)
 
 
-class Threshold(Kept):
+class Threshold(StatefulRule):
     """A fixed limit: the score is the value. Learns nothing.
 
-    Source: ``skip_grad_norm_threshold`` of xtuner and ``grad_norm_skip_threshold`` of Megatron-LM do this, without a default.
+    Source: ``skip_grad_norm_threshold`` of xtuner and ``grad_norm_skip_threshold`` of Megatron-LM, both without a default.
     """
 
     def __init__(self, limit: float) -> None:
@@ -66,20 +66,20 @@ class Threshold(Kept):
         return value
 
     def update(self, value: float) -> None:
-        """Nothing is learned."""
+        """Nothing to learn."""
 
 
-class Ratio(Kept):
-    """How many times a running baseline. Spikes stay out of it, but ``accept`` of them in a row are the new baseline.
+class Ratio(StatefulRule):
+    """The ratio to a running baseline. Spikes stay out of it, but ``accept`` consecutive spikes become the new baseline.
 
     Args:
-        limit: the ratio.
+        limit: the ratio above which a value is a spike.
         alpha: weight of a new value in the exponential moving average.
         warmup: values before the first score.
-        accept: spikes in a row that are accepted.
+        accept: consecutive spikes that are accepted as a new level.
 
-    Source: the ratio of loss to its moving average in metaseq (pull requests 521 and 542; span 9, that is alpha 0.2), which has
-    no way out of a lasting change; that is this package's.
+    Source: the ratio of loss to its moving average in metaseq (pull requests 521 and 542; span 9, that is alpha 0.2). ``accept`` is this
+    package's: metaseq never adapts to a lasting change.
     """
 
     _state = ("_count", "_mean", "_run")
@@ -98,13 +98,13 @@ class Ratio(Kept):
         return self._mean if self._count else None
 
     def score(self, value: float) -> float | None:
-        """The ratio; nothing is above a baseline that is not positive."""
+        """The ratio; 0 while the baseline is not positive."""
         if self._count < self._warmup:
             return None
         return value / self._mean if self._mean > 0 else 0.0
 
     def update(self, value: float) -> None:
-        """Learn ``value``, unless it is a spike."""
+        """Learn ``value`` unless it is a spike."""
         score = self.score(value)
         if score is not None and score > self.threshold:
             self._run.append(value)
@@ -117,22 +117,22 @@ class Ratio(Kept):
         self._mean = value if self._count == 1 else self._mean + self._alpha * (value - self._mean)
 
 
-class Cusum(Kept):
-    """Cumulative sum of how far the logarithm lies above its mean of some time ago: for slow drifts, of which each step is noise.
+class Cusum(StatefulRule):
+    """Cumulative sum of how far the logarithm lies above an older mean: for slow drifts, whose single steps look like noise.
 
-    With ``z`` in standard deviations of the reference, ``S = max(0, S + z - allowance)``; the score is ``S``. The reference is
-    the ``span`` values before the last ``span``, so that it follows a decay and not yet a drift upwards. It learns every value;
-    after an alarm it begins anew.
+    With ``z`` in standard deviations of the reference, ``S = max(0, S + z - allowance)``; the score is ``S``. The reference is the ``span``
+    values before the last ``span``: it follows a decay, but not yet an upward drift. Every value is learned; after an alarm the rule
+    restarts.
 
     Args:
-        limit: of the sum. By Siegmund's approximation 12 with an allowance of 1 is one false alarm in some 1e11 values of
-            independent normal noise about a known mean; the mean of 50 is less than that. A shift by 2 standard deviations takes 12.
-        allowance: half of the shift that is to be found, in standard deviations.
+        limit: of the sum. By Siegmund's approximation, 12 with an allowance of 1 gives one false alarm in about 1e11 values of independent
+            normal noise about a known mean; a mean of 50 values gives more. A shift by 2 standard deviations is found after 12 values.
+        allowance: half of the shift to be found, in standard deviations.
         span: length of the reference, and values before the first score.
         floor: smallest standard deviation of the logarithm.
 
-    Source: Page (1954, Continuous Inspection Schemes, Biometrika 41); Siegmund (1985, Sequential Analysis). The moving reference
-    is this package's.
+    Source: Page (1954, Continuous Inspection Schemes, Biometrika 41); Siegmund (1985, Sequential Analysis). The moving reference is this
+    package's.
     """
 
     _state = ("_values", "_sum")
@@ -145,7 +145,7 @@ class Cusum(Kept):
 
     @property
     def baseline(self) -> float | None:
-        """The mean that is compared with, in units of the signal."""
+        """The mean of the reference, in units of the signal."""
         return math.exp(self._reference()[0]) if self._values else None
 
     def _reference(self) -> tuple[float, float]:
@@ -155,7 +155,7 @@ class Cusum(Kept):
         return mean, math.sqrt(math.fsum((x - mean) ** 2 for x in values) / max(1, len(values) - 1))
 
     def score(self, value: float) -> float | None:
-        """The sum, were ``value`` added."""
+        """The sum that adding ``value`` would give."""
         if len(self._values) < max(2, self._span):
             return None
         mean, spread = self._reference()
@@ -172,8 +172,8 @@ class Cusum(Kept):
         self._values.append(log_of(value))
 
 
-class Asked(Kept):
-    """Any function of the value: it gives True or False, or a score above ``threshold`` for a spike. Learns nothing by itself."""
+class FunctionRule(StatefulRule):
+    """Any function of the value that returns True or False, or a score. Learns nothing by itself."""
 
     def __init__(self, function: Callable[[float], Any], threshold: float = 0.5) -> None:
         self.threshold = threshold
@@ -181,20 +181,9 @@ class Asked(Kept):
         self._function = function
 
     def score(self, value: float) -> float | None:
-        """What the function gives, as a number; None stays None."""
+        """The function's result as a number; None stays None."""
         found = self._function(value)
         return None if found is None else float(found)
 
     def update(self, value: float) -> None:
-        """Nothing is learned."""
-
-
-def share(name: str, value: float) -> float:
-    """``value``, if it is between 0 and 1.
-
-    Raises:
-        TypeError, ValueError: it is not.
-    """
-    if not positive(name, value) < 1:
-        raise ValueError(f"{name} must be between 0 and 1, got {value!r}")
-    return float(value)
+        """Nothing to learn."""

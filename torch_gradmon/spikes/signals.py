@@ -1,4 +1,4 @@
-"""Where the value of a signal stands in the record of a step."""
+"""Look up the value of a signal in a step's record."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Mapping
 
 from ..core.keys import SPIKE_SCORE, SUMMARY, Key, format_key, parse_key
 from ..core.moments import VIEWS
-from ..core.records import StepRecord, Table
+from ..core.records import StatsTable, StepRecord
 from ..step.plan import value_in, values_in
 
 
 def value_of(signal: str, record: StepRecord, whole: Mapping[str, float]) -> float | None:
-    """The value of ``signal``: the name of a whole-model value, of a scalar that was logged by hand, or a key. None without one.
+    """The value of ``signal``, or None.
 
-    Any built-in metric of a tensor whose statistics were measured can be asked for, whether or not it was asked to be shown.
+    ``signal`` names a whole-model value, a logged scalar, or a key. A key may ask for any built-in metric of a tensor whose statistics
+    were measured, shown or not.
     """
     free = whole.get(signal, record.values.get(Key("", signal, "")))
     if free is not None:
@@ -27,16 +28,16 @@ def value_of(signal: str, record: StepRecord, whole: Mapping[str, float]) -> flo
     return value_in(record.tables.get(key.source), key)
 
 
-class Matches:
-    """The values of all keys that a pattern is found in, those of :func:`value_of`."""
+class MatchingValues:
+    """The values of all keys that match a pattern, looked up as in :func:`value_of`."""
 
     def __init__(self, pattern: re.Pattern[str]) -> None:
         self._pattern = pattern
-        self._of_table: dict[str, tuple[Table, list[tuple[str, list[int], list[str]]]]] = {}
+        self._of_table: dict[str, tuple[StatsTable, list[tuple[str, list[int], list[str]]]]] = {}
         self._of_key: dict[Key, str | None] = {}
 
     def values(self, record: StepRecord, with_tables: bool = True) -> dict[str, float]:
-        """Value by key, those of the statistics ``with_tables`` only; what is not defined for a tensor is left out."""
+        """Values by key; undefined ones are left out. ``with_tables=False`` skips the statistics of tensors."""
         found: dict[str, float] = {}
         for source, table in record.tables.items() if with_tables else ():
             for metric, rows, keys in self._plan(source, table):
@@ -53,8 +54,8 @@ class Matches:
                 found[matched] = value
         return found
 
-    def _plan(self, source: str, table: Table) -> list[tuple[str, list[int], list[str]]]:
-        """Metric, rows and keys of a table: made once, as long as it has the same tensors and columns."""
+    def _plan(self, source: str, table: StatsTable) -> list[tuple[str, list[int], list[str]]]:
+        """Metric, rows and keys of a table, cached while it has the same tensors and columns."""
         known = self._of_table.get(source)
         if known is not None and known[0].names == table.names and known[0].columns == table.columns:
             return known[1]

@@ -1,4 +1,4 @@
-"""The last values of a signal, kept in order of time and of size, so that medians cost next to nothing."""
+"""The last values of a signal, kept in order of time and of size, which makes medians cheap."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What is usual of a layer's gradient, and how far a step lies from that: all that is said of a layer and a spike rests on it.
+"""The usual gradient norm of each layer, and the distance of a step from it.
 
-It is what the default rule, :class:`torch_gradmon.spikes.Hampel`, takes for usual, worked out for all layers at once from the norms
-of some steps: the median of the last nine values that were no spikes themselves.
+This is the baseline of the default rule, :class:`torch_gradmon.spikes.Hampel`, for all layers at once: the median of the last nine
+values that were not spikes.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from .hampel import EARLY, EARLY_SPREAD, FEWEST_RESIDUALS, FIRST, LEAST, LOG_OF_
 
 
 @dataclass(frozen=True)
-class Usual:
-    """What is usual of some layers after the steps that it was made of. All ``[layers]``, NaN where too little is known.
+class Baseline:
+    """The usual norms of some layers. All tensors are ``[layers]``, NaN where too few steps are known.
 
     Attributes:
         positions: logarithms of the usual norms.
-        spreads: robust standard deviations of the logarithms, at least what makes a rise to 1.5 times the usual no spike.
+        spreads: robust standard deviations of the logarithms, with a floor that keeps rises below a factor of 1.5 from being spikes.
     """
 
     positions: Tensor
     spreads: Tensor
 
     @classmethod
-    def of(cls, norms: Tensor) -> Usual:
-        """Of the ``norms`` of some steps, float64 ``[steps, layers]``; NaN where a layer has none. What is infinite does not count."""
+    def of(cls, norms: Tensor) -> Baseline:
+        """From the ``norms`` of some steps, float64 ``[steps, layers]``, NaN where a layer has none. Infinite norms are ignored."""
         if not len(norms):
             unknown = norms.new_full(norms.shape[1:], torch.nan)
             return cls(unknown, unknown)
         logs = _logs(norms)
-        # by layer, so that steps without a gradient, as of an expert that few batches reach, take no places
+        # move NaN to the front of each layer: a step without a gradient, as for a rarely used expert, must not take a place in the window
         logs = logs.gather(0, logs.isnan().to(torch.uint8).argsort(dim=0, stable=True))
         count = (~logs.isnan()).sum(dim=0)
         before = torch.cat([logs.new_full((NEAR, logs.shape[1]), torch.nan), logs]).unfold(0, NEAR, 1)[: len(logs)]
@@ -45,7 +45,7 @@ class Usual:
         least = (math.log(LEAST) + EARLY / count) / THRESHOLD
         spreads = torch.maximum(MAD_TO_STD * deviations * (1 + EARLY_SPREAD / count), least)
         calm = torch.where(residuals > THRESHOLD * spreads, torch.nan, logs)
-        places = (~calm.isnan()).flip(0).cumsum(0).flip(0)  # from the last one, which is 1
+        places = (~calm.isnan()).flip(0).cumsum(0).flip(0)  # counted from the last step, which is 1
         last = torch.where(places <= NEAR, calm, torch.nan)
         enough = count >= FIRST
         return cls(torch.where(enough, _median(last, 0), torch.nan), torch.where(enough, spreads, torch.nan))
@@ -56,7 +56,7 @@ class Usual:
         return torch.where(self.positions <= LOG_OF_ZERO + 1, 0.0, self.positions.exp())
 
     def scores(self, norms: Tensor) -> Tensor:
-        """How far ``norms``, ``[..., layers]``, lie above it, in robust standard deviations; NaN where that is not known."""
+        """Robust standard deviations of ``norms``, ``[..., layers]``, above the baseline; NaN where it is unknown."""
         return (_logs(norms) - self.positions) / self.spreads
 
 
@@ -66,7 +66,7 @@ def _logs(norms: Tensor) -> Tensor:
 
 
 def _median(values: Tensor, dim: int) -> Tensor:
-    """Without NaN; of an even number of values the mean of the two in the middle, as the rule has it."""
+    """The median without NaN; for an even count, the mean of the two middle values, as in the rule."""
     ordered, count = values.sort(dim=dim).values, (~values.isnan()).sum(dim=dim, keepdim=True)  # NaN comes last
     middle = ordered.gather(dim, (count - 1).clamp(min=0) // 2) + ordered.gather(dim, count // 2)
     return (middle / 2).squeeze(dim)

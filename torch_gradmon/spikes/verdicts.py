@@ -1,4 +1,4 @@
-"""What is said of a value: of one signal by its rule, and of many signals by a rule each."""
+"""Verdicts on values: of one signal by its rule, and of many signals by one rule each."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from .hampel import Hampel, value_at
 from .hampel_bank import HampelBank
 from .rules import Rule
 
-#: From so many signals on, judging them one by one takes longer than together.
+#: From this number of signals on, a bank is faster than single rules.
 _TOGETHER = 100
 
 
 class Verdict(NamedTuple):
-    """What a detector says of one value.
+    """A detector's verdict on one value.
 
     Attributes:
-        is_spike: the verdict.
+        is_spike: whether the value is a spike.
         score: infinite for NaN and Inf, None while the rule warms up.
         threshold: of the score.
-        reason: in words; empty when there is no spike.
-        usual: what the rule took for normal, in units of the signal; None where it does not say, or there is no spike.
+        reason: as text; empty without a spike.
+        usual: the rule's baseline in units of the signal; None without a spike, or if the rule has no baseline.
     """
 
     is_spike: bool
@@ -39,28 +39,28 @@ class Verdict(NamedTuple):
     usual: float | None = None
 
 
-def judged(rule: Rule, signal: str, step: int, value: float) -> Verdict:
-    """The verdict on ``value``, which is learned afterwards unless it is NaN or infinite.
+def judge(rule: Rule, signal: str, step: int, value: float) -> Verdict:
+    """The verdict on ``value``, which the rule then learns unless it is NaN or infinite.
 
     Raises:
-        TypeError: it is no number.
+        TypeError: ``value`` is not a number.
     """
-    verdict = foreseen(rule, signal, step, value)
+    verdict = verdict_on(rule, signal, step, value)
     learn(rule, value)
     return verdict
 
 
 def learn(rule: Rule, value: float) -> None:
-    """Let ``rule`` learn ``value``, which was scored before."""
+    """Let ``rule`` learn ``value``, which it has scored before."""
     if math.isfinite(value := float(value)):
         rule.update(value)
 
 
-def foreseen(rule: Rule, signal: str, step: int, value: float) -> Verdict:
-    """The verdict on ``value``; nothing is learned.
+def verdict_on(rule: Rule, signal: str, step: int, value: float) -> Verdict:
+    """The verdict on ``value``. Nothing is learned.
 
     Raises:
-        TypeError: it is no number.
+        TypeError: ``value`` is not a number.
     """
     try:
         value = float(value)
@@ -70,7 +70,7 @@ def foreseen(rule: Rule, signal: str, step: int, value: float) -> Verdict:
     if not math.isfinite(value):
         return Verdict(True, math.inf, threshold, f"{signal} is {value}", getattr(rule, "baseline", None))
     found = rule.score(value)
-    score = None if found is None else float(found)  # of any kind of number
+    score = None if found is None else float(found)  # a rule may return any number type
     if score is None or not score > threshold:
         score = None if score != score else score
         return Verdict(False, score, threshold, "")
@@ -79,9 +79,9 @@ def foreseen(rule: Rule, signal: str, step: int, value: float) -> Verdict:
 
 
 def state_of(rule: Rule) -> dict[str, Any]:
-    """What ``rule`` has learned; nothing where it cannot tell."""
-    tell = getattr(rule, "state_dict", None)
-    return tell() if callable(tell) else {}
+    """What ``rule`` has learned; empty if it has no ``state_dict``."""
+    state_dict = getattr(rule, "state_dict", None)
+    return state_dict() if callable(state_dict) else {}
 
 
 def load_state(rule: Rule, state: Mapping[str, Any]) -> None:
@@ -90,11 +90,11 @@ def load_state(rule: Rule, state: Mapping[str, Any]) -> None:
         rule.load_state_dict(state)
 
 
-class Each:
-    """A copy of one rule for each signal, made when the signal comes first. Many of the default rule are judged together.
+class RulePerSignal:
+    """One copy of a rule for each signal, created when the signal first appears. A bank replaces many copies of the default rule.
 
     Args:
-        rule: what is copied.
+        rule: the rule to copy.
     """
 
     def __init__(self, rule: Rule) -> None:
@@ -104,42 +104,42 @@ class Each:
         self._rows: dict[str, int] = {}
 
     def update(self, step: int, values: Mapping[str, float]) -> dict[str, Verdict]:
-        """Judge ``values`` by signal, then learn them."""
-        row = self._row(values)
-        if self._bank is not None and row is None:
-            self.load_state_dict(self.state_dict())  # into single rules
+        """Score ``values`` by signal, then learn them."""
+        row = self._row_or_single_rules(values)
         if self._bank is None and type(self._rule) is Hampel and len(values) >= _TOGETHER:
-            self._unite(values)
-            row = self._row(values)
+            self._make_bank(values)
+            row = self._row_or_single_rules(values)
         if self._bank is not None and row is not None:
-            return self._told(self._bank, self._bank.update(row), values)
-        return {signal: judged(self._single(signal), signal, step, value) for signal, value in values.items()}
+            return self._verdicts(self._bank, self._bank.update(row), values)
+        return {signal: judge(self._single(signal), signal, step, value) for signal, value in values.items()}
 
-    def foresee(self, step: int, values: Mapping[str, float]) -> dict[str, Verdict]:
-        """The verdicts that :meth:`update` will give; nothing is learned."""
-        row = self._row(values)
-        if self._bank is not None and row is None:
-            self.load_state_dict(self.state_dict())  # into single rules
+    def predict(self, step: int, values: Mapping[str, float]) -> dict[str, Verdict]:
+        """The verdicts that :meth:`update` will return. Nothing is learned."""
+        row = self._row_or_single_rules(values)
         if self._bank is not None and row is not None:
-            return self._told(self._bank, self._bank.judged(row), values)
-        return {signal: foreseen(self._single(signal), signal, step, value) for signal, value in values.items()}
+            return self._verdicts(self._bank, self._bank.predict(row), values)
+        return {signal: verdict_on(self._single(signal), signal, step, value) for signal, value in values.items()}
 
-    def _row(self, values: Mapping[str, float]) -> Tensor | None:
-        """What a bank is fed, NaN for signals without a value; None where there is no bank, or none for these values."""
-        if self._bank is None or not values.keys() <= self._rows.keys():
+    def _row_or_single_rules(self, values: Mapping[str, float]) -> Tensor | None:
+        """The bank's input, NaN for signals without a value. None without a bank; one that cannot take ``values`` is dissolved."""
+        if self._bank is None:
             return None
-        row = torch.tensor([values.get(signal, math.nan) for signal in self._rows], dtype=torch.float64, device="cpu")
-        return None if _is_negative(row) else row
+        if values.keys() <= self._rows.keys():
+            row = torch.tensor([values.get(signal, math.nan) for signal in self._rows], dtype=torch.float64, device="cpu")
+            if not _has_negative(row):
+                return row
+        self.load_state_dict(self.state_dict())  # into single rules
+        return None
 
     def _single(self, signal: str) -> Rule:
         if signal not in self._rules:
             self._rules[signal] = copy.deepcopy(self._rule)
         return self._rules[signal]
 
-    def _told(self, bank: HampelBank, judged: tuple[Tensor, ...], values: Mapping[str, float]) -> dict[str, Verdict]:
+    def _verdicts(self, bank: HampelBank, judged: tuple[Tensor, ...], values: Mapping[str, float]) -> dict[str, Verdict]:
         scores, spikes, usual = (found.tolist() for found in judged)
         found, threshold = dict(zip(self._rows, scores, strict=True)), bank.threshold
-        # NaN is a score that there is not yet
+        # a NaN score means that the rule has no score yet
         verdicts = {
             signal: Verdict(False, score if (score := found[signal]) == score else None, threshold, "") for signal in values
         }
@@ -154,16 +154,16 @@ class Each:
             verdicts[signal] = Verdict(True, score, threshold, reason, normal)
         return verdicts
 
-    def _unite(self, signals: Mapping[str, float]) -> None:
+    def _make_bank(self, signals: Mapping[str, float]) -> None:
         if any(isinstance(rule, Hampel) and rule.linear for rule in self._rules.values()):
             return
-        if _is_negative(torch.tensor(list(signals.values()), dtype=torch.float64, device="cpu")):
+        if _has_negative(torch.tensor(list(signals.values()), dtype=torch.float64, device="cpu")):
             return
         names = dict.fromkeys([*self._rules, *signals])
         learned = {name: rule.state_dict() for name, rule in self._rules.items()}
         assert isinstance(self._rule, Hampel)
         self._rows = {name: row for row, name in enumerate(names)}
-        with torch.inference_mode(False):  # it will be written to outside of that mode
+        with torch.inference_mode(False):  # the bank is written to outside of inference mode later
             self._bank = HampelBank(self._rule, len(names))
         new = self._rule.state_dict()
         self._bank.load([learned.get(name, new) for name in names])
@@ -182,8 +182,8 @@ class Each:
             load_state(self._single(signal), learned)
 
 
-def _is_negative(row: Tensor) -> bool:
-    """Whether a bank cannot take it: the logarithm of a negative number is nothing, but not a number is no reason to leave."""
+def _has_negative(row: Tensor) -> bool:
+    """Whether a bank cannot take ``row``, since it compares logarithms. -inf is allowed, because non-finite values are not learned."""
     return bool(((row < 0) & (row != -math.inf)).any())
 
 

@@ -7,25 +7,25 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from .arguments import positive
+from .arguments import positive, share
 from .hampel import MAD_TO_STD, log_of, value_at
-from .rules import Kept, share
+from .rules import StatefulRule
 from .sorted_window import SortedWindow
 
-#: Smallest spread as a share of the mean, where a rule divides by one: a constant signal has none.
+#: Smallest spread that a rule divides by, as a share of the mean: a constant signal has none.
 _SMALLEST_SPREAD = 1e-6
 
 
-class MeanStd(Kept):
+class MeanStd(StatefulRule):
     """Standard deviations above the mean of all values so far, in constant memory. Learns every value, spikes too.
 
     Args:
         k: standard deviations.
         warmup: values before the first score.
 
-    Source: ``mean + k * std`` in constant memory was asked for by the reviewers of ignite's pull request 3624; its recurrence is
-    Welford's (1962, Note on a Method for Calculating Corrected Sums of Squares and Products). Of all values since the first step
-    it grows blind when the signal has decayed.
+    Source: reviewers of ignite's pull request 3624 asked for ``mean + k * std`` in constant memory; the recurrence is Welford's (1962,
+    Note on a Method for Calculating Corrected Sums of Squares and Products). It misses spikes of a signal that has decayed, since
+    values of the first steps stay in the mean.
     """
 
     _state = ("_count", "_mean", "_squares")
@@ -54,11 +54,11 @@ class MeanStd(Kept):
         self._squares += change * (value - self._mean)
 
 
-class RollingZScore(Kept):
+class RollingZScore(StatefulRule):
     """Standard deviations above the mean of the last values. Learns every value, spikes too.
 
     Args:
-        window: values that are remembered; scores begin when half of them are there.
+        window: size of the window; scores begin once it is half full.
         k: standard deviations.
 
     Source: OLMo-core's ``SkipStepOptimizer`` (6 standard deviations over the 128 previous values).
@@ -88,16 +88,16 @@ class RollingZScore(Kept):
         self._values.append(value)
 
 
-class EmaZScore(Kept):
-    """Standard deviations above an exponential moving average. Of a spike it learns what ZClip would clip it to.
+class EmaZScore(StatefulRule):
+    """Standard deviations above an exponential moving average. A spike is learned as the value that ZClip would clip it to.
 
     Args:
         k: standard deviations.
         alpha: weight of the past.
-        warmup: values whose mean and population variance it starts from.
+        warmup: values whose mean and population variance are the start.
 
     Source: ZClip (arXiv 2504.02507), with its defaults: 2.5, 0.97, 25; the clipped value is ``mean + k^2 / z * std``, the mean
-    moves first, and the variance is around the new one. At 2.5 it flags much that is normal: there it limits, which is cheap.
+    moves first, and the variance is around the new one. At 2.5 it flags many normal values: ZClip only limits them, which is cheap.
     """
 
     _state = ("_first", "_mean", "_variance")
@@ -137,16 +137,15 @@ class EmaZScore(Kept):
 class MedianMad:
     """Robust z-score of the logarithm: ``(log x - median) / max(1.4826 * MAD, floor)`` over the last ``window`` values.
 
-    Gradient norms are positive and skewed, so their logarithm is what scatters evenly; scaling the signal changes nothing.
-    Values called spikes stay out of the window, but ``accept`` of them in a row are a new level, and the window starts again
-    from them.
+    Gradient norms are positive and skewed, so their logarithm scatters evenly; scaling the signal changes nothing. Spikes stay out of the
+    window, but ``accept`` consecutive ones are a new level, from which the window restarts.
 
     Args:
-        window: how many values are remembered.
+        window: size of the window.
         threshold: robust standard deviations above the median.
         floor: smallest standard deviation of the logarithm; 0.03 is 3 %. Keeps constant signals quiet.
         warmup: values before the first score.
-        accept: spikes in a row that become the new normal.
+        accept: consecutive spikes that become the new level.
 
     Source: median and MAD as location and scale are Hampel's identifier (Davies and Gather 1993, The Identification of
     Multiple Outliers); 1.4826 makes MAD a standard deviation for normal data. The defaults are conventional, not tuned.
@@ -174,7 +173,7 @@ class MedianMad:
         return (log_of(value) - median) / max(MAD_TO_STD * self._values.median_deviation(median), self._floor)
 
     def update(self, value: float) -> None:
-        """Learn ``value``; a spike is learned only as part of a lasting change of level."""
+        """Learn ``value``; a spike only as part of a lasting change of level."""
         score = self.score(value)
         if score is None or score <= self.threshold:
             self._run.clear()
@@ -183,7 +182,7 @@ class MedianMad:
         self._run.append(log_of(value))
         if len(self._run) >= self._accept:
             self._values.clear()
-            # repeated up to the warm-up, so that the detector does not go blind on the new level
+            # repeated up to the warm-up, else the rule would give no scores on the new level
             self._values.extend(self._run * -(-self._warmup // len(self._run)))
             self._run.clear()
 
@@ -203,4 +202,4 @@ def _distance(value: float, mean: float, spread: float) -> float:
 
 
 def _square(x: float) -> float:
-    return x * x  # infinite where ``**`` would raise
+    return x * x  # gives inf where ``**`` raises

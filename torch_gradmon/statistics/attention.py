@@ -24,7 +24,7 @@ _NO_WEIGHT = -1000.0
 
 
 @dataclass(frozen=True)
-class _Call:
+class _AttentionCall:
     """One call with its heads in groups that share a key head; nothing is copied, all are views.
 
     Attributes:
@@ -41,7 +41,7 @@ class _Call:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> _Call:
+    def of(cls, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> _AttentionCall:
         """Take the arguments of scaled dot product attention apart. One key head serves any number of query heads."""
         leading = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3])  # type: ignore[no-untyped-call]
         heads = max(query.size(-3), key.size(-3))
@@ -136,13 +136,13 @@ def attention_rows(
         device of the query in :func:`.reading.accumulator_dtype`.
     """
     with torch.no_grad(), no_autocast(query.device.type):
-        values, visible = _per_query(_Call.of(query, key, attn_mask, is_causal, scale))
+        values, visible = _per_query(_AttentionCall.of(query, key, attn_mask, is_causal, scale))
         some, several = visible > 0, visible > 1
         rows = _rows(values, torch.stack([some, several, some, some]))
     return dict(zip(QUANTITIES, rows.unbind(0), strict=True))
 
 
-def _per_query(call: _Call) -> tuple[Tensor, Tensor]:
+def _per_query(call: _AttentionCall) -> tuple[Tensor, Tensor]:
     """The quantities ``[4, ..., key heads, groups, L]``, and the number of visible keys ``[..., key heads, groups, L]``.
 
     Values that do not count, for want of visible keys, are undefined.

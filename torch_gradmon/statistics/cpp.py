@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from ..core.moments import ALL_COLUMNS, WIDTH, Column
-from .eager import Eager
-from .precise import doubt
+from .eager import EagerStatistics
+from .precise import row_needs_precise_pass
 from .request import Batch, Request
 from .tensor_access import is_plain, threshold
 
@@ -41,8 +41,8 @@ _Entry = ctypes.c_int64 * 5
 Kernel = Callable[[int, object, object, float, int, object], None]
 
 
-class Fused(Eager):
-    """:class:`Eager`, with a compiled kernel for float32, bfloat16 and float16.
+class CppStatistics(EagerStatistics):
+    """:class:`EagerStatistics`, with a compiled kernel for float32, bfloat16 and float16.
 
     Raises:
         RuntimeError: there is no compiler, or it fails; the message has its words.
@@ -56,7 +56,7 @@ class Fused(Eager):
     def row_of(
         self, tensor: Tensor, columns: frozenset[Column], eps: float, inverse_scale: Tensor | None = None
     ) -> list[float] | None:
-        """The row of one CPU tensor of any size as numbers; see :meth:`Eager.row_of`. All columns, whichever are asked for."""
+        """The row of one CPU tensor of any size as numbers; see :meth:`EagerStatistics.row_of`. All columns, whichever are asked for."""
         if not (is_plain(tensor) and _is_readable(tensor)):
             return None
         scale, limit, threads = _scale(inverse_scale), threshold(eps, torch.float32), torch.get_num_threads()
@@ -64,7 +64,7 @@ class Fused(Eager):
             self._entry[:] = [tensor.data_ptr(), 0, tensor.numel(), _KINDS[tensor.dtype], wide]
             self._kernel(1, self._entry, scale, limit, threads, self._one_row)
             row = list(self._one_row)
-            nonfinite, imprecise = doubt(row, ALL_COLUMNS)
+            nonfinite, imprecise = row_needs_precise_pass(row, ALL_COLUMNS)
             if nonfinite:
                 return None
             if not imprecise:

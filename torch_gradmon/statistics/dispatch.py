@@ -9,13 +9,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..core.errors import Complaints
+from ..core.errors import WarningLog
 from ..core.moments import ALL_COLUMNS, Column, identity
-from .eager import DEFAULT_EPS, Eager
+from .eager import DEFAULT_EPS, EagerStatistics
 
 
 class Backend(Protocol):
-    """Measures tensors that are on one device; see :meth:`torch_gradmon.statistics.eager.Eager.measure`."""
+    """Measures tensors that are on one device; see :meth:`torch_gradmon.statistics.eager.EagerStatistics.measure`."""
 
     def measure(
         self,
@@ -38,10 +38,10 @@ class Statistics:
         compiled: compile a kernel for large CPU tensors, now.
     """
 
-    def __init__(self, complaints: Complaints, eps: float = DEFAULT_EPS, compiled: bool = False) -> None:
+    def __init__(self, complaints: WarningLog, eps: float = DEFAULT_EPS, compiled: bool = False) -> None:
         self.eps = eps
         self._complaints = complaints
-        self._eager = Eager()
+        self._eager = EagerStatistics()
         self._of: dict[str, Backend] = {}
         self._lock = threading.Lock()  # forward hooks may fire on several threads, and the scratch memory is shared
         if compiled:
@@ -49,9 +49,9 @@ class Statistics:
 
     def _fused(self) -> Backend:
         try:
-            from .cpp import Fused
+            from .cpp import CppStatistics
 
-            return Fused()
+            return CppStatistics()
         except Exception as error:
             self._complaints.add("compile", "the statistics could not be compiled, which makes them slower, not wrong", error)
             return self._eager
@@ -66,9 +66,9 @@ class Statistics:
             return self._eager
 
     def row_of(self, tensor: Tensor, columns: frozenset[Column], inverse_scale: Tensor | None = None) -> list[float] | None:
-        """The row of one CPU tensor as numbers, or None where :meth:`measure` has to be asked. See :meth:`Eager.row_of`."""
+        """The row of one CPU tensor as numbers, or None where :meth:`measure` has to be asked. See :meth:`EagerStatistics.row_of`."""
         backend = self._of.get("cpu", self._eager)
-        if not tensor.is_cpu or not isinstance(backend, Eager):
+        if not tensor.is_cpu or not isinstance(backend, EagerStatistics):
             return None
         with self._lock:
             return backend.row_of(tensor, columns, self.eps, inverse_scale)
@@ -80,7 +80,7 @@ class Statistics:
         inverse_scale: Tensor | None = None,
         minus: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """Rows ``[len(tensors), 8]`` of tensors on one device, on that device. See :meth:`Eager.measure`."""
+        """Rows ``[len(tensors), 8]`` of tensors on one device, on that device. See :meth:`EagerStatistics.measure`."""
         if not tensors:
             return identity(0)
         kind = tensors[0].device.type

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from ..core.moments import ALL_COLUMNS, SUMMED, Column, from_columns, identity
-from ..core.torch_modes import no_autocast, unseen
-from .packing import CAPACITY, Chunk, Layout
-from .precise import closely, doubt, doubts
+from ..core.torch_modes import no_autocast, outside_dispatch_modes
+from .packing import CAPACITY, Chunk, PackedLayout
+from .precise import measure_precisely, needs_precise_pass, row_needs_precise_pass
 from .request import Batch, Request
 from .tensor_access import NARROW, is_plain, threshold, threshold_of_squares
 
@@ -56,11 +56,11 @@ def measure(
     inverse_scale: Tensor | None = None,
     minus: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """:meth:`Eager.measure`, once."""
-    return Eager().measure(tensors, columns, eps=eps, inverse_scale=inverse_scale, minus=minus)
+    """:meth:`EagerStatistics.measure`, once."""
+    return EagerStatistics().measure(tensors, columns, eps=eps, inverse_scale=inverse_scale, minus=minus)
 
 
-class Eager:
+class EagerStatistics:
     """Measures lists of tensors. Keeps scratch memory (some megabytes) and packing plans between calls.
 
     Not to be called by two threads at once.
@@ -68,7 +68,7 @@ class Eager:
 
     def __init__(self) -> None:
         self._scratch: dict[tuple[str, torch.dtype], Tensor] = {}
-        self._layouts: OrderedDict[tuple[object, ...], Layout] = OrderedDict()
+        self._layouts: OrderedDict[tuple[object, ...], PackedLayout] = OrderedDict()
         self._request = Request(frozenset(), 0.0, None)
 
     def measure(
@@ -110,14 +110,14 @@ class Eager:
 
     def _measure(self, batch: Batch, request: Request, device: torch.device) -> Tensor:
         if device.type != "cpu":
-            return closely(batch, request)
+            return measure_precisely(batch, request)
         rows = self._first_look(batch, request)
         # float64 costs twice as much and a close look four times: only where the first look asks for it
-        closer, wider = doubts(rows, request.columns)
+        closer, wider = needs_precise_pass(rows, request.columns)
         if some := [i for i in wider if not _is_wide(batch, i)]:
             rows[some] = self._first_look(batch.take(some, widened=True), request)
         if closer:
-            rows[closer] = closely(batch.take(closer), request)
+            rows[closer] = measure_precisely(batch.take(closer), request)
         return rows
 
     def _first_look(self, batch: Batch, request: Request) -> Tensor:
@@ -157,12 +157,12 @@ class Eager:
             rows[:, Column.NEAR_ZERO] -= layout.padded
         return rows
 
-    def _layout(self, shapes: list[torch.Size], run: int) -> Layout:
+    def _layout(self, shapes: list[torch.Size], run: int) -> PackedLayout:
         key = (run, *shapes)
         layout = self._layouts.get(key)
         if layout is None:
-            with unseen():
-                layout = self._layouts[key] = Layout(shapes, run)
+            with outside_dispatch_modes():
+                layout = self._layouts[key] = PackedLayout(shapes, run)
             while sum(map(len, self._layouts)) > _KEPT and len(self._layouts) > 1:
                 self._layouts.popitem(last=False)
         else:
@@ -222,7 +222,7 @@ class Eager:
         elif request.columns != columns or request.eps != eps:
             request = self._request = Request(columns, eps, None)
         row = self._row(tensor.detach().view(-1), None, request, torch.float32)
-        return None if any(doubt(row, columns)) else row
+        return None if any(row_needs_precise_pass(row, columns)) else row
 
     def _by_block(self, batch: Batch, request: Request, dtype: torch.dtype) -> Tensor:
         rows = [self._row(*batch.flat(index), request, dtype) for index in range(len(batch.values))]
@@ -284,7 +284,7 @@ class Eager:
     def _buffer(self, use: str, dtype: torch.dtype, size: int) -> Tensor:
         buffer = self._scratch.get((use, dtype))
         if buffer is None or buffer.numel() < size:
-            with unseen(), torch.inference_mode(False):  # it will be written to outside of these modes
+            with outside_dispatch_modes(), torch.inference_mode(False):  # it will be written to outside of these modes
                 buffer = self._scratch[use, dtype] = torch.empty(size, dtype=dtype, device="cpu")
         return buffer
 

@@ -53,7 +53,7 @@ class Chunk:
             buffer.index_fill_(0, self.padding, value)
 
 
-class Layout:
+class PackedLayout:
     """How tensors of these shapes are packed, in rows of ``run`` elements.
 
     Attributes:

@@ -17,13 +17,13 @@ _SAFE = (1e-30, 1e30)
 _CPU_BLOCK, _DEVICE_BLOCK = 1 << 17, 1 << 24
 
 
-def doubts(rows: Tensor, columns: frozenset[Column]) -> tuple[list[int], list[int]]:
+def needs_precise_pass(rows: Tensor, columns: frozenset[Column]) -> tuple[list[int], list[int]]:
     """What a first look left open, given its rows ``[n, 8]`` on the CPU: which tensors hold NaN or Inf, and which others float32
     is too narrow for.
     """
     if len(rows) == 1:  # as in a hook, where a dozen calls would cost more than reading the tensor
         (row,) = rows.tolist()
-        nonfinite, imprecise = doubt(row, columns)
+        nonfinite, imprecise = row_needs_precise_pass(row, columns)
         return ([0], []) if nonfinite else ([], [0] if imprecise else [])
     unsure, narrow = _doubts(rows, columns)
     if not bool((unsure | narrow).any()):
@@ -52,7 +52,7 @@ def _doubts(rows: Tensor, columns: frozenset[Column]) -> tuple[Tensor, Tensor]:
     return nonfinite, imprecise
 
 
-def doubt(row: Sequence[float], columns: frozenset[Column]) -> tuple[bool, bool]:
+def row_needs_precise_pass(row: Sequence[float], columns: frozenset[Column]) -> tuple[bool, bool]:
     """Of one row in plain numbers: whether its tensor holds NaN or Inf, else whether float32 is too narrow for it."""
     count = row[Column.COUNT]
     if not count:
@@ -72,7 +72,7 @@ def doubt(row: Sequence[float], columns: frozenset[Column]) -> tuple[bool, bool]
     return False, imprecise or (Column.SUM in columns and mean * mean > mean_square / 2)
 
 
-def closely(batch: Batch, request: Request) -> Tensor:
+def measure_precisely(batch: Batch, request: Request) -> Tensor:
     """Rows ``[n, 8]`` of tensors with any values, in float64; columns that nobody asked for come along."""
     device = batch.values[0].device
     wide = accumulator_dtype(device)

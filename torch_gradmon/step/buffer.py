@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.errors import Complaints
+from ..core.errors import WarningLog
 from ..core.keys import GRADIENT, GRADIENT_BEFORE_CLIP, MODULE_SOURCES, PARAMETER_SOURCES, RCC_SOURCES, Key
 from ..core.metric import REDUCERS
 from ..core.moments import Column, identity, merge, merge_by_group
-from ..core.records import Table
-from .device_transfer import Arrival
-from .reduction import Aggregation, Pending, as_tensor, contribution, finished, merged_parts, part_from, part_of, row_of_sums
+from ..core.records import StatsTable
+from .device_transfer import DeviceToHostCopy
+from .reduction import Aggregation, PendingValue, as_tensor, contribution, finished, merged_parts, part_from, part_of, row_of_sums
 
 #: Sources of values that are those of a rank's own batch.
 SHARED_SOURCES = frozenset((*MODULE_SOURCES, *RCC_SOURCES))
@@ -39,7 +39,7 @@ class StepBuffer:
         complaints: where a failing aggregation function is reported.
     """
 
-    def __init__(self, step: int, complaints: Complaints) -> None:
+    def __init__(self, step: int, complaints: WarningLog) -> None:
         self.step = step
         self.noted: dict[str, Tensor | float] = {}  # facts of the step that are no values
         self.thawed: set[str] = set()  # parameters that are frozen for a part of the step only
@@ -53,7 +53,7 @@ class StepBuffer:
         self._place: dict[tuple[str, str], tuple[int, int]] = {}  # block and row of each tensor
         self._parts: dict[tuple[str, str], list[Tensor]] = {}
         self._columns: dict[str, frozenset[Column]] = {}
-        self._pending: dict[Key, Pending] = {}
+        self._pending: dict[Key, PendingValue] = {}
         self._exchanged: set[tuple[str, str]] = set()  # tensors whose rows are of all ranks
         self._reducers: dict[Key, str] = {}
         self._contributions: dict[Key, tuple[str, Tensor]] = {}
@@ -171,7 +171,7 @@ class StepBuffer:
 
     def put_shared(self, key: Key, reducer: str, row: Tensor) -> None:
         """What came of all ranks' contributions; dropped on the host where there was none."""
-        self._pending[key] = Pending(reducer if reducer in REDUCERS else "sum", [part_from(row, reducer)])
+        self._pending[key] = PendingValue(reducer if reducer in REDUCERS else "sum", [part_from(row, reducer)])
         self._counts[key] = row[Column.COUNT]
 
     def put_where(self, key: Key, value: Tensor, there: Tensor) -> None:
@@ -198,7 +198,7 @@ class StepBuffer:
         self._merge(key, [part_of(as_tensor(value, key), aggregation, weight)], aggregation)
 
     def _merge(self, key: Key, parts: list[Tensor], aggregation: Aggregation) -> None:
-        pending = self._pending.setdefault(key, Pending(aggregation, []))
+        pending = self._pending.setdefault(key, PendingValue(aggregation, []))
         pending.parts += parts
         if len(pending.parts) >= 64 and isinstance(aggregation, str):
             pending.parts[:] = [merged_parts(pending.parts, aggregation)]
@@ -233,7 +233,7 @@ class StepBuffer:
     def scalars(self) -> StepBuffer:
         """A buffer that goes on with the values that were logged by hand."""
         more = StepBuffer(self.step, self._complaints)
-        more._pending = {key: Pending(p.aggregation, list(p.parts)) for key, p in self._pending.items() if not key.source}
+        more._pending = {key: PendingValue(p.aggregation, list(p.parts)) for key, p in self._pending.items() if not key.source}
         return more
 
     def part(self, sources: Iterable[str]) -> StepBuffer:
@@ -249,20 +249,20 @@ class StepBuffer:
         found.refused = {source: reason for source, reason in self.refused.items() if source in wanted}
         return found
 
-    def depart(self) -> Departure:
+    def depart(self) -> PendingReadback:
         """Start the one copy to the host; after it nothing may be put here. Does not synchronise."""
         parts = [part for parts in self._parts.values() for part in parts]  # merged on the host: a launch for each costs more
         reduced = self._reduced()
         noted = {name: fact for name, fact in self.noted.items() if isinstance(fact, Tensor)}
-        arrival = Arrival([*self._blocks, *parts, *reduced.values(), *noted.values(), *self._counts.values()])
+        arrival = DeviceToHostCopy([*self._blocks, *parts, *reduced.values(), *noted.values(), *self._counts.values()])
         merged = [(where, len(parts)) for where, parts in self._parts.items()]
-        return Departure(self, arrival, merged, list(reduced), set(noted), list(self._counts))
+        return PendingReadback(self, arrival, merged, list(reduced), set(noted), list(self._counts))
 
-    def flush(self) -> tuple[dict[str, Table], dict[Key, float], dict[str, float]]:
-        """:meth:`depart`, and wait for it: see :meth:`Departure.land`."""
+    def flush(self) -> tuple[dict[str, StatsTable], dict[Key, float], dict[str, float]]:
+        """:meth:`depart`, and wait for it: see :meth:`PendingReadback.land`."""
         return self.depart().land()
 
-    def collect(self, blocks: list[Tensor], merged: Sequence[tuple[str, str]]) -> dict[str, Table]:
+    def collect(self, blocks: list[Tensor], merged: Sequence[tuple[str, str]]) -> dict[str, StatsTable]:
         """The tables by source, from the blocks of rows that were put and last one of the ``merged``, all on the host."""
         if not blocks:
             return {}
@@ -276,7 +276,8 @@ class StepBuffer:
         for offset, (source, name) in enumerate(merged):
             collected.setdefault(source, {})[name] = starts[-2] + offset
         tables = {
-            source: Table(tuple(found), rows[list(found.values())], self._columns[source]) for source, found in collected.items()
+            source: StatsTable(tuple(found), rows[list(found.values())], self._columns[source])
+            for source, found in collected.items()
         }
         if GRADIENT in tables and GRADIENT_BEFORE_CLIP in tables:
             tables[GRADIENT] = _shared(tables[GRADIENT], tables[GRADIENT_BEFORE_CLIP])
@@ -297,21 +298,21 @@ class StepBuffer:
         return reduced
 
 
-def _shared(after: Table, before: Table) -> Table:
+def _shared(after: StatsTable, before: StatsTable) -> StatsTable:
     """``after``, or the rows of ``before`` in its place where both are of the same values: a run directory stores those once."""
     place = {name: row for row, name in enumerate(before.names)}
     if not _WITNESSES <= after.columns <= before.columns or not place.keys() >= set(after.names):
         return after
     rows, columns = before.rows[[place[name] for name in after.names]], sorted(after.columns)
     return (
-        Table(after.names, rows, before.columns, GRADIENT_BEFORE_CLIP)
+        StatsTable(after.names, rows, before.columns, GRADIENT_BEFORE_CLIP)
         if rows[:, columns].equal(after.rows[:, columns])
         else after
     )
 
 
 @dataclass
-class Departure:
+class PendingReadback:
     """The values of a step on their way to the host.
 
     Attributes:
@@ -324,13 +325,13 @@ class Departure:
     """
 
     buffer: StepBuffer
-    arrival: Arrival
+    arrival: DeviceToHostCopy
     merged: list[tuple[tuple[str, str], int]]
     reduced: list[Key]
     noted: set[str]
     counted: list[Key]
 
-    def land(self) -> tuple[dict[str, Table], dict[Key, float], dict[str, float]]:
+    def land(self) -> tuple[dict[str, StatsTable], dict[Key, float], dict[str, float]]:
         """Tables by source, custom values and noted facts, on the host. Waits for the copy, once per device."""
         host = iter(self.arrival.land())
         blocks = list(islice(host, self.buffer.block_count))

@@ -13,7 +13,7 @@ PATIENCE = 20.0
 _PAUSE = 0.005
 
 
-class Agreement:
+class Rendezvous:
     """Asks through the key-value store by which the processes of ``torch.distributed`` have found each other.
 
     Args:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..statistics.tensor_access import accumulator_dtype
 
 
-class _Parcel(NamedTuple):
+class _DeviceGroup(NamedTuple):
     """All values from one device."""
 
     positions: list[int]
@@ -19,7 +19,7 @@ class _Parcel(NamedTuple):
     copied: torch.cuda.Event | None  # None: `packed` is still on its device
 
 
-class Arrival:
+class DeviceToHostCopy:
     """Tensors on their way to the host, as float64, in one packed copy for each device that they are on.
 
     From a CUDA device the copy goes to pinned memory and runs behind what the device is doing; nothing waits for it but
@@ -63,14 +63,14 @@ class Arrival:
         return host
 
 
-def _send(device: torch.device, positions: list[int], tensors: Sequence[Tensor]) -> _Parcel:
+def _send(device: torch.device, positions: list[int], tensors: Sequence[Tensor]) -> _DeviceGroup:
     packed = torch.cat([tensors[p].reshape(-1).to(accumulator_dtype(device)) for p in positions])
     if device.type != "cuda":
-        return _Parcel(positions, packed, None)
+        return _DeviceGroup(positions, packed, None)
     # the caching allocator for pinned memory keeps these few kilobytes for the next step
     pinned = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=True)
     with torch.cuda.device(device):
         pinned.copy_(packed, non_blocking=True)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
-    return _Parcel(positions, pinned, copied)
+    return _DeviceGroup(positions, pinned, copied)

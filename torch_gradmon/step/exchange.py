@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..core.errors import Complaints
+from ..core.errors import WarningLog
 from ..core.keys import Key
 from ..core.moments import ALL_COLUMNS, Column, identity
 from .buffer import SKEW, StepBuffer
-from .consensus import Agreement
+from .consensus import Rendezvous
 from .ranks import Ranks
 
 #: Something that all ranks exchange: a tensor by source and name, or a value by source, name, metric and how it merges.
@@ -42,7 +42,7 @@ _ALONE = {
 }
 
 
-class Exchange:
+class RankExchange:
     """The one exchange of a step. Every rank enters it with the same rows, whatever it has of them.
 
     Args:
@@ -54,10 +54,10 @@ class Exchange:
         heard: what was said in the last exchange of a monitored step, the same on all ranks; whoever reads it sets it back.
     """
 
-    def __init__(self, ranks: Ranks, complaints: Complaints) -> None:
+    def __init__(self, ranks: Ranks, complaints: WarningLog) -> None:
         self.ranks = ranks
         self._complaints = complaints
-        self._agreement = Agreement(ranks)
+        self._agreement = Rendezvous(ranks)
         self._agreed: dict[str, bool] = {}
         self._entries: list[Entry] = []
         self.takes_place = False  # whether there was any exchange

@@ -9,21 +9,21 @@ from ..core import keys as n
 from ..core.keys import Key
 from ..core.moments import SQUARES
 from .buffer import StepBuffer
-from .exchange import Exchange
+from .exchange import RankExchange
 from .plan import SourcePlan
 from .planner import Planner
 from .summary import Summary
 
 
-class Judging(Protocol):
+class ValueDetectors(Protocol):
     """Who judges values: which ones ranks have to tell each other for that.
 
     Attributes:
         watches_values: whether any value that a loop logs is judged.
-        hears_late: whether a value that comes when the ranks have told each other theirs is judged as well.
+        accepts_late_values: whether a value that comes when the ranks have told each other theirs is judged as well.
     """
 
-    hears_late: bool
+    accepts_late_values: bool
 
     @property
     def watches_values(self) -> bool: ...  # noqa: D102
@@ -32,7 +32,7 @@ class Judging(Protocol):
         """Whether this value is judged."""
 
 
-class StepExchange:
+class ExchangePolicy:
     """Merges the values of a step over ranks; which these are the plan says, not what this rank saw.
 
     Attributes:
@@ -41,7 +41,7 @@ class StepExchange:
         leaving: whether the run ends on this rank, maybe in the middle of a step, so that nobody may come to the exchange.
     """
 
-    def __init__(self, exchange: Exchange, planner: Planner, summary: Summary, judging: Judging) -> None:
+    def __init__(self, exchange: RankExchange, planner: Planner, summary: Summary, judging: ValueDetectors) -> None:
         self.exchange = exchange
         self.reduces = self.leaving = False
         self._planner, self._summary, self._judging = planner, summary, judging
@@ -74,30 +74,22 @@ class StepExchange:
         what = "tensors" if self._is_spread else "values"
         return self.exchange.ranks.count > 1 and self._has_values and not self.exchange.is_refused(what)
 
-    @property
-    def is_bound(self) -> bool:
-        """Whether this rank cannot even measure without the others, since they have parts of its tensors."""
-        inventory = self._planner.inventory
-        return self.exchange.ranks.count > 1 and inventory is not None and (inventory.on_mesh or self._is_spread)
-
-    def run(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], may_extend: bool, takes_part: bool = True) -> None:
+    def run(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], may_extend: bool) -> None:
         """The step of ``buffer`` ends.
 
         Args:
             buffer: its values.
             plans: what was to be measured.
             may_extend: whether the list of what is shared may grow, and the first rank say something.
-            takes_part: False in a step that the other ranks do not monitor.
         """
-        if self.leaving or not takes_part:
-            why = "the run ended in the middle of the step" if self.leaving else "the step was not one of all ranks"
-            self._refuse(buffer, plans, why)
+        if self.leaving:
+            self._refuse(buffer, plans, "the run ended in the middle of the step")
             return
         wanted = {source: (plan.exchanged, plan.columns) for source, plan in plans.items() if plan.exchanged}
         if n.UPDATE in wanted:
             wanted[n.UPDATE_BASE] = wanted[n.UPDATE][0], SQUARES
         self.exchange.run(buffer, wanted, self._has_values, self._judging.watches, may_extend)
-        self._judging.hears_late = not self.exchange.shares_values
+        self._judging.accepts_late_values = not self.exchange.shares_values
 
     def _refuse(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], why: str) -> None:
         if self.exchange.ranks.count > 1:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ..core.moments import VIEWS, Column, merge_by_group
-from ..core.records import Table
+from ..core.records import StatsTable
 
 #: Of the elements of all gradients together, by the name of the view; only on request, since they need more columns.
 DISTRIBUTION = {"grad_mean": "mean", "grad_std": "std", "grad_sparsity": "sparsity"}
 
 
-def gradient_values(before: Table, wanted: Collection[str] = ()) -> dict[str, float]:
+def gradient_values(before: StatsTable, wanted: Collection[str] = ()) -> dict[str, float]:
     """The values by name; what is not defined is left out.
 
     Args:
@@ -29,7 +29,7 @@ def gradient_values(before: Table, wanted: Collection[str] = ()) -> dict[str, fl
     return values
 
 
-def _distribution(table: Table, wanted: Collection[str]) -> dict[str, float]:
+def _distribution(table: StatsTable, wanted: Collection[str]) -> dict[str, float]:
     """Rows are additive: of all elements together the row is the sum of those of the layers."""
     row = merge_by_group(table.rows, [0] * len(table.names), 1)
     views = {name: VIEWS[view] for name, view in DISTRIBUTION.items() if name in wanted}
@@ -40,6 +40,6 @@ def _distribution(table: Table, wanted: Collection[str]) -> dict[str, float]:
     }
 
 
-def norm_of(table: Table) -> float:
+def norm_of(table: StatsTable) -> float:
     """The L2 norm of all elements."""
     return float(table.rows[:, Column.SQUARE_SUM].sum().sqrt())

@@ -10,12 +10,12 @@ import torch
 from ..core import keys as n
 from ..core.keys import Key
 from ..core.moments import Column
-from ..core.records import Table
+from ..core.records import StatsTable
 
 _HEAD = re.compile(r"\.head_\d+$")
 
 
-def head_values(tables: dict[str, Table], unshown: Set[tuple[str, str]]) -> tuple[dict[Key, float], frozenset[Key]]:
+def head_values(tables: dict[str, StatsTable], unshown: Set[tuple[str, str]]) -> tuple[dict[Key, float], frozenset[Key]]:
     """The values of all attention metrics, and the keys of those that are for the run directory only.
 
     Args:

@@ -15,13 +15,13 @@ from ..core import keys as n
 from ..core.errors import GradmonWarning, nearest
 from ..core.keys import Key, block_of, compile_pattern
 from ..core.moments import Column, merge_by_group
-from ..core.records import Table
+from ..core.records import StatsTable
 
 TOP = 10
 SHARE = "share"
 
 
-class Layers:
+class LayerSelection:
     """Chooses which per-layer values a dashboard gets besides those that were asked for metric by metric.
 
     Args:
@@ -64,7 +64,7 @@ class Layers:
         return found
 
     def values(
-        self, tables: Mapping[str, Table], base: Table | None, groups: Sequence[tuple[str, frozenset[str]]]
+        self, tables: Mapping[str, StatsTable], base: StatsTable | None, groups: Sequence[tuple[str, frozenset[str]]]
     ) -> dict[Key, float]:
         """The chosen values of one step; ``groups`` are the optimizers' parameter groups by name."""
         if self.choice is None:
@@ -83,7 +83,7 @@ class Layers:
                     values[Key(n.UPDATE, name, "ratio")] = float((row[Column.SQUARE_SUM] / before[Column.SQUARE_SUM]).sqrt())
         return values
 
-    def _rows(self, table: Table, groups: Sequence[tuple[str, frozenset[str]]]) -> list[tuple[str, Tensor]]:
+    def _rows(self, table: StatsTable, groups: Sequence[tuple[str, frozenset[str]]]) -> list[tuple[str, Tensor]]:
         if self.choice == "blocks":
             return sums_over_blocks(table) + sums_over_groups(table, groups)
         return [
@@ -93,7 +93,7 @@ class Layers:
         ]
 
 
-def sums_over_blocks(table: Table) -> list[tuple[str, Tensor]]:
+def sums_over_blocks(table: StatsTable) -> list[tuple[str, Tensor]]:
     """One merged row for each block, in model order: rows are additive, so this is exact."""
     blocks = list(dict.fromkeys(block_of(name) for name in table.names))
     position = {block: index for index, block in enumerate(blocks)}
@@ -101,7 +101,7 @@ def sums_over_blocks(table: Table) -> list[tuple[str, Tensor]]:
     return list(zip(blocks, merged, strict=True))
 
 
-def sums_over_groups(table: Table, groups: Sequence[tuple[str, frozenset[str]]]) -> list[tuple[str, Tensor]]:
+def sums_over_groups(table: StatsTable, groups: Sequence[tuple[str, frozenset[str]]]) -> list[tuple[str, Tensor]]:
     """One merged row for each parameter group of the optimizers, for the parameters in ``table``."""
     number = {name: index for index, (_, members) in enumerate(groups) for name in members}
     rows = [row for row, name in enumerate(table.names) if name in number]
@@ -109,7 +109,7 @@ def sums_over_groups(table: Table, groups: Sequence[tuple[str, frozenset[str]]])
     return [(label, row) for (label, _), row in zip(groups, merged, strict=True) if row[Column.COUNT] > 0]
 
 
-def top_shares(table: Table | None, count: int) -> list[tuple[str, float]]:
+def top_shares(table: StatsTable | None, count: int) -> list[tuple[str, float]]:
     """The parameters with the largest share of the squared norm of the model, largest first; nothing while that is not known, zero or
     not finite.
     """

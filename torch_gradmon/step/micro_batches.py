@@ -9,7 +9,7 @@ from typing import Any
 
 from ..core.formatting import times
 from ..core.moments import Column
-from ..core.records import Table
+from ..core.records import StatsTable
 
 #: What each whole-model value means.
 DOCUMENTATION = {
@@ -29,7 +29,7 @@ _NOT_SEEN = (
 )
 
 
-class Batches:
+class MicroBatchStats:
     """Compares the gradients of micro-batches with that of the whole batch.
 
     With the squared norms of the gradient of a batch of ``b`` examples, in the mean, and of one of ``B``, unbiased estimates are
@@ -100,7 +100,7 @@ class Batches:
         self._signal, self._noise, self._weight = (float(state[name]) for name in ("signal", "noise", "weight"))
 
 
-def norms_by_rank(table: Table) -> dict[str, list[float]]:
+def norms_by_rank(table: StatsTable) -> dict[str, list[float]]:
     """From rows that are named by rank and number, such as ``1/0``: the norms of each rank in the order of its micro-batches."""
     found: dict[str, dict[int, float]] = {}
     for name, square in zip(table.names, table.rows[:, Column.SQUARE_SUM].tolist(), strict=True):
@@ -111,7 +111,7 @@ def norms_by_rank(table: Table) -> dict[str, list[float]]:
     }
 
 
-def in_words(norms: Mapping[str, Sequence[float]]) -> str:
+def rank_norms_text(norms: Mapping[str, Sequence[float]]) -> str:
     """Which micro-batch stands out, as part of a sentence about a spike; empty where there is nothing to compare."""
     every = [(number, int(rank), norm) for rank, each in norms.items() for number, norm in enumerate(each)]
     if len(every) < 2:

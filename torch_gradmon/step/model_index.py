@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ..core.keys import ROOT, WRAPPERS, canonical_name, canonical_names
-from .parameter_refs import Place, Shelf
-from .ranks import is_dtensor, is_spread
+from .parameter_refs import ParameterRefs, Place
+from .ranks import is_dtensor, is_sharded
 
 
-class Inventory:
+class ModelIndex:
     """Names and weak references, taken at one moment; :meth:`is_current` tells cheaply whether they still hold.
 
     A tied parameter stands once, under its first name; ``aliases`` keeps the others.
@@ -39,7 +39,7 @@ class Inventory:
         format_name: Callable[[str], str] | None = None,
         distinct: re.Pattern[str] | None = None,
     ) -> None:
-        self._shelf = Shelf(module)
+        self._shelf = ParameterRefs(module)
         raw = {name: (parameter, place) for name, parameter, place in self._shelf.parameters(module)}
         short = canonical_names(raw)
         rename = format_name or (lambda name: name)
@@ -64,7 +64,7 @@ class Inventory:
             if parameter.dim() >= 2:
                 self.matrices[name] = _fan_in(module, raw_name, parameter)
             self.on_mesh |= is_dtensor(parameter)
-            if is_spread(parameter) or (distinct is not None and distinct.search(name)):
+            if is_sharded(parameter) or (distinct is not None and distinct.search(name)):
                 self.spread.add(name)
             if excluded is not None and excluded.search(short[raw_name]):
                 self.excluded.add(name)
@@ -92,7 +92,7 @@ class Inventory:
             (id(m), name): parameter.shape
             for m in modules.values()
             for name, parameter in m._parameters.items()
-            if parameter is not None and (id(m), name) not in places and is_spread(parameter)
+            if parameter is not None and (id(m), name) not in places and is_sharded(parameter)
         }
         self._shelved = {id(m): {name for owner, name in places if owner == id(m)} for m in modules.values()} if places else {}
 
@@ -101,7 +101,7 @@ class Inventory:
         """What a run directory keeps of the model: its parameters and modules in their order, and more of each."""
         return {"parameters": self.parameters, "aliases": self.aliases, "matrices": self.matrices, "kinds": self.kinds}
 
-    def succeed(self, before: Inventory) -> None:
+    def succeed(self, before: ModelIndex) -> None:
         """What was trainable ``before`` and is frozen now may be thawed again within the step, as where two optimizers step by turns
         and each freezes what the other one trains; whether it was trained is seen by its gradient.
         """

@@ -17,7 +17,7 @@ from torch import nn
 Place = Callable[[], "nn.Parameter | None"]
 
 
-class InModule:
+class ModuleParameterRef:
     """The parameter of this name in a module, whichever that is."""
 
     __slots__ = ("_module", "_name")
@@ -34,7 +34,7 @@ class InModule:
             return None
 
 
-class OnShelf:
+class FsdpParameterRef:
     """A parameter that ``fully_shard`` keeps. In its place in the module stands another one while a forward or backward pass runs,
     whose storage is freed behind it.
     """
@@ -59,7 +59,7 @@ def _told(parameter: nn.Parameter) -> tuple[int, bool]:
     return id(parameter), parameter.requires_grad
 
 
-class Shelf:
+class ParameterRefs:
     """The parameters of modules under ``fully_shard``, those that the optimizer has.
 
     Args:
@@ -67,9 +67,9 @@ class Shelf:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        self._kept: list[tuple[OnShelf, tuple[int, bool]]] = []
+        self._kept: list[tuple[FsdpParameterRef, tuple[int, bool]]] = []
         #: By the id of the module and the parameter's name there.
-        self.places: dict[tuple[int, str], OnShelf] = {}
+        self.places: dict[tuple[int, str], FsdpParameterRef] = {}
         fsdp = sys.modules.get("torch.distributed.fsdp")
         for module in root.modules() if hasattr(fsdp, "FSDPModule") else ():
             if isinstance(module, fsdp.FSDPModule):  # type: ignore[union-attr]
@@ -78,7 +78,7 @@ class Shelf:
                         self._put(held)
 
     def _put(self, held: Any) -> None:
-        info, place = held._module_info, OnShelf(held)
+        info, place = held._module_info, FsdpParameterRef(held)
         self._kept.append((place, _told(held.sharded_param)))
         owners = zip([info.module, *info.shared_modules], [info.param_name, *info.shared_param_names], strict=True)
         self.places.update(((id(module), name), place) for module, name in owners)
@@ -92,7 +92,7 @@ class Shelf:
         seen: set[int] = set()
         for path, module in root.named_modules(remove_duplicate=remove_duplicate):
             for name in list(module._parameters.keys()):
-                place: Place = self.places.get((id(module), name)) or InModule(module, name)
+                place: Place = self.places.get((id(module), name)) or ModuleParameterRef(module, name)
                 parameter = place()
                 if parameter is not None and not (remove_duplicate and id(parameter) in seen):
                     seen.add(id(parameter))

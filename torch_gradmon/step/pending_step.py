@@ -3,85 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..core import keys as n
 from ..core.keys import Key
-from ..core.metric import ASKED_LATE, Metric
+from ..core.metric import ASKED_LATE
 from ..core.moments import Column
-from ..core.records import StepRecord, Table
-from .buffer import Departure, StepBuffer
+from ..core.records import StatsTable, StepRecord
+from .active_step import ActiveStep
+from .buffer import PendingReadback, StepBuffer
 from .head_values import head_values
-from .layer_values import Layers
-from .model_index import Inventory
-from .plan import SourcePlan
+from .layer_values import LayerSelection
+from .model_index import ModelIndex
 from .record_builder import assemble
 from .registry import Registry
-from .summary import Facts, Summary
+from .summary import StepFacts, Summary
 
 
 @dataclass
-class Flight:
+class PendingStep:
     """What a step leaves behind when it ends.
 
     Attributes:
         departure: its values.
-        plans: what was to be measured.
+        active: what was known of it when it closed.
         inventory: the model as it was.
         modules: the built-in values of the tables of what modules take and return.
-        refused: whether the optimizer did not apply the step.
         groups: names of the parameters of each of the optimizers' groups.
         tags: facts for its context.
         cost: time spent in the monitor, in percent of the time since the last step that was monitored; None for one that was not.
         ranks: over how many the values of batches are merged.
-        annotations: facts for its context that others than the step know.
-        withheld: whether it was not applied because of a spike.
-        skipped: how many steps were skipped so far, where they may be.
+        attached: whether hooks on optimizers took part.
         late: where values that were logged after its end are merged.
         late_departure: the same on their way, once the next step has begun.
         refusals_after: steps that were neither monitored nor applied, between this one and the next one monitored.
-        tuned: the live change of detail that it was measured under, if any.
-        due: metrics of modules that were to be measured.
-        attached: whether hooks on optimizers took part.
-        judged: whether detectors are to judge it. Not where this rank alone has monitored it, for what a spike brings about has to
-            come about on all ranks.
     """
 
-    departure: Departure
-    plans: Mapping[str, SourcePlan]
-    inventory: Inventory
-    modules: Callable[[dict[str, Table]], dict[Key, float]]
-    refused: bool
+    departure: PendingReadback
+    active: ActiveStep
+    inventory: ModelIndex
+    modules: Callable[[dict[str, StatsTable]], dict[Key, float]]
     groups: list[tuple[str, frozenset[str]]]
     tags: dict[str, Any]
     cost: float | None
     ranks: int = 1
-    annotations: Mapping[str, Any] = field(default_factory=dict)
-    withheld: bool = False
-    skipped: int | None = None
-    late: StepBuffer | None = None
-    late_departure: Departure | None = None
-    refusals_after: int = 0
-    tuned: Mapping[str, Any] | None = None
-    due: tuple[Metric, ...] = ()
     attached: bool = False
-    judged: bool = True
+    late: StepBuffer | None = None
+    late_departure: PendingReadback | None = None
+    refusals_after: int = 0
 
     @property
     def step(self) -> int:
         """The number of the step."""
         return self.departure.buffer.step
 
-    def record(self, summary: Summary, layers: Layers, registry: Registry) -> tuple[StepRecord, dict[str, float]]:
+    def record(self, summary: Summary, layers: LayerSelection, registry: Registry) -> tuple[StepRecord, dict[str, float]]:
         """The record, and all whole-model values by name. Waits for the values."""
         buffer = self.departure.buffer
         tables, custom, noted = self.departure.land()
         summary.refused_unseen(int(noted.pop("unseen_refusals", 0)))
         edited, found_inf = noted.pop("edited", None), bool(noted.pop("found_inf", 0))
-        facts = Facts(
+        facts = StepFacts(
             buffer.step,
-            applied=not self.refused and not found_inf and not self.withheld,
+            applied=not self.active.is_overflowed and not found_inf and not self.active.is_skipped,
             updates_void=found_inf,
             edited=None if edited is None else bool(edited),
             used=buffer.used,
@@ -92,22 +77,21 @@ class Flight:
             rounding=noted.pop("rounding", 0.0),
             context=self._context(noted),
             ranks=self.ranks,
-            refusal=self.refused or found_inf,
+            refusal=self.active.is_overflowed or found_inf,
             nonfinite=_is_spoiled(tables.get(n.GRADIENT_BEFORE_CLIP)),
         )
         if (
             self.cost is not None and "overhead_pct" in summary.keys
         ):  # on the dashboard of a preset; in the context of every record
             custom[Key(n.SUMMARY, "", "overhead_pct")] = self.cost
-        if self.skipped is not None:
-            custom[Key(n.SUMMARY, "", "steps_skipped")] = float(self.skipped)
+        custom.update(self.active.values)
         attention, heads = head_values(tables, buffer.unshown)
         modules = {**self.modules(tables), **attention}
         record, signals = assemble(
             facts,
             tables,
             custom,
-            self.plans,
+            self.active.plans,
             modules,
             registry.hidden(),
             heads,
@@ -119,7 +103,7 @@ class Flight:
 
     def _unplanned(self) -> dict[str, str]:
         """Sources of which the whole model was not to be measured in this step: a whole-model value of them was asked for since."""
-        return {source: ASKED_LATE for source, plan in self.plans.items() if not plan.is_whole}
+        return {source: ASKED_LATE for source, plan in self.active.plans.items() if not plan.is_whole}
 
     def _trained(self) -> Set[str]:
         """The trainable parameters; those that are frozen now where they were not when this step's gradients came."""
@@ -130,13 +114,11 @@ class Flight:
         context.update((name, value) for name, value in noted.items() if "/" not in name)
         if rates := {name: value for name, value in noted.items() if name.startswith("lr/")}:
             context["lr"] = list(rates.values())
-        context.update(self.annotations)
-        if self.tuned is not None:
-            context["tuned"] = dict(self.tuned)
+        context.update(self.active.annotations)
         if self.tags:
             context["tags"] = self.tags
         return context
 
 
-def _is_spoiled(table: Table | None) -> bool:
+def _is_spoiled(table: StatsTable | None) -> bool:
     return table is not None and bool(table.rows[:, Column.NONFINITE].any())

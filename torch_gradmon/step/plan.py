@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..core.keys import Key
 from ..core.metric import Metric
-from ..core.moments import VIEWS, Column, View
-from ..core.records import Table
+from ..core.moments import VIEWS, Column, StatView
+from ..core.records import StatsTable
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class SourcePlan:
         """Positions of the tensors that anything is computed on."""
         return tuple(sorted({*self.measured, *self.functions}))
 
-    def evaluate(self, table: Table, base: Table | None = None) -> dict[Key, float]:
+    def evaluate(self, table: StatsTable, base: StatsTable | None = None) -> dict[Key, float]:
         """The values of all views for the rows of ``table``; ``base`` holds the rows that ratios refer to."""
         where = {name: row for row, name in enumerate(table.names)}
         values: dict[Key, float] = {}
@@ -73,12 +73,12 @@ class SourcePlan:
         return values
 
 
-def evaluate_view(view: View, rows: Tensor) -> tuple[list[bool], list[float]]:
+def evaluate_view(view: StatView, rows: Tensor) -> tuple[list[bool], list[float]]:
     """For each of the rows ``[n, 8]`` whether the value exists, and the value."""
     return view.defined(rows).tolist(), view.compute(rows).tolist()
 
 
-def _ratios(rows: Tensor, base: Table | None, found: list[str]) -> tuple[list[bool], list[float]]:
+def _ratios(rows: Tensor, base: StatsTable | None, found: list[str]) -> tuple[list[bool], list[float]]:
     if base is None:
         return [False] * len(found), [0.0] * len(found)
     where = {name: row for row, name in enumerate(base.names)}
@@ -123,14 +123,14 @@ def compile_plan(
     )
 
 
-def value_in(table: Table | None, key: Key) -> float | None:
+def value_in(table: StatsTable | None, key: Key) -> float | None:
     """The value of ``key``, if it is a built-in metric of a tensor in ``table``."""
     if table is None or key.name not in table.names or not table.has(key.metric):
         return None
     return values_in(key.metric, table, [table.names.index(key.name)])[0]
 
 
-def values_in(metric: str, table: Table, rows: list[int]) -> list[float | None]:
+def values_in(metric: str, table: StatsTable, rows: list[int]) -> list[float | None]:
     """The values of a built-in metric in these rows; None where it is not defined."""
     there, values = evaluate_view(VIEWS[metric], table.rows[rows])
     return [value if defined else None for defined, value in zip(there, values, strict=True)]

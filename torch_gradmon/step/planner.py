@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from ..core import keys as n
 from ..core import validation as check
 from ..core.metric import Metric
-from ..core.torch_modes import unseen
-from .model_index import Inventory
+from ..core.torch_modes import outside_dispatch_modes
+from .model_index import ModelIndex
 from .plan import SourcePlan, compile_plan
 from .registry import Registry
 from .summary import Summary
@@ -29,9 +29,9 @@ class Planner:
 
     Args:
         registry: the metrics.
-        excluded: see :class:`Inventory`.
-        format_name: see :class:`Inventory`.
-        distinct: see :class:`Inventory`.
+        excluded: see :class:`ModelIndex`.
+        format_name: see :class:`ModelIndex`.
+        distinct: see :class:`ModelIndex`.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Planner:
         distinct: re.Pattern[str] | None = None,
     ) -> None:
         self.registry = registry
-        self.inventory: Inventory | None = None
+        self.inventory: ModelIndex | None = None
         self._module: weakref.ref[nn.Module] | None = None
         self._excluded, self._format_name, self._distinct = excluded, format_name, distinct
         self._cache: dict[Any, dict[str, SourcePlan]] = {}
@@ -88,16 +88,16 @@ class Planner:
             self.inventory.succeed(before)
             self.changed()
 
-    def now(self) -> Inventory | None:
+    def now(self) -> ModelIndex | None:
         """The model as it is now, which the steps to come are not planned by yet; None without one."""
         module = self.module
         if module is None or self.inventory is None or self.inventory.is_current():
             return None if module is None else self.inventory
         return self._taken(module)
 
-    def _taken(self, module: nn.Module) -> Inventory:
-        with unseen():
-            return Inventory(module, self._excluded, self._format_name, self._distinct)
+    def _taken(self, module: nn.Module) -> ModelIndex:
+        with outside_dispatch_modes():
+            return ModelIndex(module, self._excluded, self._format_name, self._distinct)
 
     def plans(self, step: int, summary: Summary, gradients_only: bool = False) -> dict[str, SourcePlan]:
         """The plan of each parameter source for ``step``; or of no metric, only what the summary needs of gradients."""
@@ -159,7 +159,7 @@ class Planner:
         return owned, [position for position in range(len(self.inventory.names)) if position not in taken]
 
 
-def _matchable(inventory: Inventory) -> dict[str, Sequence[str]]:
+def _matchable(inventory: ModelIndex) -> dict[str, Sequence[str]]:
     parameters = [name for name in inventory.names if name not in inventory.excluded]
     modules = list(inventory.modules)
     found: dict[str, Sequence[str]] = dict.fromkeys(n.PARAMETER_SOURCES, parameters)

@@ -25,7 +25,7 @@ from ..statistics.tensor_access import PLAIN
 GATHERED = 1 << 20
 
 
-def is_spread(tensor: Tensor) -> bool:
+def is_sharded(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a DTensor of which no rank needs to have all elements."""
     return is_dtensor(tensor) and tensor.device_mesh.size() > 1 and not all(p.is_replicate() for p in tensor.placements)  # type: ignore[attr-defined]
 

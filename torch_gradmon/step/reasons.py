@@ -10,9 +10,9 @@ from ..core import keys as n
 from ..core.keys import Key
 from ..core.metric import Metric
 from ..core.moments import Column
-from ..core.records import StepRecord, Table
-from .layer_values import Layers
-from .model_index import Inventory
+from ..core.records import StatsTable, StepRecord
+from .layer_values import LayerSelection
+from .model_index import ModelIndex
 from .plan import SourcePlan
 
 FROZEN = "it is frozen: its requires_grad is False"
@@ -27,7 +27,7 @@ _UNUSED = "it had no gradient: the loss does not depend on it, or its gradient w
 
 
 @dataclass(frozen=True)
-class Situation:
+class ReasonContext:
     """What is known of a step.
 
     Attributes:
@@ -39,7 +39,7 @@ class Situation:
         refused: a reason by source, where some of its tensors could not be measured.
     """
 
-    inventory: Inventory
+    inventory: ModelIndex
     plans: Mapping[str, SourcePlan]
     due: tuple[Metric, ...]
     shown: tuple[str, ...]
@@ -90,18 +90,20 @@ class Situation:
         return "its gradient was gone when monitor.monitor_gradients() was called"
 
 
-def _has(table: Table | None, name: str) -> bool:
+def _has(table: StatsTable | None, name: str) -> bool:
     return table is not None and name in table.names
 
 
-def _has_others(table: Table | None) -> bool:
+def _has_others(table: StatsTable | None) -> bool:
     return table is not None and bool(table.names)
 
 
 _ANY = re.compile("")
 
 
-def of_layers(layers: Layers, situation: Situation, record: StepRecord, why: Callable[[Metric, str], str]) -> dict[Key, str]:
+def of_layers(
+    layers: LayerSelection, situation: ReasonContext, record: StepRecord, why: Callable[[Metric, str], str]
+) -> dict[Key, str]:
     """Why each value of ``layers`` is not there, if it is not; ``why`` gives the reason of one parameter."""
     found: dict[Key, str] = {}
     for source, name in ((n.GRADIENT_BEFORE_CLIP, "norm"), (n.UPDATE, "ratio")):

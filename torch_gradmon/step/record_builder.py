@@ -10,13 +10,13 @@ from ..core import keys as n
 from ..core.keys import Key
 from ..core.metric import ASKED_LATE, Metric
 from ..core.moments import VIEWS
-from ..core.records import StepRecord, Table
+from ..core.records import StatsTable, StepRecord
 from ..statistics import histogram, kurtosis
-from .layer_values import Layers
+from .layer_values import LayerSelection
 from .micro_batches import norms_by_rank
 from .plan import SourcePlan
-from .reasons import FROZEN, Situation, of_layers
-from .summary import Facts, Summary
+from .reasons import FROZEN, ReasonContext, of_layers
+from .summary import StepFacts, Summary
 from .summary import key as summary_key
 
 _UNDEFINED = {
@@ -27,15 +27,15 @@ _CLASS_OF_HISTOGRAM = f"{histogram.NAME}."
 
 
 def assemble(
-    facts: Facts,
-    tables: dict[str, Table],
+    facts: StepFacts,
+    tables: dict[str, StatsTable],
     custom: Mapping[Key, float],
     plans: Mapping[str, SourcePlan],
     modules: Mapping[Key, float],
     unshown: Set[tuple[str, str]],
     heads: frozenset[Key],
     summary: Summary,
-    layers: Layers,
+    layers: LayerSelection,
     absent: dict[tuple[str, str], str],
 ) -> tuple[StepRecord, dict[str, float]]:
     """The record of one step, and all whole-model values by name.
@@ -91,7 +91,7 @@ def _without_empty_classes(custom: Mapping[Key, float], absent: dict[tuple[str, 
     return {key: value for key, value in custom.items() if key not in empty}
 
 
-def _derived(viewed: Collection[Key], tables: Mapping[str, Table]) -> frozenset[Key]:
+def _derived(viewed: Collection[Key], tables: Mapping[str, StatsTable]) -> frozenset[Key]:
     """Those of these keys whose values can be computed from the statistics in ``tables``."""
     if not viewed:  # as with presets alone
         return frozenset()
@@ -116,8 +116,8 @@ def missing(
     metrics: Sequence[Metric],
     names: Mapping[str, Sequence[str]],
     absent: Mapping[tuple[str, str], str],
-    situation: Situation,
-    layers: Layers,
+    situation: ReasonContext,
+    layers: LayerSelection,
     owned: Set[str] | None,
 ) -> dict[Key, str]:
     """Why each key that was asked for is not in ``record``. ``owned``: the parameters that attached optimizers have, if that is known."""
@@ -175,7 +175,7 @@ def _why_absent(
     record: StepRecord,
     absent: Mapping[tuple[str, str], str],
     known: frozenset[str],
-    situation: Situation,
+    situation: ReasonContext,
     owned: Set[str] | None,
 ) -> str:
     if not metric.due(record.step):

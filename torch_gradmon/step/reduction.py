@@ -17,7 +17,7 @@ Aggregation = str | Callable[..., Any]
 
 
 @dataclass
-class Pending:
+class PendingValue:
     """Values of one key that wait for the end of the step."""
 
     aggregation: Aggregation
@@ -87,7 +87,7 @@ def row_of_sums(sums: Tensor) -> Tensor:
     return row
 
 
-def contribution(key: Key, pending: Pending, reducer: str) -> Tensor | None:
+def contribution(key: Key, pending: PendingValue, reducer: str) -> Tensor | None:
     """What this rank contributes to a value that merges over ranks by ``reducer``, as a row of statistics ``[8]``; None where an
     aggregation function made several values of it.
     """
@@ -124,7 +124,7 @@ def part_from(row: Tensor, reducer: str) -> Tensor:
 _EXTREMES = {"min": Column.MIN, "max": Column.MAX}
 
 
-def finished(key: Key, pending: Pending) -> dict[Key, Tensor]:
+def finished(key: Key, pending: PendingValue) -> dict[Key, Tensor]:
     """The final scalar of a key, or several where the aggregation function returned a dict."""
     if isinstance(pending.aggregation, str):
         merged = merged_parts(pending.parts, pending.aggregation)

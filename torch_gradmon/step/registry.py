@@ -69,6 +69,14 @@ VIEW_BUILT_INS: dict[str, dict[str, BuiltIn]] = {
 }
 
 
+@dataclass(frozen=True)
+class Overlay:
+    """Metrics for a while, none of which is shown; ``replaces_hidden``: in the place of the script's hidden ones."""
+
+    metrics: tuple[Metric, ...]
+    replaces_hidden: bool
+
+
 class Registry:
     """All metrics that were asked for.
 
@@ -80,10 +88,8 @@ class Registry:
         self.built_ins = built_ins
         self.metrics: tuple[Metric, ...] = ()
         self._asked: tuple[Metric, ...] = ()  # what the script asked for, its preset's among it
-        self._instead: tuple[Metric, ...] | None = None
-        self._is_shared = False
-        self._lent: tuple[Metric, ...] = ()
-        self._once_lent: set[tuple[str, str]] = set()
+        self._overlays: dict[str, Overlay] = {}
+        self._once_overlaid: set[tuple[str, str]] = set()
 
     def make(
         self,
@@ -175,32 +181,30 @@ class Registry:
         self._asked = shown + _unknown(new, shown)
         self._compose()
 
-    def lend(self, new: Sequence[Metric]) -> None:
-        """Add ``new``, out of sight, until :meth:`take_back`; what is there by source and name already stays as it is."""
-        self._lent = tuple(new)
-        self._compose()
+    def set_overlay(self, name: str, metrics: Sequence[Metric] | None, replaces_hidden: bool = False) -> None:
+        """Measure ``metrics``, none of which is shown, besides those of the script, until this is called with None.
 
-    def take_back(self) -> None:
-        """End what :meth:`lend` began."""
-        self._lent = ()
-        self._compose()
-
-    def stand_in(self, new: Sequence[Metric] | None, shared: bool = False) -> None:
-        """Let ``new``, none of which is shown, stand in for all metrics that are not shown, until this is called with None. What is
-        added meanwhile stays. Of several that are called the same the first one counts. ``shared``: every rank does the same.
+        A metric that is already there by source and name stays as it is; what the script adds meanwhile stays too. With
+        ``replaces_hidden`` they take the place of all metrics of the script that are not shown.
         """
-        first = {(metric.source, metric.name): metric for metric in reversed(new or ())}
-        self._instead, self._is_shared = None if new is None else tuple(first.values())[::-1], shared
+        self._overlays.pop(name, None)
+        if metrics is not None:
+            first = {(metric.source, metric.name): metric for metric in reversed(metrics)}
+            self._overlays[name] = Overlay(tuple(first.values())[::-1], replaces_hidden)
         self._compose()
 
     def _compose(self) -> None:
         found = self._asked
-        if self._instead is not None:
-            shown = tuple(metric for metric in found if metric.shown)
-            found = shown + _unknown(self._instead, shown)
-        lent = _unknown(self._lent, found)
-        self._once_lent |= {(metric.source, metric.name) for metric in (*(self._instead or ()), *lent)}
-        self.metrics = found + lent
+        # those that replace come first
+        for overlay in sorted(self._overlays.values(), key=lambda each: not each.replaces_hidden):
+            if overlay.replaces_hidden:
+                found = tuple(metric for metric in found if metric.shown)
+            new = _unknown(overlay.metrics, found)
+            self._once_overlaid |= {
+                (metric.source, metric.name) for metric in (overlay.metrics if overlay.replaces_hidden else new)
+            }
+            found += new
+        self.metrics = found
 
     @property
     def unseen(self) -> tuple[Metric, ...]:
@@ -209,12 +213,12 @@ class Registry:
 
     @property
     def own(self) -> tuple[Metric, ...]:
-        """The metrics that every rank has: all that the script asked for, and what stands in for it on all of them."""
-        return self._asked + (self._instead or ()) if self._is_shared else self._asked
+        """The metrics that every rank has: all that the script asked for, and what replaces some of it on all ranks."""
+        return self._asked + tuple(m for overlay in self._overlays.values() if overlay.replaces_hidden for m in overlay.metrics)
 
     def hidden(self) -> set[tuple[str, str]]:
-        """Source and name of the metrics that are not shown, or were lent: their last values may still be on their way."""
-        hidden = self._once_lent.union((metric.source, metric.name) for metric in self.metrics if not metric.shown)
+        """Source and name of the metrics that are not shown, or were in an overlay: their last values may still be on their way."""
+        hidden = self._once_overlaid.union((metric.source, metric.name) for metric in self.metrics if not metric.shown)
         return hidden.difference((metric.source, metric.name) for metric in self.metrics if metric.shown)
 
     def check(self, tensors: Mapping[str, Sequence[str]]) -> None:

@@ -12,11 +12,11 @@ from ..core import keys as n
 from ..core.keys import Key
 from ..core.metric import ASKED_LATE
 from ..core.moments import ALL_COLUMNS, VIEWS, Column
-from ..core.records import Table
+from ..core.records import StatsTable
 from .clip_window import WINDOW, ClipWindow
 from .gradient_summary import DISTRIBUTION, gradient_values, norm_of
 from .micro_batches import DOCUMENTATION as BATCHES
-from .micro_batches import Batches
+from .micro_batches import MicroBatchStats
 
 #: What each key means; also the order in which they are shown.
 DOCUMENTATION = {
@@ -59,7 +59,7 @@ def key(name: str) -> Key:
 
 
 @dataclass
-class Facts:
+class StepFacts:
     """What is known of a step besides its values.
 
     Attributes:
@@ -118,7 +118,7 @@ class Summary:
         self._of_layers = dict(of_layers or {})
         self.not_applied = 0
         self.nonfinite = 0  # steps whose gradients held NaN or Inf
-        self.batches: Batches | None = None
+        self.batches: MicroBatchStats | None = None
         self._clips = ClipWindow()
 
     @property
@@ -130,8 +130,8 @@ class Summary:
     def keys(self, keys: Iterable[str]) -> None:
         self._keys = tuple(keys)
 
-    def stand_in(self, keys: Iterable[str] | None) -> None:
-        """Let ``keys`` stand in for those of the script's preset, until this is called with None."""
+    def override_keys(self, keys: Iterable[str] | None) -> None:
+        """Show ``keys`` in the place of those of the script's preset, until this is called with None."""
         self._instead = None if keys is None else tuple(keys)
 
     @property
@@ -191,9 +191,9 @@ class Summary:
 
     def compute(
         self,
-        facts: Facts,
-        tables: Mapping[str, Table],
-        base: Table | None,
+        facts: StepFacts,
+        tables: Mapping[str, StatsTable],
+        base: StatsTable | None,
         absent: dict[str, str],
         batch_norms: Mapping[str, Sequence[float]] | None = None,
     ) -> dict[str, float]:
@@ -232,9 +232,9 @@ class Summary:
     def _gradients(
         self,
         values: dict[str, float],
-        before: Table | None,
-        after: Table | None,
-        facts: Facts,
+        before: StatsTable | None,
+        after: StatsTable | None,
+        facts: StepFacts,
         absent: dict[str, str],
     ) -> None:
         if before is None or (after is not None and not set(after.names) <= set(before.names)):
@@ -285,8 +285,8 @@ class Summary:
     def _updates(
         self,
         values: dict[str, float],
-        update: Table,
-        base: Table,
+        update: StatsTable,
+        base: StatsTable,
         matrices: Set[str],
         absent: dict[str, str],
     ) -> None:
@@ -326,15 +326,15 @@ class Summary:
             self.batches.load_state_dict(state["batches"])
 
 
-def _of(table: Table, names: Set[str]) -> Table:
+def _of(table: StatsTable, names: Set[str]) -> StatsTable:
     """The rows of ``table`` for ``names``."""
     if names >= set(table.names):
         return table
     kept = [row for row, name in enumerate(table.names) if name in names]
-    return Table(tuple(table.names[row] for row in kept), table.rows[kept], table.columns)
+    return StatsTable(tuple(table.names[row] for row in kept), table.rows[kept], table.columns)
 
 
-def _differ(before: Table, after: Table) -> bool:
+def _differ(before: StatsTable, after: StatsTable) -> bool:
     """Whether any statistic that both have differs by more than rounding."""
     place = {name: row for row, name in enumerate(before.names)}
     then, now = before.rows[[place[name] for name in after.names]], after.rows

@@ -16,7 +16,7 @@ from ...core import keys as n
 from ...core.keys import Key, format_key
 from ...core.loss_keys import loss_among
 from ...core.moments import VIEWS
-from ...runs.window import Sheet, Window, is_of_layer
+from ...runs.window import ValueMatrix, Window, is_of_layer
 from .causal_order import CONTEXT, STAGES, Order, stage_of
 from .interpretation import of_gaps, of_noise, reading
 from .matching import Compared, Pairing, compare
@@ -139,7 +139,7 @@ class Comparison:
         pairs += [(_OTHERS, left.others, right.others), (CONTEXT, facts_of(left), facts_of(right))]
         return [self._compare(source, a, b) for source, a, b in pairs]
 
-    def _compare(self, source: str, left: Sheet, right: Sheet) -> Compared:
+    def _compare(self, source: str, left: ValueMatrix, right: ValueMatrix) -> Compared:
         known = self._pairings.get(source)
         if known is None or (known.left, known.right) != (left.keys, right.keys):
             known = self._pairings[source] = self._paired(left.keys, right.keys)
@@ -257,7 +257,7 @@ class Comparison:
         return {stage: _counted(list(cells[stage].values())) for stage in STAGES if stage in cells}
 
 
-def facts_of(window: Window) -> Sheet:
+def facts_of(window: Window) -> ValueMatrix:
     """Learning rates, loss scale and whether the step was applied, as values."""
     rows: list[dict[Key, float]] = []
     for step in window.steps:
@@ -271,7 +271,7 @@ def facts_of(window: Window) -> Sheet:
     keys = tuple(dict.fromkeys(key for row in rows for key in row))
     values = torch.tensor([[row.get(key, math.nan) for key in keys] for row in rows], dtype=torch.float64, device="cpu")
     there = torch.tensor([[key in row for key in keys] for row in rows], dtype=torch.bool, device="cpu")
-    return Sheet(keys, values.reshape(len(rows), len(keys)), there.reshape(len(rows), len(keys)))
+    return ValueMatrix(keys, values.reshape(len(rows), len(keys)), there.reshape(len(rows), len(keys)))
 
 
 def _first_row(flags: Sequence[Tensor]) -> int | None:

@@ -12,7 +12,7 @@ from typing import Any
 from ...analysis.run import Run, load_run
 from ...core import validation as check
 from ...core.keys import format_key
-from ...core.progress import Bar
+from ...core.progress import ProgressBar
 from ...runs.window import between, single_threaded
 from .comparison import Comparison
 from .result import Difference
@@ -94,7 +94,7 @@ def _diff(
     before = [between(run.steps, None, common[-1]) for run in (left, right)]
     rules = replace(rules, with_memory=before[0] == before[1])
     comparison = Comparison(left, right, rules)
-    with Bar(len(common), "diff", "step", progress) as bar:
+    with ProgressBar(len(common), "diff", "step", progress) as bar:
         scan = comparison.scan(common, bar.advance)
     began, last = scan.onset, scan.steps[-1]
     onset, words = (None, "") if began is None else comparison.onset(began, scan.steps)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...core import keys as n
 from ...core.keys import Key
-from ...runs.window import COUNT, Sheet
+from ...runs.window import COUNT, ValueMatrix
 from .rules import Rules
 
 #: A value that may be close to zero because it is a difference, or a count of few, is judged by a share of one that is not.
@@ -39,7 +39,7 @@ class _Measures(NamedTuple):
     share: Tensor
     unit: Tensor
 
-    def of(self, left: Sheet, right: Sheet) -> Tensor:
+    def of(self, left: ValueMatrix, right: ValueMatrix) -> Tensor:
         """The measures ``[steps, columns]``."""
         size = torch.maximum(left.values[:, self.left].abs(), right.values[:, self.right].abs())
         return torch.maximum(size.nan_to_num_(0.0, posinf=0.0) * self.share, self.unit)
@@ -95,7 +95,7 @@ class Pairing:
             measured({row: (COUNT, 1.0, 0.0) for row, key in enumerate(keys) if key.metric in _OF_ELEMENTS}),
         )
 
-    def stray(self, left: Sheet, right: Sheet) -> Tensor:
+    def stray(self, left: ValueMatrix, right: ValueMatrix) -> Tensor:
         """How far apart metrics of single elements may be by rounding; nothing where the same bits are asked for."""
         columns = self.elements.columns
         whole = torch.tensor([self.keys[column].metric == "zeros" for column in columns.tolist()], dtype=torch.bool, device="cpu")
@@ -126,7 +126,7 @@ class Compared:
     parts: Tensor
 
 
-def compare(left: Sheet, right: Sheet, pairing: Pairing, atol: float) -> Compared:
+def compare(left: ValueMatrix, right: ValueMatrix, pairing: Pairing, atol: float) -> Compared:
     """Compare two sheets of the same steps. NaN is equal to NaN, and an infinite value to itself."""
     left_part, right_part = left.columns(pairing.left), right.columns(pairing.right)
     a, b, has_a, has_b = left_part.values, right_part.values, left_part.there, right_part.there

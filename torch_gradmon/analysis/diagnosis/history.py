@@ -13,13 +13,14 @@ from torch import Tensor
 from ...analysis.run import Run
 from ...core import keys as n
 from ...core.keys import Key, parse_key
-from ...core.loop_findings import Fact
+from ...core.loop_findings import LoopFinding
 from ...core.loss_keys import loss_among
 from ...core.moments import ALWAYS, VIEWS, Column
-from ...core.records import Event, StepRecord, Table
-from ...core.subsampling import thinned
+from ...core.records import SpikeEvent, StatsTable, StepRecord
+from ...core.subsampling import subsample_steps
 from ...spikes.episodes import Episode, by_size, episodes
-from ...spikes.suspects import Gradients, Suspect
+from ...spikes.suspect_history import GradientNormHistory
+from ...spikes.suspects import ParameterAttribution
 from .learning import Learning, learning
 from .series import Matrix, Series
 
@@ -46,13 +47,13 @@ class History:
     def __init__(
         self,
         records: Iterable[StepRecord],
-        events: Iterable[Event] = (),
-        facts: Iterable[Fact] = (),
+        events: Iterable[SpikeEvent] = (),
+        facts: Iterable[LoopFinding] = (),
         matrices: Mapping[str, int] | None = None,
         kinds: Mapping[str, str] | None = None,
         place: str = "",
         steps: Sequence[int] | None = None,
-        suspects: Callable[[int], Sequence[Suspect]] | None = None,
+        suspects: Callable[[int], Sequence[ParameterAttribution]] | None = None,
     ) -> None:
         self.records = sorted(records, key=lambda record: record.step)
         self.events = list(events) or [event for record in self.records for event in record.events]
@@ -69,8 +70,8 @@ class History:
         events = run.events
         loss = loss_among(map(parse_key, run.keys()))
         liked = [] if loss is None or len(run.steps) <= most else sorted(run.series(loss.name))
-        chosen = thinned(run.steps, by_size(events), most, liked)
-        facts = [Fact.of_dict(fact) for fact in run.meta.get("audit", [])]
+        chosen = subsample_steps(run.steps, by_size(events), most, liked)
+        facts = [LoopFinding.of_dict(fact) for fact in run.meta.get("audit", [])]
         records = (_record(run, step) for step in chosen)
         place = shlex.quote(str(run.path))
         return cls(records, events, facts, run.meta.get("matrices"), run.meta.get("kinds"), place, run.steps, run.suspects)
@@ -102,14 +103,14 @@ class History:
         last = self.steps[-1] if self.records else -math.inf
         return episodes([event for event in self.events if event.step <= last and math.isfinite(event.value)], steps)
 
-    def suspects(self, step: int) -> Sequence[Suspect]:
+    def suspects(self, step: int) -> Sequence[ParameterAttribution]:
         """The parameters of a step in the order of suspicion; none where nothing is known of its gradients."""
         if self._suspects is not None:
             return self._suspects(step)
-        gradients = Gradients()
+        gradients = GradientNormHistory()
         for record in self.records:
             if record.step <= step:
-                gradients.see(record.step, record.tables)
+                gradients.add(record.step, record.tables)
         return gradients.suspects(step)
 
     def series(self, name: str) -> Series:
@@ -222,7 +223,7 @@ class History:
         return found
 
 
-def _is_spoiled(parameters: Table | None) -> bool:
+def _is_spoiled(parameters: StatsTable | None) -> bool:
     return parameters is not None and bool(parameters.rows[:, Column.NONFINITE].any())
 
 

@@ -17,8 +17,8 @@ from ...core.keys import Key, format_key
 from ...core.loss_keys import loss_among
 from ...core.model_order import ModelOrder
 from ...core.moments import Column
-from ...core.records import Event, StepRecord
-from ...runs.stats_series import Stack
+from ...core.records import SpikeEvent, StepRecord
+from ...runs.stats_series import StatsSeries
 from ..diagnosis.series import Series
 from .gaps import Gap, Recorded
 
@@ -80,10 +80,10 @@ class Source(Protocol):
         """Whether these are all steps that were recorded."""
 
     @property
-    def events(self) -> list[Event]:
+    def events(self) -> list[SpikeEvent]:
         """What detectors found."""
 
-    def stacks(self, source: str) -> Iterable[Stack]:
+    def stacks(self, source: str) -> Iterable[StatsSeries]:
         """Statistics over the steps, ascending."""
 
     def in_model_order(self, source: str, measured: Iterable[Sequence[str]]) -> list[str]:
@@ -120,16 +120,16 @@ class OfRecords:
         return [record.step for record in self._records]
 
     @property
-    def events(self) -> list[Event]:
+    def events(self) -> list[SpikeEvent]:
         """What detectors found."""
         return [event for record in self._records for event in record.events]
 
-    def stacks(self, source: str) -> Iterator[Stack]:
+    def stacks(self, source: str) -> Iterator[StatsSeries]:
         """Statistics over the steps, ascending."""
         found = [(record.step, record.tables[source]) for record in self._records if source in record.tables]
         for (names, columns), some in groupby(found, key=lambda pair: (pair[1].names, pair[1].columns)):
             pairs = list(some)
-            yield Stack(tuple(step for step, _ in pairs), names, torch.stack([table.rows for _, table in pairs]), columns)
+            yield StatsSeries(tuple(step for step, _ in pairs), names, torch.stack([table.rows for _, table in pairs]), columns)
 
     def in_model_order(self, source: str, measured: Iterable[Sequence[str]]) -> list[str]:
         """All names in ``measured``, which are of ``source``."""
@@ -168,11 +168,11 @@ class OfRun:
         return list(self._contexts)
 
     @property
-    def events(self) -> list[Event]:
+    def events(self) -> list[SpikeEvent]:
         """What detectors found."""
         return self._run.events
 
-    def stacks(self, source: str) -> Iterator[Stack]:
+    def stacks(self, source: str) -> Iterator[StatsSeries]:
         """Statistics over the steps, ascending."""
         return self._run.stacks(source)
 
@@ -243,7 +243,7 @@ class Reel:
         return self._source.steps
 
     @property
-    def events(self) -> list[Event]:
+    def events(self) -> list[SpikeEvent]:
         """What detectors found, in order."""
         return self._source.events
 

@@ -18,7 +18,7 @@ from plotly.offline import get_plotlyjs
 from plotly.utils import PlotlyJSONEncoder
 
 from ...analysis.run import load_run
-from ...core.progress import Bar
+from ...core.progress import ProgressBar
 from ..comparison.result import Difference
 from ..comparison.rules import renamer
 from . import comparison_content as compared
@@ -54,7 +54,7 @@ def write(
     with closing(load_run(path)) as run:
         if not run.steps:
             raise ValueError(f"the run in {str(path)!r} has no recorded step yet")
-        with Bar(PARTS, "report", "part", progress) as bar:
+        with ProgressBar(PARTS, "report", "part", progress) as bar:
             found = content(run, title or _name(path), bar.advance)
     return _written(found, target)
 
@@ -91,7 +91,11 @@ def write_both(
         names = str(first), str(second)
     if names[0] == names[1]:
         names = f"{names[0]} (first)", f"{names[1]} (second)"
-    with closing(load_run(first)) as left, closing(load_run(second)) as right, Bar(PARTS, "report", "part", progress) as bar:
+    with (
+        closing(load_run(first)) as left,
+        closing(load_run(second)) as right,
+        ProgressBar(PARTS, "report", "part", progress) as bar,
+    ):
         both = f"{names[0]} and {names[1]}"
         found = compared.content((left, right), names, difference, renamer(rename), title or both, bar.advance)
     return _written(found, target)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.progress import Bar
+from ...core.progress import ProgressBar
 from .arguments import check_arguments, check_recipe, whole_numbers
 from .preflight import expectations, survey
 from .recipe import Recipe, usual_loss
@@ -82,7 +82,7 @@ def width_sweep(
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         found = survey(recipe, sizes, numbers[0], probe_dtype)
         aims = expectations(expected, found.layers, found.optimizer)
-        with Bar(len(sizes) * len(numbers), "width sweep", "run", progress) as bar:
+        with ProgressBar(len(sizes) * len(numbers), "width sweep", "run", progress) as bar:
             runs = list(run_all(recipe, sizes, numbers, steps, probe_dtype, bar.advance))
     kept = {name: _plain(given[name]) for name in ("optimizer", "lr", "lr_exponent", "expected")}
     settings = {"widths": sizes, "seeds": numbers, "steps": steps, **kept, "probe_dtype": str(probe_dtype).removeprefix("torch.")}

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...capture.reference.isolated_call import by_itself
+from ...capture.reference.isolated_call import call_isolated
 from ...capture.reference.source import frozen_copy
 from ...core.torch_modes import rng_states
 
@@ -133,7 +133,7 @@ def _alike(calls: list[_Call], others: list[_Call]) -> bool:
 
 def _mixed(module: nn.Module, call: _Call) -> Tensor:
     """What the module gives for the inputs of a call, with the random numbers that the call had."""
-    with by_itself(module):
+    with call_isolated(module):
         for device, state in call.numbers.items():
             if device == "cpu":
                 torch.set_rng_state(state)
@@ -169,7 +169,7 @@ def _listen(model: nn.Module, run: Callable[[nn.Module], object]) -> dict[str, l
         for name, module in model.named_modules():
             stack.callback(module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(listener(name)).remove)
-        stack.enter_context(by_itself(model))
+        stack.enter_context(call_isolated(model))
         torch.manual_seed(0)  # for dropout to fall on the same elements
         with torch.enable_grad():
             run(model)

@@ -18,7 +18,7 @@ TRACER = "torch.jit._trace"
 _DEPTH = 12
 
 
-class Spy:
+class FunctionPatch:
     """Stands in for a function in every module that has it among its globals, such as by ``from ... import``.
 
     A mode that overrides torch's functions would see calls by other ways too, but its mere presence makes torch take other paths,
@@ -34,7 +34,7 @@ class Spy:
         self._home, self._name = home, name
         self._saw = weakref.WeakMethod(saw) if isinstance(saw, types.MethodType) else lambda: saw
         self._places: list[tuple[dict[str, Any], str]] = []
-        self._stand_in: _StandIn | None = None
+        self._stand_in: _PatchedFunction | None = None
         self._searched = 0
 
     def enter(self) -> None:
@@ -44,7 +44,7 @@ class Spy:
         if self._stand_in is None or original is not self._stand_in.original or self._searched != len(sys.modules):
             self._searched = len(sys.modules)
             self._places = _places_of(original)
-            self._stand_in = _StandIn(original, self._saw)
+            self._stand_in = _PatchedFunction(original, self._saw)
         self._stand_in.is_in = True
         self._put(self._stand_in.function, instead_of=original)
 
@@ -61,7 +61,7 @@ class Spy:
                 scope[name] = function
 
 
-class _StandIn:
+class _PatchedFunction:
     """Calls one function for ever, so that whoever keeps it calls the right one.
 
     The compiler reads through a function, and not through an object that can be called.

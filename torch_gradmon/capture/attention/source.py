@@ -16,18 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...core import keys as n
-from ...core.errors import Complaints
-from ...core.fence import Guard
+from ...core.errors import WarningLog
+from ...core.fence import Fence
 from ...core.metric import Metric
 from ...core.moments import Column
-from ...core.torch_modes import unseen
+from ...core.torch_modes import outside_dispatch_modes
 from ...statistics.attention import attention_rows
 from ...statistics.tensor_access import NARROW, refusal
 from ...step.buffer import StepBuffer
-from ...step.model_index import Inventory
+from ...step.model_index import ModelIndex
 from ..modules.compiled import wrapped_by
 from ..modules.values import ModuleValues
-from .function_patch import COMPILER, Spy, is_called_by
+from .function_patch import COMPILER, FunctionPatch, is_called_by
 
 _COLUMNS = frozenset({Column.COUNT, Column.SUM, Column.NONFINITE, Column.MIN, Column.MAX})
 _PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -50,13 +50,13 @@ class AttentionRecorder:
         compiled: a part of the model is compiled, where nothing can be seen without compiling it again.
     """
 
-    def __init__(self, complaints: Complaints, values: ModuleValues, guard: Guard, in_forward: Callable[[], bool]) -> None:
+    def __init__(self, complaints: WarningLog, values: ModuleValues, guard: Fence, in_forward: Callable[[], bool]) -> None:
         self._complaints, self._values, self._guard, self._in_forward = complaints, values, guard, in_forward
         self._buffer: StepBuffer | None = None
         self._metrics: tuple[Metric, ...] = ()
         self._names: dict[int, str] = {}
-        self._inventory: weakref.ref[Inventory] | None = None
-        self._spy = Spy(F, "scaled_dot_product_attention", self._saw)
+        self._inventory: weakref.ref[ModelIndex] | None = None
+        self._spy = FunctionPatch(F, "scaled_dot_product_attention", self._saw)
         weakref.finalize(self, self._spy.leave)  # after an interrupt in the middle of a forward
         self._thread = 0
         self._told: set[str] = set()
@@ -64,7 +64,7 @@ class AttentionRecorder:
         self._reason = _NO_CALL
         self.compiled = False
 
-    def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: Inventory) -> None:
+    def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex) -> None:
         """Start a step with the metrics that are due in it."""
         self._buffer, self._reason = buffer, _NO_CALL
         self._told, self._heard = set(), set()
@@ -110,7 +110,7 @@ class AttentionRecorder:
         if name is not None and wanted and name not in self._told:
             call = {**dict(zip(_PARAMETERS, args, strict=False)), **kwargs}
             try:
-                with unseen(), torch.no_grad():
+                with outside_dispatch_modes(), torch.no_grad():
                     named = {"query": call["query"], "key": call["key"], "value": call["value"], "activation": result}
                     if self._record(name, named, call, {metric.source: metric.per_head for metric in wanted}):
                         self._heard.add(name)

@@ -21,21 +21,21 @@ import torch
 from torch import Tensor, nn
 
 from ...core import keys as n
-from ...core.fence import Guard
+from ...core.fence import Fence
 from ...core.metric import Metric
-from ...core.torch_modes import unseen
+from ...core.torch_modes import outside_dispatch_modes
 from ...step.buffer import StepBuffer
-from ...step.model_index import Inventory
+from ...step.model_index import ModelIndex
 from ..attention.function_patch import COMPILER, is_called_by
 from ..hooks import Handles, ModuleHook, takes_hooks
 from ..measurer import Measurer, untouched_rng
 from ..modules.compiled import is_compiled
-from ..modules.pass_tracker import Passes
+from ..modules.pass_tracker import PassTracker
 from ..modules.structure import tensors_of
 from ..reference.isolated_call import Note
-from ..reference.replay import Run, first_of
+from ..reference.replay import ReplayedForward, first_of
 from ..reference.source import ReferencePass
-from .terms import Terms
+from .terms import CheckTerms
 
 _COMPILED = "inside torch.compile modules cannot be run once more at the reference's weights"
 _NO_REFERENCE = 'no reference module is set; call monitor.set_reference_module("init") before training'
@@ -50,7 +50,7 @@ class _Frame:
         moved: what the counterpart returned, by path.
     """
 
-    def __init__(self, name: str, run: Run | None, start: Mapping[str, Tensor]) -> None:
+    def __init__(self, name: str, run: ReplayedForward | None, start: Mapping[str, Tensor]) -> None:
         self.name, self.run, self.start = name, run, start
         self.calls: Counter[str] = Counter()
         self.moved: Mapping[str, Tensor] = {}
@@ -79,21 +79,21 @@ class CoordinateCheck:
         seen: whether any forward was checked in this step.
     """
 
-    def __init__(self, measurer: Measurer, guard: Guard, passes: Passes, reference: ReferencePass) -> None:
+    def __init__(self, measurer: Measurer, guard: Fence, passes: PassTracker, reference: ReferencePass) -> None:
         self._complaints, self._guard, self._passes, self._reference = measurer.complaints, guard, passes, reference
-        self._terms = Terms(measurer)
+        self._terms = CheckTerms(measurer)
         self._handles = Handles()
         self._buffer: StepBuffer | None = None
-        self._inventory: Inventory | None = None
+        self._inventory: ModelIndex | None = None
         self._root: nn.Module | None = None
         self._parts: dict[str, nn.Module] = {}
         self._frames: list[_Frame] = []
-        self._run: Run | None = None  # the one that is running
+        self._run: ReplayedForward | None = None  # the one that is running
         self._thread = 0
         self._reason = ""
         self.due = self.compiled = self.seen = False
 
-    def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: Inventory) -> None:
+    def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex) -> None:
         """Start a step with the metrics that are due in it."""
         due = tuple(metric for metric in metrics if metric.source in n.RCC_SOURCES)
         self._terms.begin(buffer, due, inventory.modules)
@@ -122,7 +122,7 @@ class CoordinateCheck:
         if not self._begins(root):
             yield None
             return
-        run = Run(keeps_all=True)
+        run = ReplayedForward(keeps_all=True)
         with self._noting(run):
             yield run.note
         if self._reference.is_off:
@@ -131,7 +131,7 @@ class CoordinateCheck:
             return
         self._check(root, run)
 
-    def behind(self, root: nn.Module, run: Run) -> None:
+    def behind(self, root: nn.Module, run: ReplayedForward) -> None:
         """The loop itself has run the reference, and ``run`` has what became of it: from now on modules are checked."""
         if self._begins(root):
             self._check(root, run)
@@ -149,7 +149,7 @@ class CoordinateCheck:
             self._hang(self._parts[name], name, self._part_called, self._part_returned)
         return True
 
-    def _check(self, root: nn.Module, run: Run) -> None:
+    def _check(self, root: nn.Module, run: ReplayedForward) -> None:
         self.seen = True
         self._frames = [_Frame(n.ROOT, run, {})]
         for name, module in self._wanted(root).items():
@@ -179,7 +179,7 @@ class CoordinateCheck:
         }
 
     @contextlib.contextmanager
-    def _noting(self, run: Run) -> Iterator[None]:
+    def _noting(self, run: ReplayedForward) -> Iterator[None]:
         self._run = run
         try:
             yield
@@ -210,7 +210,7 @@ class CoordinateCheck:
             return
         start = time.perf_counter()
         try:
-            with unseen(), torch.no_grad(), untouched_rng():
+            with outside_dispatch_modes(), torch.no_grad(), untouched_rng():
                 work()
         except Exception as error:
             self._terms.say(name, f"it could not be checked: {type(error).__name__}: {error}")
@@ -255,7 +255,7 @@ class CoordinateCheck:
             if known is not None:
                 return known
         assert self._root is not None
-        frame.run = Run()
+        frame.run = ReplayedForward()
         self._passes.paused = True  # modules that model and reference share
         try:
             with self._noting(frame.run):

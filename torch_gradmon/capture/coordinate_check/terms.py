@@ -51,7 +51,7 @@ RCC_BUILT_INS = {
 }
 
 
-class Terms:
+class CheckTerms:
     """Puts the terms of calls into a step's buffer.
 
     Args:

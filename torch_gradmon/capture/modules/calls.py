@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from ...core import keys as n
-from ...core.fence import Guard
+from ...core.fence import Fence
 from ...core.metric import Metric
-from ...core.torch_modes import unseen
+from ...core.torch_modes import outside_dispatch_modes
 from ...step.buffer import StepBuffer
-from ...step.model_index import Inventory
+from ...step.model_index import ModelIndex
 from ..measurer import Measurer
 from ..reference.source import ReferencePass
-from .pass_tracker import Passes
-from .tensor_hooks import FollowedTensors
+from .pass_tracker import PassTracker
+from .tensor_hooks import TensorGradientHooks
 from .values import ModuleValues
 
 _GRADIENTS = (n.ACTIVATION_GRADIENT, n.INPUT_GRADIENT)
@@ -29,7 +29,7 @@ _BY_PARTS = "the reference module runs when the whole model is called, and here 
 _MISSED = "a part of the model was called in training before the step had begun, so that not all calls were measured"
 
 
-class Calls:
+class ModuleCalls:
     """Measures the calls of one step after the other.
 
     Args:
@@ -47,10 +47,12 @@ class Calls:
         misses_root: whether the hook on the root's inputs came too late for the first call in this step, so that no call counts.
     """
 
-    def __init__(self, measurer: Measurer, guard: Guard, passes: Passes, reference: ReferencePass, values: ModuleValues) -> None:
+    def __init__(
+        self, measurer: Measurer, guard: Fence, passes: PassTracker, reference: ReferencePass, values: ModuleValues
+    ) -> None:
         self._complaints, self._guard, self._passes = measurer.complaints, guard, passes
         self._reference, self._values = reference, values
-        self._followed = FollowedTensors(self._gradient_came)
+        self._followed = TensorGradientHooks(self._gradient_came)
         self.inverse_scale: Callable[[], Tensor | None] = lambda: None
         self.part_called: Callable[[nn.Module], object] = lambda _: None
         self._lock = threading.RLock()  # hooks may fire on several threads, and what they share has room for one
@@ -58,7 +60,7 @@ class Calls:
         self._numbers: Counter[tuple[str, str]] = Counter()
         self.seen = self.compares = self.misses_root = False
 
-    def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: Inventory) -> None:
+    def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex) -> None:
         """Start a step with the metrics that are due in it."""
         self._buffer, self.misses_root = buffer, False
         self._numbers.clear()
@@ -103,7 +105,7 @@ class Calls:
         self._take(name, module, output, n.ACTIVATION, n.ACTIVATION_GRADIENT)
 
     def _take(self, name: str, module: nn.Module, value: Any, source: str, gradient_source: str) -> None:
-        with self._lock, unseen():
+        with self._lock, outside_dispatch_modes():
             self._take_alone(name, module, value, source, gradient_source)
 
     # between two large matrix products each call of Python costs ten times what it does else, so there are few in this method
@@ -171,7 +173,7 @@ class Calls:
             return
         start = time.perf_counter()
         try:
-            with self._lock, unseen(), torch.no_grad():
+            with self._lock, outside_dispatch_modes(), torch.no_grad():
                 self._values.measure(source, name, gradient, call, path, self.inverse_scale())
         except Exception as error:
             self._complaints.add(f"{source}:{name}", f"the {source} of {name} could not be measured", error)
@@ -183,7 +185,7 @@ class Calls:
         if self._buffer is None or passes.paused or not passes.in_training or not self._values.wants(n.ACTIVATION, name):
             return
         try:
-            with unseen(), torch.no_grad():
+            with outside_dispatch_modes(), torch.no_grad():
                 self._values.measure(n.ACTIVATION, name, output, 0)
         except Exception as error:
             self._complaints.add(f"activation:{name}", f"the output of {name} could not be measured", error)

@@ -22,7 +22,7 @@ from .structure import rest_of, tensors_of
 _SUMS = (Column.COUNT, Column.SUM, Column.ABS_SUM, Column.SQUARE_SUM, Column.NEAR_ZERO, Column.NONFINITE)
 
 
-class Gate:
+class RecordingFlag:
     """The flags that let compiled graphs write, one on each device; changing them launches a fill and synchronises nothing."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Gate:
                 flag.fill_(is_open)
 
 
-class Tap:
+class TracedStatistics:
     """What one module's hook does in a graph.
 
     Each place where a graph is made for the module's output gets slots of its own, so a module that is called twice in a graph,
@@ -64,7 +64,7 @@ class Tap:
     """
 
     def __init__(
-        self, name: str, gate: Gate, root: nn.Module, eps: float, columns: frozenset[Column], taken: Container[str]
+        self, name: str, gate: RecordingFlag, root: nn.Module, eps: float, columns: frozenset[Column], taken: Container[str]
     ) -> None:
         self.name, self._taken = name, taken
         self.columns = columns | ALWAYS if columns else columns

@@ -12,9 +12,9 @@ from ...core import keys as n
 from ...core.keys import canonical_names
 from ...core.metric import Metric
 from ...core.moments import Column
-from ...step.model_index import Inventory
+from ...step.model_index import ModelIndex
 from ..hooks import Handles, ModuleHook, takes_hooks
-from .compiled import Gate, Tap, is_compiled, wrapped_by
+from .compiled import RecordingFlag, TracedStatistics, is_compiled, wrapped_by
 
 _OUTPUTS = (n.ACTIVATION, n.ACTIVATION_GRADIENT, n.ACTIVATION_DIFFERENCE)
 _INPUTS = (n.INPUT, n.INPUT_GRADIENT)
@@ -41,7 +41,7 @@ class Listener(Protocol):
         """One with a metric of outputs has returned."""
 
 
-class HungHooks:
+class ForwardHooks:
     """The hooks on a model's modules; no module without a metric has one, but the root where it is needed.
 
     Args:
@@ -59,8 +59,8 @@ class HungHooks:
 
     def __init__(self, of_root: RootListener, listener: Listener, eps: float) -> None:
         self._of_root, self._listener, self._eps = of_root, listener, eps
-        self.gate = Gate()
-        self.taps: dict[tuple[str, str], Tap] = {}
+        self.gate = RecordingFlag()
+        self.taps: dict[tuple[str, str], TracedStatistics] = {}
         self._before_root, self._after_root = Handles(), Handles()
         # with the module, since another one may come to its name, and to its address as well
         self._hooks: dict[_Place, tuple[weakref.ref[nn.Module], Handles]] = {}
@@ -69,7 +69,7 @@ class HungHooks:
         self.left_out: list[str] = []
         self.unhooked: list[str] = []
 
-    def install(self, root: nn.Module, inventory: Inventory, metrics: Sequence[Metric], version: int, on_root: bool) -> bool:
+    def install(self, root: nn.Module, inventory: ModelIndex, metrics: Sequence[Metric], version: int, on_root: bool) -> bool:
         """Hang hooks on the modules that any of ``metrics`` matches; once for each ``version`` of the plan, else False.
 
         ``on_root``: on the root in any case.
@@ -106,7 +106,7 @@ class HungHooks:
         self, kind: str, name: str, module: nn.Module, root: nn.Module, columns: frozenset[Column], taken: Container[str]
     ) -> Handles:
         handles = Handles()
-        tap = Tap(name, self.gate, root, self._eps, columns, taken)
+        tap = TracedStatistics(name, self.gate, root, self._eps, columns, taken)
         self.taps[kind, name] = tap
         if kind in _INPUTS:
             handles.of_module(
@@ -117,7 +117,7 @@ class HungHooks:
         return handles
 
     def _began_hook(self, root: nn.Module) -> ModuleHook:
-        tap = self.taps["", n.ROOT] = Tap(n.ROOT, self.gate, root, self._eps, frozenset(), ())
+        tap = self.taps["", n.ROOT] = TracedStatistics(n.ROOT, self.gate, root, self._eps, frozenset(), ())
         return ModuleHook(self._of_root.root_began, tap=tap)
 
     @property
@@ -143,6 +143,11 @@ class HungHooks:
         return any(name != n.ROOT for _, name in self._hooks)
 
     @property
+    def has_hooks_on_parts(self) -> bool:
+        """Whether any module, the root among them, has hooks for what it takes or returns."""
+        return len(self._hooks) > 0
+
+    @property
     def may_rest(self) -> bool:
         """Whether there are hooks that only monitored steps need, and the model is not compiled.
 
@@ -163,7 +168,7 @@ class HungHooks:
         self._after_root.remove()
 
 
-def _wanted(inventory: Inventory, metrics: Sequence[Metric]) -> Mapping[_Place, nn.Module]:
+def _wanted(inventory: ModelIndex, metrics: Sequence[Metric]) -> Mapping[_Place, nn.Module]:
     """The modules that need hooks, by kind of hook and name."""
     wanted: dict[_Place, nn.Module] = {}
     for name, reference in inventory.modules.items():
@@ -182,7 +187,7 @@ def _columns_of(kind: str, name: str, metrics: Sequence[Metric]) -> frozenset[Co
     return frozenset[Column]().union(*(view.columns for view in views)) if kind in _OUTPUTS else frozenset()
 
 
-def _left_out(root: nn.Module, inventory: Inventory) -> list[str]:
+def _left_out(root: nn.Module, inventory: ModelIndex) -> list[str]:
     """Canonical names of the modules that the inventory does not have."""
     known = (module for reference in inventory.modules.values() if (module := reference()) is not None)
     there = {id(part) for module in known for part in wrapped_by(module)}

@@ -12,7 +12,7 @@ from ..hooks import Hook
 from .structure import tensors_of
 
 
-class Passes:
+class PassTracker:
     """What is known of the forward that is running.
 
     Inside a backward pass a forward is a recomputation; grad mode cannot tell, since checkpointing switches it.

@@ -15,7 +15,7 @@ CAPACITY = 1 << 20
 T = TypeVar("T")
 
 
-class Staging(Generic[T]):
+class SmallTensorBatch(Generic[T]):
     """A bounded buffer of copies of small CPU tensors, each with what is known of it."""
 
     def __init__(self) -> None:

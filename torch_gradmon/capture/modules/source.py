@@ -1,6 +1,6 @@
 """What the modules of a model take and return in training, and the gradients of that: the rooms where it is seen, wired together.
 
-:class:`HungHooks` tell of calls, :class:`Passes` know which are training, :class:`Calls` measure them.
+:class:`ForwardHooks` tell of calls, :class:`PassTracker` know which are training, :class:`ModuleCalls` measure them.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from ...core import keys as n
-from ...core.fence import Guard
+from ...core.fence import Fence
 from ...core.metric import Metric
 from ...step.buffer import StepBuffer
-from ...step.model_index import Inventory
+from ...step.model_index import ModelIndex
 from ..attention.source import AttentionRecorder
 from ..coordinate_check.source import CoordinateCheck
 from ..hooks import compiled_graphs
 from ..measurer import Measurer
 from ..reference.loop_run import LoopRun
 from ..reference.source import ReferencePass
-from .calls import Calls
-from .forward_hooks import HungHooks
-from .pass_tracker import Passes
+from .calls import ModuleCalls
+from .forward_hooks import ForwardHooks
+from .pass_tracker import PassTracker
 from .values import ModuleValues
 
 _INSIDE_COMPILE = "inside torch.compile only the statistics of outputs are measured, and no functions, gradients or inputs"
@@ -38,7 +38,7 @@ _NOT_SEEN = (
 )
 
 
-class ActivationCapture:
+class ModuleSource:
     """Forward hooks on the modules that a metric matches; no other module has one.
 
     Evaluation passes (the root module in eval mode, or, in a step that was not begun by hand, without gradients) and recomputation in
@@ -53,16 +53,16 @@ class ActivationCapture:
         was_trained: whether the model has had a training forward or a backward pass in this step.
     """
 
-    def __init__(self, measurer: Measurer, guard: Guard) -> None:
+    def __init__(self, measurer: Measurer, guard: Fence) -> None:
         self._measurer, self._guard = measurer, guard
-        self._passes = Passes()
+        self._passes = PassTracker()
         self.values = ModuleValues(measurer)
         self.reference = ReferencePass(measurer.complaints)
         self.attention = AttentionRecorder(measurer.complaints, self.values, guard, self._passes.in_forward)
-        self._calls = Calls(measurer, guard, self._passes, self.reference, self.values)
+        self._calls = ModuleCalls(measurer, guard, self._passes, self.reference, self.values)
         self.check = CoordinateCheck(measurer, guard, self._passes, self.reference)
         self._loop_run = LoopRun(self._passes, guard)
-        self._hooks = HungHooks(self, self._calls, measurer.built_in.eps)
+        self._hooks = ForwardHooks(self, self._calls, measurer.built_in.eps)
         self.opening: Callable[[nn.Module], object] = lambda _: None
         self.was_trained = False
         self._buffer: StepBuffer | None = None
@@ -88,7 +88,7 @@ class ActivationCapture:
 
     # --- steps -----------------------------------------------------------------------------------------------------------------
 
-    def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: Inventory, by_hand: bool) -> None:
+    def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex, by_hand: bool) -> None:
         """Start a step with the metrics that are due in it; ``by_hand``: the loop has begun it."""
         self._buffer, self.was_trained, self._passes.by_hand = buffer, False, by_hand
         self._calls.begin(buffer, metrics, inventory)
@@ -195,7 +195,7 @@ class ActivationCapture:
 
     # --- hooks -----------------------------------------------------------------------------------------------------------------
 
-    def install(self, root: nn.Module, inventory: Inventory, metrics: Sequence[Metric], version: int, root_too: bool) -> None:
+    def install(self, root: nn.Module, inventory: ModelIndex, metrics: Sequence[Metric], version: int, root_too: bool) -> None:
         """Hang hooks on the modules that any of ``metrics`` matches; once for each ``version`` of the plan.
 
         ``root_too``: on the root in any case, because modules log values of their own.
@@ -211,6 +211,11 @@ class ActivationCapture:
     def hangs(self) -> bool:
         """Whether any hook is on a module."""
         return self._hooks.on_root or self._hooks.on_parts
+
+    @property
+    def has_hooks_on_parts(self) -> bool:
+        """Whether any module, the root among them, has hooks for what it takes or returns."""
+        return self._hooks.has_hooks_on_parts
 
     @property
     def may_rest(self) -> bool:

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...step.model_index import Inventory
+from ...step.model_index import ModelIndex
 from ..hooks import Handles, Hook
 from .structure import tensors_of
 
 _MARK = "torch_gradmon"
 
 
-class FollowedTensors:
+class TensorGradientHooks:
     """The tensors of one step whose gradients are waited for.
 
     Never full backward hooks of modules: they put a node of their own into the graph.
@@ -38,7 +38,7 @@ class FollowedTensors:
         self._probes: Sequence[Any] = ()
         self._task: tuple[int, bool] = (-1, False)
 
-    def begin(self, inventory: Inventory | None) -> None:
+    def begin(self, inventory: ModelIndex | None) -> None:
         """Start a step; without ``inventory`` no gradients are due in it."""
         self._round += 1
         self.reentrant = False
@@ -97,7 +97,7 @@ def _marks(tensor: Tensor) -> set[tuple[Any, ...]]:
     return marks
 
 
-def _accumulators(inventory: Inventory) -> list[Any]:
+def _accumulators(inventory: ModelIndex) -> list[Any]:
     """The graph nodes that accumulate into the model's parameters."""
     parameters = [parameter for reference in inventory.references if (parameter := reference()) is not None]
     return [torch.autograd.graph.get_gradient_edge(p).node for p in parameters if p.requires_grad]

@@ -14,18 +14,18 @@ from ...core import keys as n
 from ...core.keys import Key
 from ...core.metric import Metric
 from ...core.moments import ALL_COLUMNS, VIEWS, Column
-from ...core.records import Table
+from ...core.records import StatsTable
 from ...statistics.tensor_access import is_plain, refusal
 from ...step.buffer import StepBuffer
 from ...step.plan import evaluate_view
 from ..measurer import Measurer, unscaled, untouched_rng
-from .small_tensors import Staging
+from .small_tensors import SmallTensorBatch
 from .structure import rest_of, tensors_of
 from .unit_metrics import DEAD, WINDOW, DeadUnits
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestedMetrics:
     """What is asked of the tensors of one module from one source.
 
     Attributes:
@@ -53,7 +53,7 @@ class Asked:
 class _Item(NamedTuple):
     """A tensor, what is asked of it, and the path that its values go to; ``plain`` is that path without the number of the call."""
 
-    asked: Asked
+    asked: RequestedMetrics
     name: str
     plain: str
     path: str
@@ -76,13 +76,13 @@ class ModuleValues:
         self._buffer: StepBuffer | None = None
         self._metrics: tuple[Metric, ...] = ()
         self._modules: Mapping[str, weakref.ref[nn.Module]] = {}
-        self._asked: dict[tuple[str, str], tuple[Asked, ...]] = {}
+        self._asked: dict[tuple[str, str], tuple[RequestedMetrics, ...]] = {}
         self._owner: dict[tuple[str, str], tuple[str, bool]] = {}
         self._dead: dict[str, DeadUnits] = {}
         self._seen_units: set[str] = set()
         # in the order in which they came: numbers of one row, rows that are a tensor already, None for a row that waits in the staging
         self._rows: list[tuple[str, list[str], frozenset[Column], list[float] | Tensor | None]] = []
-        self._staging: Staging[frozenset[Column]] = Staging()
+        self._staging: SmallTensorBatch[frozenset[Column]] = SmallTensorBatch()
         self.traced: dict[tuple[str, str], frozenset[Column]] = {}
 
     def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], modules: Mapping[str, weakref.ref[nn.Module]]) -> None:
@@ -293,7 +293,7 @@ class ModuleValues:
 
     # --- what is asked for -----------------------------------------------------------------------------------------------------
 
-    def _asked_of(self, source: str, name: str) -> tuple[Asked, ...]:
+    def _asked_of(self, source: str, name: str) -> tuple[RequestedMetrics, ...]:
         found = self._asked.get((source, name))
         if found is None:
             metrics = [metric for metric in self._metrics if metric.source == source and metric.matches(name)]
@@ -304,14 +304,14 @@ class ModuleValues:
             self._asked[source, name] = found
         return found
 
-    def evaluator(self) -> Callable[[dict[str, Table]], dict[Key, float]]:
+    def evaluator(self) -> Callable[[dict[str, StatsTable]], dict[Key, float]]:
         """A function that gives the built-in values of this step's tables, also when the next step has begun.
 
         It drops rows of modules that were not called.
         """
         asked, owner, traced = self._asked, dict(self._owner), dict(self.traced)
 
-        def evaluate(tables: dict[str, Table]) -> dict[Key, float]:
+        def evaluate(tables: dict[str, StatsTable]) -> dict[Key, float]:
             values: dict[Key, float] = {}
             for source in n.MODULE_SOURCES:
                 if source in tables:
@@ -332,7 +332,7 @@ class ModuleValues:
         return evaluate
 
 
-def _called(source: str, table: Table, traced: Container[tuple[str, str]]) -> Table:
+def _called(source: str, table: StatsTable, traced: Container[tuple[str, str]]) -> StatsTable:
     if not traced:
         return table
     counts = table.rows[:, Column.COUNT].tolist()
@@ -340,7 +340,7 @@ def _called(source: str, table: Table, traced: Container[tuple[str, str]]) -> Ta
     return replace(table, names=tuple(table.names[p] for p in kept), rows=table.rows[kept])
 
 
-def _evaluated(source: str, table: Table, places: Mapping[str, Sequence[int]]) -> Iterator[tuple[Key, float]]:
+def _evaluated(source: str, table: StatsTable, places: Mapping[str, Sequence[int]]) -> Iterator[tuple[Key, float]]:
     for metric, wanted in places.items():
         rows = table.rows if len(wanted) == len(table.names) else table.rows[list(wanted)]
         for place, there, value in zip(wanted, *evaluate_view(VIEWS[metric], rows), strict=True):
@@ -348,7 +348,7 @@ def _evaluated(source: str, table: Table, places: Mapping[str, Sequence[int]]) -
                 yield Key(source, table.names[place], metric), value
 
 
-def _asked(metrics: Iterable[Metric], module: nn.Module | None, split: bool) -> Asked:
+def _asked(metrics: Iterable[Metric], module: nn.Module | None, split: bool) -> RequestedMetrics:
     views: list[Metric] = []
     functions: list[Metric] = []
     reasons: dict[str, str] = {}
@@ -368,4 +368,4 @@ def _asked(metrics: Iterable[Metric], module: nn.Module | None, split: bool) -> 
         else:
             functions.append(metric)
     columns = frozenset().union(*(metric.columns for metric in views)) if views else frozenset()
-    return Asked(columns, tuple(views), tuple(functions), dead, split, reasons)
+    return RequestedMetrics(columns, tuple(views), tuple(functions), dead, split, reasons)

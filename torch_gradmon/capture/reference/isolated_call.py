@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...core.torch_modes import autocast_cache_kept, unseen
+from ...core.torch_modes import autocast_cache_kept, outside_dispatch_modes
 from ...statistics.tensor_access import PLAIN
 from ..measurer import untouched_rng
 from ..modules.compiled import is_compiled
@@ -77,9 +77,16 @@ def _twin(tensor: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def by_itself(module: nn.Module, inputs: Iterable[Tensor] = ()) -> Iterator[None]:
+def call_isolated(module: nn.Module, inputs: Iterable[Tensor] = ()) -> Iterator[None]:
     """Run ``module`` without a graph, so that nobody else notices and it is afterwards as it was."""
-    with unseen(), torch.no_grad(), untouched_rng(), _apart(module, inputs), _unchanged(module), _without_advice():
+    with (
+        outside_dispatch_modes(),
+        torch.no_grad(),
+        untouched_rng(),
+        _apart(module, inputs),
+        _unchanged(module),
+        _without_advice(),
+    ):
         yield
 
 

@@ -11,21 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.fence import Guard
-from ...core.torch_modes import unseen
+from ...core.fence import Fence
+from ...core.torch_modes import outside_dispatch_modes
 from ...statistics.tensor_access import refusal
 from ..hooks import Handles, ModuleHook, takes_hooks
 from ..modules.compiled import is_compiled
-from ..modules.pass_tracker import Passes
+from ..modules.pass_tracker import PassTracker
 from ..modules.structure import tensors_of
-from .replay import Run
+from .replay import ReplayedForward
 
 
 @dataclass
-class Ran:
+class LoopForward:
     """One run of the reference: what its parts were given and returned, and all that they returned by path, in the order of calls."""
 
-    run: Run = field(default_factory=lambda: Run(keeps_all=True))
+    run: ReplayedForward = field(default_factory=lambda: ReplayedForward(keeps_all=True))
     outputs: dict[str, deque[Tensor]] = field(default_factory=dict)
 
     def returned(self, name: str, output: Any) -> None:
@@ -49,11 +49,11 @@ class LoopRun:
         guard: told of what fails, and of the time that it takes.
     """
 
-    def __init__(self, passes: Passes, guard: Guard) -> None:
+    def __init__(self, passes: PassTracker, guard: Fence) -> None:
         self._passes, self._guard = passes, guard
         self._handles = Handles()
-        self._running: Ran | None = None
-        self._ran: Ran | None = None
+        self._running: LoopForward | None = None
+        self._ran: LoopForward | None = None
         self._leads: bool | None = None
 
     def begin(self, reference: nn.Module, parts: Mapping[str, nn.Module]) -> None:
@@ -75,7 +75,7 @@ class LoopRun:
         self._handles.remove()
         self._running = self._ran = self._leads = None
 
-    def take(self) -> Ran | None:
+    def take(self) -> LoopForward | None:
         """The run that the model's run, which begins now, is compared with; None where the loop made none."""
         ran, self._ran = self._ran, None
         if self._leads is None:
@@ -85,7 +85,7 @@ class LoopRun:
     def _began(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         # runs of ours are paused, and one in a backward pass is a recomputation
         ours = self._passes.paused or torch._C._current_graph_task_id() != -1
-        self._running = None if ours or torch._C._functorch.peek_interpreter_stack() is not None else Ran()
+        self._running = None if ours or torch._C._functorch.peek_interpreter_stack() is not None else LoopForward()
 
     def _called(self, name: str, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         if (ran := self._running) is not None:
@@ -98,7 +98,7 @@ class LoopRun:
     def _fenced(self, work: Callable[[], None]) -> None:
         start = time.perf_counter()
         try:
-            with torch.no_grad(), unseen():
+            with torch.no_grad(), outside_dispatch_modes():
                 work()
         except Exception as error:
             self._running = None  # then a run of ours takes its place

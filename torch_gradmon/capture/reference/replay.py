@@ -23,7 +23,7 @@ _SIMPLE = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 @dataclass
-class Outcome:
+class ReplayedOutputs:
     """One call of a part.
 
     Attributes:
@@ -37,7 +37,7 @@ class Outcome:
     outputs: dict[str, Tensor] | None = None
 
 
-class Run:
+class ReplayedForward:
     """Notes the calls of the parts while the reference, or a part of it, runs on copies of the model's tensors.
 
     Args:
@@ -49,8 +49,8 @@ class Run:
         # the model's tensor, its version and that of the copy; with the copy, so that no id is used again
         self._origins: dict[int, tuple[Tensor, int, Tensor, int]] = {}
         self._calls: Counter[str] = Counter()
-        self._open: list[tuple[str, int, Outcome]] = []
-        self._outcomes: dict[tuple[str, int], Outcome] = {}
+        self._open: list[tuple[str, int, ReplayedOutputs]] = []
+        self._outcomes: dict[tuple[str, int], ReplayedOutputs] = {}
 
     def note(self, tensor: Tensor, copy: Tensor) -> None:
         """``copy`` was made of the model's ``tensor`` for this run."""
@@ -61,7 +61,7 @@ class Run:
         """A part is called."""
         number = self._calls[name]
         self._calls[name] += 1
-        outcome = Outcome(self._traced((args, dict(kwargs))))
+        outcome = ReplayedOutputs(self._traced((args, dict(kwargs))))
         if self._keeps_all:
             outcome.first = {path: tensor.detach().clone() for path, tensor in first_of(args, kwargs) if refusal(tensor) is None}
         self._open.append((name, number, outcome))
@@ -77,7 +77,7 @@ class Run:
                     self._outcomes[name, number] = outcome
                 return
 
-    def outcome(self, name: str, number: int) -> Outcome | None:
+    def outcome(self, name: str, number: int) -> ReplayedOutputs | None:
         """The call of that number, counted from 0, if it was kept."""
         return self._outcomes.get((name, number))
 

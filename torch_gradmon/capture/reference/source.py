@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from ...core.errors import Complaints, GradmonWarning, SpikeError
+from ...core.errors import GradmonWarning, SpikeError, WarningLog
 from ...core.keys import canonical_names
-from ...core.torch_modes import unseen
+from ...core.torch_modes import outside_dispatch_modes
 from ...statistics.tensor_access import refusal
 from ..hooks import Handles, ModuleHook, takes_hooks
 from ..modules.structure import tensors_of
-from .isolated_call import Note, by_itself, carrier, private, tensors_inside
+from .isolated_call import Note, call_isolated, carrier, private, tensors_inside
 
 
 class ReferencePass:
@@ -37,7 +37,7 @@ class ReferencePass:
         complaints: where a failure is reported; after one the reference is off.
     """
 
-    def __init__(self, complaints: Complaints) -> None:
+    def __init__(self, complaints: WarningLog) -> None:
         self._complaints = complaints
         self._kept: dict[str, deque[Tensor]] = {}
         self.remove()
@@ -107,7 +107,7 @@ class ReferencePass:
             self.reason = "the reference module has none of the modules that are measured"
             return
         try:
-            with by_itself(self._module):
+            with call_isolated(self._module):
                 self._call(self._module, root, hooked, private((args, kwargs), carrier(root, self._module), note))
             self.reason = None if self._kept else "none of the modules that are measured ran in the reference module"
         except Exception as error:
@@ -130,9 +130,9 @@ class ReferencePass:
         name of the part. Under the same terms as :meth:`run`, but for failures, which are raised.
         """
         assert self._module is not None
-        with unseen(), torch.no_grad():
+        with outside_dispatch_modes(), torch.no_grad():
             args, kwargs = private((args, kwargs), carrier(root, self._module), note)
-        with by_itself(part, tensors_inside((args, kwargs), {})):  # a dropout has no tensor of its own to tell the device by
+        with call_isolated(part, tensors_inside((args, kwargs), {})):  # a dropout has no tensor of its own to tell the device by
             if self._follows:
                 _follow(part, watched)
             return dict(tensors_of(part(*args, **kwargs), ""))

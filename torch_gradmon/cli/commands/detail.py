@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ...runs import detail_request as changes
-from ...runs.detail_request import Change, changed, in_words
-from ...runs.liveness import Pulse, pulse
+from ...runs.detail_request import DetailRequest, detail_request, request_text
+from ...runs.liveness import RunStatus, run_status
 from ...runs.writer import file_in
 from ...step.presets import PRESETS
 from .common import WrongRequest, add_parser, positive
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
     change = changes.numbered(change, 1 + max(_told(found.meta), _written(directory)))
     print(f"until now: {_until_now(found)}")
     changes.write(directory, change, session)
-    print(f"asked for, number {change.number}: {in_words(change.facts())}")
+    print(f"asked for, number {change.number}: {request_text(change.facts())}")
     if waits := found.meta.get("tune", {}).get("waits"):
         print(f"it takes the place of one that was not in force yet: {_described(waits)}")
     _warn(change, found)
@@ -100,17 +100,17 @@ def _named(options: argparse.Namespace) -> list[str]:
     return named + [name for name, value in flags.items() if value]
 
 
-def _change(options: argparse.Namespace) -> Change:
+def _change(options: argparse.Namespace) -> DetailRequest:
     if options.reset:
         if others := [name for name in _named(options) if name not in ("--reset", "--wait", "--timeout")]:
             raise WrongRequest(
                 f"--reset goes back to what the script asks for, and {others[0]} says something else; give one of them"
             )
-        return Change()
+        return DetailRequest()
     if options.every is None and options.preset is None:
         raise WrongRequest("nothing is to be changed; give --every, --preset, --reset or --status")
     try:
-        return changed(options.every, options.preset, options.steps, options.first)
+        return detail_request(options.every, options.preset, options.steps, options.first)
     except ValueError as error:
         raise WrongRequest(str(error)) from error
 
@@ -134,14 +134,14 @@ def _directory(path: str) -> Path:
     return directory
 
 
-def _felt(directory: Path) -> Pulse:
+def _felt(directory: Path) -> RunStatus:
     try:
-        return pulse(directory)
+        return run_status(directory)
     except (FileNotFoundError, ValueError) as error:
         raise WrongRequest(str(error)) from error
 
 
-def _session(found: Pulse, directory: Path) -> str:
+def _session(found: RunStatus, directory: Path) -> str:
     """What the monitor calls itself that looks at changes.
 
     Raises:
@@ -174,19 +174,19 @@ def _written(directory: Path) -> int:
 # --- in words ----------------------------------------------------------------------------------------------------------------------
 
 
-def _script(found: Pulse) -> str:
+def _script(found: RunStatus) -> str:
     every, preset = found.meta.get("every"), found.meta.get("preset")
-    cadence = "the steps of monitor_step_fn" if every is None else in_words({"every": every})
+    cadence = "the steps of monitor_step_fn" if every is None else request_text({"every": every})
     return cadence if preset is None else f"{cadence}, preset {preset}"
 
 
-def _until_now(found: Pulse) -> str:
+def _until_now(found: RunStatus) -> str:
     state = found.meta.get("tune", {}).get("in_force")
     return f"{_script(found)}, as the script asks" if state is None else _described(state)
 
 
 def _described(state: Mapping[str, Any]) -> str:
-    words = [f"{in_words({**state, 'first': None})} (number {state['number']})"]
+    words = [f"{request_text({**state, 'first': None})} (number {state['number']})"]
     since, until = state.get("since"), state.get("until")
     if since is not None:
         words.append(f"from step {since} {'on' if until is None else f'to {until}'}")
@@ -197,7 +197,7 @@ def _described(state: Mapping[str, Any]) -> str:
     return "; ".join(words)
 
 
-def _tell(found: Pulse) -> None:
+def _tell(found: RunStatus) -> None:
     state = found.meta.get("tune", {})
     print(f"the script: {_script(found)}")
     for name, title in (("in_force", "in force"), ("waits", "asked for and not yet in force"), ("last", "the last one")):
@@ -215,7 +215,7 @@ def _tell(found: Pulse) -> None:
         print("nothing is in force but what the script asks for")
 
 
-def _tell_unread(directory: Path, found: Pulse) -> None:
+def _tell_unread(directory: Path, found: RunStatus) -> None:
     """What was asked for, and the training has not looked at."""
     try:
         change, session = changes.read(directory / changes.FILE_NAME)
@@ -226,7 +226,7 @@ def _tell_unread(directory: Path, found: Pulse) -> None:
         print(f"asked for, and the training has not looked yet: {_described(change.facts())}")
 
 
-def _warn(change: Change, found: Pulse) -> None:
+def _warn(change: DetailRequest, found: RunStatus) -> None:
     """What whoever asked may not have thought of."""
     if change.first is not None and found.step is not None and change.first <= found.step:
         print(f"step {change.first} is over, so that it begins with the next step")
@@ -242,7 +242,7 @@ def _warn(change: Change, found: Pulse) -> None:
 # --- waiting -----------------------------------------------------------------------------------------------------------------------
 
 
-def _wait(directory: Path, change: Change, session: str, timeout: int | None) -> int:
+def _wait(directory: Path, change: DetailRequest, session: str, timeout: int | None) -> int:
     until = None if timeout is None else time.monotonic() + timeout
     said: str | None = None
     doubts = False
@@ -265,7 +265,7 @@ def _wait(directory: Path, change: Change, session: str, timeout: int | None) ->
     return 1
 
 
-def _outcome(state: Mapping[str, Any], change: Change, session: str) -> tuple[bool, str] | None:
+def _outcome(state: Mapping[str, Any], change: DetailRequest, session: str) -> tuple[bool, str] | None:
     """Whether the change was taken, and what became of it; None where that is still open."""
     for name, title in (("in_force", "in force"), ("last", "taken")):
         told = state.get(name) or {}

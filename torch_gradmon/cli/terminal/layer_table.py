@@ -15,7 +15,7 @@ from ...analysis.plots.block_rows import blocks
 from ...analysis.run import Run
 from ...core import keys as n
 from ...core.moments import Column
-from ...runs.stats_series import Stack, paired
+from ...runs.stats_series import StatsSeries, paired
 
 #: More parameters than these are shown by blocks.
 MOST = 40
@@ -126,7 +126,7 @@ class _Merger:
         self._grouped = grouped
         self._known: dict[tuple[str, ...], tuple[tuple[str, ...], list[int]]] = {}  # nearly all stacks have the same names
 
-    def __call__(self, stack: Stack) -> Stack:
+    def __call__(self, stack: StatsSeries) -> StatsSeries:
         if stack.names not in self._known:
             kept = tuple(name for name in stack.names if name in self._grouped.place)
             self._known[stack.names] = kept, [self._grouped.place[name] for name in kept]
@@ -179,7 +179,7 @@ def gradient_source(run: Run) -> str | None:
     return next((source for source in (n.GRADIENT_BEFORE_CLIP, n.GRADIENT) if source in run.sources), None)
 
 
-def _values(stack: Stack, metric: str) -> Tensor:
+def _values(stack: StatsSeries, metric: str) -> Tensor:
     """A metric of merged rows; NaN for groups that have nothing in these steps."""
     return torch.where(stack.rows[..., Column.COUNT] > 0, stack.values(metric), torch.nan)
 

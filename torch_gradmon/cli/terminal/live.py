@@ -18,11 +18,11 @@ from ...analysis.run import Run, load_run
 from ...core.keys import SUMMARY, Key
 from ...core.loss_keys import loss_among
 from ...core.moments import Column
-from ...core.records import Event, StepRecord
+from ...core.records import SpikeEvent, StepRecord
 from ...runs.writer import file_in
 from ...spikes.episodes import Episode, episodes, largest
-from ...spikes.suspects import REMEMBERED, Suspect, ranked
-from ...spikes.usual import Usual
+from ...spikes.suspects import REMEMBERED, ParameterAttribution, ranked
+from ...spikes.usual import Baseline
 from .layer_table import gradient_source
 
 #: Of the steps shown, the last ones, which say what the layers do of late.
@@ -77,7 +77,7 @@ class Live:
         self.run = run
         self.window = window
         self.records: list[StepRecord] = []
-        self.events: list[Event] = run.events
+        self.events: list[SpikeEvent] = run.events
         self._gradients: list[_Gradients] = []
         self._earliest = math.inf  # the step from which on they are known
         self._read(None)
@@ -173,7 +173,7 @@ class Live:
 
     # --- of layers ---------------------------------------------------------------------------------------------------------------
 
-    def suspects(self, most: int) -> tuple[int | None, list[Suspect]]:
+    def suspects(self, most: int) -> tuple[int | None, list[ParameterAttribution]]:
         """The first parameters in the order of suspicion, and of which step: of the largest spike of late, else of the last step."""
         steps, norms, spoiled = self._joined.steps, self._joined.norms, self._joined.spoiled
         if not steps:
@@ -189,7 +189,7 @@ class Live:
         names, norms, spoiled = self._joined.names, self._joined.norms, self._joined.spoiled
         if not len(norms):
             return []
-        usual = Usual.of(norms[-REMEMBERED:-1]).norms.tolist()
+        usual = Baseline.of(norms[-REMEMBERED:-1]).norms.tolist()
         squares = norms[-self._recent :].where(spoiled[-self._recent :] == 0, math.nan).square().nan_to_num(nan=0.0)
         if not bool((squares > 0).any()):  # as where no norms were measured
             return []

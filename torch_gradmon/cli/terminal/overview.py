@@ -11,7 +11,7 @@ from typing import Any
 from ...analysis.diagnosis.series import lower_median
 from ...core.keys import SUMMARY, Key
 from ...core.loss_keys import loss_among
-from ...core.records import Event, StepRecord
+from ...core.records import SpikeEvent, StepRecord
 from ...step.summary import DOCUMENTATION
 
 #: Running totals, which are told as numbers of steps.
@@ -88,7 +88,7 @@ class Overview:
     rates: tuple[float, float, float] | None = None
     not_applied: int = 0
     skipped: int = 0
-    events: list[Event] = field(default_factory=list)
+    events: list[SpikeEvent] = field(default_factory=list)
     _values: dict[Key, tuple[array[int], array[float]]] = field(default_factory=dict)
 
     @classmethod

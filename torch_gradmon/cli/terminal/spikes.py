@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from ...analysis.run import Run
 from ...core.formatting import times
-from ...core.records import Event
-from ...spikes.attribution import attribution
+from ...core.records import SpikeEvent
+from ...spikes.attribution import spike_cause
 from ...spikes.episodes import Episode, largest
 
 
@@ -40,11 +40,11 @@ def told(run: Run, spikes: Sequence[Episode], most: int) -> list[Spike]:
 
 def _told(run: Run, spike: Episode) -> Spike:
     step = spike.worst.step
-    found = attribution(run.suspects(step), step)
+    found = spike_cause(run.suspects(step), step)
     return Spike(step, spike.first, spike.last, ", ".join(map(_words, spike.of_worst)), found.layer, found.did)
 
 
-def _words(event: Event) -> str:
+def _words(event: SpikeEvent) -> str:
     if not math.isfinite(event.value):
         return f"{event.signal} is {event.value}"
     if event.usual is not None and event.usual > 0:

@@ -11,16 +11,16 @@ from typing import Any
 
 from ...analysis.spike_report import Recent
 from ...core.errors import GradmonWarning, SpikeError
-from ...core.fence import Guard
+from ...core.fence import Fence
 from ...core.keys import SUMMARY, Key
 from ...core.metric import Metric
-from ...core.records import Event, StepRecord
+from ...core.records import SpikeEvent, StepRecord
 from ...plugins.spike_policy.policy import Policy, policy_of
 from ...spikes.detector import SpikeDetector
-from ...spikes.detector_set import Judges
+from ...spikes.detector_set import DetectorSet
 from ...step.buffer import StepBuffer
-from ...step.layer_values import Layers
-from ...step.reasons import Situation
+from ...step.layer_values import LayerSelection
+from ...step.reasons import ReasonContext
 from ...step.record_builder import asked_for, missing
 from ...step.summary import Summary
 from ..publisher import Outbox
@@ -28,9 +28,6 @@ from .record_sample import Memory
 
 #: Of skipped steps in a row, those that are worth a warning.
 _TOLD = frozenset({1, 2, 3, 4, 10, 30, 100, 300, 1000, 3000, 10_000})
-_NOT_JUDGED = (
-    "only this rank has monitored the step, which no detector judges: what follows from a spike has to follow on all ranks"
-)
 _NO_SIGNAL = "no step so far has it; log it with log_scalar(), or add the metric that it is a key of"
 
 
@@ -40,7 +37,7 @@ class Options:
 
     show: Callable[[Mapping[Key, float]], dict[str, float]]
     history: int = 1000
-    on_spike: str | Policy | Callable[[Event], Any] | None = None
+    on_spike: str | Policy | Callable[[SpikeEvent], Any] | None = None
 
 
 class Ledger:
@@ -53,14 +50,14 @@ class Ledger:
         layers: which per-layer values are shown.
     """
 
-    def __init__(self, options: Options, guard: Guard, outbox: Outbox, layers: Layers) -> None:
+    def __init__(self, options: Options, guard: Fence, outbox: Outbox, layers: LayerSelection) -> None:
         self.outbox = outbox
         self.summary = Summary(all_columns=outbox.stores, of_layers=layers.needs)
         self.layers = layers
-        self.judges = Judges()
+        self.judges = DetectorSet()
         self.last: StepRecord | None = None
         self.absent: dict[tuple[str, str], str] = {}
-        self.situation: Situation | None = None  # of the step that ended last
+        self.situation: ReasonContext | None = None  # of the step that ended last
         self._options = options
         self._guard = guard
         self._records: OrderedDict[int, StepRecord] = OrderedDict()
@@ -71,33 +68,28 @@ class Ledger:
         self._noted: dict[str, Any] = {}  # of the model, in the run directory
         self._late: StepBuffer | None = None  # what is logged for the step that ended last, until it is finished
         self._logged: StepBuffer | None = None  # the same of a finished one
-        self._is_judged = True  # whether the last step is
         self._signals: Mapping[str, float] = {}
-        self.spiked_in: int | None = None  # a step that makes a closer look worth while, until somebody has taken note of it
+        self.on_alert: Callable[[int], object] = lambda _: None  # a step is worth a look at more
+        self.on_record: Callable[[StepRecord], object] = lambda _: None
         self._preset_signals: set[str] = set()
         self.observers: list[
             Callable[[StepRecord, bool], object]
         ] = []  # called with each record, and whether it replaces the last one
 
-    def enter(self, record: StepRecord, signals: Mapping[str, float], buffer: StepBuffer, judged: bool = True) -> None:
-        """A step has ended with ``record``; ``signals`` are its whole-model values, ``buffer`` what it was made of. ``judged``: by
-        the detectors, which otherwise learn nothing of it.
-        """
-        self.absent, self._is_judged = buffer.absent, judged
-        events: list[Event] = []
-        if judged:
-            self.judges.begin(record, self.absent)
-            record, events = self._judged(record, signals)
-        else:
-            self.absent[SUMMARY, "spike_score"] = _NOT_JUDGED
+    def enter(self, record: StepRecord, signals: Mapping[str, float], buffer: StepBuffer) -> None:
+        """A step has ended with ``record``; ``signals`` are its whole-model values, ``buffer`` what it was made of."""
+        self.absent = buffer.absent
+        self.judges.begin(record, self.absent)
+        record, events = self._judged(record, signals)
         self._late = buffer.scalars()
         self._keep(record)
-        self.fill(self.judges.taken_recalled())
+        self.fill(self.judges.take_fetched())
         self._signals = signals
+        self.on_record(self.last or record)
         self._tell(events, record.context.get("action", ""))
 
     def knows(self, facts: Mapping[str, Any]) -> None:
-        """The model as it is now, see :attr:`torch_gradmon.step.model_index.Inventory.facts`."""
+        """The model as it is now, see :attr:`torch_gradmon.step.model_index.ModelIndex.facts`."""
         if facts["matrices"] is self.matrices:
             return
         self.matrices, self.kinds = facts["matrices"], facts["kinds"]
@@ -107,15 +99,22 @@ class Ledger:
             self._noted.update(new)
             self.outbox.note(**new)
 
+    def pass_by(self, refused: bool) -> bool:
+        """A step that is not monitored has ended; whether a series of refused ones is worth a look at more."""
+        if not (refused or self.judges.follow_up.rejected):
+            return False
+        self.judges.follow_up.step_ended(applied=not refused)
+        return self.judges.needs_detail()
+
     def learn(self, record: StepRecord, signals: Mapping[str, float]) -> None:
         """A step that is not monitored, whose values the detectors are to know all the same."""
         self.judges.begin(record, {})
         self._judged(record, signals)
-        self._warn(self.judges.aftermath(record, signals))
+        self._warn(self.judges.follow_up.reports(record, signals))
 
-    def _judged(self, record: StepRecord, signals: Mapping[str, float]) -> tuple[StepRecord, list[Event]]:
+    def _judged(self, record: StepRecord, signals: Mapping[str, float]) -> tuple[StepRecord, list[SpikeEvent]]:
         try:
-            return self.judges.judge(record, signals, self.absent)
+            return self.judges.detect(record, signals, self.absent)
         except Exception as error:  # the record must not be lost for it
             self._guard.complaints.add("internal:judge", f"step {record.step} could not be judged", error)
             return record, []
@@ -126,7 +125,7 @@ class Ledger:
             while known and next(reversed(known)) >= step:
                 known.popitem()
         self.memory.goes_back(step)
-        self.judges.forget(step)
+        self.judges.rewind(step)
 
     def was_monitored(self, step: int) -> bool:
         """Whether there is a record of ``step``."""
@@ -135,7 +134,7 @@ class Ledger:
     def fill(self, records: Iterable[StepRecord]) -> None:
         """Take steps that were not monitored, now that a spike before or after them makes them interesting. No dashboard gets them."""
         for record in records:
-            self.judges.gradients.fill(record.step, record.tables)
+            self.judges.history.gradients.backfill(record.step, record.tables)
             self._between[record.step] = replace(record, tables={})
             self.outbox.fill(record)
         while len(self._between) > self._options.history:
@@ -145,27 +144,26 @@ class Ledger:
         """Nothing more can come for the step that has ended: judge the signals that came late, and send it out."""
         if self.last is not None and self._late is not None:
             self._logged, self._late = self._late, None
-            if self._is_judged:
-                self._finish_judging(self.last)
+            self._finish_judging(self.last)
         self.outbox.publish()
 
     def _finish_judging(self, record: StepRecord) -> None:
         self._judge_again(record)
-        self._warn(self.judges.aftermath(self.last or record, self._signals))
-        for signal in self.judges.unheard():
+        self._warn(self.judges.follow_up.reports(self.last or record, self._signals))
+        for signal in self.judges.signals_without_values():
             why = self.absent.get((SUMMARY, signal.removeprefix(f"{SUMMARY}/")), _NO_SIGNAL)
             self._guard.complaints.add(f"signal:{signal}", f"the spike detector of {signal} has nothing to judge: {why}")
 
     def judge_late(self) -> None:
         """Judge the signals that came late so far, of the step that has ended, before its record is finished."""
-        if self.last is not None and self._late is not None and self._is_judged:
+        if self.last is not None and self._late is not None:
             self._judge_again(self.last)
 
     def _judge_again(self, record: StepRecord) -> None:
-        judged, events = self._judged(record, {}) if self.judges.hears_late else (record, [])
+        judged, events = self._judged(record, {}) if self.judges.accepts_late_values else (record, [])
         if judged is not record:
             self._keep(judged, amend=True)
-            self.fill(self.judges.taken_recalled())
+            self.fill(self.judges.take_fetched())
         self._tell(events)
 
     def add(self, late: StepBuffer) -> None:
@@ -187,7 +185,7 @@ class Ledger:
         return self.outbox.is_awaited(step) or self._options.on_spike not in (None, "warn")
 
     def tag(self, tags: Mapping[str, Any]) -> None:
-        """Facts about the step that ended last."""
+        """StepFacts about the step that ended last."""
         if self.last is not None:
             context = {**self.last.context, "tags": {**self.last.context.get("tags", {}), **tags}}
             self._keep(replace(self.last, context=context), amend=True)
@@ -211,24 +209,24 @@ class Ledger:
         """Whether something is done about spikes before they change the model."""
         return policy_of(self._options.on_spike) is not None
 
-    def _tell(self, events: Sequence[Event], action: str = "") -> None:
-        news = self.judges.news(events)
+    def _tell(self, events: Sequence[SpikeEvent], action: str = "") -> None:
+        news = self.judges.follow_up.alerts(events)
         if self.last is not None and action:  # as a rank knows it, though not hundreds in a row
             if self.last.context["in_a_row"] not in _TOLD:
                 return
             reasons = [event.reason for event in events] or [self.last.skipped]
             where = next((event.where for event in events if event.where), "")
             news = [f"step {self.last.step}: " + "; ".join(filter(None, (*reasons, where, action)))]
-        elif self._acts and (late := [event for event in events if event.signal not in self.judges.foreseen]):
+        elif self._acts and (late := [event for event in events if event.signal not in self.judges.predicted]):
             signals = ", ".join(event.signal for event in late)
             self._guard.complaints.add(
                 f"late:{signals}",
                 f"that {signals} spiked in step {late[0].step} became known only when the optimizer had stepped, so that nothing was "
                 "done about it; what is logged has to be logged before optimizer.step()",
             )
-        if (self.judges.looks_closer() or news) and self.last is not None:
-            self.spiked_in = self.last.step
-        self.judges.report_failures(self._guard.complaints)
+        if (self.judges.needs_detail() or news) and self.last is not None:
+            self.on_alert(self.last.step)
+        self.judges.warn_of_failures(self._guard.complaints)
         self._warn(news)
         for event in events:
             if callable(self._options.on_spike):
@@ -252,7 +250,7 @@ class Ledger:
     def recent(self) -> Recent:
         """What is remembered of the steps, to tell stories of: the last ones, and those that a diagnosis looks at."""
         kept = {record.step: record for record in self.memory.records()}
-        return Recent({**kept, **self._between, **self._records}, self.judges.gradients, self.judges.suspects)
+        return Recent({**kept, **self._between, **self._records}, self.judges.history.gradients, self.judges.history.suspects)
 
     def missing(
         self, metrics: Iterable[Metric], names: Mapping[str, Any], owned: Set[str] | None = None, why: str = ""

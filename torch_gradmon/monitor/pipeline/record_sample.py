@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ...core.loss_keys import loss_among
 from ...core.records import StepRecord
-from ...core.subsampling import thinned
+from ...core.subsampling import subsample_steps
 from ...spikes.episodes import by_size
 
 #: So many records, and so many bytes of statistics, whichever is less; but never fewer than that many records.
@@ -36,7 +36,7 @@ class Memory:
             events = by_size(event for known in self._records.values() for event in known.events)
             loss = loss_among({key for known in self._records.values() for key in known.values})
             liked = sorted(step for step, known in self._records.items() if loss in known.values)
-            chosen = set(thinned(sorted(self._records), events, cap, liked))
+            chosen = set(subsample_steps(sorted(self._records), events, cap, liked))
             self._records = {step: _lean(known) for step, known in self._records.items() if step in chosen}
             self.is_whole = False
 

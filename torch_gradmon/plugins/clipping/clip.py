@@ -11,7 +11,7 @@ from torch import Tensor
 from ...statistics.norm import NORM_COLUMNS, norm_of_rows
 from ...step.ranks import is_dtensor
 from .adaptive import AdaptiveClip, Told
-from .named import Clips
+from .named import AdaptiveClips
 
 _NARROW = frozenset({torch.bfloat16, torch.float16})
 
@@ -20,7 +20,7 @@ class Hand(Protocol):
     """What measures for a clip, and what it knows of the parameters."""
 
     @property
-    def clips(self) -> Clips:
+    def clips(self) -> AdaptiveClips:
         """Adaptive clips by name."""
 
     def measure_before_clip(self, parameters: Iterable[Tensor]) -> None:

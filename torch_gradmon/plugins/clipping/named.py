@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ...step.active_step import ActiveStep
+from ...step.plugin import Plugin
 from .adaptive import AdaptiveClip, adaptive_clip
 
 
-class Clips:
-    """Keeps clips by name for as long as a session lives.
+class AdaptiveClips(Plugin):
+    """Keeps clips by name for as long as a monitor lives.
 
     Args:
-        may_forget: whether steps may be skipped, and what was learned in them has to be forgotten.
+        may_skip: steps may be skipped, and what was learned in them has to be forgotten.
     """
 
-    def __init__(self, may_forget: bool) -> None:
-        self._may_forget = may_forget
+    name = "clipping"
+
+    def __init__(self, may_skip: bool) -> None:
+        self._may_skip = may_skip
         self._named: dict[str, AdaptiveClip] = {}
         self._before: dict[int, tuple[AdaptiveClip, Any]] = {}
 
@@ -32,14 +36,14 @@ class Clips:
 
     def learns(self, adaptive: AdaptiveClip) -> None:
         """A clip is about to learn from the step in flight."""
-        if self._may_forget and id(adaptive) not in self._before:
+        if self._may_skip and id(adaptive) not in self._before:
             self._before[id(adaptive)] = adaptive, adaptive.kept()
 
-    def step_opened(self) -> None:
+    def on_step_open(self, step: ActiveStep) -> None:
         """What was learned so far stays."""
         self._before = {}
 
-    def put_back(self) -> None:
+    def on_skip(self, step: ActiveStep) -> None:
         """The step in flight is skipped: forget what was learned from it."""
         for adaptive, kept in self._before.values():
             adaptive.put_back(kept)

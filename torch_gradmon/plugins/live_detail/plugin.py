@@ -1,30 +1,25 @@
-"""A live change of detail on the side of the training: what is asked for, when it comes into force, and how it ends.
+"""A live change of detail on the side of the training: what is requested, when it comes into force, and how it ends.
 
-A change is asked for by a file in the run directory (``gradmon detail``) or by :meth:`ModuleMonitor.set_detail`. Ranks have to monitor the
-same steps wherever they tell each other anything, so there the first rank tells the others in the exchange of a monitored step, and
-all change with the next step. Where ranks tell each other nothing, as under DDP with the presets ``cheap`` and ``standard``, the
-first rank changes alone. Then it can measure more, but not less, and what it alone monitors is measured and written down, but neither
-exchanged nor judged: so all that ranks may ever have to do together stays the same on all of them.
+A change is requested by a file in the run directory (``gradmon detail``) or by :meth:`ModuleMonitor.set_detail`. Ranks monitor the
+same steps, so the first rank tells the others in the exchange of a monitored step, and all change with the next step. Where ranks
+exchange nothing, as under DDP with the presets ``cheap`` and ``standard``, a request is refused with a reason.
 """
 
 from __future__ import annotations
 
-import secrets
-from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, Protocol
 
-from ...core.errors import Complaints
+from ...core.errors import GradmonWarning, WarningLog
 from ...core.metric import Metric
-from ...runs.detail_request import Change, numbered
+from ...runs.detail_request import DetailRequest
+from ...step.active_step import ActiveStep
 from ...step.exchange import SILENCE
-from ...step.exchange_policy import StepExchange
+from ...step.exchange_policy import ExchangePolicy
 from ...step.planner import OF_MODULES, Planner
+from ...step.plugin import Plugin
 from ...step.presets import PRESETS
 from ...step.summary import Summary
-from .request_file import Mailbox
+from .requests import Requests, RunNotes
 
 _COMPILED = (
     "something was compiled, which may be the model, so that modules get no hooks in the middle of the run: a change of detail leaves "
@@ -32,257 +27,196 @@ _COMPILED = (
 )
 
 
-class RunNotes(Protocol):
-    """Where facts about the run are noted."""
-
-    @property
-    def directory(self) -> Path | None:
-        """The run directory, if there is one."""
-
-    def note(self, **facts: Any) -> None:
-        """Add facts about the run."""
-
-    def reopen(self) -> None:
-        """Let who looks into the directory know that the run goes on."""
-
-
-class Tuning:
-    """What of the cadence and of the preset stands for a while in the place of what the script asked for.
+class LiveDetail(Plugin):
+    """Cadence and preset that replace, for a while, what the script asked for.
 
     Args:
-        planner: is told that the plan changed.
+        planner: knows the metrics.
         summary: the whole-model values.
         notes: the run directory, in which the state of changes is noted.
-        together: tells the other ranks, and whether there is anybody to tell.
-        may_hang: whether modules may get hooks in the middle of a run.
-        complaints: where it is said what cannot be done.
+        exchange: broadcasts a request to the other ranks.
+        may_add_hooks: whether modules may get hooks in the middle of a run.
 
     Attributes:
-        in_force: the change under which the step in flight is measured.
+        in_force: the change under which the open step is measured.
         left: for how many steps, with this one; None until further notice.
-        since: its first step; None before that began.
-        is_awake: whether there is anything to be done when a step begins or ends.
+        watches_idle_steps: whether anything is to be done when a step opens or closes.
     """
+
+    name = "live_detail"
 
     def __init__(
         self,
         planner: Planner,
         summary: Summary,
         notes: RunNotes,
-        together: StepExchange,
-        may_hang: Callable[[], bool],
-        complaints: Complaints,
+        exchange: ExchangePolicy,
+        may_add_hooks: Callable[[], bool],
+        complaints: WarningLog,
     ) -> None:
-        self._planner, self._summary, self._notes, self._together = planner, summary, notes, together
-        self._ranks, self._may_hang, self._complaints = together.exchange.ranks, may_hang, complaints
-        self._from_code: deque[Change] = deque(maxlen=1)
-        self._asked: Change | None = None  # known to this rank
-        self._agreed: Change | None = None  # waits for its first step
-        self._is_common = self._was_told = False  # whether all ranks know what is in force, and what is agreed
-        self.in_force: Change | None = None
+        self._planner, self._summary, self._exchange = planner, summary, exchange
+        self._may_add_hooks = may_add_hooks
+        self._requests = Requests(notes, exchange.exchange.ranks, complaints)
+        self._agreed: DetailRequest | None = None  # waits for its first step
+        self.in_force: DetailRequest | None = None
         self.left: int | None = None
-        self.since: int | None = None
-        self._number = 0
-        self.is_awake = False
-        self._has_left = False
-        self._why = ""  # it ended before its time
-        self._without = ""  # what a preset does not measure, and why
-        self._facts: dict[str, Any] = {"session": secrets.token_hex(8), "listens": False}
-        self._mailbox: Mailbox | None = None
-        directory = notes.directory
-        if directory is not None:
-            self._mailbox = Mailbox(directory, self._facts["session"], complaints, self._speaks)
-            self._facts["listens"] = self._speaks()
-            notes.note(tune=self._facts)
+        self._since: int | None = None  # its first step; None before that began
+        self._why_ended = self._why_missing = ""
+        self._raised: GradmonWarning | None = None
+        self.watches_idle_steps = False
 
-    def _speaks(self) -> bool:
-        """Whether this rank speaks for all."""
-        return self._ranks.is_first
+    # --- requests --------------------------------------------------------------------------------------------------------------
 
-    # --- what is asked for -----------------------------------------------------------------------------------------------------
+    def request(self, change: DetailRequest) -> None:
+        """Request a change from within the program, from any thread, or in a signal handler."""
+        self._requests.from_code.append(change)
+        self.watches_idle_steps = True  # after the request, see _update_pending
 
-    def ask(self, change: Change) -> None:
-        """From within the program, by whatever thread, or a signal handler."""
-        self._from_code.append(change)
-        self.is_awake = True  # behind it: see _doze
+    def _update_pending(self) -> None:
+        """Clear ``watches_idle_steps`` when no request is active; a request that comes at this very moment sets it again."""
+        self.watches_idle_steps = (self.in_force or self._requests.asked or self._agreed) is not None
+        if self._requests.from_code:
+            self.watches_idle_steps = True
 
-    def _doze(self) -> None:
-        """Sleep where nothing is going on, as for most of a training; what is asked for at this very moment wakes it again."""
-        self.is_awake = (self.in_force or self._asked or self._agreed) is not None
-        if self._from_code:
-            self.is_awake = True
-
-    def look(self) -> None:
-        """A step ends, and the ranks are about to meet: see what is asked for, and have it told."""
-        if self._mailbox is not None and (change := self._mailbox.look()) is not None:
-            self._take(change)
-        if self.is_awake:
-            self._receive()
-            says = self._asked is not None and self._speaks()
-            self._together.exchange.word = self._asked.numbers() if says and self._asked is not None else SILENCE
-
-    def _receive(self) -> None:
-        if self._from_code:
-            self._take(numbered(self._from_code.pop(), self._number + 1))
-
-    def _take(self, change: Change) -> None:
-        self._asked, self._number, self.is_awake = change, max(self._number, change.number), True
-        self._note(number=self._number, waits=change.facts(), why="")
-
-    def _settle(self) -> None:
-        """Agree to what is asked for where nobody else has to know."""
-        self._receive()
-        if self._agreed is not None and not self._was_told and self._together.meets:
-            self._asked, self._agreed = (
-                self._asked or self._agreed,
-                None,
-            )  # it waited for its step, and others have to know by now
-        if self._asked is None:
+    def _accept(self) -> None:
+        """Agree to the request at once in a single process; have it broadcast, or refuse it, where there are other ranks."""
+        requests = self._requests
+        requests.receive()
+        if requests.asked is None:
             return
-        if self._together.meets:
-            if self._speaks():
-                self._note(why="the ranks tell each other of it in the next step that is monitored")
-            else:
-                self._asked = None
-        elif self._together.is_bound:
-            why = "parts of the model lie on other ranks, which cannot be told"
-            self._complaints.add("tune:ranks", f"a change of detail is not heeded: {why}")
-            self._asked = None
-            self._note(waits=None, why=f"number {self._number} was not heeded: {why}")
+        if self._exchange.meets:
+            requests.wait_for_exchange()
+        elif requests.has_peers:
+            requests.refuse("the ranks exchange nothing, so that the other ones cannot follow")
         else:
-            self._agreed, self._was_told, self._asked = self._asked, False, None
+            self._agreed, requests.asked = requests.asked, None
 
-    def _hear(self) -> None:
-        """Agree to what the first rank has said."""
-        exchange = self._together.exchange
-        heard, exchange.heard = exchange.heard, SILENCE
-        if not heard[0]:
-            return
-        self._agreed, self._was_told = Change.of_numbers(heard), True
-        self._number = max(self._number, self._agreed.number)
-        if self._asked is not None and (not self._speaks() or self._asked.number <= self._agreed.number):
-            self._asked = None
+    def _take_broadcast(self) -> None:
+        """Agree to what the first rank has broadcast."""
+        exchange = self._exchange.exchange
+        received, exchange.heard = exchange.heard, SILENCE
+        if received[0]:
+            self._agreed = DetailRequest.of_numbers(received)
+            self._requests.agreed(self._agreed.number)
 
     # --- steps -----------------------------------------------------------------------------------------------------------------
 
-    def step_ended(self) -> None:
-        """Count it, take what was heard in it, and see whether a change of this rank alone has become one of all ranks."""
-        if self._together.exchange.heard is not SILENCE:
-            self._hear()
+    def before_step(self, step: int) -> None:
+        """A step is about to open, which may be the first one under a request that came since the last one closed."""
+        if self.watches_idle_steps:
+            self._accept()
+            self._change(step)
+
+    def on_step_open(self, step: ActiveStep) -> None:
+        """The first step under a change is the one that is noted."""
+        self._requests.reopen()
+        step.sets_cadence = self.in_force is not None and self.in_force.every is not None
+        if self.in_force is not None and self._since is None:
+            self._since = step.number
+            until = None if self.left is None else step.number + (self.left - 1) * step.stride
+            self._requests.note_in_force(self.in_force, step.number, until, self._why_missing)
+
+    def on_step_closing(self, step: ActiveStep) -> None:
+        """The ranks are about to exchange: broadcast what is requested."""
+        raised, self._raised = self._raised, None
+        if raised is not None:
+            raise raised
+        self.watches_idle_steps |= self._requests.look()
+        if self.watches_idle_steps:
+            self._requests.receive()
+            self._exchange.exchange.word = self._requests.broadcast()
+
+    def annotate(self, step: ActiveStep) -> None:
+        """Note the change in force in the record of the step."""
+        if self.in_force is not None:
+            facts = self.in_force.facts().items()
+            step.annotations["tuned"] = {name: value for name, value in facts if name in ("every", "preset", "number")}
+
+    def on_step_closed(self, step: ActiveStep) -> None:
+        """Count the step, take what was broadcast in it, and change."""
+        has_received = self._exchange.exchange.heard is not SILENCE
+        if not (self.watches_idle_steps or has_received):
+            return
+        if has_received:
+            self._take_broadcast()
         if self.left is not None:
             self.left -= 1
-        if self.is_alone and self._together.meets and self.left != 0:
-            if self._speaks() and self._asked is None and self._agreed is None and self.in_force is not None:
-                self._take(replace(self.in_force, steps=self.left, first=None))
-            self.left, self._why = 0, "ranks tell each other values by now, and change together"
-        self._settle()
-        self._doze()
+        self._accept()
+        self._update_pending()
+        self._change(step.number + 1)
 
-    def is_due(self, step: int) -> bool:
-        """Whether something else is to be measured from ``step`` on, the next one."""
-        return self.left == 0 or (self._agreed is not None and step >= (self._agreed.first or 0))
-
-    def asked_between(self) -> None:
-        """A step begins, which may be the first of what was asked for since the last one ended."""
-        self._settle()
-
-    def change(self, step: int, last: int | None) -> None:
-        """What was agreed comes into force for ``step``, the next one, or else what the script asked for; ``last`` is the step before."""
-        new: Change | None = None
-        if self._agreed is not None and step >= (self._agreed.first or 0):
-            new, self._agreed, self._is_common = self._agreed, None, self._was_told
-        self._over(self._why or "its steps are over" if new is None else "another one took its place", last)
-        if new is not None and new.is_reset:
-            self._note(waits=None, last={**new.facts(), "since": step}, why="")
-            new = None
-        self.in_force, self.left = new, None if new is None else new.steps
-        self._measure(None if new is None else new.preset)
-        self._doze()
-
-    def _over(self, why: str, last: int | None) -> None:
-        if self.in_force is not None:
-            ended = {**self.in_force.facts(), "since": self.since, "until": last, "ended": why}
-            self.in_force = self.left = self.since = None
-            self._why = ""
-            self._note(in_force=None, last=ended)
-
-    def step_began(self, step: int, stride: int) -> None:
-        """The first step under a change is the one that is noted."""
-        if self._has_left:
-            self._has_left = False
-            self._notes.reopen()
-            self._note(listens=self._speaks(), ended=None)
-        if self.in_force is not None and self.since is None:
-            self.since = step
-            until = None if self.left is None else step + (self.left - 1) * stride
-            facts = {**self.in_force.facts(), "since": step, "until": until}
-            self._note(in_force=facts, waits=None if self._asked is None else self._asked.facts(), why=self._without)
-
-    # --- what it is that changes -----------------------------------------------------------------------------------------------
-
-    def cadence(self, step: int, asked: bool) -> bool:
+    def wants(self, step: int, asked: bool) -> bool:
         """Whether ``step`` is monitored, where the script says ``asked``."""
+        try:
+            self.watches_idle_steps |= self._requests.look()
+        except GradmonWarning as error:  # where warnings are errors; raised where it costs no step
+            self._raised, self.watches_idle_steps = error, True
         every = None if self.in_force is None else self.in_force.every
-        return asked if every is None else step % every == 0 or (asked and self.is_alone)
+        return asked if every is None else step % every == 0
 
-    @property
-    def sets_cadence(self) -> bool:
-        """Whether the script's own cadence, and its budget, have nothing to say."""
-        return self.in_force is not None and self.in_force.every is not None
+    def foretells(self, step: int, asked: bool, ahead: int | None) -> bool:
+        """The same of a later step, as long as the change lasts."""
+        is_changed = ahead is not None and (self.left is None or ahead < self.left - self.context.is_step_open)
+        return self.wants(step, asked) if is_changed else asked
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether this is one of several ranks, and the others know nothing of what is in force."""
-        return self.in_force is not None and not self._is_common and self._ranks.count > 1
+    # --- changes ---------------------------------------------------------------------------------------------------------------
 
-    @property
-    def context(self) -> dict[str, Any] | None:
-        """What is in force, for the record of a step."""
-        if self.in_force is None:
-            return None
-        return {name: value for name, value in self.in_force.facts().items() if name in ("every", "preset", "number")}
+    def _change(self, step: int) -> None:
+        """What was agreed comes into force for ``step``, the next one, or else what the script asked for."""
+        is_due = self._agreed is not None and step >= (self._agreed.first or 0)
+        if not is_due and self.left != 0:
+            return
+        try:
+            self.context.flush_pending()  # under what it was measured under
+        finally:
+            was_changed = self.in_force is not None
+            new: DetailRequest | None = None
+            if is_due:
+                new, self._agreed = self._agreed, None
+            self._end_change(self._why_ended or "its steps are over" if new is None else "another one took its place")
+            if new is not None and new.is_reset:
+                self._requests.note(waits=None, last={**new.facts(), "since": step}, why="")
+                new = None
+            self.in_force, self.left = new, None if new is None else new.steps
+            self._measure(None if new is None else new.preset)
+            self._update_pending()
+            if was_changed != (self.in_force is not None):
+                self.context.detail_changed(is_back=was_changed)
+            self.context.ask_cadence_again()
+            self.context.request_replan(drop_hooks=True)
+
+    def _end_change(self, why: str) -> None:
+        if self.in_force is not None:
+            ended = {**self.in_force.facts(), "since": self._since, "until": self.context.last_step, "ended": why}
+            self.in_force = self.left = self._since = None
+            self._why_ended = ""
+            self._requests.note(in_force=None, last=ended)
 
     def _measure(self, preset: str | None) -> None:
-        registry, summary = self._planner.registry, self._summary
-        self._without = ""
-        registry.stand_in(None)
-        summary.stand_in(None)
-        if preset is not None:
-            # what the others do not know of may only be more: detectors have to see the same on all ranks
-            kept, keys = (registry.unseen, summary.keys) if self.is_alone else ((), ())
-            registry.stand_in((*kept, *self._metrics(preset)), shared=self._is_common)
-            summary.stand_in(dict.fromkeys((*keys, *PRESETS[preset].keys)))
-        self._planner.changed()
+        self._why_missing = ""
+        self.context.set_overlay(self.name, None if preset is None else self._metrics(preset), replaces_hidden=True)
+        self._summary.override_keys(None if preset is None else PRESETS[preset].keys)
 
     def _metrics(self, preset: str) -> list[Metric]:
         """What a preset measures out of sight; in a compiled model the script's own metrics of modules stay as they are."""
         registry = self._planner.registry
-        made = [registry.make(source, name, every=every, shown=False) for source, name, every in PRESETS[preset].layer_metrics]
-        if self._may_hang():
+        made = [self.context.make_metric(source, name, every) for source, name, every in PRESETS[preset].layer_metrics]
+        if self._may_add_hooks():
             return made
         if any(metric.source in OF_MODULES for metric in made):
-            self._without = _COMPILED
-            self._complaints.add("tune:compiled", _COMPILED)
+            self._why_missing = _COMPILED
+            self.context.warn("tune:compiled", _COMPILED)
         return [
             *(metric for metric in made if metric.source not in OF_MODULES),
             *(metric for metric in registry.unseen if metric.source in OF_MODULES),
         ]
 
-    # --- the run directory -----------------------------------------------------------------------------------------------------
-
-    def leave(self, last: int | None) -> None:
-        """The run ends, or the monitor leaves it: nothing stays in force."""
-        self._from_code.clear()
-        self._asked = self._agreed = None
+    def on_leave(self, last: int | None) -> None:
+        """Nothing stays in force."""
+        self._requests.from_code.clear()
+        self._requests.asked = self._agreed = None
         if self.in_force is not None:
-            self._over("the run has ended, or its monitor was detached", last)
+            self._end_change("the run has ended, or its monitor was detached")
             self._measure(None)
-        self._has_left = self.is_awake = True  # until a step begins all the same: by hand, or after attach()
-        self._note(listens=False, ended=True, waits=None)
-
-    def _note(self, **facts: Any) -> None:
-        known = {name: value for name, value in {**self._facts, **facts}.items() if value not in (None, "")}
-        if known != self._facts:
-            self._facts = known
-            if self._mailbox is not None:
-                self._notes.note(tune=known)
+        self.watches_idle_steps = True  # until a step opens all the same: by hand, or after attach()
+        self._requests.leave()

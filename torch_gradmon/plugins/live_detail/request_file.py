@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ...core.errors import Complaints
+from ...core.errors import WarningLog
 from ...runs import detail_request as change
-from ...runs.detail_request import Change
+from ...runs.detail_request import DetailRequest
 
 #: Seconds between two looks at the file.
 PERIOD = 1.0
@@ -32,7 +32,7 @@ class Mailbox:
         self,
         directory: Path,
         session: str,
-        complaints: Complaints,
+        complaints: WarningLog,
         is_ours: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -40,9 +40,9 @@ class Mailbox:
         self._complaints, self._is_ours, self._clock = complaints, is_ours, clock
         self._due = clock()
         self._seen: tuple[int, ...] | None = None
-        self._last = Change()
+        self._last = DetailRequest()
 
-    def look(self) -> Change | None:
+    def look(self) -> DetailRequest | None:
         """What is newly asked for, if anything is."""
         now = self._clock()
         if now < self._due:
@@ -50,7 +50,7 @@ class Mailbox:
         self._due = now + PERIOD
         return self._read() if self._is_ours() else None
 
-    def _read(self) -> Change | None:
+    def _read(self) -> DetailRequest | None:
         try:
             there = os.stat(self._path)
             seen = there.st_mtime_ns, there.st_size, there.st_ino

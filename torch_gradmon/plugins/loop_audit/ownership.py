@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...step.model_index import Inventory
+from ...step.model_index import ModelIndex
 from ...step.parameter_refs import Place
 from ...step.planner import Planner
 from ...step.ranks import is_dtensor
@@ -48,7 +48,7 @@ class Survey:
         inventory = planner.inventory
         assert inventory is not None
         self._inventory = inventory
-        self._cleared: tuple[Inventory | None, list[int]] = (None, [])
+        self._cleared: tuple[ModelIndex | None, list[int]] = (None, [])
         self._is_odd = False
         self._aliases = {name: tuple(others) for name, others in inventory.aliases.items()}
         self._known = {name: _told(place()) for name, place in zip(inventory.names, inventory.references, strict=True)}
@@ -105,7 +105,7 @@ class Survey:
         # as long as the model and the optimizers stay as they are, it need not be looked at again
         self._cleared = (None, []) if self._is_odd else (inventory, sizes)
 
-    def _look_at_ties(self, inventory: Inventory) -> None:
+    def _look_at_ties(self, inventory: ModelIndex) -> None:
         names = set(inventory.names)
         apart = [(other, name) for name, others in self._aliases.items() for other in others if {name, other} <= names]
         self._is_odd |= bool(apart)

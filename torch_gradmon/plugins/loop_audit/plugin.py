@@ -6,7 +6,6 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +13,10 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from ...capture.hooks import Handles, Hook
-from ...core.errors import Complaints, GradmonWarning
-from ...core.loop_findings import Fact
-from ...core.torch_modes import call_unseen
+from ...core.errors import WarningLog
+from ...core.loop_findings import LoopFinding
 from ...step.planner import Planner
+from ...step.plugin import Plugin
 from .optimizer_state import Watched
 from .ownership import Survey
 from .probe import Probe
@@ -25,7 +24,6 @@ from .sampling import Rest
 from .tallies import Tallies
 from .unused_gradients import Idle
 
-F = TypeVar("F", bound=Callable[..., Any])
 #: Optimizers that get a probe. Where there are more, they are those of single parameters, which step within the backward pass.
 _OPTIMIZERS = 3
 #: Steps in a row in which a probe has no gradient, after which another one is chosen.
@@ -34,47 +32,24 @@ _PATIENCE = 3
 _PLACES, _LARGEST = 4, 2**20
 
 
-class Run(Protocol):
-    """What the audit has to know of the run that it is beside of."""
-
-    step: int | None
-
-
-def _fenced(method: F) -> F:
-    """What fails in here ends the audit with one warning, and nothing else."""
-
-    @functools.wraps(method)
-    def run(self: Audit, *args: Any) -> None:
-        if not self.is_off:
-            try:
-                call_unseen(method, self, *args)
-            except GradmonWarning:  # where warnings were made errors
-                raise
-            except Exception as error:
-                self.is_off = True
-                self.complaints.add("internal:audit", "the audit of the loop failed and is off; training goes on", error)
-
-    return run  # type: ignore[return-value]
-
-
-class Audit:
+class LoopAudit(Plugin):
     """Watches a loop from beside; it measures nothing and changes nothing.
 
     Args:
-        run: the run in which it happens.
         planner: knows the model.
-        complaints: where mistakes that are certain are said.
+        complaints: where mistakes that are certain are reported.
         note: takes facts about the run, for the run directory.
 
     Attributes:
-        is_off: nothing is watched.
         paused: what happens now is no training.
     """
 
-    def __init__(self, run: Run, planner: Planner, complaints: Complaints, note: Callable[..., None]) -> None:
-        self.complaints = complaints
-        self.is_off, self.paused = True, False
-        self._run, self._planner = weakref.ref(run), planner  # a scaler that goes on holds what is wrapped around it
+    name = "loop_audit"
+    stops_on_failure = True
+
+    def __init__(self, planner: Planner, complaints: WarningLog, note: Callable[..., None]) -> None:
+        self.paused = False
+        self._planner = planner
         self._tallies = Tallies(complaints, self._step, note)
         self._watched: dict[int, Watched] = {}
         self._probed: list[Watched] = []
@@ -88,31 +63,25 @@ class Audit:
         self._is_hung = True
 
     def _step(self) -> int:
-        run = self._run()
-        return 0 if run is None else run.step or 0
+        return self.context.step or 0
 
-    def facts(self) -> list[Fact]:
+    def facts(self) -> list[LoopFinding]:
         """The mistakes that were seen often enough."""
         return self._tallies.facts()
 
-    def receive_apart(self) -> bool:
+    def sees_alternation(self) -> bool:
         """Whether the optimizers have got gradients from different numbers of backward passes since they stepped last."""
         return len({watched.probe.fired for watched in self._watched.values() if watched.probe is not None}) > 1
 
-    def tell(self) -> None:
-        """Note the facts in the run directory, if they are news."""
+    def on_leave(self, last: int | None) -> None:
+        """Note the facts in the run directory, if they are new."""
         self._tallies.tell()
 
     # --- life cycle ----------------------------------------------------------------------------------------------------------
 
-    def follow(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Watch a loop from now on."""
-        self.leave()
-        self.is_off = False
-        self._begin(module, optimizers)
-
-    @_fenced
-    def _begin(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self.on_detach()
         self._watched = {id(optimizer): Watched(optimizer, self._tallies) for optimizer in optimizers}
         references = [weakref.ref(optimizer) for optimizer in optimizers]
         self._survey = Survey(self._planner, self._tallies, lambda: [o for ref in references if (o := ref()) is not None])
@@ -125,9 +94,12 @@ class Audit:
             self._choose(watched)
         self._hang()
 
-    def leave(self) -> None:
+    def on_pause(self, is_paused: bool) -> None:
+        """What happens from now on is no training, or is training again."""
+        self.paused = is_paused
+
+    def on_detach(self) -> None:
         """Take all hooks away, and hold nothing any more but the facts."""
-        self.is_off = True
         self._handles.remove()
         self._watched, self._survey, self._idle, self._rest, self._ddp = {}, None, Idle(), Rest(), None
         self._probed = []
@@ -165,24 +137,25 @@ class Audit:
             return
         for key, watched in self._watched.items():
             if watched.probe is not None and not watched.probe.is_offloaded:
-                self._handles.on_accumulate(watched.probe.place, Hook(self._accumulated, key))
+                self._handles.on_accumulate(watched.probe.place, Hook(self._accumulated_hook, key))
                 if watched.writes.is_curious or watched.writes.is_doubtful:
-                    self._handles.on_gradient(watched.probe.place, Hook(self._incoming, key))
+                    self._handles.on_gradient(watched.probe.place, Hook(self._incoming_hook, key))
 
     # --- forward and backward --------------------------------------------------------------------------------------------------
 
-    def forward_began(self) -> None:
+    def on_forward(self) -> None:
         """The model is called in training."""
         self._forwards += 1
         if self._rest.is_on and self._forwards - self._forwards_at_step > self._most_forwards + _PATIENCE:
             self._rest, self._is_hung = Rest(), False  # no optimizer steps any more
-        if not self._is_hung and not self.is_off:  # not from within a hook on the same parameter
-            call_unseen(self._hang)
+        if not self._is_hung:  # not from within a hook on the same parameter
+            self._hang()
 
-    @_fenced
+    def _accumulated_hook(self, key: int, parameter: Tensor) -> None:
+        if not torch.compiler.is_compiling():  # as compiled autograd does
+            self.context.call(self._accumulated, key, parameter)
+
     def _accumulated(self, key: int, parameter: Tensor) -> None:
-        if torch.compiler.is_compiling():  # compiled autograd
-            return
         watched = self._watched[key]
         probe = watched.probe
         if probe is None:
@@ -212,8 +185,7 @@ class Audit:
             passes = {"backward passes": float(watched.elsewhere.passes)}
             self._tallies.seen("unattached-optimizer", watched.key, evidence=passes)
 
-    @_fenced
-    def backward_ended(self) -> None:
+    def on_backward_ended(self) -> None:
         """A backward pass of a monitored step is over: a probe that never took part in one is replaced."""
         for watched in self._probed:
             if watched.probe is not None and not watched.probe.has_fired and not self.paused:
@@ -222,7 +194,7 @@ class Audit:
                 if watched.silent >= _PATIENCE:
                     self._choose(watched, with_gradient=True)
 
-    def optimizers_gone(self) -> None:
+    def on_optimizers_lost(self) -> None:
         """All optimizers were collected, of which the loop has warned."""
         self._tallies.seen("unattached-optimizer", warns=False)
 
@@ -247,17 +219,18 @@ class Audit:
         if key not in self._settling:
             self._settling.add(key)
             engine = Variable._execution_engine
-            settle = functools.partial(self._settled, key)
+            settle = functools.partial(self.context.call, self._settled, key)
             engine.queue_callback(lambda: engine.queue_callback(settle))
 
-    @_fenced
     def _settled(self, key: int) -> None:
         self._settling.discard(key)
         watched = self._watched.get(key)
         if watched is not None and watched.probe is not None and (parameter := watched.probe.place()) is not None:
             watched.probe.settled(parameter)
 
-    @_fenced
+    def _incoming_hook(self, key: int, gradient: Tensor | None) -> None:
+        self.context.call(self._incoming, key, gradient)
+
     def _incoming(self, key: int, gradient: Tensor | None) -> None:
         probe = self._watched[key].probe
         parameter = None if probe is None else probe.place()
@@ -269,8 +242,7 @@ class Audit:
 
     # --- steps -----------------------------------------------------------------------------------------------------------------
 
-    @_fenced
-    def step_began(self, optimizer: Optimizer, has_closure: bool) -> None:
+    def on_optimizer_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         """An optimizer is about to step, or to call its closure."""
         watched = self._watched.get(id(optimizer))
         if watched is None or self._survey is None:
@@ -301,8 +273,7 @@ class Audit:
         elif watched.step_without_gradient(probe, optimizer) and (watched.absent >= _PATIENCE or not watched.had_gradients):
             self._choose(watched, with_gradient=True)
 
-    @_fenced
-    def step_ended(self, optimizer: Optimizer) -> None:
+    def on_optimizer_stepped(self, optimizer: Optimizer) -> None:
         """It has stepped."""
         watched = self._watched.get(id(optimizer))
         if watched is not None and self._survey is not None:
@@ -315,8 +286,7 @@ class Audit:
             if watched.writes.is_doubtful and not self._is_hung:
                 self._hang()
 
-    @_fenced
-    def step_refused(self, optimizer: Optimizer) -> None:
+    def on_optimizer_overflowed(self, optimizer: Optimizer) -> None:
         """The scaler did not let it step."""
         self._clock += 1
         if (watched := self._watched.get(id(optimizer))) is not None:
@@ -348,27 +318,23 @@ class Audit:
 
     # --- scaler ----------------------------------------------------------------------------------------------------------------
 
-    @_fenced
-    def unscaling(self, optimizer: Optimizer) -> None:
+    def on_unscaling(self, optimizer: Optimizer) -> None:
         """The scaler is about to unscale its gradients."""
         watched = self._watched.get(id(optimizer))
         if watched is not None and watched.probe is not None and (parameter := watched.probe.place()) is not None:
             watched.unscaling(parameter, watched.probe, optimizer)
 
-    @_fenced
-    def unscaled(self, optimizer: Optimizer) -> None:
+    def on_unscaled(self, optimizer: Optimizer) -> None:
         """It has."""
         if (watched := self._watched.get(id(optimizer))) is not None:
             watched.unscaled()
 
-    @_fenced
-    def scaled(self) -> None:
+    def on_loss_scaled(self) -> None:
         """The scaler has scaled a loss."""
         for watched in self._watched.values():
             watched.scaled()
 
-    @_fenced
-    def updated(self) -> None:
+    def on_scaler_updated(self) -> None:
         """The scaler's attempt is over."""
         for watched in self._watched.values():
             watched.attempt_over()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...step.parameter_refs import OnShelf, Place
+from ...step.parameter_refs import FsdpParameterRef, Place
 
 #: A gradient of so many elements at most is held from one look to the next, which nobody notices.
 LARGEST = 2**20
@@ -84,9 +84,9 @@ class Probe:
 
     def __init__(self, name: str, place: Place, parameter: Tensor) -> None:
         self.name, self.place, self.identity, self._tensor = name, place, id(parameter), parameter._cdata
-        self.is_sharded = type(place) is OnShelf
+        self.is_sharded = type(place) is FsdpParameterRef
         # fully_shard copies gradients to the host while the backward pass goes on, unless there is a hook behind their accumulation
-        self.is_offloaded = isinstance(place, OnShelf) and place.is_offloaded
+        self.is_offloaded = isinstance(place, FsdpParameterRef) and place.is_offloaded
         self.gradient: Tensor | None = None
         self.last: Tensor | None = None
         self.dropped: Tensor | None = None

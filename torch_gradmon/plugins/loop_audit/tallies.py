@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...core.errors import Complaints
-from ...core.loop_findings import Fact
+from ...core.errors import WarningLog
+from ...core.loop_findings import LoopFinding
 from ...core.loop_mistakes import MISTAKES
 
 #: Counts at which the run directory hears of a fact again.
@@ -50,7 +50,7 @@ class Tallies:
         note: takes facts about the run, for the run directory.
     """
 
-    def __init__(self, complaints: Complaints, step: Callable[[], int], note: Callable[..., None]) -> None:
+    def __init__(self, complaints: WarningLog, step: Callable[[], int], note: Callable[..., None]) -> None:
         self._complaints, self._step, self._note = complaints, step, note
         self._tallies: dict[tuple[str, object], Tally] = {}
         self._told: list[dict[str, Any]] = []
@@ -99,12 +99,12 @@ class Tallies:
         tally = self._tallies.get((rule, key))
         return 0 if tally is None else tally.count
 
-    def facts(self) -> list[Fact]:
+    def facts(self) -> list[LoopFinding]:
         """What was seen often enough, one fact for each mistake."""
-        found: dict[str, Fact] = {}
+        found: dict[str, LoopFinding] = {}
         for (rule, _), tally in self._tallies.items():
             if tally.is_fact:
-                fact = Fact(rule, tally.first, tally.last, tally.count, tally.where, dict(tally.evidence))
+                fact = LoopFinding(rule, tally.first, tally.last, tally.count, tally.where, dict(tally.evidence))
                 found[rule] = _merged(found[rule], fact) if rule in found else fact
         return list(found.values())
 
@@ -122,8 +122,8 @@ class Tallies:
         self._complaints.add(f"audit:{rule}", f"{mistake.cause} ({seen}). {mistake.advice}")
 
 
-def _merged(one: Fact, other: Fact) -> Fact:
+def _merged(one: LoopFinding, other: LoopFinding) -> LoopFinding:
     where = dict.fromkeys((*one.where, *other.where))
     evidence = {**other.evidence, **one.evidence}
     first, last = min(one.first, other.first), max(one.last, other.last)
-    return Fact(one.rule, first, last, max(one.count, other.count), tuple(where), evidence)
+    return LoopFinding(one.rule, first, last, max(one.count, other.count), tuple(where), evidence)

@@ -6,15 +6,15 @@ import math
 from collections.abc import Mapping
 
 from ...core import keys as n
-from ...core.errors import Complaints
+from ...core.errors import WarningLog
 from ...core.moments import Column, identity
-from ...core.records import Event, StepRecord
-from ...spikes.detector_set import Judges
+from ...core.records import SpikeEvent, StepRecord
+from ...spikes.detector_set import DetectorSet
 from ...step.buffer import StepBuffer
-from ...step.exchange import Exchange
+from ...step.exchange import RankExchange
 from ...step.gradient_summary import gradient_values
 from ...step.plan import SourcePlan
-from .policy import View
+from ...step.plugin import OptimizerContext
 
 #: What is known of a step before its optimizer steps.
 _SOURCES = (n.GRADIENT_BEFORE_CLIP, n.GRADIENT)
@@ -36,7 +36,7 @@ class Votes:
         split: whether the scalers of the ranks disagreed about the step, which is therefore skipped.
     """
 
-    def __init__(self, judges: Judges, exchange: Exchange, complaints: Complaints, layout: object) -> None:
+    def __init__(self, judges: DetectorSet, exchange: RankExchange, complaints: WarningLog, layout: object) -> None:
         self.known: tuple[StepRecord, dict[str, float]] | None = None
         self.split = False
         self._judges, self._exchange, self._complaints, self._layout = judges, exchange, complaints, layout
@@ -46,34 +46,34 @@ class Votes:
         """Whether all ranks vote, in the same way."""
         return self._exchange.all_take_part("decisions", lambda: [self._layout, self._judges.signals])
 
-    def cast(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], view: View) -> tuple[float, str]:
+    def cast(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], optimizer: OptimizerContext) -> tuple[float, str]:
         """How bad the step is by what all ranks have seen of it so far, and why. Synchronises; a collective, or two.
 
         Whatever fails here, this rank votes, for the others wait for it.
         """
         part = buffer.part(_SOURCES)
-        for source in _SOURCES if view.leftovers else ():
-            part.clear(source, view.leftovers)
+        for source in _SOURCES if optimizer.ignored else ():
+            part.clear(source, optimizer.ignored)
         spread = {source: (plans[source].exchanged, plans[source].columns) for source in _SOURCES if plans[source].exchanged}
         self._exchange.run(part, spread, self._judges.watches_values, self._judges.watches, asked="decisions")
-        events: list[Event] = []
-        count, refused = 0, view.refused
+        events: list[SpikeEvent] = []
+        count, refused = 0, optimizer.is_overflowed
         try:
             record, whole = self.known = _looked_at(part)
             count = _nonfinite(record)
-            refused |= bool(count) and view.has_scaler
+            refused |= bool(count) and optimizer.has_scaler
             if not refused:  # infinite gradients are the scaler's own affair
-                events = self._judges.foresee(record, whole)
+                events = self._judges.predict(record, whole)
         except Exception as error:
             self._complaints.add("internal:vote", f"whether step {buffer.step} is a spike could not be told", error)
         reasons = [event.reason for event in events]
         if count and not refused and all(math.isfinite(event.value) for event in events):
             reasons.append(f"{count:,} elements of the gradients are NaN or infinite")
-        if view.unzeroed:
+        if optimizer.is_stale:
             reasons.append("the gradients are those of a step that was skipped, and were not zeroed since")
         severity = CALM if not reasons else NONFINITE if count and not refused else SPIKE
         vote = self._together(severity, "; ".join(reasons), refused)
-        self._judges.report_failures(self._complaints)
+        self._judges.warn_of_failures(self._complaints)
         return vote
 
     def _together(self, severity: float, reason: str, refused: bool) -> tuple[float, str]:

@@ -8,26 +8,28 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ...core.errors import Complaints, SpikeError
-from ...core.records import StepRecord
-from ...spikes.detector_set import Judges
-from ...step.buffer import StepBuffer
-from ...step.exchange import Exchange
-from ...step.plan import SourcePlan
+from ...core.errors import SpikeError, WarningLog
+from ...core.keys import SUMMARY, Key
+from ...spikes.detector_set import DetectorSet
+from ...step.active_step import ActiveStep, Mode, RecordedStep
+from ...step.exchange import RankExchange
+from ...step.plugin import OptimizerContext, Plugin
 from .buffers import Buffers
 from .decision import CALM, NONFINITE, Votes
-from .policy import Act, Policy, Rollback, RolledBack, View
+from .policy import Act, Policy, Rollback, RolledBack
 from .snapshots import Snapshots
 
+_STEPS_SKIPPED = Key(SUMMARY, "", "steps_skipped")
 
-class Actor:
+
+class SpikePolicy(Plugin):
     """What is done about spikes in one run.
 
     Args:
         policy: what may be done.
-        judges: the detectors, which are asked and learn nothing here: what a step brings they learn when its record is made.
+        detectors: are asked, and learn nothing here: what a step brings they learn when its record is made.
         exchange: with the other ranks, for decisions alone.
-        complaints: where it is said what was done.
+        complaints: where it is reported what was done.
 
     Attributes:
         act: what became of the step in flight, or of the one that ended last, if it is a spike.
@@ -35,76 +37,97 @@ class Actor:
         skipped, rollbacks: how many so far.
     """
 
-    def __init__(self, policy: Policy, judges: Judges, exchange: Exchange, complaints: Complaints) -> None:
+    name = "spike_policy"
+
+    def __init__(self, policy: Policy, detectors: DetectorSet, exchange: RankExchange, complaints: WarningLog) -> None:
         self.policy = policy.without_others() if isinstance(policy, Rollback) else policy
-        self.buffers = Buffers()
+        self._model_buffers = KnownBuffers(complaints)
         self.act: Act | None = None
         self.rolled_back: RolledBack | None = None
         self.skipped = self.rollbacks = 0
-        self._votes = Votes(judges, exchange, complaints, policy.settings)
-        self._ranks, self._complaints = exchange.ranks, complaints
+        self._votes = Votes(detectors, exchange, complaints, policy.settings)
+        self._ranks = exchange.ranks
         self._snapshots = Snapshots(policy, exchange.ranks.rank) if isinstance(policy, Rollback) else None
         self._in_a_row = 0
         self._batches = 0  # that came, or were passed over
         self._worth_keeping: int | None = None  # the step before, if a snapshot is due after it
 
+    @property
+    def requires_gradients(self) -> bool:
+        """In every step, as soon as optimizers are attached."""
+        return self.context.is_attached
+
+    # --- the model's buffers -------------------------------------------------------------------------------------------------
+
+    def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Remember the buffers as they are before the first batch."""
+        self._model_buffers.remember(module, self.context.plan_version)
+
+    def before_forward(self, module: nn.Module) -> None:
+        """The model is about to run in training mode."""
+        self._model_buffers.remember_once(module, self.context.plan_version)
+
+    def on_drop(self) -> None:
+        """The next step begins anew."""
+        self._model_buffers.is_known = False
+
     # --- the step ------------------------------------------------------------------------------------------------------------
 
-    def step_opened(self, model: nn.Module | None, optimizers: Sequence[Optimizer]) -> None:
+    def on_step_open(self, step: ActiveStep) -> None:
         """A step begins, and with it the loop has done all that belongs to the one before: the time for a snapshot of it, which waits
         for the device.
         """
         self.act = self.rolled_back = self._votes.known = None
         self._votes.split = False
-        step, self._worth_keeping = self._worth_keeping, None
-        if step is None or self._snapshots is None or model is None:
+        last, self._worth_keeping = self._worth_keeping, None
+        model = self.context.module
+        if last is None or self._snapshots is None or model is None:
             return
         self._in_a_row = 0
         try:
-            self._snapshots.take(step, self._batches, model, optimizers)
+            self._snapshots.take(last, self._batches, model, self.context.optimizers)
         except Exception as error:  # a full disk, or what cannot be copied
-            self._complaints.add("snapshot", f"no snapshot could be taken after step {step}", error)
+            self.context.warn("snapshot", f"no snapshot could be taken after step {last}", error)
 
     @property
-    def skips(self) -> bool:
+    def is_skipped(self) -> bool:
         """Whether the step in flight, or the one that ended last, is skipped."""
         return self.act is not None and self.act.skipped
 
-    @property
-    def known(self) -> tuple[StepRecord, dict[str, float]] | None:
-        """What was known of the step when it was decided, as a record and whole-model values."""
-        return self._votes.known
-
-    @property
     def overrules_scaler(self) -> bool:
         """Whether ranks' scalers disagreed about the step, which is therefore skipped."""
         return self._votes.split
 
-    def decide(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], view: View) -> bool:
-        """Whether the optimizer that is about to step is to change nothing. Synchronises; a collective, or two.
-
-        Args:
-            buffer: what was measured in the step so far.
-            plans: what was to be.
-            view: the optimizer.
+    def before_optimizer_step(self, step: ActiveStep, optimizer: OptimizerContext) -> None:
+        """Decide whether the optimizer that is about to step must change nothing. Synchronises; a collective, or two.
 
         Raises:
             SpikeError: the policy says to stop.
         """
-        if not self.skips:  # else all ranks know
-            if not self._votes.are_common:
-                return False
-            severity, reason = self._votes.cast(buffer, plans, view)
-            if severity == CALM or not self._answer(buffer.step, severity, reason, view.stepped):
-                return False
-        self._put_buffers_back()
-        return True
+        assert step.buffer is not None
+        try:
+            if not self.is_skipped:  # else all ranks know
+                if not self._votes.are_common:
+                    return
+                severity, reason = self._votes.cast(step.buffer, step.plans, optimizer)
+                if severity == CALM or not self._answer(step.number, severity, reason, optimizer.stepped):
+                    return
+            self._model_buffers.put_back()
+        finally:
+            if self.act is not None:
+                step.mode = Mode.MONITORED  # what is done about a step is recorded, whatever the cadence
+            step.is_skipped = self.is_skipped
 
-    def _put_buffers_back(self) -> None:
-        if failed := self.buffers.put_back():
-            names = ", ".join(failed[:3])
-            message = f"buffers of the model ({names}) could not be made what they were before a step that was skipped"
-            self._complaints.add("buffers", message)
+    def annotate(self, step: ActiveStep) -> None:
+        """Say in the record what was done about the step."""
+        if self.act is not None:
+            step.annotations.update(self.act.context())
+        step.values[_STEPS_SKIPPED] = float(self.skipped)
+
+    def on_unmonitored_step(self, recorded: RecordedStep) -> None:
+        """Let the detectors see what was known of the step when it was decided."""
+        if self._votes.known is not None and not recorded.step.is_overflowed:
+            self.context.learn(*self._votes.known)
 
     def _answer(self, step: int, severity: float, reason: str, stepped: str) -> bool:
         policy = self.policy
@@ -116,7 +139,7 @@ class Actor:
             if policy.on_limit == "stop":
                 self.act = Act(reason, f"stopped, for it is {row}", True, self._in_a_row)
                 self.skipped += 1
-                self._put_buffers_back()
+                self._model_buffers.put_back()
                 raise SpikeError(f"step {step}: {reason}; this is {row}, and {policy!r} says to stop")
             if severity < NONFINITE:
                 self.act = Act(reason, f"accepted, for it is {row}", False, self._in_a_row)
@@ -132,20 +155,24 @@ class Actor:
 
     # --- after the step --------------------------------------------------------------------------------------------------------
 
-    def attempt_over(self, step: int, applied: bool, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def after_attempt(self, step: ActiveStep, applied: bool) -> None:
         """All optimizers have stepped, or have not: go back to a snapshot where there was a spike."""
-        if self.skips:
-            self._put_buffers_back()  # a forward may have followed the decision
+        model = self.context.module
+        if model is None:
+            return
+        if self.is_skipped:
+            self._model_buffers.put_back()  # a forward may have followed the decision
         self._batches += 1
         if applied and self.act is None:
             if self._snapshots is None:
                 self._in_a_row = 0
-            elif self._snapshots.is_due(step):
-                self._worth_keeping = step
+            elif self._snapshots.is_due(step.number):
+                self._worth_keeping = step.number
         elif applied:
             self._in_a_row = 0  # accepted
-        elif self.skips and self._snapshots is not None:
-            self._go_back(step, model, optimizers)
+        elif self.is_skipped and self._snapshots is not None:
+            self._go_back(step.number, model, self.context.optimizers)
+        self._model_buffers.attempt_ended(model, self.context.plan_version)
 
     def _go_back(self, step: int, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         assert isinstance(self.policy, Rollback)
@@ -157,14 +184,12 @@ class Actor:
             return
         if failures := self._on_all(lambda: snapshots.load(to, model, optimizers)):  # all go back, or none
             self._snapshots.forget()
-            self._complaints.add(
-                "rollback", f"step {step} is skipped, but the model could not go back to step {to}: {failures[0]}"
-            )
+            self.context.warn("rollback", f"step {step} is skipped, but the model could not go back to step {to}: {failures[0]}")
             return
         before = self._snapshots.batches_of(to)
         if failures := self._on_all(lambda: snapshots.go_back(step, model, optimizers)):
             message = f"not all of the model went back to step {to}, and what it is now is of no use: {failures[0]}"
-            self._complaints.add("rollback:partly", message)
+            self.context.warn("rollback:partly", message)
         self.rollbacks += 1
         self.rolled_back = RolledBack(step, to, self._batches - before, self.policy.skip_batches)
         self._batches += self.policy.skip_batches
@@ -179,7 +204,7 @@ class Actor:
             failure = f"{type(error).__name__}: {error}"
         return list(filter(None, self._ranks.gathered(failure)))
 
-    def goes_back(self) -> None:
+    def on_rewind(self, step: int) -> None:
         """The loop has gone back by itself: snapshots are of another branch."""
         self._worth_keeping = None
         if self._snapshots is not None:
@@ -187,7 +212,7 @@ class Actor:
 
     def close(self) -> None:
         """The run ends."""
-        self.buffers.forget()
+        self._model_buffers.forget()
         if self._snapshots is not None:
             self._snapshots.forget()
 
@@ -200,7 +225,49 @@ class Actor:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
         self._in_a_row, self.skipped, self.rollbacks = int(state["in_a_row"]), int(state["skipped"]), int(state["rollbacks"])
-        self.goes_back()
+        self.on_rewind(0)
+
+
+class KnownBuffers:
+    """The model's buffers as they were before the batch of the open step.
+
+    Args:
+        complaints: where it is reported that some could not be put back.
+
+    Attributes:
+        is_known: they were remembered since the last attempt.
+    """
+
+    def __init__(self, complaints: WarningLog) -> None:
+        self._buffers, self._complaints = Buffers(), complaints
+        self.is_known = False
+
+    def remember(self, module: nn.Module, version: int) -> None:
+        """Remember them as they are; the modules of the model are others when ``version`` is."""
+        self._buffers.remember(module, version)
+
+    def remember_once(self, module: nn.Module, version: int) -> None:
+        """The same, at the first call since the last attempt."""
+        if not self.is_known:
+            self.remember(module, version)
+            self.is_known = True
+
+    def attempt_ended(self, module: nn.Module, version: int) -> None:
+        """The next batch is a new one. Where no call of the model was seen, as when it is called by its parts, the time is now."""
+        if not self.is_known:
+            self.remember(module, version)
+        self.is_known = False
+
+    def put_back(self) -> None:
+        """Make them what they were."""
+        if failed := self._buffers.put_back():
+            names = ", ".join(failed[:3])
+            message = f"buffers of the model ({names}) could not be made what they were before a step that was skipped"
+            self._complaints.add("buffers", message)
+
+    def forget(self) -> None:
+        """Hold nothing."""
+        self._buffers.forget()
 
 
 def _ordinal(number: int) -> str:

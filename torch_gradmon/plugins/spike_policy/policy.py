@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...core import validation as check
 from ...core.errors import display
@@ -178,25 +178,6 @@ class Act:
     def context(self) -> Mapping[str, str | int]:
         """Facts for the record of the step."""
         return {"action": self.words, "in_a_row": self.in_a_row, **({"skipped": self.reason} if self.skipped else {})}
-
-
-class View(NamedTuple):
-    """What is known of an optimizer that is about to step.
-
-    Attributes:
-        has_scaler: a GradScaler looks after infinite gradients, in the optimizer's own step.
-        refused: a GradScaler has refused its step.
-        stepped: which optimizers have stepped already in this step, in words.
-        leftovers: names of parameters whose gradients are of no concern: of an earlier, skipped step, or of an optimizer that was
-            refused.
-        unzeroed: the same is true of its own gradients, which it would use.
-    """
-
-    has_scaler: bool = False
-    refused: bool = False
-    stepped: str = ""
-    leftovers: frozenset[str] = frozenset()
-    unzeroed: bool = False
 
 
 def policy_of(on_spike: object) -> Policy | None:

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from torch import Tensor
 
-from .frames import Column, Field, Frame
+from .frames import ColumnValues, Field, Frame
 
 _TYPES = {
     "whole": pa.int64(),
@@ -33,7 +33,7 @@ class ParquetFile:
         self._fields = fields
         self._writer = pq.ParquetWriter(path, schema(fields), compression="zstd")
 
-    def write(self, columns: Sequence[Column]) -> None:
+    def write(self, columns: Sequence[ColumnValues]) -> None:
         """Add rows."""
         self._writer.write_batch(_batch(self._fields, columns))
 
@@ -53,12 +53,12 @@ def table(frame: Frame) -> pa.Table:
     return pa.Table.from_batches(batches, schema(frame.fields))
 
 
-def _batch(fields: Sequence[Field], columns: Sequence[Column]) -> pa.RecordBatch:
+def _batch(fields: Sequence[Field], columns: Sequence[ColumnValues]) -> pa.RecordBatch:
     arrays = [_array(field, column) for field, column in zip(fields, columns, strict=True)]
     return pa.record_batch(arrays, schema=schema(fields))
 
 
-def _array(field: Field, column: Column) -> pa.Array:
+def _array(field: Field, column: ColumnValues) -> pa.Array:
     if not isinstance(column.values, Tensor):
         return pa.array(column.values, pa.string())
     mask = None if column.there is None else (~column.there).numpy()

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from .frames import Column, Field, Frame
+from .frames import ColumnValues, Field, Frame
 from .text import CsvFile, JsonlFile
 
 
 class File(Protocol):
     """A file that rows are added to."""
 
-    def write(self, columns: Sequence[Column]) -> None:
+    def write(self, columns: Sequence[ColumnValues]) -> None:
         """Add rows."""
 
     def close(self) -> None:

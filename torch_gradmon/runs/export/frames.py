@@ -15,7 +15,7 @@ from ...core.json_numbers import strict
 from ...core.keys import Key, format_key
 from ...core.moments import VIEWS
 from ...core.records import StepRecord
-from ..window import COUNT, LAYER_SOURCES, Sheet, Window, is_of_layer
+from ..window import COUNT, LAYER_SOURCES, ValueMatrix, Window, is_of_layer
 
 #: What a column holds: whole numbers, real numbers, truth values, microseconds since the epoch, one of some words, or JSON.
 Kind = Literal["whole", "real", "flag", "time", "word", "json"]
@@ -25,7 +25,7 @@ _ROWS = 1 << 16
 _VALUE = "value"
 
 
-class Readable(Protocol):
+class ReadableRun(Protocol):
     """What is made into tables: a :class:`torch_gradmon.analysis.run.Run`."""
 
     @property
@@ -54,7 +54,7 @@ class Readable(Protocol):
 
 
 @dataclass(frozen=True)
-class Column:
+class ColumnValues:
     """A column of some rows.
 
     Attributes:
@@ -87,11 +87,11 @@ class Frame(Protocol):
 
     fields: tuple[Field, ...]
 
-    def parts(self) -> Iterator[tuple[int, list[Column]]]:
+    def parts(self) -> Iterator[tuple[int, list[ColumnValues]]]:
         """So many steps, and the columns of their rows; ascending by step."""
 
 
-class Tensors:
+class TensorFrame:
     """One row for each tensor in each step: step, source, name, the built-in metrics, the number of elements, and other metrics.
 
     Args:
@@ -100,7 +100,7 @@ class Tensors:
         sources: which sources; None for all.
     """
 
-    def __init__(self, run: Readable, steps: Sequence[int], sources: Sequence[str] | None) -> None:
+    def __init__(self, run: ReadableRun, steps: Sequence[int], sources: Sequence[str] | None) -> None:
         self._run, self._steps = run, steps
         custom = [key for key in run.scalars if is_of_layer(key) and (sources is None or key.source in sources)]
         known = [*run.sources, *(key.source for key in custom)]
@@ -118,7 +118,7 @@ class Tensors:
         free = _free(self._metrics, (field.name for field in own))
         self.fields = (*own, *(Field(name, kinds.get(m, "real")) for name, m in zip(free, self._metrics, strict=True)))
 
-    def parts(self) -> Iterator[tuple[int, list[Column]]]:
+    def parts(self) -> Iterator[tuple[int, list[ColumnValues]]]:
         """So many steps, and the columns of their rows; ascending by step, then by source, then in the order of the model."""
         if not self._sources:
             return
@@ -127,16 +127,18 @@ class Tensors:
             steps = self._steps[start : start + size]
             yield len(steps), self._part(self._run.window(steps))
 
-    def _part(self, window: Window) -> list[Column]:
+    def _part(self, window: Window) -> list[ColumnValues]:
         blocks = [self._block(window, number, source) for number, source in enumerate(self._sources)]
         rows, sources, names, values, there = (torch.cat(each) for each in zip(*blocks, strict=True))
         order = rows.sort(stable=True).indices
         steps = torch.tensor(window.steps, dtype=torch.int64, device="cpu")
         values, there = values[order], there[order]
-        columns = [Column(steps[rows[order]]), Column(sources[order]), Column(names[order])]
+        columns = [ColumnValues(steps[rows[order]]), ColumnValues(sources[order]), ColumnValues(names[order])]
         for number, field in enumerate(self.fields[3:]):
             found = values[:, number]
-            columns.append(Column(found.nan_to_num(0.0).to(torch.int64) if field.kind == "whole" else found, there[:, number]))
+            columns.append(
+                ColumnValues(found.nan_to_num(0.0).to(torch.int64) if field.kind == "whole" else found, there[:, number])
+            )
         return columns
 
     def _block(self, window: Window, number: int, source: str) -> tuple[Tensor, ...]:
@@ -156,7 +158,7 @@ class Tensors:
         return rows, torch.full_like(rows, number), words[places], values[rows, places], there[rows, places]
 
 
-class Steps:
+class StepFrame:
     """One row for each step: when, whether it was applied, learning rates, values of the whole model, what was logged, tags and events.
 
     Args:
@@ -164,7 +166,7 @@ class Steps:
         steps: which steps.
     """
 
-    def __init__(self, run: Readable, steps: Sequence[int]) -> None:
+    def __init__(self, run: ReadableRun, steps: Sequence[int]) -> None:
         self._run, self._steps = run, steps
         self._groups, has_scale = 0, False
         for record in run.records(wanted=lambda key: False):
@@ -184,31 +186,31 @@ class Steps:
         self._facts = len(facts)
         self.fields = (*facts, *(Field(name, "real") for name in free), *texts)
 
-    def parts(self) -> Iterator[tuple[int, list[Column]]]:
+    def parts(self) -> Iterator[tuple[int, list[ColumnValues]]]:
         """So many steps, and the columns of their rows; ascending."""
         size = max(16 * _ROWS // len(self.fields), 1)
         for start in range(0, len(self._steps), size):
             steps = self._steps[start : start + size]
             yield len(steps), self._part(self._run.window(steps))
 
-    def _part(self, window: Window) -> list[Column]:
+    def _part(self, window: Window) -> list[ColumnValues]:
         facts = [dict(window.facts[step]) for step in window.steps]
         columns = [
-            Column(_whole(window.steps)),
-            Column(_whole([round(fact.pop("time") * 1e6) for fact in facts])),
-            Column(torch.tensor([fact.pop("applied") for fact in facts], dtype=torch.bool, device="cpu")),
+            ColumnValues(_whole(window.steps)),
+            ColumnValues(_whole([round(fact.pop("time") * 1e6) for fact in facts])),
+            ColumnValues(torch.tensor([fact.pop("applied") for fact in facts], dtype=torch.bool, device="cpu")),
         ]
         rates = [fact.pop("lr", []) for fact in facts]
         columns += [_real([each[group] if group < len(each) else None for each in rates]) for group in range(self._groups)]
         if len(columns) < self._facts:
             columns.append(_real([fact.pop("amp_scale", None) for fact in facts]))
         others = self._spread(window.others)
-        columns += [Column(others.values[:, column], others.there[:, column]) for column in range(len(self._keys))]
+        columns += [ColumnValues(others.values[:, column], others.there[:, column]) for column in range(len(self._keys))]
         events = [_text(json.loads(fact.pop("events"))) for fact in facts]
         tags = [_text(fact.pop("tags", None)) for fact in facts]
-        return [*columns, Column(tags), Column(events), Column([_text(fact) for fact in facts])]
+        return [*columns, ColumnValues(tags), ColumnValues(events), ColumnValues([_text(fact) for fact in facts])]
 
-    def _spread(self, sheet: Sheet) -> Sheet:
+    def _spread(self, sheet: ValueMatrix) -> ValueMatrix:
         """The same with a column for each key of the run."""
         sheet = sheet.columns([at for at, key in enumerate(sheet.keys) if key in self._keys])
         shape = (len(sheet.values), len(self._keys))
@@ -216,7 +218,7 @@ class Steps:
         there = torch.zeros(shape, dtype=torch.bool, device="cpu")
         at = _whole([self._keys[key] for key in sheet.keys])
         values[:, at], there[:, at] = sheet.values, sheet.there
-        return Sheet(tuple(self._keys), values, there)
+        return ValueMatrix(tuple(self._keys), values, there)
 
 
 def _free(names: Iterable[str], taken: Iterable[str]) -> list[str]:
@@ -245,6 +247,6 @@ def _whole(numbers: Sequence[int]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
-def _real(numbers: Sequence[float | None]) -> Column:
+def _real(numbers: Sequence[float | None]) -> ColumnValues:
     there = torch.tensor([number is not None for number in numbers], dtype=torch.bool, device="cpu")
-    return Column(torch.tensor([math.nan if x is None else x for x in numbers], dtype=torch.float64, device="cpu"), there)
+    return ColumnValues(torch.tensor([math.nan if x is None else x for x in numbers], dtype=torch.float64, device="cpu"), there)

@@ -9,7 +9,7 @@ from typing import Any
 from ...core import validation as check
 from ...core.errors import nearest
 from ..window import between, is_of_layer, single_threaded
-from .frames import Frame, Readable, Steps, Tensors
+from .frames import Frame, ReadableRun, StepFrame, TensorFrame
 
 TABLES = ("tensors", "steps")
 
@@ -25,7 +25,7 @@ def table_of(frame: Frame, what: str, *packages: str) -> Any:
         return table(frame)
 
 
-def chosen_steps(run: Readable, first: int | None, last: int | None) -> list[int]:
+def chosen_steps(run: ReadableRun, first: int | None, last: int | None) -> list[int]:
     """The steps of the run from ``first`` to ``last``.
 
     Raises:
@@ -37,7 +37,7 @@ def chosen_steps(run: Readable, first: int | None, last: int | None) -> list[int
     return steps
 
 
-def frame_of(run: Readable, table: str, sources: str | Sequence[str] | None, first: int | None, last: int | None) -> Frame:
+def frame_of(run: ReadableRun, table: str, sources: str | Sequence[str] | None, first: int | None, last: int | None) -> Frame:
     """One of the two tables.
 
     Raises:
@@ -46,11 +46,11 @@ def frame_of(run: Readable, table: str, sources: str | Sequence[str] | None, fir
     check.one_of("table", table, TABLES)
     steps = chosen_steps(run, first, last)
     if table == "steps":
-        return Steps(run, steps)
-    return Tensors(run, steps, None if sources is None else _known(run, [sources] if isinstance(sources, str) else sources))
+        return StepFrame(run, steps)
+    return TensorFrame(run, steps, None if sources is None else _known(run, [sources] if isinstance(sources, str) else sources))
 
 
-def _known(run: Readable, sources: Sequence[str]) -> Sequence[str]:
+def _known(run: ReadableRun, sources: Sequence[str]) -> Sequence[str]:
     there = {*run.sources, *(key.source for key in run.scalars if is_of_layer(key))}
     for source in sources:
         if source not in there:

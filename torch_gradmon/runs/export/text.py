@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ...core.json_numbers import plain
-from .frames import Column, Field
+from .frames import ColumnValues, Field
 
 
 class CsvFile:
@@ -29,7 +29,7 @@ class CsvFile:
         self._writer = csv.writer(self._file, lineterminator="\n")
         self._writer.writerow(field.name for field in fields)
 
-    def write(self, columns: Sequence[Column]) -> None:
+    def write(self, columns: Sequence[ColumnValues]) -> None:
         """Add rows."""
         self._writer.writerows(zip(*_cells(self._fields, columns), strict=True))
 
@@ -50,7 +50,7 @@ class JsonlFile:
         self._fields, self._names = fields, [field.name for field in fields]
         self._file = path.open("w", encoding="utf-8")
 
-    def write(self, columns: Sequence[Column]) -> None:
+    def write(self, columns: Sequence[ColumnValues]) -> None:
         """Add rows."""
         for row in zip(*_cells(self._fields, columns, nested=True), strict=True):
             found = {name: value for name, value in zip(self._names, row, strict=True) if value is not None}
@@ -61,12 +61,12 @@ class JsonlFile:
         self._file.close()
 
 
-def _cells(fields: Sequence[Field], columns: Sequence[Column], nested: bool = False) -> list[list[Any]]:
+def _cells(fields: Sequence[Field], columns: Sequence[ColumnValues], nested: bool = False) -> list[list[Any]]:
     """The columns as Python's own values, None for what is not there; ``nested`` for JSON, of which texts are a part."""
     return [_column(field, column, nested) for field, column in zip(fields, columns, strict=True)]
 
 
-def _column(field: Field, column: Column, nested: bool) -> list[Any]:
+def _column(field: Field, column: ColumnValues, nested: bool) -> list[Any]:
     if not isinstance(column.values, Tensor):
         return [json.loads(text) if nested and text is not None else text for text in column.values]
     found: list[Any] = column.values.tolist()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ....core.loop_findings import Fact
+from ....core.loop_findings import LoopFinding
 from ....core.loop_mistakes import MISTAKES
 from ....core.records import Severity
 from ..findings import Finding
@@ -14,7 +14,7 @@ def loop(history: History) -> list[Finding]:
     return [_finding(fact) for fact in history.facts if fact.rule in MISTAKES]
 
 
-def _finding(fact: Fact) -> Finding:
+def _finding(fact: LoopFinding) -> Finding:
     mistake = MISTAKES[fact.rule]
     severity: Severity = mistake.severity
     cause, advice = mistake.cause, mistake.advice

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ....core import keys as n
 from ....core.moments import Column
-from ....core.records import StepRecord, Table
+from ....core.records import StatsTable, StepRecord
 from ....spikes.nonfinite_origin import innermost
 from ..findings import Finding
 from ..history import History
@@ -112,7 +112,7 @@ def _is_harmless(record: StepRecord, loss: float | None) -> bool:
     return bool(tables) and not any(map(_spoiled, tables)) and (loss is None or math.isfinite(loss))
 
 
-def _spoiled(table: Table | None) -> list[str]:
+def _spoiled(table: StatsTable | None) -> list[str]:
     if table is None:
         return []
     bad = table.rows[:, Column.NONFINITE] > 0

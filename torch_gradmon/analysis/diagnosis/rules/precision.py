@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ....core import keys as n
 from ....core.moments import Column
-from ....core.records import Table
+from ....core.records import StatsTable
 from ..findings import Finding, Unseen
 from ..history import History
 from ..precautions import Precautions
@@ -57,7 +57,7 @@ def _finding(history: History, where: str, largest: float, zeros: float, matrice
     )
 
 
-def _tiny_halves(tables: list[Table]) -> dict[str, float]:
+def _tiny_halves(tables: list[StatsTable]) -> dict[str, float]:
     """The usual largest element of each tensor that, whenever it was not zero, had been a float16 without all its digits."""
     sizes: dict[str, list[float]] = {}
     others: set[str] = set()

@@ -8,9 +8,9 @@ from ....core.formatting import times
 from ....core.keys import SUMMARY, TENSOR_SOURCES, parse_key
 from ....core.moments import VIEWS
 from ....core.records import Severity
-from ....spikes.attribution import Attribution, attribution
+from ....spikes.attribution import SpikeCause, spike_cause
 from ....spikes.episodes import Episode, largest, size
-from ....spikes.suspects import Suspect
+from ....spikes.suspects import ParameterAttribution
 from ..findings import Finding
 from ..history import History
 from ..precautions import Precautions
@@ -35,7 +35,7 @@ def spikes(history: History) -> list[Finding]:
     (spike,) = largest(found, 1)
     event = spike.worst
     suspects = history.suspects(event.step)
-    made = attribution(suspects, event.step)
+    made = spike_cause(suspects, event.step)
     far = f", {times(event.value / event.usual)} what was usual" if event.usual is not None and event.usual > 0 else ""
     when = f" in step {event.step}" if spike.first != spike.last else ""
     others = len(found) - 1
@@ -67,7 +67,7 @@ def _leap(history: History, step: int) -> str:
     )
 
 
-def _severity(history: History, spike: Episode, made: Attribution) -> Severity:
+def _severity(history: History, spike: Episode, made: SpikeCause) -> Severity:
     event = spike.worst
     if size(event) < _GRAVE or not _applied(history, event.step):
         return "info"
@@ -106,7 +106,7 @@ def _at(history: History, name: str, step: int) -> float | None:
     return series.values[series.steps.index(step)] if step in series.steps else None
 
 
-def _advice(history: History, spike: Episode, made: Attribution, suspects: Sequence[Suspect]) -> str:
+def _advice(history: History, spike: Episode, made: SpikeCause, suspects: Sequence[ParameterAttribution]) -> str:
     """What to look at, then what the run does not do yet."""
     step, run, bound = spike.worst.step, Precautions.of(history), _bounded(history, spike)
     story = f"'gradmon why {history.place} --step {step}'" if history.place else f"monitor.why({step})"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ...core.errors import WarningLog
 from ...step.ranks import is_dtensor
 
 
@@ -106,30 +107,64 @@ def _copied(value: Any) -> Any:
     return copy.deepcopy(value) if isinstance(value, (list, dict, set)) else value
 
 
-class ScalerAsItWas:
-    """Scale and growth of a GradScaler, to be put back after an ``update()`` that counted a skipped step as a good one.
+class GradientHolds:
+    """Holds back the gradients of optimizers whose step must change nothing.
 
-    Where it found infinite gradients the update stands, which is told on the device. Does not synchronise.
+    Args:
+        complaints: where it is reported that a step changed something all the same.
+
+    Attributes:
+        any: gradients are held back right now.
     """
 
-    def __init__(self, scaler: torch.amp.GradScaler) -> None:
-        self._scaler = scaler
-        self._kept = [
-            (name, tensor.clone()) for name in ("_scale", "_growth_tracker") if (tensor := _of(scaler, name)) is not None
-        ]
-        states = getattr(scaler, "_per_optimizer_states", {}).values()
-        found = [tensor for state in states for tensor in state.get("found_inf_per_device", {}).values()]
-        self._found_inf = torch.stack([tensor.to(found[0].device).max() for tensor in found]).max() if found else None
+    def __init__(self, complaints: WarningLog) -> None:
+        self._complaints = complaints
+        self._held: dict[int, SetAside] = {}
+        self.any = False
+        self._left: dict[int, list[PutBack]] = {}  # gradients of each optimizer that belong to a skipped step
+        self._versions: dict[int, list[int]] = {}
 
-    def put_back(self, overruled: bool) -> None:
-        """Undo the update, ``overruled`` also where it found infinite gradients: on this rank, and others did not."""
-        for name, before in self._kept:
-            now = _of(self._scaler, name)
-            if now is not None:
-                refused = None if self._found_inf is None or overruled else self._found_inf.to(now.device) > 0
-                now.copy_(before if refused is None else torch.where(refused, now, before))
+    def hold(self, optimizer: Optimizer) -> None:
+        """Hold back the gradients of ``optimizer`` until its step is over."""
+        held, self.any = self._held.get(id(optimizer)), True
+        if held is None:
+            self._held[id(optimizer)] = SetAside(optimizer)
+        else:
+            held.again()
 
+    def restore(self, optimizer: Optimizer, is_wrapped: bool) -> None:
+        """The optimizer's step is over: give its gradients back. Warns where the step changed parameters without them."""
+        held = self._held.pop(id(optimizer), None)
+        self.any = bool(self._held)
+        if held is None:
+            return
+        self._left[id(optimizer)] = held.put_back()
+        if held.changed_parameters:
+            kind, what = type(optimizer).__name__, "changed parameters in a step that was to be skipped"
+            inner = f"{kind} {what}, although it had no gradients; attach the optimizer that it wraps instead"
+            outer = f"the wrapper around {kind} {what}: what it does besides the step of {kind} cannot be held back"
+            self._complaints.add("skip:changed", outer if is_wrapped else inner)
 
-def _of(scaler: torch.amp.GradScaler, name: str) -> Tensor | None:
-    found = getattr(scaler, name, None)
-    return found if isinstance(found, Tensor) else None
+    def drop(self) -> None:
+        """Optimizers raised in their steps: their state is restored, and not their gradients, which the loop may have zeroed."""
+        while self._held:
+            self._held.popitem()[1].undo()
+        self.any = False
+
+    def leftovers(self, optimizer: Optimizer) -> list[Tensor]:
+        """The parameters of ``optimizer`` that still have the gradients of a skipped step."""
+        self._left[id(optimizer)] = [left for left in self._left.get(id(optimizer), []) if left.is_there()]
+        found = (left.parameter() for left in self._left[id(optimizer)])
+        return [parameter for parameter in found if parameter is not None]
+
+    def accept(self) -> None:
+        """What is left of skipped steps may be used after all."""
+        self._left = {}
+
+    def note_versions(self, optimizer: Optimizer) -> None:
+        """The optimizer is about to call its closure."""
+        self._versions[id(optimizer)] = versions(optimizer)
+
+    def was_changed(self, optimizer: Optimizer) -> bool:
+        """Whether ``optimizer`` has written to its parameters since it was about to call its closure."""
+        return self._versions.get(id(optimizer), []) != versions(optimizer)

@@ -1,0 +1,280 @@
+"""The step machine as a table: events in, actions and the phase out. No torch, no model, no loop."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import pytest
+
+from torch_gradmon.core.errors import SpikeError
+from torch_gradmon.monitor.step_cycle import StepCycle
+from torch_gradmon.monitor.step_machine import StepMachine
+from torch_gradmon.monitor.step_state import Phase, StepState
+
+#: Actions that say little about the order of things, and happen around every optimizer step.
+_QUIET = {
+    "annotate",
+    "release_gradients",
+    "hold_parameters",
+    "was_monitored",
+    "has_gradients",
+    "gets_own_gradients",
+    "writes_early",
+}
+
+
+class Recording:
+    """Boundaries and measurements that write down what is asked of them."""
+
+    has_values = True
+    was_monitored = True
+
+    def __init__(self) -> None:
+        self.actions: list[str] = []
+        self.skips: bool | Exception = False
+        self.with_gradients: set[Hashable] = set()
+        self.alternates = self.is_skipped = False
+
+    def __getattr__(self, name: str) -> Any:
+        def action(*args: Any, **options: Any) -> None:
+            if name not in _QUIET:
+                told = [str(each) for each in args if isinstance(each, (int, str)) and each is not False]
+                told += [key for key, value in options.items() if value is True]
+                self.actions.append(" ".join((name, *told)))
+
+        return action
+
+    def decide(self, optimizer: str, *_: Any) -> bool:
+        self.actions.append(f"decide {optimizer}")
+        if isinstance(self.skips, Exception):
+            raise self.skips
+        self.is_skipped = self.skips
+        return self.skips
+
+    def has_gradients(self, optimizer: Hashable) -> bool:
+        return optimizer in self.with_gradients
+
+    def gets_own_gradients(self) -> bool:
+        return self.alternates
+
+    def writes_early(self, optimizer: Hashable) -> bool:
+        return False
+
+
+class Loop:
+    """A machine with optimizers, driven by words."""
+
+    def __init__(self, optimizers: str = "a") -> None:
+        self.seen, self.state = Recording(), StepState(is_driven=True)
+        self.cycle = StepCycle(self.seen, self.state)
+        self.machine = StepMachine(self.cycle, self.seen, list(optimizers))
+
+    def event(self, word: str) -> Any:
+        """``F`` forward, ``E`` forward in evaluation mode, ``B`` backward, ``a`` step of optimizer a, ``[a`` its begin, ``]a`` its
+        end, ``{a`` its begin with a closure, ``}a`` the closure's end, ``^a`` the closure raises, ``!a`` it overflows, ``S`` / ``s``
+        the scaler's step begins / ends, ``U`` its update, ``<n`` and ``>`` a step by hand, ``~a`` a step within the backward pass.
+        """
+        machine, kind, name = self.machine, word[0], word[1:]
+        match kind:
+            case "F":
+                return machine.forward_began(in_eval=False, in_closure=bool(name))
+            case "E":
+                return machine.may_train_in_eval() and machine.forward_began(in_eval=True, in_closure=False)
+            case "B":
+                return machine.backward_ended(is_nested=False, in_scaler_step=False)
+            case "[":
+                return machine.step_began(name, has_closure=False, within=False)
+            case "{":
+                return machine.step_began(name, has_closure=True, within=False)
+            case "}":
+                return machine.closure_ended(name)
+            case "^":
+                return machine.closure_raised(name)
+            case "]":
+                return machine.step_ended(name, within=False, in_scaler_step=False)
+            case ")":
+                return machine.step_ended(name, within=False, in_scaler_step=True)
+            case "!":
+                return machine.step_overflowed(name, in_scaler_step=True)
+            case "~":
+                machine.step_began(name, has_closure=False, within=True)
+                return machine.step_ended(name, within=True, in_scaler_step=False)
+            case "U":
+                return machine.scaler_updated()
+            case "<":
+                return self.cycle.begin_by_hand(int(name))
+            case ">":
+                return self.cycle.end()
+            case "X":
+                return self.cycle.finish()
+        raise ValueError(word)
+
+    def run(self, words: Iterable[str]) -> Loop:
+        for word in words:
+            if word.isalpha() and word.islower():
+                self.event(f"[{word}")
+                self.event(f"]{word}")
+            else:
+                self.event(word)
+        return self
+
+
+_OPENS = ["seal 0", "rewind 0", "open 0"]
+_STEP = ["measure_parameters", "measure_after_clip a with_unowned", "decide a"]
+
+_OVERFLOWED = ["measure_parameters", "measure_after_clip a with_unowned is_overflowed", "decide a", "attempt_ended True"]
+
+#: Events before, the event, the actions of that event, and the phase after it. ``a`` steps first, ``b`` last where there are two.
+TABLE: list[tuple[str, str, str, list[str], Phase]] = [
+    # optimizers, events before, event, actions, phase
+    ("a", "", "F", _OPENS, Phase.FORWARD),
+    ("a", "F", "F", [], Phase.FORWARD),
+    ("a", "F", "B", ["backward_ended", "measure_before_clip"], Phase.BACKWARD),
+    ("a", "F B", "B", ["backward_ended", "measure_before_clip"], Phase.BACKWARD),
+    ("a", "F B", "[a", _STEP, Phase.OPTIMIZER),
+    ("a", "F B [a", "]a", ["measure_update a", "attempt_ended", "close"], Phase.BETWEEN),
+    ("a", "F B a", "F", ["seal 1", "open 1"], Phase.FORWARD),
+    # nothing is seen of the forward, as in a compiled graph
+    ("a", "", "B", [*_OPENS[:2], "open 0 hides_forward", "backward_ended", "measure_before_clip"], Phase.BACKWARD),
+    ("a", "", "[a", [*_OPENS, "revive_hooks a", *_STEP], Phase.OPTIMIZER),
+    # several optimizers
+    ("ab", "F B", "[a", ["measure_parameters", "measure_after_clip a", "decide a"], Phase.OPTIMIZER),
+    ("ab", "F B [a", "]a", ["measure_update a"], Phase.STEPPED),
+    ("ab", "F B a", "[b", ["measure_after_clip b with_unowned", "decide b"], Phase.OPTIMIZER),
+    ("ab", "F B a [b", "]b", ["measure_update b", "attempt_ended", "close"], Phase.BETWEEN),
+    ("ab", "F B a", "F", [], Phase.STEPPED),
+    ("ab", "F B b", "[a", ["warn_order a"], Phase.BETWEEN),
+    # a scaler around it
+    ("a", "F B [a", ")a", ["measure_update a", "attempt_ended"], Phase.ATTEMPTED),
+    ("a", "F B [a )a", "U", ["close"], Phase.BETWEEN),
+    ("a", "F B [a )a", "F", ["close", "seal 1", "open 1"], Phase.FORWARD),
+    ("a", "F B", "!a", _OVERFLOWED, Phase.ATTEMPTED),
+    ("a", "F B !a", "U", ["close is_overflowed"], Phase.BETWEEN),
+    ("a", "", "U", [], Phase.BETWEEN),
+    # the optimizer raised in its step
+    ("a", "F B [a", "F", ["close is_overflowed", "seal 1", "open 1"], Phase.FORWARD),
+    # closures
+    ("a", "", "{a", [*_OPENS, "measure_parameters"], Phase.OPTIMIZER),
+    ("a", "{a", "Fc", [], Phase.OPTIMIZER),
+    ("a", "{a Fc B", "}a", ["measure_after_clip a with_unowned", "decide a"], Phase.OPTIMIZER),
+    ("a", "{a Fc B }a", "}a", ["measure_after_clip a with_unowned"], Phase.OPTIMIZER),
+    ("a", "{a Fc ^a", "{a", ["close is_overflowed", "seal 1", "open 1", "measure_parameters"], Phase.OPTIMIZER),
+    # evaluation mode
+    ("a", "", "E", [*_OPENS[:2], "open 0 is_tentative"], Phase.FORWARD),
+    ("a", "E", "F", ["drop was_tentative", "seal 0", "rewind 0", "open 0"], Phase.FORWARD),
+    ("a", "E", "B", ["confirm", "backward_ended", "measure_before_clip"], Phase.BACKWARD),
+    ("a", "F B a", "E", [], Phase.BETWEEN),
+    ("a", "F B a E", "F", ["release", "seal 1", "open 1 was_undecided"], Phase.FORWARD),
+    ("a", "F B a E", "B", ["seal 1", "open 1 hides_forward was_undecided", "backward_ended", "measure_before_clip"], Phase.BACKWARD),
+    ("a", "E B a", "E", ["seal 1", "open 1 is_tentative"], Phase.FORWARD),
+    # by hand
+    ("a", "", "<5", ["seal 5", "rewind 5", "open 5"], Phase.FORWARD),
+    ("a", "<5 F B [a", "]a", ["measure_update a", "attempt_ended"], Phase.ATTEMPTED),
+    ("a", "<5 F B a", "F", [], Phase.ATTEMPTED),
+    ("a", "<5 F B a", ">", ["close"], Phase.BETWEEN),
+    ("a", "<5", "<3", ["close", "seal 3", "rewind 3 5", "open 3"], Phase.FORWARD),
+    ("a", "F", "<0", ["drop", "seal 0", "rewind 0", "open 0"], Phase.FORWARD),
+    # within the backward pass
+    ("ab", "F ~a", "~b", ["explain_in_backward b", "measure_after_clip b", "warn_in_backward", "measure_update b"], Phase.STEPPED),
+    ("ab", "F ~a ~b", "B", ["backward_ended", "measure_before_clip", "measure_unowned", "attempt_ended", "close"], Phase.BETWEEN),
+    # the end of the run
+    ("a", "F B", "X", ["drop"], Phase.BETWEEN),
+    ("ab", "F B a", "X", ["close"], Phase.BETWEEN),
+    ("a", "F B a", "X", [], Phase.BETWEEN),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "before", "event", "actions", "phase"), TABLE, ids=[f"{row[0]}: {row[1]} -> {row[2]}" for row in TABLE]
+)
+def test_the_table(optimizers: str, before: str, event: str, actions: list[str], phase: Phase) -> None:
+    loop = Loop(optimizers).run(before.split())
+    loop.seen.actions.clear()
+    loop.run([event])
+    assert loop.seen.actions == actions
+    assert loop.state.phase is phase
+
+
+def test_every_phase_is_in_the_table() -> None:
+    assert {row[4] for row in TABLE} == set(Phase)
+
+
+def test_numbers_and_attempts() -> None:
+    loop = Loop().run(["F", "B", "a", "F", "B", "a"])
+    clock = loop.state.clock
+    assert (clock.step, clock.ended, clock.next_step, clock.attempts, clock.stride) == (1, 1, 2, 2, 1)
+    loop.run(["F", "B"])
+    assert (clock.step, clock.ended, loop.state.next_attempt) == (2, 1, 2)
+    loop.cycle.finish()
+    assert (clock.step, clock.ended, clock.next_step, clock.attempts) == (1, 1, 2, 2)
+
+
+def test_a_skipped_step_says_so_to_the_optimizer() -> None:
+    loop = Loop().run(["F", "B"])
+    loop.seen.skips = True
+    assert loop.event("[a") is True
+    loop.event("]a")
+    assert loop.state.phase is Phase.BETWEEN
+
+
+def test_a_stop_leaves_through_the_optimizer_and_ends_the_step() -> None:
+    loop = Loop().run(["F", "B"])
+    loop.seen.skips = SpikeError("stop")
+    with pytest.raises(SpikeError, match="stop"):
+        loop.event("[a")
+    assert loop.seen.actions[-1] == "close"
+    assert (loop.state.phase, loop.state.clock.attempts) == (Phase.BETWEEN, 1)
+
+
+def test_a_late_optimizer_is_the_last_one_from_then_on() -> None:
+    loop = Loop("ab").run(["F", "B", "b", "a"])
+    assert loop.machine.order == ["b", "a"]
+    loop.run(["F", "B", "b"])
+    assert loop.state.phase is Phase.STEPPED
+    loop.run("a")
+    assert loop.state.phase is Phase.BETWEEN
+
+
+def test_where_nothing_is_measured_steps_are_counted_all_the_same() -> None:
+    loop = Loop()
+    loop.seen.has_values = False  # type: ignore[misc]
+    loop.run(["F", "a", "F", "a"])
+    assert not [action for action in loop.seen.actions if action.startswith("measure_") and "update" not in action]
+    assert (loop.state.clock.step, loop.state.clock.attempts) == (1, 2)
+
+
+def test_while_paused_nothing_opens_or_closes_a_step() -> None:
+    loop = Loop()
+    loop.state.is_paused = True
+    loop.run(["F", "B"])
+    assert loop.seen.actions == []
+
+
+def test_passes_before_the_last_one_are_not_measured_once_their_number_is_known() -> None:
+    loop = Loop()
+    for _ in range(100):
+        loop.run(["F", "B", "F", "B", "F", "B", "a"])
+    loop.seen.actions.clear()
+    loop.run(["F", "B", "F", "B"])
+    assert "measure_before_clip" not in loop.seen.actions
+    loop.run(["F", "B"])
+    assert loop.seen.actions.count("measure_before_clip") == 1
+
+
+def test_the_machine_needs_no_torch() -> None:
+    code = (
+        "import sys, types, pathlib, importlib;"
+        "root = pathlib.Path(sys.argv[1]);"
+        "package = lambda name, path: sys.modules.setdefault(name, types.ModuleType(name)).__dict__.update(__path__=[str(path)]);"
+        "package('torch_gradmon', root); package('torch_gradmon.monitor', root / 'monitor'); package('torch_gradmon.core', root / 'core');"
+        "importlib.import_module('torch_gradmon.monitor.step_machine');"
+        "assert 'torch' not in sys.modules, 'torch was imported'"
+    )
+    import torch_gradmon
+
+    assert torch_gradmon.__file__ is not None
+    root = torch_gradmon.__file__.rpartition("/")[0]
+    subprocess.run([sys.executable, "-c", code, root], check=True)

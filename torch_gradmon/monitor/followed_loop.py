@@ -1,0 +1,215 @@
+"""A loop that nobody edits: what its hooks see, told to the step machine."""
+
+# ruff: noqa: D102 (the protocol has the docstrings)
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..capture.hooks import Hook
+from ..core.fence import fenced
+from ..step.planner import Planner
+from ..step.plugin import OptimizerContext
+from .loop.listener import LoopDriver
+from .loop.loop_hooks import LoopHooks
+from .ownership import Ownership
+from .step_cycle import StepCycle
+from .step_lifecycle import StepLifecycle
+from .step_machine import StepMachine
+from .step_measurement import StepMeasurement
+from .value_log import OverflowLog
+
+_GONE = "the attached optimizers are gone, and no step can end any more; call detach(), then attach() the new ones"
+
+
+class FollowedLoop(LoopDriver):
+    """Follows one loop by hooks: torch's events in, the step machine's events out.
+
+    Args:
+        owner: kept alive by the optimizers' hooks, together with this.
+        cycle: opens and closes steps.
+        lifecycle: has the open step.
+        overflows: takes what a fused optimizer found.
+        module: the watched model.
+        optimizers: in the order in which they step.
+        scaler: their GradScaler, if one is known.
+        wrappers: around the optimizers, each with the one inside.
+
+    Attributes:
+        is_orphaned: all optimizers were collected.
+        scaler: a GradScaler that was noticed while the loop ran.
+    """
+
+    def __init__(
+        self,
+        owner: object,
+        cycle: StepCycle,
+        lifecycle: StepLifecycle,
+        overflows: OverflowLog,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        scaler: torch.amp.GradScaler | None,
+        wrappers: Sequence[tuple[Any, Optimizer]] = (),
+    ) -> None:
+        self.owner, self.guard = owner, lifecycle.fence
+        self._lifecycle, self._overflows = lifecycle, overflows
+        self._first = weakref.ref(optimizers[0])
+        self._order: list[Hashable] = [id(optimizer) for optimizer in optimizers]
+        self.ownership = Ownership(optimizers)
+        self.hooks = LoopHooks(self, self.guard, module, optimizers, scaler, wrappers, cycle.state.in_backward)
+        self.measurement = StepMeasurement(
+            lifecycle, lifecycle.captures, self.ownership, self.hooks, self._order, lifecycle.planner, self.guard.complaints
+        )
+        self.machine = StepMachine(cycle, self.measurement, self._order)
+        self.is_orphaned = False
+        self.scaler: torch.amp.GradScaler | None = scaler
+        self.hooks.optimizers.may_skip = lifecycle.plugins.has("before_optimizer_step")
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that still exist, in the order in which they step."""
+        return self.ownership.alive(self._order)
+
+    # --- hooks on parameters -------------------------------------------------------------------------------------------------
+
+    def groups_changed(self) -> bool:
+        """Whether an optimizer got or lost parameters since hooks were registered."""
+        return self.ownership.has_changed(self._order)
+
+    def install(self, planner: Planner) -> None:
+        """Register the hooks on parameters that a monitored step needs."""
+        assert planner.inventory is not None
+        self.ownership.update(planner, self._order)
+        self._lifecycle.captures.parameters.shared = self.ownership.shared
+        places = planner.inventory.references
+        local = [
+            (places[position], Hook(self.gradient_came, position), Hook(self.gradient_accumulated, position))
+            for position in planner.local_positions()
+        ]
+        self.hooks.backward.install(places, local)
+
+    def uninstall(self) -> None:
+        """Take them away."""
+        self.hooks.backward.uninstall()
+
+    def context_of(
+        self, optimizer: Hashable, done: Set[Hashable], overflowed: Set[Hashable], is_overflowed: bool
+    ) -> OptimizerContext:
+        """What plugins may know of an optimizer that is about to step."""
+        return self.measurement.context_of(optimizer, done, overflowed, is_overflowed)
+
+    def accept_leftovers(self) -> None:
+        """Gradients that are left of skipped steps may be used after all."""
+        self.measurement.accept_leftovers()
+
+    def by_scale(self, positions: Sequence[int]) -> list[tuple[list[int], Tensor | None]]:
+        """These positions by what their gradients have to be multiplied by at this moment."""
+        return self.ownership.by_scale(positions, self._order, self.hooks.scaler)
+
+    def to_step(self, positions: Sequence[int]) -> list[int]:
+        """Those of ``positions`` whose optimizers have not stepped in this step."""
+        return self.ownership.to_step(positions, self.machine.state.progress.done)
+
+    @fenced
+    def gradient_came(self, position: int, gradient: Tensor | None) -> None:
+        """A backward pass brought a gradient for the parameter at ``position``."""
+        if self.machine.gradient_arrived():
+            self._lifecycle.captures.gradients.local(position, gradient, self.measurement.inverse_scale())
+
+    @fenced
+    def gradient_accumulated(self, position: int, parameter: Tensor) -> None:
+        """That gradient was accumulated."""
+        self._lifecycle.captures.gradients.commit_local(position)
+
+    # --- events --------------------------------------------------------------------------------------------------------------
+
+    def may_train_in_eval(self) -> bool:
+        return self.machine.may_train_in_eval()
+
+    def moves_buffers(self, module: nn.Module) -> None:
+        if self.machine.moves_buffers():
+            self._lifecycle.plugins.call("before_forward", module)
+
+    def forward_began(self, in_eval: bool, in_closure: bool) -> None:
+        self._lifecycle.plugins.call("on_forward")
+        self.machine.forward_began(in_eval, in_closure)
+        self._look_for_optimizers()
+
+    def _look_for_optimizers(self) -> None:
+        if self._first() is None and self.ownership.is_orphaned:
+            self.is_orphaned = True
+            self.guard.complaints.add("optimizers", _GONE)
+            self._lifecycle.plugins.call("on_optimizers_lost")
+
+    def part_called(self, module: nn.Module) -> None:
+        """A part of the model is called, by something else than the root."""
+        state = self.machine.state
+        if not state.is_open or state.progress.is_tentative:
+            self.hooks.model.part_called(module)
+
+    def root_began(self) -> None:
+        self._lifecycle.captures.modules.training_began()
+
+    def gradient_complete(self, position: int) -> None:
+        if self.machine.gradient_arrived():
+            state = self.machine.state
+            self.measurement.measure_one_before_clip(position, state.progress.done, state.in_backward.known)
+
+    def backward_ended(self, is_nested: bool) -> None:
+        self._lifecycle.plugins.call("on_backward_ended")
+        if not self.machine.state.is_paused:
+            self._look_for_optimizers()
+        self.machine.backward_ended(is_nested, self.hooks.scaler.in_step)
+
+    def wrapper_began(self, optimizer: Optimizer) -> None:
+        self.machine.wrapper_began(id(optimizer))
+
+    def wrapper_ended(self, optimizer: Optimizer) -> None:
+        self.machine.wrapper_ended(id(optimizer))
+
+    def step_began(self, optimizer: Optimizer, has_closure: bool, within: bool) -> bool:
+        self._lifecycle.plugins.call("on_optimizer_step", optimizer, has_closure)
+        return self.machine.step_began(id(optimizer), has_closure, within)
+
+    def closure_ended(self, optimizer: Optimizer) -> bool:
+        return self.machine.closure_ended(id(optimizer))
+
+    def closure_raised(self, optimizer: Optimizer) -> None:
+        self.machine.closure_raised(id(optimizer))
+
+    def step_ended(self, optimizer: Optimizer, found_inf: Tensor | None, within: bool) -> None:
+        self._lifecycle.plugins.call("on_optimizer_stepped", optimizer)
+        if found_inf is not None and not within:
+            self._overflows.note(found_inf)
+        self.machine.step_ended(id(optimizer), within, self.hooks.scaler.in_step)
+
+    def step_overflowed(self, optimizer: Optimizer) -> None:
+        self._lifecycle.plugins.call("on_optimizer_overflowed", optimizer)
+        self.machine.step_overflowed(id(optimizer), self.hooks.scaler.in_step)
+
+    def loss_scaled(self) -> None:
+        self._lifecycle.plugins.call("on_loss_scaled")
+
+    def unscaling(self, optimizer: Optimizer) -> None:
+        self._lifecycle.plugins.call("on_unscaling", optimizer)
+
+    def unscaled(self, optimizer: Optimizer) -> None:
+        self._lifecycle.plugins.call("on_unscaled", optimizer)
+
+    def scaler_updated(self) -> None:
+        self._lifecycle.plugins.call("on_scaler_updated")
+        self.machine.scaler_updated()
+
+    def scale_mistaken(self, reason: str, scaler: torch.amp.GradScaler | None) -> None:
+        if self.scaler is None:
+            self.scaler = scaler
+        self.measurement.forget_scaled(reason)
+
+    def holds_scaler(self) -> tuple[bool, bool]:
+        is_held = self._lifecycle.is_skipped
+        return is_held, is_held and any(self._lifecycle.plugins.call("overrules_scaler"))

@@ -1,0 +1,105 @@
+"""Values and facts that come when their step has ended: into its record, wherever that is by then."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..core.keys import Key
+from ..step.buffer import StepBuffer
+from .pending_queue import Flights
+from .pipeline.ledger import Ledger
+from .plugin_set import PluginSet
+from .step_state import StepState
+
+
+class LateValues:
+    """The one place for what is added to the last step.
+
+    Args:
+        state: of the step machine.
+        ledger: has the record, once its values have come.
+        queue: has the step while its values are on their way.
+        plugins: may have kept a step that is not monitored.
+    """
+
+    def __init__(self, state: StepState, ledger: Ledger, queue: Flights, plugins: PluginSet) -> None:
+        self._state, self._ledger, self._queue, self._plugins = state, ledger, queue, plugins
+        self.tags = TagLog(state, self)
+
+    def add(self, late: StepBuffer) -> None:
+        """Add values."""
+        ended = self._state.clock.ended
+        pending = self._queue.newest(ended)
+        recorded = next((buffer for buffer in self._plugins.call("late_buffer", ended) if buffer is not None), None)
+        if recorded is not None:
+            recorded.absorb(late)
+        elif pending is None:
+            self._ledger.add(late)
+        else:
+            self._queue.add(pending, late)
+
+    def tag(self, tags: Mapping[str, Any]) -> None:
+        """Add facts."""
+        ended = self._state.clock.ended
+        if any(self._plugins.call("tag_late", ended, tags)):
+            return
+        if (pending := self._queue.newest(ended)) is not None:
+            pending.tags.update(tags)
+        else:
+            self._ledger.tag(tags)
+
+    @property
+    def absent(self) -> dict[tuple[str, str], str]:
+        """Where reasons for missing values of the last step are kept."""
+        pending = self._queue.newest(self._state.clock.ended)
+        return self._ledger.absent if pending is None else pending.departure.buffer.absent
+
+    def is_judged(self, key: Key) -> bool:
+        """Whether a detector judges the value that is logged under ``key``."""
+        return self._ledger.judges.watches(key)
+
+
+class TagLog:
+    """Facts about steps, from the loop.
+
+    Args:
+        state: of the step machine.
+        late: takes facts of the last step.
+
+    Attributes:
+        current: facts of the open step, or of the one to come.
+    """
+
+    def __init__(self, state: StepState, late: LateValues) -> None:
+        self._state, self._late = state, late
+        self.current: dict[str, Any] = {}
+        self._undecided: dict[str, Any] = {}
+        self._ahead: set[str] = set()  # names that the loop gives before a step's forward
+
+    def add(self, tags: Mapping[str, Any]) -> None:
+        """Add facts; see :meth:`ValueLog.tag`."""
+        if self._state.clock.step is None:
+            self._ahead |= tags.keys()
+        late = {} if self._state.is_open else {name: value for name, value in tags.items() if name not in self._ahead}
+        self.current.update((name, value) for name, value in tags.items() if name not in late)
+        if self._state.patterns.is_undecided:
+            self._undecided.update(late)
+        elif late:
+            self._late.tag(late)
+
+    def begin(self) -> dict[str, Any]:
+        """A step opens: what is known of it so far."""
+        tags, self.current, self._undecided = {**self.current, **self._undecided}, {}, {}
+        return tags
+
+    def take(self) -> dict[str, Any]:
+        """The step closes: all that is known of it."""
+        tags, self.current = self.current, {}
+        return tags
+
+    def release(self) -> None:
+        """The undecided call was no training: facts since belong to the last step."""
+        tags, self._undecided = self._undecided, {}
+        if tags:
+            self._late.tag(tags)

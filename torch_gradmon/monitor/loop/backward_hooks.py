@@ -1,0 +1,146 @@
+"""Hooks on parameters: the ends of backward passes, and gradients as they come."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.optim import Optimizer
+
+from ...capture.hooks import Handles, Hook
+from ...core.fence import Fence
+from ...step.parameter_refs import Place
+from ..step_state import StepsInBackward
+from .listener import LoopDriver
+from .optimizer_hooks import OptimizerHooks
+
+
+def is_running() -> bool:
+    """Whether a backward pass is running."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _tensor_in(place: Place) -> int | None:
+    """Where torch keeps the tensor of a parameter: a conversion that swaps tensors moves it, and leaves the hooks behind."""
+    parameter = place()
+    return None if parameter is None else parameter._cdata
+
+
+class BackwardHooks:
+    """Reports the ends of backward passes. Registered in steps that take values only.
+
+    Args:
+        driver: is told; held weakly.
+        fence: around what is reported.
+        optimizers: hooks on the optimizers.
+        in_backward: which optimizers step within the backward pass.
+    """
+
+    def __init__(self, driver: LoopDriver, fence: Fence, optimizers: OptimizerHooks, in_backward: StepsInBackward) -> None:
+        self._driver, self._fence = weakref.ref(driver), fence
+        self._optimizers, self._in_backward = optimizers, in_backward
+        self._handles = Handles()
+        self._installed: tuple[Sequence[Place], Sequence[tuple[Place, Hook, Hook]]] = (), ()
+        self._tensors: list[int | None] = []  # what was in each place when hooks were registered
+        self._tasks: set[int] = set()
+        self._is_over = False  # the engine reports the end of a backward pass right now
+        optimizers.await_backward = self.await_end
+
+    def install(self, parameters: Iterable[Place], local: Iterable[tuple[Place, Hook, Hook]]) -> None:
+        """Watch for the ends of backward passes; ``local`` adds hooks on each gradient and behind its accumulation."""
+        self.uninstall()
+        self._installed = places, local = list(parameters), list(local)
+        # a parameter that an optimizer has and that is frozen now may thaw later in the step, as where two of them alternate
+        owned = {id(p) for optimizer in self._optimizers.alive() for group in optimizer.param_groups for p in group["params"]}
+
+        def is_trained(parameter: nn.Parameter | None) -> bool:
+            if parameter is None or parameter.requires_grad:
+                return parameter is not None
+            return id(parameter) in owned and (parameter.is_floating_point() or parameter.is_complex())
+
+        first = self._is_over or not is_running()
+        for place, on_gradient, on_accumulate in local:
+            if is_trained(place()):
+                self._handles.on_gradient(place, on_gradient)
+                self._handles.on_accumulate(place, on_accumulate, first)
+        for position, place in enumerate(places):
+            if is_trained(place()):  # before hooks in which an optimizer steps
+                self._handles.on_accumulate(place, Hook(self._accumulated, position), first)
+        self._tensors = [_tensor_in(place) for place in places]
+
+    def uninstall(self) -> None:
+        """Take the hooks away."""
+        self._handles.remove()
+        self._tasks.clear()
+
+    def revive(self, optimizer: Optimizer) -> bool:
+        """Register hooks again that fire no more although their parameters are there; whether there were such.
+
+        Parameters may be replaced as objects or, by a conversion, as the tensors inside of them.
+        """
+        places, local = self._installed
+        if self._tensors == [_tensor_in(place) for place in places]:
+            return False
+        if all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"]):
+            return False
+        for place in places:
+            if (parameter := place()) is not None:
+                for attribute in ("_post_accumulate_grad_hooks", "_backward_hooks"):
+                    # those of others too: it is the assignment that counts
+                    hooks = getattr(parameter, attribute)
+                    if hooks is not None:
+                        setattr(parameter, attribute, None)
+                        setattr(parameter, attribute, hooks)
+        self.install(places, local)
+        return True
+
+    def _accumulated(self, position: int, parameter: Tensor) -> None:
+        # called for each parameter in each backward pass: few calls, and no fence where there is nothing to report
+        if torch.compiler.is_compiling():  # compiled autograd, whose engine takes no callbacks
+            return
+        if not self._in_backward.is_settled or self._in_backward.known:
+            self._fence.run(self._report_complete, position, parameter)
+        self.await_end()
+
+    def _report_complete(self, position: int, parameter: Tensor) -> None:
+        driver = self._driver()
+        if driver is not None and self._concerns(parameter):
+            driver.gradient_complete(position)
+
+    def _concerns(self, parameter: Tensor) -> bool:
+        """Whether the optimizer of ``parameter`` may step within the backward pass, before the first step by the hooks on it."""
+        within = self._in_backward
+        if id(parameter) in self._optimizers.stepped_within:
+            return True
+        hooks: dict[int, object] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        is_foreign = any(type(hook) is not Hook for hook in hooks.values()) or hasattr(parameter, "_in_backward_optimizers")
+        return is_foreign or not (within.is_settled or not within.known)
+
+    def await_end(self) -> None:
+        """Have the end of the running backward pass reported, once for each pass."""
+        # told apart by the engine's id, so that a pass that raised cannot block the next one
+        task = torch._C._current_graph_task_id()
+        if task not in self._tasks:
+            if len(self._tasks) > 10_000:
+                self._tasks.clear()
+            self._tasks.add(task)
+            engine = Variable._execution_engine
+            # DDP copies the reduced gradients back in a callback of its own; one queued from within a callback comes after it
+            engine.queue_callback(lambda: engine.queue_callback(self._ended))
+
+    def _ended(self) -> None:
+        if not self._optimizers.in_closure:
+            self._optimizers.heal()
+        self._is_over = True
+        try:
+            self._fence.run(self._report_end)
+        finally:
+            self._is_over = False
+
+    def _report_end(self) -> None:
+        if (driver := self._driver()) is not None:
+            # at the end of a pass a running node belongs to an outer one, as in re-entrant checkpoints
+            driver.backward_ended(is_nested=torch._C._current_autograd_node() is not None)

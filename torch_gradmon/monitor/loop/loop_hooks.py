@@ -1,0 +1,54 @@
+"""All hooks that follow one loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ...core.fence import Fence
+from ..step_state import StepsInBackward
+from .backward_hooks import BackwardHooks
+from .listener import LoopDriver
+from .model_hooks import ModelHooks
+from .optimizer_hooks import OptimizerHooks
+from .scaler_hooks import ScalerHooks
+
+
+class LoopHooks:
+    """Hooks on the model's forward, on parameters, optimizers and the scaler.
+
+    Args:
+        driver: is told what they see.
+        fence: around what is reported.
+        module: the watched model.
+        optimizers: in the order in which they step.
+        scaler: their GradScaler, if one is known.
+        wrappers: around the optimizers, each with the one inside.
+        in_backward: which optimizers step within the backward pass.
+    """
+
+    def __init__(
+        self,
+        driver: LoopDriver,
+        fence: Fence,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        scaler: torch.amp.GradScaler | None,
+        wrappers: Sequence[tuple[Any, Optimizer]],
+        in_backward: StepsInBackward,
+    ) -> None:
+        self.optimizers = OptimizerHooks(driver, fence, optimizers, wrappers)
+        self.scaler = ScalerHooks(driver, fence, self.optimizers, scaler)
+        self.backward = BackwardHooks(driver, fence, self.optimizers, in_backward)
+        self.model = ModelHooks(driver, fence, module, self.optimizers)
+
+    def remove(self) -> None:
+        """Take all hooks away; calling it again does nothing."""
+        self.backward.uninstall()
+        self.optimizers.remove()
+        self.model.remove()
+        self.scaler.remove()

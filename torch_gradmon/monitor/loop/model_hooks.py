@@ -1,0 +1,71 @@
+"""Hooks on the watched model's forward."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import nn
+
+from ...capture.hooks import Handles, ModuleHook, takes_hooks
+from ...core.fence import Fence
+from .listener import LoopDriver
+from .optimizer_hooks import OptimizerHooks
+
+
+class ModelHooks:
+    """Reports calls of the model.
+
+    Args:
+        driver: is told; held weakly.
+        fence: around what is reported.
+        module: the watched model.
+        optimizers: hooks on the optimizers.
+    """
+
+    def __init__(self, driver: LoopDriver, fence: Fence, module: nn.Module, optimizers: OptimizerHooks) -> None:
+        self._driver, self._fence = weakref.ref(driver), fence
+        self._optimizers = optimizers
+        self._handles = Handles()
+        if takes_hooks(module):
+            self._handles.of_module(module.register_forward_pre_hook(ModuleHook(self._forward_hook)))
+
+    def remove(self) -> None:
+        """Take the hook away; calling it again does nothing."""
+        self._handles.remove()
+
+    def _forward_hook(self, module: nn.Module, args: tuple[object, ...]) -> None:
+        self._fence.run(self._root_called, module, True)
+
+    def root_called(self, module: nn.Module) -> None:
+        """The root is called, as another hook on it reports. Idempotent."""
+        self._fence.run(self._root_called, module, False)
+
+    def part_called(self, module: nn.Module) -> None:
+        """A part of the model is called, by something else than the root."""
+        self._fence.run(self._forward_began, module)
+
+    def _root_called(self, module: nn.Module, by_own_hook: bool) -> None:
+        driver = self._driver()
+        if self._optimizers.may_skip and driver is not None and module.training and torch._C._current_graph_task_id() == -1:
+            driver.moves_buffers(module)
+        if self._forward_began(module) and by_own_hook and driver is not None:
+            driver.root_began()
+
+    def _forward_began(self, module: nn.Module) -> bool:
+        """Report a training forward, and no evaluation or recomputation; whether it is one."""
+        if not self._optimizers.is_shielded:
+            self._optimizers.shield()
+        driver = self._driver()
+        if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None:
+            return False  # a transform or a trace is no training
+        # grad mode was switched off by the fence
+        if driver is None or not self._fence.had_grad or torch._C._current_graph_task_id() != -1:
+            return False
+        if not module.training and not driver.may_train_in_eval():
+            return False
+        in_closure = self._optimizers.in_closure
+        if not in_closure:
+            self._optimizers.heal()
+        driver.forward_began(not module.training, in_closure)
+        return True

@@ -1,0 +1,102 @@
+"""What a monitor offers its plugins."""
+
+# ruff: noqa: D102 (the protocol has the docstrings)
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..core.metric import Metric
+from ..core.records import StepRecord
+from ..step.plugin import Plugin
+from .step_lifecycle import StepLifecycle
+
+
+class MonitorContext:
+    """See :class:`torch_gradmon.step.plugin.PluginContext`.
+
+    Args:
+        lifecycle: opens and closes steps.
+        plugin: that this is for.
+    """
+
+    def __init__(self, lifecycle: StepLifecycle, plugin: Plugin) -> None:
+        self._lifecycle, self._plugin = lifecycle, plugin
+
+    @property
+    def module(self) -> nn.Module | None:
+        return self._lifecycle.planner.module
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        loop = self._lifecycle.hooks.loop
+        return [] if loop is None else loop.optimizers
+
+    @property
+    def is_attached(self) -> bool:
+        return self._lifecycle.hooks.loop is not None
+
+    @property
+    def step(self) -> int | None:
+        return self._lifecycle.state.clock.step
+
+    @property
+    def plan_version(self) -> int:
+        return self._lifecycle.planner.version
+
+    @property
+    def is_step_open(self) -> bool:
+        return self._lifecycle.state.is_open
+
+    @property
+    def last_step(self) -> int | None:
+        return self._lifecycle.state.clock.ended
+
+    @property
+    def ranks_synchronised(self) -> bool:
+        return self._lifecycle.queue.lockstep
+
+    @property
+    def seconds_spent(self) -> float:
+        return self._lifecycle.fence.spent()
+
+    def call(self, method: Callable[..., Any], *args: Any) -> Any:
+        return self._lifecycle.fence.run(self._lifecycle.plugins.call_one, self._plugin, method, *args)
+
+    def warn(self, key: str, message: str, error: Exception | None = None) -> None:
+        self._lifecycle.fence.complaints.add(key, message, error)
+
+    def annotate_run(self, **facts: Any) -> None:
+        self._lifecycle.queue.ledger.outbox.note(**facts)
+
+    def make_metric(self, source: str, name: str, every: int = 1) -> Metric:
+        return self._lifecycle.planner.registry.make(source, name, every=every, shown=False)
+
+    def set_overlay(self, name: str, metrics: Sequence[Metric] | None, replaces_hidden: bool = False) -> None:
+        self._lifecycle.planner.registry.set_overlay(name, metrics, replaces_hidden)
+        self._lifecycle.planner.changed()
+
+    def request_replan(self, drop_hooks: bool = False) -> None:
+        self._lifecycle.replan(drop_hooks)
+
+    def ask_cadence_again(self, script_too: bool = False) -> None:
+        if script_too:
+            self._lifecycle.cadence.ask_again()
+        else:
+            self._lifecycle.cadence.plugins_changed()
+
+    def flush_pending(self) -> None:
+        state = self._lifecycle.state
+        self._lifecycle.queue.land(state.clock.ended, open_to_late_values=not state.is_open)
+
+    def detail_changed(self, is_back: bool) -> None:
+        self._lifecycle.plugins.call("on_detail_changed", is_back)
+
+    def backfill(self, records: Sequence[StepRecord]) -> None:
+        self._lifecycle.queue.ledger.fill(records)
+
+    def learn(self, record: StepRecord, whole: Mapping[str, float]) -> None:
+        self._lifecycle.queue.ledger.learn(record, whole)

@@ -1,0 +1,107 @@
+"""The plugins of one monitor, called in a fixed order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ..core.errors import GradmonWarning, SpikeError, WarningLog
+from ..step.plugin import Plugin
+
+#: Called also of a plugin that has stopped: it must let go.
+_ALWAYS = {"on_detach", "close"}
+_HOOKS = [name for name in vars(Plugin) if not name.startswith("_") and callable(getattr(Plugin, name))]
+
+
+class PluginSet:
+    """Calls the methods that plugins override, and fences each call: a plugin that fails costs a warning.
+
+    Args:
+        plugins: in the order in which they are called.
+        complaints: where failures are reported.
+    """
+
+    def __init__(self, plugins: Sequence[Plugin], complaints: WarningLog) -> None:
+        self._plugins, self._complaints = tuple(plugins), complaints
+        self._calls = {hook: self._overridden(hook) for hook in _HOOKS}
+        self._stopped: list[Plugin] = []
+        self._requiring = [p for p in plugins if type(p).requires_gradients is not Plugin.requires_gradients]
+
+    def _overridden(self, hook: str) -> list[tuple[Plugin, Callable[..., Any]]]:
+        return [(p, getattr(p, hook)) for p in self._plugins if getattr(type(p), hook) is not getattr(Plugin, hook)]
+
+    def __iter__(self) -> Iterator[Plugin]:
+        return iter(self._plugins)
+
+    def has(self, hook: str) -> bool:
+        """Whether any plugin overrides ``hook``."""
+        return bool(self._calls[hook])
+
+    def call(self, hook: str, *args: Any, is_idle: bool = False) -> list[Any]:
+        """Call ``hook`` of each plugin that overrides it; what they return. Where ``is_idle``, only of those that watch idle steps.
+
+        Raises:
+            SpikeError: training must stop.
+            GradmonWarning: where warnings are errors. All plugins have been called by then.
+        """
+        results: list[Any] = []
+        raised: Exception | None = None
+        for plugin, method in self._calls[hook]:
+            if (is_idle and not plugin.watches_idle_steps) or (self._stopped and plugin in self._stopped and hook not in _ALWAYS):
+                continue
+            try:
+                results.append(method(*args))
+            except (SpikeError, GradmonWarning) as error:
+                raised = raised or error
+            except Exception as error:
+                self._failed(plugin, hook, error)
+        if raised is not None:
+            raise raised
+        return results
+
+    def call_one(self, plugin: Plugin, method: Callable[..., Any], *args: Any) -> Any:
+        """Call a method of ``plugin``. None where it fails, which is reported once.
+
+        Raises:
+            SpikeError: training must stop.
+            GradmonWarning: where warnings are errors.
+        """
+        try:
+            return method(*args)
+        except (SpikeError, GradmonWarning):
+            raise
+        except Exception as error:
+            self._failed(plugin, method.__name__, error)
+            return None
+
+    def _failed(self, plugin: Plugin, method: str, error: Exception) -> None:
+        what = "it is off" if plugin.stops_on_failure else "what it does is lost"
+        if plugin.stops_on_failure:
+            self._stopped.append(plugin)
+        message = f"{method}() of the plugin {plugin.name!r} failed, {what}; training goes on"
+        self._complaints.add(f"plugin:{plugin.name}", message, error)
+
+    def restart(self) -> None:
+        """Call plugins again that have stopped."""
+        self._stopped.clear()
+
+    def wants(self, step: int, asked: bool) -> bool:
+        """Whether ``step`` is monitored, where the script says ``asked``."""
+        for _, method in self._calls["wants"]:
+            asked = method(step, asked)
+        return asked
+
+    def foretells(self, step: int, asked: bool, ahead: int | None) -> bool:
+        """What :meth:`wants` would say of another step; see :meth:`Plugin.foretells`."""
+        for plugin in self._plugins:
+            if type(plugin).wants is not Plugin.wants:
+                asked = plugin.foretells(step, asked, ahead)
+        return asked
+
+    @property
+    def requires_gradients(self) -> bool:
+        """Whether any plugin needs gradients in steps that are not monitored."""
+        for plugin in self._requiring:  # noqa: SIM110 (asked in every idle step: no generator)
+            if plugin.requires_gradients:
+                return True
+        return False

@@ -1,0 +1,228 @@
+"""Carries out what the step machine asks to be measured."""
+
+# ruff: noqa: D102 (the protocol has the docstrings)
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence, Set
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..core.errors import WarningLog
+from ..core.keys import GRADIENT_BEFORE_CLIP
+from ..step.planner import Planner
+from ..step.plugin import OptimizerContext
+from .captures import Captures
+from .loop.loop_hooks import LoopHooks
+from .ownership import Ownership
+from .step_lifecycle import StepLifecycle
+
+_IN_BACKWARD = (
+    "an optimizer stepped within the backward pass before this was known of the loop; they are measured from the next step on"
+)
+
+
+def _has_stepped(optimizer: Optimizer) -> bool:
+    """Whether an optimizer comes with the state of earlier steps. Adagrad makes its state beforehand; without state, as of plain SGD,
+    nothing is known.
+    """
+    state = next(iter(optimizer.state.values()), None)
+    if not state:
+        return False
+    steps = state.get("step", 1)
+    return not isinstance(steps, Tensor) or steps.device.type != "cpu" or bool(steps)  # never waits for a device
+
+
+class StepMeasurement:
+    """Measures in the open step, with the parameters and scales of a followed loop.
+
+    Args:
+        lifecycle: has the open step.
+        captures: do the work.
+        ownership: which optimizer has which parameters.
+        hooks: on the loop; know scales and gradients that are held back.
+        order: the optimizers in the order in which they step; shared with the step machine, which changes it.
+        planner: knows the model.
+        complaints: where it is reported what cannot be done.
+    """
+
+    def __init__(
+        self,
+        lifecycle: StepLifecycle,
+        captures: Captures,
+        ownership: Ownership,
+        hooks: LoopHooks,
+        order: list[Hashable],
+        planner: Planner,
+        complaints: WarningLog,
+    ) -> None:
+        self._lifecycle, self._captures = lifecycle, captures
+        self._ownership, self._hooks, self._order = ownership, hooks, order
+        self._planner, self._complaints = planner, complaints
+
+    def _scale(self, optimizer: Hashable) -> Tensor | None:
+        return self._hooks.scaler.inverse_scale(self._ownership[optimizer])
+
+    def _positions(self, optimizer: Hashable, with_unowned: bool) -> list[int]:
+        own = self._ownership.positions(optimizer)
+        return sorted([*own, *self._ownership.unowned]) if with_unowned else own
+
+    def inverse_scale(self) -> Tensor | None:
+        """What gradients inside of the model have to be multiplied by at this moment."""
+        # of one that has yet to step, since others under the same scaler may have been unscaled, and stepped
+        scales = (self._hooks.scaler.inverse_scale(optimizer) for optimizer in self._ownership.alive(self._order))
+        return next((scale for scale in scales if scale is not None), None)
+
+    # --- gradients -----------------------------------------------------------------------------------------------------------
+
+    def backward_ended(self) -> None:
+        """See :class:`StepMeasurements`, as for all methods here."""
+        self._captures.modules.was_trained = True
+
+    def measure_before_clip(self, done: Set[Hashable], in_backward: Set[Hashable]) -> None:
+        scaled: list[int] = []
+        plain: list[int] = []
+        inverse_scale: Tensor | None = None
+        gradients = self._captures.gradients
+        for name, positions in self._ownership.shares(self._order):
+            scale = self._hooks.scaler.inverse_scale(None if name is None else self._ownership[name])
+            inverse_scale = inverse_scale if scale is None else scale
+            if name is not None and name in in_backward:
+                continue
+            if name is not None and name in done:
+                # of use only if this optimizer steps again in this step; another one's backward may pass through here too
+                gradients.before_clip(positions, scale, held_for=name)
+            else:
+                (plain if scale is None else scaled).extend(positions)
+        if inverse_scale is not None:
+            self._lifecycle.note("amp_scale", inverse_scale.double().reciprocal())
+        for positions, scale in ((plain, None), (scaled, inverse_scale)):
+            if positions:
+                gradients.before_clip(sorted(positions), scale)
+
+    def measure_one_before_clip(self, position: int, done: Set[Hashable], in_backward: Set[Hashable]) -> None:
+        """One gradient is complete, whose optimizer may step before the backward pass is over. Where that has stepped behind an
+        earlier pass, this pass is another optimizer's turn, and its end measures what may still count.
+        """
+        within = any(position in self._ownership.positions(name) for name in in_backward)
+        positions = [position] if within else self._ownership.to_step([position], done)
+        self._captures.gradients.before_clip(positions, None)
+
+    def release_gradients(self, optimizer: Hashable) -> None:
+        self._captures.gradients.release(optimizer)
+
+    def measure_after_clip(self, optimizer: Hashable, *, with_unowned: bool, is_overflowed: bool = False) -> None:
+        scale = None if is_overflowed else self._scale(optimizer)
+        self._captures.gradients.after_clip(self._ownership.positions(optimizer), scale)
+        if with_unowned and self._ownership.unowned:
+            self.measure_unowned()
+
+    def measure_unowned(self) -> None:
+        # nobody unscales these
+        self._captures.gradients.after_clip(self._ownership.unowned, self._hooks.scaler.inverse_scale(None))
+
+    def has_gradients(self, optimizer: Hashable) -> bool:
+        found = self._ownership[optimizer]
+        return found is not None and any(p.grad is not None for group in found.param_groups for p in group["params"])
+
+    # --- parameters ----------------------------------------------------------------------------------------------------------
+
+    def measure_parameters(self) -> None:
+        self._captures.parameters.measure(self._ownership.all_positions())
+
+    def hold_parameters(self, optimizer: Hashable, *, with_unowned: bool) -> None:
+        self._captures.parameters.before_step(self._positions(optimizer, with_unowned))
+
+    def let_go(self, optimizer: Hashable, *, with_unowned: bool) -> None:
+        self._captures.parameters.forget(self._positions(optimizer, with_unowned))
+
+    def measure_update(self, optimizer: Hashable) -> None:
+        if (found := self._ownership[optimizer]) is not None:
+            self._captures.parameters.after_step(self._ownership.positions(optimizer), found)
+
+    # --- facts ---------------------------------------------------------------------------------------------------------------
+
+    def annotate(self, optimizer: Hashable, *, by_turns: bool, is_first: bool) -> None:
+        found = self._ownership[optimizer]
+        if found is None:
+            return
+        place, note = self._order.index(optimizer), self._lifecycle.note
+        for number, group in enumerate(found.param_groups):
+            note(f"lr/{place}/{number}", group.get("lr"))
+        if by_turns:
+            note("by_turns", 1.0)
+        if is_first and _has_stepped(found):
+            note("goes_on", 1.0)
+
+    def explain_missing(self, reason: str) -> None:
+        self._lifecycle.explain(GRADIENT_BEFORE_CLIP, reason)
+
+    def explain_in_backward(self, optimizer: Hashable) -> None:
+        if not self._captures.gradients.are_measured(self._ownership.positions(optimizer)):
+            self._lifecycle.explain(GRADIENT_BEFORE_CLIP, _IN_BACKWARD)
+
+    def revive_hooks(self, optimizer: Hashable) -> None:
+        found = self._ownership[optimizer]
+        if found is not None and self._hooks.backward.revive(found):
+            reason = "the hooks on parameters had died, as in a conversion of DTensors by .to(); they are put back"
+            self._lifecycle.explain(GRADIENT_BEFORE_CLIP, reason)
+            step = self._lifecycle.number
+            self._complaints.add("hooks", f"{reason}; gradients before clipping are missing in step {step}")
+
+    def forget_scaled(self, reason: str) -> None:
+        """The gradients measured so far in this step were divided by a wrong scale, or by none: drop them."""
+        self._captures.gradients.forget_scaled(reason)
+        self._captures.modules.forget_scaled(reason)
+        step = self._lifecycle.number
+        self._complaints.add("scaler", f"{reason}; gradients before clipping are missing in step {step}")
+
+    def gets_own_gradients(self) -> bool:
+        return any(self._lifecycle.plugins.call("sees_alternation"))
+
+    def writes_early(self, optimizer: Hashable) -> bool:
+        found = self._ownership[optimizer]
+        if not self._hooks.optimizers.may_skip or found is None or not self._hooks.optimizers.holds.was_changed(found):
+            return False
+        kind = type(found).__name__
+        message = f"{kind} writes to the parameters before its closure is called, so that its steps cannot be skipped"
+        self._complaints.add("skip:closure", f"{message}; attach the optimizer that it wraps instead")
+        return True
+
+    def warn_order(self, optimizer: Hashable) -> None:
+        kind = type(self._ownership[optimizer]).__name__
+        self._complaints.add(
+            "order",
+            f"the {kind} named earlier steps last; name optimizers in the order in which they step. From here on it counts so",
+        )
+
+    def warn_in_backward(self) -> None:
+        if self._hooks.optimizers.may_skip:
+            message = "optimizers step within the backward pass, before all gradients are there: nothing is done about spikes"
+            self._complaints.add("acting", message)
+
+    # --- decisions -----------------------------------------------------------------------------------------------------------
+
+    def context_of(
+        self, optimizer: Hashable, done: Set[Hashable], overflowed: Set[Hashable], is_overflowed: bool
+    ) -> OptimizerContext:
+        """What plugins may know of an optimizer that is about to step."""
+        holds, found = self._hooks.optimizers.holds, self._ownership[optimizer]
+        alive = [name for name in self._order if self._ownership[name] is not None]
+        stepped = [type(self._ownership[name]).__name__ for name in alive if name in done and name != optimizer]
+        left = {name: holds.leftovers(other) for name in alive if (other := self._ownership[name]) is not None}
+        own = left.pop(optimizer, [])
+        has_scaler = isinstance(getattr(found, "found_inf", None), Tensor)  # of a fused optimizer, whose step reads it
+        return OptimizerContext(has_scaler, is_overflowed, " and ".join(stepped), self._ignored(left, overflowed), bool(own))
+
+    def _ignored(self, left: Mapping[Hashable, Sequence[Tensor]], overflowed: Set[Hashable]) -> frozenset[str]:
+        """Names of the parameters whose gradients another optimizer has from a skipped step, or will not use, since it overflowed."""
+        index = self._planner.inventory
+        if index is None:
+            return frozenset()
+        positions = {p for parameters in left.values() if parameters for p in index.positions(parameters)}
+        positions |= {p for name in overflowed for p in self._ownership.positions(name)}
+        return frozenset(index.names[p] for p in positions)
+
+    def accept_leftovers(self) -> None:
+        """Gradients that are left of skipped steps may be used after all."""
+        self._hooks.optimizers.holds.accept()

@@ -1,0 +1,210 @@
+"""What the step machine knows: the step's number, what has happened in it, and the habits of the loop. No tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+#: After this many steps the smallest number of backward passes in a step counts as known, and earlier passes are not measured.
+_LEARNING = 100
+
+
+class Phase(Enum):
+    """Where in a step the loop is."""
+
+    BETWEEN = "no step is open; logged values belong to the last one"
+    FORWARD = "a forward pass opened the step, and no backward pass has ended"
+    BACKWARD = "a backward pass has ended, and no optimizer has stepped"
+    OPTIMIZER = "an optimizer is stepping, or raised in its step"
+    STEPPED = "an optimizer has stepped, and others are still to step"
+    ATTEMPTED = "all optimizers have stepped; the scaler's update or the loop ends the step"
+
+
+@dataclass
+class StepClock:
+    """Numbers of steps.
+
+    Attributes:
+        step: the open step, or the last one.
+        next_step: the step after it.
+        ended: the last step that ended; None before the first.
+        stride: the difference between the last two numbers.
+        attempts: how many steps had all their optimizers called.
+    """
+
+    step: int | None = None
+    next_step: int = 0
+    ended: int | None = None
+    stride: int = 1
+    attempts: int = 0
+
+
+@dataclass
+class StepProgress:
+    """What has happened in one step. Optimizers are named by any hashable, in the order of their names in ``StepMachine.order``.
+
+    Attributes:
+        is_explicit: the loop opened the step itself.
+        is_tentative: a call in evaluation mode opened it, and nothing has confirmed that it trains.
+        counts_eval: calls in evaluation mode count as training in this step.
+        begun: optimizers that are stepping, or raised in their step.
+        done: optimizers that have stepped, or are about to with their gradients measured.
+        decided: optimizers whose closure has been called once.
+        overflowed: optimizers whose step the scaler skipped.
+        raised: optimizers whose closure raised.
+        is_attempted: all optimizers have been called.
+        is_overflowed: an optimizer did not apply its step.
+        backwards: how many backward passes have ended.
+        parameters_measured: whether the parameters were measured.
+    """
+
+    is_explicit: bool = False
+    is_tentative: bool = False
+    counts_eval: bool = False
+    begun: set[Hashable] = field(default_factory=set)
+    done: set[Hashable] = field(default_factory=set)
+    decided: set[Hashable] = field(default_factory=set)
+    overflowed: set[Hashable] = field(default_factory=set)
+    raised: set[Hashable] = field(default_factory=set)
+    is_attempted: bool = False
+    is_overflowed: bool = False
+    backwards: int = 0
+    parameters_measured: bool = False
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether any optimizer has stepped, or tried to."""
+        return bool(self.is_attempted or self.begun or self.done or self.overflowed)
+
+    @property
+    def phase(self) -> Phase:
+        """The phase of the open step."""
+        if self.is_attempted:
+            return Phase.ATTEMPTED
+        if self.begun:
+            return Phase.OPTIMIZER
+        if self.done or self.overflowed:
+            return Phase.STEPPED
+        return Phase.BACKWARD if self.backwards else Phase.FORWARD
+
+
+@dataclass
+class LoopPatterns:
+    """Habits of one loop, learned from its steps.
+
+    Attributes:
+        trains_in_eval: the last step trained in evaluation mode.
+        called_in_training: the model was called in training mode since the last attempt.
+        called_in_eval: the model was called in evaluation mode since the last attempt.
+        is_undecided: no step is open, and a call in evaluation mode since the last one may be the forward of the next one.
+        hides_forward: no hook saw the forward of the last step.
+        backward_since: a backward pass has ended since the last attempt.
+        backwards_at_step: the number of backward passes before the last optimizer's step.
+        is_first: no optimizer has stepped yet.
+        fewest_backwards: the smallest number of backward passes in a step; None before the first step.
+        steps_learned: the number of steps that this number is from.
+    """
+
+    trains_in_eval: bool = False
+    called_in_training: bool = False
+    called_in_eval: bool = False
+    is_undecided: bool = False
+    hides_forward: bool = False
+    backward_since: bool = False
+    backwards_at_step: int = 0
+    is_first: bool = True
+    fewest_backwards: int | None = None
+    steps_learned: int = 0
+
+    def learn(self, backwards: int) -> None:
+        """A step with this number of backward passes has ended."""
+        self.steps_learned += 1
+        self.fewest_backwards = min(backwards, self.fewest_backwards or backwards)
+
+    def expects_more(self, backwards: int, optimizers: int) -> bool:
+        """Whether the step has had fewer backward passes so far than any step before."""
+        is_known = self.steps_learned >= _LEARNING and optimizers == 1
+        return is_known and self.fewest_backwards is not None and backwards < self.fewest_backwards
+
+    def attempt_ended(self, counts: bool) -> None:
+        """All optimizers have been called; ``counts``: what was called since the last attempt shows the mode of training."""
+        self.backward_since = False
+        if counts and (self.called_in_training or self.called_in_eval):
+            trains_in_eval = self.trains_in_eval or not self.called_in_training
+            self.trains_in_eval = self.called_in_eval and trains_in_eval
+        self.called_in_training = self.called_in_eval = False
+
+
+@dataclass
+class StepsInBackward:
+    """Which optimizers step within the backward pass, each as soon as the gradients of its parameters are there.
+
+    Attributes:
+        any_now: one has done so in the open step.
+        known: optimizers that do so.
+        outside: optimizers that do not.
+        is_settled: a whole step has been seen, so that ``known`` is complete.
+    """
+
+    any_now: bool = False
+    known: set[Hashable] = field(default_factory=set)
+    outside: set[Hashable] = field(default_factory=set)
+    is_settled: bool = False
+
+    def began(self, optimizer: Hashable, within: bool) -> None:
+        """The optimizer is about to step, ``within`` a backward pass or outside."""
+        add, drop = (self.known, self.outside) if within else (self.outside, self.known)
+        self.any_now |= within
+        add.add(optimizer)
+        drop.discard(optimizer)
+
+    def awaited(self, order: Iterable[Hashable], done: set[Hashable], has_gradients: Callable[[Hashable], bool]) -> bool:
+        """Whether an optimizer is still to step behind the backward pass."""
+        left = (each for each in order if each not in done and each not in self.known)
+        return any(each in self.outside or has_gradients(each) for each in left)
+
+
+@dataclass
+class StepState:
+    """All that the step machine knows.
+
+    Attributes:
+        clock: the numbers of steps.
+        progress: of the open step, else of the last one.
+        patterns: habits of the loop.
+        in_backward: which optimizers step within the backward pass.
+        is_open: whether a step is open.
+        is_manual: the loop opens and closes steps itself.
+        is_driven: hooks on optimizers drive the steps that the loop does not open itself.
+        is_paused: nothing is measured at the moment.
+    """
+
+    clock: StepClock = field(default_factory=StepClock)
+    progress: StepProgress = field(default_factory=StepProgress)
+    patterns: LoopPatterns = field(default_factory=LoopPatterns)
+    in_backward: StepsInBackward = field(default_factory=StepsInBackward)
+    is_open: bool = False
+    is_manual: bool = False
+    is_driven: bool = False
+    is_paused: bool = False
+
+    @property
+    def phase(self) -> Phase:
+        """Where the loop is."""
+        return self.progress.phase if self.is_open else Phase.BETWEEN
+
+    @property
+    def leads(self) -> bool:
+        """Whether hooks open and close steps."""
+        return not (self.is_manual or self.is_paused)
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether no optimizer has stepped in an open step that the loop did not open itself."""
+        return self.is_open and not self.progress.is_explicit and self.is_driven and not self.progress.has_stepped
+
+    @property
+    def next_attempt(self) -> int:
+        """The number of the next step that an optimizer takes."""
+        return self.clock.step if self.is_unfinished and self.clock.step is not None else self.clock.next_step

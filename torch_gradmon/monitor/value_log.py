@@ -1,0 +1,174 @@
+"""What the loop logs, and which step it belongs to: the open one, the one to come, or, until the next forward, the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..capture.modules.source import ModuleSource
+from ..capture.modules.structure import copied
+from ..core.fence import Fence
+from ..core.keys import Key
+from ..core.torch_modes import outside_dispatch_modes
+from ..plugins.clipping.adaptive import Told
+from ..step.buffer import StepBuffer
+from ..step.exchange_policy import ExchangePolicy
+from ..step.reduction import Aggregation
+from .late_values import LateValues
+from .step_state import StepState
+
+
+class ValueLog:
+    """Routes logged values to steps.
+
+    Args:
+        state: of the step machine.
+        fence: where failures are reported.
+        late: takes values and facts of the last step.
+        exchange: knows which values ranks share.
+        modules: knows whether a training forward is running.
+
+    Attributes:
+        buffer: of the open step; None where it takes no values.
+        is_recording: all that is due is measured in the open step.
+        is_detached: the monitor left the run.
+    """
+
+    def __init__(self, state: StepState, fence: Fence, late: LateValues, exchange: ExchangePolicy, modules: ModuleSource) -> None:
+        self._state, self._fence, self.late = state, fence, late
+        self._exchange, self._modules = exchange, modules
+        self.buffer: StepBuffer | None = None
+        self.is_recording = self.is_detached = False
+        self._early: StepBuffer | None = None  # logged for the step to come
+        self._hidden: StepBuffer | None = None  # and from inside of a forward that no hook sees
+        self._first_keys: frozenset[Key] = frozenset()
+
+    def step_opened(self, buffer: StepBuffer | None, is_monitored: bool, hides_forward: bool) -> None:
+        """A step opened with ``buffer``; ``hides_forward``: no hook saw the forward, whose values belong to it."""
+        self.buffer, self.is_recording = buffer, is_monitored
+        hidden, self._hidden = self._hidden, None
+        if hidden is not None and buffer is not None and hides_forward:
+            buffer.absorb(hidden)
+
+    def take_early(self) -> None:
+        """The open step is a training step: what was logged for it belongs to it."""
+        early, self._early = self._early, None
+        if early is not None and self._state.clock.ended is None:
+            self._first_keys = early.logged
+        if early is not None and self.buffer is not None:
+            self.buffer.absorb(early)
+
+    def release(self) -> None:
+        """No backward pass has followed the undecided call: what was logged since belongs to the last step."""
+        early, self._early = self._early, None
+        if early is not None:
+            self.late.add(early)
+        self.late.tags.release()
+
+    # --- by the loop -----------------------------------------------------------------------------------------------------------
+
+    def is_listening(self, may_be_forward: Callable[[], bool]) -> bool:
+        """Whether a value from inside of a forward counts. ``may_be_forward``: this may be the forward of the next step."""
+        if self._modules.paused or not self._modules.in_training:
+            return False
+        return self.buffer is not None and self.is_recording if self._state.is_open else may_be_forward()
+
+    def log(self, key: Key, value: Any, aggregation: Aggregation, reducer: str = "", is_measured: bool = False) -> None:
+        """Log a value; merged over ranks by ``reducer``. ``is_measured``: it is part of a training forward, and goes where that goes."""
+        if self._fence.inert:
+            return
+        text = "/".join(filter(None, key))
+        if self.is_detached:
+            self._fence.complaints.add(f"away:{text}", f"{text} was logged while the monitor is detached, and is dropped")
+            return
+        self._exchange.reduces |= bool(reducer)
+        self._warn_late(key, text, reducer)
+        try:
+            with outside_dispatch_modes():
+                buffer = self._log(key, value, aggregation, is_measured)
+                if reducer and buffer is not None:
+                    buffer.share(key, reducer)
+        except (TypeError, ValueError, RuntimeError) as error:
+            absent = self.late.absent if self.buffer is None else self.buffer.absent
+            absent[key.source, key.name] = str(error)
+            self._fence.complaints.add(f"log:{text}", f"a value of {text} is lost", error)
+
+    def _warn_late(self, key: Key, text: str, reducer: str) -> None:
+        is_late = self._exchange.exchange.shares_values and not self._state.is_open and not self._is_ahead(key)
+        if is_late and (reducer or self.late.is_judged(key)):
+            self._fence.complaints.add(
+                f"late:{text}",
+                f"{text} was logged after optimizer.step(), when the ranks had told each other their values: it is this rank's "
+                "own, and no detector judges it; log it before",
+            )
+
+    def _log(self, key: Key, value: Any, aggregation: Aggregation, is_measured: bool) -> StepBuffer | None:
+        """Where the value went; None where that step is not monitored, or has ended."""
+        is_open, complaints = self._state.is_open, self._fence.complaints
+        if self.buffer is not None and (is_measured or not self._state.progress.is_tentative):
+            buffer = self.buffer
+        elif is_measured and not is_open:
+            buffer = self._hidden = self._hidden or StepBuffer(-1, complaints)
+        elif self._is_ahead(key):
+            buffer = self._early = self._early or StepBuffer(-1, complaints)
+        elif is_open:
+            return None
+        else:
+            late = StepBuffer(-1, complaints)
+            late.merge_value(key, value, aggregation)
+            self.late.add(late)
+            return None
+        buffer.merge_value(key, value, aggregation)
+        return buffer
+
+    def _is_ahead(self, key: Key) -> bool:
+        """Whether a value that is logged now belongs to the step to come, as far as is known."""
+        state = self._state
+        if state.is_open:
+            return state.progress.is_tentative
+        if state.clock.step is None or state.patterns.is_undecided:
+            return True
+        # what came before the first backward pass shows on which side of a hidden forward the loop logs
+        return state.patterns.hides_forward and (key in self._first_keys or self._early is not None)
+
+    def put(self, values: Mapping[Key, Told]) -> None:
+        """Merge device values into the open step; conditional values are replaced, others are summed."""
+        if self.buffer is None:
+            return
+        for key, one in values.items():
+            if one.there is None:
+                self.buffer.merge_value(key, one.value, "sum")
+            else:
+                self.buffer.put_where(key, one.value, one.there)
+
+    def tag(self, tags: Mapping[str, Any]) -> None:
+        """Add facts about the step that a scalar logged now would belong to; between two steps about the coming one, if that is how
+        they were given at first.
+        """
+        if not self.is_detached:
+            self.late.tags.add({name: copied(value) for name, value in tags.items()})  # loops fill the same list or tensor again
+
+
+class OverflowLog:
+    """Steps that a fused optimizer did not apply: facts that stay on the device.
+
+    Args:
+        values: know the open step.
+    """
+
+    def __init__(self, values: ValueLog) -> None:
+        self._values = values
+        self._unseen: Tensor | None = None  # of steps that are not monitored
+
+    def note(self, found_inf: torch.Tensor) -> None:
+        """The optimizer did not apply the open step where ``found_inf`` is not zero."""
+        overflowed, buffer = (found_inf > 0).double(), self._values.buffer
+        if buffer is not None:
+            buffer.noted["found_inf"] = overflowed + buffer.noted.get("found_inf", 0.0)
+        if buffer is None or not self._values.is_recording:
+            self._unseen = overflowed if self._unseen is None else self._unseen + overflowed
+        elif self._unseen is not None:
+            buffer.noted["unseen_refusals"], self._unseen = self._unseen, None

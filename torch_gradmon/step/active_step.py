@@ -1,0 +1,77 @@
+"""The step that is open: its mode, its plans, and where its values go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from ..core.keys import Key
+from ..core.metric import Metric
+from .buffer import StepBuffer
+from .model_index import ModelIndex
+from .plan import SourcePlan
+
+
+class Mode(Enum):
+    """What is measured in a step."""
+
+    IDLE = "nothing"
+    RECORDED = "gradients, for a plugin that needs them in every step"
+    MONITORED = "all that is due"
+
+
+@dataclass
+class ActiveStep:
+    """The open step, or the one that closed last.
+
+    Attributes:
+        number: of the step.
+        stride: the difference to the number of the step before; the next step is expected as far ahead.
+        mode: what is measured.
+        buffer: its values; None where nothing is measured, and once it has closed.
+        plans: what is measured, by source of parameters.
+        due: metrics of modules that are measured.
+        is_overflowed: an optimizer did not apply the step; known when it closes.
+        is_skipped: a plugin decided that the step changes nothing.
+        sets_cadence: a live change of detail decides which steps are monitored.
+        annotations: facts for the context of its record.
+        values: whole-model values that plugins add to its record.
+    """
+
+    number: int
+    stride: int = 1
+    mode: Mode = Mode.IDLE
+    buffer: StepBuffer | None = None
+    plans: Mapping[str, SourcePlan] = field(default_factory=dict)
+    due: tuple[Metric, ...] = ()
+    is_overflowed: bool = False
+    is_skipped: bool = False
+    sets_cadence: bool = False
+    annotations: dict[str, Any] = field(default_factory=dict)
+    values: dict[Key, float] = field(default_factory=dict)
+
+    @property
+    def is_monitored(self) -> bool:
+        """Whether all that is due is measured."""
+        return self.buffer is not None and self.mode is Mode.MONITORED
+
+
+@dataclass
+class RecordedStep:
+    """A step that closed and is not monitored.
+
+    Attributes:
+        step: what was known when it closed.
+        buffer: its values, still on the device; None where nothing was measured.
+        inventory: the model as it was.
+        tags: facts about it, from the loop.
+        oldest_pending: the oldest monitored step whose values are still on their way; None for none.
+    """
+
+    step: ActiveStep
+    buffer: StepBuffer | None = None
+    inventory: ModelIndex | None = None
+    tags: dict[str, Any] = field(default_factory=dict)
+    oldest_pending: int | None = None

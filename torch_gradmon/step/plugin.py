@@ -1,0 +1,281 @@
+"""Optional behaviour: what a plugin may do, and at which moments of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..core.metric import Metric
+from ..core.records import StepRecord
+from .active_step import ActiveStep, RecordedStep
+from .buffer import StepBuffer
+
+
+class OptimizerContext(NamedTuple):
+    """What is known of an optimizer that is about to step.
+
+    Attributes:
+        has_scaler: a GradScaler looks after infinite gradients, in the optimizer's own step.
+        is_overflowed: a GradScaler has skipped its step.
+        stepped: the optimizers that have already stepped in this step, in words.
+        ignored: names of parameters whose gradients do not count: left over from a skipped step, or of an optimizer that overflowed.
+        is_stale: its own gradients are left over from a skipped step, and it would use them.
+    """
+
+    has_scaler: bool = False
+    is_overflowed: bool = False
+    stepped: str = ""
+    ignored: frozenset[str] = frozenset()
+    is_stale: bool = False
+
+
+class PluginContext(Protocol):
+    """What a monitor offers its plugins."""
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The watched model, while it lives."""
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The attached optimizers, in the order in which they step; empty without :meth:`ModuleMonitor.attach`."""
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether hooks on optimizers drive the steps."""
+
+    @property
+    def ranks_synchronised(self) -> bool:
+        """Whether the ranks exchange values, so that all of them must monitor the same steps."""
+
+    @property
+    def seconds_spent(self) -> float:
+        """Time spent in the monitor on the host since it was made."""
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step that closed."""
+
+    def call(self, method: Callable[..., Any], *args: Any) -> Any:
+        """Call a method of the plugin within the monitor's fence, as hooks of its own on the model must. None where it fails."""
+
+    def warn(self, key: str, message: str, error: Exception | None = None) -> None:
+        """Warn once for each ``key``, and count the rest."""
+
+    def annotate_run(self, **facts: Any) -> None:
+        """Add facts to the run directory."""
+
+    @property
+    def step(self) -> int | None:
+        """The open step, or the last one."""
+
+    @property
+    def plan_version(self) -> int:
+        """Changes whenever the modules of the model change, or what is measured."""
+
+    @property
+    def is_step_open(self) -> bool:
+        """Whether a step is open."""
+
+    def make_metric(self, source: str, name: str, every: int = 1) -> Metric:
+        """A built-in metric for :meth:`set_overlay`, such as ``("activation", "std")``.
+
+        Raises:
+            ValueError: there is no such metric.
+        """
+
+    def set_overlay(self, name: str, metrics: Sequence[Metric] | None, replaces_hidden: bool = False) -> None:
+        """Measure ``metrics`` besides those of the script, under this plugin's ``name``; None takes them back. With
+        ``replaces_hidden`` they take the place of those of the script that are not shown.
+        """
+
+    def request_replan(self, drop_hooks: bool = False) -> None:
+        """What is measured has changed: register the hooks for it, and with ``drop_hooks`` take those away that are not needed now."""
+
+    def ask_cadence_again(self, script_too: bool = False) -> None:
+        """:meth:`Plugin.wants` has another answer for the next step by now; with ``script_too`` the script may have one as well."""
+
+    def flush_pending(self) -> None:
+        """Complete the record of the last step. Waits for the device."""
+
+    def detail_changed(self, is_back: bool) -> None:
+        """Something else is measured from now on, or with ``is_back`` the same as before."""
+
+    def backfill(self, records: Sequence[StepRecord]) -> None:
+        """Add records of earlier steps that were not monitored."""
+
+    def learn(self, record: StepRecord, whole: Mapping[str, float]) -> None:
+        """Let the detectors see a step that is not monitored."""
+
+
+class Plugin:
+    """Optional behaviour of a monitor. Every method does nothing by default, and only those that a plugin overrides are called.
+
+    Pass instances to ``ModuleMonitor(plugins=[...])`` or ``watch(plugins=[...])``. A method that raises costs a warning, once, and
+    training goes on; :class:`torch_gradmon.SpikeError` leaves through ``optimizer.step()``.
+    """
+
+    #: The name under which warnings and the state dict know the plugin.
+    name = "plugin"
+    #: Whether the plugin is called no more after it failed, until the next :meth:`ModuleMonitor.attach`.
+    stops_on_failure = False
+    #: Whether the methods of a step are called also in idle steps, in which nothing is measured. Most steps of most trainings are idle,
+    #: so this costs the most; a plugin may change it at any time.
+    watches_idle_steps = False
+    context: PluginContext
+
+    def attach(self, context: PluginContext) -> None:
+        """The monitor has taken the plugin."""
+        self.context = context
+
+    @property
+    def requires_gradients(self) -> bool:
+        """Whether gradients are measured for this plugin also in steps that are not monitored. Asked in every such step."""
+        return False
+
+    def wants(self, step: int, asked: bool) -> bool:
+        """Whether ``step``, the next one, is monitored, where the cadence and the plugins before this one say ``asked``."""
+        return asked
+
+    def foretells(self, step: int, asked: bool, ahead: int | None) -> bool:
+        """What :meth:`wants` would say of a later step, ``ahead`` steps after the next one; None for a step that is over."""
+        return self.wants(step, asked)
+
+    # --- the loop, in every step whether it is monitored or not --------------------------------------------------------------
+
+    def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Hooks on these optimizers drive the steps from now on."""
+
+    def on_forward(self) -> None:
+        """The model is called in training."""
+
+    def before_forward(self, module: nn.Module) -> None:
+        """The model is called in training mode, perhaps without gradients, and a step begins with that or is about to."""
+
+    def on_backward_ended(self) -> None:
+        """A backward pass of a step that takes values is over."""
+
+    def on_optimizer_step(self, optimizer: Optimizer, has_closure: bool) -> None:
+        """The optimizer is about to step, or to call its closure; its gradients are as the loop left them."""
+
+    def on_optimizer_stepped(self, optimizer: Optimizer) -> None:
+        """The optimizer has stepped."""
+
+    def on_optimizer_overflowed(self, optimizer: Optimizer) -> None:
+        """The GradScaler skipped the optimizer's step."""
+
+    def on_optimizers_lost(self) -> None:
+        """All attached optimizers were collected."""
+
+    def on_loss_scaled(self) -> None:
+        """The GradScaler has scaled a loss."""
+
+    def on_unscaling(self, optimizer: Optimizer) -> None:
+        """The GradScaler is about to unscale the gradients of the optimizer."""
+
+    def on_unscaled(self, optimizer: Optimizer) -> None:
+        """The GradScaler has unscaled them."""
+
+    def on_scaler_updated(self) -> None:
+        """The GradScaler has ended the attempt."""
+
+    def on_pause(self, is_paused: bool) -> None:
+        """What happens from now on is no training, or is training again; see :meth:`ModuleMonitor.no_monitor`."""
+
+    # --- the step ------------------------------------------------------------------------------------------------------------
+
+    def before_step(self, step: int) -> None:
+        """``step`` is about to open; values may still be added to the last one."""
+
+    def on_sealed(self, step: int) -> None:
+        """``step`` is about to open; the last one takes no more values."""
+
+    def on_step_open(self, step: ActiveStep) -> None:
+        """A step has begun; its mode is not known yet."""
+
+    def before_optimizer_step(self, step: ActiveStep, optimizer: OptimizerContext) -> None:
+        """An optimizer is about to step. Sets ``step.is_skipped`` where the step must change nothing. Called on all ranks or none.
+
+        Raises:
+            SpikeError: training must stop.
+        """
+
+    def on_skip(self, step: ActiveStep) -> None:
+        """A plugin decided to skip the step."""
+
+    def after_attempt(self, step: ActiveStep, applied: bool) -> None:
+        """All optimizers have been called; ``applied``: they changed the model."""
+
+    def on_drop(self) -> None:
+        """The open step is forgotten: no optimizer stepped in it, and the next one has its number."""
+
+    def on_step_closing(self, step: ActiveStep) -> None:
+        """The step is about to close; its values are not exchanged between ranks yet."""
+
+    def annotate(self, step: ActiveStep) -> None:
+        """Add facts to ``step.annotations`` and whole-model values to ``step.values``, for the record of a monitored step."""
+
+    def on_unmonitored_step(self, recorded: RecordedStep) -> None:
+        """A step that is not monitored has closed."""
+
+    def on_step_closed(self, step: ActiveStep) -> None:
+        """The step has closed. On a CPU its record is complete by now, elsewhere when a later step opens."""
+
+    def sees_alternation(self) -> bool:
+        """Whether the optimizers got gradients from different backward passes since they last stepped."""
+        return False
+
+    def overrules_scaler(self) -> bool:
+        """Whether a skipped step must leave the GradScaler's scale as it was although it found infinite gradients on this rank."""
+        return False
+
+    def is_stale(self, in_step: bool) -> bool:
+        """Whether the model was trained since an attached optimizer last stepped; ``in_step``: in a step in which none has stepped."""
+        return False
+
+    # --- records -------------------------------------------------------------------------------------------------------------
+
+    def on_record(self, record: StepRecord) -> None:
+        """The record of a monitored step is complete but for late values; ``record.events`` has its spikes."""
+
+    def on_alert(self, step: int) -> None:
+        """A spike of ``step``, or a series of overflowed steps that ends with it, is worth a look at more."""
+
+    def on_detail_changed(self, is_back: bool) -> None:
+        """See :meth:`PluginContext.detail_changed`."""
+
+    def late_buffer(self, step: int | None) -> StepBuffer | None:
+        """The buffer for late values of ``step`` where this plugin keeps that step; None where it does not."""
+        return None
+
+    def tag_late(self, step: int | None, tags: Mapping[str, Any]) -> bool:
+        """Late facts about ``step``; whether this plugin keeps that step."""
+        return False
+
+    # --- the run -------------------------------------------------------------------------------------------------------------
+
+    def on_rewind(self, step: int) -> None:
+        """The run goes back to ``step``: later ones are of another branch."""
+
+    def rest(self) -> Sequence[StepRecord]:
+        """Records that are still to be written when the run ends."""
+        return ()
+
+    def on_leave(self, last: int | None) -> None:
+        """The monitor leaves the run, or the run ends, with step ``last``."""
+
+    def on_detach(self) -> None:
+        """The monitor takes its hooks away."""
+
+    def close(self) -> None:
+        """Hold nothing of the model any more."""
+
+    def state_dict(self) -> Any:
+        """What a resumed run needs, as plain numbers and lists; None for nothing."""
+        return None
+
+    def load_state_dict(self, state: Any) -> None:
+        """The inverse of :meth:`state_dict`."""
