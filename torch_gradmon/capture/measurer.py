@@ -17,7 +17,7 @@ from ..core.keys import OPTIMIZER, Key
 from ..core.metric import Metric
 from ..core.torch_modes import no_autocast
 from ..statistics.dispatch import Statistics
-from ..statistics.tensor_access import refusal
+from ..statistics.tensor_access import are_plain, refusal
 from ..step.buffer import StepBuffer
 from ..step.plan import SourcePlan
 from ..step.ranks import Ranks
@@ -75,21 +75,22 @@ class Measurer:
         buffer, plan, tensors = wanted.buffer, wanted.plan, wanted.tensors
         put = buffer.merge_rows if wanted.merging else buffer.put_rows
         groups: dict[torch.device, dict[int, Tensor]] = {}
-        for position in plan.measured:
-            if position in tensors:
-                part = self.ranks.own_part(tensors[position], position in plan.spread)
-                reason = refusal(part)
-                if reason is None:
+        parts = self.ranks.own_parts({p: tensors[p] for p in plan.measured if p in tensors}, plan.spread)
+        if parts and are_plain(list(parts.values())):
+            groups[next(iter(parts.values())).device] = parts
+        else:
+            for position, part in parts.items():
+                if (reason := refusal(part)) is None:
                     groups.setdefault(part.device, {})[position] = part
                 else:
                     buffer.refuse(plan.source, plan.names[position], reason)
-        for device, parts in groups.items():
-            positions = list(parts)
+        for device, found in groups.items():
+            positions = list(found)
             others = None
             if wanted.second is not None:
-                others = [self.ranks.own_part(wanted.second[p], p in plan.spread) for p in positions]
+                others = list(self.ranks.own_parts({p: wanted.second[p] for p in positions}, plan.spread).values())
             scale = None if wanted.inverse_scale is None else wanted.inverse_scale.to(device)
-            rows = self.built_in.measure(list(parts.values()), plan.columns, scale, others)
+            rows = self.built_in.measure(list(found.values()), plan.columns, scale, others)
             put(plan.source, [plan.names[p] for p in positions], rows, plan.columns)
 
     def run_functions(self, wanted: Measurement) -> None:

@@ -118,7 +118,7 @@ class ParameterCapture:
     def _parts(self, positions: Iterable[int]) -> dict[int, Tensor]:
         """The part of each parameter that this rank counts."""
         spread = self._plans[UPDATE].spread
-        return {p: self._measurer.ranks.own_part(parameter, p in spread) for p, parameter in self._live(positions).items()}
+        return self._measurer.ranks.own_parts(self._live(positions), spread)
 
     def measure(self, positions: Iterable[int]) -> None:
         """Measure the parameters now, and their difference to the reference model."""

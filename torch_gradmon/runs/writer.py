@@ -152,17 +152,22 @@ class RunWriter:
         self._db.executemany(
             "INSERT OR REPLACE INTO scalars VALUES (?, ?, ?, ?)",
             [
-                (*where, self._id("keys", ("source", "name", "metric"), key), _storable(value))
+                # without a call for a key that is known
+                (*where, self._ids.get(("keys", key)) or self._id("keys", ("source", "name", "metric"), key), _storable(value))
                 for key, value in record.values.items()
                 if key not in record.derived
             ],
         )
 
     def _layout(self, source: str, table: StatsTable, counts: bytes) -> int:
+        known = "known layouts", (source, *table.names, table.columns, counts, table.same_as)
+        if known in self._ids:
+            return self._ids[known]
         tensors = array("I", [self._id("tensors", ("name",), (name,)) for name in table.names]).tobytes()
         mask = sum(1 << column for column in table.columns)
         columns = ("source", "columns", "tensors", "counts", "same_as")
-        return self._id("layouts", columns, (source, mask, tensors, counts, table.same_as))
+        found = self._ids[known] = self._id("layouts", columns, (source, mask, tensors, counts, table.same_as))
+        return found
 
     def _id(self, table: str, columns: tuple[str, ...], values: Iterable[Any]) -> int:
         values = tuple(values)

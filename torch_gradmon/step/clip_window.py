@@ -26,7 +26,7 @@ class _Step(NamedTuple):
     slack: float = _SAME  # relative error of the factor
 
 
-_FACTOR = attrgetter("factor")
+_FACTOR, _SLACK = attrgetter("factor"), attrgetter("slack")
 
 
 class ClipWindow:
@@ -75,7 +75,7 @@ class ClipWindow:
         reduced = [step for step in edited if step.factor < usual * (1 - _SAME)]
         for factor in factors:
             is_exact = _is_one(factor)
-            reduced = [step for step in reduced if not _are_same(step.factor, factor, _SAME if is_exact else step.slack)]
+            reduced = [step for step in reduced if abs(step.factor - factor) > (_SAME if is_exact else step.slack) * factor]
         clipped = len(reduced)
         below = [factor for factor in factors if factor < 1 - _SAME]
         if below and not clipped:
@@ -94,10 +94,6 @@ class ClipWindow:
 def _is_one(factor: float) -> bool:
     """Whether multiplying by it rounds nothing."""
     return abs(factor - 1) <= _SAME
-
-
-def _are_same(one: float, other: float, slack: float) -> bool:
-    return abs(one - other) <= slack * other
 
 
 def _scalings(steps: Sequence[_Step]) -> list[float]:
@@ -123,7 +119,7 @@ def _is_reciprocal(factor: float, slack: float = _EXACT) -> bool:
 
 
 def _scaling(run: Sequence[_Step]) -> list[float]:
-    factor, slack = run[len(run) // 2].factor, max(step.slack for step in run)
+    factor, slack = run[len(run) // 2].factor, max(map(_SLACK, run))
     if not factor > 0 or (slack > _SAME and not _is_reciprocal(factor, slack)):
         return []
     norms, different = [step.norm for step in run], max(_DIFFERENT, _ROUNDINGS * slack)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +64,12 @@ class Ranks:
     @staticmethod
     def _is_distributed() -> bool:
         return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+    def own_parts(self, tensors: dict[int, Tensor], spread: Container[int]) -> dict[int, Tensor]:
+        """:meth:`own_part` of each, by position; ``spread`` has the positions of those whose rows will be merged."""
+        if PLAIN.issuperset(map(type, tensors.values())):
+            return tensors
+        return {position: self.own_part(tensor, position in spread) for position, tensor in tensors.items()}
 
     def own_part(self, tensor: Tensor, spread: bool) -> Tensor:
         """The elements of ``tensor`` that this rank counts, as a plain tensor; a plain tensor is returned unchanged.
