@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -16,8 +17,11 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
+from torch_gradmon.monitor.step_state import Phase
 
 from .reads import HostReads
+
+ROOT = Path(__file__).parent.parent
 
 PACKAGE = Path(gradmon.__file__).parent
 
@@ -269,3 +273,16 @@ def test_every_file_says_what_it_is_for(name: str) -> None:
 def test_all_lists_what_the_package_offers_in_order() -> None:
     assert gradmon.__all__ == sorted(gradmon.__all__)
     assert all(hasattr(gradmon, name) for name in gradmon.__all__)
+
+
+def test_the_page_of_the_architecture_names_files_that_exist() -> None:
+    text = (ROOT / "docs" / "contributing" / "architecture.md").read_text(encoding="utf-8")
+    named = {path for path in re.findall(r"`([\w./]+(?:\.py|/))`", text) if "/" in path}
+    missing = sorted(path for path in named if not ((ROOT / path).exists() or (ROOT / "torch_gradmon" / path).exists()))
+    assert len(named) > 40
+    assert missing == []
+
+
+def test_the_page_of_the_architecture_has_every_phase_of_a_step() -> None:
+    text = (ROOT / "docs" / "contributing" / "architecture.md").read_text(encoding="utf-8")
+    assert {phase.name for phase in Phase} <= set(re.findall(r"\b[A-Z]+\b", text))
