@@ -264,6 +264,18 @@ def test_passes_before_the_last_one_are_not_measured_once_their_number_is_known(
     assert loop.seen.actions.count("measure_before_clip") == 1
 
 
+def test_a_loop_that_is_followed_anew_has_no_habits_yet() -> None:
+    loop = Loop()
+    loop.run("F B F B a ~a".split())
+    loop.cycle.finish()
+    loop.state.follow()
+    patterns = loop.state.patterns
+    assert patterns.is_first
+    assert (patterns.fewest_backwards, patterns.steps_learned) == (None, 0)
+    assert not loop.state.in_backward.known
+    assert not loop.state.progress.has_stepped
+
+
 def test_the_machine_needs_no_torch() -> None:
     code = (
         "import sys, types, pathlib, importlib;"

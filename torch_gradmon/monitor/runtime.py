@@ -152,11 +152,11 @@ class Runtime:
     ) -> None:
         """Follow the loop by hooks from now on."""
         lifecycle = self.lifecycle
-        self._scaler, self.state.is_manual, lifecycle.values.is_detached = scaler, False, False
+        self._scaler, lifecycle.values.is_detached = scaler, False
+        self.state.follow()
         with outside_dispatch_modes():
             loop = FollowedLoop(self, self.cycle, lifecycle, self.overflows, module, optimizers, scaler, wrappers)
             self._loop = lifecycle.hooks.loop = loop
-            self.state.is_driven = True
             lifecycle.plugins.restart()
             lifecycle.plugins.call("on_attach", module, optimizers)
             lifecycle.hooks.mark_stale()

@@ -189,6 +189,16 @@ class StepState:
     is_driven: bool = False
     is_paused: bool = False
 
+    def follow(self) -> None:
+        """Hooks on optimizers drive the steps from now on, in a loop whose habits are not known yet."""
+        patterns = self.patterns
+        self.patterns = LoopPatterns(
+            patterns.trains_in_eval, is_undecided=patterns.is_undecided, hides_forward=patterns.hides_forward
+        )
+        self.in_backward, self.is_driven, self.is_manual = StepsInBackward(), True, False
+        if not self.is_open:
+            self.progress = StepProgress()
+
     @property
     def phase(self) -> Phase:
         """Where the loop is."""
