@@ -756,7 +756,7 @@ def test_a_monitor_that_raises_does_not_raise_for_a_file_of_somebody_elses(tmp_p
     loop.monitor = ModuleMonitor(loop.model, on_metric_error="raise", run_dir=tmp_path, every=EVERY)
     loop.monitor.attach(*loop.optimizers)
     (tmp_path / change.FILE_NAME).write_text("{")
-    with pytest.warns(GradmonWarning, match="is not heeded, and training goes on as it was"):
+    with pytest.warns(GradmonWarning, match="is not heeded, and training continues as it was"):
         loop.go(3)
 
 

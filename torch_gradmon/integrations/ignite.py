@@ -191,7 +191,7 @@ class GradMonHandler:
             try:
                 self._callback(engine, event)  # type: ignore[misc]
             except Exception as error:
-                self._complaints.add("callback", "the callback of GradMonHandler failed; training goes on", error)
+                self._complaints.add("callback", "the callback of GradMonHandler failed; training continues", error)
 
     def _end(self, *_: Engine) -> None:
         if self._runs:

@@ -114,7 +114,7 @@ class StepMeasurement:
             self.measure_unowned()
 
     def measure_unowned(self) -> None:
-        # nobody unscales these
+        # no optimizer unscales these
         self._captures.gradients.after_clip(self._ownership.unowned, self._hooks.scaler.inverse_scale(None))
 
     def has_gradients(self, optimizer: Hashable) -> bool:
@@ -160,7 +160,7 @@ class StepMeasurement:
     def revive_hooks(self, optimizer: Hashable) -> None:
         found = self._ownership[optimizer]
         if found is not None and self._hooks.backward.revive(found):
-            reason = "the hooks on parameters had died, as in a conversion of DTensors by .to(); they are put back"
+            reason = "the hooks on parameters had died, as in a conversion of DTensors by .to(); they are registered again"
             self._lifecycle.explain(GRADIENT_BEFORE_CLIP, reason)
             step = self._lifecycle.number
             self._complaints.add("hooks", f"{reason}; gradients before clipping are missing in step {step}")

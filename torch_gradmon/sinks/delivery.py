@@ -109,7 +109,7 @@ class Delivery:
     def _drop(self, waiting: deque[PendingCall], words: str, error: BaseException | None = None) -> None:
         self.dropped = True
         self._warned = False  # this warning must come, whatever came before
-        self.lose(_clear(waiting), f"the sink {self.name} {words}; training goes on", error)
+        self.lose(_clear(waiting), f"the sink {self.name} {words}; training continues", error)
 
 
 def _clear(waiting: deque[PendingCall]) -> int:

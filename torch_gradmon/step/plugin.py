@@ -115,7 +115,7 @@ class Plugin:
     """Optional behaviour of a monitor. Every method does nothing by default, and only those that a plugin overrides are called.
 
     Pass instances to ``ModuleMonitor(plugins=[...])`` or ``watch(plugins=[...])``. A method that raises costs a warning, once, and
-    training goes on; :class:`torch_gradmon.SpikeError` leaves through ``optimizer.step()``.
+    training continues; :class:`torch_gradmon.SpikeError` leaves through ``optimizer.step()``.
     """
 
     #: The name under which warnings and the state dict know the plugin.

@@ -33,8 +33,8 @@ class BackwardHooks:
     """Reports the ends of backward passes. Registered in steps that take values only.
 
     Args:
-        driver: is told; held weakly.
-        fence: around what is reported.
+        driver: receives the reports; held weakly.
+        fence: guards each report.
         optimizers: hooks on the optimizers.
         in_backward: which optimizers step within the backward pass.
     """
@@ -120,8 +120,8 @@ class BackwardHooks:
         return is_foreign or not (within.is_settled or not within.known)
 
     def await_end(self) -> None:
-        """Have the end of the running backward pass reported, once for each pass."""
-        # told apart by the engine's id, so that a pass that raised cannot block the next one
+        """Report the end of the running backward pass, once for each pass."""
+        # the engine's id identifies a pass, so that one that raised cannot block the next one
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:
             if len(self._tasks) > 10_000:

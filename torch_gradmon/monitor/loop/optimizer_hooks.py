@@ -39,19 +39,19 @@ class OptimizerHooks:
     """Reports the steps of optimizers.
 
     Args:
-        driver: is told. The optimizers' hooks keep it alive, and nothing else here does.
-        fence: around what is reported.
+        driver: receives the reports. Only the optimizers' hooks keep it alive.
+        fence: guards each report.
         optimizers: in the order in which they step.
         wrappers: around the optimizers, each with the one inside, whose steps are part of theirs.
 
     Attributes:
-        may_skip: steps may be skipped; where they may not, nothing is done for that.
+        may_skip: steps may be skipped. If not, skipping costs nothing.
         in_closure: a closure is running.
         is_shielded: a compiler is loaded, and does not trace the hooks.
-        called: ids of optimizers that have stepped, perhaps within a wrapper that left their step out.
+        called: ids of optimizers that have stepped. A wrapper around one may have omitted its step.
         stepped_within: ids of the parameters of optimizers that have stepped within a backward pass.
-        before_step: called with the optimizer before anything is reported of its step.
-        await_backward: has the end of the running backward pass reported.
+        before_step: called with the optimizer before its step is reported.
+        await_backward: requests a report when the running backward pass ends.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class OptimizerHooks:
         self.before_step: Callable[[Optimizer], object] = lambda _: None
         self.await_backward: Callable[[], object] = lambda: None
         for optimizer in self.alive():
-            # the one strong reference to the driver: a monitor that nobody kept lives as long as the optimizer that it watches
+            # the only strong reference to the driver: a monitor without other references lives as long as its optimizer
             self._handles.of_optimizer(optimizer.register_step_pre_hook(self._strongly(driver, "began", self._step_called)))
             self._handles.of_optimizer(optimizer.register_step_post_hook(self._strongly(driver, "ended", self._ended_hook)))
             _put_first(optimizer)

@@ -22,8 +22,8 @@ class ScalerHooks:
     """Reports what the scaler does, and knows which gradients it has scaled.
 
     Args:
-        driver: is told; held weakly.
-        fence: around what is reported.
+        driver: receives the reports; held weakly.
+        fence: guards each report.
         optimizers: hooks on the optimizers.
         scaler: the GradScaler; None where none is known.
 
@@ -109,9 +109,9 @@ class ScalerHooks:
 
 
 class ScalerAsItWas:
-    """Scale and growth of a GradScaler, to be put back after an ``update()`` that counted a skipped step as a good one.
+    """Restores scale and growth of a GradScaler after an ``update()`` that counted a skipped step as a good one.
 
-    Where it found infinite gradients the update stands, which is told on the device. Does not synchronise.
+    If the scaler found infinite gradients, its update remains. The device decides this, without synchronising.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:

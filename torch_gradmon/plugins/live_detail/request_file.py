@@ -18,7 +18,7 @@ PERIOD = 1.0
 class Mailbox:
     """Looks at ``tune.json`` at most once a second, and reads it only when it has become another one.
 
-    A look costs a reading of the clock, and once a second an ``os.stat``. Whatever is in the file, training goes on.
+    A look costs a reading of the clock, and once a second an ``os.stat``. Whatever is in the file, training continues.
 
     Args:
         directory: the run directory.
@@ -63,7 +63,7 @@ class Mailbox:
             return None
         except (OSError, ValueError) as error:
             # without the error as such, which a monitor that raises would raise: the file is not the training's doing
-            self._complaints.add("tune:file", f"{self._path} is not heeded, and training goes on as it was: {error}")
+            self._complaints.add("tune:file", f"{self._path} is not heeded, and training continues as it was: {error}")
             return None
         if session != self._session or found.number < self._last.number or found == self._last:
             return None
