@@ -1,1 +1,1 @@
-"""A change of what is measured, asked for while a run goes on."""
+"""Changes of what is measured, requested during a run."""

@@ -1,4 +1,4 @@
-"""The audit of a training loop: from what hooks tell to what is judged."""
+"""The audit of a training loop: passes the events of hooks to the checks."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ class LoopAudit(Plugin):
                     self._choose(watched, with_gradient=True)
 
     def on_optimizers_lost(self) -> None:
-        """All optimizers were collected, of which the loop has warned."""
+        """Record that all optimizers were garbage-collected; the loop has warned about it."""
         self._tallies.seen("unattached-optimizer", warns=False)
 
     def is_stale(self, in_step: bool) -> bool:
@@ -303,15 +303,17 @@ class LoopAudit(Plugin):
             watched.over()
 
     def _is_clean(self, watched: Watched) -> bool:
-        """Whether nothing was ever seen in this loop, and nothing is open. With several optimizers what one gets tells of the others.
-        Where no forward is seen, only the hook on the probe tells that there are backward passes and no steps.
+        """Whether this loop has no findings and no open questions.
+
+        With several optimizers the gradients of one are evidence about the others. In a loop without visible forwards only the
+        probe's hook shows backward passes without steps. Such loops never count as clean.
         """
         is_open = watched.writes.is_curious or watched.writes.is_doubtful or watched.probe is None
         is_seen = self._forwards > self._forwards_at_step
         return self._tallies.is_empty and len(self._watched) == 1 and is_seen and not (is_open or self._has_ranks)
 
     def _turn(self, watched: Watched) -> None:
-        """A rest begins or ends: hooks come and go with the next forward, and the probe knows nothing of what was in between."""
+        """Begin or end a pause: the next forward adds or removes the hooks, and the probe starts without a history."""
         self._is_hung = False
         if watched.probe is not None:
             watched.probe.forget()
@@ -347,7 +349,7 @@ def _has_ranks() -> bool:
 
 
 def _ddp_in(module: nn.Module) -> weakref.ref[nn.Module] | None:
-    """The wrapper whose flag tells whether a backward pass exchanges gradients."""
+    """The wrapper whose flag shows whether a backward pass exchanges gradients."""
     parallel = sys.modules.get("torch.nn.parallel.distributed")
     kind = getattr(parallel, "DistributedDataParallel", ())
     return next((weakref.ref(child) for child in module.modules() if isinstance(child, kind)), None)
