@@ -168,7 +168,7 @@ class GradMonHandler:
         self._runs, self._last_step = True, monitor.last_step
 
     def _iteration_started(self, engine: Engine) -> None:
-        if not self._runs:  # attached during a run, or an exception was handled and the run goes on
+        if not self._runs:  # attached during a run, or the run continues after a handled exception
             self._begin(engine, engine.state.iteration)
         self._metrics.withdraw(engine.state.metrics)
         self._spiked = False

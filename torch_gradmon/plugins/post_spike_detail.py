@@ -9,7 +9,7 @@ from ..step.active_step import ActiveStep
 from ..step.planner import Planner
 from ..step.plugin import Plugin
 
-#: The added metrics: one-pass statistics, all of which the run directory stores.
+#: The added metrics: one-pass statistics, so the run directory stores them all.
 _METRICS = {n.ACTIVATION: ("std", "max", "nonfinite"), n.ACTIVATION_GRADIENT: ("norm", "nonfinite")}
 
 

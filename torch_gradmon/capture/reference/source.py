@@ -1,4 +1,4 @@
-"""A reference module that runs next to the watched model, for comparing activations with those of, say, its initial state."""
+"""A reference module that runs next to the watched model, to compare activations, for example with those of its initial state."""
 
 from __future__ import annotations
 

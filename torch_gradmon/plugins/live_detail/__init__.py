@@ -1,1 +1,1 @@
-"""Changes of what is measured, requested during a run."""
+"""Changes to the cadence and preset, requested during a run."""
