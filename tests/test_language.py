@@ -21,7 +21,7 @@ AVOIDED = (
     *("closer look", "story", "stories", "shelf", "mailbox", "so-manyth", "as ever", "is no news", "in the manner of"),
 )
 _AVOIDED = re.compile(rf"\b(?:{'|'.join(AVOIDED)})\b", re.IGNORECASE)
-#: Files whose prose follows the rules. Add a file or a whole room (``"spikes/*.py"``) when it does.
+#: Files whose prose follows the rules: the package and what is written around it.
 CLEAN = (
     "torch_gradmon/**/*.py",
     *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/*.py", "Makefile", "pyproject.toml"),
