@@ -47,7 +47,7 @@ class LoopHooks:
         self.model = ModelHooks(driver, fence, module, self.optimizers)
 
     def remove(self) -> None:
-        """Take all hooks away; calling it again does nothing."""
+        """Remove all hooks; a second call does nothing."""
         self.backward.uninstall()
         self.optimizers.remove()
         self.model.remove()
