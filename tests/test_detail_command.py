@@ -167,8 +167,8 @@ def _refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([], "nothing is to be changed; give --every, --preset, --reset or --status"),
-        (["--for", 5], "nothing is to be changed"),
+        ([], "no change was given; add --every, --preset, --reset or --status"),
+        (["--for", 5], "no change was given"),
         (["--every", 0], "argument --every: '0' is not a positive whole number"),
         (["--every", "1.5"], "argument --every: '1.5' is not a positive whole number"),
         (["--preset", "fulll"], "argument --preset: invalid choice: 'fulll'"),
@@ -306,7 +306,7 @@ def test_without_two_records_an_old_one_tells_nothing(tmp_path: Path, monkeypatc
     assert pulse.run_status(tmp_path).looks_alive is True
     later = time.time() + 1000
     monkeypatch.setattr(time, "time", lambda: later)
-    assert str(pulse.run_status(tmp_path)) == "step 0 was recorded 17 min ago: whether the run is alive cannot be told"
+    assert str(pulse.run_status(tmp_path)) == "step 0 was recorded 17 min ago: whether the run is alive cannot be determined"
 
 
 # --- what was asked for, and what became of it ---------------------------------------------------------------------------------------

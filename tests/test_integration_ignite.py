@@ -412,7 +412,7 @@ def test_a_callback_that_fails_is_told_once_and_training_goes_on() -> None:
     optimizer = _adam(model)
     trainer = _stock(model, optimizer)
     GradMonHandler(rule=lambda norm: True, on_spike=None, callback=fails).attach(trainer, model, optimizer)
-    with pytest.warns(gradmon.GradmonWarning, match="the callback of GradMonHandler failed; training goes on") as told:
+    with pytest.warns(gradmon.GradmonWarning, match="the callback of GradMonHandler failed; training continues") as told:
         trainer.run(oracle.batches(4))
     assert len(told) == 1
     assert trainer.state.iteration == 4

@@ -21,12 +21,9 @@ AVOIDED = (
     *("closer look", "story", "stories", "shelf", "mailbox", "so-manyth", "as ever", "is no news", "in the manner of"),
 )
 _AVOIDED = re.compile(rf"\b(?:{'|'.join(AVOIDED)})\b", re.IGNORECASE)
-#: Files whose prose follows the rules. Add a file or a whole room (``"spikes/*.py"``) when it does.
+#: Files whose prose follows the rules: the package and what is written around it.
 CLEAN = (
-    *("torch_gradmon/monitor/*_service.py", "torch_gradmon/monitor/monitor.py", "torch_gradmon/monitor/config.py"),
-    *("torch_gradmon/monitor/builder.py", "torch_gradmon/monitor/links.py", "torch_gradmon/monitor/mixin.py"),
-    *("torch_gradmon/monitor/options.py", "torch_gradmon/monitor/testing.py", "torch_gradmon/monitor/watch.py"),
-    *("torch_gradmon/monitor/replacing.py", "torch_gradmon/monitor/attention.py", "torch_gradmon/monitor/coordinate_check.py"),
+    "torch_gradmon/**/*.py",
     *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/*.py", "Makefile", "pyproject.toml"),
     # all but reports.py, which names marks of the report's script, and contenders.py, whose text is part of a stored result
     *(
@@ -40,6 +37,9 @@ CLEAN = (
 #: Output of programs and generated tables, which are not this file's prose.
 _QUOTED = re.compile(r"^ *```.*?^ *```|^<!-- (\w+) -->$.*?^<!-- /\1 -->$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 
+#: Names of functions and classes within a docstring.
+_ROLES = re.compile(r":\w+:`[^`]+`")
+
 
 def _prose(path: Path) -> Iterator[str]:
     text = path.read_text(encoding="utf-8")
@@ -49,7 +49,8 @@ def _prose(path: Path) -> Iterator[str]:
         yield from (
             token.string for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type == tokenize.COMMENT
         )
-        yield from (str(node.value) for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant))
+        constants = [str(node.value) for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)]
+        yield from (_ROLES.sub("", constant) for constant in constants if not constant.isidentifier())
     else:
         yield from re.findall(r"#.*|echo.*", text)
 

@@ -386,7 +386,7 @@ def test_a_row_is_one_story_with_one_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "end"), [(1, None), (3, None), (20, "the spike that began in step 40 goes on, grad_norm is nan")]
+    ("length", "end"), [(1, None), (3, None), (20, "the spike that began in step 40 continues, grad_norm is nan")]
 )
 def test_what_came_after_a_row_is_said_once_it_is_over(length: int, end: str | None) -> None:
     model = nn.Linear(4, 1)
@@ -398,7 +398,7 @@ def test_what_came_after_a_row_is_said_once_it_is_over(length: int, end: str | N
             optimizer.zero_grad()
             (model(torch.ones(8, 4)).square().mean() * (bad if 40 <= step < 40 + length else 1.0)).backward()
             optimizer.step()
-    after = [str(each.message) for each in said if "after the spike" in str(each.message) or "goes on" in str(each.message)]
+    after = [str(each.message) for each in said if "after the spike" in str(each.message) or "continues, " in str(each.message)]
     when = "step 40" if length == 1 else f"steps 40 to {39 + length}"
     (text,) = after
     assert (end or f"after the spike of {when} grad_norm is back to normal since step {40 + length}") in text

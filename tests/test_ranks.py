@@ -341,7 +341,7 @@ def test_hooks_that_died_in_a_conversion_are_put_back_and_that_is_said_once(spre
     for found, true, why, said in on_ranks(2, converted, spread):
         assert found.pop(3) is None
         assert found == pytest.approx([norm for step, norm in enumerate(true) if step != 3], rel=1e-6)
-        assert why == "the hooks on parameters had died, as in a conversion of DTensors by .to(); they are put back"
+        assert why == "the hooks on parameters had died, as in a conversion of DTensors by .to(); they are registered again"
         assert len(said) == 1
         assert said[0].endswith("gradients before clipping are missing in step 3")
 

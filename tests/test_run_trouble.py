@@ -96,7 +96,7 @@ def _run_with_trouble(path: Path, trouble: str, steps: int = 20) -> tuple[nn.Mod
 def test_a_run_directory_that_fails_warns_once_and_training_goes_on(trouble: str, tmp_path: Path) -> None:
     plain, _ = _train_plain(20)
     path = tmp_path / "run"
-    with pytest.warns(GradmonWarning, match=r"could not be written to the run directory.*training goes on") as caught:
+    with pytest.warns(GradmonWarning, match=r"could not be written to the run directory.*training continues") as caught:
         model, monitor = _run_with_trouble(path, trouble)
     assert len(caught) == 1
     for ours, other in zip(_parameters(model), _parameters(plain), strict=True):

@@ -204,7 +204,7 @@ def test_a_sink_that_fails_three_times_in_a_row_is_dropped_and_what_it_lost_is_c
     broken, other = Recorder(failing=set(range(100))), Recorder()
     monitor.add_sink(broken)
     monitor.add_sink(other)
-    with pytest.warns(GradmonWarning, match=r"failed 3 times in a row.*is dropped; training goes on \(Conn") as caught:
+    with pytest.warns(GradmonWarning, match=r"failed 3 times in a row.*is dropped; training continues \(Conn") as caught:
         _steps(monitor, 10)
         monitor.detach()
     assert len(caught) == 1

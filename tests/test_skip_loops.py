@@ -244,7 +244,7 @@ def test_nan_is_never_accepted_and_that_is_said() -> None:
     with pytest.warns(gradmon.GradmonWarning) as told:
         assert _skipped(monitor, model, optimizer, math.nan, 40) == [True] * 40
     assert _same(model, before)
-    words = "in a row; what holds NaN or Inf is never accepted"  # said seldom, after a while
+    words = "in a row; a step with NaN or Inf is never accepted"  # warned of rarely, after a while
     assert [str(w.message).rpartition("; skipped, ")[2] for w in told if words in str(w.message)] == [
         f"{n} {words}" for n in (4, 10, 30)
     ]

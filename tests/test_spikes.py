@@ -366,7 +366,7 @@ def test_where_all_rise_together_or_little_is_known_it_says_no_more_than_that() 
     few = _tables(3, {(2, "in"): 100.0}).suspects(2)
     assert [suspect.score for suspect in few] == [None] * 3
     words = spike_cause(few, 2).words
-    assert words == "too few steps are known to say which parameter moved; of the squared norm hold in 100%, out 0%, mid 0%"
+    assert words == "too few steps are known to determine which parameter moved; of the squared norm hold in 100%, out 0%, mid 0%"
     assert spike_cause(GradientNormHistory().suspects(0), 0).words == ""
 
 

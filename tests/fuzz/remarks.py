@@ -54,7 +54,7 @@ REMARKS: list[tuple[str, Fact]] = [
     (r"step (?P<step>\d+): (?P<signal>\w+) = (?P<value>\S+) (is|lies above)", _is_spike),
     (r"step (?P<step>\d+): (?P<signal>\w+) is (?P<value>nan|inf)", _is_spike),
     (
-        r"(after the spike of steps? (?P<step>\d+) .*|the spike that began in step (?P<began>\d+) goes on, )grad_norm is (nan|NaN)",
+        r"(after the spike of steps? (?P<step>\d+) .*|the spike that began in step (?P<began>\d+) continues, )grad_norm is (nan|NaN)",
         lambda p, r, w: p.on_spike == "warn" and p.has_event("nan", "inf"),
     ),
     (r"has nothing to judge: the gradients before clipping were not seen", lambda p, r, w: p.mistake == "step_twice"),

@@ -64,24 +64,21 @@ class Run(RunReader):
         """Write the run into files, some steps at a time, so that memory does not grow with the run.
 
         There are two tables. ``tensors`` has a row for each tensor in each step, with the columns step, source, name, all
-        built-in metrics, the
-        number of elements (``count``) and other metrics of tensors: ``row[metric]`` is
-        ``run.series("source/name/metric")[step]``. ``steps``
-        has a row for each step: the time, whether the step was applied, learning rates, the loss scale, values of the whole
-        model, logged
-        values, and tags, spikes and other facts as JSON. A column whose name is taken gets an underscore.
+        built-in metrics, the number of elements (``count``) and other metrics of tensors: ``row[metric]`` is
+        ``run.series("source/name/metric")[step]``. ``steps`` has a row for each step: the time, whether the step was applied,
+        learning rates, the loss scale, values of the whole model, logged values, and tags, spikes and other facts as JSON. A
+        column whose name is taken gets an underscore.
 
         Args:
-            path: of the file; its ending, .parquet, .csv or .jsonl, is the format. Parquet needs pyarrow. Missing directories are
-                made, and an
-                existing file is replaced.
+            path: the file; its ending, .parquet, .csv or .jsonl, is the format. Parquet needs pyarrow. Missing directories are
+                made, and an existing file is replaced.
             table: one of the two; None for both: ``tensors`` into ``path``, and ``steps`` beside it, ``out.steps.parquet``.
             sources: the sources of ``tensors``, such as ``"gradient_before_clip"``; None for all.
             first, last: only the steps from and to these.
             progress: whether to show a bar (if tqdm is installed); by default if stderr is a terminal.
 
         Returns:
-            The paths of the files, each of which is complete or absent.
+            The paths of the files. A file is either complete or absent.
 
         Raises:
             ValueError, TypeError: an argument is wrong.

@@ -122,9 +122,7 @@ class Handles:
         saving.leave_out(handle)
 
     def on_accumulate(self, place: Place, hook: Hook, first: bool = False) -> None:
-        """Register ``hook`` after the accumulation of the parameter's gradient; ``first`` of all such hooks, none of which may be
-        running.
-        """
+        """Register ``hook`` after the accumulation of the parameter's gradient. ``first``: before all such hooks; none may be running."""
         if (parameter := place()) is not None:
             self._on_tensor(place, "_post_accumulate_grad_hooks", parameter.register_post_accumulate_grad_hook, hook)
             hooks: Any = parameter._post_accumulate_grad_hooks

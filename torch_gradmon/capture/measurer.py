@@ -50,7 +50,7 @@ class Measurement:
 
 
 class Measurer:
-    """Runs the statistics and the metric functions; a function that fails is switched off, and training goes on.
+    """Runs the statistics and the metric functions; a function that fails is switched off, and training continues.
 
     Args:
         built_in: measures the statistics of built-in metrics.
@@ -168,7 +168,7 @@ class Measurer:
             except Exception as error:
                 self._off[key] = f"its function raised {type(error).__name__}: {error}"
                 buffer.absent[key.source, f"{name}/{metric.name}"] = self._off[key]
-                message = f"the {metric.source} metric {metric.name!r} failed on {name} and is off for it; training goes on"
+                message = f"the {metric.source} metric {metric.name!r} failed on {name} and is off for it; training continues"
                 self.complaints.add(cause, message, error)
 
     def _call(self, metric: Metric, key: Key, inputs: Sequence[Any]) -> Any:

@@ -69,7 +69,7 @@ class Fence:
             raise
         except Exception as error:
             name = method.__name__
-            self.complaints.add(f"internal:{name}", f"{name} failed, some values are lost; training goes on", error)
+            self.complaints.add(f"internal:{name}", f"{name} failed, some values are lost; training continues", error)
             return None
         finally:
             torch._C._set_grad_enabled(grad)

@@ -40,7 +40,7 @@ def significant(value: float | None, digits: int = 4) -> str:
 
 
 def number(value: float | None) -> str:
-    """A value for a narrow cell: three digits, or two where three take more than seven characters besides a sign.
+    """A value for a narrow cell: three digits, or two where three take more than seven characters without the sign.
 
     >>> [number(value) for value in (0.0, 1.0, 1.23456, 120.0, 1234.6, 0.000123, -1.5e-11, float("nan"), None)]
     ['0', '1.00', '1.23', '120', '1235', '1.23e-4', '-1.5e-11', 'nan', '-']
@@ -145,7 +145,7 @@ def printable(text: str) -> str:
 
 
 def cut_start(name: str, width: int, ellipsis: str = "…") -> str:
-    """``name`` without its start if it is too long; the end of a path tells layers apart.
+    """``name`` without its start if it is too long; the end of a path distinguishes layers.
 
     >>> cut_start("blocks.11.attention.weight", 16)
     '…ttention.weight'

@@ -1,4 +1,4 @@
-"""Keep hooks and attributes of the monitor out of what is pickled or copied.
+"""Keep hooks and attributes of the monitor out of pickles and copies.
 
 pickle and copy look up ``__reduce_ex__`` and ``__getstate__`` on the object before its class, so both are set on the object. No class is
 changed, the bytes hold nothing of the monitor, and they load with ``weights_only=True`` if those of the bare object do.
@@ -65,7 +65,7 @@ def unsaved_of(hooks: Any) -> Unsaved | None:
 
 
 def leave_out(handle: RemovableHandle, scripted: bool = True) -> None:
-    """Leave the hook of ``handle`` out of what is saved of its module or optimizer; not ``scripted``: also out of ``torch.jit.script``."""
+    """Keep the hook of ``handle`` out of pickles of its module or optimizer; not ``scripted``: also out of ``torch.jit.script``."""
     for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref):
         hooks = reference()
         if isinstance(hooks, OrderedDict) and handle.id in hooks:

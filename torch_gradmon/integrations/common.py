@@ -74,8 +74,8 @@ class AdapterMonitor:
     ) -> ModuleMonitor:
         """Watch ``model`` from now on.
 
-        A monitor made here serves one model; a second training of the same model goes on with it. The monitor that
-        :func:`torch_gradmon.watch`, or the adapter of another trainer, still watches the model with is detached.
+        A monitor made here serves one model; a second training of the same model continues with it. A monitor of the same model
+        from :func:`torch_gradmon.watch`, or from the adapter of another trainer, is detached.
 
         Args:
             model: the trained model.

@@ -168,7 +168,7 @@ class GradMonHandler:
         self._runs, self._last_step = True, monitor.last_step
 
     def _iteration_started(self, engine: Engine) -> None:
-        if not self._runs:  # attached during a run, or an exception was handled and the run goes on
+        if not self._runs:  # attached during a run, or the run continues after a handled exception
             self._begin(engine, engine.state.iteration)
         self._metrics.withdraw(engine.state.metrics)
         self._spiked = False
@@ -191,7 +191,7 @@ class GradMonHandler:
             try:
                 self._callback(engine, event)  # type: ignore[misc]
             except Exception as error:
-                self._complaints.add("callback", "the callback of GradMonHandler failed; training goes on", error)
+                self._complaints.add("callback", "the callback of GradMonHandler failed; training continues", error)
 
     def _end(self, *_: Engine) -> None:
         if self._runs:

@@ -227,9 +227,8 @@ class _LoggerSink:
 def _moving_each_step(trainer: Trainer, pl_module: LightningModule) -> list[Any]:
     """The schedulers that move with each step.
 
-    Those of epochs, or of every n-th batch, follow the trainer's count, which goes on. Undoing their move in a skipped batch
-    would
-    delay it by an epoch.
+    Those of epochs, or of every n-th batch, follow the trainer's count, which also counts skipped batches. Undoing their move in
+    a skipped batch would delay it by an epoch.
     """
     is_manual = not pl_module.automatic_optimization
     configs = trainer.lr_scheduler_configs

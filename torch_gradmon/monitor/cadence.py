@@ -8,11 +8,11 @@ from .plugin_set import PluginSet
 
 
 class Cadence:
-    """Answers for one step after the other.
+    """Decides for each step whether it is monitored.
 
     Args:
-        asked: whether the script wants a step, by its number; need not give the same answer twice.
-        plugins: each may change the answer.
+        asked: whether the script requests a step, by its number. Two calls need not return the same answer.
+        plugins: each may change the decision.
     """
 
     def __init__(self, asked: Callable[[int], bool], plugins: PluginSet) -> None:
@@ -36,7 +36,7 @@ class Cadence:
         self._answer = None
 
     def ask_again(self) -> None:
-        """Forget what the script and the plugins said of the next step."""
+        """Forget the decision about the next step."""
         self._asked = self._answer = None
 
     def foretells(self, step: int, ahead: int | None) -> bool:

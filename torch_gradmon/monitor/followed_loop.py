@@ -1,4 +1,4 @@
-"""A loop that nobody edits: what its hooks see, told to the step machine."""
+"""An unmodified training loop: reports the events of its hooks to the step machine."""
 
 # ruff: noqa: D102 (the protocol has the docstrings)
 from __future__ import annotations

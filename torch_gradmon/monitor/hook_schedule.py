@@ -35,15 +35,15 @@ class DrivingLoop(Protocol):
 
 
 class HookSchedule:
-    """Registers hooks on modules and parameters, and takes them away.
+    """Registers and removes hooks on modules and parameters.
 
     Args:
-        planner: knows the model, and what is to be measured.
-        modules: has the hooks on modules.
+        planner: knows the model and the requested metrics.
+        modules: owns the hooks on modules.
 
     Attributes:
-        loop: has the hooks on parameters; None where steps begin and end by hand.
-        is_bare: nothing is registered that a step without measurements can do without.
+        loop: owns the hooks on parameters; None where the script begins and ends steps itself.
+        is_bare: only hooks that a step without measurements needs are registered.
     """
 
     def __init__(self, planner: Planner, modules: ModuleSource) -> None:

@@ -1,4 +1,4 @@
-"""Measuring at the moment when somebody says so, beside or instead of what the hooks see."""
+"""Measurements that the script requests explicitly, in addition to the hooks or instead of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .runtime import Runtime
 
 
 class Hand:
-    """What a loop written by hand asks a runtime to measure."""
+    """Carries out the explicit measurements of a training loop."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -42,7 +42,7 @@ class Hand:
 
     @fenced
     def record_attention(self, name: str, named: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
-        """Measure one call of attention, unless it was seen by itself."""
+        """Measure one call of attention, unless the monitor has recognised it."""
         with outside_dispatch_modes():
             self.runtime.captures.modules.attention.report(
                 name, named, {"query": named["query"], "key": named["key"], **arguments}
@@ -70,7 +70,7 @@ class Hand:
 
     @fenced
     def measure_before_clip(self, parameters: Iterable[Tensor]) -> None:
-        """Measure these parameters' gradients before they are clipped: those that an optimizer has yet to use, and no clip has changed."""
+        """Measure these parameters' gradients before clipping, unless they were clipped before or an optimizer has used them."""
         if self.runtime.planner.inventory is None or not self.runtime.lifecycle.has_values:
             return
         positions, loop = self.runtime.planner.inventory.positions(parameters), self.runtime.loop
@@ -78,7 +78,7 @@ class Hand:
         self._measured = set(positions)
         self._measure_gradients(
             True, self.runtime.captures.gradients.there(positions)
-        )  # of one that is gone there is nothing to clip
+        )  # a parameter without a gradient has nothing to clip
 
     @fenced
     def was_clipped(self, parameters: Iterable[Tensor]) -> None:
@@ -87,7 +87,7 @@ class Hand:
             self.runtime.captures.gradients.clipped(self.runtime.planner.inventory.positions(parameters))
 
     def names_of(self, parameters: Sequence[Tensor]) -> list[str]:
-        """The canonical name of each; one that is not of the watched model is called by its place."""
+        """The canonical name of each parameter, or ``parameters[index]`` outside the watched model."""
         self.runtime.planner.refresh()
         inventory, places = self.runtime.planner.inventory, self._positions()
         return [
@@ -100,10 +100,10 @@ class Hand:
         return {} if inventory is None else {id(reference()): place for place, reference in enumerate(inventory.references)}
 
     def spread_among(self, parameters: Sequence[Tensor]) -> list[int]:
-        """Places of those of which each rank has a part, or another one. All ranks ask this together.
+        """Indices of the parameters that differ between ranks: sharded ones and ones that only some ranks have. All ranks call this.
 
         Raises:
-            ValueError: there are such, and not every rank is known to come to the exchange of what each has.
+            ValueError: there are some, and not every rank is known to join the exchange.
         """
         inventory, ranks = self.runtime.planner.inventory, self.runtime.captures.measurer.ranks
         distinct = set() if inventory is None or ranks.count == 1 else inventory.spread
@@ -126,13 +126,13 @@ class Hand:
         return found
 
     def rows(self, parameters: Sequence[Tensor], norm_type: float, spread: Sequence[int]) -> Tensor:
-        """Rows ``[len(parameters), 8]`` of the gradients with the ``NORM_COLUMNS`` of this order, on the first one's device; those of no
-        elements where there is none. From what :meth:`measure_before_clip` has just measured, where it has all.
+        """Rows ``[len(parameters), 8]`` of the gradients with the ``NORM_COLUMNS`` of this order, on the first gradient's device.
 
-        Where any are ``spread`` a collective, after which each rank has the rows of the whole.
+        A parameter without a gradient has the row of an empty tensor. The rows that :meth:`measure_before_clip` measured are reused
+        if it measured all gradients. With ``spread`` this is a collective, and each rank gets the rows of the whole tensors.
 
         Raises:
-            ValueError: a gradient that cannot be measured.
+            ValueError: a gradient cannot be measured.
         """
         ranks, apart = self.runtime.captures.measurer.ranks, set(spread)
         gradients = {place: p.grad for place, p in enumerate(parameters) if p.grad is not None}
@@ -158,16 +158,16 @@ class Hand:
         places = self._positions()
         positions = [places[id(p)] for p in parameters if id(p) in places]
         if len(set(positions)) != len(parameters) or not self._measured.issuperset(positions):
-            return None  # some are not of the watched model, or named twice, which torch counts twice; or were measured earlier
+            return None  # a parameter is outside the model, given twice (torch counts it twice), or not measured just now
         return self.runtime.captures.gradients.rows_now(positions, NORM_COLUMNS[norm_type])
 
     @fenced
     def tell(self, told: Sequence[Told]) -> None:
-        """Whole-model values of the step in flight, which stay on the device until it is over."""
+        """Add whole-model values to the current step; they stay on the device until the step ends."""
         self.runtime.lifecycle.values.put({Key(SUMMARY, "", one.name): one for one in told})
 
     def measure_after_clip(self) -> None:
-        """Measure the clipped gradients, where no optimizer's hook will."""
+        """Measure the clipped gradients if no optimizer has a hook."""
         if self.runtime.loop is None:
             self.measure_gradients(False)
 

@@ -21,13 +21,13 @@ class Flights:
     Args:
         ledger: where records are entered.
         registry: the metrics.
-        guard: told of time that was not its own.
-        plugins: may have records that are still to be written when everything ends.
+        guard: receives the time that others spent.
+        plugins: may have unwritten records when the run ends.
     """
 
     def __init__(self, ledger: Ledger, registry: Registry, guard: Fence, plugins: PluginSet) -> None:
         self._plugins = plugins
-        self.lockstep = False  # with the other ranks: when values land is told by the steps' numbers, and not by the device
+        self.lockstep = False  # with other ranks, the steps' numbers decide when values are fetched, not the device
         self.now = 0  # the step that begins
         self.ledger, self._registry, self._guard = ledger, registry, guard
         self._flying: deque[PendingStep] = deque()

@@ -8,13 +8,13 @@ from typing import Any
 from ..core.errors import GradmonWarning, SpikeError, WarningLog
 from ..step.plugin import Plugin
 
-#: Called also of a plugin that has stopped: it must let go.
+#: Called for stopped plugins too, so that they release what they hold.
 _ALWAYS = {"on_detach", "close"}
 _HOOKS = [name for name in vars(Plugin) if not name.startswith("_") and callable(getattr(Plugin, name))]
 
 
 class PluginSet:
-    """Calls the methods that plugins override, and fences each call: a plugin that fails costs a warning.
+    """Calls the methods that plugins override, and turns the failure of one into a warning.
 
     Args:
         plugins: in the order in which they are called.
@@ -38,11 +38,11 @@ class PluginSet:
         return bool(self._calls[hook])
 
     def call(self, hook: str, *args: Any, is_idle: bool = False) -> list[Any]:
-        """Call ``hook`` of each plugin that overrides it; what they return. Where ``is_idle``, only of those that watch idle steps.
+        """Call ``hook`` of each plugin that overrides it and return the results. ``is_idle``: only of those that watch idle steps.
 
         Raises:
             SpikeError: training must stop.
-            GradmonWarning: where warnings are errors. All plugins have been called by then.
+            GradmonWarning: warnings are errors. All plugins have been called by then.
         """
         results: list[Any] = []
         raised: Exception | None = None
@@ -60,11 +60,11 @@ class PluginSet:
         return results
 
     def call_one(self, plugin: Plugin, method: Callable[..., Any], *args: Any) -> Any:
-        """Call a method of ``plugin``. None where it fails, which is reported once.
+        """Call a method of ``plugin``. Returns None if it fails, and reports the failure once.
 
         Raises:
             SpikeError: training must stop.
-            GradmonWarning: where warnings are errors.
+            GradmonWarning: warnings are errors.
         """
         try:
             return method(*args)
@@ -78,21 +78,21 @@ class PluginSet:
         what = "it is off" if plugin.stops_on_failure else "what it does is lost"
         if plugin.stops_on_failure:
             self._stopped.append(plugin)
-        message = f"{method}() of the plugin {plugin.name!r} failed, {what}; training goes on"
+        message = f"{method}() of the plugin {plugin.name!r} failed, {what}; training continues"
         self._complaints.add(f"plugin:{plugin.name}", message, error)
 
     def restart(self) -> None:
-        """Call plugins again that have stopped."""
+        """Resume the calls of plugins that have stopped."""
         self._stopped.clear()
 
     def wants(self, step: int, asked: bool) -> bool:
-        """Whether ``step`` is monitored, where the script says ``asked``."""
+        """Whether ``step`` is monitored; ``asked`` is the script's own answer."""
         for _, method in self._calls["wants"]:
             asked = method(step, asked)
         return asked
 
     def foretells(self, step: int, asked: bool, ahead: int | None) -> bool:
-        """What :meth:`wants` would say of another step; see :meth:`Plugin.foretells`."""
+        """What :meth:`wants` would return for another step; see :meth:`Plugin.foretells`."""
         for plugin in self._plugins:
             if type(plugin).wants is not Plugin.wants:
                 asked = plugin.foretells(step, asked, ahead)

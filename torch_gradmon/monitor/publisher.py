@@ -1,4 +1,4 @@
-"""The last station of a record: the run directory at once, the sinks when nothing more can be added to the step."""
+"""Output of records: to the run directory at once, to the sinks when the step is complete."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from ..sinks.filtered_sink import FilteredSink
 
 
 class Outbox:
-    """Keeps one record until the next one comes, so that a late ``log_scalar`` still goes out with it.
+    """Keeps one record until the next one comes, so that sinks receive a late ``log_scalar`` with it.
 
-    The run directory does not wait: what it has of a step is replaced when something is added.
+    The run directory gets a record at once, and its replacement when a value is added.
 
     Args:
         complaints: where failures are reported.
         run_dir: the run directory; None for none.
         meta: facts for the run directory.
-        is_muted: whether another rank speaks for this one.
+        is_muted: whether another rank writes the output of this one.
 
     Attributes:
         outlets: the sinks.
-        lasting: what is at work until the last row has gone out, the run directory and sinks of this package: whoever sees to it that
-            this is closed holds these, and none of the user's sinks, which may hold the model, the optimizer and the monitor.
+        lasting: the run directory and this package's sinks, which must stay alive until the last row is written. The user's sinks
+            are not among them: they may hold the model, the optimizer and the monitor.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class Outbox:
         self.outlets: list[FilteredSink] = []
 
     def add(self, outlet: FilteredSink) -> None:
-        """Send to ``outlet`` from now on."""
+        """Send records to ``outlet`` from now on."""
         self.outlets.append(outlet)
         if outlet.is_of_package:
             self.lasting.append(outlet)
 
     def remove(self, outlet: FilteredSink) -> None:
-        """Send nothing to ``outlet`` any more, and close it."""
+        """Stop sending records to ``outlet``, and close it."""
         self.outlets.remove(outlet)
         if outlet.is_of_package:
             self.lasting.remove(outlet)
@@ -79,31 +79,31 @@ class Outbox:
 
     @property
     def is_muted(self) -> bool:
-        """Whether another rank speaks for this one."""
+        """Whether another rank writes the output of this one."""
         return self._is_muted()
 
     @property
     def stores(self) -> bool:
-        """Whether there is a run directory, of this rank or of the one that speaks for it."""
+        """Whether this rank, or the one that writes its output, has a run directory."""
         return self._run_dir is not None
 
     @property
     def directory(self) -> Path | None:
-        """The run directory of this rank, or of the one that speaks for it."""
+        """The run directory of this rank, or of the one that writes its output."""
         return None if self._run_dir is None else Path(self._run_dir)
 
     @property
     def place(self) -> str:
-        """The run directory in words, empty without one."""
+        """The run directory as part of a message; empty without one."""
         return f"the run directory {os.fspath(self._run_dir)!r}" if self._run_dir is not None else ""
 
     def is_awaited(self, step: int) -> bool:
-        """Whether a sink wants the values of ``step`` as soon as the next one begins."""
+        """Whether a sink needs the values of ``step`` as soon as the next step begins."""
         return any(not outlet.deferred and not outlet.dropped and step % outlet.every == 0 for outlet in self._heard)
 
     @property
     def _heard(self) -> list[FilteredSink]:
-        """The sinks of this rank that get anything."""
+        """The sinks of this rank that receive records."""
         return [outlet for outlet in self.outlets if outlet.is_on_all_ranks] if self._is_muted() else self.outlets
 
     def note(self, **facts: Any) -> None:
@@ -116,7 +116,7 @@ class Outbox:
                 self._complaints.add("store", f"the run directory {self._run_dir} could not be written", error)
 
     def put(self, record: StepRecord, shown: Callable[[], Mapping[str, float]], amend: bool = False) -> None:
-        """Take a step's record and a function for what of it is shown. ``amend``: in place of the one that was put last."""
+        """Take a step's record and a function that returns its values for sinks. ``amend``: it replaces the previous record."""
         if self._forked() or (self.is_muted and not self._heard):
             return
         if not amend:
@@ -129,8 +129,9 @@ class Outbox:
             self._complaints.add("late", f"a value for step {record.step} came after the step had gone out to the sinks")
 
     def goes_back(self, step: int) -> None:
-        """The run goes on with ``step``; what the run directory has from there on belongs to another branch. With the first step this
-        becomes the one that writes there.
+        """Drop the steps from ``step`` on, which belong to another branch, from the run directory: the run resumes at ``step``.
+
+        With its first step this monitor becomes the writer of the directory.
         """
         if not self._forked() and self._store is not None:
             try:
@@ -140,12 +141,12 @@ class Outbox:
                 self._complaints.add("store", f"the run directory {self._run_dir} could not be written", error)
 
     def fill(self, record: StepRecord) -> None:
-        """Take the record of an earlier step for the run directory, and only for that."""
+        """Take the record of an earlier step for the run directory only."""
         if not self._forked() and not self.is_muted and self._run_dir is not None:
             self._write(record, fill=True)
 
     def publish(self) -> None:
-        """Send what waits to the sinks."""
+        """Send the waiting record to the sinks."""
         if self._waiting is None or self._forked():
             return
         (record, shown), self._waiting = self._waiting, None
@@ -182,13 +183,13 @@ class Outbox:
         except (sqlite3.Error, OSError) as error:
             self._failures += 1
             message = (
-                f"step {record.step} could not be written to the run directory {self._run_dir}; training goes on, "
+                f"step {record.step} could not be written to the run directory {self._run_dir}; training continues, "
                 f"and after {PATIENCE} failures in a row nothing more is written"
             )
             self._complaints.add("store", message, error)
 
     def _claim(self, store: RunWriter) -> None:
-        """Write there from the first step on; what another monitor has taken since is not taken back."""
+        """Claim the directory once, with the first step: if another monitor claims it later, that one keeps it."""
         if not self._has_claimed:
             store.claim(self._meta)
             self._has_claimed = True
@@ -200,15 +201,16 @@ class Outbox:
         return self._store
 
     def reopen(self) -> None:
-        """A run that was closed goes on: whoever looks into its directory is to know, before the first record comes. Not where nothing more
-        is written there, as after another monitor has taken it.
+        """Mark the directory of a closed run as active again, before the first record comes.
+
+        Nothing changes if this monitor no longer writes there, as after another monitor has claimed the directory.
         """
         if self._run_dir is not None and self._failures < PATIENCE and not self._is_muted() and not self._forked():
-            with contextlib.suppress(sqlite3.Error, OSError):  # of which the first record tells
+            with contextlib.suppress(sqlite3.Error, OSError):  # the first record reports the failure
                 self._opened(self._run_dir).claim(self._meta)
 
     def close(self) -> None:
-        """Send what waits and close everything; sinks and the run directory open again when another record comes."""
+        """Send the waiting record and close everything; another record opens sinks and the run directory again."""
         if self._forked():
             return
         self._is_closed = True

@@ -21,7 +21,7 @@ class Queries:
     """Answers for one runtime.
 
     Args:
-        runtime: is asked; held by nobody else for longer than a call.
+        runtime: answers the queries. No other object holds it for longer than a call.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -80,7 +80,7 @@ class Queries:
 
     def settle_now(self) -> StepRecord | None:
         """The record of the last step, None where it was not monitored. Waits for the device."""
-        self._flush_fenced()  # does nothing inside of what is fenced already, such as on_spike
+        self._flush_fenced()  # does nothing inside a fenced call, such as on_spike
         return None if self.stale_reason else self._runtime.ledger.last
 
     def recall(self) -> None:

@@ -55,7 +55,7 @@ class Runtime:
 
     @property
     def planner(self) -> Planner:
-        """Knows the model, and what is to be measured."""
+        """Knows the model and the requested metrics."""
         return self.lifecycle.planning.planner
 
     @property
@@ -103,7 +103,9 @@ class Runtime:
         """From now on steps begin and end by hand. Returns whether this one is monitored."""
         self.lifecycle.values.is_detached = False
         if self.loop is None and self.lifecycle.plugins.has("before_optimizer_step"):
-            message = "nothing can be done about spikes, for the optimizers are not known: call attach() besides begin_step()"
+            message = (
+                "on_spike cannot act on a step, since the optimizers are not known: call attach() in addition to begin_step()"
+            )
             self.guard.complaints.add("acting", message)
         self.cycle.begin_by_hand(step)
         active = self.lifecycle.active

@@ -92,7 +92,7 @@ class StepMeasurements(Protocol):
         """Note facts about the optimizer that is about to step: learning rates, and whether it resumes."""
 
     def explain_missing(self, reason: str) -> None:
-        """Say why gradients before clipping are missing."""
+        """Record why gradients before clipping are missing."""
 
     def explain_in_backward(self, optimizer: Hashable) -> None:
         """The same, for an optimizer whose step within the backward pass was not expected."""

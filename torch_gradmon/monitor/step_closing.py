@@ -34,7 +34,7 @@ class StepClosing:
             self._close_unmonitored(active)
 
     def _take(self, active: ActiveStep) -> tuple[StepBuffer, ModelIndex, dict[str, Any]]:
-        """Nothing more is measured in this step: its values, the model as it was, and what the loop said of it."""
+        """End the measurements of this step; return its values, the model index and the facts that the loop knows of it."""
         buffer, active.buffer, self._values.buffer = active.buffer, None, None
         inventory = self._planning.planner.inventory
         assert buffer is not None

@@ -18,12 +18,12 @@ _IN_EVAL = "the model was called in evaluation mode, as it was not before; from 
 
 
 class StepLifecycle:
-    """Carries out what the step machine says about the boundaries of steps.
+    """Carries out the step machine's decisions about the boundaries of steps.
 
     Args:
-        planning: what is measured in a step, and which hooks that takes.
-        queue: the steps whose values are on their way, and the records.
-        values: what the loop logs.
+        planning: decides what a step measures and which hooks that needs.
+        queue: the steps whose values are not fetched yet, and the records.
+        values: the values that the loop logs.
 
     Attributes:
         active: the open step, or the last one; None before the first.
@@ -72,7 +72,7 @@ class StepLifecycle:
                 buffer.noted[name] = value
 
     def explain(self, source: str, reason: str) -> None:
-        """Say why ``source`` has no values in the open step."""
+        """Record why ``source`` has no values in the open step."""
         if self.active is not None and self.active.buffer is not None:
             self.active.buffer.absent[source, ""] = reason
 
@@ -144,10 +144,10 @@ class StepLifecycle:
     # --- the end of an attempt -----------------------------------------------------------------------------------------------
 
     def decide(self, optimizer: Hashable, done: Set[Hashable], overflowed: Set[Hashable], is_overflowed: bool) -> bool:
-        """Whether the optimizer, which is about to step, must change nothing.
+        """Whether the optimizer that is about to step must change nothing.
 
         Raises:
-            SpikeError: a plugin says that the run must stop.
+            SpikeError: a plugin stops the run.
         """
         active, loop = self.active, self.hooks.loop
         if active is None or active.buffer is None or loop is None or self.captures.modules.paused:

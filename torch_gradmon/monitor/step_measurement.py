@@ -1,4 +1,4 @@
-"""Carries out what the step machine asks to be measured."""
+"""Carries out the measurements that the step machine requests."""
 
 # ruff: noqa: D102 (the protocol has the docstrings)
 from __future__ import annotations
@@ -21,9 +21,7 @@ _IN_BACKWARD = (
 
 
 def _has_stepped(optimizer: Optimizer) -> bool:
-    """Whether an optimizer comes with the state of earlier steps. Adagrad makes its state beforehand; without state, as of plain SGD,
-    nothing is known.
-    """
+    """Whether an optimizer has the state of earlier steps: Adagrad creates its state in advance, and plain SGD has none."""
     state = next(iter(optimizer.state.values()), None)
     if not state:
         return False
@@ -36,11 +34,11 @@ class StepMeasurement:
 
     Args:
         lifecycle: has the open step.
-        captures: do the work.
-        ownership: which optimizer has which parameters.
-        hooks: on the loop; know scales and gradients that are held back.
+        captures: measure tensors.
+        ownership: maps optimizers to their parameters.
+        hooks: the hooks on the loop, which know scales and removed gradients.
         order: the optimizers in the order in which they step; shared with the step machine, which changes it.
-        complaints: where it is reported what cannot be done.
+        complaints: receives failures.
     """
 
     def __init__(
@@ -64,8 +62,8 @@ class StepMeasurement:
         return sorted([*own, *self._ownership.unowned]) if with_unowned else own
 
     def inverse_scale(self) -> Tensor | None:
-        """What gradients inside of the model have to be multiplied by at this moment."""
-        # of one that has yet to step, since others under the same scaler may have been unscaled, and stepped
+        """The factor that unscales gradients inside the model at this moment."""
+        # of an optimizer that has not stepped, since others under the same scaler may be unscaled already
         scales = (self._hooks.scaler.inverse_scale(optimizer) for optimizer in self._ownership.alive(self._order))
         return next((scale for scale in scales if scale is not None), None)
 
@@ -97,8 +95,9 @@ class StepMeasurement:
                 gradients.before_clip(sorted(positions), scale)
 
     def measure_one_before_clip(self, position: int, done: Set[Hashable], in_backward: Set[Hashable]) -> None:
-        """One gradient is complete, whose optimizer may step before the backward pass is over. Where that has stepped behind an
-        earlier pass, this pass is another optimizer's turn, and its end measures what may still count.
+        """Measure one complete gradient whose optimizer may step before the backward pass ends.
+
+        If that optimizer has stepped after an earlier pass, this pass is another optimizer's turn, and its end measures the rest.
         """
         within = any(position in self._ownership.positions(name) for name in in_backward)
         positions = [position] if within else self._ownership.to_step([position], done)
@@ -114,7 +113,7 @@ class StepMeasurement:
             self.measure_unowned()
 
     def measure_unowned(self) -> None:
-        # nobody unscales these
+        # no optimizer unscales these
         self._captures.gradients.after_clip(self._ownership.unowned, self._hooks.scaler.inverse_scale(None))
 
     def has_gradients(self, optimizer: Hashable) -> bool:
@@ -160,7 +159,7 @@ class StepMeasurement:
     def revive_hooks(self, optimizer: Hashable) -> None:
         found = self._ownership[optimizer]
         if found is not None and self._hooks.backward.revive(found):
-            reason = "the hooks on parameters had died, as in a conversion of DTensors by .to(); they are put back"
+            reason = "the hooks on parameters had died, as in a conversion of DTensors by .to(); they are registered again"
             self._lifecycle.explain(GRADIENT_BEFORE_CLIP, reason)
             step = self._lifecycle.number
             self._complaints.add("hooks", f"{reason}; gradients before clipping are missing in step {step}")

@@ -20,8 +20,8 @@ class StepPlanning:
 
     Args:
         state: of the step machine.
-        planner: knows the model, and what is to be measured.
-        captures: measure.
+        planner: knows the model and the requested metrics.
+        captures: measure tensors.
         exchange: merges values over ranks.
         ledger: knows what detectors and the run directory need.
         hooks: which hooks are registered.
@@ -61,7 +61,7 @@ class StepPlanning:
         self.hooks.check_groups()
         assert planner.inventory is not None
         if planner.inventory.spread and self.exchange.exchange.ranks.count > 1:
-            self.ledger.summary.all_columns = True  # on each rank, whoever has a run directory
+            self.ledger.summary.all_columns = True  # on each rank, with or without a run directory
         if planner.inventory.on_mesh:  # before anything is added up over ranks
             self.exchange.ranks_take_part()
         is_monitored = active.mode is Mode.MONITORED

@@ -101,8 +101,8 @@ class ValueLog:
         if is_late and (reducer or self.late.is_judged(key)):
             self._fence.complaints.add(
                 f"late:{text}",
-                f"{text} was logged after optimizer.step(), when the ranks had told each other their values: it is this rank's "
-                "own, and no detector judges it; log it before",
+                f"{text} was logged after optimizer.step(), after the ranks had exchanged their values: it stays on this rank, "
+                "and no detector judges it; log it earlier",
             )
 
     def _log(self, key: Key, value: Any, aggregation: Aggregation, is_measured: bool) -> StepBuffer | None:

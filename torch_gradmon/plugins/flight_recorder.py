@@ -1,4 +1,4 @@
-"""The flight recorder: statistics of steps that are not monitored stay on the device until a spike asks for them."""
+"""The flight recorder: statistics of unmonitored steps stay on the device until a spike makes them relevant."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from ..step.summary import Summary
 
 
 class FlightRecorder(Plugin):
-    """Keeps the last steps that were not monitored, and gives their records where a spike makes them interesting: those before
-    it at once, and as many after it.
+    """Keeps the last unmonitored steps, and provides the records of those around a spike.
+
+    The steps before the spike are available at once, as many after it later.
 
     Args:
-        size: how many steps; with 0 none is recorded.
+        size: the number of steps; 0 records none.
         registry: the metrics.
-        summary: that of the monitored steps.
+        summary: the summary of the monitored steps.
     """
 
     name = "flight_recorder"
@@ -43,8 +44,9 @@ class FlightRecorder(Plugin):
         return bool(self.size)
 
     def on_unmonitored_step(self, recorded: RecordedStep) -> None:
-        """Keep the step; its values stay on the device. Backfills those that came after a spike, once there are enough of them; this
-        waits for the device.
+        """Keep the step; its values stay on the device.
+
+        Backfills the steps after a spike once there are enough of them, which waits for the device.
         """
         if recorded.buffer is None:
             return
@@ -52,7 +54,7 @@ class FlightRecorder(Plugin):
         after = self._bring() if self._due == 1 else []  # the last one is closed by now
         self._kept.append((recorded, recorded.buffer, time.time()))
         self._is_open = True
-        # what came before a step of which it is not known yet whether it has a spike is kept
+        # a pending step may still turn out to be a spike: the steps before it are kept
         pending = recorded.oldest_pending
         before = sum(pending is None or buffer.step < pending for _, buffer, _ in self._kept)
         for _ in range(before - self.size):
@@ -60,45 +62,45 @@ class FlightRecorder(Plugin):
         self.context.backfill(after)
 
     def on_sealed(self, step: int) -> None:
-        """Nothing more can come for the last step."""
+        """Close the last step: it takes no late values from now on."""
         self._is_open = False
 
     def late_buffer(self, step: int | None) -> StepBuffer | None:
-        """Where a late value of ``step`` belongs, if that was the last step kept."""
+        """The buffer for a late value of ``step``, if that is the last step kept."""
         is_last = self._is_open and bool(self._kept) and self._kept[-1][1].step == step
         return self._kept[-1][1] if is_last else None
 
     def tag_late(self, step: int | None, tags: Mapping[str, Any]) -> bool:
-        """Late facts about ``step``; whether it was the last step kept."""
+        """Add late facts about ``step``. Returns whether that is the last step kept."""
         is_kept = self.late_buffer(step) is not None
         if is_kept:
             self._kept[-1][0].tags.update(tags)
         return is_kept
 
     def fetch_recorded(self) -> list[StepRecord]:
-        """A spike was found: the records of what is kept, and later those that come after it. Waits for the device, once."""
+        """The records of the kept steps, after a spike; later ones follow. Waits for the device once."""
         brought = self._bring()
         self._due = self.size + 2 - len(self._kept) if self.size else 0
         return brought
 
     def rest(self) -> list[StepRecord]:
-        """The records of what came after a spike so far."""
+        """The records of the steps since a spike."""
         return self._bring() if self._due else []
 
     def on_rewind(self, step: int) -> None:
-        """The steps that are kept come again."""
+        """Drop the kept steps, which the run repeats."""
         self._kept.clear()
         self._due = 0
 
     def on_leave(self, last: int | None) -> None:
-        """Steps after this belong to another part of the run."""
+        """Drop the kept steps: later ones belong to another part of the run."""
         self._kept.clear()
         self._due = 0
 
     def _bring(self) -> list[StepRecord]:
         kept = list(self._kept)
         self._kept.clear()
-        if kept and self._is_open:  # it is completed again, with what comes late
+        if kept and self._is_open:  # its late values complete it
             self._kept.append(kept[-1])
         pending = [
             _pending(recorded, buffer) for recorded, buffer, _ in kept

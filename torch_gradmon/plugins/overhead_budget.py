@@ -1,4 +1,4 @@
-"""How often to monitor, so that the monitor's own time stays under a share of the training's."""
+"""The cadence that keeps the monitor's own time below a share of the training time."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import time
 from ..step.active_step import ActiveStep, Mode
 from ..step.plugin import Plugin
 
-#: Decide after so many monitored steps, for every tenth one measures updates too; after few where it is far off.
+#: Monitored steps per decision: ten, since every tenth one measures updates too; three if the share is off by this factor.
 _MANY, _FEW, _FAR = 10, 3, 4
-#: By so much the interval changes at most in one decision, since what was measured may have been a hiccup.
+#: The largest factor by which one decision changes the interval, since one measurement may be an outlier.
 _STRIDE = 4
-#: Beyond this interval it is not the monitored steps that cost too much.
+#: The largest interval: beyond it, monitored steps are not the main cost.
 _WIDEST = 1024
 
 
 class OverheadBudget(Plugin):
-    """A cadence that widens, by powers of two, while monitoring takes more than a share of the time, and narrows again.
+    """Lengthens the interval by powers of two while monitoring takes more than a share of the time, and shortens it again.
 
     Args:
-        share: of the wall-clock time of training, what the monitor's own time on the host may take, such as 0.01.
+        share: the largest share of the wall-clock time of training for the monitor's own time on the host, such as 0.01.
 
     Attributes:
-        interval: of the steps that the cadence asks for, every n-th is monitored.
+        interval: every n-th of the steps that the cadence requests is monitored.
     """
 
     name = "overhead_budget"
@@ -44,9 +44,9 @@ class OverheadBudget(Plugin):
         return asked and self._left_out + 1 >= self.interval
 
     def on_step_closed(self, step: ActiveStep) -> None:
-        """Give up where ranks must monitor the same steps; else count the step."""
+        """Count the step; switch off if ranks must monitor the same steps."""
         if self.context.ranks_synchronised:
-            self._give_up("ranks that tell each other values have to monitor the same steps")
+            self._give_up("ranks that exchange values have to monitor the same steps")
         if not step.sets_cadence:
             self.count(step.number, step.mode is Mode.MONITORED, self.context.seconds_spent, time.perf_counter())
 
@@ -55,7 +55,7 @@ class OverheadBudget(Plugin):
         self.context.warn("budget:off", f"overhead_budget has no effect: {reason}")
 
     def count(self, step: int, monitored: bool, spent: float, now: float) -> None:
-        """A step has ended: decide about the steps to come.
+        """Decide about the next steps after the end of a step.
 
         Args:
             step: its number.
@@ -81,7 +81,7 @@ class OverheadBudget(Plugin):
             self.context.ask_cadence_again()
 
     def on_detail_changed(self, is_back: bool) -> None:
-        """Something else is measured for a while, or the same as before that: what was found about the one says nothing of the other."""
+        """Start a new measurement when the detail changes: the cost of one level does not predict that of the other."""
         if is_back:
             self.interval = self._before
         self._before = self.interval
@@ -92,10 +92,10 @@ class OverheadBudget(Plugin):
 
     def _decide(self, share: float) -> None:
         before = self.interval
-        # what is not monitored costs next to nothing, so the share falls with the interval
+        # unmonitored steps cost almost nothing, so the share falls with the interval
         while share > self.share and self.interval < min(_STRIDE * before, _WIDEST):
             self.interval, share = self.interval * 2, share / 2
-        while share < self.share / 4 and self.interval > max(1, before // _STRIDE):  # a fourth, so as not to go to and fro
+        while share < self.share / 4 and self.interval > max(1, before // _STRIDE):  # a fourth, to avoid oscillation
             self.interval, share = self.interval // 2, share * 2
         if self.interval > before:
             which = "2nd" if self.interval == 2 else f"{self.interval}th"

@@ -1,4 +1,4 @@
-"""A closer look after a spike: for some steps what modules return, and the gradients of that, are measured too."""
+"""More detail after a spike: for some steps, module outputs and their gradients are measured too."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from ..step.active_step import ActiveStep
 from ..step.planner import Planner
 from ..step.plugin import Plugin
 
-#: What is measured: one-pass statistics, of which the run directory keeps all.
+#: The added metrics: one-pass statistics, so the run directory stores them all.
 _METRICS = {n.ACTIVATION: ("std", "max", "nonfinite"), n.ACTIVATION_GRADIENT: ("norm", "nonfinite")}
 
 
 class PostSpikeDetail(Plugin):
     """Monitors every step for a while after a spike, and measures more of each.
 
-    Ranks that exchange values do so together: in the step after the next one, when all of them know of the spike.
+    Ranks that exchange values start together: in the step after the next one, when all of them know of the spike.
 
     Args:
         planner: knows the model and the metrics.
-        steps: how many steps it takes; 0 for none.
+        steps: the number of such steps; 0 for none.
     """
 
     name = "post_spike_detail"
@@ -33,31 +33,33 @@ class PostSpikeDetail(Plugin):
         self._graphs = compiled_graphs()
 
     def wants(self, step: int, asked: bool) -> bool:
-        """Every one of the next steps."""
+        """Whether ``step`` is monitored: always during the next steps."""
         return asked or self._left > 0
 
     def foretells(self, step: int, asked: bool, ahead: int | None) -> bool:
-        """Whether it is one of them."""
+        """Whether ``step`` is monitored, ``ahead`` steps from now."""
         return asked or (ahead is not None and ahead < self._left)
 
     @property
     def may_add_hooks(self) -> bool:
-        """Whether modules may get hooks in the middle of a run. Not where anything was compiled since there is a monitor, for that
-        may be the model, whose graph would not call them, or would be compiled again.
+        """Whether modules may get hooks in the middle of a run.
+
+        They may not if anything was compiled since the monitor exists. It may be the model, whose graph would not call the hooks
+        or would be compiled again.
         """
         module = self._planner.module
         return module is not None and compiled_graphs() <= self._graphs and not is_compiled(module)
 
     def on_alert(self, step: int) -> None:
-        """A spike came."""
+        """Record a spike."""
         self._spiked_in, self.watches_idle_steps = step, True
 
     def on_sealed(self, step: int) -> None:
-        """What came with the last record begins with the step that opens."""
+        """Start with the step that opens, if the last record had a spike."""
         self._turn(ends=False, opens=True)
 
     def on_step_closing(self, step: ActiveStep) -> None:
-        """Count a monitored step, of which nothing is known yet."""
+        """Count a monitored step before its values are known."""
         if not step.is_monitored:
             return
         self._ends = self._left == 1 and self._has_overlay
@@ -69,7 +71,7 @@ class PostSpikeDetail(Plugin):
             self.context.set_overlay(self.name, None)
 
     def on_step_closed(self, step: ActiveStep) -> None:
-        """Begin or end with the next step."""
+        """Start or stop with the next step."""
         ends, self._ends = self._ends, False
         self._turn(ends)
 
@@ -86,7 +88,7 @@ class PostSpikeDetail(Plugin):
             self.context.request_replan()
 
     def _begin(self) -> bool:
-        """Monitor the next steps. Returns whether hooks must be registered for it: not where modules may not get any."""
+        """Monitor the next steps. Returns whether this needs hooks; False if modules may not get any."""
         self._left = self._steps
         if not self._steps or self._has_overlay or not self.may_add_hooks:
             return False

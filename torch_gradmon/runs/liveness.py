@@ -52,7 +52,11 @@ class RunStatus:
         if self.step is None:
             return "nothing was recorded so far"
         often = "" if self.usual is None else f" (one is due every {duration(self.usual)})"
-        verdict = {True: "the run looks alive", False: "the run may be dead", None: "whether the run is alive cannot be told"}
+        verdict = {
+            True: "the run looks alive",
+            False: "the run may be dead",
+            None: "whether the run is alive cannot be determined",
+        }
         return (
             f"step {self.step} was recorded {duration(self.age)} ago{'' if self.has_ended else often}: "
             f"{'the run has ended' if self.has_ended else verdict[self.looks_alive]}"

@@ -109,7 +109,7 @@ class Delivery:
     def _drop(self, waiting: deque[PendingCall], words: str, error: BaseException | None = None) -> None:
         self.dropped = True
         self._warned = False  # this warning must come, whatever came before
-        self.lose(_clear(waiting), f"the sink {self.name} {words}; training goes on", error)
+        self.lose(_clear(waiting), f"the sink {self.name} {words}; training continues", error)
 
 
 def _clear(waiting: deque[PendingCall]) -> int:
@@ -135,7 +135,7 @@ class ThreadedDelivery(Delivery):
             self.lose(pending.rows)
             return
         if self._thread is None or not self._thread.is_alive():
-            # a thread that hangs keeps its queue: two threads must not share one
+            # a blocked thread keeps its queue: two threads must not share one
             self._queue = queue.Queue(CAPACITY)
             arguments = (self._queue, deque[PendingCall]())
             self._thread = threading.Thread(target=self._work, args=arguments, name=self._thread_name, daemon=True)
@@ -162,7 +162,7 @@ class ThreadedDelivery(Delivery):
         thread.join(max(0.0, until - time.monotonic()))
         if thread.is_alive():
             left = list(self._queue.queue)
-            lost = 1 + sum(pending.rows for pending in left if pending is not None)  # and the one that hangs
+            lost = 1 + sum(pending.rows for pending in left if pending is not None)  # and the one that blocks
             self.lose(lost, f"the sink {self.name} did not take its last {lost} rows within {_LAST:.0f} s")
         return not thread.is_alive()
 

@@ -129,7 +129,7 @@ class FilteredSink:
     def close(self) -> None:
         """Send what waits and close the sink, if it can be closed. Never raises."""
         if not self._delivery.close():
-            return  # its thread hangs in the sink, and closing might hang as well
+            return  # its thread is blocked in the sink, and closing might block as well
         if (close := closer(self.sink)) is not None:
             try:
                 close()

@@ -40,7 +40,7 @@ class WandbSink:
     * if there is no place, because ``step=`` counts epochs or the script has not logged yet: rows are held back until there is one or the
       run finishes, up to a million values, with a warning.
 
-    A script that logs without ``step=`` first and with it later may lose rows to W&B; a warning says so. A key that the script logs as well
+    A script that logs without ``step=`` first and with it later may lose rows to W&B, with a warning. A key that the script logs as well
     is one metric for W&B. ``log2_histogram`` becomes a W&B histogram. Per-layer values stay out of the run's summary. A spike is sent as
     an alert, at most one a minute per signal.
 

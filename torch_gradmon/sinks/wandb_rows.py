@@ -52,7 +52,7 @@ class Clock:
 
     @property
     def next_named(self) -> int:
-        """The first step that the script may still name, if it goes on as before."""
+        """The first step that the script may still name, if it continues as before."""
         if self.slow or self.at is None or self.ahead is None:
             return 0
         return self.at + self.ahead - self.gap + 2
@@ -86,7 +86,7 @@ class Rows:
         """The rows of this run; None if it stores nothing, as a disabled run."""
         if not callable(getattr(run, "_log", None)) or not isinstance(getattr(run, "_local_step", None), int):
             return None
-        # a run accepts no foreign attributes, so the object hangs on the wrapper of one of its methods
+        # a run accepts no foreign attributes, so the object is stored on the wrapper of one of its methods
         found: Rows | None = getattr(run._log, _ATTRIBUTE, None)
         return cls(run) if found is None else found
 

@@ -118,7 +118,9 @@ def _shares(suspects: Sequence[ParameterAttribution]) -> str:
     largest = sorted((suspect for suspect in suspects if suspect.share), key=lambda suspect: -(suspect.share or 0))[:_NAMED]
     top = ", ".join(f"{suspect.name} {suspect.share:.0%}" for suspect in largest)
     known = any(suspect.score is not None for suspect in suspects)
-    noise = "no parameter moved by more than its own noise" if known else "too few steps are known to say which parameter moved"
+    noise = (
+        "no parameter moved by more than its own noise" if known else "too few steps are known to determine which parameter moved"
+    )
     return f"{noise}; of the squared norm hold {top}" if top else ""
 
 

@@ -70,7 +70,9 @@ def recovery_text(events: Sequence[SpikeEvent], values: Sequence[tuple[int, floa
     first, last = events[0], events[-1]
     if not values:
         fate = "" if math.isfinite(last.value) else ": it did not recover"
-        return f"the spike that began in step {first.step} goes on, {first.signal} is {last.value:.4g} in step {last.step}{fate}"
+        return (
+            f"the spike that began in step {first.step} continues, {first.signal} is {last.value:.4g} in step {last.step}{fate}"
+        )
     when = f"step {first.step}" if first is last else f"steps {first.step} to {last.step}"
     return f"after the spike of {when} {first.signal} {_fate(first.usual, max(event.value for event in events), values)}"
 

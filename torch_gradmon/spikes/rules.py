@@ -1,7 +1,7 @@
 """The protocol of a rule, and the simple rules: a limit, a ratio, a cumulative sum, any function.
 
 A rule is a small object: ``score(value)``, then ``update(value)``, once for each value, and a ``threshold`` for the score. It never gets
-NaN or Inf, which the detector handles. Each docstring says what the rule learns from a spike. Rules of published code are reproduced
+NaN or Inf, which the detector handles. Each docstring states what the rule learns from a spike. Rules of published code are reproduced
 exactly, weak points included, so that they can be compared.
 """
 

@@ -95,14 +95,13 @@ def attention_rows(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> dict[str, Tensor]:
-    """Rows of sufficient statistics, per head, of what the queries of one attention call attend to.
+    """Rows of sufficient statistics, per head, of the attention of the queries in one call.
 
     A key is *visible* to a query unless ``is_causal`` hides it (aligned at the top left), a boolean mask is False there, or an additive
     mask is at most half of its dtype's smallest number: -inf, or ``finfo.min`` as in Hugging Face's masks. Half of it, since a position
     bias may have been added, or a bfloat16 mask converted to float32. A query without visible keys counts nowhere. With ``finfo.min``
     softmax spreads its weight evenly over the hidden keys, but such a query is padding, and its logits of -3e38 would drown the mean.
-    Masks of -1e4 or
-    -100 are ordinary biases: their keys are visible and get hardly any weight.
+    Masks of -1e4 or -100 are ordinary biases: their keys are visible and get hardly any weight.
 
     Four quantities, each one value per query:
 

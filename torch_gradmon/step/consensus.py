@@ -1,4 +1,4 @@
-"""Whether all ranks take part in an exchange: a question that no rank has to answer, so none can hang on it."""
+"""Whether all ranks take part in an exchange. No rank has to answer, so none can block the others."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class ExchangePolicy:
 
         Args:
             buffer: its values.
-            plans: what was to be measured.
+            plans: the requested measurements.
             may_extend: whether the list of shared values may grow, and the first rank broadcast its slot.
         """
         if self.leaving:

@@ -19,7 +19,7 @@ SHARE = "share"
 
 
 class LayerSelection:
-    """Chooses which per-layer values a dashboard gets besides the metrics requested individually.
+    """Chooses which per-layer values a dashboard gets in addition to the metrics requested individually.
 
     Args:
         choice: None; ``"all"``; ``"blocks"``: norms over blocks (``h.0``) and optimizer parameter groups; ``"top"``: the ten parameters

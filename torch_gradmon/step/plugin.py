@@ -18,9 +18,9 @@ class OptimizerContext(NamedTuple):
     """What is known of an optimizer that is about to step.
 
     Attributes:
-        has_scaler: a GradScaler looks after infinite gradients, in the optimizer's own step.
+        has_scaler: a GradScaler handles infinite gradients, in the optimizer's own step.
         is_overflowed: a GradScaler has skipped its step.
-        stepped: the optimizers that have already stepped in this step, in words.
+        stepped: a description of the optimizers that have already stepped in this step.
         ignored: names of parameters whose gradients do not count: left over from a skipped step, or of an optimizer that overflowed.
         is_stale: its own gradients are left over from a skipped step, and it would use them.
     """
@@ -88,15 +88,16 @@ class PluginContext(Protocol):
         """
 
     def set_overlay(self, name: str, metrics: Sequence[Metric] | None, replaces_hidden: bool = False) -> None:
-        """Measure ``metrics`` besides those of the script, under this plugin's ``name``; None takes them back. With
-        ``replaces_hidden`` they take the place of those of the script that are not shown.
+        """Measure ``metrics`` in addition to those of the script, under this plugin's ``name``; None removes them.
+
+        With ``replaces_hidden`` they replace those of the script that are not shown.
         """
 
     def request_replan(self, drop_hooks: bool = False) -> None:
         """What is measured has changed: register the hooks for it, and with ``drop_hooks`` take those away that are not needed now."""
 
     def ask_cadence_again(self, script_too: bool = False) -> None:
-        """:meth:`Plugin.wants` has another answer for the next step by now; with ``script_too`` the script may have one as well."""
+        """Call :meth:`Plugin.wants` again for the next step, and with ``script_too`` the script's function too."""
 
     def flush_pending(self) -> None:
         """Complete the record of the last step. Waits for the device."""
@@ -115,7 +116,7 @@ class Plugin:
     """Optional behaviour of a monitor. Every method does nothing by default, and only those that a plugin overrides are called.
 
     Pass instances to ``ModuleMonitor(plugins=[...])`` or ``watch(plugins=[...])``. A method that raises costs a warning, once, and
-    training goes on; :class:`torch_gradmon.SpikeError` leaves through ``optimizer.step()``.
+    training continues; :class:`torch_gradmon.SpikeError` leaves through ``optimizer.step()``.
     """
 
     #: The name under which warnings and the state dict know the plugin.
@@ -137,11 +138,11 @@ class Plugin:
         return False
 
     def wants(self, step: int, asked: bool) -> bool:
-        """Whether ``step``, the next one, is monitored, where the cadence and the plugins before this one say ``asked``."""
+        """Whether ``step``, the next one, is monitored; ``asked`` is the answer of the cadence and the plugins before this one."""
         return asked
 
     def foretells(self, step: int, asked: bool, ahead: int | None) -> bool:
-        """What :meth:`wants` would say of a later step, ``ahead`` steps after the next one; None for a step that is over."""
+        """What :meth:`wants` would return for a step ``ahead`` steps after the next one; None for a step that has ended."""
         return self.wants(step, asked)
 
     # --- the loop, in every step whether it is monitored or not --------------------------------------------------------------
@@ -239,7 +240,7 @@ class Plugin:
     # --- records -------------------------------------------------------------------------------------------------------------
 
     def on_record(self, record: StepRecord) -> None:
-        """The record of a monitored step is complete but for late values; ``record.events`` has its spikes."""
+        """The record of a monitored step is complete except for late values; ``record.events`` has its spikes."""
 
     def on_alert(self, step: int) -> None:
         """A spike of ``step``, or a series of overflowed steps that ends with it, is worth a look at more."""

@@ -32,8 +32,8 @@ class ReasonContext:
 
     Attributes:
         inventory: the model as it was.
-        plans: what was to be measured of parameters, by source.
-        due: the metrics of modules that were to be measured.
+        plans: the requested measurements of parameters, by source.
+        due: the metrics of modules that were due.
         shown: the names of the requested whole-model values; a live change may have requested others since.
         attached: hooks on optimizers took part.
         refused: a reason by source if some of its tensors could not be measured.

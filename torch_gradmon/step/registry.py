@@ -130,7 +130,7 @@ class Registry:
         self._compose()
 
     def set_overlay(self, name: str, metrics: Sequence[Metric] | None, replaces_hidden: bool = False) -> None:
-        """Measure ``metrics``, all hidden, besides those of the script; None ends it.
+        """Measure ``metrics``, all hidden, in addition to those of the script; None ends it.
 
         Metrics that exist by source and name stay, and so do those that the script adds meanwhile. With ``replaces_hidden`` they replace
         all hidden metrics of the script.

@@ -17,7 +17,7 @@ _WITNESSES = frozenset({Column.COUNT, Column.SUM, Column.SQUARE_SUM})
 
 
 class RowStore:
-    """Rows by source and name: stored ones, the last of which counts, and merged ones of micro-batches and calls."""
+    """Rows by source and name: stored ones, where the last one counts, and merged ones of micro-batches and calls."""
 
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []

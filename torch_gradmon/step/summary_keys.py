@@ -52,7 +52,7 @@ def key(name: str) -> Key:
 
 @dataclass
 class StepFacts:
-    """What is known of a step besides its values.
+    """Facts about a step, without its values.
 
     Attributes:
         step: its number.

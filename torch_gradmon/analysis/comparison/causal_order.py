@@ -40,7 +40,7 @@ _OF_WHOLE = {
 }
 _NUMBER = {stage: number for number, stage in enumerate(STAGES)}
 _BACKWARD = ("gradients of activations", "gradients before clipping", "gradients for the optimizer")
-#: The most telling metric of a tensor comes first.
+#: The most informative metric of a tensor comes first.
 _METRICS = {metric: rank for rank, metric in enumerate(dict.fromkeys((COUNT, "nonfinite", *VIEWS)))}
 _INSIDE = re.compile(r"(?<=.)[\[@].*$")
 #: After all tensors of a stage: values of the whole model.

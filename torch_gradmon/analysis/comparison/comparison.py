@@ -28,7 +28,7 @@ from .unmatched import Gaps, compared_items, item_of
 
 #: Values that are compared at once, over all steps of a window; and the steps of the first window.
 _CELLS, _FIRST = 1 << 19, 8
-#: Whole-model values whose growth is shown, besides the loss.
+#: Whole-model values whose growth is shown, in addition to the loss.
 _OF_GROWTH = ("param_norm", "grad_norm", "update_norm")
 #: The sheet of values that are not of tensors.
 _OTHERS = ""

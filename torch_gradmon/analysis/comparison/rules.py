@@ -31,8 +31,8 @@ class Rules:
         rtol: tolerated difference relative to the larger value.
         atol: tolerated absolute difference, added to that.
         tolerances: patterns with their own ``rtol``; the first one found in a key decides.
-        only: patterns of which a key must have one; without any, all keys but those of clocks are compared.
-        ignore: patterns of which a key must have none.
+        only: a key must match one of these patterns; without any, all keys except those of clocks are compared.
+        ignore: a key must match none of these patterns.
         rename: patterns in the names of the first run's tensors, with their replacements in the second.
         with_memory: whether to compare values that follow from earlier steps, which differ if the runs have other earlier steps.
     """

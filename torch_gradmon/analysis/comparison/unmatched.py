@@ -20,7 +20,7 @@ _AT_ONCE = 128
 
 
 def check_use(left: Run, right: Run, rules: Rules) -> None:
-    """Refuse rules of which a part has no effect.
+    """Refuse rules with a part that has no effect.
 
     Raises:
         ValueError: a pattern matches nothing, two names become one, or nothing in common is compared.

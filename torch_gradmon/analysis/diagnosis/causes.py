@@ -1,4 +1,4 @@
-"""Which findings may be consequences of which, so that the text can show the cause first."""
+"""The possible consequences of each finding, so that the text can show the cause first."""
 
 from __future__ import annotations
 

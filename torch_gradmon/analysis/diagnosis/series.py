@@ -125,7 +125,7 @@ class Matrix:
         return Series.of((step, value) for step, value in zip(self.steps, values, strict=True) if not math.isnan(value))
 
     def of(self, steps: Iterable[int], names: Iterable[str]) -> Matrix:
-        """These steps and tensors, all of which it has."""
+        """The part with these steps and tensors; it must have them all."""
         row = {step: number for number, step in enumerate(self.steps)}
         column = {name: number for number, name in enumerate(self.names)}
         steps, names = tuple(steps), tuple(names)

@@ -65,9 +65,8 @@ def _distance(values: Tensor, is_log: bool) -> Tensor:
 def points(series: Series, most: int, after_gaps: Collection[int] = ()) -> Series:
     """At most ``most`` points of a line: the smallest and the largest value of equally many steps each.
 
-    Besides these, it keeps up to ``most`` values that are not finite, and the points on both sides of each gap; ``after_gaps``
-    are
-    the steps that follow one.
+    It also keeps up to ``most`` values that are not finite, and the points on both sides of each gap; ``after_gaps`` are the steps
+    that follow one.
     """
     if len(series) <= most:
         return series

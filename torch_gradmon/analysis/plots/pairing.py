@@ -83,7 +83,7 @@ def relative(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _aligned(panel: Panel, steps: Sequence[int], names: Sequence[str]) -> Panel:
-    """``panel`` with these steps and names, of which it has some."""
+    """``panel`` with these steps and names; it may lack some of them."""
     row, column = ({key: place for place, key in enumerate(keys)} for keys in (steps, names))
     values = torch.full((len(steps), len(names)), math.nan, dtype=torch.float64, device="cpu")
     rows = torch.tensor([row[step] for step in panel.steps], dtype=torch.int64, device="cpu")

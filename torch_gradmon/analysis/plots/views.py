@@ -23,7 +23,7 @@ class PlotView:
         is_log: whether the scale is logarithmic.
         adds_up: whether a block has the root of the sum of the squares of its layers; otherwise it has the largest value.
         fallback_title: the title if the value is not from the first source; empty for ``title``.
-        is_difference: whether it is the difference between two runs, of which only the largest matters.
+        is_difference: whether it is the difference between two runs; only the largest difference matters.
     """
 
     title: str

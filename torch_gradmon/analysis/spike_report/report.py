@@ -21,7 +21,7 @@ from .source import StepSource
 _BEFORE, _AFTER = 3, 4
 #: Later steps that are searched for values of a signal, which may be logged seldom.
 _SEARCHED = 1000
-#: Whole-model values that are shown besides those that spiked and those with "loss" in their name.
+#: Whole-model values that are shown in addition to those that spiked and those with "loss" in their name.
 _SIGNALS = ("grad_norm", "grad_norm_clipped", "update_norm", "spike_score")
 #: Facts that are shown over the steps if they change.
 _CHANGING = ("lr", "amp_scale")
@@ -38,7 +38,7 @@ class SpikeReport:
         context: its facts.
         around: the steps near it, for :attr:`facts` and :attr:`signals`.
         facts: names and values of the facts that change in these steps; of several parameter groups the first.
-        signals: names and values of the whole model, and of what spiked, in these steps; None if unknown.
+        signals: names and values of the whole model, and of the signals that spiked, in these steps; None if unknown.
         suspects: its parameters, ranked by suspicion; empty if its gradients are unknown.
         recovery: for each signal that spiked, a sentence on the steps after the spike.
         others: the other spikes of the run.

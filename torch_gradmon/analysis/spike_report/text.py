@@ -93,9 +93,11 @@ def _parameters(report: SpikeReport) -> Iterator[str]:
     found = spike_cause(suspects, step)
     calm = sum(suspect.since is None and not suspect.nonfinite for suspect in suspects)
     known = ""
-    if not is_spike or not found.is_common:  # otherwise the last line says it
+    if not is_spike or not found.is_common:  # otherwise the last line states it
         is_known = any(suspect.score is not None for suspect in suspects)
-        known = f"{calm} of {len(suspects)} as usual" if is_known else "too few earlier steps are known to say what is usual"
+        known = (
+            f"{calm} of {len(suspects)} as usual" if is_known else "too few earlier steps are known to determine what is usual"
+        )
     if (left := len(suspects) - _LAYERS) > 0:
         yield f"... and {left} more{'; ' * bool(known)}{known}"
     elif known:

@@ -69,7 +69,7 @@ class Recipe:
         model, optimizer = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
         if not isinstance(model, nn.Module):
             raise TypeError(
-                f"the factory must return a torch.nn.Module, or a pair of one and its optimizer, but for width {width} it returned "
+                f"the factory must return a torch.nn.Module, or a pair of one and its optimizer, but at width {width} it returned "
                 f"{display(made)}"
             )
         model = model._modules.get("_orig_mod") or model

@@ -158,7 +158,7 @@ def _record_calls(model: nn.Module, run: Callable[[nn.Module], object]) -> dict[
     def listener(name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
         def keep(module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
             while running[-1][0] is not module:
-                running.pop()  # it raised, and the module around it went on
+                running.pop()  # it raised, and the module around it continued
             args, kwargs, generators = running.pop()[1:]
             tensor = _first((output,))
             if tensor is not None:
@@ -227,9 +227,7 @@ def _state(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _of_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """``model`` in ``dtype``, including complex tensors such as rotary embeddings, of which nn.Module.to keeps only the real
-    part.
-    """
+    """``model`` in ``dtype``. Complex tensors such as rotary embeddings stay complex; nn.Module.to would drop the imaginary part."""
 
     def cast(tensor: Tensor) -> Tensor:
         if tensor.is_complex():

@@ -1,4 +1,4 @@
-"""Observe the calls of a torch function during a forward pass, whoever makes them, without changing them."""
+"""Observe all calls of a torch function during a forward pass, from any caller, without changing them."""
 
 from __future__ import annotations
 

@@ -187,5 +187,5 @@ class CoordinateCheck:
                 work(forward)
         except Exception as error:
             self._terms.set_absent(name, f"it could not be checked: {type(error).__name__}: {error}")
-            self._complaints.add(f"check:{name}", f"the coordinate check of {name} failed; training goes on", error)
+            self._complaints.add(f"check:{name}", f"the coordinate check of {name} failed; training continues", error)
         self._guard.add_time(time.perf_counter() - start)

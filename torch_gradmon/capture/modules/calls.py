@@ -30,17 +30,17 @@ _MISSED = "a part of the model was called in training before the step had begun,
 
 
 class ModuleCalls:
-    """Measures the calls of one step after the other.
+    """Measures the calls of each step.
 
     Args:
-        measurer: gets failures.
+        measurer: receives failures.
         guard: counts the time.
         passes: knows which calls are training.
         reference: has the outputs to compare with.
-        values: measures.
+        values: measures the tensors.
 
     Attributes:
-        seen: whether a module besides the root was called in this step.
+        seen: whether a module other than the root was called in this step.
         compares: whether differences to the reference are due.
         misses_root: the hook on the root's inputs came too late for the first call in this step, so no call counts.
     """

@@ -139,7 +139,7 @@ class ForwardHooks:
 
     @property
     def on_parts(self) -> bool:
-        """Whether modules besides the root have hooks; the root's are called even if the model was traced."""
+        """Whether modules other than the root have hooks; the root's are called even if the model was traced."""
         return any(name != n.ROOT for _, name in self._hooks)
 
     @property

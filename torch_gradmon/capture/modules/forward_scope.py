@@ -1,4 +1,4 @@
-"""What happens during one training forward of the root besides the calls of modules: the reference, the check, attention."""
+"""The parts of one training forward of the root other than module calls: the reference, the check, attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which metrics are requested of which module, and the built-in values of a step's tables."""
+"""The metrics requested of each module, and the built-in values of a step's tables."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RequestedMetrics:
 
     @property
     def others(self) -> bool:
-        """Whether metrics besides views are requested."""
+        """Whether metrics other than views are requested."""
         return bool(self.functions or self.dead or self.reasons)
 
 

@@ -139,7 +139,7 @@ class _Dead:
 
 SATURATION = _Saturation()
 DEAD = _Dead()
-#: Built-in metrics of outputs, besides the views of statistics.
+#: Built-in metrics of outputs, in addition to the views of statistics.
 ACTIVATION_BUILT_INS = {
     "dead": BuiltIn(
         frozenset(), "share", f"share of units with |output| <= eps for every sample of the last {WINDOW} monitored steps", DEAD

@@ -1,4 +1,4 @@
-"""Call a module without side effects: on copies of its inputs and of what it writes to, invisible to hooks and modes of others."""
+"""Call a module without side effects: on copies of its inputs and of the tensors it writes to, invisible to foreign hooks and modes."""
 
 from __future__ import annotations
 

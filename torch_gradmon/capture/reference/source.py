@@ -1,4 +1,4 @@
-"""A reference module that runs next to the watched model, for comparing activations with those of, say, its initial state."""
+"""A reference module that runs next to the watched model, to compare activations, for example with those of its initial state."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class ReferencePass:
             if isinstance(error, (SpikeError, GradmonWarning)):
                 raise
             self._off, self.reason = True, f"the reference module is off, because it raised {type(error).__name__}: {error}"
-            self._complaints.add("reference", "the reference module failed and is off; training goes on", error)
+            self._complaints.add("reference", "the reference module failed and is off; training continues", error)
 
     def run_part(
         self, part: nn.Module, watched: nn.Module, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], note: Note

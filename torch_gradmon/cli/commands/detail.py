@@ -50,7 +50,7 @@ COMMAND = Command(
     divisible by 10, as by the presets. A resumed run follows its script: request the change again.
 
     The exit code is 0 if the change was requested (with --wait: if it is or was in force), 1 if the wait failed, and 2 if nothing
-    reads changes in that directory, or nothing is to be changed.""",
+    reads changes in that directory, or no change was given.""",
 )
 #: Seconds between two checks whether a change was applied.
 _PAUSE = 0.2
@@ -98,7 +98,7 @@ def _change(options: argparse.Namespace) -> DetailRequest:
             raise UsageError(f"--reset returns to the settings of the script, and {others[0]} contradicts it; give one of them")
         return DetailRequest()
     if options.every is None and options.preset is None:
-        raise UsageError("nothing is to be changed; give --every, --preset, --reset or --status")
+        raise UsageError("no change was given; add --every, --preset, --reset or --status")
     try:
         return detail_request.detail_request(options.every, options.preset, options.steps, options.first)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""``gradmon watch``: a run while it goes on."""
+"""``gradmon watch``: a live view of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _seconds(text: str) -> float:
 
 COMMAND = Command(
     "watch",
-    "show a run live in the terminal while it goes on",
+    "show a run live in the terminal",
     "Show a run live in the terminal: losses, gradient norms before and after clipping, spikes, and the layers that deviate most. The "
     "run directory is only read; the training never waits.",
     (

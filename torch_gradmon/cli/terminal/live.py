@@ -1,4 +1,4 @@
-"""The last steps of a run that goes on, read incrementally."""
+"""The last steps of an active run, read incrementally."""
 
 from __future__ import annotations
 

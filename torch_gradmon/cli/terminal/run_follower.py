@@ -1,4 +1,4 @@
-"""Follows the run in a directory while it begins, goes on, ends, or is replaced."""
+"""Follows the run in a directory while it begins, continues, ends, or is replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hooks on parameters: the ends of backward passes, and gradients as they come."""
+"""Hooks on parameters: they report the ends of backward passes, and each gradient."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def is_running() -> bool:
 
 
 def _tensor_in(place: Place) -> int | None:
-    """Where torch keeps the tensor of a parameter: a conversion that swaps tensors moves it, and leaves the hooks behind."""
+    """The identity of a parameter's inner tensor: a conversion that swaps tensors changes it, and loses the hooks."""
     parameter = place()
     return None if parameter is None else parameter._cdata
 
@@ -33,8 +33,8 @@ class BackwardHooks:
     """Reports the ends of backward passes. Registered in steps that take values only.
 
     Args:
-        driver: is told; held weakly.
-        fence: around what is reported.
+        driver: receives the reports; held weakly.
+        fence: guards each report.
         optimizers: hooks on the optimizers.
         in_backward: which optimizers step within the backward pass.
     """
@@ -44,13 +44,13 @@ class BackwardHooks:
         self._optimizers, self._in_backward = optimizers, in_backward
         self._handles = Handles()
         self._installed: tuple[Sequence[Place], Sequence[tuple[Place, Hook, Hook]]] = (), ()
-        self._tensors: list[int | None] = []  # what was in each place when hooks were registered
+        self._tensors: list[int | None] = []  # the tensor in each place when hooks were registered
         self._tasks: set[int] = set()
         self._is_over = False  # the engine reports the end of a backward pass right now
         optimizers.await_backward = self.await_end
 
     def install(self, parameters: Iterable[Place], local: Iterable[tuple[Place, Hook, Hook]]) -> None:
-        """Watch for the ends of backward passes; ``local`` adds hooks on each gradient and behind its accumulation."""
+        """Register the hooks for the ends of backward passes; ``local`` adds hooks on each gradient and after its accumulation."""
         self.uninstall()
         self._installed = places, local = list(parameters), list(local)
         # a parameter that an optimizer has and that is frozen now may thaw later in the step, as where two of them alternate
@@ -72,12 +72,12 @@ class BackwardHooks:
         self._tensors = [_tensor_in(place) for place in places]
 
     def uninstall(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         self._handles.remove()
         self._tasks.clear()
 
     def revive(self, optimizer: Optimizer) -> bool:
-        """Register hooks again that fire no more although their parameters are there; whether there were such.
+        """Register hooks again that no longer fire although their parameters exist. Returns whether there were any.
 
         Parameters may be replaced as objects or, by a conversion, as the tensors inside of them.
         """
@@ -120,8 +120,8 @@ class BackwardHooks:
         return is_foreign or not (within.is_settled or not within.known)
 
     def await_end(self) -> None:
-        """Have the end of the running backward pass reported, once for each pass."""
-        # told apart by the engine's id, so that a pass that raised cannot block the next one
+        """Report the end of the running backward pass, once for each pass."""
+        # the engine's id identifies a pass, so that one that raised cannot block the next one
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:
             if len(self._tasks) > 10_000:

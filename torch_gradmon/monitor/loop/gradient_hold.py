@@ -1,4 +1,4 @@
-"""An optimizer's step that changes nothing: gradients are set aside before it, and put back after it."""
+"""Skipping an optimizer's step: its gradients are removed before the step and restored after it."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from ...step.ranks import is_dtensor
 
 
 class PutBack(NamedTuple):
-    """A gradient that belongs to a skipped step, as long as nobody has written to it or replaced it since."""
+    """A gradient that belongs to a skipped step, until it is written to or replaced."""
 
     parameter: weakref.ref[Tensor]
     gradient: weakref.ref[Tensor]
     version: int
 
     def is_there(self) -> bool:
-        """Whether the parameter still has it, as it was."""
+        """Whether the parameter still has this gradient, unchanged."""
         parameter, gradient = self.parameter(), self.gradient()
         return parameter is not None and gradient is not None and parameter.grad is gradient and gradient._version == self.version
 
 
 class SetAside:
-    """Takes the gradients of an optimizer away, which is the one way to skip a step that every optimizer of ``torch.optim``
-    understands: zeros would be weighed into moments and counted as steps, and weight decay works without any gradient.
+    """Removes the gradients of an optimizer, the only way to skip a step that works with every optimizer of ``torch.optim``.
 
-    A few count something even so, such as the evaluations of L-BFGS, or make an empty state at their first step. So what is no
-    tensor in the optimizer's state, and its options, are noted, and put back too.
+    Zero gradients would enter the moments and count as steps, and weight decay would still apply.
+    Some optimizers change other state even without gradients: L-BFGS counts evaluations, others create an empty state. So the
+    non-tensor values of the optimizer's state and its options are saved and restored too.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -47,7 +47,7 @@ class SetAside:
         self.again()
 
     def again(self) -> None:
-        """A closure has brought new gradients: they take the place of those that were set aside."""
+        """Remove the new gradients of a closure; they replace those that were removed before."""
         found = [(p, p.grad) for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
         if found:
             self._gradients = found
@@ -55,18 +55,18 @@ class SetAside:
             parameter.grad = None
 
     def put_back(self) -> list[PutBack]:
-        """The step is over: the loop finds everything as it was. Where somebody has made new gradients, those stay."""
+        """Restore everything after the step, except where a parameter has a new gradient. Returns the restored gradients."""
         back = []
         for parameter, gradient in self._gradients:
             if parameter.grad is None:
                 parameter.grad = gradient
-                if not is_dtensor(gradient):  # whose counter does not tell of what is written to it
+                if not is_dtensor(gradient):  # the version counter of a DTensor does not count writes
                     back.append(PutBack(weakref.ref(parameter), weakref.ref(gradient), gradient._version))
         self.undo()
         return back
 
     def undo(self) -> None:
-        """Put back state and options alone: the step has failed, and the gradients are of no use any more."""
+        """Restore state and options only: after a failed step the gradients are useless."""
         self._gradients = []
         state: dict[Any, Any] = self._optimizer.state
         for parameter in list(state):
@@ -87,12 +87,12 @@ class SetAside:
 
     @property
     def changed_parameters(self) -> bool:
-        """Whether the step has changed parameters although it had no gradients, as far as their version counters tell."""
+        """Whether the step changed parameters although it had no gradients, according to their version counters."""
         return versions(self._optimizer) != self._versions
 
 
 def versions(optimizer: Optimizer) -> list[int]:
-    """How often each of its parameters was written to in place. Fused kernels and ``.data`` write without being counted."""
+    """The number of in-place writes to each of its parameters, without those of fused kernels and through ``.data``."""
     return [p._version for group in optimizer.param_groups for p in group["params"] if not p.is_inference()]
 
 
@@ -101,20 +101,20 @@ def _shallow(state: Any) -> Any:
 
 
 def _copied(value: Any) -> Any:
-    """Options are few and small; functions among them stay what they are."""
+    """Options are few and small; functions among them are not copied."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     return copy.deepcopy(value) if isinstance(value, (list, dict, set)) else value
 
 
 class GradientHolds:
-    """Holds back the gradients of optimizers whose step must change nothing.
+    """Removes the gradients of optimizers whose step must change nothing.
 
     Args:
-        complaints: where it is reported that a step changed something all the same.
+        complaints: receives a warning when a step changes something nevertheless.
 
     Attributes:
-        any: gradients are held back right now.
+        any: some gradients are removed at the moment.
     """
 
     def __init__(self, complaints: WarningLog) -> None:
@@ -125,7 +125,7 @@ class GradientHolds:
         self._versions: dict[int, list[int]] = {}
 
     def hold(self, optimizer: Optimizer) -> None:
-        """Hold back the gradients of ``optimizer`` until its step is over."""
+        """Remove the gradients of ``optimizer`` until its step ends."""
         held, self.any = self._held.get(id(optimizer)), True
         if held is None:
             self._held[id(optimizer)] = SetAside(optimizer)
@@ -133,20 +133,20 @@ class GradientHolds:
             held.again()
 
     def restore(self, optimizer: Optimizer, is_wrapped: bool) -> None:
-        """The optimizer's step is over: give its gradients back. Warns where the step changed parameters without them."""
+        """Restore the gradients of ``optimizer`` after its step. Warns if the step changed parameters without them."""
         held = self._held.pop(id(optimizer), None)
         self.any = bool(self._held)
         if held is None:
             return
         self._left[id(optimizer)] = held.put_back()
         if held.changed_parameters:
-            kind, what = type(optimizer).__name__, "changed parameters in a step that was to be skipped"
+            kind, what = type(optimizer).__name__, "changed parameters in a skipped step"
             inner = f"{kind} {what}, although it had no gradients; attach the optimizer that it wraps instead"
-            outer = f"the wrapper around {kind} {what}: what it does besides the step of {kind} cannot be held back"
+            outer = f"the wrapper around {kind} {what}: what it changes outside the step of {kind} cannot be prevented"
             self._complaints.add("skip:changed", outer if is_wrapped else inner)
 
     def drop(self) -> None:
-        """Optimizers raised in their steps: their state is restored, and not their gradients, which the loop may have zeroed."""
+        """Restore the state of optimizers that raised in their steps, but not their gradients, which the loop may have zeroed."""
         while self._held:
             self._held.popitem()[1].undo()
         self.any = False
@@ -158,13 +158,13 @@ class GradientHolds:
         return [parameter for parameter in found if parameter is not None]
 
     def accept(self) -> None:
-        """What is left of skipped steps may be used after all."""
+        """Let optimizers use the gradients that skipped steps left."""
         self._left = {}
 
     def note_versions(self, optimizer: Optimizer) -> None:
-        """The optimizer is about to call its closure."""
+        """Note the parameters' versions before the optimizer calls its closure."""
         self._versions[id(optimizer)] = versions(optimizer)
 
     def was_changed(self, optimizer: Optimizer) -> bool:
-        """Whether ``optimizer`` has written to its parameters since it was about to call its closure."""
+        """Whether ``optimizer`` has written to its parameters since :meth:`note_versions`."""
         return self._versions.get(id(optimizer), []) != versions(optimizer)

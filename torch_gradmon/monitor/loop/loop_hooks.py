@@ -22,8 +22,8 @@ class LoopHooks:
     """Hooks on the model's forward, on parameters, optimizers and the scaler.
 
     Args:
-        driver: is told what they see.
-        fence: around what is reported.
+        driver: receives the reports.
+        fence: guards each report.
         module: the watched model.
         optimizers: in the order in which they step.
         scaler: their GradScaler, if one is known.
@@ -47,7 +47,7 @@ class LoopHooks:
         self.model = ModelHooks(driver, fence, module, self.optimizers)
 
     def remove(self) -> None:
-        """Take all hooks away; calling it again does nothing."""
+        """Remove all hooks; a second call does nothing."""
         self.backward.uninstall()
         self.optimizers.remove()
         self.model.remove()

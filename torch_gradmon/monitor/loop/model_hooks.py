@@ -17,8 +17,8 @@ class ModelHooks:
     """Reports calls of the model.
 
     Args:
-        driver: is told; held weakly.
-        fence: around what is reported.
+        driver: receives the reports; held weakly.
+        fence: guards each report.
         module: the watched model.
         optimizers: hooks on the optimizers.
     """

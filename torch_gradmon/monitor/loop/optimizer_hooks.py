@@ -1,4 +1,4 @@
-"""Hooks on optimizers: their steps, the closures of these, and gradients that are held back from them."""
+"""Hooks on optimizers: they report steps and closures, and remove gradients for skipped steps."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ def is_backward_running() -> bool:
 
 
 def _put_first(optimizer: Optimizer) -> None:
-    """Put the hooks of monitors before those of others, in their order: behind the step those find held gradients as they were, and
-    what they write is no update. Before it, see :meth:`OptimizerHooks._step_called`.
+    """Move the post-step hooks of monitors before those of others, in their order.
+
+    Then other hooks find the gradients restored, and their writes do not count as updates. For hooks before the step see
+    :meth:`OptimizerHooks._step_called`.
     """
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         known = getattr(optimizer, hooks, None)
@@ -39,19 +41,19 @@ class OptimizerHooks:
     """Reports the steps of optimizers.
 
     Args:
-        driver: is told. The optimizers' hooks keep it alive, and nothing else here does.
-        fence: around what is reported.
+        driver: receives the reports. Only the optimizers' hooks keep it alive.
+        fence: guards each report.
         optimizers: in the order in which they step.
         wrappers: around the optimizers, each with the one inside, whose steps are part of theirs.
 
     Attributes:
-        may_skip: steps may be skipped; where they may not, nothing is done for that.
+        may_skip: steps may be skipped. If not, skipping costs nothing.
         in_closure: a closure is running.
         is_shielded: a compiler is loaded, and does not trace the hooks.
-        called: ids of optimizers that have stepped, perhaps within a wrapper that left their step out.
+        called: ids of optimizers that have stepped. A wrapper around one may have omitted its step.
         stepped_within: ids of the parameters of optimizers that have stepped within a backward pass.
-        before_step: called with the optimizer before anything is reported of its step.
-        await_backward: has the end of the running backward pass reported.
+        before_step: called with the optimizer before its step is reported.
+        await_backward: requests a report when the running backward pass ends.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class OptimizerHooks:
         self._references = [weakref.ref(optimizer) for optimizer in optimizers]
         self._handles = Handles()
         self._depth: dict[int, int] = {}
-        self._around_last: dict[int, Callable[..., Any]] = {}  # what stands for the last hook before each optimizer's step
+        self._around_last: dict[int, Callable[..., Any]] = {}  # the wrapper of the last hook before each optimizer's step
         self._targets: dict[str, Callable[..., Any]] = {"sees": self._step_hook}
         self.is_shielded = self.may_skip = self.in_closure = False
         self.holds = GradientHolds(fence.complaints)
@@ -75,7 +77,7 @@ class OptimizerHooks:
         self.before_step: Callable[[Optimizer], object] = lambda _: None
         self.await_backward: Callable[[], object] = lambda: None
         for optimizer in self.alive():
-            # the one strong reference to the driver: a monitor that nobody kept lives as long as the optimizer that it watches
+            # the only strong reference to the driver: a monitor without other references lives as long as its optimizer
             self._handles.of_optimizer(optimizer.register_step_pre_hook(self._strongly(driver, "began", self._step_called)))
             self._handles.of_optimizer(optimizer.register_step_post_hook(self._strongly(driver, "ended", self._ended_hook)))
             _put_first(optimizer)
@@ -100,23 +102,21 @@ class OptimizerHooks:
         return hook
 
     def shield(self) -> None:
-        """Keep a compiled ``optimizer.step`` from tracing what its hooks do. Without a compiler in the process there is no need, and
-        importing it only for this would take a second.
-        """
+        """Prevent a compiled ``optimizer.step`` from tracing its hooks, if a compiler is loaded: importing one takes a second."""
         if not self.is_shielded and (compiler := sys.modules.get("torch._dynamo")) is not None:
             self.is_shielded = True
             for name, method in self._targets.items():
                 self._targets[name] = compiler.disable(method)
 
     def remove(self) -> None:
-        """Take all hooks away; calling it again does nothing."""
+        """Remove all hooks; a second call does nothing."""
         self.heal()
         self._handles.remove()
         self._around_last = {}
         self.wrappers.remove()
 
     def heal(self) -> None:
-        """Forget the step of an optimizer that raised in it: its depth, and the gradients held back from it."""
+        """Forget a step in which the optimizer raised: its depth and its removed gradients."""
         self._depth.clear()
         if self.holds.any:
             self.holds.drop()
@@ -124,9 +124,9 @@ class OptimizerHooks:
     # --- before the step -----------------------------------------------------------------------------------------------------
 
     def _step_called(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the optimizer will use is known once the last hook before its step has returned, which may clip. So that one is wrapped
-        for this call: hooks of others keep their places, for one that takes itself away has to be the last one in the dict, which is
-        being iterated over.
+        """Wrap the last hook before the step for this call: it may clip, so the gradients are final only when it returns.
+
+        Other hooks keep their positions: one that removes itself must stay last in the dict, which is being iterated over.
         """
         known = getattr(optimizer, "_optimizer_step_pre_hooks", None)
         name = next(reversed(known)) if isinstance(known, OrderedDict) and known else None
@@ -139,7 +139,7 @@ class OptimizerHooks:
                 known[name] = hook
             result = hook(optimizer, args, kwargs)
             if self._around_last.get(id(optimizer)) is not and_ours:
-                return result  # left behind by a step in which a hook before it has raised
+                return result  # a leftover of a step in which an earlier hook raised
             del self._around_last[id(optimizer)]
             given = result if isinstance(result, tuple) and len(result) == 2 else (args, kwargs)
             ours = self._targets["sees"](optimizer, *given)  # this function is part of the graph of a compiled step

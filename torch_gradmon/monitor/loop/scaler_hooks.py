@@ -1,4 +1,4 @@
-"""What a GradScaler does, seen by wrapping its methods: no optimizer hook fires when it skips a step."""
+"""Wrappers around the methods of a GradScaler: no optimizer hook fires when it skips a step."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class ScalerHooks:
     """Reports what the scaler does, and knows which gradients it has scaled.
 
     Args:
-        driver: is told; held weakly.
-        fence: around what is reported.
+        driver: receives the reports; held weakly.
+        fence: guards each report.
         optimizers: hooks on the optimizers.
         scaler: the GradScaler; None where none is known.
 
@@ -48,17 +48,17 @@ class ScalerHooks:
         self._wrapped += [WrappedMethod(scaler, name, method) for name, method in around.items()]
 
     def remove(self) -> None:
-        """Take the wrappers away; calling it again does nothing."""
+        """Remove the wrappers; a second call does nothing."""
         for wrapped in reversed(self._wrapped):
             wrapped.remove()
         self._wrapped = []
 
     def inverse_scale(self, optimizer: Optimizer | None) -> Tensor | None:
-        """What the gradients of ``optimizer`` must be multiplied by, as a device tensor; None where they are unscaled."""
+        """The factor that unscales the gradients of ``optimizer``, as a device tensor; None if they are unscaled."""
         return self._scales.inverse(optimizer, stepping=self._optimizers.is_stepping(optimizer))
 
     def _look_for_scaler(self, optimizer: Optimizer) -> None:
-        """Only when an optimizer steps it is certain which scaler drives it."""
+        """Note the scaler of an optimizer, which is certain only when the optimizer steps."""
         reason = self._scales.mistake(optimizer, calling := calling_scaler())
         if reason is not None:
             if self._scales.scaler is None and calling is not None:
@@ -95,7 +95,7 @@ class ScalerHooks:
 
     def _update(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         driver, scaler = self._driver(), self._scales.scaler
-        # what the loop itself sets the scale to stands
+        # a scale that the loop itself sets remains
         is_held, overrules = driver.holds_scaler() if driver is not None and not args and not kwargs else (False, False)
         before = ScalerAsItWas(scaler) if is_held and scaler is not None else None
         original(*args, **kwargs)
@@ -109,9 +109,9 @@ class ScalerHooks:
 
 
 class ScalerAsItWas:
-    """Scale and growth of a GradScaler, to be put back after an ``update()`` that counted a skipped step as a good one.
+    """Restores scale and growth of a GradScaler after an ``update()`` that counted a skipped step as a good one.
 
-    Where it found infinite gradients the update stands, which is told on the device. Does not synchronise.
+    If the scaler found infinite gradients, its update remains. The device decides this, without synchronising.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
@@ -124,7 +124,7 @@ class ScalerAsItWas:
         self._found_inf = torch.stack([tensor.to(found[0].device).max() for tensor in found]).max() if found else None
 
     def put_back(self, overruled: bool) -> None:
-        """Undo the update, ``overruled`` also where it found infinite gradients: on this rank, and others did not."""
+        """Undo the update. ``overruled``: even if it found infinite gradients, since other ranks found none."""
         for name, before in self._kept:
             now = _of(self._scaler, name)
             if now is not None:

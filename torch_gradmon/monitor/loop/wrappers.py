@@ -1,4 +1,4 @@
-"""Optimizers that wrap others, as Lookahead does: what they change besides is part of the step of the one inside."""
+"""Optimizers that wrap others, as Lookahead does: their own changes are part of the inner optimizer's step."""
 
 from __future__ import annotations
 

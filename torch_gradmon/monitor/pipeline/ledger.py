@@ -93,7 +93,7 @@ class Ledger:
         if facts["matrices"] is self.matrices:
             return
         self.matrices, self.kinds = facts["matrices"], facts["kinds"]
-        # where players take turns the model is another one in every step, of which nothing else is new
+        # alternating models, as in a GAN, change the inventory in every step, but no other fact
         new = {name: fact for name, fact in facts.items() if fact != self._noted.get(name)}
         if new:
             self._noted.update(new)
@@ -181,7 +181,7 @@ class Ledger:
             self._keep(replace(self.last, values={**self.last.values, **values}), amend=True)
 
     def is_awaited(self, step: int) -> bool:
-        """Whether somebody wants the record of ``step`` when the next one begins: a sink that is not deferred, or who acts on spikes."""
+        """Whether a sink that is not deferred, or ``on_spike``, needs the record of ``step`` when the next step begins."""
         return self.outbox.is_awaited(step) or self._options.on_spike not in (None, "warn")
 
     def tag(self, tags: Mapping[str, Any]) -> None:
@@ -233,22 +233,22 @@ class Ledger:
                 try:
                     self._options.on_spike(event)
                 except Exception as error:
-                    self._guard.complaints.add("on_spike", "the function on_spike failed; training goes on", error)
+                    self._guard.complaints.add("on_spike", "the function on_spike failed; training continues", error)
             elif self._options.on_spike == "raise":
                 raise SpikeError(str(event))
 
-    # --- for whoever asks ------------------------------------------------------------------------------------------------------
+    # --- queries ---------------------------------------------------------------------------------------------------------------
 
     def shown(self, record: StepRecord) -> dict[str, float]:
         """What of ``record`` is for dashboards, by key."""
         return _shown(self._options.show, record)
 
     def history(self) -> dict[int, dict[str, float]]:
-        """The same for the last steps; another thread may ask while training goes on."""
+        """The same for the last steps; other threads may call this during training."""
         return {step: self.shown(record) for step, record in list(self._records.items())}
 
     def recent(self) -> RecentSteps:
-        """What is remembered of the steps, to tell stories of: the last ones, and those that a diagnosis looks at."""
+        """The records that are kept for reports: those of the last steps, and those that a diagnosis needs."""
         kept = {record.step: record for record in self.memory.records()}
         return RecentSteps(
             {**kept, **self._between, **self._records}, self.judges.history.gradients, self.judges.history.suspects

@@ -1,4 +1,4 @@
-"""The records of a run that are remembered with their statistics, for a diagnosis while it goes on."""
+"""A sample of the records of a run with their statistics, for a diagnosis during training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...core.records import StepRecord
 from ...core.subsampling import subsample_steps
 from ...spikes.episodes import by_size
 
-#: So many records, and so many bytes of statistics, whichever is less; but never fewer than that many records.
+#: The largest number of records, the largest size of their statistics in bytes, and the number of records kept in any case.
 MOST, BYTES, FEWEST = 400, 32 << 20, 48
 
 
@@ -45,16 +45,16 @@ class Memory:
         return max(min(self._most, self._budget // max(size, 1)), FEWEST)
 
     def goes_back(self, step: int) -> None:
-        """The run goes back to ``step``: what is known of later ones is of another branch."""
+        """Drop the records from ``step`` on, which belong to another branch: the run resumes at ``step``."""
         self._records = {known: record for known, record in self._records.items() if known < step}
 
     def records(self) -> list[StepRecord]:
-        """What is remembered, ascending by step."""
+        """The kept records, ascending by step."""
         return [self._records[step] for step in sorted(self._records)]
 
 
 def _lean(record: StepRecord) -> StepRecord:
-    """Without the values that follow from the tables, of which there may be tens of thousands."""
+    """The record without the values that follow from its tables, which may be tens of thousands."""
     if not record.derived:
         return record
     values = {key: value for key, value in record.values.items() if key not in record.derived}

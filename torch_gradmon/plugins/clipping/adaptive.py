@@ -1,7 +1,7 @@
-"""Clips whose limit follows the gradients: ZClip for all of them together, AdaGC for each parameter by itself.
+"""Clips whose limit adapts to the gradients: ZClip for all of them together, AdaGC for each parameter separately.
 
-What a clip has learned stays on the device of the gradients, in float64 where it has that, and decisions are taken there: nothing
-waits for the device.
+The state of a clip stays on the device of the gradients, in float64 if the device supports it. The device takes the decisions,
+so nothing synchronises.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...spikes.arguments import positive
 
 
 class Told(NamedTuple):
-    """A value of the step: its name under ``gradmon/``, 0-d; ``there`` is whether it exists, None where it adds up over calls."""
+    """A 0-d value of the step and its name under ``gradmon/``. ``there``: whether it exists; None if it adds up over calls."""
 
     name: str
     value: Tensor
@@ -28,66 +28,66 @@ class Told(NamedTuple):
 
 
 class AdaptiveClip:
-    """What ``ModuleMonitor.clip_grad_norm_(max_norm=...)`` takes in the place of a number."""
+    """The alternative to a number in ``ModuleMonitor.clip_grad_norm_(max_norm=...)``."""
 
     def factors(self, rows: Tensor, names: Sequence[str]) -> tuple[Tensor, list[Told]]:
-        """What to multiply the gradients by, at most 1; learns from them. Does not synchronise.
+        """Factors for the gradients, at most 1. Updates the state. Does not synchronise.
 
         Args:
-            rows: statistics of the gradients, ``[n, 8]``, of which the counts and the sums of squares are used. All zero where a
+            rows: statistics of the gradients, ``[n, 8]``. Only counts and sums of squares are used. A row is zero where a
                 parameter has no gradient.
-            names: of the parameters.
+            names: names of the parameters.
 
         Returns:
-            0-d for all gradients, or ``[n]``; and what to tell of the step.
+            One 0-d factor for all gradients or factors ``[n]``, and the values to report with the step.
         """
         raise NotImplementedError
 
     def kept(self) -> Any:
-        """What was learned so far, for :meth:`put_back`. Does not synchronise."""
+        """The state so far, for :meth:`put_back`. Does not synchronise."""
         raise NotImplementedError
 
     def put_back(self, kept: Any) -> None:
-        """Forget what was learned since: the step is skipped."""
+        """Restore the state ``kept`` after a skipped step."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned, as plain numbers. Synchronises with the device."""
+        """The state as plain numbers. Synchronises with the device."""
         raise NotImplementedError
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`, bit for bit.
 
         Raises:
-            KeyError, TypeError, ValueError: it is no such state; then nothing was loaded.
+            KeyError, TypeError, ValueError: ``state`` is invalid; nothing is loaded.
         """
         raise NotImplementedError
 
 
 class ZClip(AdaptiveClip):
-    """Clips the total L2 norm where it is a spike: more than ``threshold`` standard deviations above its moving average.
+    """Clips the total L2 norm if it is a spike: more than ``threshold`` standard deviations above its moving average.
 
     With the norm x, its mean m and standard deviation s so far, and ``z = (x - m) / (s + eps)``, a spike is scaled to
-    ``m + threshold^2 / z * s``: the larger it is, the nearer to the mean. Everything else stays as it is. The first ``warmup``
-    norms give the mean and the population variance, as they are; after them x, clipped if it was a spike, moves the mean and then
-    the variance around the new mean. A norm that is NaN or infinite changes nothing, neither gradients nor what was learned.
+    ``m + threshold^2 / z * s``: the larger the spike, the closer the result to the mean. Other gradients do not change. The first
+    ``warmup`` norms, unclipped, give the mean and the population variance. After them x, clipped if it is a spike, updates the mean
+    and then the variance around the new mean. A norm that is NaN or infinite changes neither the gradients nor the state.
 
-    Since of a spike only the clipped norm is learned, a norm that doubles for good is clipped in every step for long.
+    The state only includes the clipped norm of a spike, so a norm that doubles permanently is clipped in many steps.
 
     Args:
         threshold: standard deviations.
         alpha: weight of the past in mean and variance.
-        warmup: norms before the first is judged.
-        max_norm: a limit for the norm besides, from the first step on; None for none. It limits what the optimizer gets, and
-            not what is learned.
-        eps: added to the standard deviation where a norm is judged. It has the unit of a gradient norm.
+        warmup: the number of norms before the first one may be clipped.
+        max_norm: an additional limit for the norm, from the first step on; None for none. It applies to the gradients, not to
+            the state.
+        eps: added to the standard deviation in z. It has the unit of a gradient norm.
 
     Raises:
         TypeError, ValueError: an argument is out of its range.
 
     Source: Kumar et al. 2025, ZClip (arXiv 2504.02507), with its 2.5 and 0.97. 25, 1e-6, ``max_norm`` throughout and learning before
-    it applies are of the authors' code, whose README has None for ``max_norm`` and whose signature has 1.0; None is our choice.
-    Ours too is to leave out norms that are not finite: one NaN would end the judging for good.
+    it applies are those of the authors' code, whose README has None for ``max_norm`` and whose signature has 1.0; None is our
+    choice. So is the omission of norms that are not finite: a single NaN would disable the clip permanently.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class ZClip(AdaptiveClip):
 
     def kept(self) -> Tensor:
         """See :meth:`AdaptiveClip.kept`."""
-        return self._state  # which is replaced, and never written into
+        return self._state  # it is replaced, never written to
 
     def put_back(self, kept: Tensor) -> None:
         """See :meth:`AdaptiveClip.put_back`."""
@@ -146,18 +146,18 @@ class ZClip(AdaptiveClip):
 
 
 class AdaGC(AdaptiveClip):
-    """Clips the gradient of each parameter by itself, at ``ratio`` times the moving average of its clipped norms.
+    """Clips the gradient of each parameter separately, at ``ratio`` times the moving average of its clipped norms.
 
-    In the first ``warmup`` norms of a parameter it is scaled as a clip of the total norm at ``max_norm`` would, and its smallest norm
-    after that is where the average g starts. From then on a norm x above ``ratio * g`` is scaled to it, and
-    ``g = beta * g + (1 - beta) * min(x, ratio * g)``. A norm that is NaN, infinite or zero changes nothing, neither the gradient
-    nor what was learned of its parameter, and nor does a step in which the parameter has no gradient.
+    During the first ``warmup`` norms of a parameter its gradient is scaled as by a clip of the total norm at ``max_norm``, and the
+    smallest norm after that scaling is the initial average g. From then on a norm x above ``ratio * g`` is scaled to it, and
+    ``g = beta * g + (1 - beta) * min(x, ratio * g)``. A norm that is NaN, infinite or zero changes neither the gradient nor the
+    state of its parameter. A step in which the parameter has no gradient changes nothing either.
 
     Args:
-        ratio: above 1, or nothing would ever grow.
+        ratio: above 1; otherwise no average could grow.
         beta: weight of the past in the average.
-        warmup: norms of a parameter before it is clipped by itself.
-        max_norm: limit of the total norm that the warm-up clips by.
+        warmup: the number of norms of a parameter before it is clipped separately.
+        max_norm: the limit of the total norm during the warm-up.
 
     Raises:
         TypeError, ValueError: an argument is out of its range.
@@ -201,7 +201,7 @@ class AdaGC(AdaptiveClip):
         return factors, [Told("clipped_parameters", (factors < 1).sum())]
 
     def _places(self, names: Sequence[str], like: Tensor) -> Tensor | None:
-        """In which rows of the state these parameters are, or None for all of them in order. Makes rows for new ones."""
+        """The rows of these parameters in the state; None for all rows in order. Adds rows for new parameters."""
         new = [name for name in names if name not in self._row]
         for name in new:
             self._row[name] = len(self._row)
@@ -226,7 +226,7 @@ class AdaGC(AdaptiveClip):
         self._row, self._state, self._asked = *kept, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Of each parameter the average and how many norms it comes of. Synchronises with the device."""
+        """The average of each parameter and the number of norms in it. Synchronises with the device."""
         rows = self._state.tolist()
         found = {name: rows[row] for name, row in self._row.items()}
         return {"norms": {name: [level, int(count)] for name, (level, count) in found.items() if count}}
@@ -235,26 +235,26 @@ class AdaGC(AdaptiveClip):
         """The inverse of :meth:`state_dict`. See :meth:`AdaptiveClip.load_state_dict`."""
         norms = {str(name): [float(level), float(count)] for name, (level, count) in dict(state["norms"]).items()}
         if not all(math.isfinite(level) and level >= 0 and count >= 1 for level, count in norms.values()):
-            raise ValueError(f"norms must be finite and not negative, and come of at least one, got {display(norms)}")
+            raise ValueError(f"norms must be finite and not negative, with a count of at least one, got {display(norms)}")
         self._row = {name: row for row, name in enumerate(norms)}
         self._state = torch.tensor(list(norms.values()), dtype=torch.float64, device="cpu").reshape(-1, 2)
         self._asked = None
 
 
-#: What ``max_norm`` may be called by name.
+#: The names that ``max_norm`` accepts.
 _BY_NAME: dict[str, type[AdaptiveClip]] = {"zclip": ZClip, "adagc": AdaGC}
 
 
 def adaptive_clip(name: str) -> AdaptiveClip:
-    """A new one of that name, with its defaults.
+    """A new clip of that name, with its defaults.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the name is unknown.
     """
     one_of("max_norm", name, tuple(_BY_NAME))
     return _BY_NAME[name]()
 
 
 def _unlearned(count: int) -> Tensor:
-    """So many rows of AdaGC's state, ``[count, 2]``: the average, and how many norms were learned."""
+    """Initial rows of AdaGC's state, ``[count, 2]``: the average, and the number of norms in it."""
     return torch.tensor([[math.inf, 0.0]], dtype=torch.float64, device="cpu").repeat(count, 1)

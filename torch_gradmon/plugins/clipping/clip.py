@@ -30,19 +30,19 @@ class Hand(Protocol):
         """These parameters' gradients have just been clipped."""
 
     def measure_after_clip(self) -> None:
-        """Measure the clipped gradients, where no optimizer's hook will."""
+        """Measure the clipped gradients if no optimizer has a hook."""
 
     def names_of(self, parameters: Sequence[Tensor]) -> list[str]:
         """The canonical name of each."""
 
     def spread_among(self, parameters: Sequence[Tensor]) -> list[int]:
-        """Places of those of which each rank has a part."""
+        """Indices of the parameters that differ between ranks."""
 
     def rows(self, parameters: Sequence[Tensor], norm_type: float, spread: Sequence[int]) -> Tensor:
         """Rows ``[len(parameters), 8]`` of the gradients."""
 
     def tell(self, told: Sequence[Told]) -> None:
-        """Whole-model values of the step in flight."""
+        """Add whole-model values to the current step."""
 
 
 def clip(

@@ -1,1 +1,1 @@
-"""A change of what is measured, asked for while a run goes on."""
+"""Changes to the cadence and preset, requested during a run."""

@@ -1,7 +1,7 @@
-"""A live change of detail on the side of the training: what is requested, when it comes into force, and how it ends.
+"""Live changes of detail in the training process: requests, when they take effect, and how they end.
 
-A change is requested by a file in the run directory (``gradmon detail``) or by :meth:`ModuleMonitor.set_detail`. Ranks monitor the
-same steps, so the first rank tells the others in the exchange of a monitored step, and all change with the next step. Where ranks
+A file in the run directory (``gradmon detail``) or :meth:`ModuleMonitor.set_detail` requests a change. Ranks monitor the same
+steps, so the first rank broadcasts it in the exchange of a monitored step, and all ranks change with the next step. If ranks
 exchange nothing, as under DDP with the presets ``cheap`` and ``standard``, a request is refused with a reason.
 """
 
@@ -28,7 +28,7 @@ _COMPILED = (
 
 
 class LiveDetail(Plugin):
-    """Cadence and preset that replace, for a while, what the script asked for.
+    """Temporarily replaces the cadence and preset of the script.
 
     Args:
         planner: knows the metrics.
@@ -38,9 +38,9 @@ class LiveDetail(Plugin):
         may_add_hooks: whether modules may get hooks in the middle of a run.
 
     Attributes:
-        in_force: the change under which the open step is measured.
-        left: for how many steps, with this one; None until further notice.
-        watches_idle_steps: whether anything is to be done when a step opens or closes.
+        in_force: the change that applies to the open step.
+        left: the number of steps for which it applies, including this one; None for no end.
+        watches_idle_steps: whether the start or end of a step has to be handled.
     """
 
     name = "live_detail"
@@ -146,7 +146,7 @@ class LiveDetail(Plugin):
         self._change(step.number + 1)
 
     def wants(self, step: int, asked: bool) -> bool:
-        """Whether ``step`` is monitored, where the script says ``asked``."""
+        """Whether ``step`` is monitored; ``asked`` is the script's own answer."""
         try:
             self.watches_idle_steps |= self._requests.look()
         except GradmonWarning as error:  # where warnings are errors; raised where it costs no step

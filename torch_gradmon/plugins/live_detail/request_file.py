@@ -1,4 +1,4 @@
-"""Where a training looks for what is asked of it from outside: a small file in its run directory."""
+"""Requests from other processes: a small file in the run directory."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ PERIOD = 1.0
 
 
 class Mailbox:
-    """Looks at ``tune.json`` at most once a second, and reads it only when it has become another one.
+    """Checks ``tune.json`` at most once a second, and reads it only if it has changed.
 
-    A look costs a reading of the clock, and once a second an ``os.stat``. Whatever is in the file, training goes on.
+    A check reads the clock, and once a second calls ``os.stat``. An invalid file does not stop training.
 
     Args:
         directory: the run directory.
-        session: what this monitor calls itself; what was written for an earlier one is not for this one.
-        complaints: where it is said, once, that a file is not what it should be.
-        is_ours: whether this rank is the one that looks.
-        clock: in seconds, never goes back.
+        session: the identifier of this monitor; requests for an earlier one are ignored.
+        complaints: receives one warning about an invalid file.
+        is_ours: whether this rank is the one that checks.
+        clock: a monotonic clock, in seconds.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Mailbox:
         self._last = DetailRequest()
 
     def look(self) -> DetailRequest | None:
-        """What is newly asked for, if anything is."""
+        """The new request, if there is one."""
         now = self._clock()
         if now < self._due:
             return None
@@ -62,8 +62,8 @@ class Mailbox:
             self._seen = None
             return None
         except (OSError, ValueError) as error:
-            # without the error as such, which a monitor that raises would raise: the file is not the training's doing
-            self._complaints.add("tune:file", f"{self._path} is not heeded, and training goes on as it was: {error}")
+            # only the error's text: strict monitors re-raise an error, but training is not responsible for this file
+            self._complaints.add("tune:file", f"{self._path} is ignored, and training continues unchanged: {error}")
             return None
         if session != self._session or found.number < self._last.number or found == self._last:
             return None

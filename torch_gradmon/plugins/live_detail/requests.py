@@ -1,4 +1,4 @@
-"""Requests for a change of detail: from the program or from a file, and what the run directory says of them."""
+"""Requests for a change of detail, from the program or from a file, and their state in the run directory."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class RunNotes(Protocol):
         """Add facts about the run."""
 
     def reopen(self) -> None:
-        """Let who looks into the directory know that the run goes on."""
+        """Mark the run in the directory as active again."""
 
 
 class Requests:
-    """What is requested of one monitor.
+    """The requests for one monitor.
 
     Args:
         notes: the run directory, in which the state of changes is noted.
-        ranks: the first one speaks for all.
-        complaints: where it is reported what cannot be done.
+        ranks: the first one decides for all.
+        complaints: receives a warning about each refused request.
 
     Attributes:
-        from_code: the last request from within the program, which has no number yet.
-        asked: the request that waits to be agreed.
+        from_code: the last request from the program itself, without a number yet.
+        asked: the request that the ranks have not agreed on yet.
     """
 
     def __init__(self, notes: RunNotes, ranks: Ranks, complaints: WarningLog) -> None:
@@ -60,14 +60,14 @@ class Requests:
         return self._ranks.count > 1
 
     def look(self) -> bool:
-        """Look for a new request in the file; whether there is one."""
+        """Check the file for a new request. Returns whether there is one."""
         change = None if self._file is None else self._file.look()
         if change is not None:
             self._take(change)
         return change is not None
 
     def receive(self) -> None:
-        """Take the request from within the program, if any."""
+        """Take the request from the program itself, if any."""
         if self.from_code:
             self._take(numbered(self.from_code.pop(), self._number + 1))
 
@@ -76,24 +76,24 @@ class Requests:
         self.note(number=self._number, waits=change.facts(), why="")
 
     def broadcast(self) -> tuple[float, ...]:
-        """The request as numbers for the other ranks; zeros where there is none, and on all ranks but the first."""
+        """The request as numbers for the other ranks; zeros without one, and on all other ranks."""
         return self.asked.numbers() if self.asked is not None and self._ranks.is_first else EMPTY_SLOT
 
     def wait_for_exchange(self) -> None:
-        """The other ranks learn of the request in the next exchange; that of another rank than the first does not count."""
+        """Keep the request for the next exchange on the first rank; drop it on all others."""
         if self._ranks.is_first:
-            self.note(why="the ranks tell each other of it in the next step that is monitored")
+            self.note(why="the first rank sends it to the others in the next monitored step")
         else:
             self.asked = None
 
     def refuse(self, why: str) -> None:
-        """The request cannot be met."""
+        """Refuse the request, and record the reason."""
         self._complaints.add("tune:ranks", f"a change of detail is refused: {why}")
         number, self.asked = self._number, None
         self.note(waits=None, why=f"number {number} was refused: {why}")
 
     def agreed(self, number: int) -> None:
-        """All ranks agreed to the request of this number."""
+        """Record that all ranks agreed to the request of this number."""
         self._number = max(self._number, number)
         if self.asked is not None and (not self._ranks.is_first or self.asked.number <= number):
             self.asked = None
@@ -101,17 +101,17 @@ class Requests:
     # --- the run directory -----------------------------------------------------------------------------------------------------
 
     def note_in_force(self, change: DetailRequest, since: int, until: int | None, why: str) -> None:
-        """A change has its first step."""
+        """Record a change that has its first step."""
         facts = {**change.facts(), "since": since, "until": until}
         self.note(in_force=facts, waits=None if self.asked is None else self.asked.facts(), why=why)
 
     def leave(self) -> None:
-        """The monitor leaves the run."""
+        """Record that the monitor leaves the run."""
         self._has_left = True
         self.note(listens=False, ended=True, waits=None)
 
     def reopen(self) -> None:
-        """A step has opened; after the monitor left the run it goes on."""
+        """Record at the start of a step that the run continues, if the monitor had left it."""
         if self._has_left:
             self._has_left = False
             self._notes.reopen()

@@ -1,4 +1,4 @@
-"""Whether the parameters of an optimizer change although it does not step: another one does, or the loop itself."""
+"""Parameters of an optimizer that change although it does not step: another optimizer or the loop itself updates them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 from ...step.parameter_refs import Place
 from ...step.ranks import is_dtensor
 
-#: So many backward passes in a row, beyond those between two steps, before each of which but the first they have to change. Methods that
+#: The parameters have to change between this many backward passes in a row, beyond the usual number between two steps. Methods that
 #: move the parameters within a step do so less often.
 _PASSES = 5
-#: Of each parameter so many elements are compared, about.
+#: The approximate number of elements of each parameter that are compared.
 _COMPARED = 4096
 
 
 class Elsewhere:
-    """Counts backward passes since the optimizer has stepped last, and those before which its parameters had changed."""
+    """Counts backward passes since the optimizer's last step, and how often its parameters changed before one."""
 
     def __init__(self) -> None:
         self.passes = self._moves = self._looks = 0
@@ -27,11 +27,10 @@ class Elsewhere:
         self._samples: list[_Sample] = []
 
     def passed(self, places: Iterable[Place]) -> bool:
-        """A backward pass has come; whether the parameters there have changed before so many that it is no accident.
+        """Count a backward pass. Returns whether the parameters have changed before too many of them for a coincidence.
 
-        Nothing is looked at in the first as many passes as lie between two steps, which is all in most loops: it would cost the model's
-        smaller parameters a copy in every step. Synchronises an accelerator once in the first ones beyond these, and then more and more
-        rarely.
+        No parameter is read during the usual number of passes between two steps, which in most loops is all of them: this saves a
+        copy of the smaller parameters in every step. Synchronises an accelerator once soon after that, then less and less often.
         """
         self.passes += 1
         beyond = self.passes - self._most
@@ -43,7 +42,7 @@ class Elsewhere:
             return True
         moved = [sample.has_moved() for sample in self._samples]
         self._moves += any(moved)
-        # fused optimizers of an accelerator, and writes to .data, are not counted
+        # version counters miss fused optimizers of an accelerator and writes to .data
         is_due = not self._moves and beyond == _PASSES * 3**self._looks
         self._looks += is_due
         if is_due or self._moves >= _PASSES - 1:
@@ -53,16 +52,16 @@ class Elsewhere:
 
     @property
     def has_moved(self) -> bool:
-        """Whether the parameters have changed since, as far as is known."""
+        """Whether a change of the parameters since then is known."""
         return self._moves > 0
 
     @property
     def has_changed(self) -> bool:
-        """Whether they are not as they were when they were looked at first. Synchronises."""
+        """Whether they differ from their first samples. Synchronises."""
         return any(sample.has_changed() for sample in self._samples)
 
     def stepped(self) -> None:
-        """The optimizer has stepped, or another one of the same parameters that is attached."""
+        """Start again after a step of the optimizer, or of another attached one with the same parameters."""
         if self.passes:
             self._most = max(self._most, self.passes)
         self.passes = self._moves = self._looks = 0
@@ -70,7 +69,7 @@ class Elsewhere:
 
 
 class _Sample:
-    """Some elements of one parameter, and how often it was written to."""
+    """Some elements of one parameter, and the number of writes to it."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -91,7 +90,7 @@ class _Sample:
         return part.clone()
 
     def has_moved(self) -> bool:
-        """Whether it has changed since this was asked last; on accelerators, whether it was written to."""
+        """Whether it has changed since the last call; on accelerators, whether it was written to."""
         version, before = self._version, self._last
         self._version = self._written()
         if before is None or before.device.type != "cpu":

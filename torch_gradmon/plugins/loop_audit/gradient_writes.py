@@ -1,4 +1,4 @@
-"""Who writes to a gradient in place between two looks: one who clears it, or one who clips it. Told by its values, a few times."""
+"""In-place writes to a gradient between two observations: a few reads of its values show whether they clear or clip it."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from torch import Tensor
 
 from .probe import Probe
 
-#: So many times it is looked at.
+#: The number of times that its values are read.
 _LOOKS = 3
-#: and so many times until zeros, which a gradient may be by itself, are somebody's who clears it.
+#: The number of times that its values have to be zero to be proof of clearing: a gradient may be zero by itself.
 _DOUBTS = 9
 
 
 class Writes:
-    """Of one optimizer.
+    """The writes to the gradients of one optimizer.
 
     Attributes:
-        is_curious: whether somebody has written between two accumulations, and it is not known who.
-        clears: whether that sets gradients to zero; False as long as it is not known.
-        clips: whether it does not.
-        is_doubtful: whether gradients seem to be carried over from step to step, and their values have to confirm it.
-        stays: whether they do.
+        is_curious: the loop writes between two accumulations, and the kind of write is not known yet.
+        clears: those writes set gradients to zero; False while the kind is not known.
+        clips: those writes do not.
+        is_doubtful: gradients seem to be carried over from step to step, which their values have to confirm.
+        stays: the values have confirmed it.
     """
 
     def __init__(self) -> None:
@@ -29,19 +29,19 @@ class Writes:
         self._zeros = self._others = self._late = self._doubts = 0
 
     def begin(self) -> bool:
-        """Somebody has written; whether somebody is to look from now on."""
+        """Record a write. Returns whether the values must be read from now on."""
         begins = not (self.is_curious or self.clears or self.clips)
         self.is_curious |= begins
         return begins
 
     def look(self, probe: Probe, parameter: Tensor, incoming: Tensor | None) -> None:
-        """What the gradient is just before another one is added. Synchronises, but for where nobody has written."""
+        """Read the gradient just before another one is added to it. Synchronises only if the loop has written to it."""
         gradient = parameter.grad
         if not self.is_curious or gradient is None or gradient is not probe.gradient:
             return
         if not probe.fired or gradient._version == probe.version or incoming is None:
             return
-        if not bool(incoming.any()):  # where all is zero anyway, nothing is told by it
+        if not bool(incoming.any()):  # where all is zero anyway, nothing follows from it
             return
         if bool(gradient.any()):
             self._others += 1
@@ -53,7 +53,7 @@ class Writes:
             self.clips = not self.clears
 
     def look_at_carried(self, probe: Probe, parameter: Tensor, incoming: Tensor | None) -> None:
-        """Whether what looks like the gradient of the step before is still that: ``.data.zero_()`` counts no version. Synchronises."""
+        """Read a gradient that seems to be carried over: ``.data.zero_()`` does not change its version. Synchronises."""
         gradient = parameter.grad
         if not self.is_doubtful or probe.fired or not probe.after_step or gradient is None or gradient is not probe.gradient:
             return
@@ -64,13 +64,13 @@ class Writes:
         self.is_doubtful = not self.stays and self._doubts < _DOUBTS
 
     def doubt(self) -> bool:
-        """A gradient was carried over, by its version; whether somebody is to look at its values from now on."""
+        """Record that a gradient's version indicates carrying over. Returns whether its values must be read from now on."""
         begins = not (self.is_doubtful or self.stays or self._doubts)
         self.is_doubtful |= begins
         return begins
 
     def is_late_clip(self, dropped: Tensor) -> bool:
-        """Whether a gradient that was written to behind its step, and dropped, is more than zeros. Synchronises a few times."""
+        """Whether a gradient that was written to after its step, then dropped, is not zero. Synchronises a few times."""
         if self._late >= _LOOKS:
             return True
         if bool(dropped.any()):

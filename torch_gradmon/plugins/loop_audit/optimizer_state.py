@@ -1,4 +1,4 @@
-"""One optimizer under the audit: what is said of each of its steps."""
+"""One optimizer under the audit: the findings about each of its steps."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .probe import Probe
 from .scaled_clip import ScaledClip
 from .tallies import Tallies
 
-#: Writes of one or two clips by norm or value; what writes more often is something else.
+#: The number of writes of one or two clips by norm or value; more writes have another cause.
 _CLIPS = 4
 
 
 class Watched:
-    """What is known of one optimizer.
+    """The audit's state of one optimizer.
 
     Args:
-        optimizer: itself, held weakly.
-        tallies: take what is found.
+        optimizer: held weakly.
+        tallies: receive the findings.
     """
 
     def __init__(self, optimizer: Optimizer, tallies: Tallies) -> None:
@@ -59,7 +59,7 @@ class Watched:
         return self._unscaled
 
     def accumulated(self, probe: Probe) -> None:
-        """The probe has looked behind an accumulation, and there is something to say of it."""
+        """Evaluate the probe after an accumulation that may be a finding."""
         if probe.fired == 1 and probe.late >= 0 and (probe.late or not self._tallies.is_empty):
             dropped, probe.dropped = probe.dropped, None
             is_clip = dropped is not None and probe.late <= _CLIPS and self.writes.is_late_clip(dropped)
@@ -70,7 +70,7 @@ class Watched:
     # --- scaler ----------------------------------------------------------------------------------------------------------------
 
     def unscaling(self, parameter: Tensor, probe: Probe, optimizer: Optimizer) -> None:
-        """The scale is about to be taken off its gradients."""
+        """Evaluate the probe before the scaler unscales the optimizer's gradients."""
         if probe.doubtful or not probe.fired or parameter.grad is not probe.gradient:
             return
         probe.look(parameter)
@@ -80,26 +80,26 @@ class Watched:
             self._tell("clipped-while-scaled", True, probe)
 
     def unscaled(self) -> None:
-        """It is off."""
+        """Record that the gradients are unscaled."""
         self._unscaled, self._scaled_since = True, False
 
     def scaled(self) -> None:
-        """A loss was scaled."""
+        """Record that a loss was scaled."""
         self._scaled_since = True
 
     # --- step ------------------------------------------------------------------------------------------------------------------
 
     def step_with_gradient(self, probe: Probe, gradient: Tensor, forward_since: bool) -> None:
-        """It is about to step, and the probe has ``gradient``.
+        """Evaluate the probe, which has ``gradient``, before the optimizer's step.
 
         Args:
-            probe: that has looked at it.
-            gradient: what it saw.
-            forward_since: whether there was a training forward since any optimizer has stepped last.
+            probe: has observed the gradient.
+            gradient: the gradient at the last observation.
+            forward_since: whether there was a training forward since the last step of any optimizer.
         """
         self.absent, self.had_gradients = 0, True
         if self._tallies.is_empty and probe.fired and not (probe.carried or probe.drops or probe.writes or probe.synced > 1):
-            self._twice = False  # the straight way: nothing was wrong so far, and nothing is
+            self._twice = False  # the usual case: no finding so far, and none now
             return
         self._tallies.missed("step-without-gradients", self.key)
         if probe.synced > 1 and not probe.drops:
@@ -112,7 +112,7 @@ class Watched:
             return
         if not probe.fired:
             if probe.after_step and gradient._version == probe.version and not forward_since:
-                # what is written by way of .data counts no version, so that values have to confirm it
+                # writes through .data change no version, so values have to confirm it
                 self._tell("stepped-twice", self._before is None or torch.equal(self._before, gradient), probe)
                 self._twice = True
             return
@@ -124,13 +124,13 @@ class Watched:
         )
         self._tell("missing-zero-grad", probe.carried and is_told, probe)
         cleared = probe.drops + (probe.writes if self.writes.clears else 0)
-        # one that is dropped in each step may have been looked at on purpose
+        # a single drop in each step may be deliberate, to inspect a gradient
         self._tell("micro-batch-discarded", cleared >= 2, probe, discarded=cleared)
         if probe.writes and self.writes.clips:
             self._tell("clip-per-micro-batch", True, probe, **{"times in a step": probe.writes})
 
     def step_without_gradient(self, probe: Probe, optimizer: Optimizer) -> bool:
-        """It is about to step, and the probe has no gradient; whether others have."""
+        """Evaluate a probe without a gradient before the optimizer's step. Returns whether other parameters have one."""
         if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
             self.absent += 1
             return True
@@ -139,7 +139,7 @@ class Watched:
         return False
 
     def over(self) -> None:
-        """It has stepped, or was refused to."""
+        """Finish the evaluation after the optimizer's step, or after the scaler prevented it."""
         if self.probe is not None:
             if self._mixed:
                 self._tell("backward-after-unscale", True, self.probe)
@@ -152,7 +152,7 @@ class Watched:
             self.attempt_over()
 
     def _remember(self, gradient: Tensor | None) -> None:
-        """Its values, where the next step may be a second one on it and nothing is certain yet."""
+        """Keep the gradient's values while a second step on the same gradient is suspected but not certain."""
         self._before = None
         if gradient is None or self._tallies.is_empty:
             return
@@ -160,5 +160,5 @@ class Watched:
             self._before = gradient.clone()
 
     def attempt_over(self) -> None:
-        """What the scaler did is of the past."""
+        """Forget the scaler's calls of this attempt."""
         self._unscaled = self._scaled_since = self._mixed = False

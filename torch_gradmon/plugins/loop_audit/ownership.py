@@ -1,6 +1,6 @@
-"""Whose the parameters are: the optimizers', nobody's, one that is no more, frozen, tied.
+"""Which parameters the optimizers own: parameters without an optimizer, replaced, frozen and tied ones.
 
-Looked at now and then, since the model's parameters have to be gone through, and when the planner has seen that the model changed.
+The checks iterate over all parameters, so they run only now and then, and after the planner has seen a change of the model.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ...step.ranks import is_dtensor
 from .probe import LARGEST
 from .tallies import Tallies
 
-#: Steps at which the first looks are taken.
+#: The steps of the first checks.
 _EARLY = frozenset({2, 8, 16})
-#: Steps between two later looks: at least so many, and more for models of many parameters, so that one costs little for each step.
+#: The least number of steps between two later checks; models with many parameters have more, so that the cost per step is small.
 _LEAST = 16
-#: How often a value is compared before it is believed.
+#: The number of comparisons that confirm a finding.
 _COMPARED = 3
-#: How often what is frozen and has a gradient is compared in all; mostly it does not move.
+#: The total number of comparisons of frozen parameters with a gradient; most of them do not move.
 _SUSPECTED = 12
 _NEARLY_ALL = 0.9
 
@@ -34,12 +34,12 @@ Found = Mapping[str, tuple[Tensor, Place]]
 
 
 class Survey:
-    """Looks at the model as a whole.
+    """Checks all parameters of the model.
 
     Args:
         planner: knows the model.
-        tallies: take what is found.
-        optimizers: gives those that are attached and still there.
+        tallies: receive the findings.
+        optimizers: returns the attached optimizers that still exist.
     """
 
     def __init__(self, planner: Planner, tallies: Tallies, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
@@ -57,7 +57,7 @@ class Survey:
         self._compared = 0
 
     def step_began(self) -> bool:
-        """An optimizer is about to step, and its gradients are there; whether this was a step to look at."""
+        """Check the model before an optimizer steps, while gradients exist. Returns whether a check was due."""
         self._attempts += 1
         if self._frozen is not None:
             self._frozen.take()
@@ -73,7 +73,7 @@ class Survey:
         return is_due
 
     def step_ended(self) -> None:
-        """It has stepped: whether what is frozen has moved."""
+        """Check after the step whether frozen parameters have moved."""
         frozen = self._frozen
         if frozen is not None and frozen.has_value:
             if frozen.moved():
@@ -102,7 +102,7 @@ class Survey:
         self._look_outside(found, owned)
         self._look_at_frozen(found, owned)
         self._look_for_replaced(found, owned)
-        # as long as the model and the optimizers stay as they are, it need not be looked at again
+        # no check is needed until the model or the optimizers change
         self._cleared = (None, []) if self._is_odd else (inventory, sizes)
 
     def _look_at_ties(self, inventory: ModelIndex) -> None:
@@ -138,7 +138,7 @@ class Survey:
             if old:
                 evidence["old parameters in the optimizer"] = float(len(old))
             self._tallies.seen(rule, where=names, evidence=evidence)
-        else:  # somebody else trains them
+        else:  # something else trains them
             self._tallies.retract(rule)
             self._outside = None
 
@@ -165,7 +165,7 @@ class Survey:
             if name in self._known and self._known[name] != _told(parameter) and self._known[name][1] == parameter.shape
         ]
         taken = [name for name in replaced if id(found[name][0]) in owned]
-        # a part that is exchanged is no accident; nearly all of them at once are a checkpoint or a conversion
+        # replacing some parameters is deliberate; replacing nearly all at once is a checkpoint or a conversion
         if taken and len(replaced) > _NEARLY_ALL * len(found):
             self._is_odd = True
             self._tallies.seen("dead-hooks", where=tuple(taken), evidence={"parameters": float(len(taken))})
@@ -183,7 +183,7 @@ class Sample:
 
     @classmethod
     def of(cls, parameters: Found) -> Sample:
-        """Of these, by name."""
+        """A sample of these parameters."""
         name = min(parameters, key=lambda name: parameters[name][0].numel())
         parameter, place = parameters[name]
         return cls((name, *(other for other in parameters if other != name)), place if parameter.numel() <= LARGEST else None)
@@ -194,11 +194,11 @@ class Sample:
 
     @property
     def has_value(self) -> bool:
-        """Whether one is remembered."""
+        """Whether there is a remembered value."""
         return self._value is not None
 
     def moved(self) -> bool:
-        """Whether the value is another one now, or cannot be told. Synchronises, so it is asked a few times only."""
+        """Whether the value has changed or cannot be compared. Synchronises, so callers use it a few times only."""
         self.looks += 1
         now, before = self._now(), self._value
         return before is None or now is None or now.shape != before.shape or not torch.equal(now, before)

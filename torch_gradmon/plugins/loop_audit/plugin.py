@@ -1,4 +1,4 @@
-"""The audit of a training loop: from what hooks tell to what is judged."""
+"""The audit of a training loop: passes the events of hooks to the checks."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from .sampling import Rest
 from .tallies import Tallies
 from .unused_gradients import Idle
 
-#: Optimizers that get a probe. Where there are more, they are those of single parameters, which step within the backward pass.
+#: The most optimizers that get a probe. More are usually those of single parameters, which step within the backward pass.
 _OPTIMIZERS = 3
-#: Steps in a row in which a probe has no gradient, after which another one is chosen.
+#: The number of consecutive steps without a gradient after which a probe is replaced.
 _PATIENCE = 3
-#: Parameters of one optimizer that are compared where it does not step, and the largest of them.
+#: The number of parameters of an optimizer without steps that are compared, and the largest size of one.
 _PLACES, _LARGEST = 4, 2**20
 
 
 class LoopAudit(Plugin):
-    """Watches a loop from beside; it measures nothing and changes nothing.
+    """Observes a loop; it measures nothing and changes nothing.
 
     Args:
         planner: knows the model.
-        complaints: where mistakes that are certain are reported.
-        note: takes facts about the run, for the run directory.
+        complaints: receives a warning about each certain mistake.
+        note: writes facts about the run to the run directory.
 
     Attributes:
-        paused: what happens now is no training.
+        paused: events are not part of training at the moment.
     """
 
     name = "loop_audit"
@@ -70,17 +70,17 @@ class LoopAudit(Plugin):
         return self._tallies.facts()
 
     def sees_alternation(self) -> bool:
-        """Whether the optimizers have got gradients from different numbers of backward passes since they stepped last."""
+        """Whether the optimizers have gradients of different numbers of backward passes since their last steps."""
         return len({watched.probe.fired for watched in self._watched.values() if watched.probe is not None}) > 1
 
     def on_leave(self, last: int | None) -> None:
-        """Note the facts in the run directory, if they are new."""
+        """Write the facts to the run directory, if they are new."""
         self._tallies.tell()
 
     # --- life cycle ----------------------------------------------------------------------------------------------------------
 
     def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Watch a loop from now on."""
+        """Begin to audit a loop."""
         self.on_detach()
         self._watched = {id(optimizer): Watched(optimizer, self._tallies) for optimizer in optimizers}
         references = [weakref.ref(optimizer) for optimizer in optimizers]
@@ -95,18 +95,18 @@ class LoopAudit(Plugin):
         self._hang()
 
     def on_pause(self, is_paused: bool) -> None:
-        """What happens from now on is no training, or is training again."""
+        """Pause or resume: events are part of training only outside a pause."""
         self.paused = is_paused
 
     def on_detach(self) -> None:
-        """Take all hooks away, and hold nothing any more but the facts."""
+        """Remove all hooks, and keep only the facts."""
         self._handles.remove()
         self._watched, self._survey, self._idle, self._rest, self._ddp = {}, None, Idle(), Rest(), None
         self._probed = []
         self._settling.clear()
 
     def _choose(self, watched: Watched, with_gradient: bool = False) -> None:
-        """Probe the smallest parameter of an optimizer, ``with_gradient`` of those that have one now."""
+        """Probe the smallest parameter of an optimizer; ``with_gradient``: the smallest that has a gradient now."""
         optimizer, inventory = watched.optimizer(), self._planner.now()
         watched.absent, watched.probe, watched.silent, self._is_hung = 0, None, 0, False
         if optimizer is None or inventory is None:
@@ -130,7 +130,7 @@ class LoopAudit(Plugin):
                 watched.probe = Probe(inventory.names[number], place, parameter)
 
     def _hang(self) -> None:
-        """One hook on each probe, and one more while it is not known who writes to its gradient; none while the audit rests."""
+        """Register one hook on each probe, a second one while writes to its gradient are unexplained, and none during a pause."""
         self._is_hung = True
         self._handles.remove()
         if self._rest.is_on:
@@ -144,7 +144,7 @@ class LoopAudit(Plugin):
     # --- forward and backward --------------------------------------------------------------------------------------------------
 
     def on_forward(self) -> None:
-        """The model is called in training."""
+        """Count a training forward of the model."""
         self._forwards += 1
         if self._rest.is_on and self._forwards - self._forwards_at_step > self._most_forwards + _PATIENCE:
             self._rest, self._is_hung = Rest(), False  # no optimizer steps any more
@@ -186,7 +186,7 @@ class LoopAudit(Plugin):
             self._tallies.seen("unattached-optimizer", watched.key, evidence=passes)
 
     def on_backward_ended(self) -> None:
-        """A backward pass of a monitored step is over: a probe that never took part in one is replaced."""
+        """Replace a probe that took part in no backward pass, at the end of one in a monitored step."""
         for watched in self._probed:
             if watched.probe is not None and not watched.probe.has_fired and not self.paused:
                 watched.silent += 1
@@ -195,11 +195,11 @@ class LoopAudit(Plugin):
                     self._choose(watched, with_gradient=True)
 
     def on_optimizers_lost(self) -> None:
-        """All optimizers were collected, of which the loop has warned."""
+        """Record that all optimizers were garbage-collected; the loop has warned about it."""
         self._tallies.seen("unattached-optimizer", warns=False)
 
     def is_stale(self, in_step: bool) -> bool:
-        """Whether the model has been trained since an attached optimizer stepped last, with the last one's values for the newest.
+        """Whether the model has been trained since the last step of an attached optimizer, whose values would look current.
 
         Args:
             in_step: whether a step is open in which no optimizer has stepped.
@@ -243,7 +243,7 @@ class LoopAudit(Plugin):
     # --- steps -----------------------------------------------------------------------------------------------------------------
 
     def on_optimizer_step(self, optimizer: Optimizer, has_closure: bool) -> None:
-        """An optimizer is about to step, or to call its closure."""
+        """Evaluate the probe before an optimizer steps or calls its closure."""
         watched = self._watched.get(id(optimizer))
         if watched is None or self._survey is None:
             return
@@ -274,7 +274,7 @@ class LoopAudit(Plugin):
             self._choose(watched, with_gradient=True)
 
     def on_optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """It has stepped."""
+        """Finish the evaluation after the optimizer's step."""
         watched = self._watched.get(id(optimizer))
         if watched is not None and self._survey is not None:
             self._survey.step_ended()
@@ -287,7 +287,7 @@ class LoopAudit(Plugin):
                 self._hang()
 
     def on_optimizer_overflowed(self, optimizer: Optimizer) -> None:
-        """The scaler did not let it step."""
+        """Finish the evaluation after the scaler prevented the optimizer's step."""
         self._clock += 1
         if (watched := self._watched.get(id(optimizer))) is not None:
             self._over(watched)
@@ -303,15 +303,17 @@ class LoopAudit(Plugin):
             watched.over()
 
     def _is_clean(self, watched: Watched) -> bool:
-        """Whether nothing was ever seen in this loop, and nothing is open. With several optimizers what one gets tells of the others.
-        Where no forward is seen, only the hook on the probe tells that there are backward passes and no steps.
+        """Whether this loop has no findings and no open questions.
+
+        With several optimizers the gradients of one are evidence about the others. In a loop without visible forwards only the
+        probe's hook shows backward passes without steps. Such loops never count as clean.
         """
         is_open = watched.writes.is_curious or watched.writes.is_doubtful or watched.probe is None
         is_seen = self._forwards > self._forwards_at_step
         return self._tallies.is_empty and len(self._watched) == 1 and is_seen and not (is_open or self._has_ranks)
 
     def _turn(self, watched: Watched) -> None:
-        """A rest begins or ends: hooks come and go with the next forward, and the probe knows nothing of what was in between."""
+        """Begin or end a pause: the next forward adds or removes the hooks, and the probe starts without a history."""
         self._is_hung = False
         if watched.probe is not None:
             watched.probe.forget()
@@ -319,23 +321,23 @@ class LoopAudit(Plugin):
     # --- scaler ----------------------------------------------------------------------------------------------------------------
 
     def on_unscaling(self, optimizer: Optimizer) -> None:
-        """The scaler is about to unscale its gradients."""
+        """Evaluate the probe before the scaler unscales the optimizer's gradients."""
         watched = self._watched.get(id(optimizer))
         if watched is not None and watched.probe is not None and (parameter := watched.probe.place()) is not None:
             watched.unscaling(parameter, watched.probe, optimizer)
 
     def on_unscaled(self, optimizer: Optimizer) -> None:
-        """It has."""
+        """Record that the optimizer's gradients are unscaled."""
         if (watched := self._watched.get(id(optimizer))) is not None:
             watched.unscaled()
 
     def on_loss_scaled(self) -> None:
-        """The scaler has scaled a loss."""
+        """Record that the scaler has scaled a loss."""
         for watched in self._watched.values():
             watched.scaled()
 
     def on_scaler_updated(self) -> None:
-        """The scaler's attempt is over."""
+        """End the scaler's attempt."""
         for watched in self._watched.values():
             watched.attempt_over()
 
@@ -347,7 +349,7 @@ def _has_ranks() -> bool:
 
 
 def _ddp_in(module: nn.Module) -> weakref.ref[nn.Module] | None:
-    """The wrapper whose flag tells whether a backward pass exchanges gradients."""
+    """The wrapper whose flag shows whether a backward pass exchanges gradients."""
     parallel = sys.modules.get("torch.nn.parallel.distributed")
     kind = getattr(parallel, "DistributedDataParallel", ())
     return next((weakref.ref(child) for child in module.modules() if isinstance(child, kind)), None)

@@ -1,8 +1,8 @@
-"""One small parameter, on whose gradient the hand of the loop is seen: when it is cleared, written to and used.
+"""One small parameter whose gradient shows what the loop does with gradients: when it clears, writes to and uses them.
 
-The gradient is looked at behind each accumulation and around each step. That it is another object tells that it was dropped, its
-version counter that somebody wrote to it: accumulation counts 1, ``zero_grad(set_to_none=False)`` 1, ``clip_grad_norm_`` 1
-whether it clips or not, ``clip_grad_value_`` 1 or 2, ``GradScaler.unscale_`` and optimizers none. No value is read.
+The probe observes the gradient after each accumulation and around each step. A different object means that the gradient was
+dropped. The version counter counts writes: accumulation adds 1, ``zero_grad(set_to_none=False)`` 1, ``clip_grad_norm_`` 1 whether
+it clips or not, ``clip_grad_value_`` 1 or 2, ``GradScaler.unscale_`` and optimizers 0. No value is read.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from torch import Tensor
 
 from ...step.parameter_refs import FsdpParameterRef, Place
 
-#: A gradient of so many elements at most is held from one look to the next, which nobody notices.
+#: The most elements of a gradient that is held between two observations, so that the memory is negligible.
 LARGEST = 2**20
 
 
 def is_plain(gradient: Tensor) -> bool:
-    """Whether identity and version counter of a gradient mean what they should: not for DTensors, for views of a bucket of DDP, for
-    sparse gradients, which are added up in new ones, and where a graph was made of the gradients.
+    """Whether identity and version counter of a gradient are meaningful.
+
+    They are not for DTensors, views of a DDP bucket, sparse gradients, whose sums are new tensors, and gradients with a graph.
     """
     return (
         type(gradient) is Tensor
@@ -33,26 +34,26 @@ class Probe:
     """The state of one parameter's gradient since the last step of its optimizer.
 
     Args:
-        name: of the parameter.
-        place: where it is.
-        parameter: itself; it is not held.
+        name: name of the parameter.
+        place: a reference to it.
+        parameter: the parameter; it is not held.
 
     Attributes:
-        gradient: as it was at the last look, held; None where there was none or it is not plain.
-        version: its version then.
-        after_step: whether the last look was behind a step.
-        fired: accumulations since the step.
+        gradient: the gradient at the last observation, held; None without one or if it is not plain.
+        version: its version at that time.
+        after_step: whether the last observation followed a step.
+        fired: the number of accumulations since the step.
         has_fired: whether there was any so far.
-        is_paused: there were backward passes that are no training.
-        doubtful: nothing can be said of this interval.
-        carried: the first accumulation went onto the gradient of the step before, which nobody had touched, and so did the next.
-        late: writes to the gradient of the step before, behind that step and until it was dropped; -1 where that is not known.
-        dropped: that gradient, where there were any.
-        last: the gradient at the last look, of whatever kind.
-        drops: how often it was dropped between two accumulations, with nothing else in between.
-        writes: how often it was written to between two accumulations.
-        touched: it was written to between the last accumulation and the step.
-        synced: backward passes that exchanged gradients between ranks.
+        is_paused: there were backward passes outside training.
+        doubtful: this interval allows no conclusion.
+        carried: all accumulations were added to the gradient of the previous step, which the loop had not changed.
+        late: the number of writes to the previous step's gradient between that step and its drop; -1 if unknown.
+        dropped: that gradient, if there were any writes.
+        last: the gradient at the last observation, plain or not.
+        drops: the number of drops between two accumulations, with nothing else in between.
+        writes: the number of intervals between two accumulations with a write.
+        touched: the loop wrote to it between the last accumulation and the step.
+        synced: the number of backward passes that exchanged gradients between ranks.
     """
 
     __slots__ = (
@@ -85,7 +86,7 @@ class Probe:
     def __init__(self, name: str, place: Place, parameter: Tensor) -> None:
         self.name, self.place, self.identity, self._tensor = name, place, id(parameter), parameter._cdata
         self.is_sharded = type(place) is FsdpParameterRef
-        # fully_shard copies gradients to the host while the backward pass goes on, unless there is a hook behind their accumulation
+        # fully_shard copies gradients to the host during the backward pass, unless a hook follows their accumulation
         self.is_offloaded = isinstance(place, FsdpParameterRef) and place.is_offloaded
         self.gradient: Tensor | None = None
         self.last: Tensor | None = None
@@ -102,17 +103,17 @@ class Probe:
         self.after_step = self.was_touched = self.is_paused = False
 
     def forget(self) -> None:
-        """Nothing is known of what was before."""
+        """Drop the history."""
         self._begin()
         self.gradient = self.last = None
 
     def accumulated(self, parameter: Tensor, clock: int) -> None:
-        """A backward pass has added to the gradient; ``clock`` counts the steps of all optimizers."""
+        """Observe the gradient after a backward pass added to it. ``clock`` counts the steps of all optimizers."""
         gradient = parameter.grad
         self.fired += 1
         self.has_fired = True
         if self.is_sharded and self.fired > 1 and gradient is not self.last:
-            self.synced = 0  # it was dropped, and what comes begins anew
+            self.synced = 0  # it was dropped, and the next gradient starts from zero
         if gradient is None or not is_plain(gradient):
             self._remember(gradient)
             self.doubtful, self.gradient = True, None
@@ -132,7 +133,7 @@ class Probe:
                 self.dropped = before if self.late else None
         elif not same:
             self.carried = False
-            # whoever moves the parameter or steps in between, as sharpness-aware minimisation does, means it
+            # a loop that moves the parameter or steps in between, as sharpness-aware minimisation does, drops it on purpose
             self.drops += clock == self.clock and parameter._version == self.value_version
         elif version != self.version + 1:
             self.carried = False
@@ -143,29 +144,29 @@ class Probe:
         self.last = gradient if is_held else None
 
     def was_written(self) -> bool:
-        """Whether its parameter was written to since the last accumulation, as far as its version tells."""
+        """Whether its parameter was written to since the last accumulation, according to its version."""
         parameter = self.place()
         return self.fired > 0 and parameter is not None and parameter._version != self.value_version
 
     def was_converted(self) -> bool:
-        """Whether another tensor is in the parameter by now, whose hooks never fire."""
+        """Whether the parameter holds another tensor now, whose hooks never fire."""
         parameter = self.place()
         return parameter is not None and parameter._cdata != self._tensor
 
     def settled(self, parameter: Tensor) -> None:
-        """The backward pass is over: whatever DDP wrote to the gradient is not the loop's hand."""
+        """Note the version after a backward pass: writes by DDP are not writes by the loop."""
         if self.gradient is not None and parameter.grad is self.gradient:
             self.version = self.gradient._version
 
     def look(self, parameter: Tensor) -> Tensor | None:
-        """The gradient as the optimizer finds it, and whether it was written to since it was accumulated."""
+        """The gradient before the optimizer's step. Notes whether it was written to since the last accumulation."""
         gradient = parameter.grad
         if gradient is not None and gradient is self.gradient:
             self.touched |= self.fired > 0 and gradient._version != self.version
         return gradient
 
     def stepped(self, parameter: Tensor | None) -> None:
-        """The optimizer has stepped, or was refused to; ``parameter`` is None where what becomes of the gradient cannot be followed."""
+        """Begin an interval after a step, even a prevented one. ``parameter`` is None if the gradient cannot be followed."""
         touched = self.touched or self.doubtful
         self._begin()
         before = self.gradient

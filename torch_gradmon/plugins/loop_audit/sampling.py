@@ -1,10 +1,10 @@
-"""A loop in which nothing was seen for long is looked at in some of its steps only."""
+"""Sampling of steps: a loop without findings for a long time is audited only in some of its steps."""
 
 from __future__ import annotations
 
-#: Steps in a row in which there was nothing to say, from which on a loop is taken to be what it seems.
+#: The number of consecutive steps without a finding after which a loop is trusted.
 TRUSTED = 300
-#: From there on, in turns: so many steps that are not looked at, and so many that are, enough for any mistake to be a fact.
+#: A trusted loop alternates between skipped and audited steps, with enough audited ones for any mistake to become a fact.
 RESTED, LOOKED = 48, 16
 
 
@@ -12,7 +12,7 @@ class Rest:
     """Counts steps.
 
     Attributes:
-        is_on: whether the next step is not looked at.
+        is_on: whether the next step is skipped.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class Rest:
         self._clean = 0
 
     def step_ended(self, is_clean: bool) -> bool:
-        """Take note of a step, ``is_clean`` if there was nothing to say of it; whether a rest begins or ends here."""
+        """Count a step, ``is_clean`` if it has no finding. Returns whether a pause begins or ends here."""
         self._clean = self._clean + 1 if is_clean else 0
         was, trusted = self.is_on, self._clean - TRUSTED
         self.is_on = trusted >= 0 and trusted % (RESTED + LOOKED) < RESTED

@@ -1,7 +1,7 @@
 """Whether gradients are clipped while they are still multiplied by the scale of a GradScaler.
 
-That somebody wrote to them before they were unscaled is told by version counters. That it was a clip, and nobody's own all-reduce or
-division, is told by values: the norm, or the largest element, is the same in each step. They are read a few times in a training.
+Version counters show writes before the gradients are unscaled. Values show that the writes are a clip, not an all-reduce or a
+division by the loop: the norm, or the largest element, is the same in each step. They are read a few times in a training.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch.optim import Optimizer
 
 from .probe import is_plain
 
-#: So many norms are compared, and so many are looked at before nothing more is.
+#: The number of norms that are compared, and the largest number that is read.
 _COMPARED, _MOST = 3, 9
-#: A clip leaves its bound up to rounding and torch's 1e-6 in the denominator.
+#: The tolerance for equal norms: a clip is exact up to rounding and torch's 1e-6 in the denominator.
 _SAME = 1e-2
 
 
 class ScaledClip:
-    """Norms of scaled gradients that somebody has written to, of one optimizer."""
+    """Norms of one optimizer's scaled gradients after the loop has written to them."""
 
     def __init__(self) -> None:
         self._norms: list[tuple[float, float]] = []
@@ -29,12 +29,12 @@ class ScaledClip:
         self._is_clip = False
 
     def was_written(self, optimizer: Optimizer) -> bool:
-        """Whether it is a clip, as far as is known by now. Synchronises the device, a few times in all."""
+        """Whether the writes are known to be a clip. Synchronises the device a few times in total."""
         if self._is_clip or self._looks >= _MOST:
             return self._is_clip
         self._looks += 1
         found = _norm_and_largest(optimizer)
-        if all(map(math.isfinite, found)):  # steps that overflow tell nothing
+        if all(map(math.isfinite, found)):  # steps that overflow are no evidence
             self._norms = [*self._norms[1 - _COMPARED :], found]
         if len(self._norms) == _COMPARED:
             self._is_clip = any(
@@ -45,7 +45,7 @@ class ScaledClip:
 
 def _norm_and_largest(optimizer: Optimizer) -> tuple[float, float]:
     found = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    # whatever their size, unlike probes
+    # of any size, unlike probes
     gradients: list[Tensor] = [g for g in found if type(g) is Tensor and g.layout is torch.strided and not g.requires_grad]
     if not gradients or not any(map(is_plain, gradients)):
         return math.nan, math.nan

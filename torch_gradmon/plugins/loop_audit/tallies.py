@@ -1,4 +1,4 @@
-"""How often each mistake of the loop was seen, and from when on it is no accident."""
+"""The number of times each mistake of the loop was seen, and when it becomes a fact."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ...core.errors import WarningLog
 from ...core.loop_findings import LoopFinding
 from ...core.loop_mistakes import MISTAKES
 
-#: Counts at which the run directory hears of a fact again.
+#: Counts at which a fact is written to the run directory again.
 _TOLD = frozenset(factor * 10**power for power in range(9) for factor in (1, 3))
 
 
 class Tally:
-    """One mistake, of one optimizer. Until it is a fact it has to come again and again, with nothing else between."""
+    """One mistake of one optimizer. It becomes a fact when it repeats without interruption."""
 
     __slots__ = ("count", "evidence", "first", "is_fact", "last", "repeats", "where")
 
@@ -26,7 +26,7 @@ class Tally:
         self.evidence: Mapping[str, float] = {}
 
     def seen(self, step: int, where: tuple[str, ...], evidence: Mapping[str, float]) -> bool:
-        """Once more, in ``step``; whether it became a fact by this."""
+        """Count an occurrence in ``step``. Returns whether it makes the mistake a fact."""
         if not self.count:
             self.first = step
         self.count += 1
@@ -36,7 +36,7 @@ class Tally:
         return became
 
     def missed(self) -> None:
-        """This time it was not there."""
+        """Record that the mistake did not occur."""
         if not self.is_fact:
             self.count = 0
 
@@ -45,9 +45,9 @@ class Tallies:
     """All mistakes of one training.
 
     Args:
-        complaints: where those that are certain are said, once.
-        step: the number of the step in flight.
-        note: takes facts about the run, for the run directory.
+        complaints: receives one warning about each fact.
+        step: returns the number of the current step.
+        note: writes facts about the run to the run directory.
     """
 
     def __init__(self, complaints: WarningLog, step: Callable[[], int], note: Callable[..., None]) -> None:
@@ -63,7 +63,7 @@ class Tallies:
         evidence: Mapping[str, float] | None = None,
         warns: bool = True,
     ) -> None:
-        """The mistake ``rule`` was made, with the optimizer or whatever else ``key`` stands for. ``warns``: unless that is done."""
+        """Count the mistake ``rule``, for an optimizer or other ``key``. ``warns``: False if the caller warns itself."""
         tally = self._tallies.get((rule, key))
         if tally is None:
             tally = self._tallies[rule, key] = Tally(MISTAKES[rule].repeats)
@@ -75,32 +75,32 @@ class Tallies:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was ever seen."""
+        """Whether no mistake was ever seen."""
         return not self._tallies
 
     def missed(self, rule: str, key: object = None) -> None:
-        """It could have been made, and was not."""
+        """Record that the mistake could have occurred, but did not."""
         tally = self._tallies.get((rule, key))
         if tally is not None:
             tally.missed()
 
     def retract(self, rule: str, key: object = None) -> None:
-        """It was none, as has become plain; of one optimizer, or of all."""
+        """Drop the mistake, of one optimizer or of all: it has turned out to be none."""
         for known in [known for known in self._tallies if known[0] == rule and key in (None, known[1])]:
             del self._tallies[known]
 
     def is_fact(self, rule: str, key: object = None) -> bool:
-        """Whether it is a fact already."""
+        """Whether the mistake is a fact."""
         tally = self._tallies.get((rule, key))
         return tally is not None and tally.is_fact
 
     def count(self, rule: str, key: object = None) -> int:
-        """How often in a row, or since it is a fact."""
+        """The number of consecutive occurrences; all of them once it is a fact."""
         tally = self._tallies.get((rule, key))
         return 0 if tally is None else tally.count
 
     def facts(self) -> list[LoopFinding]:
-        """What was seen often enough, one fact for each mistake."""
+        """The mistakes that are facts, one finding for each."""
         found: dict[str, LoopFinding] = {}
         for (rule, _), tally in self._tallies.items():
             if tally.is_fact:
@@ -109,7 +109,7 @@ class Tallies:
         return list(found.values())
 
     def tell(self, begins: bool = False) -> None:
-        """Note the facts in the run directory, where they are news, or where a training begins and others may be there."""
+        """Write the facts to the run directory if they have changed. ``begins``: in any case, since old ones may be there."""
         facts = [fact.to_dict() for fact in self.facts()]
         if facts != self._told or begins:
             self._told = facts

@@ -1,4 +1,4 @@
-"""Whether a loop computes gradients and never uses them."""
+"""Loops that compute gradients and never use them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 from .probe import Probe
 
-#: Gradients that were cleared with no step, from which on it is no look at gradients before the training begins any more.
+#: The number of gradients cleared without a step that rules out a mere inspection before training.
 _CLEARED = 30
-#: Backward passes of one sum of gradients, which would be a very large batch.
+#: The number of backward passes into one sum of gradients that would be an implausibly large batch.
 _SUMMED = 1000
 
 
 class Idle:
-    """Looks at how long a loop goes on without a step, and whether the parameter stays as it is."""
+    """Detects a loop that runs backward passes without a step while the parameter does not change."""
 
     def __init__(self) -> None:
         self._value: Tensor | None = None
@@ -22,8 +22,9 @@ class Idle:
         self._next = 0
 
     def goes_on(self, parameter: Tensor, probe: Probe, clears: bool) -> bool:
-        """After a backward pass, where there was no step yet: whether this is no accident. Synchronises after the 30th, 100th, 300th
-        and so on. ``clears`` tells that writes to gradients in place set them to zero.
+        """Whether the loop still has no step after too many backward passes for a coincidence.
+
+        ``clears``: in-place writes to gradients set them to zero. Synchronises after the 30th, 100th, 300th pass and so on.
         """
         cleared = probe.drops + (probe.writes if clears else 0)
         enough = cleared >= _CLEARED or probe.fired >= _SUMMED
@@ -33,6 +34,6 @@ class Idle:
             self._value = parameter.detach().clone()
         elif enough and probe.fired >= self._next:
             self._next = 3 * probe.fired
-            # whatever moves it is none of the optimizers that are watched, but it trains
+            # something other than the watched optimizers moves it, so the loop does train
             self._is_other = self._value.shape != parameter.shape or not torch.equal(self._value, parameter.detach())
         return enough and not self._is_other

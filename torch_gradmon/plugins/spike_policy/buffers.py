@@ -1,4 +1,4 @@
-"""The model's buffers as they were before a batch came: its running statistics must not keep what a skipped batch has put into them."""
+"""The model's buffers before a batch: a skipped batch must not change running statistics."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ...core.errors import WarningLog
 
-#: Up to so many bytes of buffers are copied in every step, the smallest first: statistics are small, and masks are not.
+#: The most bytes of buffers to copy in every step, the smallest first: statistics are small, masks are not.
 COPIED = 32 << 20
 
 
 @dataclass
 class _Seen:
-    """One buffer when the step began; None where there was none yet under this name."""
+    """One buffer at the start of the step; its tensor is None if the name had none yet."""
 
     module: weakref.ref[nn.Module]
     name: str
@@ -28,10 +28,10 @@ class _Seen:
 
 
 class Buffers:
-    """Remembers buffers before a step, and puts them back. The model is not kept alive.
+    """Remembers buffers before a step, and restores them. Does not keep the model alive.
 
-    Copied are those of normalisation layers; then the smallest others up to :data:`COPIED` bytes; and whichever was seen to move, by
-    its version counter. That counter alone does not do: the kernels of normalisation layers and writes to ``.data`` do not move it.
+    It copies the buffers of normalisation layers, those whose version counter has changed before, and the smallest others up to
+    :data:`COPIED` bytes. The counter alone is not sufficient: kernels of normalisation layers and writes to ``.data`` bypass it.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Buffers:
         self._counters: dict[tuple[int, str], int] = {}
 
     def remember(self, model: nn.Module, version: int) -> None:
-        """A step begins; the modules of ``model`` are others when ``version`` is. Does not synchronise."""
+        """Remember the buffers at the start of a step. ``version`` changes with the model's modules. Does not synchronise."""
         if self._version != version:
             self._modules, self._version = [weakref.ref(module) for module in model.modules()], version
             self._moving, self._counters = set(), {}
@@ -73,14 +73,14 @@ class Buffers:
         return place in self._moving
 
     def put_back(self) -> list[str]:
-        """The step is skipped: make them what they were, as often as it is said. Returns names of those that could not be."""
+        """Restore the buffers after a skipped step; may be called repeatedly. Returns the names of those that could not be restored."""
         failed = []
         with torch.no_grad():
             for seen in self._seen:
                 module = seen.module()
                 if module is None or seen.name not in module._buffers:
                     continue
-                module._buffers[seen.name] = seen.buffer  # where the forward has put another tensor into its place
+                module._buffers[seen.name] = seen.buffer  # the forward may have replaced it
                 try:
                     if seen.copy is not None and seen.buffer is not None:
                         seen.buffer.copy_(seen.copy)
@@ -92,7 +92,7 @@ class Buffers:
         return failed
 
     def forget(self) -> None:
-        """Let go of everything."""
+        """Drop all buffers."""
         self._seen = []
 
 
@@ -100,10 +100,10 @@ class KnownBuffers:
     """The model's buffers as they were before the batch of the open step.
 
     Args:
-        complaints: where it is reported that some could not be put back.
+        complaints: receives a warning about buffers that could not be restored.
 
     Attributes:
-        is_known: they were remembered since the last attempt.
+        is_known: whether they were remembered since the last attempt.
     """
 
     def __init__(self, complaints: WarningLog) -> None:
@@ -111,40 +111,40 @@ class KnownBuffers:
         self.is_known = False
 
     def remember(self, module: nn.Module, version: int) -> None:
-        """Remember them as they are; the modules of the model are others when ``version`` is."""
+        """Remember the buffers. ``version`` changes with the model's modules."""
         self._buffers.remember(module, version)
 
     def remember_once(self, module: nn.Module, version: int) -> None:
-        """The same, at the first call since the last attempt."""
+        """Remember the buffers at the first call since the last attempt."""
         if not self.is_known:
             self.remember(module, version)
             self.is_known = True
 
     def attempt_ended(self, module: nn.Module, version: int) -> None:
-        """The next batch is a new one. Where no call of the model was seen, as when it is called by its parts, the time is now."""
+        """Prepare for a new batch. Remembers the buffers now if no call of the model was seen, as when only its parts are called."""
         if not self.is_known:
             self.remember(module, version)
         self.is_known = False
 
     def put_back(self) -> None:
-        """Make them what they were."""
+        """Restore the buffers."""
         if failed := self._buffers.put_back():
             names = ", ".join(failed[:3])
             message = f"buffers of the model ({names}) could not be made what they were before a step that was skipped"
             self._complaints.add("buffers", message)
 
     def forget(self) -> None:
-        """Hold nothing."""
+        """Drop all buffers."""
         self._buffers.forget()
 
 
 def _normalises(module: nn.Module | None) -> bool:
-    """Whether ``module`` may write to its buffers by a kernel of normalisation; of which class one of TorchScript was is not asked."""
+    """Whether ``module`` may write to its buffers by a normalisation kernel; any TorchScript module may."""
     return isinstance(module, (_NormBase, torch.jit.ScriptModule)) and getattr(module, "training", False)
 
 
 def is_fixed(buffer: Tensor) -> bool:
-    """Whether nothing can be written to it in place."""
+    """Whether in-place writes to it are impossible."""
     return buffer.is_inference() or any(
         stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)
     )

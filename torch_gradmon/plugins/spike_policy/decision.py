@@ -1,4 +1,4 @@
-"""Whether a step is a spike, told before its optimizer steps: what this rank knows of it, and what all ranks say together."""
+"""Whether a step is a spike, before its optimizer steps: the vote of this rank and the decision of all ranks."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from ...step.gradient_summary import gradient_values
 from ...step.plan import SourcePlan
 from ...step.plugin import OptimizerContext
 
-#: What is known of a step before its optimizer steps.
+#: The sources that have values before the optimizer steps.
 _SOURCES = (n.GRADIENT_BEFORE_CLIP, n.GRADIENT)
-#: What a rank says: nothing, that it saw a spike, or one of NaN and Inf that the optimizer would use.
+#: A rank's vote: no spike, a spike, or NaN or Inf that the optimizer would use.
 CALM, SPIKE, NONFINITE = 0.0, 1.0, 2.0
 
 
 class Votes:
-    """Asks the detectors, which learn nothing here, and the other ranks.
+    """Combines the predictions of the detectors, which learn nothing here, over all ranks.
 
     Args:
         judges: the detectors.
-        exchange: with the other ranks, for decisions alone.
-        complaints: where failures are reported.
-        layout: what all ranks have to have in common.
+        exchange: with the other ranks, only for decisions.
+        complaints: receives failures.
+        layout: must be the same on all ranks.
 
     Attributes:
-        known: what was known of the step, as a record and whole-model values.
+        known: the values of the step at the decision, as a record and whole-model values.
         split: whether the scalers of the ranks disagreed about the step, which is therefore skipped.
     """
 
@@ -47,9 +47,9 @@ class Votes:
         return self._exchange.all_take_part("decisions", lambda: [self._layout, self._judges.signals])
 
     def cast(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], optimizer: OptimizerContext) -> tuple[float, str]:
-        """How bad the step is by what all ranks have seen of it so far, and why. Synchronises; a collective, or two.
+        """The severity of the step according to all ranks, and the reason. Synchronises; one or two collectives.
 
-        Whatever fails here, this rank votes, for the others wait for it.
+        This rank votes even after a failure, since the others wait for it.
         """
         part = buffer.part(_SOURCES)
         for source in _SOURCES if optimizer.ignored else ():
@@ -62,10 +62,10 @@ class Votes:
             record, whole = self.known = _looked_at(part)
             count = _nonfinite(record)
             refused |= bool(count) and optimizer.has_scaler
-            if not refused:  # infinite gradients are the scaler's own affair
+            if not refused:  # the scaler handles infinite gradients itself
                 events = self._judges.predict(record, whole)
         except Exception as error:
-            self._complaints.add("internal:vote", f"whether step {buffer.step} is a spike could not be told", error)
+            self._complaints.add("internal:vote", f"whether step {buffer.step} is a spike could not be determined", error)
         reasons = [event.reason for event in events]
         if count and not refused and all(math.isfinite(event.value) for event in events):
             reasons.append(f"{count:,} elements of the gradients are NaN or infinite")
@@ -98,7 +98,7 @@ class Votes:
 
 
 def _looked_at(part: StepBuffer) -> tuple[StepRecord, dict[str, float]]:
-    """What is in ``part`` as a record, and the whole-model values that follow. Waits for the device."""
+    """The values in ``part`` as a record, and the whole-model values that follow from them. Waits for the device."""
     tables, values, _ = part.flush()
     refused = {*part.refused, *(source for (source, name) in part.absent if not name)}
     before = tables.get(n.GRADIENT_BEFORE_CLIP)
@@ -107,6 +107,6 @@ def _looked_at(part: StepBuffer) -> tuple[StepRecord, dict[str, float]]:
 
 
 def _nonfinite(record: StepRecord) -> int:
-    """Elements that are NaN or infinite, of the gradients as the optimizer will use them, or where that is not known of those before."""
+    """The number of NaN or infinite elements in the gradients that the optimizer will use, or, if unknown, before clipping."""
     table = record.tables.get(n.GRADIENT, record.tables.get(n.GRADIENT_BEFORE_CLIP))
     return 0 if table is None else int(table.rows[:, Column.NONFINITE].sum())

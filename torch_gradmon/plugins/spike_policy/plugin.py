@@ -1,4 +1,4 @@
-"""Decides, before an optimizer steps, whether the step is a spike, and what is done about it: one decision on all ranks."""
+"""Decides before an optimizer steps whether the step is a spike, and how to handle it: one decision on all ranks."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _STEPS_SKIPPED = Key(SUMMARY, "", "steps_skipped")
 
 
 class SpikePolicy(Plugin):
-    """What is done about spikes in one run.
+    """Handles the spikes of one run.
 
     Args:
-        policy: what may be done.
-        detectors: are asked, and learn nothing here: what a step brings they learn when its record is made.
-        exchange: with the other ranks, for decisions alone.
-        complaints: where it is reported what was done.
+        policy: the action on a spike.
+        detectors: predict spikes. They learn nothing here, only later from the step's record.
+        exchange: with the other ranks, only for decisions.
+        complaints: receives a warning about each action.
 
     Attributes:
-        act: what became of the step in flight, or of the one that ended last, if it is a spike.
-        rolled_back: the same, where it went back to a snapshot.
-        skipped, rollbacks: how many so far.
+        act: the action on the current step, or on the last one that ended; None if it is no spike.
+        rolled_back: the rollback of that step, if there was one.
+        skipped, rollbacks: their numbers so far.
     """
 
     name = "spike_policy"
@@ -54,17 +54,17 @@ class SpikePolicy(Plugin):
 
     @property
     def requires_gradients(self) -> bool:
-        """In every step, as soon as optimizers are attached."""
+        """Whether optimizers are attached: then every step needs gradients."""
         return self.context.is_attached
 
     # --- the model's buffers -------------------------------------------------------------------------------------------------
 
     def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Remember the buffers as they are before the first batch."""
+        """Remember the buffers before the first batch."""
         self._model_buffers.remember(module, self.context.plan_version)
 
     def before_forward(self, module: nn.Module) -> None:
-        """The model is about to run in training mode."""
+        """Remember the buffers before a forward in training mode."""
         self._model_buffers.remember_once(module, self.context.plan_version)
 
     def on_drop(self) -> None:
@@ -99,10 +99,10 @@ class SpikePolicy(Plugin):
         return self._votes.split
 
     def before_optimizer_step(self, step: ActiveStep, optimizer: OptimizerContext) -> None:
-        """Decide whether the optimizer that is about to step must change nothing. Synchronises; a collective, or two.
+        """Decide whether the optimizer that is about to step must change nothing. Synchronises; one or two collectives.
 
         Raises:
-            SpikeError: the policy says to stop.
+            SpikeError: the policy stops the run.
         """
         assert step.buffer is not None
         try:
@@ -119,13 +119,13 @@ class SpikePolicy(Plugin):
             step.is_skipped = self.is_skipped
 
     def annotate(self, step: ActiveStep) -> None:
-        """Say in the record what was done about the step."""
+        """Record the action on the step."""
         if self.act is not None:
             step.annotations.update(self.act.context())
         step.values[_STEPS_SKIPPED] = float(self.skipped)
 
     def on_unmonitored_step(self, recorded: RecordedStep) -> None:
-        """Let the detectors see what was known of the step when it was decided."""
+        """Let the detectors learn from the values that were known at the decision."""
         if self._votes.known is not None and not recorded.step.is_overflowed:
             self.context.learn(*self._votes.known)
 
@@ -137,16 +137,16 @@ class SpikePolicy(Plugin):
         if policy.limit is not None and self._in_a_row > policy.limit:
             row = f"the {_ordinal(self._in_a_row)} spike in a row"
             if policy.on_limit == "stop":
-                self.act = Act(reason, f"stopped, for it is {row}", True, self._in_a_row)
+                self.act = Act(reason, f"stopped, since it is {row}", True, self._in_a_row)
                 self.skipped += 1
                 self._model_buffers.put_back()
-                raise SpikeError(f"step {step}: {reason}; this is {row}, and {policy!r} says to stop")
+                raise SpikeError(f"step {step}: {reason}; this is {row}, and {policy!r} stops the run")
             if severity < NONFINITE:
-                self.act = Act(reason, f"accepted, for it is {row}", False, self._in_a_row)
+                self.act = Act(reason, f"accepted, since it is {row}", False, self._in_a_row)
                 return False
         words = f"skipped, {self._in_a_row} in a row" if self._in_a_row > 1 else "skipped"
         if policy.limit is not None and self._in_a_row > policy.limit:
-            words += "; what holds NaN or Inf is never accepted"
+            words += "; a step with NaN or Inf is never accepted"
         if stepped:
             words += f", but {stepped} had stepped before"
         self.act = Act(reason, words, True, self._in_a_row)
@@ -156,7 +156,7 @@ class SpikePolicy(Plugin):
     # --- after the step --------------------------------------------------------------------------------------------------------
 
     def after_attempt(self, step: ActiveStep, applied: bool) -> None:
-        """All optimizers have stepped, or have not: go back to a snapshot where there was a spike."""
+        """Restore a snapshot after a spike, when all optimizers have stepped or were skipped."""
         model = self.context.module
         if model is None:
             return

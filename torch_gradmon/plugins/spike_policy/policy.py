@@ -1,4 +1,4 @@
-"""What may be done about a spike: skip the step, or go back to a snapshot."""
+"""The actions on a spike: skip the step, or go back to a snapshot."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _ON_LIMIT = ("accept", "stop")
 
 @dataclass(frozen=True)
 class Skip:
-    """``on_spike=Skip()``, which ``on_spike="skip"`` stands for: a step that is a spike changes nothing.
+    """``on_spike=Skip()``, or ``on_spike="skip"``: a step that is a spike changes nothing.
 
-    Parameters, the optimizer's state, the GradScaler's scale and the model's buffers (running statistics) are what they were before
-    the batch came, bit for bit. Random generators are not: what was drawn was drawn.
+    Parameters, the optimizer's state, the GradScaler's scale and the model's buffers (running statistics) have the same values as
+    before the batch, bit for bit. Random generators are not restored.
 
     Args:
-        limit: so many steps in a row are skipped at most; None for no limit. A refusal of the GradScaler is no skip.
-        on_limit: what becomes of the next spike in that row: ``"accept"`` applies it, and skips may follow again; ``"stop"`` raises
-            :class:`torch_gradmon.SpikeError` out of ``optimizer.step()``, on every rank. A step whose gradients, as the optimizer would
-            use them, hold NaN or Inf is never accepted, for it would make NaN of the model: it is skipped however many came before.
+        limit: the most consecutive steps to skip; None for no limit. A step that the GradScaler prevents does not count.
+        on_limit: the action on the next consecutive spike. ``"accept"`` applies it, and skips may follow again. ``"stop"`` raises
+            :class:`torch_gradmon.SpikeError` from ``optimizer.step()``, on every rank. A step with NaN or Inf in the gradients that
+            the optimizer would use is never accepted, since the model would become NaN: it is skipped despite the limit.
 
-    Of several optimizers in a step each is judged when it is about to step; where one is skipped, those after it in the step are too.
-    With a closure, what its first call brings decides; L-BFGS, which calls it again, may still find NaN in a later call.
+    With several optimizers in a step, each one is judged just before it steps, and a skip includes all later ones of the step.
+    With a closure, the gradients of its first call decide; L-BFGS, which calls it again, may still find NaN in a later call.
 
     Raises:
-        ValueError: an argument is not what it should be.
+        ValueError: an argument is invalid.
     """
 
     limit: int | None = 3
@@ -48,32 +48,32 @@ class Skip:
 
 @dataclass(frozen=True)
 class Rollback:
-    """``on_spike=Rollback()``: a spike takes the model back to a snapshot, and the data go on behind it.
+    """``on_spike=Rollback()``: after a spike the model goes back to a snapshot, and the data continue after the spike.
 
-    A snapshot has the parameters that the optimizers step, the model's buffers and the optimizers' state, of each rank its own part.
-    It is taken when the next step begins, so that it has what the loop did after ``optimizer.step()``. The step with the spike is
-    skipped, as by :class:`Skip`; then all of it is put back in place, and ``monitor.rolled_back`` says how far back that was and
-    how many batches to pass over. A second spike before there is a new snapshot goes back to the snapshot before. Until there is
-    one, the step is skipped.
+    A snapshot holds the parameters that the optimizers step, the model's buffers and the optimizers' state; each rank holds its
+    own part. It is taken at the start of the next step, so it includes the loop's changes after ``optimizer.step()``. The step
+    with the spike is skipped, as by :class:`Skip`. Then the snapshot is restored in place, and ``monitor.rolled_back`` has the step
+    of the snapshot and the number of batches to skip. A second spike before the next snapshot restores the previous one. Without
+    a snapshot the step is only skipped.
 
     Source: PaLM (Chowdhery et al. 2022, arXiv 2204.02311, section 5.1) restarted from a checkpoint about 100 steps before a spike
     and passed over 200 to 500 batches; the same batches from another checkpoint did not spike.
 
     Args:
-        keep: how many snapshots; each takes as much memory as parameters and optimizer state, on the host.
-        every: steps from one snapshot to the next. Taking one copies everything to the host and waits for the device.
-        margin: a snapshot is gone back to when it is at least so many steps old, if there is such a one; by default half of
-            ``every``. What a spike comes from may have begun before it.
-        skip_batches: so many more batches to pass over after the one that spiked, for ``monitor.rolled_back``.
-        directory: keep the snapshots there instead of in memory, in a new directory for each rank, which is removed in the end.
-        extra_state: objects with ``state_dict`` and ``load_state_dict`` that go back as well, such as LR schedulers or an average of the
-            model, which are not kept alive. With any, the optimizers' options such as ``lr`` go back too; without, they stay as the
-            loop has set them.
-        limit: so many times it goes back without a new snapshot in between; None for no limit.
+        keep: the number of snapshots; each takes as much host memory as parameters and optimizer state.
+        every: steps from one snapshot to the next. A snapshot copies everything to the host and waits for the device.
+        margin: the preferred minimum age of a snapshot, in steps; by default half of ``every``. The cause of a spike may precede
+            it.
+        skip_batches: the number of further batches to skip after the one that spiked, for ``monitor.rolled_back``.
+        directory: keeps the snapshots there instead of in memory, in a new directory for each rank, which is removed at the end.
+        extra_state: objects with ``state_dict`` and ``load_state_dict`` to restore too, such as LR schedulers or an average of the
+            model; they are not kept alive. If there are any, the optimizers' options such as ``lr`` are restored too. Otherwise
+            they keep the loop's values.
+        limit: the most rollbacks without a new snapshot in between; None for no limit.
         on_limit: as in :class:`Skip`.
 
     Raises:
-        TypeError, ValueError: an argument is not what it should be.
+        TypeError, ValueError: an argument is invalid.
     """
 
     keep: int = 2
@@ -108,11 +108,11 @@ class Rollback:
 
     @property
     def age(self) -> int:
-        """How old a snapshot should be."""
+        """The preferred minimum age of a snapshot, in steps."""
         return self.every // 2 if self.margin is None else self.margin
 
     def without_others(self) -> Rollback:
-        """The same without ``extra_state``: a scheduler holds the optimizer, and that the model."""
+        """The same policy without ``extra_state``: a scheduler holds the optimizer, which holds the model."""
         return dataclasses.replace(self, extra_state=())
 
 
@@ -121,14 +121,14 @@ Policy = Skip | Rollback
 
 @dataclass(frozen=True)
 class RolledBack:
-    """What a rollback did.
+    """The result of a rollback.
 
     Attributes:
         step: the step with the spike.
-        to_step: the model is as it was after this step, when the next one began.
-        seen: steps whose batches came since then, the one with the spike included. A loader that goes back to ``to_step`` has to
-            pass over these too; one that simply goes on has passed over them.
-        skip_batches: batches to pass over after those, as ``Rollback(skip_batches=)`` says.
+        to_step: the step whose model is restored, as it was when the next step began.
+        seen: the number of batches since then, including that of the spike. A loader that goes back to ``to_step`` has to skip
+            these too; one that simply continues has passed them already.
+        skip_batches: the number of batches to skip after those, from ``Rollback(skip_batches=)``.
     """
 
     step: int
@@ -161,13 +161,13 @@ class Counts:
 
 @dataclass(frozen=True)
 class Act:
-    """What became of a step that is a spike.
+    """The action on a step that is a spike.
 
     Attributes:
-        reason: what spiked, in words.
-        words: what was done about it.
+        reason: a description of the spike.
+        words: a description of the action.
         skipped: whether the step was not applied.
-        in_a_row: how many such steps this one ends.
+        in_a_row: the number of consecutive spikes up to this one.
     """
 
     reason: str
@@ -181,7 +181,7 @@ class Act:
 
 
 def policy_of(on_spike: object) -> Policy | None:
-    """What ``on_spike`` says to do about the step itself."""
+    """The action on the step itself that ``on_spike`` requests; None if it requests none."""
     if on_spike == "skip":
         return Skip()
     return on_spike if isinstance(on_spike, (Skip, Rollback)) else None

@@ -51,16 +51,16 @@ class Snapshots:
 
     @property
     def steps(self) -> list[int]:
-        """After which steps those that are kept were taken, ascending."""
+        """The steps of the kept snapshots, ascending."""
         return [kept.step for kept in self._kept]
 
     def is_due(self, step: int) -> bool:
-        """Whether one is to be taken after ``step``."""
+        """Whether a snapshot is due after ``step``."""
         return self._since is None or step - self._since >= self._every
 
     def take(self, step: int, batches: int, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Copy everything to the host, after ``step`` and so many batches. Waits for the device."""
-        self._since, self._used = step, None  # also where it fails: not to try again in every step
+        """Copy everything to the host after ``step`` and this number of batches. Waits for the device."""
+        self._since, self._used = step, None  # even if it fails, so that it is not tried again in every step
         taken = {
             "tensors": [_on_host(tensor) for tensor in _tensors(model, optimizers)],
             "optimizers": [[_copied(optimizer.state.get(p)) for p in _parameters(optimizer)] for optimizer in optimizers],
@@ -94,9 +94,10 @@ class Snapshots:
                 dropped.file.unlink()
 
     def choose(self, step: int, known: Collection[int]) -> int | None:
-        """Which of the ``known`` snapshots a spike in ``step`` goes back to, by the step that it was taken after; None without any.
+        """The step of the snapshot among ``known`` to restore after a spike in ``step``; None without any.
 
-        The newest that is old enough, else the oldest; but one before that which was gone back to since the last one was taken.
+        It is the newest one that is old enough, else the oldest. If one was restored since the last snapshot was taken, only older
+        ones qualify, or the oldest if there are none.
         """
         steps = sorted(known)
         if self._used is not None:
@@ -105,15 +106,15 @@ class Snapshots:
         return max(old) if old else min(steps, default=None)
 
     def batches_of(self, step: int) -> int:
-        """After how many batches the snapshot of ``step`` was taken."""
+        """The number of batches before the snapshot of ``step``."""
         return next(kept.batches for kept in self._kept if kept.step == step)
 
     def load(self, to: int, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Get ready to go back to what there was after step ``to``. Later snapshots are dropped.
+        """Load the snapshot of step ``to`` for :meth:`go_back`. Drops later snapshots.
 
         Raises:
-            ValueError: the model or its optimizers have other tensors since; nothing was changed.
-            OSError: the file is gone.
+            ValueError: the model or its optimizers have other tensors now; nothing is changed.
+            OSError: the file no longer exists.
         """
         while self._kept[-1].step > to:
             self._drop(-1)
@@ -126,13 +127,13 @@ class Snapshots:
         self._loaded = saved
 
     def go_back(self, step: int, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Put everything back as it is in what was loaded; the spike was in ``step``.
+        """Restore the loaded snapshot after a spike in ``step``.
 
         Raises:
-            Exception: whatever the ``load_state_dict`` of somebody else's object raises, when all else has gone back.
+            Exception: any error of a ``load_state_dict`` in ``extra_state``, after everything else is restored.
         """
         saved, self._loaded = self._loaded, {}
-        self._since = step  # the next one is as many steps away as ever
+        self._since = step  # the usual number of steps remains until the next snapshot
         self._used = self._kept[-1].step
         restore = _Restore()
         with torch.no_grad():
@@ -159,7 +160,7 @@ class Snapshots:
         return found
 
     def forget(self) -> None:
-        """Drop all of them, and their files."""
+        """Drop all snapshots and their files."""
         while self._kept:
             self._drop(0)
         if self._directory:
@@ -169,9 +170,9 @@ class Snapshots:
 
 
 def _tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Tensor]:
-    """What training changes, besides the optimizers' state; each once.
+    """The tensors that training changes, except the optimizers' state; each once.
 
-    The parameters are those that the optimizers have: in the forward of FSDP2 the model has others.
+    The parameters are those of the optimizers: during a forward of FSDP2 the model has others.
     """
     owned = [parameter for optimizer in optimizers for parameter in _parameters(optimizer)]
     buffers = (buffer for buffer in model.buffers() if not is_fixed(buffer))

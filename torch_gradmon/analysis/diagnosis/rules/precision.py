@@ -14,7 +14,7 @@ from ..findings import Finding, NotMeasured
 from ..history import History
 from ..precautions import Precautions
 
-#: The smallest float16, of which all others are multiples, and the smallest with all digits (IEEE 754).
+#: The smallest float16, a divisor of all others, and the smallest with all digits (IEEE 754).
 _SMALLEST, _SMALLEST_NORMAL = 2.0**-24, 2.0**-14
 #: Share of the matrices whose gradients were float16 and that small, and share of zeros in the worst of them.
 _TENSORS, _ZEROS = 0.25, 0.3
