@@ -266,7 +266,7 @@ def test_passes_before_the_last_one_are_not_measured_once_their_number_is_known(
 
 def test_a_loop_that_is_followed_anew_has_no_habits_yet() -> None:
     loop = Loop()
-    loop.run("F B F B a ~a".split())
+    loop.run(["F", "B", "F", "B", "a", "~a"])
     loop.cycle.finish()
     loop.state.follow()
     patterns = loop.state.patterns
