@@ -104,7 +104,7 @@ same = chain(8)
     ("factory", "error", "message"),
     [
         (raising, ValueError, r"width 16: RuntimeError: 16 is not divisible by 3; leave that width out"),
-        (lambda width: width, TypeError, r"must return a torch.nn.Module.* for width 8 it returned 8 of type int"),
+        (lambda width: width, TypeError, r"must return a torch.nn.Module.* at width 8 it returned 8 of type int"),
         (lambda width: (chain(width), None, 1), TypeError, r"must return a torch.nn.Module"),
         (
             lambda width: same,
