@@ -49,7 +49,7 @@ TRUE_REASONS: list[tuple[str, Fact]] = [
     (r"the detector has not seen enough steps yet", lambda c: _few(c)),
     (r"not measured in this step", lambda c: c.key.metric == "spike_score" and c.p.preset == "none"),
     (r"the step was not applied", lambda c: not c.truth.applied),
-    (r"measured by hooks(?: on it| on the optimizer)?, which attach\(\) hangs", lambda c: not c.p.attached),
+    (r"measured by hooks(?: on it| on the optimizer)?, which attach\(\) installs", lambda c: not c.p.attached),
     # of gradients
     (r"no gradient of it was measured(:| before clipping:) (clip with|call) monitor", lambda c: not c.p.attached),
     (r"it is frozen(?:: its requires_grad|, and no attached optimizer has it)", lambda c: c.is_frozen),

@@ -75,7 +75,8 @@ class ClipWindow:
         reduced = [step for step in edited if step.factor < usual * (1 - _SAME)]
         for factor in factors:
             is_exact = _is_one(factor)
-            reduced = [step for step in reduced if abs(step.factor - factor) > (_SAME if is_exact else step.slack) * factor]
+            # so that a factor of NaN differs from all
+            reduced = [step for step in reduced if not abs(step.factor - factor) <= (_SAME if is_exact else step.slack) * factor]
         clipped = len(reduced)
         below = [factor for factor in factors if factor < 1 - _SAME]
         if below and not clipped:
