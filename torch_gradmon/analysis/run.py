@@ -110,7 +110,7 @@ class Run(RunReader):
         first: int | None = None,
         last: int | None = None,
     ) -> Any:
-        """One of the two tables of :meth:`export` as a ``pyarrow.StatsTable``. Missing values are null, NaN is NaN.
+        """One of the two tables of :meth:`export` as a ``pyarrow.Table``. Missing values are null, NaN is NaN.
 
         Args:
             table: ``"steps"`` or ``"tensors"``, which may be large: a hundred bytes for each tensor in each step.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class GradMonCallback(Callback):
     """Watches what a Lightning ``Trainer`` trains.
 
-    GradientNormHistory are those of the optimizer's step: accumulated, reduced over ranks, unscaled; ``grad_norm`` is before clipping. Rows
+    Gradients are those of the optimizer's step: accumulated, reduced over ranks, unscaled; ``grad_norm`` is before clipping. Rows
     of values
     go directly to the trainer's loggers, at a fraction of the cost of ``log_dict``; only ``summary`` goes through ``self.log``,
     for the

@@ -88,7 +88,7 @@ def terms(model: nn.Module, reference: nn.Module, run: Callable[[nn.Module], obj
 
     A module that returns a tuple is measured by the first item. One that is called several times has the root mean square over
     all calls.
-    Both models see the same random numbers, and are left as they were, with their buffers. GradientNormHistory can be taken with respect to
+    Both models see the same random numbers, and are left as they were, with their buffers. Gradients can be taken with respect to
     values
     that ``run`` creates, as in the loss of a differential equation, but not with respect to parameters.
 

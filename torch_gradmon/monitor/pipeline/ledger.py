@@ -185,7 +185,7 @@ class Ledger:
         return self.outbox.is_awaited(step) or self._options.on_spike not in (None, "warn")
 
     def tag(self, tags: Mapping[str, Any]) -> None:
-        """StepFacts about the step that ended last."""
+        """Facts about the step that ended last."""
         if self.last is not None:
             context = {**self.last.context, "tags": {**self.last.context.get("tags", {}), **tags}}
             self._keep(replace(self.last, context=context), amend=True)

@@ -1,4 +1,4 @@
-"""GradientNormHistory and signals over the depth of a model: vanishing, exploding, and weights of the wrong initial scale."""
+"""Gradients and signals over the depth of a model: vanishing, exploding, and weights of the wrong initial scale."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..series import Matrix, lower_median
 
 #: The fewest matrices that have a depth.
 _FEWEST = 4
-#: GradientNormHistory relative to weights: the last third of the matrices over the first third.
+#: Gradients relative to weights: the last third of the matrices over the first third.
 _VANISHED = 100.0
 #: A smaller ratio at the first step means that the training caused the fading.
 _EVEN = 10.0
@@ -125,7 +125,7 @@ def _exploding(history: History) -> list[Finding]:
             "outputs at the end / at the beginning": grows,
             "gradient norm": history.series("grad_norm").part(0, 0.1).median,
         },
-        "GradientNormHistory are out of proportion: each layer multiplies the signal, forward or backward.",
+        "Gradients are out of proportion: each layer multiplies the signal, forward or backward.",
         "Normalise inside the model (a norm at the start of each residual branch, an orthogonal recurrence)"
         f"{'; the clip only bounds the result' if Precautions.of(history).clips else ', and clip the gradient norm'}.",
         78.0 if explodes else 76.5,
@@ -160,7 +160,7 @@ def _vanishing(history: History) -> list[Finding]:
         "vanishing-gradients",
         names[0],
         {"gradient / weight here": usual[names[0]], f"in {names[-1]}": usual[names[-1]], "last third / first third": drop},
-        f"GradientNormHistory fade on their way back to the first layers, which do not learn, and the loss does not fall{made}.",
+        f"Gradients fade on their way back to the first layers, which do not learn, and the loss does not fall{made}.",
         _advice_for_faded(history, came),
         63.0,
         steps=(ratios.steps[0], ratios.steps[-1]),

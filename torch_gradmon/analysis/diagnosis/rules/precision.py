@@ -1,4 +1,4 @@
-"""GradientNormHistory that half precision rounds to zero."""
+"""Gradients that half precision rounds to zero."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _finding(history: History, where: str, largest: float, zeros: float, matrice
         where,
         (history.steps[0], history.steps[-1]),
         {"largest gradient element": largest, "share of zeros": zeros, "matrices like this": float(matrices)},
-        "GradientNormHistory were computed in float16 and are too small for it; most are rounded to zero.",
+        "Gradients were computed in float16 and are too small for it; most are rounded to zero.",
         "Scale the loss with torch.amp.GradScaler, or use bfloat16."
         if (scale := Precautions.of(history).scale) is None
         else f"Raise the GradScaler's scale, {scale:g} at the end, by init_scale or growth_interval, or use bfloat16.",
