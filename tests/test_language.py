@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+import torch_gradmon as gradmon
+from torch_gradmon import plugins, sinks, spikes
+
 ROOT = Path(__file__).parent.parent
 #: Verbs of speech for data flow, archaic chains, and metaphors; each alternative is matched as whole words.
 AVOIDED = (
@@ -68,3 +71,24 @@ def test_the_prose_is_plain(path: Path) -> None:
 
 def test_every_pattern_names_a_file() -> None:
     assert all(any(ROOT.glob(pattern)) for pattern in CLEAN)
+
+
+#: What users know by name: it may stand in messages.
+_PUBLIC = {name for module in (gradmon, plugins, sinks, spikes) for name in module.__all__} | {
+    "GradMonCallback",
+    "GradMonHandler",
+}
+_CODE = re.compile(r"``[^`]*``|>>>.*")
+
+
+def test_no_sentence_has_the_name_of_an_inner_class() -> None:
+    """Such as one that a rename by script has put in the place of an ordinary word."""
+    files = [(path, ast.parse(path.read_text(encoding="utf-8"))) for path in (ROOT / "torch_gradmon").rglob("*.py")]
+    classes = [node for _, tree in files for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    raised = {node.name for node in classes if node.name.endswith(("Error", "Warning", "Measurable"))}
+    inner = {node.name for node in classes if re.search("[a-z][A-Z]", node.name)} - _PUBLIC - raised
+    assert len(inner) > 100
+    pattern = re.compile(rf"\b(?:{'|'.join(sorted(inner))})\b")
+    prose = ((path, _CODE.sub("", _ROLES.sub("", text))) for path, _ in files for text in _prose(path) if " " in text)
+    found = [f"{path.name}: {match[0]}" for path, text in prose for match in pattern.finditer(text)]
+    assert not found

@@ -14,7 +14,7 @@ from ..core import validation as check
 from ..plugins.clipping.adaptive import AdaptiveClip
 from ..plugins.clipping.clip import clip
 from .links import unlink
-from .manual_loop import Hand
+from .manual_loop import ManualLoop
 from .model_service import ModelService
 from .runtime import Runtime
 
@@ -96,4 +96,4 @@ class LoopService:
                 raise ValueError("there is no module whose gradients to clip; pass parameters=, or watch a module first")
             parameters = list(module.parameters())
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        return clip(Hand(self.runtime), parameters, max_norm, norm_type, error_if_nonfinite, exact)
+        return clip(ManualLoop(self.runtime), parameters, max_norm, norm_type, error_if_nonfinite, exact)

@@ -13,7 +13,7 @@ from ..core.fence import fenced
 from ..core.keys import SUMMARY, Key
 from ..core.moments import identity
 from ..core.torch_modes import outside_dispatch_modes
-from ..plugins.clipping.adaptive import Told
+from ..plugins.clipping.adaptive import DeviceValue
 from ..plugins.clipping.named import AdaptiveClips
 from ..statistics.norm import NORM_COLUMNS, rows_of
 from ..statistics.tensor_access import accumulator_dtype
@@ -21,7 +21,7 @@ from ..step.ranks import is_dtensor, is_sharded
 from .runtime import Runtime
 
 
-class Hand:
+class ManualLoop:
     """Carries out the explicit measurements of a training loop."""
 
     def __init__(self, runtime: Runtime) -> None:
@@ -162,9 +162,9 @@ class Hand:
         return self.runtime.captures.gradients.rows_now(positions, NORM_COLUMNS[norm_type])
 
     @fenced
-    def tell(self, told: Sequence[Told]) -> None:
+    def put(self, values: Sequence[DeviceValue]) -> None:
         """Add whole-model values to the current step; they stay on the device until the step ends."""
-        self.runtime.lifecycle.values.put({Key(SUMMARY, "", one.name): one for one in told})
+        self.runtime.lifecycle.values.put({Key(SUMMARY, "", one.name): one for one in values})
 
     def measure_after_clip(self) -> None:
         """Measure the clipped gradients if no optimizer has a hook."""

@@ -25,7 +25,7 @@ from ..step.plugin import Plugin
 from .builder import build
 from .config import MonitorConfig
 from .loop_service import LoopService
-from .manual_loop import Hand
+from .manual_loop import ManualLoop
 from .metrics_service import (
     AggregationFunction,
     MetricFunction,
@@ -517,22 +517,22 @@ class ModuleMonitor:
 
     def monitor_parameters(self) -> None:
         """Measure the parameters as they are now."""
-        Hand(self._runtime).measure_parameters()
+        ManualLoop(self._runtime).measure_parameters()
 
     def monitor_gradients(self, before_clip: bool = False) -> None:
         """Measure the gradients as they are now, as those before clipping or as those that the optimizer will use.
 
         Call it after the last backward pass of the step. Gradients that are still scaled are divided by the scaler's scale.
         """
-        Hand(self._runtime).measure_gradients(before_clip)
+        ManualLoop(self._runtime).measure_gradients(before_clip)
 
     def monitor_activations(self, module: str | nn.Module, activations: Any) -> None:
         """Measure a tensor, or a container of tensors, as the activation of ``module``, a module or any name."""
-        Hand(self._runtime).capture_activation(self.module_name(module), activations)
+        ManualLoop(self._runtime).capture_activation(self.module_name(module), activations)
 
     def record_attention(self, name: str, named: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
         """Measure one call of attention; :func:`monitor_scaled_dot_product_attention` checks its arguments and calls this."""
-        Hand(self._runtime).record_attention(name, named, arguments)
+        ManualLoop(self._runtime).record_attention(name, named, arguments)
 
     def after_micro_batch(self) -> None:
         """Does nothing, because the monitor detects micro-batches. It is here for loops written for torch-module-monitor."""

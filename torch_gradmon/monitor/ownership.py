@@ -32,7 +32,7 @@ class Ownership:
         self._group_sizes: list[int] = []
 
     def __getitem__(self, name: Hashable) -> Optimizer | None:
-        """The optimizer, while it exists."""
+        """The optimizer, while it exists; None for the name None, under which unowned parameters stand."""
         reference = self._references.get(name)  # type: ignore[call-overload]
         return None if reference is None else reference()
 
@@ -83,10 +83,7 @@ class Ownership:
     ) -> list[tuple[list[int], Tensor | None]]:
         """These positions by what their gradients have to be multiplied by at this moment."""
         wanted = set(positions)
-        found = [
-            (sorted(wanted.intersection(own)), scaler.inverse_scale(None if name is None else self[name]))
-            for name, own in self.shares(order)
-        ]
+        found = [(sorted(wanted.intersection(own)), scaler.inverse_scale(self[name])) for name, own in self.shares(order)]
         return [(own, scale) for own, scale in found if own]
 
 

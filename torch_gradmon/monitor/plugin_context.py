@@ -89,8 +89,7 @@ class MonitorContext:
             self._lifecycle.planning.cadence.plugins_changed()
 
     def flush_pending(self) -> None:
-        state = self._lifecycle.state
-        self._lifecycle.queue.land(state.clock.ended, open_to_late_values=not state.is_open)
+        self._lifecycle.flush_pending()
 
     def detail_changed(self, is_back: bool) -> None:
         self._lifecycle.plugins.call("on_detail_changed", is_back)

@@ -83,18 +83,14 @@ class Queries:
         self._flush_fenced()  # does nothing inside a fenced call, such as on_spike
         return None if self.stale_reason else self._runtime.ledger.last
 
-    def recall(self) -> None:
-        """Take what is recorded of the steps that followed a spike so far. Waits for the device."""
-        self._runtime.backfill()
-
     @fenced
     def judge_now(self) -> None:
         """Make the record of the last step, and judge already now what was logged since."""
         self._runtime.cycle.release()
-        self._runtime.flush_pending()
+        self._runtime.lifecycle.flush_pending()
         self._runtime.ledger.judge_late()
 
     @fenced
     def _flush_fenced(self) -> None:
         self._runtime.cycle.release()
-        self._runtime.flush_pending()
+        self._runtime.lifecycle.flush_pending()

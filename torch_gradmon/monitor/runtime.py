@@ -123,7 +123,7 @@ class Runtime:
         self._publish()
 
     def _publish(self) -> None:
-        self.flush_pending()
+        self.lifecycle.flush_pending()
         self.ledger.finish()
 
     def pause(self, is_paused: bool) -> bool:
@@ -138,10 +138,6 @@ class Runtime:
         """Take the records of unmonitored steps that plugins still have. Waits for the device."""
         for records in self.lifecycle.plugins.call("rest"):
             self.ledger.fill(records)
-
-    def flush_pending(self) -> None:
-        """Make the record of the last step, if it was not made yet. Waits for its values."""
-        self.lifecycle.queue.land(self.state.clock.ended, open_to_late_values=not self.state.is_open)
 
     # --- life cycle ----------------------------------------------------------------------------------------------------------
 

@@ -95,6 +95,10 @@ class StepLifecycle:
             self.queue.land(ended, open_to_late_values=True, waiting=self.queue.ledger.is_awaited(ended or 0))
         self.queue.ledger.finish()
 
+    def flush_pending(self) -> None:
+        """Complete the record of the last step. Waits for its values."""
+        self.queue.land(self.state.clock.ended, open_to_late_values=not self.state.is_open)
+
     def rewind(self, step: int, last: int | None) -> None:
         """The run goes back from ``last`` to ``step``; or begins, in a run directory that may have later steps."""
         if last is not None:

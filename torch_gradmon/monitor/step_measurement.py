@@ -79,7 +79,7 @@ class StepMeasurement:
         inverse_scale: Tensor | None = None
         gradients = self._captures.gradients
         for name, positions in self._ownership.shares(self._order):
-            scale = self._hooks.scaler.inverse_scale(None if name is None else self._ownership[name])
+            scale = self._scale(name)
             inverse_scale = inverse_scale if scale is None else scale
             if name is not None and name in in_backward:
                 continue
@@ -114,7 +114,7 @@ class StepMeasurement:
 
     def measure_unowned(self) -> None:
         # no optimizer unscales these
-        self._captures.gradients.after_clip(self._ownership.unowned, self._hooks.scaler.inverse_scale(None))
+        self._captures.gradients.after_clip(self._ownership.unowned, self._scale(None))
 
     def has_gradients(self, optimizer: Hashable) -> bool:
         found = self._ownership[optimizer]

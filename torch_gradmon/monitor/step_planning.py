@@ -45,14 +45,17 @@ class StepPlanning:
 
     def would_measure(self, step: int) -> bool:
         """Whether ``step`` is monitored if it comes next."""
-        return not self.fence.inert and self.planner.module is not None and self.cadence.wants(step)
+        return self._may_measure and self.cadence.wants(step)
+
+    @property
+    def _may_measure(self) -> bool:
+        return not self.fence.inert and self.planner.module is not None
 
     def mode_of(self, step: int) -> Mode:
         """What is measured in ``step``, which is about to begin."""
         if self.would_measure(step):
             return Mode.MONITORED
-        is_recorded = self.planner.module is not None and not self.fence.inert and self.cadence.plugins.requires_gradients
-        return Mode.RECORDED if is_recorded else Mode.IDLE
+        return Mode.RECORDED if self._may_measure and self.cadence.plugins.requires_gradients else Mode.IDLE
 
     def prepare(self, active: ActiveStep) -> None:
         """The step takes values: plan it, and begin it in all sources."""

@@ -13,7 +13,7 @@ from ..capture.modules.structure import copied
 from ..core.fence import Fence
 from ..core.keys import Key
 from ..core.torch_modes import outside_dispatch_modes
-from ..plugins.clipping.adaptive import Told
+from ..plugins.clipping.adaptive import DeviceValue
 from ..step.buffer import StepBuffer
 from ..step.exchange_policy import ExchangePolicy
 from ..step.reduction import Aggregation
@@ -134,7 +134,7 @@ class ValueLog:
         # what came before the first backward pass shows on which side of a hidden forward the loop logs
         return state.patterns.hides_forward and (key in self._first_keys or self._early is not None)
 
-    def put(self, values: Mapping[Key, Told]) -> None:
+    def put(self, values: Mapping[Key, DeviceValue]) -> None:
         """Merge device values into the open step; conditional values are replaced, others are summed."""
         if self.buffer is None:
             return

@@ -130,5 +130,5 @@ class ValuesService:
         elif not self.runtime.ledger.judges.detectors:
             raise ValueError("nothing looks for spikes: call add_preset() or add_detector(SpikeDetector()), or name a step")
         Queries(self.runtime).settle_now()
-        Queries(self.runtime).recall()
+        self.runtime.backfill()
         return explain(self.runtime.ledger.recent(), step)

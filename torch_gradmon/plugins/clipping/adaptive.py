@@ -19,7 +19,7 @@ from ...core.validation import one_of, positive_int, share
 from ...spikes.arguments import positive
 
 
-class Told(NamedTuple):
+class DeviceValue(NamedTuple):
     """A 0-d value of the step and its name under ``gradmon/``. ``there``: whether it exists; None if it adds up over calls."""
 
     name: str
@@ -30,7 +30,7 @@ class Told(NamedTuple):
 class AdaptiveClip:
     """The alternative to a number in ``ModuleMonitor.clip_grad_norm_(max_norm=...)``."""
 
-    def factors(self, rows: Tensor, names: Sequence[str]) -> tuple[Tensor, list[Told]]:
+    def factors(self, rows: Tensor, names: Sequence[str]) -> tuple[Tensor, list[DeviceValue]]:
         """Factors for the gradients, at most 1. Updates the state. Does not synchronise.
 
         Args:
@@ -101,7 +101,7 @@ class ZClip(AdaptiveClip):
         self._state = torch.zeros(3, dtype=torch.float64, device="cpu")  # norms learned, their mean, their variance
 
     @torch.no_grad()
-    def factors(self, rows: Tensor, names: Sequence[str]) -> tuple[Tensor, list[Told]]:
+    def factors(self, rows: Tensor, names: Sequence[str]) -> tuple[Tensor, list[DeviceValue]]:
         """See :meth:`AdaptiveClip.factors`: one for all, and ``clip_limit``, the norm above which this step is clipped."""
         norm = rows[:, Column.SQUARE_SUM].sum().sqrt()
         state = self._state.to(norm)
@@ -122,7 +122,7 @@ class ZClip(AdaptiveClip):
             limit = torch.where(judges, limit, torch.inf).clamp(max=self.max_norm)
             allowed, there = learned.clamp(max=self.max_norm), torch.ones_like(judges)
         self._state = torch.where(learns, torch.stack([count + 1, mean, variance]), state)
-        return torch.where(learns & (allowed < norm), allowed / norm, 1.0), [Told("clip_limit", limit, there)]
+        return torch.where(learns & (allowed < norm), allowed / norm, 1.0), [DeviceValue("clip_limit", limit, there)]
 
     def kept(self) -> Tensor:
         """See :meth:`AdaptiveClip.kept`."""
@@ -179,7 +179,7 @@ class AdaGC(AdaptiveClip):
         self._asked: tuple[tuple[str, ...], Tensor | None] | None = None
 
     @torch.no_grad()
-    def factors(self, rows: Tensor, names: Sequence[str]) -> tuple[Tensor, list[Told]]:
+    def factors(self, rows: Tensor, names: Sequence[str]) -> tuple[Tensor, list[DeviceValue]]:
         """See :meth:`AdaptiveClip.factors`: one for each parameter, and ``clipped_parameters``, how many were scaled down."""
         squares = rows[:, Column.SQUARE_SUM]
         norms, finite = squares.sqrt(), squares.isfinite()
@@ -198,7 +198,7 @@ class AdaGC(AdaptiveClip):
             self._state = state
         else:
             self._state[places] = state
-        return factors, [Told("clipped_parameters", (factors < 1).sum())]
+        return factors, [DeviceValue("clipped_parameters", (factors < 1).sum())]
 
     def _places(self, names: Sequence[str], like: Tensor) -> Tensor | None:
         """The rows of these parameters in the state; None for all rows in order. Adds rows for new parameters."""

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from ...statistics.norm import NORM_COLUMNS, norm_of_rows
 from ...step.ranks import is_dtensor
-from .adaptive import AdaptiveClip, Told
+from .adaptive import AdaptiveClip, DeviceValue
 from .named import AdaptiveClips
 
 _NARROW = frozenset({torch.bfloat16, torch.float16})
 
 
-class Hand(Protocol):
+class GradientRows(Protocol):
     """What measures for a clip, and what it knows of the parameters."""
 
     @property
@@ -41,12 +41,12 @@ class Hand(Protocol):
     def rows(self, parameters: Sequence[Tensor], norm_type: float, spread: Sequence[int]) -> Tensor:
         """Rows ``[len(parameters), 8]`` of the gradients."""
 
-    def tell(self, told: Sequence[Told]) -> None:
+    def put(self, values: Sequence[DeviceValue]) -> None:
         """Add whole-model values to the current step."""
 
 
 def clip(
-    hand: Hand,
+    measures: GradientRows,
     parameters: Sequence[Tensor],
     max_norm: float | str | AdaptiveClip,
     norm_type: float,
@@ -56,28 +56,28 @@ def clip(
     """Measure the gradients of ``parameters`` before and after clipping them, as torch does or adaptively; see ``ModuleMonitor``."""
     norm_type = float(norm_type)
     if isinstance(max_norm, str):
-        max_norm = hand.clips.named(max_norm)
+        max_norm = measures.clips.named(max_norm)
     if isinstance(max_norm, AdaptiveClip):
         if norm_type != 2.0 or exact is False:
             given = "exact=False" if exact is False else f"norm_type={norm_type}"
             raise ValueError(f"an adaptive clip goes by the exact norm of order 2, got {given}; leave it out")
-        total = _clip_adaptively(hand, list(dict.fromkeys(parameters)), max_norm, error_if_nonfinite)
+        total = _clip_adaptively(measures, list(dict.fromkeys(parameters)), max_norm, error_if_nonfinite)
     else:
-        total = (_clip_exactly if exact else _clip_as_torch)(hand, parameters, float(max_norm), norm_type, error_if_nonfinite)
-    hand.was_clipped(parameters)
-    hand.measure_after_clip()
+        total = (_clip_exactly if exact else _clip_as_torch)(measures, parameters, float(max_norm), norm_type, error_if_nonfinite)
+    measures.was_clipped(parameters)
+    measures.measure_after_clip()
     return total
 
 
 def _clip_as_torch(
-    hand: Hand, parameters: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+    measures: GradientRows, parameters: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> Tensor:
-    hand.measure_before_clip(parameters)
+    measures.measure_before_clip(parameters)
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
 
 
 def _clip_exactly(
-    hand: Hand, parameters: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+    measures: GradientRows, parameters: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> Tensor:
     if norm_type not in NORM_COLUMNS:
         raise ValueError(f"exact=True knows the norms 1, 2 and inf, got norm_type={norm_type}; use exact=False for others")
@@ -85,7 +85,7 @@ def _clip_exactly(
         raise ValueError(
             f"exact=True knows the norm of order {norm_type} of real gradients only; use exact=False for complex ones"
         )
-    _, total = _measured(hand, parameters, norm_type, error_if_nonfinite)
+    _, total = _measured(measures, parameters, norm_type, error_if_nonfinite)
     if not any(map(is_dtensor, parameters)):
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
     else:  # torch multiplies a DTensor by nothing but a DTensor
@@ -93,24 +93,28 @@ def _clip_exactly(
     return total
 
 
-def _clip_adaptively(hand: Hand, parameters: Sequence[Tensor], adaptive: AdaptiveClip, error_if_nonfinite: bool) -> Tensor:
-    rows, total = _measured(hand, parameters, 2.0, error_if_nonfinite)
+def _clip_adaptively(
+    measures: GradientRows, parameters: Sequence[Tensor], adaptive: AdaptiveClip, error_if_nonfinite: bool
+) -> Tensor:
+    rows, total = _measured(measures, parameters, 2.0, error_if_nonfinite)
     if len(rows):
-        hand.clips.learns(adaptive)
-        factors, told = adaptive.factors(rows, hand.names_of(parameters))
+        measures.clips.learns(adaptive)
+        factors, values = adaptive.factors(rows, measures.names_of(parameters))
         _scale(parameters, factors)
-        hand.tell(told)
+        measures.put(values)
     return total
 
 
-def _measured(hand: Hand, parameters: Sequence[Tensor], norm_type: float, error_if_nonfinite: bool) -> tuple[Tensor, Tensor]:
+def _measured(
+    measures: GradientRows, parameters: Sequence[Tensor], norm_type: float, error_if_nonfinite: bool
+) -> tuple[Tensor, Tensor]:
     """A row for each parameter's gradient, none where no gradient is anywhere, and the total norm."""
-    spread = hand.spread_among(parameters)
-    hand.measure_before_clip(parameters)
+    spread = measures.spread_among(parameters)
+    measures.measure_before_clip(parameters)
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients and not spread:
         return torch.empty(0, 8, device="cpu"), torch.tensor(0.0, device="cpu")
-    rows = hand.rows(parameters, norm_type, spread)
+    rows = measures.rows(parameters, norm_type, spread)
     total = norm_of_rows(rows, norm_type, any(g.dtype in (torch.float64, torch.complex128) for g in gradients))
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {float(total)}, so it cannot clip them")
