@@ -83,12 +83,14 @@ def _of_clips(p: Program, record: Record, truth: Truth, earlier: Sequence[Truth]
     pairs = [norms(each) if each.edited else (0.0, 0.0) for each in judged]
     share = sum(used < before * (1 - 1e-5) for before, used in pairs) / len(pairs)
     # an edit that leaves neither a version nor a norm behind may be taken for none; a factor for all is no clip
-    seen = p.edit not in UNSEEN or bool(p.mistake)
+    seen = p.edit not in UNSEEN or p.mistake == "clip_micro"
     scaled = p.edit in SCALINGS and p.mistake != "clip_micro"
     in_part = scaled and p.optimizer == "muon" and p.edit_at != "loop"  # gradients that no optimizer uses are left as they are
+    # no factor shows where every norm is NaN, and no clip either
+    blind = not any(math.isfinite(before) for (before, _), each in zip(pairs, judged, strict=True) if each.edited)
     return {
         "grad_norm_clipped": norm_of(truth.used.values())._replace(promised=seen),
-        "clipped_share": NOTHING._replace(promised=False)
+        "clipped_share": (Number(0.0) if blind else NOTHING)._replace(promised=False)
         if scaled and not in_part
         # noise changes norms by about as much as two factors may differ and still be one
         else Number(share, 1.0 if p.edit == "noise" else 1e-12, promised=seen and not in_part),
