@@ -7,6 +7,7 @@ reported through :class:`WarningLog`: one warning per cause, after which it is o
 from __future__ import annotations
 
 import difflib
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable
@@ -55,9 +56,20 @@ class WarningLog:
 
     def warn(self, message: str, error: BaseException | str | None = None) -> None:
         """Warn in any case. An earlier ``error`` is given as its :func:`error_text`."""
-        detail = "" if error is None else f" ({error if isinstance(error, str) else error_text(error)})"
-        # no stacklevel is right: the callers are hooks, called from the user's optimizer.step() or backward()
-        warnings.warn(f"torch_gradmon: {message}{detail}", GradmonWarning, stacklevel=3)
+        warn_user(f"{message}{'' if error is None else f' ({error if isinstance(error, str) else error_text(error)})'}")
+
+
+#: Code whose lines no warning names: this package, and torch, whose optimizers and backward passes call its hooks.
+_NOT_THE_USERS = ("torch_gradmon", "torch", "contextlib", "functools")
+
+
+def warn_user(message: str) -> None:
+    """Warn, and name the line of the script that is running: the innermost one that is neither of this package nor of torch."""
+    frame, level = sys._getframe(1), 2
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:
+        frame, level = frame.f_back, level + 1  # type: ignore[assignment]
+    # on a thread of autograd there is no such line
+    warnings.warn(f"torch_gradmon: {message}", GradmonWarning, stacklevel=2 if frame is None else level)
 
 
 def error_text(error: BaseException) -> str:

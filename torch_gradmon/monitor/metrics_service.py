@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..core import keys as n
 from ..core import validation as check
-from ..core.errors import GradmonWarning, display, nearest
+from ..core.errors import display, nearest, warn_user
 from ..core.metric import Metric
 from ..runs.detail_request import DetailRequest, detail_request
 from ..spikes.detector import SpikeDetector
@@ -111,11 +110,9 @@ class MetricsService:
             known = names[metric.source]  # type: ignore[index]
             if not any(metric.matches(name + suffix) for name in known for suffix in _SUFFIXES.get(metric.source, ("",))):
                 pattern = metric.pattern.pattern
-                warnings.warn(
-                    f"torch_gradmon: the pattern {pattern!r} of the {metric.source} metric {metric.name!r} matches nothing "
-                    f"in the model{nearest(pattern, known)}",
-                    GradmonWarning,
-                    stacklevel=4,
+                warn_user(
+                    f"the pattern {pattern!r} of the {metric.source} metric {metric.name!r} matches nothing "
+                    f"in the model{nearest(pattern, known)}"
                 )
 
     def add_batch_metrics(self, batch_size: int) -> None:

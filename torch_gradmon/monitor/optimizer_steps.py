@@ -58,15 +58,15 @@ class OptimizerSteps:
         Returns:
             Whether it must change nothing.
         """
-        cycle, measures = self.cycle, self.measures
+        cycle, measures, state = self.cycle, self.measures, self.state
         self._end_raised(optimizer)
-        self.state.in_backward.began(optimizer, within)
-        if not has_closure and not within and self._steps_late(optimizer):
+        state.in_backward.began(optimizer, within)
+        if not has_closure and not within and not state.is_open and self._steps_late(optimizer):
             return cycle.boundaries.is_skipped
-        if has_closure and self.state.leads and not self.state.is_open:
+        if has_closure and state.leads and not state.is_open:
             cycle.release()  # its forward is yet to come
         cycle.ensure_open(hides_forward=False)
-        self.state.progress.begun.add(optimizer)
+        state.progress.begun.add(optimizer)
         if not cycle.boundaries.has_values:
             return False
         measures.annotate(optimizer, by_turns=not within and self._takes_turns(), is_first=self.state.patterns.is_first)

@@ -5,7 +5,6 @@ The model has only a weak reference to its monitor. There is no global state, an
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 from ..capture.modules.compiled import unwrapped
-from ..core.errors import GradmonWarning, SpikeError
+from ..core.errors import SpikeError, warn_user
 from .loop_service import LoopService
 from .monitor import ModuleMonitor
 
@@ -86,8 +85,8 @@ def _replace(other: ModuleMonitor, kind: str) -> None:
     when = "before its first step" if step is None else f"{'in' if is_open else 'after'} step {step}"
     remedy = "" if step is None else f"; start_step={step + (not is_open)} continues its numbers"
     message = f"this {kind} was watched already: the earlier monitor is detached {when}, and the new one replaces it{remedy}"
-    warnings.warn(f"torch_gradmon: {message}", GradmonWarning, stacklevel=6)
+    warn_user(message)
     try:
         other.detach()
     except SpikeError as error:  # a spike in the last step must not stop a script that starts again
-        warnings.warn(f"torch_gradmon: the earlier monitor ended with a spike: {error}", GradmonWarning, stacklevel=6)
+        warn_user(f"the earlier monitor ended with a spike: {error}")

@@ -19,8 +19,9 @@ class StepCycle:
 
     def open(self, step: int, is_tentative: bool = False, hides_forward: bool = False) -> None:
         """Open ``step``; a step that is still open ends first, or is dropped if it is unfinished."""
-        self.end_or_drop()
         state, clock, patterns = self.state, self.state.clock, self.state.patterns
+        if state.is_open:
+            self.end_or_drop()
         was_undecided, patterns.is_undecided = patterns.is_undecided, False
         patterns.hides_forward = hides_forward and not was_undecided
         self.boundaries.seal(step)

@@ -112,15 +112,16 @@ class StepMachine:
             self._all_stepped(in_scaler_step)
 
     def _all_stepped(self, in_scaler_step: bool) -> None:
-        cycle = self.cycle
-        if self.state.in_backward.any_now:
+        cycle, state = self.cycle, self.state
+        if state.in_backward.any_now:
             self.measures.measure_unowned()
-        if self.state.is_open and not self.state.progress.is_attempted:
-            self.state.clock.attempts += 1
-            cycle.boundaries.attempt_ended(self.state.progress.is_overflowed)
-        self.state.progress.is_attempted = True
-        self.state.patterns.attempt_ended(counts=self.state.leads)
-        if self.state.leads and not in_scaler_step:
+        if state.is_open and not state.progress.is_attempted:
+            state.clock.attempts += 1
+            cycle.boundaries.attempt_ended(state.progress.is_overflowed)
+        state.progress.is_attempted = True
+        leads = state.leads
+        state.patterns.attempt_ended(counts=leads)
+        if leads and not in_scaler_step:
             cycle.close()
 
     def scaler_updated(self) -> None:

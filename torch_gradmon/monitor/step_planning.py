@@ -45,17 +45,15 @@ class StepPlanning:
 
     def would_measure(self, step: int) -> bool:
         """Whether ``step`` is monitored if it comes next."""
-        return self._may_measure and self.cadence.wants(step)
-
-    @property
-    def _may_measure(self) -> bool:
-        return not self.fence.inert and self.planner.module is not None
+        return not self.fence.inert and self.planner.module is not None and self.cadence.wants(step)
 
     def mode_of(self, step: int) -> Mode:
         """What is measured in ``step``, which is about to begin."""
-        if self.would_measure(step):
+        if self.fence.inert or self.planner.module is None:
+            return Mode.IDLE
+        if self.cadence.wants(step):
             return Mode.MONITORED
-        return Mode.RECORDED if self._may_measure and self.cadence.plugins.requires_gradients else Mode.IDLE
+        return Mode.RECORDED if self.cadence.plugins.requires_gradients else Mode.IDLE
 
     def prepare(self, active: ActiveStep) -> None:
         """The step takes values: plan it, and begin it in all sources."""

@@ -6,13 +6,12 @@ import atexit
 import contextlib
 import os
 import re
-import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-from ..core.errors import GradmonWarning, display
+from ..core.errors import display, warn_user
 from ..core.keys import ATTENTION_SOURCES, NAME_SOURCES, SUMMARY, TENSOR_SOURCES
 from ..core.records import SpikeEvent
 from .histograms import Histogram, without_histograms
@@ -157,11 +156,9 @@ class WandbSink:
             step, counter = overtaken
             if not self._warned_overtaken:
                 self._warned_overtaken = True
-                warnings.warn(
-                    f"torch_gradmon: this script logged to W&B with step={step}, where its run stood at {counter} already; W&B drops "
-                    "such rows. Name all steps or none, or let WandbSink log to a run of its own",
-                    GradmonWarning,
-                    stacklevel=2,
+                warn_user(
+                    f"this script logged to W&B with step={step}, where its run stood at {counter} already; W&B drops "
+                    "such rows. Name all steps or none, or let WandbSink log to a run of its own"
                 )
         if len(self._held) > PATIENCE and not self._warned:
             self._warned = True
@@ -170,11 +167,9 @@ class WandbSink:
                 if rows.names
                 else "it has not logged anything itself, and W&B would drop a later run.log(step=...) behind the counter"
             )
-            warnings.warn(
-                f"torch_gradmon: rows of the monitor are kept back from this script's W&B run until it finishes, because {why}. Log "
-                "without step=, or use WandbSink(run, alone=True) if nothing else names steps, to log them at once",
-                GradmonWarning,
-                stacklevel=2,
+            warn_user(
+                f"rows of the monitor are kept back from this script's W&B run until it finishes, because {why}. Log "
+                "without step=, or use WandbSink(run, alone=True) if nothing else names steps, to log them at once"
             )
 
 

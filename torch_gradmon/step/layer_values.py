@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
 from ..core import keys as n
-from ..core.errors import GradmonWarning, nearest
+from ..core.errors import nearest, warn_user
 from ..core.keys import Key, block_of, compile_pattern
 from ..core.moments import Column, merge_by_group
 from ..core.records import StatsTable
@@ -37,8 +36,7 @@ class LayerSelection:
         names = list(names)
         if self._pattern is not None and not any(self._pattern.search(name) for name in names):
             pattern = self._pattern.pattern
-            message = f"torch_gradmon: layers={pattern!r} matches no parameter of the model{nearest(pattern, names)}"
-            warnings.warn(message, GradmonWarning, stacklevel=3)
+            warn_user(f"layers={pattern!r} matches no parameter of the model{nearest(pattern, names)}")
 
     @property
     def needs(self) -> dict[str, frozenset[Column]]:

@@ -131,7 +131,7 @@ class OptimizerHooks:
         known = getattr(optimizer, "_optimizer_step_pre_hooks", None)
         name = next(reversed(known)) if isinstance(known, OrderedDict) and known else None
         if not isinstance(known, OrderedDict) or name is None or hasattr(known[name], "keeps_alive"):
-            return self._step_hook(optimizer, args, kwargs)
+            return self._fence.run(self._step_began, optimizer, args, kwargs)
         hook = known[name]
 
         def and_ours(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

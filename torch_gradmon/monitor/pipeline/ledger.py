@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ...analysis.spike_report.source import RecentSteps
-from ...core.errors import GradmonWarning, SpikeError
+from ...core.errors import SpikeError, warn_user
 from ...core.fence import Fence
 from ...core.keys import SUMMARY, Key
 from ...core.metric import Metric
@@ -202,7 +201,7 @@ class Ledger:
 
     def _warn(self, told: Iterable[str]) -> None:
         for words in told if (self._options.on_spike == "warn" or self._acts) and not self.outbox.is_muted else ():
-            warnings.warn(f"torch_gradmon: {words}", GradmonWarning, stacklevel=2)
+            warn_user(words)
 
     @property
     def _acts(self) -> bool:

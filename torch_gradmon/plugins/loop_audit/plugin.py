@@ -298,7 +298,8 @@ class LoopAudit(Plugin):
         for other in self._probed:
             if other is watched or not other.owned.isdisjoint(watched.owned):
                 other.elsewhere.stepped()
-                self._tallies.retract("unattached-optimizer", other.key)
+                if not self._tallies.is_empty:
+                    self._tallies.retract("unattached-optimizer", other.key)
         if not self._rest.is_on:
             watched.over()
 
