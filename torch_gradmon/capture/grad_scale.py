@@ -80,7 +80,7 @@ def is_unscaled(scaler: torch.amp.GradScaler | None, optimizer: Optimizer | None
 
 def calling_scaler() -> torch.amp.GradScaler | None:
     """The GradScaler whose ``step`` is calling, if any. Without it, scaled gradients would be taken for true ones."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(3)
     for _ in range(12):
         if frame.f_code.co_name == "step" and isinstance(owner := frame.f_locals.get("self"), torch.amp.GradScaler):
             return owner

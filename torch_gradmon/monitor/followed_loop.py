@@ -59,14 +59,14 @@ class FollowedLoop(LoopDriver):
         self.owner, self.guard = owner, lifecycle.fence
         self._lifecycle, self._overflows = lifecycle, overflows
         self._first = weakref.ref(optimizers[0])
-        self._order: list[Hashable] = [id(optimizer) for optimizer in optimizers]
+        order: list[Hashable] = [id(optimizer) for optimizer in optimizers]
         self.ownership = Ownership(optimizers)
         self.hooks = LoopHooks(self, self.guard, module, optimizers, scaler, wrappers, cycle.state.in_backward)
         self.measurement = StepMeasurement(
-            lifecycle, lifecycle.captures, self.ownership, self.hooks, self._order, self.guard.complaints
+            lifecycle, lifecycle.captures, self.ownership, self.hooks, order, self.guard.complaints
         )
-        self.decisions = Decisions(self.ownership, self._order, self.hooks.optimizers.holds, lifecycle.planning.planner)
-        self.machine = StepMachine(cycle, self.measurement, self._order)
+        self.decisions = Decisions(self.ownership, order, self.hooks.optimizers.holds, lifecycle.planning.planner)
+        self.machine = StepMachine(cycle, self.measurement, order)
         self.is_orphaned = False
         self.scaler: torch.amp.GradScaler | None = scaler
         self.hooks.optimizers.may_skip = lifecycle.plugins.has("before_optimizer_step")
@@ -74,18 +74,18 @@ class FollowedLoop(LoopDriver):
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers that still exist, in the order in which they step."""
-        return self.ownership.alive(self._order)
+        return self.ownership.alive(self.machine.order)
 
     # --- hooks on parameters -------------------------------------------------------------------------------------------------
 
     def groups_changed(self) -> bool:
         """Whether an optimizer got or lost parameters since hooks were registered."""
-        return self.ownership.has_changed(self._order)
+        return self.ownership.has_changed(self.machine.order)
 
     def install(self, planner: Planner) -> None:
         """Register the hooks on parameters that a monitored step needs."""
         assert planner.inventory is not None
-        self.ownership.update(planner, self._order)
+        self.ownership.update(planner, self.machine.order)
         self._lifecycle.captures.parameters.shared = self.ownership.shared
         places = planner.inventory.references
         local = [
@@ -100,7 +100,7 @@ class FollowedLoop(LoopDriver):
 
     def by_scale(self, positions: Sequence[int]) -> list[tuple[list[int], Tensor | None]]:
         """These positions by what their gradients have to be multiplied by at this moment."""
-        return self.ownership.by_scale(positions, self._order, self.hooks.scaler)
+        return self.ownership.by_scale(positions, self.machine.order, self.hooks.scaler)
 
     def to_step(self, positions: Sequence[int]) -> list[int]:
         """Those of ``positions`` whose optimizers have not stepped in this step."""
@@ -158,12 +158,18 @@ class FollowedLoop(LoopDriver):
         self.machine.backward_ended(is_nested, self.hooks.scaler.in_step)
 
     def wrapper_began(self, optimizer: Optimizer) -> None:
+        self.hooks.scaler.optimizer_steps(optimizer)
         self.machine.optimizers.wrapper_began(id(optimizer))
 
     def wrapper_ended(self, optimizer: Optimizer) -> None:
         self.machine.optimizers.wrapper_ended(id(optimizer))
 
     def step_began(self, optimizer: Optimizer, has_closure: bool, within: bool) -> bool:
+        state, hooks = self.machine.state, self.hooks
+        hooks.scaler.optimizer_steps(optimizer)
+        if within:
+            hooks.backward.optimizer_steps(optimizer)
+        hooks.scaler.look_for_scaler(optimizer, takes_values=self._lifecycle.has_values or not state.is_open)
         self._lifecycle.plugins.call("on_optimizer_step", optimizer, has_closure)
         return self.machine.optimizers.step_began(id(optimizer), has_closure, within)
 

@@ -100,16 +100,14 @@ class OptimizerSteps:
         try:
             return cycle.boundaries.decide(optimizer, progress.done, progress.overflowed, is_overflowed)
         except SpikeError:
-            progress.is_attempted = True
-            self.state.clock.attempts += 1
+            self.state.attempt()
             if self.state.leads:
                 cycle.close()
             raise
 
     def _measure_parameters(self) -> None:
         """All of them, once a step: before the first of several optimizers has changed anything."""
-        if not self.state.progress.parameters_measured:
-            self.state.progress.parameters_measured = True
+        if self.state.progress.parameters_needed():
             self.measures.measure_parameters()
 
     def _steps_late(self, optimizer: Hashable) -> bool:
@@ -153,17 +151,14 @@ class OptimizerSteps:
     def _end_raised(self, optimizer: Hashable) -> None:
         """End the open step if this optimizer's closure raised in it: the next forward is in the next closure."""
         if optimizer in self.state.progress.raised and self.state.leads:
-            self.cycle.interrupt()
+            self.state.interrupt()
             self.cycle.close()
 
     def step_ended(self, optimizer: Hashable, within: bool, in_scaler_step: bool) -> None:
         """The optimizer has stepped: measure the update. With the last one the step ends, under a scaler with its update."""
         progress = self.state.progress
-        progress.begun.discard(optimizer)
-        progress.raised.discard(optimizer)
-        progress.done.add(optimizer)
-        self.state.patterns.is_first = False
-        self.state.patterns.backwards_at_step = progress.backwards
+        progress.optimizer_ended(optimizer)
+        self.state.patterns.optimizer_ended(progress.backwards)
         if self.cycle.boundaries.has_values:
             self.measures.measure_update(optimizer)
         if not within:  # else the step ends with the backward pass, or with an optimizer behind it

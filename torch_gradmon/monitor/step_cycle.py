@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .step_actions import StepBoundaries
-from .step_state import StepProgress, StepState
+from .step_state import StepState
 
 
 class StepCycle:
@@ -19,17 +19,14 @@ class StepCycle:
 
     def open(self, step: int, is_tentative: bool = False, hides_forward: bool = False) -> None:
         """Open ``step``; a step that is still open ends first, or is dropped if it is unfinished."""
-        state, clock, patterns = self.state, self.state.clock, self.state.patterns
+        state, clock = self.state, self.state.clock
         if state.is_open:
             self.end_or_drop()
-        was_undecided, patterns.is_undecided = patterns.is_undecided, False
-        patterns.hides_forward = hides_forward and not was_undecided
+        was_undecided = state.patterns.step_opens(hides_forward)
         self.boundaries.seal(step)
         if clock.step is None or step <= clock.step:
             self.boundaries.rewind(step, clock.step)
-        clock.stride = max(1, step - clock.step) if clock.step is not None else 1
-        clock.step, clock.next_step, state.is_open, state.in_backward.any_now = step, step + 1, True, False
-        state.progress = StepProgress(state.is_manual, is_tentative, is_tentative)
+        state.open(step, is_tentative)
         self.boundaries.open(step, is_tentative=is_tentative, hides_forward=hides_forward, was_undecided=was_undecided)
 
     def close(self) -> None:
@@ -37,16 +34,13 @@ class StepCycle:
         state = self.state
         if not state.is_open:
             return
-        state.is_open, state.clock.ended = False, state.clock.step
-        if state.progress.backwards:
-            state.in_backward.is_settled = True
-            state.patterns.learn(state.progress.backwards)
+        state.close()
         self.boundaries.close(is_overflowed=state.is_driven and state.progress.is_overflowed)
 
     def end(self) -> None:
         """End the open step, in which perhaps not every optimizer has stepped or returned."""
         if self.state.is_open and self.state.is_driven and self.state.progress.has_stepped:
-            self.interrupt()
+            self.state.interrupt()
         self.close()
 
     def end_or_drop(self) -> None:
@@ -58,19 +52,7 @@ class StepCycle:
 
     def drop(self) -> None:
         """Forget the open step: its number is that of the next attempt."""
-        state, clock = self.state, self.state.clock
-        was_tentative, state.is_open, state.progress.is_tentative = state.progress.is_tentative, False, False
-        if clock.step is not None:
-            clock.next_step = clock.step
-        clock.step = clock.ended
-        self.boundaries.drop(was_tentative=was_tentative)
-
-    def interrupt(self) -> None:
-        """The open step ends before every optimizer was seen to the end of its step. One that raised did not apply it."""
-        progress = self.state.progress
-        progress.is_overflowed |= bool(progress.begun)
-        self.state.clock.attempts += not progress.is_attempted
-        progress.is_attempted = True
+        self.boundaries.drop(was_tentative=self.state.drop())
 
     def release(self) -> None:
         """No backward pass has followed the undecided call: what was logged since belongs to the last step."""
@@ -82,8 +64,7 @@ class StepCycle:
         state = self.state
         if state.leads and not state.is_open:
             self.open(state.clock.next_step, hides_forward=hides_forward)
-        elif state.progress.is_tentative:
-            state.progress.is_tentative = False
+        elif state.progress.confirm():
             self.boundaries.confirm()
 
     def begin_by_hand(self, step: int) -> None:

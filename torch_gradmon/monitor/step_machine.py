@@ -48,15 +48,14 @@ class StepMachine:
                 cycle.boundaries.count_eval()
             return progress.counts_eval
         cycle.release()
-        patterns.is_undecided = not patterns.trains_in_eval and self.state.clock.ended is not None
-        return not patterns.is_undecided
+        return patterns.called_between_steps(first_step=self.state.clock.ended is None)
 
     def forward_began(self, in_eval: bool, in_closure: bool) -> None:
         """The model is called in training."""
         cycle, progress = self.cycle, self.state.progress
         if self.state.is_open and self.state.leads and not in_closure:
             if progress.is_attempted or progress.begun:
-                cycle.interrupt()
+                self.state.interrupt()
                 cycle.close()  # its end was not seen, as when the scaler is not updated
             elif progress.is_tentative and not in_eval:
                 self.state.patterns.called_in_eval = False
@@ -85,8 +84,7 @@ class StepMachine:
             return
         cycle.ensure_open()
         within = self.state.in_backward
-        self.state.progress.backwards += 1
-        self.state.patterns.backward_since = True
+        self.state.backward_ended()
         self.measures.backward_ended()
         if not within.any_now and self.expects_more():
             return
@@ -116,9 +114,8 @@ class StepMachine:
         if state.in_backward.any_now:
             self.measures.measure_unowned()
         if state.is_open and not state.progress.is_attempted:
-            state.clock.attempts += 1
+            state.attempt()
             cycle.boundaries.attempt_ended(state.progress.is_overflowed)
-        state.progress.is_attempted = True
         leads = state.leads
         state.patterns.attempt_ended(counts=leads)
         if leads and not in_scaler_step:

@@ -39,6 +39,17 @@ class StepClock:
     stride: int = 1
     attempts: int = 0
 
+    def open(self, step: int) -> None:
+        """``step`` opens."""
+        self.stride = max(1, step - self.step) if self.step is not None else 1
+        self.step, self.next_step = step, step + 1
+
+    def drop(self) -> None:
+        """The open step is forgotten: its number is that of the next one."""
+        if self.step is not None:
+            self.next_step = self.step
+        self.step = self.ended
+
 
 @dataclass
 class StepProgress:
@@ -71,6 +82,22 @@ class StepProgress:
     is_overflowed: bool = False
     backwards: int = 0
     parameters_measured: bool = False
+
+    def confirm(self) -> bool:
+        """The step trains. Returns whether that was open."""
+        was_tentative, self.is_tentative = self.is_tentative, False
+        return was_tentative
+
+    def parameters_needed(self) -> bool:
+        """Whether the parameters are still to be measured, as they are once a step."""
+        were_measured, self.parameters_measured = self.parameters_measured, True
+        return not were_measured
+
+    def optimizer_ended(self, optimizer: Hashable) -> None:
+        """The optimizer has stepped."""
+        self.begun.discard(optimizer)
+        self.raised.discard(optimizer)
+        self.done.add(optimizer)
 
     @property
     def has_stepped(self) -> bool:
@@ -116,6 +143,21 @@ class LoopPatterns:
     is_first: bool = True
     fewest_backwards: int | None = None
     steps_learned: int = 0
+
+    def step_opens(self, hides_forward: bool) -> bool:
+        """A step opens; ``hides_forward``: no hook saw its forward. Returns whether a call in evaluation mode was undecided."""
+        was_undecided, self.is_undecided = self.is_undecided, False
+        self.hides_forward = hides_forward and not was_undecided
+        return was_undecided
+
+    def called_between_steps(self, first_step: bool) -> bool:
+        """The model was called in evaluation mode, and no step is open. Returns whether that begins a step."""
+        self.is_undecided = not (self.trains_in_eval or first_step)
+        return not self.is_undecided
+
+    def optimizer_ended(self, backwards: int) -> None:
+        """An optimizer has stepped after this number of backward passes."""
+        self.is_first, self.backwards_at_step = False, backwards
 
     def learn(self, backwards: int) -> None:
         """A step with this number of backward passes has ended."""
@@ -198,6 +240,40 @@ class StepState:
         self.in_backward, self.is_driven, self.is_manual = StepsInBackward(), True, False
         if not self.is_open:
             self.progress = StepProgress()
+
+    def open(self, step: int, is_tentative: bool) -> None:
+        """``step`` opens; ``is_tentative``: by a call in evaluation mode."""
+        self.clock.open(step)
+        self.is_open, self.in_backward.any_now = True, False
+        self.progress = StepProgress(self.is_manual, is_tentative, is_tentative)
+
+    def close(self) -> None:
+        """The open step ends."""
+        self.is_open, self.clock.ended = False, self.clock.step
+        if self.progress.backwards:
+            self.in_backward.is_settled = True
+            self.patterns.learn(self.progress.backwards)
+
+    def drop(self) -> bool:
+        """The open step is forgotten. Returns whether it was tentative."""
+        self.is_open = False
+        self.clock.drop()
+        return self.progress.confirm()
+
+    def attempt(self) -> None:
+        """All optimizers of the step have been called."""
+        self.clock.attempts += not self.progress.is_attempted
+        self.progress.is_attempted = True
+
+    def interrupt(self) -> None:
+        """The open step ends before every optimizer was seen to the end of its step. One that raised did not apply it."""
+        self.progress.is_overflowed |= bool(self.progress.begun)
+        self.attempt()
+
+    def backward_ended(self) -> None:
+        """A backward pass has ended in the open step."""
+        self.progress.backwards += 1
+        self.patterns.backward_since = True
 
     @property
     def phase(self) -> Phase:

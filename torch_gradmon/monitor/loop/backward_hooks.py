@@ -42,7 +42,7 @@ class BackwardHooks:
         self._tensors: list[int | None] = []  # the tensor in each place when hooks were registered
         self._tasks: set[int] = set()
         self._is_over = False  # the engine reports the end of a backward pass right now
-        optimizers.await_backward = self.await_end
+        self._stepped_within: set[int] = set()  # ids of the parameters of optimizers that have stepped within a backward pass
 
     def install(self, parameters: Iterable[Place], local: Iterable[tuple[Place, Hook, Hook]]) -> None:
         """Register the hooks for the ends of backward passes; ``local`` adds hooks on each gradient and after its accumulation."""
@@ -108,11 +108,17 @@ class BackwardHooks:
     def _concerns(self, parameter: Tensor) -> bool:
         """Whether the optimizer of ``parameter`` may step within the backward pass, before the first step by the hooks on it."""
         within = self._in_backward
-        if id(parameter) in self._optimizers.stepped_within:
+        if id(parameter) in self._stepped_within:
             return True
         hooks: dict[int, object] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
         is_foreign = any(type(hook) is not Hook for hook in hooks.values()) or hasattr(parameter, "_in_backward_optimizers")
         return is_foreign or not (within.is_settled or not within.known)
+
+    def optimizer_steps(self, optimizer: Optimizer) -> None:
+        """The optimizer is about to step within the running backward pass."""
+        if not torch.compiler.is_compiling():
+            self._stepped_within.update(id(p) for group in optimizer.param_groups for p in group["params"])
+            self.await_end()
 
     def await_end(self) -> None:
         """Report the end of the running backward pass, once for each pass."""

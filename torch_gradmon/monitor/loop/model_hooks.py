@@ -54,8 +54,8 @@ class ModelHooks:
 
     def _forward_began(self, module: nn.Module) -> bool:
         """Report a training forward, and no evaluation or recomputation; whether it is one."""
-        if not self._optimizers.is_shielded:
-            self._optimizers.shield()
+        if not self._optimizers.steps.is_shielded:
+            self._optimizers.steps.shield()
         driver = self._driver()
         if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None:
             return False  # a transform or a trace is no training

@@ -37,8 +37,8 @@ class ScalerHooks:
         self._scales = GradScale()
         self._scales.around = optimizers.wrappers.around
         self._wrapped: list[WrappedMethod] = []
+        self._called: set[int] = set()  # ids of optimizers that have stepped; a wrapper around one may have omitted its step
         self.in_step = False
-        optimizers.before_step = self._look_for_scaler
         if scaler is not None:
             self._adopt(scaler)
 
@@ -57,8 +57,17 @@ class ScalerHooks:
         """The factor that unscales the gradients of ``optimizer``, as a device tensor; None if they are unscaled."""
         return self._scales.inverse(optimizer, stepping=self._optimizers.is_stepping(optimizer))
 
-    def _look_for_scaler(self, optimizer: Optimizer) -> None:
-        """Note the scaler of an optimizer, which is certain only when the optimizer steps."""
+    def optimizer_steps(self, optimizer: Optimizer) -> None:
+        """The optimizer, or a wrapper around it, is about to step."""
+        self._called.add(id(optimizer))
+
+    def look_for_scaler(self, optimizer: Optimizer, takes_values: bool) -> None:
+        """Note the scaler of an optimizer, which is certain only when the optimizer steps.
+
+        An unknown scaler matters where the step ``takes_values``, and the search costs more than all else in a step that does not.
+        """
+        if not takes_values and self._scales.scaler is None:
+            return
         reason = self._scales.mistake(optimizer, calling := calling_scaler())
         if reason is not None:
             if self._scales.scaler is None and calling is not None:
@@ -74,13 +83,13 @@ class ScalerHooks:
         # what is stepped may be of any kind; only those that were attached are followed
         stepped = self._inside(optimizer)
         inner = next((each for each in self._optimizers.alive() if each is stepped), None)
-        self._optimizers.called.discard(id(inner))
+        self._called.discard(id(inner))
         self.in_step = inner is not None
         try:
             result = original(optimizer, *args, **kwargs)
         finally:
             self.in_step = False
-        if inner is not None and id(inner) not in self._optimizers.called:
+        if inner is not None and id(inner) not in self._called:
             self._report("step_overflowed", inner)
         return result
 
