@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -68,6 +70,14 @@ def train(model: CharacterGPT, data: Tensor, sizes: Sizes, steps: int, run_dir: 
 
 
 @contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Print warnings above the progress bar, without the line of code that they come from."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_: tqdm.write(f"warning: {message}", file=sys.stderr)
+        yield
+
+
+@contextmanager
 def _spoiling(model: CharacterGPT, layer: str) -> Iterator[None]:
     """Within it, the gradient of the layer's weight is too large."""
     weight = model.get_parameter(f"{layer}.weight")
@@ -117,7 +127,9 @@ def demo(
     spoiled = spoiled_in(steps, sizes)
     if spoiled is not None:
         console.print(f"       in step {spoiled[0]} one batch is spoiled on purpose: find out where it hurts\n")
-    result = _result(train(model, data, sizes, steps, run_dir, seed), model, steps, run_dir, spoiled)
+    with _plain_warnings():
+        monitor = train(model, data, sizes, steps, run_dir, seed)
+    result = _result(monitor, model, steps, run_dir, spoiled)
     report(console, result)
     if svg is not None:
         Path(svg).write_text(picture(result), encoding="utf-8")
