@@ -77,7 +77,8 @@ class ModuleHook(Hook):
             if self._tap is not None and not torch.compiler.is_exporting():
                 self._tap.trace(args[-1])
             return None
-        if torch._C._get_tracing_state() is not None or is_traced():  # the former under torch.jit.trace
+        # the former under torch.jit.trace
+        if torch._C._get_tracing_state() is not None or (torch._C._len_torch_dispatch_stack() and is_traced()):
             return None
         method = self._method()  # repeated from the base class for speed
         return None if method is None else method(*self._extra, *args)

@@ -128,9 +128,7 @@ class StepLifecycle:
             if was_undecided and hides_forward and active.buffer is not None:
                 active.buffer.absent.update(((source, ""), _IN_EVAL) for source in OF_MODULES)
         modules.step_began(in_eval=is_tentative)
-        self.values.step_opened(active.buffer, active.mode is Mode.MONITORED, hides_forward)
-        if not is_tentative:
-            self.values.take_early()
+        self.values.step_opened(active.buffer, active.mode is Mode.MONITORED, hides_forward, is_tentative)
 
     def confirm(self) -> None:
         """The open step trains, although a call in evaluation mode opened it."""

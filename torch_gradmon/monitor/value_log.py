@@ -46,12 +46,14 @@ class ValueLog:
         self._hidden: StepBuffer | None = None  # and from inside of a forward that no hook sees
         self._first_keys: frozenset[Key] = frozenset()
 
-    def step_opened(self, buffer: StepBuffer | None, is_monitored: bool, hides_forward: bool) -> None:
+    def step_opened(self, buffer: StepBuffer | None, is_monitored: bool, hides_forward: bool, is_tentative: bool) -> None:
         """A step opened with ``buffer``; ``hides_forward``: no hook saw the forward, whose values belong to it."""
         self.buffer, self.is_recording = buffer, is_monitored
         hidden, self._hidden = self._hidden, None
         if hidden is not None and buffer is not None and hides_forward:
             buffer.absorb(hidden)
+        if self._early is not None and not is_tentative:
+            self.take_early()
 
     def take_early(self) -> None:
         """The open step is a training step: what was logged for it belongs to it."""

@@ -15,7 +15,7 @@ from ...core.fence import Fence
 from ...step.parameter_refs import Place
 from ..step_state import StepsInBackward
 from .listener import LoopDriver
-from .optimizer_hooks import OptimizerHooks, is_backward_running
+from .optimizer_hooks import OptimizerHooks
 
 
 def _tensor_in(place: Place) -> int | None:
@@ -56,7 +56,7 @@ class BackwardHooks:
                 return parameter is not None
             return id(parameter) in owned and (parameter.is_floating_point() or parameter.is_complex())
 
-        first = self._is_over or not is_backward_running()
+        first = self._is_over or torch._C._current_graph_task_id() == -1
         for place, on_gradient, on_accumulate in local:
             if is_trained(place()):
                 self._handles.on_gradient(place, on_gradient)

@@ -17,11 +17,6 @@ from .step_hooks import StepHooks
 from .wrappers import WrapperCalls
 
 
-def is_backward_running() -> bool:
-    """Whether a backward pass is running."""
-    return torch._C._current_graph_task_id() != -1
-
-
 class OptimizerHooks:
     """Reports the steps of optimizers.
 
@@ -85,7 +80,7 @@ class OptimizerHooks:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         # a subclass may take something else there
         has_closure = callable(closure)
-        if driver.step_began(optimizer, has_closure, is_backward_running()):
+        if driver.step_began(optimizer, has_closure, torch._C._current_graph_task_id() != -1):
             self.holds.hold(optimizer)
         elif self.may_skip and has_closure:
             self.holds.note_versions(optimizer)
@@ -136,7 +131,8 @@ class OptimizerHooks:
             self.holds.restore(optimizer, is_wrapped=bool(self.wrappers.around(optimizer)))
         if driver is not None:
             found_inf = getattr(optimizer, "found_inf", None)
-            driver.step_ended(optimizer, found_inf if isinstance(found_inf, Tensor) else None, is_backward_running())
+            is_backward_running = torch._C._current_graph_task_id() != -1
+            driver.step_ended(optimizer, found_inf if isinstance(found_inf, Tensor) else None, is_backward_running)
 
     def _wrapper_began(self, optimizer: Optimizer) -> None:
         self._fence.run(self._outer_began, optimizer)
