@@ -20,7 +20,7 @@ transformers_extras := transformers,accelerate,wandb,tensorboard,trackio
 ignite_extras := ignite,tensorboard
 accelerate_extras := accelerate,tensorboard
 
-.PHONY: demo test announce test-all test-integrations lint bench bench-spikes bench-faults bench-widths bench-reports images browser clean
+.PHONY: demo test announce test-all test-integrations lint bench bench-spikes bench-faults bench-widths bench-reports images docs browser clean
 
 demo: $(DEMO)/.ready
 	$(DEMO)/bin/gradmon demo
@@ -30,6 +30,7 @@ test: announce $(VENV)/.ready $(BARE)/.ready browser
 	$(BARE)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow and not gpu and not extra and not integration"
 	$(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "extra and not slow and not gpu" $$(grep -l "mark\.extra" tests/test_*.py)
 	$(MAKE) --jobs $(WORKERS) --output-sync=target test-integrations
+	$(MAKE) docs
 	$(MAKE) lint
 
 missing = $(strip $(foreach environment,$(VENV) $(BARE) $(TRAINERS:%=.venv-%),$(if $(wildcard $(environment)/.ready),,$(environment))))
@@ -57,6 +58,12 @@ lint: $(VENV)/.ready
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
+# the documentation as a site that works from the disk; any warning is an error
+docs: $(VENV)/.ready
+	rm -rf docs/_build
+	$(VENV)/bin/sphinx-build --quiet --fail-on-warning --keep-going -b html docs docs/_build/html
+	@echo "open docs/_build/html/index.html"
+
 bench: $(BENCH)/.ready
 	$(BENCH)/bin/python benchmarks/import_time.py
 	$(BENCH)/bin/python -m benchmarks.run
@@ -83,7 +90,7 @@ bench-reports: $(VENV)/.ready browser
 bench-widths: $(VENV)/.ready
 	$(VENV)/bin/python -m benchmarks.width_sweep
 
-# the pictures of the README
+# the pictures of the documentation
 images: $(VENV)/.ready browser
 	$(VENV)/bin/gradmon demo --to images/demo.svg
 	$(VENV)/bin/python -m tests.browser runs/demo/report.html images/report.png

@@ -89,7 +89,7 @@ def measure(threads: int, steps: int = STEPS) -> dict[str, Any]:
 
 
 def markdown(result: Result) -> str:
-    """The section of the README."""
+    """The section of the documentation."""
     machine, sections = result["machine"], result["sections"]
     heads = [f"{section['threads']} thread{'s' * (section['threads'] > 1)}" for section in sections]
     titles = [*(f"ms, {head}" for head in heads), *(f"% of a step, {head}" for head in heads)]

@@ -1,4 +1,4 @@
-"""Bytes that ranks exchange in a step, beside the formula of the README.
+"""Bytes that ranks exchange in a step, beside the formula of the documentation.
 
     python -m benchmarks.exchange
 

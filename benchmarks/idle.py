@@ -17,7 +17,7 @@ import torch_gradmon as gradmon
 from torch_gradmon.plugins.loop_audit.sampling import TRUSTED
 
 from .machine import machine
-from .report import RESULTS, ROOT, update_readme, with_spread
+from .report import RESULTS, with_spread, write_section
 from .timing import spread
 
 PARAMETERS = 150
@@ -126,7 +126,7 @@ def _differences(first: Loop, second: Loop, steps: int) -> list[float]:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """The section of the README."""
+    """The section of the documentation."""
     where = result["machine"]
     return (
         f"**A step that is not monitored** ({result['parameters']} parameters): {with_spread(result['python_us'])} µs of Python, "
@@ -151,8 +151,7 @@ def main() -> None:
     print(markdown(result))
     if not asked.quick:
         (RESULTS / "idle.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-        readme = ROOT / "README.md"
-        readme.write_text(update_readme(readme.read_text(encoding="utf-8"), "idle", markdown(result)), encoding="utf-8")
+        write_section("idle", markdown(result))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Turn results into the README's table and plot.
+"""Turn results into the tables and the plot of the documentation.
 
     python -m benchmarks.report
 
@@ -90,7 +90,7 @@ def step_line(step: Mapping[str, Any]) -> str:
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """The README section on times."""
+    """The section on times."""
     parts = []
     for result in results:
         parts.append(f"{describe_machine(result)}; {result['date']}. Medians, quartiles in brackets.")
@@ -119,7 +119,7 @@ def watched_table(section: Mapping[str, Any]) -> Iterator[str]:
 
 
 def activations_markdown(result: Result) -> str:
-    """The README section on the cost of activations."""
+    """The section on the cost of activations."""
     machine = result["machine"]
     parts = [
         f"{machine['processor']} ({machine['cores']} cores), torch {machine['torch']}; {result['date']}. Medians, quartiles in brackets."
@@ -144,7 +144,7 @@ def sinks_table(result: Result) -> Iterator[str]:
 
 
 def sinks_markdown(result: Result) -> str:
-    """The README section on the cost of sinks."""
+    """The section on the cost of sinks."""
     machine = result["machine"]
     where = f"{machine['processor']} ({machine['cores']} cores), Python {machine['python']}"
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
@@ -166,7 +166,7 @@ def exchange_table(result: Result) -> Iterator[str]:
 
 
 def exchange_markdown(result: Result) -> str:
-    """The README section on the exchange between ranks."""
+    """The section on the exchange between ranks."""
     large = "; ".join(
         f"{row['ranks']:,} ranks: {row['sent'] / 1e3:,.0f} kB from each, {row['received'] / 1e3:,.0f} kB to each, in "
         f"{row['collectives']} collective{'s' * (row['collectives'] > 1)}"
@@ -180,7 +180,20 @@ def exchange_markdown(result: Result) -> str:
     )
 
 
-def update_readme(text: str, name: str, new: str) -> str:
+def write_section(name: str, new: str) -> Path:
+    """Write ``new`` between the markers of this name, on the one page that has them, and return the page.
+
+    Raises:
+        ValueError: no page has them, or several have.
+    """
+    pages = [page for page in sorted((ROOT / "docs").rglob("*.md")) if f"<!-- {name} -->" in page.read_text(encoding="utf-8")]
+    if len(pages) != 1:
+        raise ValueError(f"one page of docs/ needs the marker <!-- {name} -->, and {len(pages)} have it")
+    pages[0].write_text(with_section(pages[0].read_text(encoding="utf-8"), name, new), encoding="utf-8")
+    return pages[0]
+
+
+def with_section(text: str, name: str, new: str) -> str:
     """``text`` with ``new`` between the markers of this name.
 
     Raises:
@@ -188,9 +201,12 @@ def update_readme(text: str, name: str, new: str) -> str:
     """
     start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
-        raise ValueError(f"the README needs one {start} and after it one {end}, each on a line of its own")
+        raise ValueError(f"the page needs one {start} and after it one {end}, each on a line of its own")
     before, _, rest = text.partition(start)
     return f"{before}{start}\n\n{new}\n\n{end}{rest.partition(end)[2]}"
+
+
+_SECTIONS = ("idle", "sinks", "spikes", "exchange", "acting", "activations")
 
 
 def load() -> list[dict[str, Any]]:
@@ -199,7 +215,7 @@ def load() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Write the plot and the README's table."""
+    """Write the plot and the tables."""
     from .acting import markdown as acting_markdown
     from .idle import markdown as idle_markdown
     from .plot import draw
@@ -209,21 +225,18 @@ def main() -> None:
     if not results:
         raise SystemExit("there are no results yet: run python -m benchmarks.run")
     draw(results, PLOT)
-    readme = ROOT / "README.md"
-    text = update_readme(readme.read_text(encoding="utf-8"), "benchmark", markdown(results))
-    idle = json.loads((RESULTS / "idle.json").read_text(encoding="utf-8"))
-    text = update_readme(text, "idle", idle_markdown(idle))
-    sinks = json.loads((RESULTS / "sinks.json").read_text(encoding="utf-8"))
-    text = update_readme(text, "sinks", sinks_markdown(sinks))
-    spikes = json.loads((RESULTS / "spikes.json").read_text(encoding="utf-8"))
-    text = update_readme(text, "spikes", spikes_markdown(spikes))
-    exchange = json.loads((RESULTS / "exchange.json").read_text(encoding="utf-8"))
-    text = update_readme(text, "exchange", exchange_markdown(exchange))
-    acting = json.loads((RESULTS / "acting.json").read_text(encoding="utf-8"))
-    text = update_readme(text, "acting", acting_markdown(acting))
-    activations = json.loads((RESULTS / "activations.json").read_text(encoding="utf-8"))
-    readme.write_text(update_readme(text, "activations", activations_markdown(activations)), encoding="utf-8")
-    print(f"wrote {PLOT.relative_to(ROOT)} and the tables in README.md")
+    stored = {name: json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in _SECTIONS}
+    sections = {
+        "benchmark": markdown(results),
+        "idle": idle_markdown(stored["idle"]),
+        "sinks": sinks_markdown(stored["sinks"]),
+        "spikes": spikes_markdown(stored["spikes"]),
+        "exchange": exchange_markdown(stored["exchange"]),
+        "acting": acting_markdown(stored["acting"]),
+        "activations": activations_markdown(stored["activations"]),
+    }
+    pages = {str(write_section(name, text).relative_to(ROOT)) for name, text in sections.items()}
+    print(f"wrote {PLOT.relative_to(ROOT)} and the tables in {', '.join(sorted(pages))}")
 
 
 if __name__ == "__main__":

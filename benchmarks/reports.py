@@ -22,14 +22,14 @@ from torch_gradmon.core.records import StatsTable, StepRecord
 from torch_gradmon.runs.writer import RunWriter
 
 from .machine import machine
-from .report import update_readme
+from .report import write_section
 
 #: Time until the page shows its findings, and until it has drawn its visible part, in milliseconds since it was asked for.
 _WATCH = """new MutationObserver(() => {
     for (const mark of ["told", "ready"]) if (document.body?.dataset[mark] && !window[mark]) window[mark] = performance.now();
 }).observe(document, { attributes: true, childList: true, subtree: true });"""
 ROOT = Path(__file__).parent.parent
-RESULTS, README = ROOT / "benchmarks" / "results" / "reports.json", ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results" / "reports.json"
 
 
 def made_up(path: Path, layers: int, steps: int) -> None:
@@ -107,7 +107,7 @@ def measured(layers: int, steps: int, times: int) -> dict[str, Any]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The section of the README."""
+    """The section of the documentation."""
     lines = [
         "| layers | steps | size | written in | findings after | all drawn after |",
         "| ---: | ---: | ---: | ---: | ---: | ---: |",
@@ -136,7 +136,7 @@ def main() -> None:
     print(markdown(result))
     if not arguments.quick:
         RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        README.write_text(update_readme(README.read_text(encoding="utf-8"), "reports", markdown(result)), encoding="utf-8")
+        write_section("reports", markdown(result))
 
 
 if __name__ == "__main__":

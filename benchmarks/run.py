@@ -2,7 +2,7 @@
 
     python -m benchmarks.run
     python -m benchmarks.run --quick --sets small_distinct   # does it run?
-    python -m benchmarks.report                              # the README's table and plot
+    python -m benchmarks.report                              # the tables and the plot of the documentation
 
 Prints ratios with their spread, and their distance from the targets; writes ``benchmarks/results/benchmark_cpu.json``
 or ``benchmark_cuda.json``. A package that is not installed is left out, with a line about it.

@@ -1,7 +1,7 @@
 """Cost of a row on the training thread, by sink, beside the tracker's own call in the same run.
 
     python -m benchmarks.sinks
-    python -m benchmarks.report     # the README's table
+    python -m benchmarks.report     # the table of the documentation
 
 W&B and Trackio pass rows to their own process or thread, whose time is not included.
 """

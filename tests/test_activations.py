@@ -715,7 +715,7 @@ def test_a_functional_call_is_a_forward(by_hand: bool) -> None:
 
 
 def test_torchs_fused_evaluation_of_encoders_is_not_taken_where_activations_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the README says under what it does not do."""
+    """As the page on limits says."""
     fused, calls = torch._transformer_encoder_layer_fwd, []
     monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *args: calls.append(args) or fused(*args))
     torch.manual_seed(0)

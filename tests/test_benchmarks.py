@@ -20,7 +20,7 @@ from benchmarks.contenders import CONTENDERS, FIVE
 from benchmarks.idle import PARAMETERS, Loop, armed_hooks, idle
 from benchmarks.idle import markdown as idle_markdown
 from benchmarks.models import GPT, Sizes
-from benchmarks.report import markdown, sinks_markdown, update_readme
+from benchmarks.report import markdown, sinks_markdown, with_section
 from benchmarks.sets import SETS, SMALL_SHAPES, UNSEEN, GradientSet, Tensors, build, gradients
 from benchmarks.targets import judge, verdict
 from benchmarks.timing import Floor, floor_for, interleave, quotients, spread, takes_part
@@ -245,13 +245,13 @@ def test_the_readme_changes_between_the_markers_only() -> None:
     text = f"above\n{start}\nold\n{end}\nbelow"
     given = result()
     kept = copy.deepcopy(given)
-    written = update_readme(text, "benchmark", markdown([given]))
+    written = with_section(text, "benchmark", markdown([given]))
     assert written == f"above\n{start}\n\n{markdown([given])}\n\n{end}\nbelow"
-    assert update_readme(written, "benchmark", markdown([given])) == written
+    assert with_section(written, "benchmark", markdown([given])) == written
     assert given == kept
     for broken in ("nothing", f"{end} {start}", f"{start} {start} {end}"):
-        with pytest.raises(ValueError, match="README needs one"):
-            update_readme(broken, "benchmark", markdown([given]))
+        with pytest.raises(ValueError, match="page needs one"):
+            with_section(broken, "benchmark", markdown([given]))
 
 
 def test_aims_are_met_or_missed_by_so_much() -> None:

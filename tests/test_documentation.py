@@ -25,7 +25,8 @@ from .families import BY_NAME
 from .shown_outputs import Printer, agrees, differences, shown, unchecked, uncommented
 
 ROOT = Path(__file__).parent.parent
-README = ROOT / "README.md"
+#: The pages whose blocks run, each in a namespace of its own.
+PAGES = {str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))}
 _FENCE = re.compile(
     r"^(?P<indent> *)(?P<fence>```+|~~~+)(?P<language>[^\n`]*)\n(?P<body>.*?)^(?P=indent)(?P=fence)[ ]*$", re.M | re.S
 )
@@ -62,8 +63,12 @@ def _blocks(text: str) -> list[tuple[str, str, int, str | None]]:
     return found
 
 
-def _readme() -> str:
-    return README.read_text(encoding="utf-8")
+def _text(page: str) -> str:
+    return PAGES[page].read_text(encoding="utf-8")
+
+
+def _all() -> str:
+    return "\n".join(map(_text, PAGES))
 
 
 # what Ignite imports of torch.distributed says this of torch itself
@@ -88,7 +93,7 @@ def test_there_are_examples_in_docstrings() -> None:
     assert sum(bool(test.examples) for test in found) >= 6
 
 
-# --- README ------------------------------------------------------------------------------------------------------------------------
+# --- pages -------------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_extractor_finds_blocks_and_their_marks() -> None:
@@ -105,10 +110,10 @@ def test_the_extractor_finds_blocks_and_their_marks() -> None:
 
 
 def _world() -> dict[str, Any]:
-    """Names that a reader's own program has: a README need not make a model again in every block."""
+    """Names that a reader's own program has: a page need not make a model in every block."""
     model = BY_NAME["mlp"].model()
     return {
-        "__name__": "readme",
+        "__name__": "page",
         "torch": torch,
         "model": model,
         "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3),
@@ -117,15 +122,17 @@ def _world() -> dict[str, Any]:
     }
 
 
-def test_the_python_in_the_readme_runs_from_top_to_bottom_and_prints_what_it_shows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("page", [page for page in PAGES if any(of in _PYTHON for of, *_ in _blocks(_text(page)))])
+def test_the_python_of_a_page_runs_from_top_to_bottom_and_prints_what_it_shows(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # run directories that the README makes
+    monkeypatch.chdir(tmp_path)  # run directories that the page makes
+    torch.manual_seed(0)
     printer = Printer()
     namespace = {**_world(), "print": printer}
     wrong: list[str] = []
     before: tuple[str, int] | None = None  # the block of Python right above, and its line
-    for language, code, line, reason in _blocks(_readme()):
+    for language, code, line, reason in _blocks(_text(page)):
         if language == "text" and before is not None and before[1] + before[0].count("\n") + 3 == line:
             printed = uncommented(before[0], printer, before[1] - 1)
             if not agrees(f"e.g. {code}", printed):
@@ -135,15 +142,20 @@ def test_the_python_in_the_readme_runs_from_top_to_bottom_and_prints_what_it_sho
             with warnings.catch_warnings():
                 if 'on_spike="skip"' in code:  # where a skip is shown, it is told
                     warnings.filterwarnings("ignore", "torch_gradmon: (step 30: .*; skipped$|after the spike of step 30)")
-                # line numbers of the README in a traceback
-                exec(compile("\n" * (line - 1) + code, str(README), "exec"), namespace)
+                # line numbers of the page in a traceback
+                exec(compile("\n" * (line - 1) + code, str(PAGES[page]), "exec"), namespace)
             wrong += differences(code, printer, line - 1)
             before = code, line
     assert not wrong, "\n".join(wrong)
 
 
 def test_outputs_that_nobody_checks_are_not_shown_as_such() -> None:
-    not_run = {f"README.md, block at line {line}": code for of, code, line, why in _blocks(_readme()) if of in _PYTHON and why}
+    not_run = {
+        f"{page}, block at line {line}": code
+        for page in PAGES
+        for of, code, line, why in _blocks(_text(page))
+        if of in _PYTHON and why
+    }
     files = [*ROOT.glob("examples/*.py"), *ROOT.glob("benchmarks/**/*.py")]
     assert unchecked({**not_run, **{str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in files}}) == []
 
@@ -189,16 +201,17 @@ def test_the_checker_of_outputs_finds_what_is_printed_where() -> None:
 
 
 def test_blocks_that_do_not_run_compile_and_say_why() -> None:
-    for language, code, line, reason in _blocks(_readme()):
-        if language in _PYTHON and reason is not None:
-            assert len(reason) > 5, f"README.md:{line}: the mark needs a reason"
-            compile(code, f"README.md:{line}", "exec")
+    for page in PAGES:
+        for language, code, line, reason in _blocks(_text(page)):
+            if language in _PYTHON and reason is not None:
+                assert len(reason) > 5, f"{page}:{line}: the mark needs a reason"
+                compile(code, f"{page}:{line}", "exec")
 
 
-def _commands() -> list[tuple[int, list[str]]]:
+def _commands(page: str) -> list[tuple[int, list[str]]]:
     """The lines of shell blocks, word by word; of a console those behind a prompt, for the others are its answers."""
     found = []
-    for language, code, line, _ in _blocks(_readme()):
+    for language, code, line, _ in _blocks(_text(page)):
         if language in {"bash", "sh", "shell", "console"}:
             for offset, text in enumerate(code.splitlines()):
                 if language == "console" and not text.startswith("$ "):
@@ -209,52 +222,64 @@ def _commands() -> list[tuple[int, list[str]]]:
     return found
 
 
-def test_the_make_targets_that_the_readme_names_exist() -> None:
+def test_the_make_targets_that_pages_name_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z][a-z-]*):", makefile, re.M))
     named = {
         word
-        for _, words in _commands()
+        for page in PAGES
+        for _, words in _commands(page)
         if words[0] == "make"
         for word in words[1:]
         if "=" not in word and not word.startswith("-")
     }
-    named |= {target for span in re.findall(r"`make ([a-z-]+)", _readme()) for target in [span]}
+    named |= {target for span in re.findall(r"`make ([a-z-]+)", _all()) for target in [span]}
     assert named <= targets
     phony = re.search(r"^\.PHONY:(.*)$", makefile, re.M)
     assert phony is not None
     assert set(phony[1].split()) <= targets
 
 
-def test_the_console_command_that_the_readme_names_is_installed_by_us() -> None:
+def test_the_console_command_that_pages_name_is_installed_by_us() -> None:
     scripts = re.search(
         r"^\[project\.scripts\]\n(.*?)(?:\n\n|\n\[)", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M | re.S
     )
     assert scripts is not None
     ours = dict(re.findall(r'^(\S+) = "(\S+)"$', scripts[1], re.M))
-    for line, words in _commands():
+    for place, words in [(f"{page}:{line}", words) for page in PAGES for line, words in _commands(page)]:
         known = {"make", "git", "cd", "pip", "python", "python3", "uv", "pytest", "ruff", "mypy", "export", "torchrun", *ours}
         program = next((word for word in words if "=" not in word), "export")
-        assert program in known, f"README.md:{line}: what is {program}?"
-    if any(words[0] in ours for _, words in _commands()):
-        for target in ours.values():
-            module, _, function = target.partition(":")
-            assert (ROOT / (module.replace(".", "/") + ".py")).is_file(), f"{module} of {function} is missing"
+        assert program in known, f"{place}: what is {program}?"
+    for target in ours.values():
+        module, _, function = target.partition(":")
+        assert (ROOT / (module.replace(".", "/") + ".py")).is_file(), f"{module} of {function} is missing"
 
 
-def test_the_files_that_the_readme_names_exist() -> None:
-    text = _readme()
+@pytest.mark.parametrize("page", PAGES)
+def test_the_files_and_pages_that_a_page_names_exist(page: str) -> None:
+    text = _text(page)
     prose = _FENCE.sub("", text)
-    links = re.findall(r"\]\(([^)\s]+)", text) + re.findall(r'(?:src|href|srcset)="([^"\s]+)"', text)
-    local = {link.split("#")[0] for link in links if not re.match(r"[a-z]+:|#", link)} - {""}
-    folders = "torch_gradmon|tests|examples|images|benchmarks"
-    local |= {path.rstrip("/.") for path in re.findall(rf"`((?:{folders})/[^`\s*<{{]*)`", prose)}
-    assert sorted(path for path in local if not (ROOT / path).exists()) == []
+    links = re.findall(r"\]\(([^)\s]+)", prose) + re.findall(r'(?:src|href|srcset)="([^"\s]+)"', prose)
+    local = {link.partition("#")[::2] for link in links if not re.match(r"[a-z]+:", link)}
+    folder = PAGES[page].parent
+    missing = {path for path, _ in local if path and not (folder / path).exists()}
+    folders = "torch_gradmon|tests|examples|images|benchmarks|docs"
+    named = {path.rstrip("/.") for path in re.findall(rf"`((?:{folders})/[^`\s*<{{]*)`", prose)}
+    missing |= {path for path in named if not (ROOT / path).exists()}
+    assert sorted(missing) == []
+    for path, anchor in local:
+        target = folder / path if path else PAGES[page]
+        assert not anchor or anchor in _anchors(target.read_text(encoding="utf-8")), f"{page}: {path}#{anchor}"
+
+
+def _anchors(text: str) -> set[str]:
+    headings = re.findall(r"^#+ (.+?)\s*$", _FENCE.sub("", text), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_every_picture_has_its_command_beside_it() -> None:
     rules = (ROOT / "Makefile").read_text(encoding="utf-8")
-    makes = dict(re.findall(r"!\[[^\]]*\]\(images/(\S+)\)\n\n_Made by `([^`]+)`", _readme()))
+    makes = dict(re.findall(r"!\[[^\]]*\]\((?:\.\./)*images/(\S+)\)\n\n_Made by `([^`]+)`", _all()))
     assert set(makes) == {path.name for path in (ROOT / "images").iterdir()}
     for picture, command in makes.items():
         rule = (
@@ -265,12 +290,38 @@ def test_every_picture_has_its_command_beside_it() -> None:
         assert re.search(rule, rules, re.M), picture
 
 
-def test_anchors_inside_the_readme_lead_somewhere() -> None:
-    text = _readme()
-    headings = re.findall(r"^#+ (.+?)\s*$", _FENCE.sub("", text), re.M)
-    slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-    slugs |= set(re.findall(r'<a (?:name|id)="([^"]+)"', text))
-    assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= slugs
+def test_every_page_is_in_the_table_of_contents() -> None:
+    listed = set()
+    for page in PAGES:
+        for code in re.findall(r"```\{toctree\}\n(.*?)```", _text(page), re.S):
+            names = [line for line in code.splitlines() if line and not line.startswith(":")]
+            listed |= {str((PAGES[page].parent / f"{name}.md").resolve().relative_to(ROOT)) for name in names}
+    assert listed == PAGES.keys() - {"README.md", "docs/index.md"}
+
+
+_PUBLIC = {
+    "torch_gradmon": gradmon,
+    "torch_gradmon.spikes": gradmon.spikes,
+    "torch_gradmon.plugins": importlib.import_module("torch_gradmon.plugins"),
+    "torch_gradmon.testing": gradmon.testing,
+}
+
+
+def test_the_reference_has_every_public_name_and_no_private_module() -> None:
+    described = set(re.findall(r"^\.\. auto\w+:: ([\w.]+)$", _text("docs/reference/api.md"), re.M))
+    public = {f"{name}.{each}" for name, module in _PUBLIC.items() for each in getattr(module, "__all__", ())}
+    # a module, with names of its own; and the same class under a second name
+    public -= {"torch_gradmon.testing", "torch_gradmon.spikes.SpikeDetector"}
+    assert public <= described
+    modules = {name.rpartition(".")[0] for name in described}
+    trainers = {f"torch_gradmon.integrations.{name}" for name in ("lightning", "transformers", "ignite", "accelerate")}
+    assert modules == {*_PUBLIC, *trainers, "torch_gradmon.analysis.width_sweep"}
+
+
+def test_the_readme_is_one_page() -> None:
+    text = _text("README.md")
+    assert len(text.splitlines()) <= 250
+    assert len(text.encode()) <= 14_000
 
 
 # --- keys ----------------------------------------------------------------------------------------------------------------------------
@@ -297,8 +348,8 @@ def test_every_documented_whole_model_key_appears(clip: bool) -> None:
     assert all(text.strip() and "\n" not in text for text in summary_keys.DOCUMENTATION.values())
 
 
-def test_the_readme_names_no_key_that_does_not_exist() -> None:
-    named = set(re.findall(r"\bgradmon/([a-z][a-z0-9_]*)", _readme()))
+def test_pages_name_no_key_that_does_not_exist() -> None:
+    named = set(re.findall(r"\bgradmon/([a-z][a-z0-9_]*)", _all()))
     of_sinks = {AXIS.removeprefix("gradmon/"), f"grad_norm{LARGEST}"}
     assert named <= set(summary_keys.DOCUMENTATION) | set(summary_keys.ON_REQUEST) | set(batches.DOCUMENTATION) | of_sinks
 

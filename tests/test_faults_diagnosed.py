@@ -5,10 +5,12 @@ The twin of a faulty training differs in the one line that the advice names; tha
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks.faults import FAULTS, HEALTHY, Training
-from benchmarks.faults.judging import FIRST, README, UNSEEN, Outcome, counts, judged, main, table, wrong
+from benchmarks.faults.judging import FIRST, UNSEEN, Outcome, counts, judged, main, table, wrong
 
 # one of each theme that takes a second; rules alone are those of test_diagnosis_rules.py
 QUICK = [
@@ -68,8 +70,8 @@ def test_the_names_of_quick_ones_are_those_of_the_zoo() -> None:
     assert {*QUICK, *SOUND} <= {training.name for training in (*FAULTS, *HEALTHY)}
 
 
-def test_the_readme_explains_each_rule() -> None:
-    text = README.read_text(encoding="utf-8")
+def test_the_documentation_explains_each_rule() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "guide" / "diagnosis.md").read_text(encoding="utf-8")
     for rule in {training.rule for training in (*FAULTS, *UNSEEN) if training.rule}:
         assert f"`{rule}`" in text, rule
 

@@ -27,7 +27,7 @@ _AVOIDED = re.compile(rf"\b(?:{'|'.join(AVOIDED)})\b", re.IGNORECASE)
 #: Files whose prose follows the rules: the package and what is written around it.
 CLEAN = (
     "torch_gradmon/**/*.py",
-    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/*.py", "Makefile", "pyproject.toml"),
+    *("README.md", "docs/**/*.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/*.py", "Makefile", "pyproject.toml"),
     # all but reports.py, which names marks of the report's script, and contenders.py, whose text is part of a stored result
     *(
         "benchmarks/[!r]*.py",

@@ -1,4 +1,4 @@
-"""The README's section on moving over: beside the real packages, on one and the same training."""
+"""The page on moving over: beside the real packages, on one and the same training."""
 
 from __future__ import annotations
 

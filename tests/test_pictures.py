@@ -442,9 +442,9 @@ def test_a_guide_on_a_logarithmic_axis_has_its_words_at_its_height(trained: Any)
 
 
 @pytest.mark.extra
-def test_the_block_of_the_readme_runs(trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_block_of_the_documentation_runs(trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parent.parent / "docs" / "guide" / "plots.md").read_text(encoding="utf-8")
     block = re.search(r"```python\n(figure = monitor\.plot.*?)```", text, re.DOTALL)
     assert block is not None
     exec(block[1], {"monitor": trained[0]})

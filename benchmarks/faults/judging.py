@@ -21,13 +21,13 @@ import torch
 import torch_gradmon as gradmon
 
 from ..machine import machine
-from ..report import update_readme
+from ..report import write_section
 from . import FAULTS, HEALTHY, Training
 from .unseen import HEALTHY as UNSEEN_HEALTHY
 from .unseen import TRAININGS as UNSEEN_FAULTS
 
 ROOT = Path(__file__).parent.parent.parent
-RESULTS, README = ROOT / "benchmarks" / "results" / "faults.json", ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results" / "faults.json"
 #: By another author, who had not seen the rules.
 UNSEEN = (*UNSEEN_FAULTS, *UNSEEN_HEALTHY)
 ZOO = (*FAULTS, *HEALTHY)
@@ -155,7 +155,7 @@ def wrong(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """The section of the README."""
+    """The section of the documentation."""
     many = f"{result['trainings']} trainings with seeds {', '.join(map(str, result['seeds']))}"
     return "\n".join([*table(result["counts"]), "", f"{many}; {describe(result['machine'])}; {result['date']}."])
 
@@ -195,8 +195,7 @@ def main() -> None:
             "wrong": faults,
         }
         RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        text = update_readme(README.read_text(encoding="utf-8"), "faults", markdown(result))
-        README.write_text(text, encoding="utf-8")
+        write_section("faults", markdown(result))
 
 
 if __name__ == "__main__":

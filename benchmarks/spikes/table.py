@@ -111,7 +111,7 @@ def legend(result: Result) -> Sequence[str]:
 
 
 def markdown(result: Result) -> str:
-    """The table of the README: a row for each rule."""
+    """The table of the documentation: a row for each rule."""
     kinds = [kind for kind in KINDS if result["traces"][kind]["count"]]
     names = {"gnorm": "gradient norms", "loss": "losses"}
     titles = [f"{names[kind]}: recall / precision / FA" for kind in kinds]

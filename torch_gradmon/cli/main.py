@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run_command(arguments: Sequence[str] | None) -> int:
     modules = _commands()
-    parser = _parser(modules)
+    parser = command_parser(modules)
     options = parser.parse_args(arguments)
     if options.command is None:
         parser.error("name a command, such as demo")
@@ -83,7 +83,9 @@ def _commands() -> dict[str, CommandModule]:
     return {name: cast(CommandModule, import_module(f".commands.{name}", __package__)) for name in names}
 
 
-def _parser(modules: dict[str, CommandModule]) -> argparse.ArgumentParser:
+def command_parser(modules: dict[str, CommandModule] | None = None) -> argparse.ArgumentParser:
+    """The parser of the command line; ``modules``: of its commands, if they are imported already."""
+    modules = modules or _commands()
     parser = _Parser(
         prog="gradmon",
         description="See what gradients, parameters and updates do while a PyTorch model trains.",

@@ -23,20 +23,20 @@ class RefinedCoordinateCheck:
     of Large Learning Rates under Standard Width Scaling", arXiv 2505.22491). At width n and depth fixed, a term whose ``rms`` grows
     with n diverges, and one that shrinks with n ends feature learning there. Keys, with ``{m}`` for each module except the root:
 
-    ======================================================  =======================================================
-    ``RCC (W_t-W_0)x_t/{m}/l2norm``                         f(x_t; W_t) - f(x_t; W_0)
-    ``RCC W_0(x_t-x_0)/{m}/l2norm``                         f(x_t; W_0) - f(x_0; W_0)
-    ``RCC x_t/{m}/l2norm``                                  the first input
-    ``RCC (x_t-x_0)/{m}/l2norm``                            its difference to the reference's
-    of ``nn.Linear`` and ``nn.LayerNorm`` also, without the bias b:
-    ``RCC (W_t-W_0)x_t/{m}.weight/l2norm``                  [f(x_t; W_t) - b_t] - [f(x_t; W_0) - b_0]
-    ``RCC W_0(x_t-x_0)/{m}.weight/l2norm``                  [f(x_t; W_0) - b_0] - [f(x_0; W_0) - b_0]
-    ``RCC (W_t-W_0)x_t/{m}.weight/W_t x_t/l2norm``          f(x_t; W_t) - b_t
-    ``RCC W_0(x_t-x_0)/{m}.weight/W_0 x_0/l2norm``          f(x_0; W_0) - b_0
-    of ``nn.LayerNorm`` also, with n(x) the input normalised, without weight and bias:
-    ``RCC (W_t-W_0)x_t/{m}.weight/x_t/l2norm``              n(x_t)
-    ``RCC W_0(x_t-x_0)/{m}.weight/x_t-x_0/l2norm``          n(x_t) - n(x_0)
-    ======================================================  =======================================================
+    .. code-block:: text
+
+        RCC (W_t-W_0)x_t/{m}/l2norm                        f(x_t; W_t) - f(x_t; W_0)
+        RCC W_0(x_t-x_0)/{m}/l2norm                        f(x_t; W_0) - f(x_0; W_0)
+        RCC x_t/{m}/l2norm                                 the first input
+        RCC (x_t-x_0)/{m}/l2norm                           its difference to the reference's
+        of nn.Linear and nn.LayerNorm also, without the bias b:
+        RCC (W_t-W_0)x_t/{m}.weight/l2norm                 [f(x_t; W_t) - b_t] - [f(x_t; W_0) - b_0]
+        RCC W_0(x_t-x_0)/{m}.weight/l2norm                 [f(x_t; W_0) - b_0] - [f(x_0; W_0) - b_0]
+        RCC (W_t-W_0)x_t/{m}.weight/W_t x_t/l2norm         f(x_t; W_t) - b_t
+        RCC W_0(x_t-x_0)/{m}.weight/W_0 x_0/l2norm         f(x_0; W_0) - b_0
+        of nn.LayerNorm also, with n(x) the input normalised, without weight and bias:
+        RCC (W_t-W_0)x_t/{m}.weight/x_t/l2norm             n(x_t)
+        RCC W_0(x_t-x_0)/{m}.weight/x_t-x_0/l2norm         n(x_t) - n(x_0)
 
     Each is the norm over the last dimension, the mean of that over the rest, over calls and over micro-batches. Keys and values
     are those of torch-module-monitor; of an ``nn.Embedding`` there is the update term only. Outputs in containers have their path

@@ -40,7 +40,7 @@ def width_sweep(
     (Haas et al.
     2025, arXiv 2505.22491). If the learning rate and the initialisation suit all widths, the root mean squares of both are
     independent of
-    the width. The mean of |output| of every module is recorded too, as in the coordinate check of microsoft/mup.
+    the width. The mean of ``|output|`` of every module is recorded too, as in the coordinate check of microsoft/mup.
 
     Wrong arguments are found before the sweep starts, on the first batch of the first seed. The global random generators of torch
     are
