@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
 
 from docutils import nodes
 from pygments.lexers.special import TextLexer
@@ -50,7 +52,27 @@ class CommandHelp(SphinxDirective):
         return found
 
 
+def write_llms(app: Sphinx, exception: Exception | None) -> None:
+    """Write ``llms.txt``, the pages with their first paragraphs, and ``llms-full.txt``, all of their text."""
+    if exception is None:
+        texts = {name: Path(app.env.doc2path(name)).read_text(encoding="utf-8") for name in _in_order(app, "index")}
+        lines = [f"- [{app.env.titles[name].astext()}]({name}.html): {_summary(text)}" for name, text in texts.items()]
+        about = _summary(texts["index"])
+        Path(app.outdir, "llms.txt").write_text(f"# {project}\n\n> {about}\n\n" + "\n".join(lines) + "\n", encoding="utf-8")
+        Path(app.outdir, "llms-full.txt").write_text("\n\n".join(texts.values()), encoding="utf-8")
+
+
+def _in_order(app: Sphinx, name: str) -> list[str]:
+    below = [each for child in app.env.toctree_includes.get(name, ()) for each in _in_order(app, child)]
+    return [name, *below]
+
+
+def _summary(text: str) -> str:
+    return " ".join(text.split("\n\n")[1].split())
+
+
 def setup(app: Sphinx) -> None:
     """Show diagrams as text: a picture would need a script from elsewhere, or a browser."""
     app.add_lexer("mermaid", TextLexer)
     app.add_directive("command-help", CommandHelp)
+    app.connect("build-finished", write_llms)
