@@ -59,11 +59,7 @@ class OwnershipChecks:
         self.version, self.is_comparing = planner.version, False
 
     def step_began(self, step: int) -> bool:
-        """Check the model before an optimizer steps, while gradients exist. Returns whether a check was due.
-
-        Args:
-            step: counts the steps, from 1.
-        """
+        """Check the model before ``step``, from 1 on, while gradients exist. Returns whether a check was due."""
         self._frozen.step_began()
         has_changed = self.version != self._planner.version
         is_due = step >= self._next or has_changed or step in _EARLY
@@ -74,7 +70,7 @@ class OwnershipChecks:
                 self._next = step + max(_LEAST, self._initial.count // 2)
             if has_changed:
                 self._next = min(self._next, step + 4)
-        self.is_comparing = self._frozen.is_comparing
+        self.is_comparing = self._frozen.sample is not None
         self.next_step = step + 1 if self.is_comparing else min(n for n in (*_EARLY, self._next) if n > step)
         return is_due
 
@@ -106,15 +102,7 @@ class OwnershipChecks:
 
 
 class InitialParameters:
-    """The parameters at the beginning, and what has become of them.
-
-    Args:
-        inventory: has them.
-        tallies: receive the findings.
-
-    Attributes:
-        count: their number.
-    """
+    """The parameters at the beginning, ``count`` of them, and what has become of them."""
 
     def __init__(self, inventory: ModelIndex, tallies: Tallies) -> None:
         self._tallies = tallies
@@ -167,7 +155,7 @@ class UnownedParameters:
         self._tallies.retract(other)
         if not outside:
             self._retract(rule)
-        elif self._sample is None or not self._sample.names or self._sample.names[0] not in outside:
+        elif self._sample is None or self._sample.names[0] not in outside:
             self._sample = Sample.of(outside)
         elif self._sample.looks >= _COMPARED or not self._sample.moved():
             evidence = {"parameters": float(len(outside))}
@@ -184,37 +172,32 @@ class UnownedParameters:
 
 
 class FrozenParameters:
-    """Frozen parameters with a gradient, which an optimizer may move: some steps compare one of them before and after."""
+    """Frozen parameters with a gradient, which an optimizer may move: some steps compare a ``sample`` before and after."""
 
     def __init__(self, tallies: Tallies) -> None:
         self._tallies = tallies
-        self._sample: Sample | None = None
+        self.sample: Sample | None = None
         self._compared = 0
-
-    @property
-    def is_comparing(self) -> bool:
-        """Whether the coming steps compare."""
-        return self._sample is not None
 
     def step_began(self) -> None:
         """Remember the value before a step."""
-        if self._sample is not None:
-            self._sample.take()
+        if self.sample is not None:
+            self.sample.take()
 
     def step_ended(self) -> None:
         """Compare the value after a step."""
-        if self._sample is not None and self._sample.has_value:
-            if self._sample.moved():
-                self._tallies.seen("frozen-but-moving", where=self._sample.names)
+        if self.sample is not None and self.sample.value is not None:
+            if self.sample.moved():
+                self._tallies.seen("frozen-but-moving", where=self.sample.names)
             else:
                 self._tallies.missed("frozen-but-moving")
             self._compared += 1
-            if self._sample.looks >= _COMPARED:
-                self._sample = None
+            if self.sample.looks >= _COMPARED:
+                self.sample = None
 
     def exist(self, found: Found, owned: Mapping[int, Tensor]) -> bool:
         """Begin to compare if there are any. Returns whether there are, or a comparison is under way."""
-        if self._sample is not None:
+        if self.sample is not None:
             return True
         frozen = {
             name: (parameter, place)
@@ -224,7 +207,7 @@ class FrozenParameters:
         if frozen and self._tallies.is_fact("frozen-but-moving"):
             self._tallies.seen("frozen-but-moving", where=tuple(frozen))
         elif frozen and self._compared < _SUSPECTED:
-            self._sample = Sample.of(frozen)
+            self.sample = Sample.of(frozen)
         return bool(frozen)
 
 
@@ -245,17 +228,12 @@ class Sample:
 
     def take(self) -> None:
         """Remember the value as it is now. Does not synchronise."""
-        self._value = None if (now := self._now()) is None else now.clone()
-
-    @property
-    def has_value(self) -> bool:
-        """Whether there is a remembered value."""
-        return self._value is not None
+        self.value = None if (now := self._now()) is None else now.clone()
 
     def moved(self) -> bool:
         """Whether the value has changed or cannot be compared. Synchronises, so callers use it a few times only."""
         self.looks += 1
-        now, before = self._now(), self._value
+        now, before = self._now(), self.value
         return before is None or now is None or now.shape != before.shape or not torch.equal(now, before)
 
     def _now(self) -> Tensor | None:

@@ -75,7 +75,8 @@ class LoopAudit(Plugin):
         self._steps = 0
         self._tallies.retract("unattached-optimizer")  # others are attached now
         self._tallies.write_facts(begins=True)
-        self._hooks = ProbeHooks(self._planner, self._tallies, self.context.call, module, optimizers, self._is_paused)
+        self._hooks = ProbeHooks(self._planner, self._tallies, self.context.call, module, optimizers)
+        self._hooks.pause(self._is_paused)
 
     def on_pause(self, is_paused: bool) -> None:
         """Pause or resume: events are part of training only outside a pause."""
@@ -103,8 +104,8 @@ class LoopAudit(Plugin):
             return
         if self._rest.is_on and self._forwards > self._most_forwards + PATIENCE:
             self._rest = Rest()  # no optimizer steps any more
-            hooks.outdate()
-        if not hooks.is_current:
+            hooks.register()
+        elif not hooks.is_current:
             hooks.register(self._rest.is_on)
 
     def on_backward_ended(self) -> None:
@@ -142,9 +143,7 @@ class LoopAudit(Plugin):
             self._interval_ended(hooks, probed, has_stepped=True)
         self._most_forwards, self._forwards = max(self._most_forwards, self._forwards), 0
         if self._rest.step_ended(is_clean):
-            hooks.outdate()  # the next forward adds or removes the hooks
-            if probed.probe is not None:
-                probed.probe.forget()
+            hooks.restart(probed)
         if writes.is_doubtful and not hooks.is_current:
             hooks.register(self._rest.is_on)
 

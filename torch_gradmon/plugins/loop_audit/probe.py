@@ -34,44 +34,25 @@ def is_plain(gradient: Tensor) -> bool:
 
 @dataclass(slots=True)
 class Interval:
-    """What happened to a gradient since the last step of its optimizer.
+    """What happened to a gradient since the last step of its optimizer."""
 
-    Attributes:
-        after_step: whether the gradient is known since a step.
-        was_touched: the loop wrote to it before that step.
-        fired: the number of accumulations.
-        drops: the number of drops between two accumulations, with nothing else in between.
-        writes: the number of times that the loop wrote to it between two accumulations.
-        synced: the number of backward passes that exchanged gradients between ranks.
-        late: the number of writes to the previous step's gradient between that step and its drop; -1 if unknown.
-        dropped: that gradient, if there were any writes.
-        carried: all accumulations were added to the gradient of the previous step, which the loop had not changed.
-        touched: the loop wrote to it between the last accumulation and the step.
-        doubtful: this interval allows no conclusion.
-        is_paused: there were backward passes outside training.
-    """
-
-    after_step: bool = False
-    was_touched: bool = False
-    fired: int = 0
-    drops: int = 0
-    writes: int = 0
-    synced: int = 0
-    late: int = -1
-    dropped: Tensor | None = None
-    carried: bool = False
-    touched: bool = False
-    doubtful: bool = False
-    is_paused: bool = False
+    after_step: bool = False  # whether the gradient is known since a step
+    was_touched: bool = False  # the loop wrote to it before that step
+    fired: int = 0  # the number of accumulations
+    drops: int = 0  # of drops between two accumulations, with nothing else in between
+    writes: int = 0  # of intervals between two accumulations with a write
+    synced: int = 0  # of backward passes that exchanged gradients between ranks
+    late: int = -1  # of writes to the previous step's gradient between that step and its drop; -1 if unknown
+    dropped: Tensor | None = None  # that gradient, if there were any writes
+    carried: bool = False  # all accumulations were added to the previous step's gradient, which the loop had not changed
+    touched: bool = False  # the loop wrote to it between the last accumulation and the step
+    doubtful: bool = False  # nothing follows from this interval
+    is_paused: bool = False  # there were backward passes outside training
 
     def accumulated(self, before: Tensor | None, is_same: bool, writes: int, is_alone: bool) -> None:
-        """Count an accumulation.
+        """Count an accumulation, which was added to the gradient ``before`` if ``is_same``, after a number of other ``writes`` to it.
 
-        Args:
-            before: the gradient at the last observation, if it is known.
-            is_same: whether the accumulation was added to it.
-            writes: the number of other writes to it since then.
-            is_alone: whether nothing moved the parameter since then, and no optimizer stepped.
+        ``is_alone``: since then no optimizer stepped and nothing else moved the parameter.
         """
         self.fired += 1
         if before is None or self.doubtful:
@@ -113,11 +94,6 @@ class Interval:
     def cleared(self, clears: bool) -> int:
         """The number of sums of gradients that were cleared. ``clears``: writes set them to zero."""
         return self.drops + (self.writes if clears else 0)
-
-    def release_dropped(self) -> Tensor | None:
-        """The gradient that was dropped, which is held no longer."""
-        dropped, self.dropped = self.dropped, None
-        return dropped
 
 
 class Probe:

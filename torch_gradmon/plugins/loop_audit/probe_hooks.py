@@ -29,30 +29,23 @@ class ProbeHooks:
         call: calls a function within the monitor's fence.
         module: the watched model.
         optimizers: the attached optimizers.
-        is_paused: whether this is no part of training at first.
 
     Attributes:
         optimizers: all of them, by their ids.
         probed: those that may have a probe.
         exchange: knows when ranks exchange gradients.
-        is_current: the hooks are those that are needed; otherwise :meth:`register` has to be called.
+        is_current: the hooks are those that are needed; otherwise :meth:`register` has to be called, not within one of them.
         is_paused: events are not part of training at the moment.
     """
 
     def __init__(
-        self,
-        planner: Planner,
-        tallies: Tallies,
-        call: Callable[..., Any],
-        module: nn.Module,
-        optimizers: Sequence[Optimizer],
-        is_paused: bool,
+        self, planner: Planner, tallies: Tallies, call: Callable[..., Any], module: nn.Module, optimizers: Sequence[Optimizer]
     ) -> None:
         self._planner, self._tallies, self._call = planner, tallies, call
         self.optimizers = {id(optimizer): ProbedOptimizer(optimizer, tallies) for optimizer in optimizers}
         self.probed = list(self.optimizers.values())[:_OPTIMIZERS]
         self.exchange = GradientExchange(module, call)
-        self.is_paused = is_paused
+        self.is_paused = False
         self._handles, self._unused = Handles(), UnusedGradients()
         self._clock = 0  # counts the steps of all optimizers, also prevented ones, while there are hooks
         for probed in self.probed:
@@ -63,9 +56,11 @@ class ProbeHooks:
         """Begin or end a part of the loop that is no training."""
         self.is_paused = is_paused
 
-    def outdate(self) -> None:
-        """Have the hooks registered anew at the next forward; within a hook on the same parameter that is not possible."""
+    def restart(self, probed: ProbedOptimizer) -> None:
+        """Drop the probe's history. The next forward adds or removes the hooks."""
         self.is_current = False
+        if probed.probe is not None:
+            probed.probe.forget()
 
     def register(self, is_resting: bool = False) -> None:
         """Register one hook on each probe, a second one while values of its gradient are needed, and none with ``is_resting``."""

@@ -75,8 +75,8 @@ class ProbedOptimizer:
                 self.probe = Probe(inventory.names[number], place, parameter)
 
     def shares_parameters(self, other: ProbedOptimizer) -> bool:
-        """Whether both own some parameter, which for one optimizer with itself is so by definition."""
-        return other is self or not self._owned.isdisjoint(other._owned)
+        """Whether both own some parameter."""
+        return not self._owned.isdisjoint(other._owned)
 
     def missed_backward(self) -> bool:
         """Count a backward pass without the probe. Returns whether there were too many of them."""
@@ -92,10 +92,7 @@ class ProbedOptimizer:
     def step_began(self, optimizer: Optimizer, has_forward: bool, is_unknown: bool) -> bool:
         """Judge the step. Returns whether the probe has to be replaced.
 
-        Args:
-            optimizer: the optimizer.
-            has_forward: whether there was a training forward since the last step of any optimizer.
-            is_unknown: whether nothing follows from the gradients.
+        ``has_forward``: there was a training forward since the last step of any optimizer; ``is_unknown``: gradients show nothing.
         """
         self.is_unknown, probe = is_unknown, self.probe
         if probe is None or is_unknown:

@@ -36,17 +36,14 @@ class StepChecks:
         """Judge the writes to a gradient between its step and its drop."""
         interval = probe.interval
         if interval.fired == 1 and (interval.late or not self._tallies.is_empty):
-            dropped = interval.release_dropped()
+            dropped = interval.dropped
             is_clip = dropped is not None and interval.late <= _CLIPS and self.writes.is_late_clip(dropped)
             self._tallies.check("clip-after-step", self._key, is_clip, probe.name)
 
     def step_with_gradient(self, probe: Probe, gradient: Tensor, has_forward: bool) -> None:
-        """Judge the probe, which has ``gradient``, before the optimizer's step.
+        """Judge the probe, whose parameter has ``gradient``, before the optimizer's step.
 
-        Args:
-            probe: has observed the gradient.
-            gradient: the gradient at the last observation.
-            has_forward: whether there was a training forward since the last step of any optimizer.
+        ``has_forward``: there was a training forward since the last step of any optimizer.
         """
         tallies, key, seen = self._tallies, self._key, probe.interval
         if tallies.is_empty and seen.fired and not (seen.carried or seen.drops or seen.writes or seen.synced > 1):
