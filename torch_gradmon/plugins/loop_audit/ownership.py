@@ -44,8 +44,7 @@ class OwnershipChecks:
 
     Attributes:
         next_step: the number of the next step that has to be reported, unless the model changes.
-        version: of the model, at the last check.
-        is_comparing: a comparison is under way, so that the end of the step has to be reported, too.
+        is_comparing: the end of the step has to be reported, too.
     """
 
     def __init__(self, planner: Planner, tallies: Tallies, optimizers: Sequence[Optimizer]) -> None:
@@ -56,7 +55,8 @@ class OwnershipChecks:
         self._unowned, self._frozen = UnownedParameters(tallies), FrozenParameters(tallies)
         self._cleared: tuple[ModelIndex | None, list[int]] = (None, [])
         self.next_step = self._next = 0
-        self.version, self.is_comparing = planner.version, False
+        self.version = planner.version  # of the model, at the last check
+        self.is_comparing = False
 
     def step_began(self, step: int) -> bool:
         """Check the model before ``step``, from 1 on, while gradients exist. Returns whether a check was due."""

@@ -29,13 +29,6 @@ class ProbeHooks:
         call: calls a function within the monitor's fence.
         module: the watched model.
         optimizers: the attached optimizers.
-
-    Attributes:
-        optimizers: all of them, by their ids.
-        probed: those that may have a probe.
-        exchange: knows when ranks exchange gradients.
-        is_current: the hooks are those that are needed; otherwise :meth:`register` has to be called, not within one of them.
-        is_paused: events are not part of training at the moment.
     """
 
     def __init__(
@@ -43,9 +36,10 @@ class ProbeHooks:
     ) -> None:
         self._planner, self._tallies, self._call = planner, tallies, call
         self.optimizers = {id(optimizer): ProbedOptimizer(optimizer, tallies) for optimizer in optimizers}
+        #: those that may have a probe
         self.probed = list(self.optimizers.values())[:_OPTIMIZERS]
         self.exchange = GradientExchange(module, call)
-        self.is_paused = False
+        self.is_paused = False  # whether events are no part of training at the moment
         self._handles, self._unused = Handles(), UnusedGradients()
         self._clock = 0  # counts the steps of all optimizers, also prevented ones, while there are hooks
         for probed in self.probed:
@@ -64,7 +58,7 @@ class ProbeHooks:
 
     def register(self, is_resting: bool = False) -> None:
         """Register one hook on each probe, a second one while values of its gradient are needed, and none with ``is_resting``."""
-        self.is_current = True
+        self.is_current = True  # False where other hooks are needed, which cannot be registered within one of these
         self._handles.remove()
         for key, probed in self.optimizers.items():
             if probed.probe is not None and not probed.probe.is_offloaded and not is_resting:

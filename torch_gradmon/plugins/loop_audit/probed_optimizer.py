@@ -26,25 +26,15 @@ class ProbedOptimizer:
     Args:
         optimizer: held weakly.
         tallies: receive the findings.
-
-    Attributes:
-        key: its key in the tallies.
-        probe: its probe, if it has one.
-        checks: judge its steps.
-        scaler: judges the calls of its GradScaler.
-        unattached: what changes its parameters between its steps.
-        stepped_in: the backward pass within which it has stepped last; -1 for none.
-        is_unknown: it steps with a closure, or outside training.
     """
 
     def __init__(self, optimizer: Optimizer, tallies: Tallies) -> None:
-        self.key = id(optimizer)
+        self.key = id(optimizer)  # in the tallies
         self.probe: Probe | None = None
-        self.checks = StepChecks(tallies, self.key)
-        self.scaler = ScalerChecks(tallies, self.key)
+        self.checks, self.scaler = StepChecks(tallies, self.key), ScalerChecks(tallies, self.key)
         self.unattached = UnattachedUpdates()
-        self.stepped_in = -1
-        self.is_unknown = False
+        self.stepped_in = -1  # the backward pass within which it has stepped last
+        self.is_unknown = False  # whether it steps with a closure, or outside training
         self._optimizer = weakref.ref(optimizer)
         self._owned: frozenset[int] = frozenset()
         self._absent = self._silent = 0
