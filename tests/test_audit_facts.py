@@ -67,8 +67,8 @@ def test_the_run_directory_hears_of_a_fact_when_it_is_new_and_as_it_grows() -> N
     noted = Noted()
     noted.see(150)
     assert [audit[0]["count"] for audit in noted.notes] == [3, 10, 30, 100]
-    noted.tallies.tell()
-    noted.tallies.tell()
+    noted.tallies.write_facts()
+    noted.tallies.write_facts()
     assert [audit[0]["count"] for audit in noted.notes] == [3, 10, 30, 100, 150]
     assert [LoopFinding.of_dict(json.loads(json.dumps(fact))) for fact in noted.notes[-1]] == noted.tallies.facts()
 

@@ -12,6 +12,8 @@ from torch import nn
 import torch_gradmon as gradmon
 from torch_gradmon.plugins.loop_audit.sampling import LOOKED, RESTED, TRUSTED, Rest
 
+from .test_traced_step import Trace
+
 ROUND = RESTED + LOOKED
 
 
@@ -92,6 +94,16 @@ def test_a_sound_loop_has_no_hook_in_three_steps_of_four_and_is_told_nothing(mak
     assert set(found) == {0, 1}
     assert found.count(1) == 2 * LOOKED
     assert [finding for finding in loop.monitor.diagnose().findings if finding.severity != "info"] == []
+
+
+def test_a_step_at_rest_makes_a_call_in_each_forward_and_three_more() -> None:
+    for accumulation in (1, 3):
+        loop, trace = _Loop(accumulation), Trace()
+        for _ in range(TRUSTED + 5):
+            loop.step()
+        with trace.on():
+            loop.step()
+        assert sum(calls for file, calls in trace.files.items() if "loop_audit" in file) == 3 + accumulation
 
 
 def test_with_several_optimizers_nothing_rests() -> None:

@@ -12,11 +12,11 @@ _LOOKS = 3
 _DOUBTS = 9
 
 
-class Writes:
+class GradientWrites:
     """The writes to the gradients of one optimizer.
 
     Attributes:
-        is_curious: the loop writes between two accumulations, and the kind of write is not known yet.
+        is_unclear: the loop writes between two accumulations, and the kind of write is not known yet.
         clears: those writes set gradients to zero; False while the kind is not known.
         clips: those writes do not.
         is_doubtful: gradients seem to be carried over from step to step, which their values have to confirm.
@@ -24,22 +24,27 @@ class Writes:
     """
 
     def __init__(self) -> None:
-        self.is_curious = self.clears = self.clips = False
+        self.is_unclear = self.clears = self.clips = False
         self.is_doubtful = self.stays = False
         self._zeros = self._others = self._late = self._doubts = 0
 
+    @property
+    def needs_values(self) -> bool:
+        """Whether the values of gradients have to be read."""
+        return self.is_unclear or self.is_doubtful
+
     def begin(self) -> bool:
         """Record a write. Returns whether the values must be read from now on."""
-        begins = not (self.is_curious or self.clears or self.clips)
-        self.is_curious |= begins
+        begins = not (self.is_unclear or self.clears or self.clips)
+        self.is_unclear |= begins
         return begins
 
-    def look(self, probe: Probe, parameter: Tensor, incoming: Tensor | None) -> None:
+    def read_written(self, probe: Probe, parameter: Tensor, incoming: Tensor | None) -> None:
         """Read the gradient just before another one is added to it. Synchronises only if the loop has written to it."""
         gradient = parameter.grad
-        if not self.is_curious or gradient is None or gradient is not probe.gradient:
+        if not self.is_unclear or gradient is None or gradient is not probe.gradient:
             return
-        if not probe.fired or gradient._version == probe.version or incoming is None:
+        if not probe.interval.fired or gradient._version == probe.version or incoming is None:
             return
         if not bool(incoming.any()):  # where all is zero anyway, nothing follows from it
             return
@@ -48,22 +53,22 @@ class Writes:
         else:
             self._zeros += 1
         if self._others + self._zeros >= _LOOKS:
-            self.is_curious = False
+            self.is_unclear = False
             self.clears = self._zeros > self._others
             self.clips = not self.clears
 
-    def look_at_carried(self, probe: Probe, parameter: Tensor, incoming: Tensor | None) -> None:
+    def read_carried(self, probe: Probe, parameter: Tensor, incoming: Tensor | None) -> None:
         """Read a gradient that seems to be carried over: ``.data.zero_()`` does not change its version. Synchronises."""
-        gradient = parameter.grad
-        if not self.is_doubtful or probe.fired or not probe.after_step or gradient is None or gradient is not probe.gradient:
+        gradient, interval = parameter.grad, probe.interval
+        if not self.is_doubtful or interval.fired or not interval.after_step:
             return
-        if gradient._version != probe.version or incoming is None:
+        if gradient is None or gradient is not probe.gradient or gradient._version != probe.version or incoming is None:
             return
         self._doubts += 1
         self.stays = bool(gradient.any())
         self.is_doubtful = not self.stays and self._doubts < _DOUBTS
 
-    def doubt(self) -> bool:
+    def suspect_carried(self) -> bool:
         """Record that a gradient's version indicates carrying over. Returns whether its values must be read from now on."""
         begins = not (self.is_doubtful or self.stays or self._doubts)
         self.is_doubtful |= begins

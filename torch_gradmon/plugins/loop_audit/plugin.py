@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-import sys
-import weakref
 from collections.abc import Callable, Sequence
 
-import torch
-from torch import Tensor, nn
-from torch.autograd import Variable
+from torch import nn
 from torch.optim import Optimizer
 
-from ...capture.hooks import Handles, Hook
 from ...core.errors import WarningLog
 from ...core.loop_findings import LoopFinding
 from ...step.planner import Planner
 from ...step.plugin import Plugin
-from .optimizer_state import Watched
-from .ownership import Survey
-from .probe import Probe
+from .ownership import OwnershipChecks
+from .probe_hooks import ProbeHooks
+from .probed_optimizer import PATIENCE, ProbedOptimizer
 from .sampling import Rest
 from .tallies import Tallies
-from .unused_gradients import Idle
-
-#: The most optimizers that get a probe. More are usually those of single parameters, which step within the backward pass.
-_OPTIMIZERS = 3
-#: The number of consecutive steps without a gradient after which a probe is replaced.
-_PATIENCE = 3
-#: The number of parameters of an optimizer without steps that are compared, and the largest size of one.
-_PLACES, _LARGEST = 4, 2**20
 
 
 class LoopAudit(Plugin):
@@ -39,28 +25,20 @@ class LoopAudit(Plugin):
         planner: knows the model.
         complaints: receives a warning about each certain mistake.
         note: writes facts about the run to the run directory.
-
-    Attributes:
-        paused: events are not part of training at the moment.
     """
 
     name = "loop_audit"
     stops_on_failure = True
 
     def __init__(self, planner: Planner, complaints: WarningLog, note: Callable[..., None]) -> None:
-        self.paused = False
         self._planner = planner
         self._tallies = Tallies(complaints, self._step, note)
-        self._watched: dict[int, Watched] = {}
-        self._probed: list[Watched] = []
-        self._handles = Handles()
-        self._survey: Survey | None = None
-        self._idle, self._rest = Idle(), Rest()
-        self._ddp: weakref.ref[nn.Module] | None = None
-        self._clock = self._forwards = self._forwards_at_step = self._most_forwards = 0
-        self._has_ranks = False
-        self._settling: set[int] = set()
-        self._is_hung = True
+        self._hooks: ProbeHooks | None = None
+        self._ownership: OwnershipChecks | None = None
+        self._rest = Rest()
+        self._is_paused = False
+        self._steps = 0  # since the audit began, without those that a scaler has prevented
+        self._forwards = self._most_forwards = 0  # since the last step of any optimizer, and the most between two
 
     def _step(self) -> int:
         return self.context.step or 0
@@ -71,132 +49,10 @@ class LoopAudit(Plugin):
 
     def sees_alternation(self) -> bool:
         """Whether the optimizers have gradients of different numbers of backward passes since their last steps."""
-        return len({watched.probe.fired for watched in self._watched.values() if watched.probe is not None}) > 1
-
-    def on_leave(self, last: int | None) -> None:
-        """Write the facts to the run directory, if they are new."""
-        self._tallies.tell()
-
-    # --- life cycle ----------------------------------------------------------------------------------------------------------
-
-    def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Begin to audit a loop."""
-        self.on_detach()
-        self._watched = {id(optimizer): Watched(optimizer, self._tallies) for optimizer in optimizers}
-        references = [weakref.ref(optimizer) for optimizer in optimizers]
-        self._survey = Survey(self._planner, self._tallies, lambda: [o for ref in references if (o := ref()) is not None])
-        self._ddp, self._has_ranks = _ddp_in(module), _has_ranks()
-        self._clock = 0
-        self._tallies.retract("unattached-optimizer")  # others are attached now
-        self._tallies.tell(begins=True)
-        self._probed = list(self._watched.values())[:_OPTIMIZERS]
-        for watched in self._probed:
-            self._choose(watched)
-        self._hang()
-
-    def on_pause(self, is_paused: bool) -> None:
-        """Pause or resume: events are part of training only outside a pause."""
-        self.paused = is_paused
-
-    def on_detach(self) -> None:
-        """Remove all hooks, and keep only the facts."""
-        self._handles.remove()
-        self._watched, self._survey, self._idle, self._rest, self._ddp = {}, None, Idle(), Rest(), None
-        self._probed = []
-        self._settling.clear()
-
-    def _choose(self, watched: Watched, with_gradient: bool = False) -> None:
-        """Probe the smallest parameter of an optimizer; ``with_gradient``: the smallest that has a gradient now."""
-        optimizer, inventory = watched.optimizer(), self._planner.now()
-        watched.absent, watched.probe, watched.silent, self._is_hung = 0, None, 0, False
-        if optimizer is None or inventory is None:
-            return
-        watched.owned = owned = frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
-        found = [
-            (parameter.numel(), number)
-            for number, place in enumerate(inventory.references)
-            if (parameter := place()) is not None
-            and id(parameter) in owned
-            and parameter.requires_grad
-            and (parameter.grad is not None or not with_gradient)
-        ]
-        if found:
-            _, number = min(found)
-            place = inventory.references[number]
-            others = [each for size, each in found if size <= _LARGEST and each != number]
-            chosen = others[:: max(1, len(others) // (_PLACES - 1))][: _PLACES - 1]
-            watched.places = [place, *(inventory.references[each] for each in chosen)]
-            if (parameter := place()) is not None:
-                watched.probe = Probe(inventory.names[number], place, parameter)
-
-    def _hang(self) -> None:
-        """Register one hook on each probe, a second one while writes to its gradient are unexplained, and none during a pause."""
-        self._is_hung = True
-        self._handles.remove()
-        if self._rest.is_on:
-            return
-        for key, watched in self._watched.items():
-            if watched.probe is not None and not watched.probe.is_offloaded:
-                self._handles.on_accumulate(watched.probe.place, Hook(self._accumulated_hook, key))
-                if watched.writes.is_curious or watched.writes.is_doubtful:
-                    self._handles.on_gradient(watched.probe.place, Hook(self._incoming_hook, key))
-
-    # --- forward and backward --------------------------------------------------------------------------------------------------
-
-    def on_forward(self) -> None:
-        """Count a training forward of the model."""
-        self._forwards += 1
-        if self._rest.is_on and self._forwards - self._forwards_at_step > self._most_forwards + _PATIENCE:
-            self._rest, self._is_hung = Rest(), False  # no optimizer steps any more
-        if not self._is_hung:  # not from within a hook on the same parameter
-            self._hang()
-
-    def _accumulated_hook(self, key: int, parameter: Tensor) -> None:
-        if not torch.compiler.is_compiling():  # as compiled autograd does
-            self.context.call(self._accumulated, key, parameter)
-
-    def _accumulated(self, key: int, parameter: Tensor) -> None:
-        watched = self._watched[key]
-        probe = watched.probe
-        if probe is None:
-            return
-        if self.paused:
-            probe.doubtful = probe.is_paused = True
-            return
-        probe.accumulated(parameter, self._clock)
-        if watched.stepped_in != torch._C._current_graph_task_id():
-            self._passed(watched)
-        if probe.late >= 0 or watched.is_unscaled:
-            watched.accumulated(probe)
-        if probe.writes and watched.writes.begin():
-            self._is_hung = False
-        if self._ddp is not None or probe.is_sharded:
-            self._note_sync(probe)
-        if self._has_ranks:
-            self._settle_later(key)
-        if not self._clock and self._idle.goes_on(parameter, probe, watched.writes.clears):
-            self._tallies.seen("never-stepped", key, evidence={"backward passes": float(probe.fired)})
-
-    def _passed(self, watched: Watched) -> None:
-        # within a closure it is the attached optimizer that moves the parameters
-        if any(other.is_unknown for other in self._probed):
-            return
-        if watched.elsewhere.passed(watched.places):
-            passes = {"backward passes": float(watched.elsewhere.passes)}
-            self._tallies.seen("unattached-optimizer", watched.key, evidence=passes)
-
-    def on_backward_ended(self) -> None:
-        """Replace a probe that took part in no backward pass, at the end of one in a monitored step."""
-        for watched in self._probed:
-            if watched.probe is not None and not watched.probe.has_fired and not self.paused:
-                watched.silent += 1
-                self._passed(watched)
-                if watched.silent >= _PATIENCE:
-                    self._choose(watched, with_gradient=True)
-
-    def on_optimizers_lost(self) -> None:
-        """Record that all optimizers were garbage-collected; the loop has warned about it."""
-        self._tallies.seen("unattached-optimizer", warns=False)
+        if self._hooks is None or len(self._hooks.optimizers) < 2:
+            return False
+        probes = [probed.probe for probed in self._hooks.optimizers.values()]
+        return len({probe.interval.fired for probe in probes if probe is not None}) > 1
 
     def is_stale(self, in_step: bool) -> bool:
         """Whether the model has been trained since the last step of an attached optimizer, whose values would look current.
@@ -204,153 +60,129 @@ class LoopAudit(Plugin):
         Args:
             in_step: whether a step is open in which no optimizer has stepped.
         """
-        return any(
-            watched.elsewhere.has_moved or (in_step and (watched.probe.was_written() or watched.elsewhere.has_changed))
-            for watched in self._probed
-            if watched.probe is not None and watched.elsewhere.passes > 0
-        )
+        return self._hooks is not None and any(probed.is_stale(in_step) for probed in self._hooks.probed)
 
-    def _note_sync(self, probe: Probe) -> None:
-        ddp = None if self._ddp is None else self._ddp()
-        probe.synced += probe.is_sharded or (ddp is not None and bool(getattr(ddp, "require_backward_grad_sync", False)))
+    def on_leave(self, last: int | None) -> None:
+        """Write the facts to the run directory, if they are new."""
+        self._tallies.write_facts()
 
-    def _settle_later(self, key: int) -> None:
-        """Look again when DDP has copied the reduced gradients back, which it does in such a callback."""
-        if key not in self._settling:
-            self._settling.add(key)
-            engine = Variable._execution_engine
-            settle = functools.partial(self.context.call, self._settled, key)
-            engine.queue_callback(lambda: engine.queue_callback(settle))
+    # --- life cycle ----------------------------------------------------------------------------------------------------------
 
-    def _settled(self, key: int) -> None:
-        self._settling.discard(key)
-        watched = self._watched.get(key)
-        if watched is not None and watched.probe is not None and (parameter := watched.probe.place()) is not None:
-            watched.probe.settled(parameter)
+    def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Begin to audit a loop."""
+        self.on_detach()
+        self._ownership = OwnershipChecks(self._planner, self._tallies, optimizers)
+        self._steps = 0
+        self._tallies.retract("unattached-optimizer")  # others are attached now
+        self._tallies.write_facts(begins=True)
+        self._hooks = ProbeHooks(self._planner, self._tallies, self.context.call, module, optimizers)
+        self._hooks.pause(self._is_paused)
 
-    def _incoming_hook(self, key: int, gradient: Tensor | None) -> None:
-        self.context.call(self._incoming, key, gradient)
+    def on_pause(self, is_paused: bool) -> None:
+        """Pause or resume: events are part of training only outside a pause."""
+        self._is_paused = is_paused
+        if self._hooks is not None:
+            self._hooks.pause(is_paused)
 
-    def _incoming(self, key: int, gradient: Tensor | None) -> None:
-        probe = self._watched[key].probe
-        parameter = None if probe is None else probe.place()
-        if probe is not None and parameter is not None:
-            writes = self._watched[key].writes
-            writes.look(probe, parameter, gradient)
-            writes.look_at_carried(probe, parameter, gradient)
-            self._is_hung &= writes.is_curious or writes.is_doubtful
+    def on_detach(self) -> None:
+        """Remove all hooks, and keep only the facts."""
+        if self._hooks is not None:
+            self._hooks.remove()
+        self._hooks, self._ownership, self._rest = None, None, Rest()
+
+    def on_optimizers_lost(self) -> None:
+        """Record that all optimizers were garbage-collected; the loop has warned about it."""
+        self._tallies.seen("unattached-optimizer", warns=False)
+
+    # --- forward and backward --------------------------------------------------------------------------------------------------
+
+    def on_forward(self) -> None:
+        """Count a training forward of the model."""
+        self._forwards += 1
+        hooks = self._hooks
+        if hooks is None:
+            return
+        if self._rest.is_on and self._forwards > self._most_forwards + PATIENCE:
+            self._rest = Rest()  # no optimizer steps any more
+            hooks.register()
+        elif not hooks.is_current:
+            hooks.register(self._rest.is_on)
+
+    def on_backward_ended(self) -> None:
+        """Replace a probe that took part in no backward pass, at the end of one in a monitored step."""
+        if self._hooks is not None:
+            self._hooks.backward_ended()
 
     # --- steps -----------------------------------------------------------------------------------------------------------------
 
     def on_optimizer_step(self, optimizer: Optimizer, has_closure: bool) -> None:
-        """Evaluate the probe before an optimizer steps or calls its closure."""
-        watched = self._watched.get(id(optimizer))
-        if watched is None or self._survey is None:
+        """Judge the gradients before an optimizer steps or calls its closure."""
+        hooks, ownership = self._hooks, self._ownership
+        if hooks is None or ownership is None or (probed := hooks.optimizers.get(id(optimizer))) is None:
             return
-        self._clock += 1
-        if self._clock == 1:
-            self._tallies.retract("never-stepped")
+        self._steps += 1
         if not self._rest.is_on:
-            watched.is_unknown = has_closure or self.paused
-            if watched.probe is not None and not watched.is_unknown:
-                self._judge(watched, watched.probe, optimizer)
-        if self._survey.step_began():
-            self._has_ranks = _has_ranks()
-
-    def _judge(self, watched: Watched, probe: Probe, optimizer: Optimizer) -> None:
-        parameter = probe.place()
-        if parameter is None or id(parameter) != probe.identity:  # it was replaced
-            self._choose(watched, with_gradient=True)
-            return
-        if getattr(optimizer, "grad_scale", None) is not None:  # a fused one, that unscales as it steps
-            watched.unscaling(parameter, probe, optimizer)
-        gradient = probe.look(parameter)
-        if gradient is not None:
-            since = self._forwards != self._forwards_at_step
-            watched.step_with_gradient(probe, gradient, since)
-            if probe.carried and watched.writes.doubt():
-                self._is_hung = False
-        elif watched.step_without_gradient(probe, optimizer) and (watched.absent >= _PATIENCE or not watched.had_gradients):
-            self._choose(watched, with_gradient=True)
+            hooks.step_began(probed, optimizer, self._forwards > 0, has_closure)
+        is_due = self._steps >= ownership.next_step or ownership.version != self._planner.version
+        if is_due and ownership.step_began(self._steps):
+            hooks.exchange.update()
 
     def on_optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """Finish the evaluation after the optimizer's step."""
-        watched = self._watched.get(id(optimizer))
-        if watched is not None and self._survey is not None:
-            self._survey.step_ended()
-            watched.stepped_in = torch._C._current_graph_task_id()
-            is_clean = self._is_clean(watched)
-            self._over(watched)
-            if self._rest.step_ended(is_clean):
-                self._turn(watched)
-            if watched.writes.is_doubtful and not self._is_hung:
-                self._hang()
+        """Begin the next interval, and decide whether the next step is audited. A step at rest makes two calls: this and one more."""
+        hooks, ownership = self._hooks, self._ownership
+        if hooks is None or ownership is None or (probed := hooks.optimizers.get(id(optimizer))) is None:
+            return
+        if ownership.is_comparing:
+            ownership.step_ended()
+        # With several optimizers the gradients of one are evidence about the others. In a loop without visible forwards only the
+        # probe's hook shows backward passes without steps. Such loops never count as clean, nor do those with open questions.
+        writes = probed.checks.writes
+        is_clean = self._tallies.is_empty and self._forwards > 0 and len(hooks.optimizers) == 1 and not hooks.exchange.has_ranks
+        is_clean = is_clean and probed.probe is not None and not (writes.is_unclear or writes.is_doubtful)
+        if not (self._rest.is_on and is_clean) or probed.unattached.passes:
+            self._interval_ended(hooks, probed, has_stepped=True)
+        self._most_forwards, self._forwards = max(self._most_forwards, self._forwards), 0
+        if self._rest.step_ended(is_clean):
+            hooks.restart(probed)
+        if writes.is_doubtful and not hooks.is_current:
+            hooks.register(self._rest.is_on)
 
     def on_optimizer_overflowed(self, optimizer: Optimizer) -> None:
-        """Finish the evaluation after the scaler prevented the optimizer's step."""
-        self._clock += 1
-        if (watched := self._watched.get(id(optimizer))) is not None:
-            self._over(watched)
+        """Begin the next interval after the scaler prevented the optimizer's step."""
+        if self._hooks is None:
+            return
+        self._hooks.step_prevented()
+        if (probed := self._hooks.optimizers.get(id(optimizer))) is not None:
+            self._interval_ended(self._hooks, probed, has_stepped=False)
+            self._most_forwards, self._forwards = max(self._most_forwards, self._forwards), 0
 
-    def _over(self, watched: Watched) -> None:
-        self._most_forwards = max(self._most_forwards, self._forwards - self._forwards_at_step)
-        self._forwards_at_step = self._forwards
-        for other in self._probed:
-            if other is watched or not other.owned.isdisjoint(watched.owned):
-                other.elsewhere.stepped()
+    def _interval_ended(self, hooks: ProbeHooks, probed: ProbedOptimizer, has_stepped: bool) -> None:
+        for other in hooks.probed:
+            if other is probed or other.shares_parameters(probed):
+                other.unattached.step_ended()
                 if not self._tallies.is_empty:
                     self._tallies.retract("unattached-optimizer", other.key)
         if not self._rest.is_on:
-            watched.over()
-
-    def _is_clean(self, watched: Watched) -> bool:
-        """Whether this loop has no findings and no open questions.
-
-        With several optimizers the gradients of one are evidence about the others. In a loop without visible forwards only the
-        probe's hook shows backward passes without steps. Such loops never count as clean.
-        """
-        is_open = watched.writes.is_curious or watched.writes.is_doubtful or watched.probe is None
-        is_seen = self._forwards > self._forwards_at_step
-        return self._tallies.is_empty and len(self._watched) == 1 and is_seen and not (is_open or self._has_ranks)
-
-    def _turn(self, watched: Watched) -> None:
-        """Begin or end a pause: the next forward adds or removes the hooks, and the probe starts without a history."""
-        self._is_hung = False
-        if watched.probe is not None:
-            watched.probe.forget()
+            probed.step_ended(has_stepped)
 
     # --- scaler ----------------------------------------------------------------------------------------------------------------
 
     def on_unscaling(self, optimizer: Optimizer) -> None:
-        """Evaluate the probe before the scaler unscales the optimizer's gradients."""
-        watched = self._watched.get(id(optimizer))
-        if watched is not None and watched.probe is not None and (parameter := watched.probe.place()) is not None:
-            watched.unscaling(parameter, watched.probe, optimizer)
+        """Judge the gradients before the scaler unscales them."""
+        if self._hooks is not None and (probed := self._hooks.optimizers.get(id(optimizer))) is not None:
+            probed.unscaling(optimizer)
 
     def on_unscaled(self, optimizer: Optimizer) -> None:
         """Record that the optimizer's gradients are unscaled."""
-        if (watched := self._watched.get(id(optimizer))) is not None:
-            watched.unscaled()
+        if self._hooks is not None and (probed := self._hooks.optimizers.get(id(optimizer))) is not None:
+            probed.scaler.unscaled()
 
     def on_loss_scaled(self) -> None:
         """Record that the scaler has scaled a loss."""
-        for watched in self._watched.values():
-            watched.scaled()
+        for probed in () if self._hooks is None else self._hooks.optimizers.values():
+            probed.scaler.loss_scaled()
 
     def on_scaler_updated(self) -> None:
         """End the scaler's attempt."""
-        for watched in self._watched.values():
-            watched.attempt_over()
-
-
-def _has_ranks() -> bool:
-    """Whether gradients may be exchanged between ranks."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized()
-
-
-def _ddp_in(module: nn.Module) -> weakref.ref[nn.Module] | None:
-    """The wrapper whose flag shows whether a backward pass exchanges gradients."""
-    parallel = sys.modules.get("torch.nn.parallel.distributed")
-    kind = getattr(parallel, "DistributedDataParallel", ())
-    return next((weakref.ref(child) for child in module.modules() if isinstance(child, kind)), None)
+        for probed in () if self._hooks is None else self._hooks.optimizers.values():
+            probed.scaler.end_attempt()

@@ -10,7 +10,7 @@ from ...core.loop_findings import LoopFinding
 from ...core.loop_mistakes import MISTAKES
 
 #: Counts at which a fact is written to the run directory again.
-_TOLD = frozenset(factor * 10**power for power in range(9) for factor in (1, 3))
+_WRITTEN = frozenset(factor * 10**power for power in range(9) for factor in (1, 3))
 
 
 class Tally:
@@ -48,12 +48,16 @@ class Tallies:
         complaints: receives one warning about each fact.
         step: returns the number of the current step.
         note: writes facts about the run to the run directory.
+
+    Attributes:
+        is_empty: no mistake was ever seen, or those that were are retracted.
     """
 
     def __init__(self, complaints: WarningLog, step: Callable[[], int], note: Callable[..., None]) -> None:
         self._complaints, self._step, self._note = complaints, step, note
         self._tallies: dict[tuple[str, object], Tally] = {}
-        self._told: list[dict[str, Any]] = []
+        self._written: list[dict[str, Any]] = []
+        self.is_empty = True
 
     def seen(
         self,
@@ -67,16 +71,19 @@ class Tallies:
         tally = self._tallies.get((rule, key))
         if tally is None:
             tally = self._tallies[rule, key] = Tally(MISTAKES[rule].repeats)
+            self.is_empty = False
         became = tally.seen(self._step(), where, evidence or {})
-        if became or (tally.is_fact and tally.count in _TOLD):
-            self.tell()
+        if became or (tally.is_fact and tally.count in _WRITTEN):
+            self.write_facts()
         if became and warns and MISTAKES[rule].warns:
             self._warn(rule, tally)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no mistake was ever seen."""
-        return not self._tallies
+    def check(self, rule: str, key: object, is_so: bool, where: str, **evidence: float) -> None:
+        """Count the mistake if ``is_so``, and otherwise record that it did not occur."""
+        if is_so:
+            self.seen(rule, key, (where,), {name: float(value) for name, value in evidence.items()})
+        else:
+            self.missed(rule, key)
 
     def missed(self, rule: str, key: object = None) -> None:
         """Record that the mistake could have occurred, but did not."""
@@ -88,6 +95,7 @@ class Tallies:
         """Drop the mistake, of one optimizer or of all: it has turned out to be none."""
         for known in [known for known in self._tallies if known[0] == rule and key in (None, known[1])]:
             del self._tallies[known]
+        self.is_empty = not self._tallies
 
     def is_fact(self, rule: str, key: object = None) -> bool:
         """Whether the mistake is a fact."""
@@ -108,11 +116,11 @@ class Tallies:
                 found[rule] = _merged(found[rule], fact) if rule in found else fact
         return list(found.values())
 
-    def tell(self, begins: bool = False) -> None:
+    def write_facts(self, begins: bool = False) -> None:
         """Write the facts to the run directory if they have changed. ``begins``: in any case, since old ones may be there."""
         facts = [fact.to_dict() for fact in self.facts()]
-        if facts != self._told or begins:
-            self._told = facts
+        if facts != self._written or begins:
+            self._written = facts
             self._note(audit=facts)
 
     def _warn(self, rule: str, tally: Tally) -> None:

@@ -13,7 +13,7 @@ _CLEARED = 30
 _SUMMED = 1000
 
 
-class Idle:
+class UnusedGradients:
     """Detects a loop that runs backward passes without a step while the parameter does not change."""
 
     def __init__(self) -> None:
@@ -21,19 +21,19 @@ class Idle:
         self._is_other = False
         self._next = 0
 
-    def goes_on(self, parameter: Tensor, probe: Probe, clears: bool) -> bool:
+    def are_certain(self, parameter: Tensor, probe: Probe, clears: bool) -> bool:
         """Whether the loop still has no step after too many backward passes for a coincidence.
 
         ``clears``: in-place writes to gradients set them to zero. Synchronises after the 30th, 100th, 300th pass and so on.
         """
-        cleared = probe.drops + (probe.writes if clears else 0)
-        enough = cleared >= _CLEARED or probe.fired >= _SUMMED
-        if self._is_other or (not enough and cleared < _CLEARED // 3 and probe.fired < _SUMMED // 2):
+        fired, cleared = probe.interval.fired, probe.interval.cleared(clears)
+        enough = cleared >= _CLEARED or fired >= _SUMMED
+        if self._is_other or (not enough and cleared < _CLEARED // 3 and fired < _SUMMED // 2):
             return False
         if self._value is None:
             self._value = parameter.detach().clone()
-        elif enough and probe.fired >= self._next:
-            self._next = 3 * probe.fired
+        elif enough and fired >= self._next:
+            self._next = 3 * fired
             # something other than the watched optimizers moves it, so the loop does train
             self._is_other = self._value.shape != parameter.shape or not torch.equal(self._value, parameter.detach())
         return enough and not self._is_other

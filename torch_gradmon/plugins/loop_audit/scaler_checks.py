@@ -1,4 +1,4 @@
-"""Whether gradients are clipped while they are still multiplied by the scale of a GradScaler.
+"""Mistakes around the calls of a GradScaler: gradients clipped while they are scaled, or added to unscaled ones.
 
 Version counters show writes before the gradients are unscaled. Values show that the writes are a clip, not an all-reduce or a
 division by the loop: the norm, or the largest element, is the same in each step. They are read a few times in a training.
@@ -12,12 +12,63 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .probe import is_plain
+from .probe import Probe, is_plain
+from .tallies import Tallies
 
 #: The number of norms that are compared, and the largest number that is read.
 _COMPARED, _MOST = 3, 9
 #: The tolerance for equal norms: a clip is exact up to rounding and torch's 1e-6 in the denominator.
 _SAME = 1e-2
+
+
+class ScalerChecks:
+    """Judges the order of one optimizer's gradients and the calls of its GradScaler.
+
+    Args:
+        tallies: receive the findings.
+        key: the optimizer's key there.
+
+    Attributes:
+        is_active: the scaler was called in this attempt.
+        is_unscaled: it has unscaled the gradients.
+    """
+
+    def __init__(self, tallies: Tallies, key: int) -> None:
+        self._tallies, self._key = tallies, key
+        self._clip = ScaledClip()
+        self.is_active = self.is_unscaled = self._is_scaled_since = self._is_mixed = False
+
+    def loss_scaled(self) -> None:
+        """Record that a loss was scaled."""
+        self.is_active = self._is_scaled_since = True
+
+    def accumulated_unscaled(self) -> None:
+        """Record an accumulation to unscaled gradients."""
+        self._is_mixed |= self._is_scaled_since
+
+    def unscaling(self, parameter: Tensor, probe: Probe, optimizer: Optimizer) -> None:
+        """Judge the probe before the scaler unscales the optimizer's gradients."""
+        interval = probe.interval
+        if interval.doubtful or not interval.fired or parameter.grad is not probe.gradient:
+            return
+        probe.look(parameter)
+        if not interval.touched or self._clip.was_written(optimizer):
+            self._tallies.check("clipped-while-scaled", self._key, interval.touched, probe.name)
+
+    def unscaled(self) -> None:
+        """Record that the gradients are unscaled."""
+        self.is_active = self.is_unscaled = True
+        self._is_scaled_since = False
+
+    def step_ended(self, probe: Probe | None) -> None:
+        """Judge the attempt after the optimizer's step, or after the scaler prevented it."""
+        if probe is not None and self.is_unscaled:
+            self._tallies.check("backward-after-unscale", self._key, self._is_mixed, probe.name)
+        self.end_attempt()
+
+    def end_attempt(self) -> None:
+        """Forget the scaler's calls of this attempt."""
+        self.is_active = self.is_unscaled = self._is_scaled_since = self._is_mixed = False
 
 
 class ScaledClip:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,16 +17,21 @@ _PASSES = 5
 _COMPARED = 4096
 
 
-class Elsewhere:
+class UnattachedUpdates:
     """Counts backward passes since the optimizer's last step, and how often its parameters changed before one."""
 
     def __init__(self) -> None:
+        self._places: Sequence[Place] = ()
         self.passes = self._moves = self._looks = 0
         self._most = 1  # passes between two steps so far
         self._is_certain = False
         self._samples: list[_Sample] = []
 
-    def passed(self, places: Iterable[Place]) -> bool:
+    def compare(self, places: Sequence[Place]) -> None:
+        """Compare these parameters of the optimizer from now on."""
+        self._places = places
+
+    def backward_ended(self) -> bool:
         """Count a backward pass. Returns whether the parameters have changed before too many of them for a coincidence.
 
         No parameter is read during the usual number of passes between two steps, which in most loops is all of them: this saves a
@@ -36,7 +41,7 @@ class Elsewhere:
         beyond = self.passes - self._most
         if beyond <= 1:
             if beyond == 1:
-                self._samples = [_Sample(place) for place in places]
+                self._samples = [_Sample(place) for place in self._places]
             return False
         if self._is_certain:
             return True
@@ -60,7 +65,7 @@ class Elsewhere:
         """Whether they differ from their first samples. Synchronises."""
         return any(sample.has_changed() for sample in self._samples)
 
-    def stepped(self) -> None:
+    def step_ended(self) -> None:
         """Start again after a step of the optimizer, or of another attached one with the same parameters."""
         if self.passes:
             self._most = max(self._most, self.passes)
@@ -81,10 +86,8 @@ class _Sample:
         return -1 if parameter is None or parameter.is_inference() else parameter._version
 
     def _now(self) -> Tensor | None:
-        parameter = self._place()
-        if parameter is None:
+        if (part := local_values(self._place())) is None:
             return None
-        part = parameter.to_local().detach() if is_dtensor(parameter) else parameter.detach()  # type: ignore[attr-defined]
         while part.numel() > _COMPARED and part.dim():
             part = part[: _COMPARED * len(part) // part.numel()] if part.numel() < _COMPARED * len(part) else part[0]
         return part.clone()
@@ -101,6 +104,13 @@ class _Sample:
     def has_changed(self) -> bool:
         """Whether it has changed since the beginning. Synchronises."""
         return _differ(self._now(), self._first)
+
+
+def local_values(parameter: Tensor | None) -> Tensor | None:
+    """The values of a parameter on this rank, detached."""
+    if parameter is None:
+        return None
+    return parameter.to_local().detach() if is_dtensor(parameter) else parameter.detach()  # type: ignore[attr-defined]
 
 
 def _differ(one: Tensor | None, other: Tensor | None) -> bool:

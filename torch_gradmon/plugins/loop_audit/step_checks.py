@@ -1,0 +1,97 @@
+"""The findings about each step of an optimizer, from what its probe has observed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ...core.loop_mistakes import MISTAKES
+from .gradient_writes import GradientWrites
+from .probe import Interval, Probe
+from .tallies import Tallies
+
+#: The number of writes of one or two clips by norm or value; more writes have another cause.
+_CLIPS = 4
+
+
+class StepChecks:
+    """Judges the steps of one optimizer.
+
+    Args:
+        tallies: receive the findings.
+        key: the optimizer's key there.
+
+    Attributes:
+        writes: the loop's writes to its gradients.
+    """
+
+    def __init__(self, tallies: Tallies, key: int) -> None:
+        self.writes = GradientWrites()
+        self._tallies, self._key = tallies, key
+        self._before: Tensor | None = None
+        self._is_repeated = False  # the last step had the gradient of the one before
+
+    def dropped_after_step(self, probe: Probe) -> None:
+        """Judge the writes to a gradient between its step and its drop."""
+        interval = probe.interval
+        if interval.fired == 1 and (interval.late or not self._tallies.is_empty):
+            dropped = interval.dropped
+            is_clip = dropped is not None and interval.late <= _CLIPS and self.writes.is_late_clip(dropped)
+            self._tallies.check("clip-after-step", self._key, is_clip, probe.name)
+
+    def step_with_gradient(self, probe: Probe, gradient: Tensor, has_forward: bool) -> None:
+        """Judge the probe, whose parameter has ``gradient``, before the optimizer's step.
+
+        ``has_forward``: there was a training forward since the last step of any optimizer.
+        """
+        tallies, key, seen = self._tallies, self._key, probe.interval
+        if tallies.is_empty and seen.fired and not (seen.carried or seen.drops or seen.writes or seen.synced > 1):
+            self._is_repeated = False  # the usual case: no finding so far, and none now
+            return
+        tallies.missed("step-without-gradients", key)
+        if seen.synced > 1 and not seen.drops:
+            tallies.check("sync-every-micro-batch", key, True, probe.name, **{"backward passes": seen.synced})
+        if seen.fired:
+            tallies.missed("dead-hooks", key)
+        elif probe.was_converted() and not seen.is_paused:
+            tallies.check("dead-hooks", key, True, probe.name)
+        if seen.doubtful or gradient is not probe.gradient:
+            return
+        if seen.fired:
+            self._check_accumulations(probe.name, seen)
+        elif seen.after_step and gradient._version == probe.version and not has_forward:
+            # writes through .data change no version, so values have to confirm it
+            is_same = self._before is None or torch.equal(self._before, gradient)
+            tallies.check("stepped-twice", key, is_same, probe.name)
+            self._is_repeated = True
+
+    def _check_accumulations(self, name: str, seen: Interval) -> None:
+        tallies, key, writes = self._tallies, self._key, self.writes
+        if not self._is_repeated:
+            tallies.missed("stepped-twice", key)
+        self._is_repeated = False
+        # the last count takes a confirmation by values
+        is_confirmed = writes.stays or tallies.count("missing-zero-grad", key) < MISTAKES["missing-zero-grad"].repeats - 1
+        tallies.check("missing-zero-grad", key, seen.carried and is_confirmed, name)
+        cleared = seen.cleared(writes.clears)
+        # a single drop in each step may be deliberate, to inspect a gradient
+        tallies.check("micro-batch-discarded", key, cleared >= 2, name, discarded=cleared)
+        if seen.writes and writes.clips:
+            tallies.check("clip-per-micro-batch", key, True, name, **{"times in a step": seen.writes})
+
+    def step_without_gradient(self, probe: Probe, optimizer: Optimizer) -> bool:
+        """Judge a probe without a gradient before the optimizer's step. Returns whether other parameters have one."""
+        if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
+            return True
+        if probe.interval.fired and not probe.interval.doubtful:
+            self._tallies.check("step-without-gradients", self._key, True, probe.name)
+        return False
+
+    def step_ended(self, gradient: Tensor | None) -> None:
+        """Keep the gradient's values while a second step on the same gradient is suspected but not certain."""
+        self._before = None
+        if gradient is None or self._tallies.is_empty:
+            return
+        if self._tallies.count("stepped-twice", self._key) > 0 and not self._tallies.is_fact("stepped-twice", self._key):
+            self._before = gradient.clone()
