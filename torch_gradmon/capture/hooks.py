@@ -84,7 +84,7 @@ class ModuleHook(Hook):
         return None if method is None else method(*self._extra, *args)
 
 
-def _untraced_by_itself(method: Callable[..., Any]) -> None:
+def untraced_by_itself(method: Callable[..., Any]) -> None:
     """Let the compiler skip calls of ``method``, and all that it calls, outside of a larger graph.
 
     A compiled model's root calls its own hooks outside of its graph, but with the compiler active.
@@ -95,7 +95,7 @@ def _untraced_by_itself(method: Callable[..., Any]) -> None:
         set_code_exec_strategy(method.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
 
 
-_untraced_by_itself(ModuleHook.__call__)
+untraced_by_itself(ModuleHook.__call__)
 
 
 class Handles:

@@ -7,9 +7,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
-from ...capture.hooks import Handles
+from ...capture.hooks import Handles, untraced_by_itself
 
 StepHook = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -43,7 +44,8 @@ class StepHooks:
     def __init__(self, owner: object, optimizers: Iterable[Optimizer], before: StepHook, after: StepHook) -> None:
         self._handles = Handles()
         self._around_last: dict[int, StepHook] = {}  # the wrapper of the last hook before each optimizer's step
-        self._targets: dict[str, StepHook] = {"called": self._step_called, "before": before, "after": after}
+        self._before = before
+        self._shielded: dict[str, StepHook] = {"called": self._step_called, "before": before, "after": after}
         self.is_shielded = False
         for optimizer in optimizers:
             # the only strong reference to the owner: a monitor without other references lives as long as its optimizer
@@ -53,11 +55,14 @@ class StepHooks:
         self.shield()
 
     def _strongly(self, owner: object, name: str) -> StepHook:
-        targets = self._targets
+        method, shielded = self._shielded[name], self._shielded
 
         def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return targets[name](optimizer, args, kwargs)
+            if torch.compiler.is_compiling():  # else the shield would cost a tenth of a step that is not monitored
+                return shielded[name](optimizer, args, kwargs)
+            return method(optimizer, args, kwargs)
 
+        untraced_by_itself(hook)
         hook.keeps_alive = owner  # type: ignore[attr-defined]
         return hook
 
@@ -65,8 +70,8 @@ class StepHooks:
         """Prevent a compiled ``optimizer.step`` from tracing its hooks, if a compiler is loaded: importing one takes a second."""
         if not self.is_shielded and (compiler := sys.modules.get("torch._dynamo")) is not None:
             self.is_shielded = True
-            for name, method in self._targets.items():
-                self._targets[name] = compiler.disable(method)
+            for name, method in self._shielded.items():
+                self._shielded[name] = compiler.disable(method)
 
     def remove(self) -> None:
         """Remove all hooks; a second call does nothing."""
@@ -81,7 +86,7 @@ class StepHooks:
         known = getattr(optimizer, "_optimizer_step_pre_hooks", None)
         name = next(reversed(known)) if isinstance(known, OrderedDict) and known else None
         if not isinstance(known, OrderedDict) or name is None or hasattr(known[name], "keeps_alive"):
-            return self._targets["before"](optimizer, args, kwargs)
+            return self._before(optimizer, args, kwargs)
         hook = known[name]
 
         def and_ours(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -92,7 +97,8 @@ class StepHooks:
                 return result  # a leftover of a step in which an earlier hook raised
             del self._around_last[id(optimizer)]
             given = result if isinstance(result, tuple) and len(result) == 2 else (args, kwargs)
-            ours = self._targets["before"](optimizer, *given)  # this function is part of the graph of a compiled step
+            # this function is part of the graph of a compiled step
+            ours = (self._shielded["before"] if torch.compiler.is_compiling() else self._before)(optimizer, *given)
             return result if ours is None else ours
 
         known[name] = self._around_last[id(optimizer)] = and_ours
