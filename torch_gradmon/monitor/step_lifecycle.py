@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..step.active_step import ActiveStep, Mode
 from ..step.planner import OF_MODULES
-from .pending_queue import Flights
+from .pending_queue import PendingQueue
 from .step_closing import StepClosing
 from .step_planning import StepPlanning
 from .value_log import ValueLog
@@ -29,12 +29,13 @@ class StepLifecycle:
         active: the open step, or the last one; None before the first.
     """
 
-    def __init__(self, planning: StepPlanning, queue: Flights, values: ValueLog) -> None:
+    def __init__(self, planning: StepPlanning, queue: PendingQueue, values: ValueLog) -> None:
         self.planning, self.queue, self.values = planning, queue, values
         self.state, self.hooks, self.fence = planning.state, planning.hooks, planning.fence
         self.captures, self.plugins = planning.captures, planning.cadence.plugins
         self._closing = StepClosing(planning, queue, values)
         self.active: ActiveStep | None = None
+        self._begins = 0  # the step that began last, or is about to
 
     @property
     def number(self) -> int | None:
@@ -54,7 +55,7 @@ class StepLifecycle:
     @property
     def was_monitored(self) -> bool:
         """Whether the last step has values, complete or on their way."""
-        return self.queue.ledger.last is not None or self.is_pending(self.state.clock.ended)
+        return self.queue.pipeline.last is not None or self.is_pending(self.state.clock.ended)
 
     def is_pending(self, step: int | None) -> bool:
         """Whether ``step`` is the last one that was monitored, and its values are on their way."""
@@ -80,7 +81,7 @@ class StepLifecycle:
 
     def seal(self, step: int) -> None:
         """``step`` is about to open: nothing more can be added to the last one."""
-        self.queue.now = step
+        self._begins = step
         self.captures.had_root_inputs = self.captures.modules.on_root_inputs
         is_idle = self.active is not None and self.active.mode is Mode.IDLE
         self.plugins.call("before_step", step, is_idle=is_idle)
@@ -89,11 +90,14 @@ class StepLifecycle:
 
     def finish(self) -> None:
         """Publish the last step's record if it is ready or a consumer is waiting for it."""
-        if self.queue.oldest is not None:  # else there is no need to know whether anybody waits for it
+        if self.queue.steps:  # else there is no need to know whether anybody waits for it
             self.queue.seal()
             ended = self.state.clock.ended
-            self.queue.land(ended, open_to_late_values=True, waiting=self.queue.ledger.is_awaited(ended or 0))
-        self.queue.ledger.finish()
+            if self.queue.pipeline.is_awaited(ended or 0):
+                self.queue.land(ended, open_to_late_values=True)
+            else:
+                self.queue.land_ready(ended, self._begins)
+        self.queue.pipeline.finish()
 
     def flush_pending(self) -> None:
         """Complete the record of the last step. Waits for its values."""
@@ -106,8 +110,8 @@ class StepLifecycle:
             self.fence.complaints.add("back", message)
             self.queue.land(None, open_to_late_values=False)
             self.plugins.call("on_rewind", step)
-            self.queue.ledger.goes_back(step)
-        self.queue.ledger.outbox.goes_back(step)
+            self.queue.pipeline.rewind(step)
+        self.queue.pipeline.directory.rewind(step)
 
     def open(self, step: int, *, is_tentative: bool, hides_forward: bool, was_undecided: bool) -> None:
         """Begin ``step``."""
@@ -189,7 +193,8 @@ class StepLifecycle:
         active = self.active
         if active is None:
             return
-        active.is_overflowed, self.queue.ledger.last = is_overflowed, None
+        active.is_overflowed = is_overflowed
+        self.queue.pipeline.drop_last()
         try:
             try:
                 self.plugins.call("on_step_closing", active, is_idle=active.mode is Mode.IDLE)
