@@ -37,7 +37,7 @@ class LateValues:
         elif pending is None:
             self._pipeline.add(late)
         else:
-            self._queue.add(pending, late)
+            pending.add(late)
 
     def tag(self, tags: Mapping[str, Any]) -> None:
         """Add facts."""
@@ -53,7 +53,7 @@ class LateValues:
     def absent(self) -> dict[tuple[str, str], str]:
         """Where reasons for missing values of the last step are kept."""
         pending = self._queue.newest(self._state.clock.ended)
-        return self._pipeline.absent if pending is None else pending.departure.buffer.absent
+        return self._pipeline.absent if pending is None else pending.readback.buffer.absent
 
     def is_judged(self, key: Key) -> bool:
         """Whether a detector judges the value that is logged under ``key``."""

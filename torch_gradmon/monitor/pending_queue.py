@@ -7,7 +7,6 @@ import time
 from collections import deque
 
 from ..core.fence import Fence
-from ..step.buffer import StepBuffer
 from ..step.exchange import RankExchange
 from ..step.pending_step import PendingStep
 from .pipeline.record_factory import RecordFactory
@@ -41,7 +40,7 @@ class PendingQueue:
         with contextlib.suppress(Exception):
             rest = [record for records in self._plugins.call("rest") for record in records]
             if self.steps or rest:
-                self.land(None, open_to_late_values=False)
+                self.enter_all(None, open_to_late_values=False)
                 self.pipeline.backfill(rest)
                 self.pipeline.close()
 
@@ -57,20 +56,8 @@ class PendingQueue:
     def start(self, pending: PendingStep) -> None:
         """Take ``pending``; where its values are on the host already, its record is made at once."""
         self.steps.append(pending)
-        if pending.departure.arrival.is_local:
-            self.land(pending.step, open_to_late_values=True)
-
-    def add(self, pending: PendingStep, late: StepBuffer) -> None:
-        """Values that were logged after the step ended."""
-        if pending.late is None:
-            pending.late = pending.departure.buffer.scalars()
-        pending.late.absorb(late)
-
-    def seal(self) -> None:
-        """The next step begins: late values start their way now, while they are not yet behind its work."""
-        for pending in self.steps:
-            if pending.late is not None and pending.late_departure is None:
-                pending.late_departure = pending.late.start_readback()
+        if pending.readback.arrival.is_local:
+            self.enter_all(pending.step, open_to_late_values=True)
 
     def count_refusal(self) -> None:
         """A step that was not monitored was not applied."""
@@ -79,27 +66,33 @@ class PendingQueue:
         else:
             self.factory.summary.count_rejected(1)
 
-    def land(self, ended: int | None, open_to_late_values: bool) -> None:
-        """Make the records of all steps. Waits for their values.
+    def seal(self, ended: int | None, begins: int) -> None:
+        """Step ``begins`` is about to open: nothing more comes for step ``ended``, whose record is finished if it is ready or awaited."""
+        if self.steps:  # else there is no need to know whether anything awaits it
+            for pending in self.steps:
+                pending.seal()
+            if self.pipeline.is_awaited(ended or 0):
+                self.enter_all(ended, open_to_late_values=True)
+            else:
+                self._enter_ready(ended, begins)
+        self.pipeline.finish()
+
+    def enter_all(self, ended: int | None, open_to_late_values: bool) -> None:
+        """Make the records of all steps and enter them. Waits for their values.
 
         Args:
             ended: number of the step that ended last; the last record is of that one, or there is none.
             open_to_late_values: that step is the latest, so that values may still be added to it.
         """
         while self.steps:
-            self.steps[0].departure.arrival.wait()  # interrupted here, the step is still there
+            self.steps[0].readback.arrival.wait()  # interrupted here, the step is still there
             self._enter_oldest(ended, open_to_late_values)
 
-    def land_ready(self, ended: int | None, begins: int) -> None:
-        """Make the records of steps whose values have come. Waits only for those of the step before the last one.
-
-        Args:
-            ended: as for :meth:`land`.
-            begins: number of the step that begins.
-        """
+    def _enter_ready(self, ended: int | None, begins: int) -> None:
+        """Enter the records whose values have come. Waits only for those of the step before the last one."""
         while self.steps and (len(self.steps) > 1 or self._is_ready(self.steps[0], begins)):
             start = time.perf_counter()
-            self.steps[0].departure.arrival.wait()
+            self.steps[0].readback.arrival.wait()
             # the device is two steps behind, and it is the training that waits here rather than elsewhere
             self._fence.exclude_time(time.perf_counter() - start)
             self._enter_oldest(ended, open_to_late_values=True)
@@ -110,7 +103,7 @@ class PendingQueue:
         return self._exchange.takes_place
 
     def _is_ready(self, pending: PendingStep, begins: int) -> bool:
-        return begins >= pending.step + 2 if self.ranks_synchronised else pending.departure.arrival.is_ready()
+        return begins >= pending.step + 2 if self.ranks_synchronised else pending.readback.arrival.is_ready()
 
     def _enter_oldest(self, ended: int | None, open_to_late_values: bool) -> None:
         pending = self.steps.popleft()
@@ -124,9 +117,9 @@ class PendingQueue:
         """Make the record and enter it."""
         record, signals = self.factory.make(pending)
         try:
-            self.pipeline.enter(record, signals, pending.departure.buffer)
+            self.pipeline.enter(record, signals, pending.readback.buffer)
         finally:  # where a spike raises
             if pending.late is not None:
-                departure = pending.late_departure or pending.late.start_readback()
-                self.pipeline.amend(pending.late, departure.land()[1])
+                readback = pending.late_readback or pending.late.start_readback()
+                self.pipeline.amend(pending.late, readback.land()[1])
             self.factory.summary.count_rejected(pending.refusals_after)

@@ -35,7 +35,6 @@ class StepLifecycle:
         self.captures, self.plugins = planning.captures, planning.cadence.plugins
         self._closing = StepClosing(planning, queue, values)
         self.active: ActiveStep | None = None
-        self._begins = 0  # the step that began last, or is about to
 
     @property
     def number(self) -> int | None:
@@ -81,34 +80,22 @@ class StepLifecycle:
 
     def seal(self, step: int) -> None:
         """``step`` is about to open: nothing more can be added to the last one."""
-        self._begins = step
         self.captures.had_root_inputs = self.captures.modules.on_root_inputs
         is_idle = self.active is not None and self.active.mode is Mode.IDLE
         self.plugins.call("before_step", step, is_idle=is_idle)
-        self.finish()
+        self.queue.seal(self.state.clock.ended, step)
         self.plugins.call("on_sealed", step, is_idle=is_idle)
-
-    def finish(self) -> None:
-        """Publish the last step's record if it is ready or a consumer is waiting for it."""
-        if self.queue.steps:  # else there is no need to know whether anybody waits for it
-            self.queue.seal()
-            ended = self.state.clock.ended
-            if self.queue.pipeline.is_awaited(ended or 0):
-                self.queue.land(ended, open_to_late_values=True)
-            else:
-                self.queue.land_ready(ended, self._begins)
-        self.queue.pipeline.finish()
 
     def flush_pending(self) -> None:
         """Complete the record of the last step. Waits for its values."""
-        self.queue.land(self.state.clock.ended, open_to_late_values=not self.state.is_open)
+        self.queue.enter_all(self.state.clock.ended, open_to_late_values=not self.state.is_open)
 
     def rewind(self, step: int, last: int | None) -> None:
         """The run goes back from ``last`` to ``step``; or begins, in a run directory that may have later steps."""
         if last is not None:
             message = f"step {step} comes after step {last}; a new segment begins in the run directory"
             self.fence.complaints.add("back", message)
-            self.queue.land(None, open_to_late_values=False)
+            self.queue.enter_all(None, open_to_late_values=False)
             self.plugins.call("on_rewind", step)
             self.queue.pipeline.rewind(step)
         self.queue.pipeline.directory.rewind(step)

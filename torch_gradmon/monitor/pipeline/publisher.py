@@ -14,7 +14,7 @@ from ...sinks.filtered_sink import FilteredSink
 class Publisher:
     """Keeps one record until the next step begins, so that sinks receive a late ``log_scalar`` with it.
 
-    It outlives the monitor while a record waits to be sent, so it must hold neither ``on_spike`` nor anything else of the script.
+    What waits to be sent may outlive the monitor, so nothing here refers to ``on_spike``, which may keep the model alive.
 
     Args:
         format_keys: makes the keys of values.
@@ -30,7 +30,7 @@ class Publisher:
     def __init__(
         self, format_keys: Callable[[Mapping[Key, float]], dict[str, float]], complaints: WarningLog, is_muted: Callable[[], bool]
     ) -> None:
-        self._is_closed = True
+        self._is_closed = True  # no record has come since the sinks were closed
         self._process = os.getpid()
         self.format_keys, self._complaints, self._is_muted = format_keys, complaints, is_muted
         self.sinks: list[FilteredSink] = []
@@ -48,7 +48,6 @@ class Publisher:
     def add(self, sink: FilteredSink) -> None:
         """Send records to ``sink`` from now on."""
         self.sinks.append(sink)
-        self._is_closed = False
         if sink.is_of_package:
             self.keep_alive.append(sink)
 

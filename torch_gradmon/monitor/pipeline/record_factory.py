@@ -67,7 +67,7 @@ class RecordFactory:
 
     def make(self, pending: PendingStep) -> tuple[StepRecord, dict[str, float]]:
         """The record of a step, and all whole-model values by name. Waits for the values."""
-        active, refused = pending.active, pending.departure.buffer.refused
+        active, refused = pending.active, pending.readback.buffer.refused
         self.model.update(pending.inventory.facts)
         self._reasons = ReasonContext(pending.inventory, active.plans, active.due, self.summary.shown, pending.attached, refused)
         return pending.record(self.summary, self.layers, self._registry)
