@@ -52,7 +52,7 @@ def from_outside(rank: int, wrap: str, directory: str, every: int, calls: dict[i
             model(_batch(rank, step)).square().mean().backward()
             optimizer.step()
         found["keys"].append(sorted(monitor.get_step_metrics()))
-        record = monitor._runtime.ledger.last
+        record = monitor._runtime.pipeline.last
         found["tuned"].append(None if record is None else record.context.get("tuned"))
         found["collectives"].append(len(collectives.calls))
         table = None if record is None else record.tables.get("activation")

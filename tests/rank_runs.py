@@ -595,7 +595,7 @@ def looks_closer(rank: int) -> tuple[list[int], list[int], dict[str, int]]:
             optimizer.step()
             if rank == 0:
                 monitor.get_step_metrics()
-            last = monitor._runtime.ledger.last
+            last = monitor._runtime.pipeline.last
             if last is not None and "activation" in last.tables:
                 close.append(last.step)
     monitored = sorted(monitor.get_all_metrics())

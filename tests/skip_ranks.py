@@ -111,7 +111,7 @@ def poisoned(rank: int, wrap: str, how: str) -> tuple[list[bool], bool, list[str
             if monitor is not None:
                 flags.append(monitor.step_skipped)
                 monitor.get_step_metrics()
-                record = monitor._runtime.ledger.last
+                record = monitor._runtime.pipeline.last
                 actions.append("" if record is None else str(record.context.get("skipped", "")))
         ends.append(_parts(model, optimizer))
         if monitor is not None:

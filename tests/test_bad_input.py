@@ -62,9 +62,9 @@ class World:
             session = monitor._runtime
             found += [
                 monitor._runtime.planner.registry.metrics,
-                list(session.ledger.judges.detectors),
-                list(session.ledger.outbox.outlets),
-                session.ledger.summary.keys,
+                list(session.pipeline.detection.detector_set.detectors),
+                list(session.pipeline.publisher.sinks),
+                session.factory.summary.keys,
             ]
             found += [session.state.clock.step, session.state.is_open, monitor.has_reference_module(), monitor.state_dict()]
         return found

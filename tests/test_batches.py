@@ -44,7 +44,7 @@ def _watched(
 
 def test_each_micro_batch_has_its_norm() -> None:
     monitor, _, true = _watched(4)
-    context = monitor._runtime.ledger.last.context  # type: ignore[union-attr]
+    context = monitor._runtime.pipeline.last.context  # type: ignore[union-attr]
     assert context["batch_norms"] == {"0": pytest.approx(true[-1], rel=1e-6)}
     assert monitor.get_step_metrics()["gradmon/batch_norm_max"] == pytest.approx(max(true[-1]), rel=1e-6)
 

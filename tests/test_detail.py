@@ -67,7 +67,7 @@ class Loop:
     @property
     def tables(self) -> dict[str, Any]:
         assert self.monitor is not None
-        record = self.monitor._runtime.ledger.last
+        record = self.monitor._runtime.pipeline.last
         return {} if record is None else dict(record.tables)
 
     @property
@@ -159,7 +159,7 @@ def test_from_within_it_begins_with_the_next_step_and_ends_by_itself() -> None:
     loop.go(3)
     assert loop.monitor.detail == DetailRequest(1, "full", 1, None, 1)
     assert set(loop.tables) >= {"activation", "gradient", "parameter"}
-    assert any(key.source == "optimizer" for key in loop.monitor._runtime.ledger.last.values)  # type: ignore[union-attr]
+    assert any(key.source == "optimizer" for key in loop.monitor._runtime.pipeline.last.values)  # type: ignore[union-attr]
     loop.go(1)
     assert loop.monitor.detail is None
     assert loop.hooks == hooks

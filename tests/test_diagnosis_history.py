@@ -23,7 +23,7 @@ from torch_gradmon.core.keys import Key
 from torch_gradmon.core.moments import ALL_COLUMNS
 from torch_gradmon.core.records import SpikeEvent, StatsTable, StepRecord
 from torch_gradmon.core.subsampling import subsample_steps
-from torch_gradmon.monitor.pipeline.record_sample import Memory
+from torch_gradmon.monitor.pipeline.record_history import RecordSample
 
 
 def _finding(rule: str = "always-clipped", severity: str = "warning", weight: float = 0.0, step: int = 3) -> Finding:
@@ -90,7 +90,7 @@ def test_a_loss_that_is_logged_seldom_is_still_looked_at(tmp_path: Path) -> None
         if step % 25 == 0:
             monitor.log_scalar("train/loss", loss.detach())
         optimizer.step()
-    live, read = monitor._runtime.ledger.memory.records(), History.of_run(gradmon.load_run(tmp_path), most=100)
+    live, read = monitor._runtime.pipeline.history.sample.records(), History.of_run(gradmon.load_run(tmp_path), most=100)
     assert len(live) < 1000
     assert len(History(live).loss) == 52
     assert len(read.records) <= 100
@@ -208,7 +208,7 @@ def _record(step: int, parameters: int = 3, spikes: bool = False) -> StepRecord:
 
 
 def test_a_memory_is_bounded_by_number_and_by_bytes_and_keeps_ends_and_spikes() -> None:
-    memory = Memory(most=100)
+    memory = RecordSample(most=100)
     for step in range(5000):
         memory.keep(_record(step, spikes=step == 70))
         assert len(memory.records()) < 200
@@ -216,18 +216,18 @@ def test_a_memory_is_bounded_by_number_and_by_bytes_and_keeps_ends_and_spikes() 
     assert {0, 1, 70, 4999} <= set(steps)
     assert max(b - a for a, b in itertools.pairwise(steps)) < 300, "no part of the run is forgotten"
     assert float(memory.records()[0].tables["gradient"].rows[0, 0]) == 0.0
-    heavy = Memory(budget=60 * 1000 * 64)
+    heavy = RecordSample(budget=60 * 1000 * 64)
     for step in range(500):
         heavy.keep(_record(step, parameters=1000))
     assert len(heavy.records()) < 120
 
 
 def test_a_memory_takes_a_step_again_and_forgets_a_branch() -> None:
-    memory = Memory()
+    memory = RecordSample()
     for step in (0, 1, 2, 2, 3):
         memory.keep(_record(step))
     assert [record.step for record in memory.records()] == [0, 1, 2, 3]
-    memory.goes_back(2)
+    memory.rewind(2)
     assert [record.step for record in memory.records()] == [0, 1]
 
 
@@ -291,7 +291,7 @@ def test_a_loss_that_nobody_logs_is_what_the_model_returns(how: str, batch: int,
         optimizer.step()
         losses.append(loss.item())
     monitor.get_step_metrics()
-    found = History(monitor._runtime.ledger.memory.records()).loss
+    found = History(monitor._runtime.pipeline.history.sample.records()).loss
     assert list(found.values) == (pytest.approx(losses) if known else [])
 
 

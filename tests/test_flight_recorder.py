@@ -220,8 +220,8 @@ def test_a_late_signal_brings_the_steps_too() -> None:
         model(torch.ones(8, 4)).square().mean().backward()
         optimizer.step()
         monitor.log_scalar("loss", 9.0 if step == SPIKE else 1.0)
-    assert [record for record in monitor._runtime.ledger._between if record > 195] == [196, 197, 198, 199]
-    assert monitor._runtime.ledger._between[199].values[Key("", "loss", "")] == 1.0
+    assert [record for record in monitor._runtime.pipeline.history._backfilled if record > 195] == [196, 197, 198, 199]
+    assert monitor._runtime.pipeline.history._backfilled[199].values[Key("", "loss", "")] == 1.0
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, "3"])

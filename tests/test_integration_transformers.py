@@ -705,7 +705,7 @@ def test_a_training_that_was_broken_off_can_be_begun_again(tmp_path: Path) -> No
         watched.train()
     watched.train()
     assert len(watched.optimizer.optimizer._optimizer_step_post_hooks) == 0, "nothing is left behind"
-    assert not callback.monitor._runtime.ledger.outbox.outlets
+    assert not callback.monitor._runtime.pipeline.publisher.sinks
     assert callback.monitor.step == 3 + STEPS - 1 + (list(records(callback))[3] - 3)
     losses = [line["gradmon/grad_norm"] for line in watched.state.log_history if "loss" in line]
     assert losses == [values["gradmon/grad_norm"] for values in records(callback).values()][-STEPS:]

@@ -201,7 +201,7 @@ def test_long_trainings_grow_neither_memory_nor_hooks(steps: int) -> None:
     monitor.add_gradient_metric("norm", stages=["local"])
     monitor.add_activation_metric("mine", lambda x: x.mean())
     monitor.attach(optimizer)
-    monitor._runtime.ledger.memory._most = 50  # so that it is full soon
+    monitor._runtime.pipeline.history.sample._most = 50  # so that it is full soon
     x, seen = torch.ones(2, 2), []
     for step in range(steps + 150):
         optimizer.zero_grad()
@@ -209,7 +209,7 @@ def test_long_trainings_grow_neither_memory_nor_hooks(steps: int) -> None:
         optimizer.step()
         monitor.log_scalar("loss", 1.0)
         # what is remembered for a diagnosis goes up and down between two bounds
-        if step >= (600, steps, 10**9)[len(seen)] and len(monitor._runtime.ledger.memory.records()) == 60:
+        if step >= (600, steps, 10**9)[len(seen)] and len(monitor._runtime.pipeline.history.sample.records()) == 60:
             gc.collect()
             seen.append((sys.getallocatedblocks(), len(gc.get_objects()), _hook_count(model, optimizer)))
     (blocks, objects, hooks), (later_blocks, later_objects, later_hooks) = seen
@@ -280,7 +280,7 @@ def test_a_tag_of_a_step_that_is_not_monitored_goes_to_no_other_step() -> None:
             monitor.tag(batch=1)
         loss.backward()
         optimizer.step()
-        record = monitor._runtime.ledger.last
+        record = monitor._runtime.pipeline.last
         tags.append(None if record is None else record.context.get("tags"))
     assert tags == [None] * 4
 

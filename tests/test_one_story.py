@@ -89,7 +89,7 @@ def _in_table(story: str) -> _Told:
 def _everywhere(monitor: ModuleMonitor, path: Path, step: int) -> dict[str, _Told]:
     """What each outlet says of the spike of ``step``, the largest of the run."""
     found = {"why of the monitor": _in_table(monitor.why()), "diagnosis of the monitor": _only(monitor.diagnose().text(10_000))}
-    event = next(event for event in monitor._runtime.ledger.recent().events if event.step == step)
+    event = next(event for event in monitor._runtime.pipeline.history.recent().events if event.step == step)
     monitor.detach()
     run = load_run(path)
     (line,) = [spike for spike in summarize(run, "x").spikes if spike.step == step]
@@ -119,7 +119,7 @@ RUNS = {
 def test_all_outlets_give_one_number_and_one_first_layer(steps: int, spoiled: list[int], at: int | None, tmp_path: Path) -> None:
     monitor = _train(tmp_path, steps, spoiled)
     if at is None:
-        at = largest(episodes(monitor._runtime.ledger.recent().events, range(steps)), 1)[0].worst.step
+        at = largest(episodes(monitor._runtime.pipeline.history.recent().events, range(steps)), 1)[0].worst.step
     found = _everywhere(monitor, tmp_path, at)
     assert {told.layer for told in found.values()} == {LAYER}, found
     assert len(set(found.values())) == 1, found
@@ -167,7 +167,7 @@ def test_a_detector_of_all_layers_tells_of_the_layer_that_comes_first_in_all_lis
         optimizer.zero_grad()
         model(torch.ones(8, 4)).square().mean().backward()
         optimizer.step()
-    (event,) = [event for event in monitor._runtime.ledger.recent().events if event.signal != "grad_norm"]
+    (event,) = [event for event in monitor._runtime.pipeline.history.recent().events if event.signal != "grad_norm"]
     monitor.detach()
     run = load_run(tmp_path)
     first = run.suspects(40)[0]
@@ -215,7 +215,7 @@ def test_absent_gradients_take_no_place_among_the_last_ones() -> None:
 
 
 def _made(monitor: ModuleMonitor, step: int) -> Any:
-    return spike_cause(monitor._runtime.ledger.recent().suspects(step), step)
+    return spike_cause(monitor._runtime.pipeline.history.recent().suspects(step), step)
 
 
 _OPTIMIZERS = {"sgd": lambda p: torch.optim.SGD(p, lr=0.02), "adam": lambda p: torch.optim.Adam(p, lr=0.003)}

@@ -178,8 +178,8 @@ def test_the_run_directory_has_what_the_closer_look_saw(tmp_path: Path) -> None:
 
 def test_a_record_without_nan_has_no_origin() -> None:
     monitor, _ = watched(lambda y: y, preset="full")
-    assert monitor._runtime.ledger.last is not None
-    assert nonfinite_origin(monitor._runtime.ledger.last) == ""
+    assert monitor._runtime.pipeline.last is not None
+    assert nonfinite_origin(monitor._runtime.pipeline.last) == ""
 
 
 def _scaled(accident: Callable[[Tensor], Tensor], init_scale: float) -> tuple[list[str], list[int]]:

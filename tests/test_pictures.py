@@ -71,7 +71,7 @@ def _panel_sets(trained: tuple[gradmon.ModuleMonitor, Path]) -> list[PanelSet]:
     monitor, path = trained
     return [
         PanelSet(ValueSource.of_run(gradmon.load_run(path))),
-        PanelSet(ValueSource.of_records(monitor._runtime.ledger.memory.records())),
+        PanelSet(ValueSource.of_records(monitor._runtime.pipeline.history.sample.records())),
     ]
 
 
@@ -311,7 +311,7 @@ def test_gradients_that_were_seen_only_at_the_step_are_not_called_unclipped() ->
         nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         monitor.monitor_gradients()
         monitor.end_step()
-    panel_set = PanelSet(ValueSource.of_records(monitor._runtime.ledger.memory.records()))
+    panel_set = PanelSet(ValueSource.of_records(monitor._runtime.pipeline.history.sample.records()))
     assert charts.heatmap(panel_set).title == "gradient norm at the step"
     assert "clipped" not in dict(panel_set.panels())
 

@@ -75,7 +75,7 @@ def _run_with_trouble(path: Path, trouble: str, steps: int = 20) -> tuple[nn.Mod
         BY_NAME["mlp"].loss(model, batch).backward()
         monitor.tag(note="x" * 100_000)  # no step fits into what is left of a page
         if step == 5:
-            db = monitor._runtime.ledger.outbox._store._db
+            db = monitor._runtime.pipeline.directory._writer._db
             if trouble == "full disk":
                 db.execute(f"PRAGMA max_page_count={db.execute('PRAGMA page_count').fetchone()[0]}")
             elif trouble == "read-only":

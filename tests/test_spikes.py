@@ -572,7 +572,7 @@ def test_a_late_value_of_a_pattern_is_judged_too() -> None:
         monitor._runtime.cycle.close()
         monitor.log_scalar("val_loss", 30.0 if step == 39 else 1.0)
         monitor.end_step()
-    assert [event.signal for event in monitor._runtime.ledger.recent().events] == ["val_loss"]
+    assert [event.signal for event in monitor._runtime.pipeline.history.recent().events] == ["val_loss"]
 
 
 def test_a_loss_that_stays_higher_is_not_called_back_to_normal() -> None:
@@ -650,6 +650,8 @@ def test_a_run_that_was_stopped_and_resumed_gives_the_same_verdicts(way: str, tm
     for values, others in zip(found, expected, strict=True):
         assert values == pytest.approx(others, rel=1e-12, abs=1e-12)
     # of the layers' history only what came since is known, so that their words may differ
-    events = [replace(event, where="") for monitor in (first, second) for event in monitor._runtime.ledger.recent().events]
-    assert events == [replace(event, where="") for event in through._runtime.ledger.recent().events]
+    events = [
+        replace(event, where="") for monitor in (first, second) for event in monitor._runtime.pipeline.history.recent().events
+    ]
+    assert events == [replace(event, where="") for event in through._runtime.pipeline.history.recent().events]
     assert {event.step for event in events} >= {44, 75}

@@ -86,7 +86,7 @@ def test_the_story_has_a_row_for_a_signal_of_one_parameter_whether_its_metric_is
         (model(x).square().mean() * (50 if step == 40 else 1)).backward()
         optimizer.step()
     told = monitor.why(40)
-    worst = monitor._runtime.ledger._records[40].events[-1]
+    worst = monitor._runtime.pipeline.history._records[40].events[-1]
     monitor.detach()
     for text in (told, explain(load_run(tmp_path), 40)):
         row = next(line for line in text.splitlines() if line.startswith(worst.signal)).split()
@@ -102,7 +102,7 @@ def test_a_run_directory_tells_the_same_story(tmp_path: Path) -> None:
     # statistics are stored as float32, of which the story shows four digits
     assert explain(load_run(tmp_path)) == told
     assert [event.where for event in load_run(tmp_path).events if event.step == 40] == [
-        event.where for event in monitor._runtime.ledger.recent().events if event.step == 40
+        event.where for event in monitor._runtime.pipeline.history.recent().events if event.step == 40
     ]
 
 

@@ -121,7 +121,7 @@ def test_the_end_of_the_program_records_no_unfinished_step() -> None:
     run.turn()
     run.other_turn()
     session = run.monitor._runtime
-    at_exit(lambda: session, session.ledger.outbox)
+    at_exit(lambda: session, session.pipeline.publisher)
     run.check(1)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import NamedTuple
 
 from .errors import display
@@ -141,6 +141,20 @@ def format_key(key: Key, style: str = "seed", prefix: str = "") -> str:
     if style == "metric_first" and key.source and key.name and key.metric:
         return f"{prefix}{key.source}_{key.metric}/{key.name}"
     return prefix + "/".join(part for part in key if part)
+
+
+def key_formatter(style: str, prefix: str) -> Callable[[Mapping[Key, float]], dict[str, float]]:
+    """A function that gives values their flat keys, and builds each key once."""
+    known: dict[Key, str] = {}
+
+    def formatted(values: Mapping[Key, float]) -> dict[str, float]:
+        try:
+            return {known[key]: value for key, value in values.items()}
+        except KeyError:  # in the first steps only
+            known.update((key, format_key(key, style, prefix)) for key in values.keys() - known.keys())
+            return {known[key]: value for key, value in values.items()}
+
+    return formatted
 
 
 def parse_key(text: str, style: str = "seed", prefix: str = "") -> Key:

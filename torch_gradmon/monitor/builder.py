@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +19,8 @@ from ..core import keys as n
 from ..core import validation as check
 from ..core.errors import WarningLog
 from ..core.fence import Fence, is_disabled
-from ..core.keys import Key, format_key
+from ..core.keys import key_formatter
+from ..core.records import SpikeEvent
 from ..plugins.clipping.named import AdaptiveClips
 from ..plugins.flight_recorder import FlightRecorder
 from ..plugins.live_detail.plugin import LiveDetail
@@ -26,7 +28,8 @@ from ..plugins.loop_audit.plugin import LoopAudit
 from ..plugins.overhead_budget import OverheadBudget
 from ..plugins.post_spike_detail import PostSpikeDetail
 from ..plugins.spike_policy.plugin import SpikePolicy
-from ..plugins.spike_policy.policy import Rollback, policy_of
+from ..plugins.spike_policy.policy import Policy, Rollback, policy_of
+from ..spikes.detector_set import DetectorSet
 from ..statistics.dispatch import Statistics
 from ..step.built_ins import VIEW_BUILT_INS
 from ..step.exchange import RankExchange
@@ -41,11 +44,16 @@ from .captures import Captures
 from .config import MonitorConfig, compiled
 from .hook_schedule import HookSchedule
 from .late_values import LateValues
-from .pending_queue import Flights
-from .pipeline.ledger import Ledger, Options
+from .pending_queue import PendingQueue
+from .pipeline.publisher import Publisher
+from .pipeline.record_factory import RecordFactory
+from .pipeline.record_history import RecordHistory
+from .pipeline.record_pipeline import RecordPipeline
+from .pipeline.run_directory import RunDirectory
+from .pipeline.spike_detection import SpikeDetection
+from .pipeline.spike_notification import SpikeNotification
 from .plugin_context import MonitorContext
 from .plugin_set import PluginSet
-from .publisher import Outbox
 from .runtime import Runtime, at_exit
 from .step_lifecycle import StepLifecycle
 from .step_planning import StepPlanning
@@ -63,59 +71,62 @@ def build(config: MonitorConfig, model: nn.Module | None = None) -> Runtime:
     """
     inert, ranks = is_disabled(), Ranks(config.process_group)
     complaints = WarningLog(raising=config.on_metric_error == "raise")
+    is_muted = partial(ranks.is_muted, config.log_on_all_ranks)
     planner = _planner(config, model)
-    outbox = _outbox(config, complaints, ranks, inert)
+    directory = _directory(config, complaints, ranks, inert, is_muted)
     fence = Fence(complaints, inert)
-    ledger = _ledger(config, fence, outbox)
+    factory = RecordFactory(planner.registry, LayerSelection(config.layers), directory)
+    detection = SpikeDetection(factory.summary, complaints)
     statistics = Statistics(complaints, float(config.eps), config.compile_statistics and not inert)
     captures = Captures(Measurer(statistics, complaints, ranks), fence, config.sampled_updates)
-    exchange = ExchangePolicy(RankExchange(ranks, complaints), planner, ledger.summary, ledger.judges)
-    plugins = PluginSet(_plugins(config, planner, ledger, exchange, complaints, inert), complaints)
-    ledger.on_alert, ledger.on_record = partial(plugins.call, "on_alert"), partial(plugins.call, "on_record")
-    runtime = Runtime(_lifecycle(config, planner, captures, exchange, ledger, plugins, fence))
+    exchange = ExchangePolicy(RankExchange(ranks, complaints), planner, factory.summary, detection.detector_set)
+    plugins = PluginSet(_plugins(config, planner, factory, detection.detector_set, directory, exchange, fence), complaints)
+    pipeline = RecordPipeline(
+        detection,
+        RecordHistory(config.history, detection.detector_set.history),
+        directory,
+        Publisher(key_formatter(config.key_style, config.prefix), complaints, is_muted),
+        SpikeNotification(_on_spike(config), detection.detector_set, plugins, complaints, is_muted),
+        partial(plugins.call, "on_record"),
+    )
+    state, queue = StepState(), PendingQueue(factory, pipeline, exchange.exchange, fence, plugins)
+    values = ValueLog(state, fence, LateValues(state, pipeline, queue, plugins), exchange, captures.modules)
+    hooks, cadence = HookSchedule(planner, captures.modules), Cadence(config.is_step_monitored, plugins)
+    planning = StepPlanning(state, planner, captures, exchange, factory, hooks, cadence, fence)
+    runtime = Runtime(StepLifecycle(planning, queue, values))
     for plugin in plugins:
         plugin.attach(MonitorContext(runtime.lifecycle, plugin))
     runtime.scaler = config.scaler
     # the last rows are sent when the interpreter ends, and what sends them has to be alive until then
-    weakref.finalize(runtime, at_exit, weakref.ref(runtime), outbox.lasting)
+    weakref.finalize(runtime, at_exit, weakref.ref(runtime), directory.keep_alive, pipeline.publisher.keep_alive)
     return runtime
 
 
-def _lifecycle(
+def _plugins(
     config: MonitorConfig,
     planner: Planner,
-    captures: Captures,
+    factory: RecordFactory,
+    detectors: DetectorSet,
+    directory: RunDirectory,
     exchange: ExchangePolicy,
-    ledger: Ledger,
-    plugins: PluginSet,
     fence: Fence,
-) -> StepLifecycle:
-    state = StepState()
-    queue = Flights(ledger, planner.registry, fence, plugins)
-    values = ValueLog(state, fence, LateValues(state, ledger, queue, plugins), exchange, captures.modules)
-    hooks, cadence = HookSchedule(planner, captures.modules), Cadence(config.is_step_monitored, plugins)
-    planning = StepPlanning(state, planner, captures, exchange, ledger, hooks, cadence, fence)
-    return StepLifecycle(planning, queue, values)
-
-
-def _plugins(
-    config: MonitorConfig, planner: Planner, ledger: Ledger, exchange: ExchangePolicy, complaints: WarningLog, inert: bool
 ) -> list[Plugin]:
     """The plugins in the order in which they are called. The budget thins what the script asks for, and the others may ask for more;
     a recorder keeps a step before the detectors learn of it.
     """
-    recorder = FlightRecorder(config.flight_recorder, planner.registry, ledger.summary)
-    ledger.judges.fetch_recorded = recorder.fetch_recorded
+    summary, complaints = factory.summary, fence.complaints
+    recorder = FlightRecorder(config.flight_recorder, planner.registry, summary)
+    detectors.fetch_recorded = recorder.fetch_recorded
     post_spike = PostSpikeDetail(planner, config.post_spike_steps)
-    detail = LiveDetail(planner, ledger.summary, ledger.outbox, exchange, lambda: post_spike.may_add_hooks, complaints)
+    detail = LiveDetail(planner, summary, directory, exchange, lambda: post_spike.may_add_hooks, complaints)
     budget = [] if config.overhead_budget is None else [OverheadBudget(config.overhead_budget)]
     policy = policy_of(config.on_spike)
     acting = []
-    if policy is not None and not inert:
-        acting = [SpikePolicy(policy, ledger.judges, RankExchange(exchange.exchange.ranks, complaints), complaints)]
+    if policy is not None and not fence.inert:
+        acting = [SpikePolicy(policy, detectors, RankExchange(exchange.exchange.ranks, complaints), complaints)]
         # the decision needs these two, whether they are shown or have a detector or not
-        ledger.summary.signals |= {"grad_norm", "grad_nonfinite"}
-    audit = LoopAudit(planner, complaints, ledger.outbox.note)
+        summary.signals |= {"grad_norm", "grad_nonfinite"}
+    audit = LoopAudit(planner, complaints, directory.annotate)
     clips = AdaptiveClips(may_skip=bool(acting))
     return [*budget, recorder, *acting, detail, post_spike, clips, audit, *config.plugins]
 
@@ -132,30 +143,17 @@ def _planner(config: MonitorConfig, model: nn.Module | None) -> Planner:
     return planner
 
 
-def _outbox(config: MonitorConfig, complaints: WarningLog, ranks: Ranks, inert: bool) -> Outbox:
-    logs_everywhere, run_dir = config.log_on_all_ranks, config.run_dir
-    if run_dir is not None and logs_everywhere and ranks.count > 1:
+def _directory(
+    config: MonitorConfig, complaints: WarningLog, ranks: Ranks, inert: bool, is_muted: Callable[[], bool]
+) -> RunDirectory:
+    run_dir = config.run_dir
+    if run_dir is not None and config.log_on_all_ranks and ranks.count > 1:
         run_dir = os.path.join(run_dir, f"rank{ranks.rank}")
     meta = {"torch": torch.__version__, "eps": config.eps, "every": config.interval}
-    return Outbox(complaints, None if inert else run_dir, meta, lambda: not (logs_everywhere or ranks.is_first))
+    return RunDirectory(None if inert else run_dir, meta, complaints, is_muted)
 
 
-def _ledger(config: MonitorConfig, guard: Fence, outbox: Outbox) -> Ledger:
+def _on_spike(config: MonitorConfig) -> str | Policy | Callable[[SpikeEvent], Any] | None:
     policy = policy_of(config.on_spike)
-    # schedulers hold the optimizer, which holds the model, and the ledger lives longer than these
-    on_spike = policy.without_others() if isinstance(policy, Rollback) else config.on_spike
-    options = Options(_key_formatter(config.key_style, config.prefix), config.history, on_spike)
-    return Ledger(options, guard, outbox, LayerSelection(config.layers))
-
-
-def _key_formatter(style: str, prefix: str) -> Callable[[Mapping[Key, float]], dict[str, float]]:
-    known: dict[Key, str] = {}
-
-    def formatted(values: Mapping[Key, float]) -> dict[str, float]:
-        try:
-            return {known[key]: value for key, value in values.items()}
-        except KeyError:  # in the first steps only
-            known.update((key, format_key(key, style, prefix)) for key in values.keys() - known.keys())
-            return {known[key]: value for key, value in values.items()}
-
-    return formatted
+    # schedulers hold the optimizer, which holds the model, and the pipeline lives longer than these
+    return policy.without_others() if isinstance(policy, Rollback) else config.on_spike

@@ -7,8 +7,8 @@ from typing import Any
 
 from ..core.keys import Key
 from ..step.buffer import StepBuffer
-from .pending_queue import Flights
-from .pipeline.ledger import Ledger
+from .pending_queue import PendingQueue
+from .pipeline.record_pipeline import RecordPipeline
 from .plugin_set import PluginSet
 from .step_state import StepState
 
@@ -18,13 +18,13 @@ class LateValues:
 
     Args:
         state: of the step machine.
-        ledger: has the record, once its values have come.
+        pipeline: has the record, once its values have come.
         queue: has the step while its values are on their way.
         plugins: may have kept a step that is not monitored.
     """
 
-    def __init__(self, state: StepState, ledger: Ledger, queue: Flights, plugins: PluginSet) -> None:
-        self._state, self._ledger, self._queue, self._plugins = state, ledger, queue, plugins
+    def __init__(self, state: StepState, pipeline: RecordPipeline, queue: PendingQueue, plugins: PluginSet) -> None:
+        self._state, self._pipeline, self._queue, self._plugins = state, pipeline, queue, plugins
         self.tags = TagLog(state, self)
 
     def add(self, late: StepBuffer) -> None:
@@ -35,9 +35,9 @@ class LateValues:
         if recorded is not None:
             recorded.absorb(late)
         elif pending is None:
-            self._ledger.add(late)
+            self._pipeline.add(late)
         else:
-            self._queue.add(pending, late)
+            pending.add(late)
 
     def tag(self, tags: Mapping[str, Any]) -> None:
         """Add facts."""
@@ -47,17 +47,17 @@ class LateValues:
         if (pending := self._queue.newest(ended)) is not None:
             pending.tags.update(tags)
         else:
-            self._ledger.tag(tags)
+            self._pipeline.tag(tags)
 
     @property
     def absent(self) -> dict[tuple[str, str], str]:
         """Where reasons for missing values of the last step are kept."""
         pending = self._queue.newest(self._state.clock.ended)
-        return self._ledger.absent if pending is None else pending.departure.buffer.absent
+        return self._pipeline.absent if pending is None else pending.readback.buffer.absent
 
     def is_judged(self, key: Key) -> bool:
         """Whether a detector judges the value that is logged under ``key``."""
-        return self._ledger.judges.watches(key)
+        return self._pipeline.detection.detector_set.watches(key)
 
 
 class TagLog:

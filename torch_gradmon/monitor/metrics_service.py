@@ -118,14 +118,14 @@ class MetricsService:
     def add_batch_metrics(self, batch_size: int) -> None:
         """Measure the gradient of each micro-batch."""
         check.positive_int("batch_size", batch_size)
-        self.runtime.ledger.summary.batches = MicroBatchStats(batch_size)
+        self.runtime.factory.summary.batches = MicroBatchStats(batch_size)
         self.runtime.planner.measures_each_batch = True
         self.runtime.planner.changed()
 
     def add_summary_metric(self, metric_name: str) -> None:
         """Show one more whole-model value."""
         check.one_of("metric_name", metric_name, tuple(DOCUMENTATION))
-        summary = self.runtime.ledger.summary
+        summary = self.runtime.factory.summary
         if metric_name in summary.more:
             raise ValueError(f"the whole-model value {metric_name!r} was added already")
         summary.more = (*summary.more, metric_name)
@@ -134,23 +134,23 @@ class MetricsService:
     def add_preset(self, name: str) -> None:
         """Select the metrics of a preset."""
         check.one_of("preset", name, tuple(PRESETS))
-        preset, registry, ledger = PRESETS[name], self.runtime.planner.registry, self.runtime.ledger
+        preset, registry, pipeline = PRESETS[name], self.runtime.planner.registry, self.runtime.pipeline
         registry.replace_hidden(
             [registry.make(source, metric, every=every, shown=False) for source, metric, every in preset.layer_metrics]
         )
-        ledger.summary.keys = preset.keys
-        ledger.add_detector(SpikeDetector(), of_preset=True)
-        ledger.outbox.note(preset=name)
+        self.runtime.factory.summary.keys = preset.keys
+        pipeline.detection.add(SpikeDetector(), of_preset=True)
+        pipeline.directory.annotate(preset=name)
         self.runtime.planner.changed()
 
     def describe(self) -> dict[str, str]:
         """Documentation by key, with patterns in the place of names."""
         known = {**DOCUMENTATION, **BATCHES, **ON_REQUEST}
-        ledger, registry = self.runtime.ledger, self.runtime.planner.registry
+        record, registry = self.runtime.pipeline.last, self.runtime.planner.registry
         # some whole-model values are switched on by other calls than add_*; the last record shows which
-        last = () if ledger.last is None else ledger.last.values
+        last = () if record is None else record.values
         on_request = [key.metric for key in last if key.source == n.SUMMARY and key.metric in ON_REQUEST]
-        texts = {f"{n.SUMMARY}/{name}": known[name] for name in (*ledger.summary.shown, *on_request)}
+        texts = {f"{n.SUMMARY}/{name}": known[name] for name in (*self.runtime.factory.summary.shown, *on_request)}
         for metric in registry.metrics:
             unit = "" if metric.unit == "1" else f" [{metric.unit}]"
             often = "" if metric.every == 1 else f", on every {metric.every}th step"

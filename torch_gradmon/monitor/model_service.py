@@ -40,11 +40,11 @@ class ModelService:
             return
         MetricsService(runtime).warn_of_idle(planner.registry.metrics)
         assert planner.inventory is not None
-        runtime.ledger.layers.warn_of_idle(planner.inventory.names)
+        runtime.factory.layers.warn_of_idle(planner.inventory.names)
         if not runtime.guard.inert:
             self.link()
-            runtime.ledger.outbox.note(model=type(planner.module).__name__)
-            runtime.ledger.knows(planner.inventory.facts)
+            runtime.pipeline.directory.annotate(model=type(planner.module).__name__)
+            runtime.factory.model.update(planner.inventory.facts)
 
     def link(self) -> None:
         """Link the modules that ask for their monitor."""

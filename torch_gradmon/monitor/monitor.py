@@ -623,12 +623,11 @@ class ModuleMonitor:
     def get_step_metrics(self) -> dict[str, float]:
         """Values of the step that ended last, plain floats by key; empty when it was not monitored. Synchronises once."""
         record = Queries(self._runtime).settle_now()
-        return {} if record is None else self._runtime.ledger.shown(record)
+        return {} if record is None else self._runtime.pipeline.publisher.shown(record)
 
     def get_all_metrics(self) -> dict[int, dict[str, float]]:
         """The same for the last ``history`` monitored steps, by step."""
-        Queries(self._runtime).settle_now()
-        return self._runtime.ledger.history()
+        return ValuesService(self._runtime).all_metrics()
 
     @property
     def last_events(self) -> tuple[SpikeEvent, ...]:

@@ -27,32 +27,33 @@ class OutputsService:
         self, sink: Any, keys: str | re.Pattern[str] | None, every: int, deferred: bool, thread: bool, on_all_ranks: bool
     ) -> None:
         """Send the values of each step to ``sink``."""
-        outbox, complaints = self.runtime.ledger.outbox, self.runtime.guard.complaints
+        pipeline, complaints = self.runtime.pipeline, self.runtime.guard.complaints
         for each in adapted(sink):
             if thread and isinstance(each, WandbSink):
                 raise ValueError(
                     "W&B takes rows without delay, and those of another thread would come between; leave thread=True out"
                 )
-            outlet = FilteredSink(each, keys, every, complaints, deferred, thread, outbox.place, logged_anyhow(sink))
-            outlet.given, outlet.is_on_all_ranks = sink, on_all_ranks
+            kept = pipeline.directory.description
+            filtered = FilteredSink(each, keys, every, complaints, deferred, thread, kept, logged_anyhow(sink))
+            filtered.given, filtered.is_on_all_ranks = sink, on_all_ranks
             if callable(before_finish := getattr(each, "before_finish", None)):
                 before_finish(partial(at_exit, weakref.ref(self.runtime)))
-            outbox.add(outlet)
+            pipeline.publisher.add(filtered)
 
     def remove_sink(self, sink: Any) -> None:
         """Send waiting rows to ``sink``, and close it."""
         Queries(self.runtime).settle_now()
-        outbox = self.runtime.ledger.outbox
-        own = [outlet for outlet in outbox.outlets if outlet.given == sink]
+        publisher = self.runtime.pipeline.publisher
+        own = [filtered for filtered in publisher.sinks if filtered.given == sink]
         if not own:
             raise ValueError(f"this sink was not added, got {display(sink)}")
-        outbox.publish()
-        for outlet in own:
-            outbox.remove(outlet)
+        publisher.publish()
+        for filtered in own:
+            publisher.remove(filtered)
 
     def add_detector(self, detector: SpikeDetector) -> None:
         """Feed ``detector`` with its signal."""
         if not isinstance(detector, SpikeDetector):
             raise TypeError(f"expected a SpikeDetector, got {display(detector)}; a rule goes into one: SpikeDetector(rule)")
-        self.runtime.ledger.add_detector(detector)
+        self.runtime.pipeline.detection.add(detector)
         self.runtime.planner.changed()

@@ -7,112 +7,119 @@ import time
 from collections import deque
 
 from ..core.fence import Fence
-from ..step.buffer import StepBuffer
+from ..step.exchange import RankExchange
 from ..step.pending_step import PendingStep
-from ..step.reasons import ReasonContext
-from ..step.registry import Registry
-from .pipeline.ledger import Ledger
+from .pipeline.record_factory import RecordFactory
+from .pipeline.record_pipeline import RecordPipeline
 from .plugin_set import PluginSet
 
 
-class Flights:
+class PendingQueue:
     """The steps whose records are not made yet, at most two of them: the one that ended last and the one before.
 
     Args:
-        ledger: where records are entered.
-        registry: the metrics.
-        guard: receives the time that others spent.
+        factory: makes records.
+        pipeline: takes them.
+        exchange: with other ranks, the steps' numbers decide when values are fetched, not the device.
+        fence: receives the time that others spent.
         plugins: may have unwritten records when the run ends.
+
+    Attributes:
+        steps: the steps, ascending.
     """
 
-    def __init__(self, ledger: Ledger, registry: Registry, guard: Fence, plugins: PluginSet) -> None:
-        self._plugins = plugins
-        self.lockstep = False  # with other ranks, the steps' numbers decide when values are fetched, not the device
-        self.now = 0  # the step that begins
-        self.ledger, self._registry, self._guard = ledger, registry, guard
-        self._flying: deque[PendingStep] = deque()
+    def __init__(
+        self, factory: RecordFactory, pipeline: RecordPipeline, exchange: RankExchange, fence: Fence, plugins: PluginSet
+    ) -> None:
+        self.factory, self.pipeline = factory, pipeline
+        self._exchange, self._fence, self._plugins = exchange, fence, plugins
+        self.steps: deque[PendingStep] = deque()
 
     def __del__(self) -> None:
         # collected without detach(): what is still on its way reaches the run directory
         with contextlib.suppress(Exception):
             rest = [record for records in self._plugins.call("rest") for record in records]
-            if self._flying or rest:
-                self.land(None, open_to_late_values=False)
-                self.ledger.fill(rest)
-                self.ledger.outbox.close()
+            if self.steps or rest:
+                self.enter_all(None, open_to_late_values=False)
+                self.pipeline.backfill(rest)
+                self.pipeline.close()
 
     def newest(self, step: int | None) -> PendingStep | None:
-        """The flight of ``step``, if it is the one that departed last."""
-        return self._flying[-1] if self._flying and self._flying[-1].step == step else None
+        """``step``, if it is the newest one."""
+        return self.steps[-1] if self.steps and self.steps[-1].step == step else None
 
     @property
     def oldest(self) -> int | None:
-        """The oldest step whose values are on their way."""
-        return self._flying[0].step if self._flying else None
+        """The number of the oldest step."""
+        return self.steps[0].step if self.steps else None
 
-    def start(self, flight: PendingStep) -> None:
-        """Take charge of ``flight``; where its values are on the host already, its record is made at once."""
-        self._flying.append(flight)
-        if flight.departure.arrival.is_local:
-            self.land(flight.step, open_to_late_values=True)
-
-    def add(self, flight: PendingStep, late: StepBuffer) -> None:
-        """Values that were logged after the step ended."""
-        if flight.late is None:
-            flight.late = flight.departure.buffer.scalars()
-        flight.late.absorb(late)
-
-    def seal(self) -> None:
-        """The next step begins: late values depart now, while they are not yet behind its work."""
-        for flight in self._flying:
-            if flight.late is not None and flight.late_departure is None:
-                flight.late_departure = flight.late.start_readback()
+    def start(self, pending: PendingStep) -> None:
+        """Take ``pending``; where its values are on the host already, its record is made at once."""
+        self.steps.append(pending)
+        if pending.readback.arrival.is_local:
+            self.enter_all(pending.step, open_to_late_values=True)
 
     def count_refusal(self) -> None:
         """A step that was not monitored was not applied."""
-        if self._flying:
-            self._flying[-1].refusals_after += 1
+        if self.steps:
+            self.steps[-1].refusals_after += 1
         else:
-            self.ledger.summary.count_rejected(1)
+            self.factory.summary.count_rejected(1)
 
-    def _may_land(self, flight: PendingStep) -> bool:
-        return self.now >= flight.step + 2 if self.lockstep else flight.departure.arrival.is_ready()
+    def seal(self, ended: int | None, begins: int) -> None:
+        """Step ``begins`` is about to open: nothing more comes for step ``ended``, whose record is finished if it is ready or awaited."""
+        if self.steps:  # else there is no need to know whether anything awaits it
+            for pending in self.steps:
+                pending.seal()
+            if self.pipeline.is_awaited(ended or 0):
+                self.enter_all(ended, open_to_late_values=True)
+            else:
+                self._enter_ready(ended, begins)
+        self.pipeline.finish()
 
-    def land(self, ended: int | None, open_to_late_values: bool, waiting: bool = True) -> None:
-        """Make the records of steps that have departed.
+    def enter_all(self, ended: int | None, open_to_late_values: bool) -> None:
+        """Make the records of all steps and enter them. Waits for their values.
 
         Args:
-            ended: number of the step that ended last; the ledger's last record is of that one, or there is none.
+            ended: number of the step that ended last; the last record is of that one, or there is none.
             open_to_late_values: that step is the latest, so that values may still be added to it.
-            waiting: wait for values; otherwise only for those of the step before the last one.
         """
-        while self._flying:
-            if not waiting and len(self._flying) < 2 and not self._may_land(self._flying[0]):
-                return
-            start = time.perf_counter()
-            self._flying[0].departure.arrival.wait()  # interrupted here, the flight is still there
-            if not waiting:
-                # the device is two steps behind, and it is the training that waits here rather than elsewhere
-                self._guard.exclude_time(time.perf_counter() - start)
-            flight = self._flying.popleft()
-            self._enter(flight)
-            if flight.step != ended or not open_to_late_values:
-                self.ledger.finish()
-            if flight.step != ended:
-                self.ledger.last = None
+        while self.steps:
+            self.steps[0].readback.arrival.wait()  # interrupted here, the step is still there
+            self._enter_oldest(ended, open_to_late_values)
 
-    def _enter(self, flight: PendingStep) -> None:
+    def _enter_ready(self, ended: int | None, begins: int) -> None:
+        """Enter the records whose values have come. Waits only for those of the step before the last one."""
+        while self.steps and (len(self.steps) > 1 or self._is_ready(self.steps[0], begins)):
+            start = time.perf_counter()
+            self.steps[0].readback.arrival.wait()
+            # the device is two steps behind, and it is the training that waits here rather than elsewhere
+            self._fence.exclude_time(time.perf_counter() - start)
+            self._enter_oldest(ended, open_to_late_values=True)
+
+    @property
+    def ranks_synchronised(self) -> bool:
+        """Whether ranks take their records at the same steps."""
+        return self._exchange.takes_place
+
+    def _is_ready(self, pending: PendingStep, begins: int) -> bool:
+        return begins >= pending.step + 2 if self.ranks_synchronised else pending.readback.arrival.is_ready()
+
+    def _enter_oldest(self, ended: int | None, open_to_late_values: bool) -> None:
+        pending = self.steps.popleft()
+        self._enter(pending)
+        if pending.step != ended or not open_to_late_values:
+            self.pipeline.finish()
+        if pending.step != ended:
+            self.pipeline.drop_last()
+
+    def _enter(self, pending: PendingStep) -> None:
         """Make the record and enter it."""
-        ledger, refused = self.ledger, flight.departure.buffer.refused
-        ledger.knows(flight.inventory.facts)
-        ledger.situation = ReasonContext(
-            flight.inventory, flight.active.plans, flight.active.due, ledger.summary.shown, flight.attached, refused
-        )
-        record, signals = flight.record(ledger.summary, ledger.layers, self._registry)
+        record, signals = self.factory.make(pending)
         try:
-            ledger.enter(record, signals, flight.departure.buffer)
+            self.pipeline.enter(record, signals, pending.readback.buffer)
         finally:  # where a spike raises
-            if flight.late is not None:
-                departure = flight.late_departure or flight.late.start_readback()
-                ledger.amend(flight.late, departure.land()[1])
-            ledger.summary.count_rejected(flight.refusals_after)
+            if pending.late is not None:
+                readback = pending.late_readback or pending.late.start_readback()
+                self.pipeline.amend(pending.late, readback.land()[1])
+            self.factory.summary.count_rejected(pending.refusals_after)

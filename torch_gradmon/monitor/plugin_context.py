@@ -57,7 +57,7 @@ class MonitorContext:
 
     @property
     def ranks_synchronised(self) -> bool:
-        return self._lifecycle.queue.lockstep
+        return self._lifecycle.queue.ranks_synchronised
 
     @property
     def seconds_spent(self) -> float:
@@ -70,7 +70,7 @@ class MonitorContext:
         self._lifecycle.fence.complaints.add(key, message, error)
 
     def annotate_run(self, **facts: Any) -> None:
-        self._lifecycle.queue.ledger.outbox.note(**facts)
+        self._lifecycle.queue.pipeline.directory.annotate(**facts)
 
     def make_metric(self, source: str, name: str, every: int = 1) -> Metric:
         return self._lifecycle.planning.planner.registry.make(source, name, every=every, shown=False)
@@ -95,7 +95,7 @@ class MonitorContext:
         self._lifecycle.plugins.call("on_detail_changed", is_back)
 
     def backfill(self, records: Sequence[StepRecord]) -> None:
-        self._lifecycle.queue.ledger.fill(records)
+        self._lifecycle.queue.pipeline.backfill(records)
 
     def learn(self, record: StepRecord, whole: Mapping[str, float]) -> None:
-        self._lifecycle.queue.ledger.learn(record, whole)
+        self._lifecycle.queue.pipeline.learn(record, whole)

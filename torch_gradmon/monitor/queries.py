@@ -36,7 +36,7 @@ class Queries:
         )
         if clock.step is not None and step <= clock.step:
             is_open = self._runtime.state.is_open and step == clock.step and active is not None and active.is_monitored
-            is_known = self._runtime.lifecycle.is_pending(step) or self._runtime.ledger.was_monitored(step)
+            is_known = self._runtime.lifecycle.is_pending(step) or step in self._runtime.pipeline.history
             return is_open or is_known or cadence.foretells(step, None)
         ahead = step - clock.next_step if clock.step is None else (step - clock.step - 1) // clock.stride
         return cadence.foretells(step, ahead)
@@ -70,7 +70,7 @@ class Queries:
     def counts(self) -> Counts:
         """Of the steps so far, as far as their values have come."""
         summary, policy, attempts = (
-            self._runtime.ledger.summary,
+            self._runtime.factory.summary,
             self._runtime.plugin("spike_policy"),
             self._runtime.state.clock.attempts,
         )
@@ -81,14 +81,14 @@ class Queries:
     def settle_now(self) -> StepRecord | None:
         """The record of the last step, None where it was not monitored. Waits for the device."""
         self._flush_fenced()  # does nothing inside a fenced call, such as on_spike
-        return None if self.stale_reason else self._runtime.ledger.last
+        return None if self.stale_reason else self._runtime.pipeline.last
 
     @fenced
     def judge_now(self) -> None:
         """Make the record of the last step, and judge already now what was logged since."""
         self._runtime.cycle.release()
         self._runtime.lifecycle.flush_pending()
-        self._runtime.ledger.judge_late()
+        self._runtime.pipeline.detect_late()
 
     @fenced
     def _flush_fenced(self) -> None:

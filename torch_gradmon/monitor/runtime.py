@@ -18,7 +18,8 @@ from ..step.planner import Planner
 from ..step.plugin import Plugin
 from .captures import Captures
 from .followed_loop import FollowedLoop
-from .pipeline.ledger import Ledger
+from .pipeline.record_factory import RecordFactory
+from .pipeline.record_pipeline import RecordPipeline
 from .step_cycle import StepCycle
 from .step_lifecycle import StepLifecycle
 from .step_state import StepState
@@ -64,9 +65,14 @@ class Runtime:
         return self.lifecycle.captures
 
     @property
-    def ledger(self) -> Ledger:
-        """The records."""
-        return self.lifecycle.queue.ledger
+    def pipeline(self) -> RecordPipeline:
+        """The records and their consumers."""
+        return self.lifecycle.queue.pipeline
+
+    @property
+    def factory(self) -> RecordFactory:
+        """Makes the records."""
+        return self.lifecycle.queue.factory
 
     @property
     def state(self) -> StepState:
@@ -124,7 +130,7 @@ class Runtime:
 
     def _publish(self) -> None:
         self.lifecycle.flush_pending()
-        self.ledger.finish()
+        self.pipeline.finish()
 
     def pause(self, is_paused: bool) -> bool:
         """Measure nothing, or go on; whether nothing was measured before."""
@@ -137,7 +143,7 @@ class Runtime:
     def backfill(self) -> None:
         """Take the records of unmonitored steps that plugins still have. Waits for the device."""
         for records in self.lifecycle.plugins.call("rest"):
-            self.ledger.fill(records)
+            self.pipeline.backfill(records)
 
     # --- life cycle ----------------------------------------------------------------------------------------------------------
 
@@ -223,10 +229,10 @@ class Runtime:
     def close(self) -> None:
         """Let go of the model and close everything that is open; what comes later opens it again."""
         self.lifecycle.plugins.call("close")
-        self.ledger.outbox.close()
+        self.pipeline.close()
 
 
-def at_exit(runtime: Callable[[], Runtime | None], _lasting: object = None) -> None:
+def at_exit(runtime: Callable[[], Runtime | None], *_keep_alive: object) -> None:
     """Publish the last step when the interpreter ends. Of a runtime that is collected the publisher itself sends what is known of it."""
     if (alive := runtime()) is None:
         return

@@ -29,11 +29,12 @@ class StateService:
         """The state as plain numbers and lists."""
         runtime = self.runtime
         Queries(runtime).settle_now()
+        records = {"summary": runtime.factory.summary.state_dict(), "detectors": runtime.pipeline.detection.state_dict()}
         steps = {"next_step": runtime.state.next_attempt, "attempted": runtime.state.clock.attempts}
         parts = {part: plugin.state_dict() for part, name in _PARTS.items() if (plugin := runtime.plugin(name)) is not None}
         states = {plugin.name: plugin.state_dict() for plugin in runtime.plugins if plugin.name not in BUILT_IN_PLUGINS}
         own = {name: state for name, state in states.items() if state is not None}
-        return {**steps, **runtime.ledger.state_dict(), **parts, **({"plugins": own} if own else {})}
+        return {**steps, **records, **parts, **({"plugins": own} if own else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state, or leave everything as it was and raise."""
@@ -56,7 +57,7 @@ class StateService:
         absent = {"next_step", "summary", "detectors"} - state.keys()
         if absent:
             raise ValueError(f"this is no state of a ModuleMonitor: it lacks {', '.join(sorted(absent))}; it has {sorted(state)}")
-        mine = self.runtime.ledger.judges.detectors
+        mine = self.runtime.pipeline.detection.detector_set.detectors
         if not isinstance(state["detectors"], Mapping) or set(state["detectors"]) != set(mine):
             raise ValueError(
                 f"state['detectors'] has {display(state['detectors'])} and this monitor detectors of {sorted(mine)}; "
@@ -75,8 +76,10 @@ class StateService:
             for plugin in runtime.plugins:
                 if plugin.name in value:
                     plugin.load_state_dict(value[plugin.name])
+        elif part == "summary":
+            runtime.factory.summary.load_state_dict(value)
         else:
-            runtime.ledger.load_part(part, value)
+            runtime.pipeline.detection.load_state_dict(value)
 
     def text(self) -> str:
         """The ``repr`` of the monitor."""
@@ -88,7 +91,7 @@ class StateService:
         yield "nothing" if module is None else type(module).__name__
         yield "1 metric" if count == 1 else f"{count} metrics"
         yield "no step yet" if runtime.state.clock.step is None else f"step {runtime.state.clock.step}"
-        if spikes := len({event.step for event in runtime.ledger.recent().events}):
+        if spikes := len({event.step for event in runtime.pipeline.history.recent().events}):
             yield f"{spikes} of the last steps with spikes"
         if (detail := MetricsService(runtime).detail()) is not None:
             yield f"for now {request_text(detail.facts())}"
@@ -96,5 +99,5 @@ class StateService:
             yield "disabled by GRADMON_DISABLE"
         elif runtime.loop is None and not runtime.state.is_manual:
             yield "not attached to an optimizer"
-        if place := runtime.ledger.outbox.place:
+        if place := runtime.pipeline.directory.description:
             yield place

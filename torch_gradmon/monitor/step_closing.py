@@ -8,7 +8,7 @@ from ..step.active_step import ActiveStep, Mode, RecordedStep
 from ..step.buffer import StepBuffer
 from ..step.model_index import ModelIndex
 from ..step.pending_step import PendingStep
-from .pending_queue import Flights
+from .pending_queue import PendingQueue
 from .step_planning import StepPlanning
 from .value_log import ValueLog
 
@@ -22,7 +22,7 @@ class StepClosing:
         values: what the loop logs.
     """
 
-    def __init__(self, planning: StepPlanning, queue: Flights, values: ValueLog) -> None:
+    def __init__(self, planning: StepPlanning, queue: PendingQueue, values: ValueLog) -> None:
         self._planning, self._queue, self._values = planning, queue, values
         self._plugins = planning.cadence.plugins
 
@@ -43,7 +43,6 @@ class StepClosing:
             self._planning.captures.end()
         finally:  # collective: the other ranks wait, whatever failed here
             self._planning.exchange.run(buffer, active.plans, may_extend=active.mode is Mode.MONITORED)
-            self._queue.lockstep = self._planning.exchange.exchange.takes_place
         return buffer, inventory, self._values.late.tags.take()
 
     def _close_unmonitored(self, active: ActiveStep) -> None:
@@ -56,7 +55,7 @@ class StepClosing:
         self._plugins.call("on_unmonitored_step", recorded, is_idle=active.mode is Mode.IDLE)
         if active.is_overflowed:
             self._queue.count_refusal()
-        if self._queue.ledger.pass_by(active.is_overflowed):
+        if self._queue.pipeline.detection.count_unmonitored(active.is_overflowed):
             self._plugins.call("on_alert", active.number)
 
     def _close_monitored(self, active: ActiveStep) -> None:
@@ -70,7 +69,7 @@ class StepClosing:
                 active,
                 inventory,
                 evaluate,
-                self._planning.hooks.groups() if self._queue.ledger.layers.choice == "blocks" else [],
+                self._planning.hooks.groups() if self._queue.factory.layers.choice == "blocks" else [],
                 tags,
                 self._planning.fence.cost(),
                 self._planning.exchange.exchange.ranks.count,

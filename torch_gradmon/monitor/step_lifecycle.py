@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..step.active_step import ActiveStep, Mode
 from ..step.planner import OF_MODULES
-from .pending_queue import Flights
+from .pending_queue import PendingQueue
 from .step_closing import StepClosing
 from .step_planning import StepPlanning
 from .value_log import ValueLog
@@ -29,7 +29,7 @@ class StepLifecycle:
         active: the open step, or the last one; None before the first.
     """
 
-    def __init__(self, planning: StepPlanning, queue: Flights, values: ValueLog) -> None:
+    def __init__(self, planning: StepPlanning, queue: PendingQueue, values: ValueLog) -> None:
         self.planning, self.queue, self.values = planning, queue, values
         self.state, self.hooks, self.fence = planning.state, planning.hooks, planning.fence
         self.captures, self.plugins = planning.captures, planning.cadence.plugins
@@ -54,7 +54,7 @@ class StepLifecycle:
     @property
     def was_monitored(self) -> bool:
         """Whether the last step has values, complete or on their way."""
-        return self.queue.ledger.last is not None or self.is_pending(self.state.clock.ended)
+        return self.queue.pipeline.last is not None or self.is_pending(self.state.clock.ended)
 
     def is_pending(self, step: int | None) -> bool:
         """Whether ``step`` is the last one that was monitored, and its values are on their way."""
@@ -80,34 +80,25 @@ class StepLifecycle:
 
     def seal(self, step: int) -> None:
         """``step`` is about to open: nothing more can be added to the last one."""
-        self.queue.now = step
         self.captures.had_root_inputs = self.captures.modules.on_root_inputs
         is_idle = self.active is not None and self.active.mode is Mode.IDLE
         self.plugins.call("before_step", step, is_idle=is_idle)
-        self.finish()
+        self.queue.seal(self.state.clock.ended, step)
         self.plugins.call("on_sealed", step, is_idle=is_idle)
-
-    def finish(self) -> None:
-        """Publish the last step's record if it is ready or a consumer is waiting for it."""
-        if self.queue.oldest is not None:  # else there is no need to know whether anybody waits for it
-            self.queue.seal()
-            ended = self.state.clock.ended
-            self.queue.land(ended, open_to_late_values=True, waiting=self.queue.ledger.is_awaited(ended or 0))
-        self.queue.ledger.finish()
 
     def flush_pending(self) -> None:
         """Complete the record of the last step. Waits for its values."""
-        self.queue.land(self.state.clock.ended, open_to_late_values=not self.state.is_open)
+        self.queue.enter_all(self.state.clock.ended, open_to_late_values=not self.state.is_open)
 
     def rewind(self, step: int, last: int | None) -> None:
         """The run goes back from ``last`` to ``step``; or begins, in a run directory that may have later steps."""
         if last is not None:
             message = f"step {step} comes after step {last}; a new segment begins in the run directory"
             self.fence.complaints.add("back", message)
-            self.queue.land(None, open_to_late_values=False)
+            self.queue.enter_all(None, open_to_late_values=False)
             self.plugins.call("on_rewind", step)
-            self.queue.ledger.goes_back(step)
-        self.queue.ledger.outbox.goes_back(step)
+            self.queue.pipeline.rewind(step)
+        self.queue.pipeline.directory.rewind(step)
 
     def open(self, step: int, *, is_tentative: bool, hides_forward: bool, was_undecided: bool) -> None:
         """Begin ``step``."""
@@ -187,7 +178,8 @@ class StepLifecycle:
         active = self.active
         if active is None:
             return
-        active.is_overflowed, self.queue.ledger.last = is_overflowed, None
+        active.is_overflowed = is_overflowed
+        self.queue.pipeline.drop_last()
         try:
             try:
                 self.plugins.call("on_step_closing", active, is_idle=active.mode is Mode.IDLE)

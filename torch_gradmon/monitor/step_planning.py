@@ -11,7 +11,7 @@ from ..step.planner import Planner
 from .cadence import Cadence
 from .captures import Captures
 from .hook_schedule import HookSchedule
-from .pipeline.ledger import Ledger
+from .pipeline.record_factory import RecordFactory
 from .step_state import StepState
 
 
@@ -23,7 +23,7 @@ class StepPlanning:
         planner: knows the model and the requested metrics.
         captures: measure tensors.
         exchange: merges values over ranks.
-        ledger: knows what detectors and the run directory need.
+        factory: makes records, and knows what they need.
         hooks: which hooks are registered.
         cadence: which steps are monitored.
         fence: where failures are reported.
@@ -35,13 +35,13 @@ class StepPlanning:
         planner: Planner,
         captures: Captures,
         exchange: ExchangePolicy,
-        ledger: Ledger,
+        factory: RecordFactory,
         hooks: HookSchedule,
         cadence: Cadence,
         fence: Fence,
     ) -> None:
         self.state, self.planner, self.captures, self.exchange = state, planner, captures, exchange
-        self.ledger, self.hooks, self.cadence, self.fence = ledger, hooks, cadence, fence
+        self.factory, self.hooks, self.cadence, self.fence = factory, hooks, cadence, fence
 
     def would_measure(self, step: int) -> bool:
         """Whether ``step`` is monitored if it comes next."""
@@ -62,14 +62,14 @@ class StepPlanning:
         self.hooks.check_groups()
         assert planner.inventory is not None
         if planner.inventory.spread and self.exchange.exchange.ranks.count > 1:
-            self.ledger.summary.all_columns = True  # on each rank, with or without a run directory
+            self.factory.summary.all_columns = True  # on each rank, with or without a run directory
         if planner.inventory.on_mesh:  # before anything is added up over ranks
             self.exchange.ranks_take_part()
         is_monitored = active.mode is Mode.MONITORED
-        active.plans = planner.plans(active.number, self.ledger.summary, gradients_only=not is_monitored)
+        active.plans = planner.plans(active.number, self.factory.summary, gradients_only=not is_monitored)
         active.buffer = StepBuffer(active.number, self.fence.complaints)
         if is_monitored:
-            active.buffer.rng = rng_states() if self.ledger.outbox.stores else {}
+            active.buffer.rng = rng_states() if self.factory.is_stored else {}
             active.due = tuple(metric for metric in planner.module_metrics() if metric.due(active.number))
         self.captures.begin(active, planner, by_hand=self.state.is_manual)
         self.hooks.install(on_modules=is_monitored)

@@ -88,10 +88,10 @@ def collect_records(monitor: ModuleMonitor) -> Iterator[list[StepRecord]]:
         elif records and records[-1].step == record.step:
             records[-1] = record
 
-    runtime.ledger.observers.append(observe)
+    runtime.pipeline.observers.append(observe)
     try:
         yield records
         Queries(runtime).judge_now()
         Queries(runtime).settle_now()
     finally:
-        runtime.ledger.observers.remove(observe)
+        runtime.pipeline.observers.remove(observe)

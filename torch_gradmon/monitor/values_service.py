@@ -82,7 +82,19 @@ class ValuesService:
             return {}
         follower = self.runtime.loop
         owned = None if follower is None else planner.owned(follower.optimizers)
-        return self.runtime.ledger.missing(planner.registry.metrics, planner.matchable() or {}, owned, why)
+        factory, pipeline, names = self.runtime.factory, self.runtime.pipeline, planner.matchable() or {}
+        if record is None or why:
+            reasons = dict.fromkeys(factory.requested(names), why)
+        else:
+            reasons = factory.missing(record, pipeline.absent, names, owned)
+        # the keys are made as those of the values are
+        return dict(zip(pipeline.publisher.format_keys(dict.fromkeys(reasons, 0.0)), reasons.values(), strict=True))
+
+    def all_metrics(self) -> dict[int, dict[str, float]]:
+        """The values of the last monitored steps, by step and key."""
+        Queries(self.runtime).settle_now()
+        pipeline = self.runtime.pipeline
+        return {record.step: pipeline.publisher.shown(record) for record in pipeline.history.records()}
 
     def top_parameters(self, count: int) -> list[tuple[str, float]]:
         """The parameters with the largest shares of the squared gradient norm."""
@@ -98,14 +110,14 @@ class ValuesService:
         Queries(self.runtime).settle_now()
         if self.runtime.guard.inert:
             return Diagnosis((), None, _DISABLED)
-        ledger, facts = self.runtime.ledger, self.runtime.plugin("loop_audit").facts()
-        place, recent = ledger.outbox.directory, ledger.recent()
+        pipeline, model, facts = self.runtime.pipeline, self.runtime.factory.model, self.runtime.plugin("loop_audit").facts()
+        place, recent = pipeline.directory.path, pipeline.history.recent()
         history = History(
-            ledger.memory.records(),
+            pipeline.history.sample.records(),
             recent.events,
             facts,
-            ledger.matrices,
-            ledger.kinds,
+            model.matrices,
+            model.kinds,
             "" if place is None else shlex.quote(str(place)),
             recent.steps,
             recent.suspects,
@@ -119,16 +131,16 @@ class ValuesService:
         from ..analysis.plots.sources import ValueSource
 
         Queries(self.runtime).settle_now()
-        inventory, memory = self.runtime.planner.inventory, self.runtime.ledger.memory
+        inventory, sample = self.runtime.planner.inventory, self.runtime.pipeline.history.sample
         order = None if inventory is None else ModelOrder(inventory.names, inventory.kinds)
-        return plot(ValueSource.of_records(memory.records(), order, memory.is_whole), kind, engine, dict(options))
+        return plot(ValueSource.of_records(sample.records(), order, sample.is_whole), kind, engine, dict(options))
 
     def why(self, step: int | None) -> str:
         """The text about a step, by default about the largest spike."""
         if step is not None:
             check.step_number("step", step)
-        elif not self.runtime.ledger.judges.detectors:
+        elif not self.runtime.pipeline.detection.detector_set.detectors:
             raise ValueError("nothing looks for spikes: call add_preset() or add_detector(SpikeDetector()), or name a step")
         Queries(self.runtime).settle_now()
         self.runtime.backfill()
-        return explain(self.runtime.ledger.recent(), step)
+        return explain(self.runtime.pipeline.history.recent(), step)

@@ -27,7 +27,7 @@ class PendingStep:
     """A step that has ended, without its record.
 
     Attributes:
-        departure: its values.
+        readback: its values.
         active: what was known of it when it closed.
         inventory: the model as it was.
         modules: computes the built-in values of modules from tables.
@@ -37,11 +37,11 @@ class PendingStep:
         ranks: number of ranks over which values of batches are merged.
         attached: hooks on optimizers took part.
         late: merges values that were logged after its end.
-        late_departure: these on their way to the host, once the next step has begun.
+        late_readback: these on their way to the host, once the next step has begun.
         refusals_after: steps neither monitored nor applied, between this one and the next monitored one.
     """
 
-    departure: PendingReadback
+    readback: PendingReadback
     active: ActiveStep
     inventory: ModelIndex
     modules: Callable[[dict[str, StatsTable]], dict[Key, float]]
@@ -51,18 +51,29 @@ class PendingStep:
     ranks: int = 1
     attached: bool = False
     late: StepBuffer | None = None
-    late_departure: PendingReadback | None = None
+    late_readback: PendingReadback | None = None
     refusals_after: int = 0
 
     @property
     def step(self) -> int:
         """The number of the step."""
-        return self.departure.buffer.step
+        return self.readback.buffer.step
+
+    def add(self, late: StepBuffer) -> None:
+        """Values that were logged after the step ended."""
+        if self.late is None:
+            self.late = self.readback.buffer.scalars()
+        self.late.absorb(late)
+
+    def seal(self) -> None:
+        """The next step begins: copy late values to the host now, while they are not yet behind its work."""
+        if self.late is not None and self.late_readback is None:
+            self.late_readback = self.late.start_readback()
 
     def record(self, summary: Summary, layers: LayerSelection, registry: Registry) -> tuple[StepRecord, dict[str, float]]:
         """The record, and all whole-model values by name. Waits for the values."""
-        buffer = self.departure.buffer
-        tables, custom, noted = self.departure.land()
+        buffer = self.readback.buffer
+        tables, custom, noted = self.readback.land()
         summary.count_rejected(int(noted.pop("unseen_refusals", 0)))
         edited, found_inf = noted.pop("edited", None), bool(noted.pop("found_inf", 0))
         facts = StepFacts(
@@ -106,7 +117,7 @@ class PendingStep:
 
     def _trained(self) -> Set[str]:
         """The trainable parameters, without those that were frozen when this step's gradients came."""
-        return self.inventory.trainable - self.inventory.doubtful.difference(self.departure.buffer.thawed)
+        return self.inventory.trainable - self.inventory.doubtful.difference(self.readback.buffer.thawed)
 
     def _context(self, noted: Mapping[str, float]) -> dict[str, Any]:
         context: dict[str, Any] = {} if self.cost is None else {"overhead_pct": self.cost}

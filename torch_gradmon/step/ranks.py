@@ -61,6 +61,10 @@ class Ranks:
         """Whether this is the reporting rank. Before there is a process group, the launcher's environment decides."""
         return self.rank == 0 if self._is_distributed() else os.environ.get("RANK", "0") == "0"
 
+    def is_muted(self, has_output_on_all: bool) -> bool:
+        """Whether the first rank writes the output of this one; ``has_output_on_all``: each rank writes its own."""
+        return not (has_output_on_all or self.is_first)
+
     @staticmethod
     def _is_distributed() -> bool:
         return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -18,10 +18,10 @@ class RunNotes(Protocol):
     """Where facts about the run are noted."""
 
     @property
-    def directory(self) -> Path | None:
+    def path(self) -> Path | None:
         """The run directory, if there is one."""
 
-    def note(self, **facts: Any) -> None:
+    def annotate(self, **facts: Any) -> None:
         """Add facts about the run."""
 
     def reopen(self) -> None:
@@ -49,10 +49,10 @@ class Requests:
         self._has_left = False
         self._facts: dict[str, Any] = {"session": secrets.token_hex(8), "listens": False}
         self._file: Mailbox | None = None
-        if notes.directory is not None:
-            self._file = Mailbox(notes.directory, self._facts["session"], complaints, lambda: ranks.is_first)
+        if notes.path is not None:
+            self._file = Mailbox(notes.path, self._facts["session"], complaints, lambda: ranks.is_first)
             self._facts["listens"] = ranks.is_first
-            notes.note(tune=self._facts)
+            notes.annotate(tune=self._facts)
 
     @property
     def has_peers(self) -> bool:
@@ -123,4 +123,4 @@ class Requests:
         if known != self._facts:
             self._facts = known
             if self._file is not None:
-                self._notes.note(tune=known)
+                self._notes.annotate(tune=known)

@@ -1,0 +1,112 @@
+"""Output of records to sinks, when their steps are complete."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+
+from ...core.errors import GradmonWarning, WarningLog
+from ...core.keys import Key
+from ...core.records import StepRecord
+from ...sinks.filtered_sink import FilteredSink
+
+
+class Publisher:
+    """Keeps one record until the next step begins, so that sinks receive a late ``log_scalar`` with it.
+
+    What waits to be sent may outlive the monitor, so nothing here refers to ``on_spike``, which may keep the model alive.
+
+    Args:
+        format_keys: makes the keys of values.
+        complaints: where failures are reported.
+        is_muted: whether another rank writes the output of this one.
+
+    Attributes:
+        sinks: those that were added.
+        keep_alive: this package's sinks, which must stay alive until the last row is written. The user's sinks are not among them: they
+            may hold the model, the optimizer and the monitor.
+    """
+
+    def __init__(
+        self, format_keys: Callable[[Mapping[Key, float]], dict[str, float]], complaints: WarningLog, is_muted: Callable[[], bool]
+    ) -> None:
+        self._is_closed = True  # no record has come since the sinks were closed
+        self._process = os.getpid()
+        self.format_keys, self._complaints, self._is_muted = format_keys, complaints, is_muted
+        self.sinks: list[FilteredSink] = []
+        self.keep_alive: list[object] = []
+        self._waiting: StepRecord | None = None
+
+    def __del__(self) -> None:
+        if not self._is_closed:
+            self.close()
+
+    def _is_forked(self) -> bool:
+        """Whether this is a forked worker, which must not touch the parent's files."""
+        return os.getpid() != self._process
+
+    def add(self, sink: FilteredSink) -> None:
+        """Send records to ``sink`` from now on."""
+        self.sinks.append(sink)
+        if sink.is_of_package:
+            self.keep_alive.append(sink)
+
+    def remove(self, sink: FilteredSink) -> None:
+        """Stop sending records to ``sink``, and close it."""
+        self.sinks.remove(sink)
+        if sink.is_of_package:
+            self.keep_alive.remove(sink)
+        sink.close()
+
+    def _receivers(self) -> list[FilteredSink]:
+        """The sinks of this rank that receive records."""
+        return [sink for sink in self.sinks if sink.is_on_all_ranks] if self._is_muted() else self.sinks
+
+    def is_awaited(self, step: int) -> bool:
+        """Whether a sink needs the values of ``step`` as soon as the next step begins."""
+        return any(not sink.deferred and not sink.dropped and step % sink.every == 0 for sink in self._receivers())
+
+    def shown(self, record: StepRecord) -> dict[str, float]:
+        """The values of ``record`` that sinks receive, by key."""
+        hidden = record.hidden
+        values = {key: value for key, value in record.values.items() if key not in hidden} if hidden else record.values
+        return self.format_keys(values)
+
+    def put(self, record: StepRecord, amends: bool) -> None:
+        """Take a step's record. ``amends``: it replaces the previous one."""
+        if self._is_forked() or (not self._receivers() and self._is_muted()):
+            return
+        if not amends:
+            self.publish()
+        if not amends or self._waiting is not None:
+            self._waiting, self._is_closed = record, False
+        elif self.sinks:
+            self._complaints.add("late", f"a value for step {record.step} came after the step had gone out to the sinks")
+
+    def publish(self) -> None:
+        """Send the waiting record to the sinks."""
+        if self._waiting is None or self._is_forked():
+            return
+        record, self._waiting = self._waiting, None
+        receivers = self._receivers()
+        values = self.shown(record) if receivers else {}
+        texts = [(event, str(event)) for event in record.events] if receivers else []
+        first: Warning | None = None
+        for sink in receivers:
+            try:
+                sink.send(values, record.step)
+                for event, text in texts:
+                    sink.send_spike(event, text)
+            except GradmonWarning as warning:  # where warnings were made errors; the other sinks come first
+                first = first or warning
+        if first is not None:
+            raise first
+
+    def close(self) -> None:
+        """Send the waiting record and close the sinks; another record opens them again."""
+        if self._is_forked():
+            return
+        self._is_closed = True
+        self.publish()
+        for sink in self.sinks:
+            sink.close()

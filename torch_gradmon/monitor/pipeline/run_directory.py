@@ -1,0 +1,141 @@
+"""The run directory as a consumer of records, which must not fail."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import sqlite3
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ...core.errors import WarningLog
+from ...core.records import StepRecord
+from ...runs.writer import RunWriter, Superseded
+from ...sinks.delivery import PATIENCE
+
+
+class RunDirectory:
+    """Stores each record at once, and its replacement when a value is added.
+
+    Args:
+        path: the run directory; None for none.
+        meta: facts about the run.
+        complaints: where failures are reported.
+        is_muted: whether another rank writes the output of this one.
+
+    Attributes:
+        keep_alive: the writer, which must stay alive until the last record is written.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str] | None, meta: Mapping[str, Any], complaints: WarningLog, is_muted: Callable[[], bool]
+    ) -> None:
+        self._writer: RunWriter | None = None
+        self._process = os.getpid()
+        self.keep_alive: list[object] = []
+        self._path, self._meta, self._complaints, self._is_muted = path, dict(meta), complaints, is_muted
+        self._name = secrets.token_hex(8)  # under which the directory is claimed
+        self._failures = 0
+        self._has_claimed = False  # the directory, with its first step
+        if path is not None and not is_muted():
+            self._opened(path)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _is_forked(self) -> bool:
+        """Whether this is a forked worker, which must not touch the parent's files."""
+        return os.getpid() != self._process
+
+    @property
+    def stores(self) -> bool:
+        """Whether this rank, or the one that writes its output, has a run directory."""
+        return self._path is not None
+
+    @property
+    def path(self) -> Path | None:
+        """The run directory of this rank, or of the one that writes its output."""
+        return None if self._path is None else Path(self._path)
+
+    @property
+    def description(self) -> str:
+        """The run directory as part of a message; empty without one."""
+        return f"the run directory {os.fspath(self._path)!r}" if self._path is not None else ""
+
+    def annotate(self, **facts: Any) -> None:
+        """Add facts about the run."""
+        self._meta.update(facts)
+        if self._writer is not None and not self._is_forked():
+            try:
+                self._writer.annotate(facts)
+            except sqlite3.Error as error:
+                self._complaints.add("store", f"the run directory {self._path} could not be written", error)
+
+    def rewind(self, step: int) -> None:
+        """Drop the steps from ``step`` on, which belong to another branch: the run resumes at ``step``.
+
+        With its first step this monitor becomes the writer of the directory.
+        """
+        if self._writer is not None and not self._is_forked():
+            try:
+                self._claim(self._writer)
+                self._writer.rewind(step)
+            except sqlite3.Error as error:
+                self._complaints.add("store", f"the run directory {self._path} could not be written", error)
+
+    def write(self, record: StepRecord, amends: bool = False, backfills: bool = False) -> None:
+        """Store ``record``: of a new step, in place of the last one, or of an earlier step."""
+        if self._path is None or self._is_forked() or self._is_muted():
+            return
+        if self._failures >= PATIENCE:
+            self._complaints.counts["store"] += 1
+            return
+        try:
+            writer = self._opened(self._path)
+            self._claim(writer)
+            writer.log(record, update=amends, backfill=backfills)
+            self._failures = 0
+        except Superseded:
+            self._failures = PATIENCE
+            message = (
+                f"another monitor writes to the run directory {self._path} by now, so that this one, with step {record.step}, writes "
+                "there no more; give each a run_dir of its own"
+            )
+            self._complaints.add("store", message)
+        except (sqlite3.Error, OSError) as error:
+            self._failures += 1
+            message = (
+                f"step {record.step} could not be written to the run directory {self._path}; training continues, "
+                f"and after {PATIENCE} failures in a row nothing more is written"
+            )
+            self._complaints.add("store", message, error)
+
+    def _claim(self, writer: RunWriter) -> None:
+        """Claim the directory once, with the first step: if another monitor claims it later, that one keeps it."""
+        if not self._has_claimed:
+            writer.claim(self._meta)
+            self._has_claimed = True
+
+    def _opened(self, path: str | os.PathLike[str]) -> RunWriter:
+        if self._writer is None:
+            self._writer = RunWriter(path, self._meta, self._name)
+            self.keep_alive.append(self._writer)
+        return self._writer
+
+    def reopen(self) -> None:
+        """Mark the directory of a closed run as active again, before the first record comes.
+
+        Nothing changes if this monitor no longer writes there, as after another monitor has claimed the directory.
+        """
+        if self._path is not None and self._failures < PATIENCE and not self._is_muted() and not self._is_forked():
+            with contextlib.suppress(sqlite3.Error, OSError):  # the first record reports the failure
+                self._opened(self._path).claim(self._meta)
+
+    def close(self) -> None:
+        """Close the file; another record opens it again."""
+        if self._writer is not None and not self._is_forked():
+            self._writer.close()
+            self.keep_alive.remove(self._writer)
+            self._writer = None
