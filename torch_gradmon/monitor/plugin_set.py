@@ -10,6 +10,8 @@ from ..step.plugin import Plugin
 
 #: Called for stopped plugins too, so that they release what they hold.
 _ALWAYS = {"on_detach", "close"}
+#: Called in idle steps too, of plugins that watch these.
+_BOUNDARIES = ("before_step", "on_sealed", "on_step_open", "on_step_closing", "on_unmonitored_step", "on_step_closed")
 _HOOKS = [name for name in vars(Plugin) if not name.startswith("_") and callable(getattr(Plugin, name))]
 
 
@@ -25,6 +27,8 @@ class PluginSet:
         self._plugins, self._complaints = tuple(plugins), complaints
         self._calls = {hook: self._overridden(hook) for hook in _HOOKS}
         self._stopped: list[Plugin] = []
+        at_boundaries = {id(plugin) for hook in _BOUNDARIES for plugin, _ in self._calls[hook]}
+        self._at_boundaries = [plugin for plugin in plugins if id(plugin) in at_boundaries]
         self._requiring = [p for p in plugins if type(p).requires_gradients is not Plugin.requires_gradients]
 
     def _overridden(self, hook: str) -> list[tuple[Plugin, Callable[..., Any]]]:
@@ -36,6 +40,14 @@ class PluginSet:
     def has(self, hook: str) -> bool:
         """Whether any plugin overrides ``hook``."""
         return bool(self._calls[hook])
+
+    @property
+    def watch_idle_steps(self) -> bool:
+        """Whether any plugin watches idle steps at this moment. Cheaper than a call that finds none."""
+        for plugin in self._at_boundaries:  # noqa: SIM110 (asked in every idle step: no generator)
+            if plugin.watches_idle_steps:
+                return True
+        return False
 
     def call(self, hook: str, *args: Any, is_idle: bool = False) -> list[Any]:
         """Call ``hook`` of each plugin that overrides it and return the results. ``is_idle``: only of those that watch idle steps.

@@ -49,10 +49,12 @@ class StepClosing:
         if active.buffer is not None:
             buffer, inventory, tags = self._take(active)
             recorded = RecordedStep(active, buffer, inventory, tags, self._queue.oldest)
+            self._plugins.call("on_unmonitored_step", recorded)
         else:
-            recorded = RecordedStep(active)
             self._values.late.tags.current = {}
-        self._plugins.call("on_unmonitored_step", recorded, is_idle=active.mode is Mode.IDLE)
+            is_idle = active.mode is Mode.IDLE
+            if not is_idle or self._plugins.watch_idle_steps:
+                self._plugins.call("on_unmonitored_step", RecordedStep(active), is_idle=is_idle)
         if active.is_overflowed:
             self._queue.count_refusal()
         if self._queue.pipeline.detection.count_unmonitored(active.is_overflowed):

@@ -82,9 +82,11 @@ class StepLifecycle:
         """``step`` is about to open: nothing more can be added to the last one."""
         self.captures.had_root_inputs = self.captures.modules.on_root_inputs
         is_idle = self.active is not None and self.active.mode is Mode.IDLE
-        self.plugins.call("before_step", step, is_idle=is_idle)
+        if not is_idle or self.plugins.watch_idle_steps:
+            self.plugins.call("before_step", step, is_idle=is_idle)
         self.queue.seal(self.state.clock.ended, step)
-        self.plugins.call("on_sealed", step, is_idle=is_idle)
+        if not is_idle or self.plugins.watch_idle_steps:  # a spike in the last record makes a plugin do so
+            self.plugins.call("on_sealed", step, is_idle=is_idle)
 
     def flush_pending(self) -> None:
         """Complete the record of the last step. Waits for its values."""
@@ -106,8 +108,10 @@ class StepLifecycle:
         tags = self.values.late.tags.begin()
         modules = self.captures.modules
         active.mode = self.planning.mode_of(step)
-        self.plugins.call("on_step_open", active, is_idle=active.mode is Mode.IDLE)
-        if active.mode is Mode.IDLE:
+        is_idle = active.mode is Mode.IDLE
+        if not is_idle or self.plugins.watch_idle_steps:
+            self.plugins.call("on_step_open", active, is_idle=is_idle)
+        if is_idle:
             modules.set_recording(False)
             if not self.hooks.is_bare:
                 self.hooks.uninstall()
@@ -180,11 +184,14 @@ class StepLifecycle:
             return
         active.is_overflowed = is_overflowed
         self.queue.pipeline.drop_last()
-        try:
+        if active.mode is Mode.IDLE and not self.plugins.watch_idle_steps:
+            self._closing.close(active)
+        else:
             try:
-                self.plugins.call("on_step_closing", active, is_idle=active.mode is Mode.IDLE)
-            finally:  # where warnings are errors
-                self._closing.close(active)
-        finally:  # ranks change together, whatever failed on one of them
-            self.plugins.call("on_step_closed", active, is_idle=active.mode is Mode.IDLE)
+                try:
+                    self.plugins.call("on_step_closing", active, is_idle=active.mode is Mode.IDLE)
+                finally:  # where warnings are errors
+                    self._closing.close(active)
+            finally:  # ranks change together, whatever failed on one of them
+                self.plugins.call("on_step_closed", active, is_idle=active.mode is Mode.IDLE)
         self.planning.prepare_next()
