@@ -81,7 +81,7 @@ class StepLifecycle:
     def seal(self, step: int) -> None:
         """``step`` is about to open: nothing more can be added to the last one."""
         self.queue.now = step
-        self.captures.had_root_inputs = self.captures.modules.on_root_inputs
+        self.captures.had_root_inputs = self.captures.modules.hooks.on_root_inputs
         is_idle = self.active is not None and self.active.mode is Mode.IDLE
         self.plugins.call("before_step", step, is_idle=is_idle)
         self.finish()
@@ -123,7 +123,7 @@ class StepLifecycle:
         else:
             self.values.late.tags.current = tags
             self.planning.prepare(active)
-            if not (self.captures.had_root_inputs or hides_forward or self.state.is_manual) and modules.on_root_inputs:
+            if not (self.captures.had_root_inputs or hides_forward or self.state.is_manual) and modules.hooks.on_root_inputs:
                 modules.root_inputs_missed()
             if was_undecided and hides_forward and active.buffer is not None:
                 active.buffer.absent.update(((source, ""), _IN_EVAL) for source in OF_MODULES)
