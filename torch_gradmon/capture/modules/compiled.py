@@ -181,7 +181,8 @@ class CompiledHooks:
             for path in tap.collect(buffer, n.ACTIVATION):
                 values.adopt(n.ACTIVATION, name, path, tap.columns, _INSIDE_COMPILE)
                 seen |= name != n.ROOT
-            seen |= bool(tap.refused)
+            if tap.refused:
+                seen = True
         return seen
 
 

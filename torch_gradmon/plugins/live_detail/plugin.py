@@ -28,7 +28,7 @@ _COMPILED = (
 
 
 class PresetOverlay:
-    """Measures what a preset names instead of what the script asked for out of sight.
+    """Measures the metrics of a preset in place of those that the script does not show.
 
     Args:
         planner: knows the metrics.
