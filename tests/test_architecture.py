@@ -145,7 +145,6 @@ HOST_READS = {
     ("statistics.tensor_access", "threshold", "float"): "of four bytes, not of a tensor",
     ("statistics.tensor_access", "threshold_of_squares", "float"): "of a number made on the host, once",
     ("capture.parameters", "_rows", "to cpu"): "numbers of rows, made on the host",
-    ("capture.modules.source", "_collect", "bool"): "of a dict",
     ("capture.modules.source", "_stays", "bool"): "whether a reference is set",
     ("capture.modules.forward_scope", "_needs_reference", "bool"): "whether a reference is set",
     ("capture.modules.tensor_hooks", "accumulates", "bool"): "of a list",

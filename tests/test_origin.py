@@ -119,7 +119,7 @@ def test_the_closer_look_is_taken_for_some_steps_and_leaves_nothing_behind() -> 
     assert set(sources[BAD + 1][ACTIVATION]) == {"0", "1.linear", "1", "2", "3", "[root module]"}
     assert all(ACTIVATION_GRADIENT in sources[step] for step in close)
     assert monitor._runtime.planner.registry.metrics == ()
-    assert not monitor._runtime.captures.modules._hooks._hooks
+    assert not monitor._runtime.captures.modules.hooks._hooks
     assert not any("activation" in key for key in monitor.get_step_metrics())
     assert not any("activation" in key for values in monitor.get_all_metrics().values() for key in values)
 

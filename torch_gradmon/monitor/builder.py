@@ -23,7 +23,7 @@ from ..core.keys import key_formatter
 from ..core.records import SpikeEvent
 from ..plugins.clipping.named import AdaptiveClips
 from ..plugins.flight_recorder import FlightRecorder
-from ..plugins.live_detail.plugin import LiveDetail
+from ..plugins.live_detail.plugin import LiveDetail, PresetOverlay
 from ..plugins.loop_audit.plugin import LoopAudit
 from ..plugins.overhead_budget import OverheadBudget
 from ..plugins.post_spike_detail import PostSpikeDetail
@@ -118,7 +118,8 @@ def _plugins(
     recorder = FlightRecorder(config.flight_recorder, planner.registry, summary)
     detectors.fetch_recorded = recorder.fetch_recorded
     post_spike = PostSpikeDetail(planner, config.post_spike_steps)
-    detail = LiveDetail(planner, summary, directory, exchange, lambda: post_spike.may_add_hooks, complaints)
+    overlay = PresetOverlay(planner, summary, lambda: post_spike.may_add_hooks)
+    detail = LiveDetail(overlay, directory, exchange, complaints)
     budget = [] if config.overhead_budget is None else [OverheadBudget(config.overhead_budget)]
     policy = policy_of(config.on_spike)
     acting = []

@@ -36,7 +36,7 @@ class Captures:
         assert planner.inventory is not None
         references = planner.inventory.references
         self.gradients.measures_batches = planner.measures_each_batch and step.mode is Mode.MONITORED
-        self.gradients.begin(step.buffer, step.plans, references, planner.inventory.doubtful)
+        self.gradients.begin(step.buffer, step.plans, references, planner.inventory.trainable.doubtful)
         self.parameters.begin(step.buffer, step.plans, references)
         self.modules.begin(step.buffer, step.due, planner.inventory, by_hand)
 

@@ -84,7 +84,7 @@ class HookSchedule:
             self._modules.uninstall(self._planner.module_metrics())
         if self.loop is not None:
             self.loop.uninstall()
-        self.is_bare = not self._modules.has_hooks_on_parts
+        self.is_bare = not self._modules.hooks.has_hooks_on_parts
 
     def mark_stale(self) -> None:
         """What is registered may not be what is needed any more."""

@@ -80,7 +80,7 @@ class StepLifecycle:
 
     def seal(self, step: int) -> None:
         """``step`` is about to open: nothing more can be added to the last one."""
-        self.captures.had_root_inputs = self.captures.modules.on_root_inputs
+        self.captures.had_root_inputs = self.captures.modules.hooks.on_root_inputs
         is_idle = self.active is not None and self.active.mode is Mode.IDLE
         if not is_idle or self.plugins.watch_idle_steps:
             self.plugins.call("before_step", step, is_idle=is_idle)
@@ -118,7 +118,7 @@ class StepLifecycle:
         else:
             self.values.late.tags.current = tags
             self.planning.prepare(active)
-            if not (self.captures.had_root_inputs or hides_forward or self.state.is_manual) and modules.on_root_inputs:
+            if not (self.captures.had_root_inputs or hides_forward or self.state.is_manual) and modules.hooks.on_root_inputs:
                 modules.root_inputs_missed()
             if was_undecided and hides_forward and active.buffer is not None:
                 active.buffer.absent.update(((source, ""), _IN_EVAL) for source in OF_MODULES)

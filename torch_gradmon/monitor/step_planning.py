@@ -81,14 +81,14 @@ class StepPlanning:
         step = self.state.clock.next_step
         if self.hooks.loop is not None and self.hooks.is_partial and self.would_measure(step):
             self.hooks.install()  # the first thing seen of the next step may be its backward pass
-        if self.captures.modules.has_graphs:  # or its forward, in a compiled graph
+        if self.captures.modules.hooks.graphs.has_graphs:  # or its forward, in a compiled graph
             self.captures.modules.set_recording(self.would_measure(step))
 
     def replan(self, active: ActiveStep | None, drop_hooks: bool) -> None:
         """What is measured changed: register the hooks for it now, or leave that to the next step where there is time."""
         if drop_hooks:
             self.hooks.uninstall()
-            if self.captures.modules.has_hooks:  # where they may not all go
+            if self.captures.modules.hooks.has_hooks:  # where they may not all go
                 self.hooks.on_modules()
         elif self.hooks.loop is not None:
             if active is not None and active.is_monitored:

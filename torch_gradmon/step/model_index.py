@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,35 @@ from ..core.keys import ROOT, WRAPPERS, canonical_name, canonical_names
 from .model_shape import ModelShape
 from .parameter_refs import ParameterRefs, Place
 from .ranks import is_dtensor, is_sharded
+
+
+class TrainableNames:
+    """Which parameters are trained.
+
+    Attributes:
+        names: those that require a gradient, or are doubtful.
+        doubtful: those that are frozen now, perhaps only for a part of each step.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names, self.doubtful = set(names), set[str]()
+
+    def inherit_from(self, before: TrainableNames, known: Collection[str]) -> None:
+        """Inherit from the index before; ``known``: all parameters that there are now.
+
+        A parameter that was trainable then and is frozen now may be thawed again within the step, as with alternating optimizers that
+        freeze each other's parameters. Its gradient shows whether it was trained.
+        """
+        self.doubtful = (before.names - self.names).intersection(known)
+        self.names |= self.doubtful
+
+    def trained(self, thawed: Collection[str]) -> set[str]:
+        """The parameters that were trained in a step in which these were ``thawed``."""
+        return self.names - self.doubtful.difference(thawed)
+
+    def is_frozen(self, name: str) -> bool:
+        """Whether a parameter is frozen now."""
+        return name not in self.names or name in self.doubtful
 
 
 class ModelIndex:
@@ -46,8 +75,6 @@ class ModelIndex:
         self.names: list[str] = []
         self.parameters: dict[str, dict[str, Any]] = {}  # shape and dtype by name, for the run directory
         self.references: list[Place] = []
-        self.trainable: set[str] = set()
-        self.doubtful: set[str] = set()  # of these, the ones that are frozen now, perhaps only for a part of each step
         self.matrices: dict[str, int] = {}  # of two or more dimensions, with their fan-in
         self.spread: set[str] = set()  # sharded or rank-specific parameters
         self.on_mesh = False  # whether any parameter is a DTensor
@@ -59,8 +86,6 @@ class ModelIndex:
             self.names.append(name)
             self.parameters[name] = {"shape": list(parameter.shape), "dtype": str(parameter.dtype)}
             self.references.append(place)
-            if parameter.requires_grad:
-                self.trainable.add(name)
             if parameter.dim() >= 2:
                 self.matrices[name] = _fan_in(module, raw_name, parameter)
             self.on_mesh |= is_dtensor(parameter)
@@ -68,6 +93,7 @@ class ModelIndex:
                 self.spread.add(name)
             if excluded is not None and excluded.search(short[raw_name]):
                 self.excluded.add(name)
+        self.trainable = TrainableNames(name_of[id(parameter)] for parameter, _ in raw.values() if parameter.requires_grad)
         if len(set(self.names)) < len(self.names):
             twice = next(name for name in self.names if self.names.count(name) > 1)
             raise ValueError(f"format_module_name_fn gives the name {twice!r} to more than one parameter; names must differ")
@@ -89,15 +115,6 @@ class ModelIndex:
     def facts(self) -> dict[str, Any]:
         """Facts about the model for the run directory: its parameters and modules in order, with details."""
         return {"parameters": self.parameters, "aliases": self.aliases, "matrices": self.matrices, "kinds": self.kinds}
-
-    def inherit_from(self, before: ModelIndex) -> None:
-        """Inherit from the index ``before``.
-
-        A parameter that was trainable then and is frozen now may be thawed again within the step, as with alternating optimizers that
-        freeze each other's parameters. Its gradient shows whether it was trained.
-        """
-        self.doubtful = (before.trainable - self.trainable).intersection(self.names)
-        self.trainable |= self.doubtful
 
     def is_current(self) -> bool:
         """False once a parameter or module was added, removed or replaced, or a parameter was frozen or thawed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,7 +82,7 @@ class PendingStep:
             updates_void=found_inf,
             edited=None if edited is None else bool(edited),
             used=buffer.used,
-            trainable=self._trained(),
+            trainable=self.inventory.trainable.trained(buffer.thawed),
             matrices=self.inventory.matrices.keys(),
             groups=self.groups,
             refused={**self._unplanned(), **{s: why for (s, name), why in buffer.absent.items() if not name}, **buffer.refused},
@@ -114,10 +114,6 @@ class PendingStep:
     def _unplanned(self) -> dict[str, str]:
         """Sources that were not measured of the whole model in this step, although a whole-model value of them was requested since."""
         return {source: ASKED_LATE for source, plan in self.active.plans.items() if not plan.is_whole}
-
-    def _trained(self) -> Set[str]:
-        """The trainable parameters, without those that were frozen when this step's gradients came."""
-        return self.inventory.trainable - self.inventory.doubtful.difference(self.readback.buffer.thawed)
 
     def _context(self, noted: Mapping[str, float]) -> dict[str, Any]:
         context: dict[str, Any] = {} if self.cost is None else {"overhead_pct": self.cost}

@@ -85,7 +85,7 @@ class Planner:
         module = self.module
         if module is not None and self.inventory is not None and not self.inventory.is_current():
             before, self.inventory = self.inventory, self._index_of(module)
-            self.inventory.inherit_from(before)
+            self.inventory.trainable.inherit_from(before.trainable, self.inventory.names)
             self.changed()
 
     def now(self) -> ModelIndex | None:
@@ -115,7 +115,7 @@ class Planner:
                     excluded=self.inventory.excluded,
                     always=needs.get(source, frozenset()),
                     # the optimizer moves a frozen parameter that still has a gradient, and its gradient is clipped
-                    always_on=self.inventory.names if source in _GRADIENTS else self.inventory.trainable,
+                    always_on=self.inventory.names if source in _GRADIENTS else self.inventory.trainable.names,
                     spread=() if source == n.GRADIENT_LOCAL else self.inventory.spread,
                 )
                 for source in n.PARAMETER_SOURCES

@@ -55,9 +55,7 @@ class ReasonContext:
 
     def is_frozen(self, source: str, name: str) -> bool:
         """Whether no gradient of ``name`` could come, since it was frozen when the step began."""
-        inventory = self.inventory
-        has_none = name not in inventory.trainable or name in inventory.doubtful
-        return source in _OF_GRADIENTS and has_none and name in inventory.names
+        return source in _OF_GRADIENTS and self.inventory.trainable.is_frozen(name) and name in self.inventory.names
 
     def reason(self, source: str, name: str, record: StepRecord, owned: Set[str] | None) -> str:
         """Why nothing was measured of ``name``; empty if unknown. ``owned``: the parameters of attached optimizers."""
@@ -81,7 +79,7 @@ class ReasonContext:
         return ""
 
     def _unowned(self, name: str) -> str:
-        frozen = name not in self.inventory.trainable or name in self.inventory.doubtful
+        frozen = self.inventory.trainable.is_frozen(name)
         return "it is frozen, and no attached optimizer has it" if frozen else "no attached optimizer has it"
 
     def _gone(self, name: str) -> str:

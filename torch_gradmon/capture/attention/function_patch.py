@@ -1,8 +1,9 @@
-"""Observe all calls of a torch function during a forward pass, from any caller, without changing them."""
+"""Observe all calls of a torch function during a forward pass, from any caller in one thread, without changing them."""
 
 from __future__ import annotations
 
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable, Mapping
@@ -38,21 +39,21 @@ class FunctionPatch:
         self._searched = 0
 
     def enter(self) -> None:
-        """Replace the function until :meth:`leave`."""
+        """Replace the function until :meth:`leave`, and observe the calls of this thread."""
         self.leave()
         original = _active(getattr(self._home, self._name))
         if self._patched is None or original is not self._patched.original or self._searched != len(sys.modules):
             self._searched = len(sys.modules)
             self._places = _places_of(original)
             self._patched = _PatchedFunction(original, self._saw)
-        self._patched.is_active = True
+        self._patched.thread = threading.get_ident()
         self._put(self._patched.function, instead_of=original)
 
     def leave(self) -> None:
         """Restore the function, unless it was replaced again meanwhile. Idempotent."""
         patched = self._patched
-        if patched is not None and patched.is_active:
-            patched.is_active = False
+        if patched is not None and patched.thread is not None:
+            patched.thread = None
             self._put(_active(patched.original), instead_of=patched.function)
 
     def _put(self, function: Any, instead_of: Any) -> None:
@@ -65,14 +66,18 @@ class _PatchedFunction:
     """Permanent forwarding wrapper; safe to keep after the patch is removed.
 
     It is a function, because the compiler cannot look through a callable object.
+
+    Attributes:
+        thread: whose calls are observed; None once the patch is removed.
     """
 
     def __init__(self, original: Any, listener: Callable[[], Callable[..., None] | None]) -> None:
-        self.original, self.is_active = original, False
+        self.original = original
+        self.thread: int | None = None
 
         def function(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            if not torch.compiler.is_compiling() and self.is_active and (saw := listener()) is not None:
+            if not torch.compiler.is_compiling() and self.thread == threading.get_ident() and (saw := listener()) is not None:
                 saw(args, kwargs, result)
             return result
 
@@ -82,7 +87,7 @@ class _PatchedFunction:
 
 def _active(function: Any) -> Any:
     """``function`` without inactive patches around it."""
-    while (patched := getattr(function, "gradmon_patch", None)) is not None and not patched.is_active:
+    while (patched := getattr(function, "gradmon_patch", None)) is not None and patched.thread is None:
         function = patched.original
     return function
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import inspect
 import sys
-import threading
 import time
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +36,42 @@ _NOT_IN_GRAPHS = "calls of scaled_dot_product_attention are not seen in a model 
 _NO_CALL = "no call of scaled_dot_product_attention was seen in training; a call through an attribute that holds the function is not seen"
 
 
+class _Callers:
+    """Finds the module that calls a function. Does not keep the model alive."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+        self._inventory: weakref.ref[ModelIndex] | None = None
+
+    def know(self, inventory: ModelIndex) -> None:
+        """Know the modules of ``inventory``, and the parts of those that are wrappers."""
+        if self._inventory is None or self._inventory() is not inventory:
+            self._inventory = weakref.ref(inventory)
+            self._names = {
+                id(part): name
+                for name, reference in inventory.modules.items()
+                if (module := reference()) is not None
+                for part in wrapped_by(module)
+            }
+
+    def innermost(self) -> str | None:
+        """The innermost known module whose method is running, or that is the first argument of a running function."""
+        frame: types.FrameType | None = sys._getframe(2)
+        for _ in range(_DEPTH):
+            if frame is None:
+                return None
+            code = frame.f_code
+            if code.co_argcount:
+                values = frame.f_locals
+                first = values.get(code.co_varnames[0])
+                if code.co_flags & inspect.CO_OPTIMIZED and isinstance(values, dict):
+                    values.clear()  # the snapshot would keep all values alive until the frame ends
+                if isinstance(first, nn.Module):
+                    return self._names.get(id(first))
+            frame = frame.f_back
+        return None
+
+
 class AttentionRecorder:
     """Measures attention calls, reported by the model or observed.
 
@@ -53,12 +88,10 @@ class AttentionRecorder:
     def __init__(self, complaints: WarningLog, values: ModuleValues, guard: Fence, in_forward: Callable[[], bool]) -> None:
         self._complaints, self._values, self._guard, self._in_forward = complaints, values, guard, in_forward
         self._buffer: StepBuffer | None = None
-        self._metrics: tuple[Metric, ...] = ()
-        self._names: dict[int, str] = {}
-        self._inventory: weakref.ref[ModelIndex] | None = None
+        self._metrics: Sequence[Metric] = ()
+        self._callers = _Callers()
         self._patch = FunctionPatch(F, "scaled_dot_product_attention", self._saw)
         weakref.finalize(self, self._patch.leave)  # if a forward was interrupted
-        self._thread = 0
         self._reported: set[str] = set()
         self._observed: set[str] = set()
         self._reason = _NO_CALL
@@ -69,15 +102,9 @@ class AttentionRecorder:
         self._buffer, self._reason = buffer, _NO_CALL
         self._reported, self._observed = set(), set()
         sources = frozenset(n.ATTENTION_SOURCES.values())
-        self._metrics = tuple(metric for metric in metrics if metric.source in sources)
-        if self._metrics and (self._inventory is None or self._inventory() is not inventory):
-            self._inventory = weakref.ref(inventory)
-            self._names = {
-                id(part): name
-                for name, reference in inventory.modules.items()
-                if (module := reference()) is not None
-                for part in wrapped_by(module)
-            }
+        self._metrics = [metric for metric in metrics if metric.source in sources]
+        if self._metrics:
+            self._callers.know(inventory)
 
     def set_compiled(self, compiled: bool) -> None:
         """Whether a part of the model is compiled."""
@@ -99,7 +126,6 @@ class AttentionRecorder:
             if is_called_by(COMPILER):
                 self._reason = _NOT_IN_GRAPHS  # torch.compile(model), assigned to another variable
             else:
-                self._thread = threading.get_ident()
                 self._patch.enter()
 
     def leave(self) -> None:
@@ -107,10 +133,10 @@ class AttentionRecorder:
         self._patch.leave()
 
     def _saw(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor) -> None:
-        if self._buffer is None or threading.get_ident() != self._thread or not self._in_forward():
+        if self._buffer is None or not self._in_forward():
             return
         start = time.perf_counter()
-        name = self._caller()
+        name = self._callers.innermost()
         wanted = [metric for metric in self._metrics if name is not None and metric.matches(name)]
         if name is not None and wanted and name not in self._reported:
             call = {**dict(zip(_PARAMETERS, args, strict=False)), **kwargs}
@@ -123,23 +149,6 @@ class AttentionRecorder:
                 self._reason = f"the attention of {name} could not be measured: {error}"
                 self._complaints.add(f"attention:{name}", f"the attention of {name} could not be measured", error)
         self._guard.add_time(time.perf_counter() - start)
-
-    def _caller(self) -> str | None:
-        """The innermost known module whose method is running, or that is the first argument of a running function."""
-        frame: types.FrameType | None = sys._getframe(2)
-        for _ in range(_DEPTH):
-            if frame is None:
-                return None
-            code = frame.f_code
-            if code.co_argcount:
-                values = frame.f_locals
-                first = values.get(code.co_varnames[0])
-                if code.co_flags & inspect.CO_OPTIMIZED and isinstance(values, dict):
-                    values.clear()  # the snapshot would keep all values alive until the frame ends
-                if isinstance(first, nn.Module):
-                    return self._names.get(id(first))
-            frame = frame.f_back
-        return None
 
     def report(self, name: str, named: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
         """Measure a call that a module reports, per head, unless it was observed already."""

@@ -29,6 +29,45 @@ _BY_PARTS = "the reference module runs when the whole model is called, but here 
 _MISSED = "a part of the model was called in training before the step had begun, so not all calls were measured"
 
 
+class OutputDifferences:
+    """Compares outputs of modules with those of the reference.
+
+    Args:
+        reference: has the outputs to compare with.
+        values: measures the tensors.
+        passes: knows whether the whole model runs.
+
+    Attributes:
+        due: whether differences are due in this step.
+    """
+
+    def __init__(self, reference: ReferencePass, values: ModuleValues, passes: PassTracker) -> None:
+        self._reference, self._values, self._passes = reference, values, passes
+        self.due = False
+
+    def begin(self, buffer: StepBuffer, due: bool) -> None:
+        """Start a step in which differences may be ``due``."""
+        self.due = due
+        if due and not self._reference:
+            buffer.absent[n.ACTIVATION_DIFFERENCE, ""] = "no reference module is set; see set_reference_module()"
+
+    def wants(self, name: str) -> bool:
+        """Whether a difference of this module's output to the reference's is requested in this step."""
+        return self._values.wants(n.ACTIVATION_DIFFERENCE, name)
+
+    def measure(self, name: str, value: Any, call: int) -> None:
+        """Measure the differences of the outputs of this call, if any are requested."""
+        if self._reference and self._values.wants(n.ACTIVATION_DIFFERENCE, name):
+            self._values.measure_pairs(name, value, call, self._other)
+
+    def _other(self, path: str) -> Tensor | str:
+        if (other := self._reference.take(path)) is not None:
+            return other
+        if not self._reference.is_off and self._passes.root_trains is None:
+            return _BY_PARTS
+        return self._reference.reason or "the reference module has no such output"
+
+
 class ModuleCalls:
     """Measures the calls of each step.
 
@@ -36,31 +75,30 @@ class ModuleCalls:
         measurer: receives failures.
         guard: counts the time.
         passes: knows which calls are training.
-        reference: has the outputs to compare with.
+        differences: compares outputs with the reference's.
         values: measures the tensors.
 
     Attributes:
         seen: whether a module other than the root was called in this step.
-        compares: whether differences to the reference are due.
         misses_root: the hook on the root's inputs came too late for the first call in this step, so no call counts.
     """
 
     def __init__(
-        self, measurer: Measurer, guard: Fence, passes: PassTracker, reference: ReferencePass, values: ModuleValues
+        self, measurer: Measurer, guard: Fence, passes: PassTracker, differences: OutputDifferences, values: ModuleValues
     ) -> None:
         self._complaints, self._guard, self._passes = measurer.complaints, guard, passes
-        self._reference, self._values = reference, values
+        self._differences, self._values = differences, values
         self._followed = TensorGradientHooks(self._gradient_came)
-        self._inverse_scale: Callable[[], Tensor | None] = lambda: None
         self._on_part: Callable[[nn.Module], object] = lambda _: None
         self._lock = threading.RLock()  # hooks may fire on several threads, and share buffers
         self._buffer: StepBuffer | None = None
         self._numbers: Counter[tuple[str, str]] = Counter()
-        self.seen = self.compares = self.misses_root = False
+        self.seen = self.misses_root = False
 
     def connect(self, inverse_scale: Callable[[], Tensor | None], part_called: Callable[[nn.Module], object]) -> None:
         """See :meth:`ModuleSource.connect`."""
-        self._inverse_scale, self._on_part = inverse_scale, part_called
+        self._followed.connect(inverse_scale)
+        self._on_part = part_called
 
     def miss_root(self) -> None:
         """Ignore the root's inputs in this step, because the hook on them came too late."""
@@ -71,10 +109,9 @@ class ModuleCalls:
         self._buffer, self.misses_root = buffer, False
         self._numbers.clear()
         self._values.begin(buffer, metrics, inventory.modules)
-        self._followed.begin(inventory if any(metric.source in _GRADIENTS for metric in metrics) else None)
-        self.compares = any(metric.source == n.ACTIVATION_DIFFERENCE for metric in metrics)
-        if self.compares and not self._reference:
-            buffer.absent[n.ACTIVATION_DIFFERENCE, ""] = "no reference module is set; see set_reference_module()"
+        sources = {metric.source for metric in metrics}
+        self._followed.begin(None if sources.isdisjoint(_GRADIENTS) else inventory)
+        self._differences.begin(buffer, n.ACTIVATION_DIFFERENCE in sources)
 
     def end(self) -> None:
         """End the step; its values can still be evaluated."""
@@ -159,19 +196,8 @@ class ModuleCalls:
     def _measure(self, source: str, name: str, value: Any, call: int) -> None:
         if self._values.wants(source, name):
             self._values.measure(source, name, value, call)
-        if source == n.ACTIVATION and self.compares and self._reference and self.is_compared(name):
-            self._values.measure_pairs(name, value, call, self._other)
-
-    def is_compared(self, name: str) -> bool:
-        """Whether a difference of this module's output to the reference's is requested in this step."""
-        return self._values.wants(n.ACTIVATION_DIFFERENCE, name)
-
-    def _other(self, path: str) -> Tensor | str:
-        if (other := self._reference.take(path)) is not None:
-            return other
-        if not self._reference.is_off and self._passes.root_trains is None:
-            return _BY_PARTS
-        return self._reference.reason or "the reference module has no such output"
+        if source == n.ACTIVATION and self._differences.due:
+            self._differences.measure(name, value, call)
 
     def _gradient_came(self, source: str, name: str, path: str, call: int, within: bool, gradient: Tensor | None) -> None:
         if self._buffer is None or self._passes.paused or gradient is None or not (within or self._followed.accumulates()):
@@ -179,7 +205,7 @@ class ModuleCalls:
         start = time.perf_counter()
         try:
             with self._lock, outside_dispatch_modes(), torch.no_grad():
-                self._values.measure(source, name, gradient, call, path, self._inverse_scale())
+                self._values.measure(source, name, gradient, call, path, self._followed.inverse_scale())
         except Exception as error:
             self._complaints.add(f"{source}:{name}", f"the {source} of {name} could not be measured", error)
         self._guard.add_time(time.perf_counter() - start)

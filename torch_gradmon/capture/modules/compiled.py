@@ -13,12 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core import keys as n
 from ...core.moments import ALWAYS, Column
 from ...statistics.tensor_access import accumulator_dtype, threshold
 from ...step.buffer import StepBuffer
 from ...step.model_index import wrapped_in
 from .structure import rest_of, tensors_of
+from .values import ModuleValues
 
+_INSIDE_COMPILE = "inside torch.compile only the statistics of outputs are measured, and no functions, gradients or inputs"
 _SUMS = (Column.COUNT, Column.SUM, Column.ABS_SUM, Column.SQUARE_SUM, Column.NEAR_ZERO, Column.NONFINITE)
 
 
@@ -132,6 +135,55 @@ class TracedStatistics:
         for path, reason in self.refused.items():
             buffer.absent[source, path] = reason
         return set(self.paths)
+
+
+class CompiledHooks:
+    """What the hooks on modules do in compiled graphs.
+
+    Args:
+        eps: an element counts as near zero when ``|x| <= eps``.
+
+    Attributes:
+        gate: enables writing in graphs with our hooks.
+    """
+
+    def __init__(self, eps: float) -> None:
+        self._eps = eps
+        self.gate = RecordingFlag()
+        self._taps: dict[tuple[str, str], TracedStatistics] = {}  # by kind of hook and name
+
+    def add(
+        self, kind: str, name: str, root: nn.Module, columns: frozenset[Column] = frozenset(), taken: Container[str] = ()
+    ) -> TracedStatistics:
+        """What a new hook does there; see :class:`TracedStatistics`."""
+        tap = self._taps[kind, name] = TracedStatistics(name, self.gate, root, self._eps, columns, taken)
+        return tap
+
+    def clear(self) -> None:
+        """All hooks were removed."""
+        self._taps = {}
+
+    def is_traced(self, kind: str, name: str) -> bool:
+        """Whether this hook is part of a graph."""
+        return self._taps[kind, name].is_traced
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether any compiled graph contains a hook of ours."""
+        if not self._taps:  # a fast path for every step
+            return False
+        return any(tap.is_traced for tap in self._taps.values())
+
+    def collect(self, buffer: StepBuffer, values: ModuleValues) -> bool:
+        """Move what the graphs wrote into ``buffer``, as outputs in ``values``. Returns whether they contain any module but the root."""
+        seen = False
+        for (_, name), tap in self._taps.items():
+            for path in tap.collect(buffer, n.ACTIVATION):
+                values.adopt(n.ACTIVATION, name, path, tap.columns, _INSIDE_COMPILE)
+                seen |= name != n.ROOT
+            if tap.refused:
+                seen = True
+        return seen
 
 
 def _in_closed_part() -> bool:

@@ -14,10 +14,12 @@ from ...core.metric import Metric
 from ...core.moments import Column
 from ...step.model_index import ModelIndex
 from ..hooks import Handles, ModuleHook, takes_hooks
-from .compiled import RecordingFlag, TracedStatistics, is_compiled, wrapped_by
+from .compiled import CompiledHooks, is_compiled, wrapped_by
 
 _OUTPUTS = (n.ACTIVATION, n.ACTIVATION_GRADIENT, n.ACTIVATION_DIFFERENCE)
 _INPUTS = (n.INPUT, n.INPUT_GRADIENT)
+_SCRIPTED = "a module of TorchScript (torch.jit), which calls no Python hooks"
+_LEFT_OUT = "left out by excluded_modules_regex"
 _Place = tuple[str, str]
 
 
@@ -50,24 +52,19 @@ class ForwardHooks:
         eps: an element counts as near zero when ``|x| <= eps``.
 
     Attributes:
-        gate: enables writing in graphs with our hooks.
-        taps: what each hook does in such a graph, by kind and name.
+        graphs: what the hooks do in compiled graphs.
         has_compiled_parts: whether the model had any when hooks were installed.
-        left_out: names of modules that no metric applies to.
-        unhooked: names of modules that accept no hooks.
     """
 
     def __init__(self, of_root: RootListener, listener: Listener, eps: float) -> None:
-        self._of_root, self._listener, self._eps = of_root, listener, eps
-        self.gate = RecordingFlag()
-        self.taps: dict[tuple[str, str], TracedStatistics] = {}
+        self._of_root, self._listener, self.graphs = of_root, listener, CompiledHooks(eps)
         self._before_root, self._after_root = Handles(), Handles()
         # with the module, since another one may take its name, and even its address
         self._hooks: dict[_Place, tuple[weakref.ref[nn.Module], Handles]] = {}
         self._version: int | None = None
         self.has_compiled_parts = False
-        self.left_out: list[str] = []
-        self.unhooked: list[str] = []
+        self._left_out: list[str] = []  # names of modules that no metric applies to
+        self._unhooked: list[str] = []  # names of modules that accept no hooks
 
     def install(self, root: nn.Module, inventory: ModelIndex, metrics: Sequence[Metric], version: int, on_root: bool) -> bool:
         """Install hooks on modules that any of ``metrics`` matches, once per ``version`` of the plan. Returns whether it did.
@@ -79,7 +76,7 @@ class ForwardHooks:
         self._version = version
         wanted = _wanted(inventory, metrics)
         for place, (reference, handles) in list(self._hooks.items()):
-            is_kept = place not in wanted and self.taps[place].is_traced  # removal would cause a recompilation
+            is_kept = place not in wanted and self.graphs.is_traced(*place)  # removal would cause a recompilation
             if not is_kept and (place not in wanted or wanted[place] is not reference()):
                 handles.remove()
                 del self._hooks[place]
@@ -94,20 +91,19 @@ class ForwardHooks:
         if needs_root and (new or not self._after_root):  # after the hook on the root's own output
             self._after_root.remove()
             self._after_root.of_module(root.register_forward_hook(ModuleHook(self._of_root.root_ended), always_call=True))
-        if not needs_root and not self.has_graphs:
+        if not needs_root and not self.graphs.has_graphs:
             self._leave_root()
         self.has_compiled_parts = is_compiled(root)
-        self.left_out = _left_out(root, inventory)
+        self._left_out = _left_out(root, inventory)
         modules = ((name, reference()) for name, reference in inventory.modules.items())
-        self.unhooked = [name for name, module in modules if module is not None and not takes_hooks(module)]
+        self._unhooked = [name for name, module in modules if module is not None and not takes_hooks(module)]
         return True
 
     def _register(
         self, kind: str, name: str, module: nn.Module, root: nn.Module, columns: frozenset[Column], taken: Container[str]
     ) -> Handles:
         handles = Handles()
-        tap = TracedStatistics(name, self.gate, root, self._eps, columns, taken)
-        self.taps[kind, name] = tap
+        tap = self.graphs.add(kind, name, root, columns, taken)
         if kind in _INPUTS:
             handles.of_module(
                 module.register_forward_pre_hook(ModuleHook(self._listener.called, name, tap=tap), with_kwargs=True)
@@ -117,15 +113,16 @@ class ForwardHooks:
         return handles
 
     def _began_hook(self, root: nn.Module) -> ModuleHook:
-        tap = self.taps["", n.ROOT] = TracedStatistics(n.ROOT, self.gate, root, self._eps, frozenset(), ())
-        return ModuleHook(self._of_root.root_began, tap=tap)
+        return ModuleHook(self._of_root.root_began, tap=self.graphs.add("", n.ROOT, root))
 
-    @property
-    def has_graphs(self) -> bool:
-        """Whether any compiled graph contains a hook of ours."""
-        if not self.taps:  # a fast path for every step
-            return False
-        return any(tap.is_traced for tap in self.taps.values())
+    def explain(self, absent: dict[tuple[str, str], str]) -> None:
+        """Add the reasons for modules that have no hooks."""
+        if self._unhooked:
+            sources = (*n.MODULE_SOURCES, *n.RCC_SOURCES)
+            absent.update(((source, name), _SCRIPTED) for source in sources for name in self._unhooked)
+        for source in n.ATTENTION_SOURCES.values():
+            if (source, "") in absent:  # the caller of a call that was not seen is unknown
+                absent.update(((source, name), _LEFT_OUT) for name in self._left_out)
 
     @property
     def on_root(self) -> bool:
@@ -143,6 +140,11 @@ class ForwardHooks:
         return any(name != n.ROOT for _, name in self._hooks)
 
     @property
+    def has_hooks(self) -> bool:
+        """Whether any module has a hook."""
+        return self.on_root or self.on_parts
+
+    @property
     def has_hooks_on_parts(self) -> bool:
         """Whether any module, including the root, has hooks on inputs or outputs."""
         return len(self._hooks) > 0
@@ -153,13 +155,14 @@ class ForwardHooks:
 
         A compiled model would be recompiled whenever a module's hooks change, so its hooks stay, which costs nothing.
         """
-        return bool(self._hooks) and not self.has_compiled_parts and not self.has_graphs
+        return bool(self._hooks) and not self.has_compiled_parts and not self.graphs.has_graphs
 
     def uninstall(self, stays_on_root: bool) -> None:
         """Remove the hooks that only monitored steps need; also those on the root, unless it must keep them."""
         for _, handles in self._hooks.values():
             handles.remove()
-        self._hooks, self.taps, self._version = {}, {}, None
+        self._hooks, self._version = {}, None
+        self.graphs.clear()
         if not stays_on_root:
             self._leave_root()
 

@@ -16,7 +16,7 @@ from ..coordinate_check.source import CoordinateCheck
 from ..measurer import Measurer
 from ..reference.loop_run import LoopRun
 from ..reference.source import ReferencePass
-from .calls import ModuleCalls
+from .calls import ModuleCalls, OutputDifferences
 from .pass_tracker import PassTracker
 from .values import ModuleValues
 
@@ -35,7 +35,8 @@ class ForwardScope:
         self._guard, self._passes = guard, passes
         self.reference = ReferencePass(measurer.complaints)
         self.attention = AttentionRecorder(measurer.complaints, values, guard, passes.in_forward)
-        self.calls = ModuleCalls(measurer, guard, passes, self.reference, values)
+        self._differences = OutputDifferences(self.reference, values, passes)
+        self.calls = ModuleCalls(measurer, guard, passes, self._differences, values)
         self.check = CoordinateCheck(measurer, guard, passes, self.reference)
         self._loop_run = LoopRun(passes, guard)
 
@@ -46,7 +47,7 @@ class ForwardScope:
         self.check.begin(buffer, metrics, inventory)
         if by_hand and self._needs_reference and (module := self.reference.module) is not None:
             parts = self.reference.parts().items()
-            self._loop_run.begin(module, {n: p for n, p in parts if self.check.wants(n) or self.calls.is_compared(n)})
+            self._loop_run.begin(module, {n: p for n, p in parts if self.check.wants(n) or self._differences.wants(n)})
 
     def end_step(self, has_compiled_parts: bool, has_graphs: bool) -> None:
         """End the step; its values can still be evaluated."""
@@ -58,7 +59,7 @@ class ForwardScope:
 
     @property
     def _needs_reference(self) -> bool:
-        return bool(self.reference) and (self.calls.compares or self.check.due)
+        return bool(self.reference) and (self._differences.due or self.check.due)
 
     def start(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Start a training forward of ``root`` with these arguments."""
@@ -74,7 +75,7 @@ class ForwardScope:
             self.check.behind(root, ran.run)
             return
         with self.check.beside(root) as note, self._passes.pause():  # the two may share modules
-            self.reference.run(root, self.calls.is_compared, args, kwargs, note)
+            self.reference.run(root, self._differences.wants, args, kwargs, note)
 
     def leave(self) -> None:
         """End the forward. Idempotent."""

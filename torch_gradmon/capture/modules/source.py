@@ -23,10 +23,7 @@ from .forward_scope import ForwardScope
 from .pass_tracker import PassTracker
 from .values import ModuleValues
 
-_INSIDE_COMPILE = "inside torch.compile only the statistics of outputs are measured, and no functions, gradients or inputs"
-_SCRIPTED = "a module of TorchScript (torch.jit), which calls no Python hooks"
 _ROOT_MISSED = "it was asked for after the step had begun, with the call of the model"
-_LEFT_OUT = "left out by excluded_modules_regex"
 _NOT_SEEN = (
     "no hook on a module was called: none of these modules ran, or torch.compile traced the model before the monitor was attached, and "
     "calls no hooks; then attach before the first call, or call torch.compiler.reset() and compile again"
@@ -45,6 +42,7 @@ class ModuleSource:
 
     Attributes:
         was_trained: the model has had a training forward or a backward pass in this step.
+        hooks: those on modules.
     """
 
     def __init__(self, measurer: Measurer, guard: Fence) -> None:
@@ -53,7 +51,7 @@ class ModuleSource:
         self.values = ModuleValues(measurer)
         self._scope = ForwardScope(measurer, guard, self._passes, self.values)
         self._calls, self.reference, self.attention = self._scope.calls, self._scope.reference, self._scope.attention
-        self._hooks = ForwardHooks(self, self._calls, measurer.built_in.eps)
+        self.hooks = ForwardHooks(self, self._calls, measurer.built_in.eps)
         self._opening: Callable[[nn.Module], object] = lambda _: None
         self.was_trained = False
         self._buffer: StepBuffer | None = None
@@ -93,11 +91,6 @@ class ModuleSource:
         """Count calls in evaluation mode as training from now on in this step."""
         self._passes.count_eval()
 
-    @property
-    def on_root_inputs(self) -> bool:
-        """Whether the root's inputs have a hook."""
-        return self._hooks.on_root_inputs
-
     def root_inputs_missed(self) -> None:
         """The step began in a call of the root, for which the hook on its inputs was installed too late."""
         assert self._buffer is not None
@@ -113,25 +106,15 @@ class ModuleSource:
         if self._buffer is None:
             return
         self._collect(self._buffer)
-        self._scope.end_step(self._hooks.has_compiled_parts, self.has_graphs)
-        if self._hooks.unhooked:
-            sources = (*n.MODULE_SOURCES, *n.RCC_SOURCES)
-            self._buffer.absent.update(((source, name), _SCRIPTED) for source in sources for name in self._hooks.unhooked)
-        for source in n.ATTENTION_SOURCES.values():
-            if (source, "") in self._buffer.absent:  # the caller of a call that was not seen is unknown
-                self._buffer.absent.update(((source, name), _LEFT_OUT) for name in self._hooks.left_out)
+        self._scope.end_step(self.hooks.has_compiled_parts, self.hooks.graphs.has_graphs)
+        self.hooks.explain(self._buffer.absent)
         self._buffer, self.was_trained = None, False
         self._passes.forget_forward()  # also if a forward was interrupted
 
     def _collect(self, buffer: StepBuffer) -> None:
         """Collect what compiled graphs have written, or warn that no graph contains a hook."""
-        seen = self._calls.seen
-        for (_, name), tap in self._hooks.taps.items():
-            for path in tap.collect(buffer, n.ACTIVATION):
-                self.values.adopt(n.ACTIVATION, name, path, tap.columns, _INSIDE_COMPILE)
-                seen |= name != n.ROOT
-            seen |= bool(tap.refused)
-        if self._due and self._hooks.on_parts and not seen and self.was_trained and compiled_graphs() > 0:
+        seen = self.hooks.graphs.collect(buffer, self.values) or self._calls.seen
+        if self._due and self.hooks.on_parts and not seen and self.was_trained and compiled_graphs() > 0:
             for source in n.MODULE_SOURCES:
                 buffer.absent.setdefault((source, ""), _NOT_SEEN)
             self._measurer.complaints.add("compiled", f"activations are missing: {_NOT_SEEN}")
@@ -139,7 +122,7 @@ class ModuleSource:
     @property
     def awaits_check(self) -> bool:
         """Whether the coordinate check is due but has seen no forward, although it could."""
-        return self._scope.check.awaits_forward and not self._hooks.has_compiled_parts
+        return self._scope.check.awaits_forward and not self.hooks.has_compiled_parts
 
     def drop_scaled(self, reason: str) -> None:
         """Drop the gradients measured so far in this step, because their scale was wrong or missing."""
@@ -154,12 +137,7 @@ class ModuleSource:
         if not (is_open or self._passes.is_open or self._passes.missed):
             return  # as in most steps
         self._passes.set_open(is_open)
-        self._hooks.gate.set(is_open and not self.paused)
-
-    @property
-    def has_graphs(self) -> bool:
-        """Whether any compiled graph contains a hook of ours."""
-        return self._hooks.has_graphs
+        self.hooks.graphs.gate.set(is_open and not self._passes.paused)
 
     @property
     def paused(self) -> bool:
@@ -169,7 +147,7 @@ class ModuleSource:
     @paused.setter
     def paused(self, paused: bool) -> None:
         self._passes.set_paused(paused)
-        self._hooks.gate.set(self._passes.is_open and not paused)
+        self.hooks.graphs.gate.set(self._passes.is_open and not paused)
 
     # --- hooks -----------------------------------------------------------------------------------------------------------------
 
@@ -178,36 +156,26 @@ class ModuleSource:
 
         ``root_too``: on the root in any case, because modules log values themselves.
         """
-        if self._hooks.install(root, inventory, metrics, version, root_too or self._stays(metrics)):
-            self.attention.set_compiled(self._hooks.has_compiled_parts)
+        if self.hooks.install(root, inventory, metrics, version, root_too or self._stays(metrics)):
+            self.attention.set_compiled(self.hooks.has_compiled_parts)
 
     def _stays(self, metrics: Iterable[Metric]) -> bool:
         """Whether the root needs hooks before a step is known to be monitored."""
         return bool(self.reference) or any(metric.source in n.ATTENTION_SOURCES.values() for metric in metrics)
 
     @property
-    def has_hooks(self) -> bool:
-        """Whether any module has a hook."""
-        return self._hooks.on_root or self._hooks.on_parts
-
-    @property
-    def has_hooks_on_parts(self) -> bool:
-        """Whether any module, including the root, has hooks on inputs or outputs."""
-        return self._hooks.has_hooks_on_parts
-
-    @property
     def has_removable_hooks(self) -> bool:
         """Whether hooks may be removed on unmonitored steps; unknown before the first forward, since the model may be compiled."""
-        return self._passes.forward_seen and self._hooks.has_removable_hooks
+        return self._passes.forward_seen and self.hooks.has_removable_hooks
 
     def uninstall(self, metrics: Sequence[Metric]) -> None:
         """Remove the hooks that only monitored steps need."""
-        self._hooks.uninstall(self._stays(metrics))
+        self.hooks.uninstall(self._stays(metrics))
         self._passes.forget_forward()
 
     def remove(self) -> None:
         """Remove all hooks. Idempotent."""
-        self._hooks.uninstall(stays_on_root=False)
+        self.hooks.uninstall(stays_on_root=False)
         self._passes.forget_forward()
         self._scope.leave()
 
@@ -219,12 +187,12 @@ class ModuleSource:
         self._opening(module)
         # a hook that is removed while earlier hooks run is called once more, without kwargs; if the opening of an unmonitored
         # step has removed it, no hook would see the end of this forward
-        if kwargs is None or not self._hooks.on_root or torch._C._current_graph_task_id() != -1:
+        if kwargs is None or not self.hooks.on_root or torch._C._current_graph_task_id() != -1:
             return
         trains = self._passes.root_began(module)
         self.was_trained |= trains
         self._calls.forward_began()
-        if self._buffer is None or self.paused or not trains:
+        if self._buffer is None or self._passes.paused or not trains:
             return
         self._scope.start(module, args, kwargs)
 
@@ -236,7 +204,7 @@ class ModuleSource:
 
     def training_began(self) -> None:
         """The root's training forward began; its own hook may have been installed too late to see it."""
-        self._passes.training_began(end_is_seen=self._hooks.on_root)
+        self._passes.training_began(end_is_seen=self.hooks.on_root)
 
     @property
     def in_training(self) -> bool:

@@ -26,17 +26,23 @@ class TensorGradientHooks:
             pass that recomputed this ends in parameters, though the inner one need not.
 
     Attributes:
+        inverse_scale: returns the factor for gradients.
         reentrant: a forward without gradients was seen in training, as in the first pass of a re-entrant checkpoint.
     """
 
     def __init__(self, came: Callable[[str, str, str, int, bool, Tensor | None], None]) -> None:
         self._came = came
+        self.inverse_scale: Callable[[], Tensor | None] = lambda: None
         self.reentrant = False
         self._handles = Handles()
         self._leaves: dict[tuple[str, str, int, int], weakref.ref[Tensor]] = {}
         self._round = 0
         self._probes: Sequence[Any] = ()
         self._task: tuple[int, bool] = (-1, False)
+
+    def connect(self, inverse_scale: Callable[[], Tensor | None]) -> None:
+        """Use this factor for gradients from now on."""
+        self.inverse_scale = inverse_scale
 
     def begin(self, inventory: ModelIndex | None) -> None:
         """Start a step; without ``inventory`` no gradients are due in it."""

@@ -16,7 +16,7 @@ from ...step.active_step import ActiveStep
 from ...step.exchange import EMPTY_SLOT
 from ...step.exchange_policy import ExchangePolicy
 from ...step.planner import OF_MODULES, Planner
-from ...step.plugin import Plugin
+from ...step.plugin import Plugin, PluginContext
 from ...step.presets import PRESETS
 from ...step.summary import Summary
 from .requests import Requests, RunNotes
@@ -27,15 +27,50 @@ _COMPILED = (
 )
 
 
-class LiveDetail(Plugin):
-    """Temporarily replaces the cadence and preset of the script.
+class PresetOverlay:
+    """Measures the metrics of a preset in place of those that the script does not show.
 
     Args:
         planner: knows the metrics.
         summary: the whole-model values.
+        may_add_hooks: whether modules may get hooks in the middle of a run.
+
+    Attributes:
+        why_missing: why a part of the preset is not measured; empty if nothing is missing.
+    """
+
+    def __init__(self, planner: Planner, summary: Summary, may_add_hooks: Callable[[], bool]) -> None:
+        self._planner, self._summary, self._may_add_hooks = planner, summary, may_add_hooks
+        self.why_missing = ""
+
+    def use(self, preset: str | None, context: PluginContext, owner: str) -> None:
+        """Measure ``preset``, or again what the script asked for."""
+        self.why_missing = ""
+        context.set_overlay(owner, None if preset is None else self._metrics(preset, context), replaces_hidden=True)
+        self._summary.override_keys(None if preset is None else PRESETS[preset].keys)
+
+    def _metrics(self, preset: str, context: PluginContext) -> list[Metric]:
+        """What a preset measures out of sight; in a compiled model the script's own metrics of modules stay as they are."""
+        registry = self._planner.registry
+        made = [context.make_metric(source, name, every) for source, name, every in PRESETS[preset].layer_metrics]
+        if self._may_add_hooks():
+            return made
+        if any(metric.source in OF_MODULES for metric in made):
+            self.why_missing = _COMPILED
+            context.warn("tune:compiled", _COMPILED)
+        return [
+            *(metric for metric in made if metric.source not in OF_MODULES),
+            *(metric for metric in registry.unseen if metric.source in OF_MODULES),
+        ]
+
+
+class LiveDetail(Plugin):
+    """Temporarily replaces the cadence and preset of the script.
+
+    Args:
+        overlay: what a preset measures.
         notes: the run directory, in which the state of changes is noted.
         exchange: broadcasts a request to the other ranks.
-        may_add_hooks: whether modules may get hooks in the middle of a run.
 
     Attributes:
         in_force: the change that applies to the open step.
@@ -45,23 +80,13 @@ class LiveDetail(Plugin):
 
     name = "live_detail"
 
-    def __init__(
-        self,
-        planner: Planner,
-        summary: Summary,
-        notes: RunNotes,
-        exchange: ExchangePolicy,
-        may_add_hooks: Callable[[], bool],
-        complaints: WarningLog,
-    ) -> None:
-        self._planner, self._summary, self._exchange = planner, summary, exchange
-        self._may_add_hooks = may_add_hooks
+    def __init__(self, overlay: PresetOverlay, notes: RunNotes, exchange: ExchangePolicy, complaints: WarningLog) -> None:
+        self._overlay, self._exchange = overlay, exchange
         self._requests = Requests(notes, exchange.exchange.ranks, complaints)
         self._agreed: DetailRequest | None = None  # waits for its first step
         self.in_force: DetailRequest | None = None
         self.left: int | None = None
         self._since: int | None = None  # its first step; None before that began
-        self._why_ended = self._why_missing = ""
         self._raised: GradmonWarning | None = None
         self.watches_idle_steps = False
 
@@ -114,7 +139,7 @@ class LiveDetail(Plugin):
         if self.in_force is not None and self._since is None:
             self._since = step.number
             until = None if self.left is None else step.number + (self.left - 1) * step.stride
-            self._requests.note_in_force(self.in_force, step.number, until, self._why_missing)
+            self._requests.note_in_force(self.in_force, step.number, until, self._overlay.why_missing)
 
     def on_step_closing(self, step: ActiveStep) -> None:
         """The ranks are about to exchange: broadcast what is requested."""
@@ -173,12 +198,12 @@ class LiveDetail(Plugin):
             new: DetailRequest | None = None
             if is_due:
                 new, self._agreed = self._agreed, None
-            self._end_change(self._why_ended or "its steps are over" if new is None else "another one took its place")
+            self._end_change("its steps are over" if new is None else "another one took its place")
             if new is not None and new.is_reset:
                 self._requests.note(waits=None, last={**new.facts(), "since": step}, why="")
                 new = None
             self.in_force, self.left = new, None if new is None else new.steps
-            self._measure(None if new is None else new.preset)
+            self._overlay.use(None if new is None else new.preset, self.context, self.name)
             self._update_pending()
             if was_changed != (self.in_force is not None):
                 self.context.detail_changed(is_back=was_changed)
@@ -189,27 +214,7 @@ class LiveDetail(Plugin):
         if self.in_force is not None:
             ended = {**self.in_force.facts(), "since": self._since, "until": self.context.last_step, "ended": why}
             self.in_force = self.left = self._since = None
-            self._why_ended = ""
             self._requests.note(in_force=None, last=ended)
-
-    def _measure(self, preset: str | None) -> None:
-        self._why_missing = ""
-        self.context.set_overlay(self.name, None if preset is None else self._metrics(preset), replaces_hidden=True)
-        self._summary.override_keys(None if preset is None else PRESETS[preset].keys)
-
-    def _metrics(self, preset: str) -> list[Metric]:
-        """What a preset measures out of sight; in a compiled model the script's own metrics of modules stay as they are."""
-        registry = self._planner.registry
-        made = [self.context.make_metric(source, name, every) for source, name, every in PRESETS[preset].layer_metrics]
-        if self._may_add_hooks():
-            return made
-        if any(metric.source in OF_MODULES for metric in made):
-            self._why_missing = _COMPILED
-            self.context.warn("tune:compiled", _COMPILED)
-        return [
-            *(metric for metric in made if metric.source not in OF_MODULES),
-            *(metric for metric in registry.unseen if metric.source in OF_MODULES),
-        ]
 
     def on_leave(self, last: int | None) -> None:
         """Nothing stays in force."""
@@ -217,6 +222,6 @@ class LiveDetail(Plugin):
         self._requests.asked = self._agreed = None
         if self.in_force is not None:
             self._end_change("the run has ended, or its monitor was detached")
-            self._measure(None)
+            self._overlay.use(None, self.context, self.name)
         self.watches_idle_steps = True  # until a step opens all the same: by hand, or after attach()
         self._requests.leave()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -17,7 +17,7 @@ from ...step.plugin import OptimizerContext, Plugin
 from .buffers import KnownBuffers
 from .decision import CALM, NONFINITE, Votes
 from .policy import Act, Policy, Rollback, RolledBack
-from .snapshots import Snapshots
+from .rollbacks import Rollbacks
 
 _STEPS_SKIPPED = Key(SUMMARY, "", "steps_skipped")
 
@@ -46,11 +46,8 @@ class SpikePolicy(Plugin):
         self.rolled_back: RolledBack | None = None
         self.skipped = self.rollbacks = 0
         self._votes = Votes(detectors, exchange, complaints, policy.settings)
-        self._ranks = exchange.ranks
-        self._snapshots = Snapshots(policy, exchange.ranks.rank) if isinstance(policy, Rollback) else None
+        self._rollbacks = Rollbacks(policy, exchange.ranks, complaints) if isinstance(policy, Rollback) else None
         self._in_a_row = 0
-        self._batches = 0  # that came, or were passed over
-        self._worth_keeping: int | None = None  # the step before, if a snapshot is due after it
 
     @property
     def requires_gradients(self) -> bool:
@@ -79,15 +76,11 @@ class SpikePolicy(Plugin):
         """
         self.act = self.rolled_back = self._votes.known = None
         self._votes.split = False
-        last, self._worth_keeping = self._worth_keeping, None
-        model = self.context.module
-        if last is None or self._snapshots is None or model is None:
+        rollbacks = self._rollbacks
+        if rollbacks is None or rollbacks.due is None:
             return
-        self._in_a_row = 0
-        try:
-            self._snapshots.take(last, self._batches, model, self.context.optimizers)
-        except Exception as error:  # a full disk, or what cannot be copied
-            self.context.warn("snapshot", f"no snapshot could be taken after step {last}", error)
+        if rollbacks.take_due(self.context.module, self.context.optimizers):
+            self._in_a_row = 0
 
     @property
     def is_skipped(self) -> bool:
@@ -162,59 +155,28 @@ class SpikePolicy(Plugin):
             return
         if self.is_skipped:
             self._model_buffers.put_back()  # a forward may have followed the decision
-        self._batches += 1
-        if applied and self.act is None:
-            if self._snapshots is None:
-                self._in_a_row = 0
-            elif self._snapshots.is_due(step.number):
-                self._worth_keeping = step.number
-        elif applied:
-            self._in_a_row = 0  # accepted
-        elif self.is_skipped and self._snapshots is not None:
-            self._go_back(step.number, model, self.context.optimizers)
+        rollbacks, act = self._rollbacks, self.act
+        if rollbacks is not None:
+            rollbacks.attempt_ended(step.number, is_sound=applied and act is None)
+        if applied and (rollbacks is None or act is not None):
+            self._in_a_row = 0  # with rollbacks, a step that is no spike leaves this to the next snapshot
+        elif not applied and rollbacks is not None and act is not None and act.skipped:
+            done = rollbacks.go_back(step.number, model, self.context.optimizers)
+            if done is not None:
+                self.rollbacks, self.rolled_back = self.rollbacks + 1, done
+                self.act = Act(act.reason, f"went back to the state after step {done.to_step}", True, act.in_a_row)
         self._model_buffers.attempt_ended(model, self.context.plan_version)
-
-    def _go_back(self, step: int, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        assert isinstance(self.policy, Rollback)
-        assert self._snapshots is not None
-        assert self.act is not None
-        snapshots = self._snapshots
-        to = self._snapshots.choose(step, set(self._snapshots.steps).intersection(*self._ranks.gathered(self._snapshots.steps)))
-        if to is None:
-            return
-        if failures := self._on_all(lambda: snapshots.load(to, model, optimizers)):  # all go back, or none
-            self._snapshots.forget()
-            self.context.warn("rollback", f"step {step} is skipped, but the model could not go back to step {to}: {failures[0]}")
-            return
-        before = self._snapshots.batches_of(to)
-        if failures := self._on_all(lambda: snapshots.go_back(step, model, optimizers)):
-            message = f"not all of the model went back to step {to}, and what it is now is of no use: {failures[0]}"
-            self.context.warn("rollback:partly", message)
-        self.rollbacks += 1
-        self.rolled_back = RolledBack(step, to, self._batches - before, self.policy.skip_batches)
-        self._batches += self.policy.skip_batches
-        self.act = Act(self.act.reason, f"went back to the state after step {to}", True, self.act.in_a_row)
-
-    def _on_all(self, action: Callable[[], object]) -> list[str]:
-        """Do it on each rank; what went wrong, on any of them."""
-        failure = ""
-        try:
-            action()
-        except Exception as error:
-            failure = f"{type(error).__name__}: {error}"
-        return list(filter(None, self._ranks.gathered(failure)))
 
     def on_rewind(self, step: int) -> None:
         """The loop has gone back by itself: snapshots are of another branch."""
-        self._worth_keeping = None
-        if self._snapshots is not None:
-            self._snapshots.forget()
+        if self._rollbacks is not None:
+            self._rollbacks.rewind()
 
     def close(self) -> None:
         """The run ends."""
         self._model_buffers.forget()
-        if self._snapshots is not None:
-            self._snapshots.forget()
+        if self._rollbacks is not None:
+            self._rollbacks.forget()
 
     # --- resume ----------------------------------------------------------------------------------------------------------------
 
