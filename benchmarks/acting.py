@@ -57,10 +57,10 @@ def measure(threads: int, steps: int = STEPS) -> dict[str, Any]:
         gc.collect()
         whole.append(1e3 * clock(partial(bare.step, text[:, :-1], text[:, 1:])))
         for name in sorted(WATCHED, reverse=bool(step % 2)):
-            guard = monitors[name]._runtime.guard
-            before = guard.spent()
+            fence = monitors[name]._runtime.fence
+            before = fence.spent()
             run[name]()
-            own[name].append(1e3 * (guard.spent() - before))
+            own[name].append(1e3 * (fence.spent() - before))
     if any(monitor.counts.skipped for monitor in monitors.values()):
         raise SystemExit("a step was skipped, which is not what is measured here")
     same = all(

@@ -218,7 +218,7 @@ def test_heads_of_one_metric_show_those_of_all():
 def test_the_time_of_recording_is_not_counted(monkeypatch):
     """Neither overhead_pct nor overhead_budget knows of what costs most. A clock that only attention_rows moves."""
     from torch_gradmon.capture.attention import source as attention
-    from torch_gradmon.core import fence as guard
+    from torch_gradmon.core import fence
 
     now = [0.0]
     rows = attention.attention_rows
@@ -227,12 +227,12 @@ def test_the_time_of_recording_is_not_counted(monkeypatch):
         now[0] += 10
         return rows(**arguments)
 
-    monkeypatch.setattr(guard.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(fence.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(attention, "attention_rows", slow)
     model = Attention()
     monitor, optimizer = watched(model)
     step(model, optimizer, x())
-    assert monitor._runtime.guard.spent() == 10
+    assert monitor._runtime.fence.spent() == 10
 
 
 def test_under_autocast_it_is_not_what_the_call_attends_with():

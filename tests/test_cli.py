@@ -17,7 +17,7 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon.cli.commands import common
-from torch_gradmon.cli.main import _GROUPS, _commands, _parser, main
+from torch_gradmon.cli.main import _GROUPS, _commands, command_parser, main
 
 from . import forked
 
@@ -49,7 +49,7 @@ def test_a_command_is_what_the_table_of_commands_wants(name: str) -> None:
         words = shlex.split(line)
         assert words[:2] == ["gradmon", name]
         assert what.strip()
-        assert _parser(_commands()).parse_args(words[1:]).command == name
+        assert command_parser(_commands()).parse_args(words[1:]).command == name
 
 
 @pytest.mark.parametrize("name", NAMES)

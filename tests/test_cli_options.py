@@ -13,7 +13,7 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon.cli.commands.common import PAGES, UsageError, output
-from torch_gradmon.cli.main import _GROUPS, _commands, _parser, main
+from torch_gradmon.cli.main import _GROUPS, _commands, command_parser, main
 
 FLAG = ""
 #: Every option of every command: what it takes (nothing for a flag), the commands that have it, and what it means in all of them.
@@ -64,7 +64,7 @@ NAMES = sorted(name for group in _GROUPS.values() for name in group)
 
 
 def _actions() -> Iterator[tuple[str, argparse.Action]]:
-    parser = _parser(_commands())
+    parser = command_parser(_commands())
     (subparsers,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     for name, command in subparsers.choices.items():
         yield from ((name, action) for action in command._actions)

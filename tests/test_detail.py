@@ -23,7 +23,7 @@ from torch_gradmon import GradmonWarning, ModuleMonitor, SpikeDetector, load_run
 from torch_gradmon.analysis.spike_report.text import explain
 from torch_gradmon.core.errors import WarningLog
 from torch_gradmon.plugins.live_detail import request_file as mailbox
-from torch_gradmon.plugins.live_detail.request_file import Mailbox
+from torch_gradmon.plugins.live_detail.request_file import RequestFile
 from torch_gradmon.plugins.overhead_budget import OverheadBudget
 from torch_gradmon.runs import detail_request as change
 from torch_gradmon.runs.detail_request import DetailRequest, detail_request, request_text
@@ -660,7 +660,7 @@ def test_the_file_is_looked_at_once_a_second_and_read_when_it_is_another(tmp_pat
     now, stat, read = 0.0, os.stat, change.read
     monkeypatch.setattr(os, "stat", lambda *args, **kwargs: looks.append(now) or stat(*args, **kwargs))
     monkeypatch.setattr(change, "read", lambda path: reads.append(path) or read(path))
-    box = Mailbox(tmp_path, "me", WarningLog(), clock=lambda: now)
+    box = RequestFile(tmp_path, "me", WarningLog(), clock=lambda: now)
     found = []
     for tick in range(5000):
         now = tick / 1000

@@ -286,7 +286,7 @@ def test_to_wait_for_a_device_that_is_behind_is_no_time_of_the_monitor(slow: _Sl
     loop = _Loop()
     for _ in range(4):
         loop.step()
-    assert loop.monitor._runtime.guard.spent() < 0.6  # of two waits
+    assert loop.monitor._runtime.fence.spent() < 0.6  # of two waits
 
 
 @pytest.mark.gpu

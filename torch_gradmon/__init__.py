@@ -12,7 +12,8 @@ from .monitor.coordinate_check import RefinedCoordinateCheck
 from .monitor.mixin import MonitorMixin
 from .monitor.monitor import ModuleMonitor
 from .monitor.watch import watch
-from .plugins.clipping.adaptive import AdaGC, ZClip
+from .plugins.clipping.adagc import AdaGC
+from .plugins.clipping.zclip import ZClip
 from .plugins.spike_policy.policy import Counts, Rollback, RolledBack, Skip
 from .sinks import JsonlSink, TensorBoardSink, TrackioSink, WandbSink
 from .spikes import SpikeDetector

@@ -102,7 +102,7 @@ class Fence:
 class Fenced(Protocol):
     """An object with fenced methods."""
 
-    guard: Fence
+    fence: Fence
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -113,6 +113,6 @@ def fenced(method: F) -> F:
 
     @functools.wraps(method)
     def call(self: Fenced, *args: Any) -> Any:
-        return self.guard.run(method, self, *args)
+        return self.fence.run(method, self, *args)
 
     return call  # type: ignore[return-value]

@@ -96,7 +96,7 @@ def build(config: MonitorConfig, model: nn.Module | None = None) -> Runtime:
     runtime = Runtime(StepLifecycle(planning, queue, values))
     for plugin in plugins:
         plugin.attach(MonitorContext(runtime.lifecycle, plugin))
-    runtime.scaler = config.scaler
+    runtime.connection.scaler = config.scaler
     # the last rows are sent when the interpreter ends, and what sends them has to be alive until then
     weakref.finalize(runtime, at_exit, weakref.ref(runtime), directory.keep_alive, pipeline.publisher.keep_alive)
     return runtime

@@ -3,7 +3,6 @@
 # ruff: noqa: D102 (the protocol has the docstrings)
 from __future__ import annotations
 
-import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -56,19 +55,17 @@ class FollowedLoop(LoopDriver):
         scaler: torch.amp.GradScaler | None,
         wrappers: Sequence[tuple[Any, Optimizer]] = (),
     ) -> None:
-        self.owner, self.guard = owner, lifecycle.fence
+        self.owner, self.fence = owner, lifecycle.fence
         self._lifecycle, self._overflows = lifecycle, overflows
-        self._first = weakref.ref(optimizers[0])
         order: list[Hashable] = [id(optimizer) for optimizer in optimizers]
         self.ownership = Ownership(optimizers)
-        self.hooks = LoopHooks(self, self.guard, module, optimizers, scaler, wrappers, cycle.state.in_backward)
+        self.hooks = LoopHooks(self, self.fence, module, optimizers, scaler, wrappers, cycle.state.in_backward)
         self.measurement = StepMeasurement(
-            lifecycle, lifecycle.captures, self.ownership, self.hooks, order, self.guard.complaints
+            lifecycle, lifecycle.captures, self.ownership, self.hooks, order, self.fence.complaints
         )
         self.decisions = Decisions(self.ownership, order, self.hooks.optimizers.holds, lifecycle.planning.planner)
         self.machine = StepMachine(cycle, self.measurement, order)
-        self.is_orphaned = False
-        self.scaler: torch.amp.GradScaler | None = scaler
+        self.is_orphaned, self.scaler = False, scaler
         self.hooks.optimizers.may_skip = lifecycle.plugins.has("before_optimizer_step")
 
     @property
@@ -132,9 +129,9 @@ class FollowedLoop(LoopDriver):
         self._look_for_optimizers()
 
     def _look_for_optimizers(self) -> None:
-        if self._first() is None and self.ownership.is_orphaned:
+        if self.ownership.is_orphaned:
             self.is_orphaned = True
-            self.guard.complaints.add("optimizers", _GONE)
+            self.fence.complaints.add("optimizers", _GONE)
             self._lifecycle.plugins.call("on_optimizers_lost")
 
     def part_called(self, module: nn.Module) -> None:
@@ -165,11 +162,11 @@ class FollowedLoop(LoopDriver):
         self.machine.optimizers.wrapper_ended(id(optimizer))
 
     def step_began(self, optimizer: Optimizer, has_closure: bool, within: bool) -> bool:
-        state, hooks = self.machine.state, self.hooks
+        hooks = self.hooks
         hooks.scaler.optimizer_steps(optimizer)
         if within:
             hooks.backward.optimizer_steps(optimizer)
-        hooks.scaler.look_for_scaler(optimizer, takes_values=self._lifecycle.has_values or not state.is_open)
+        hooks.scaler.look_for_scaler(optimizer, takes_values=self._lifecycle.has_values or not self.machine.state.is_open)
         self._lifecycle.plugins.call("on_optimizer_step", optimizer, has_closure)
         return self.machine.optimizers.step_began(id(optimizer), has_closure, within)
 

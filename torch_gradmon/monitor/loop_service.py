@@ -46,15 +46,15 @@ class LoopService:
         bare = check.optimizers(module, optimizers)
         # the user's function may raise, so it runs before anything is installed
         runtime.lifecycle.planning.cadence.asked(runtime.state.clock.next_step if start_step is None else start_step)
-        if runtime.guard.inert:
+        if runtime.fence.inert:
             return
         before(module)
         if start_step is not None:
             runtime.state.clock.next_step = start_step
         ModelService(runtime).link()
-        known = (scaler, runtime.scaler, check.scaler_around(optimizers))
+        known = (scaler, runtime.connection.scaler, check.scaler_around(optimizers))
         chosen = next((each for each in known if each is not None), None)
-        runtime.follow(module, bare, chosen, check.wrappers(optimizers))
+        runtime.connection.follow(runtime, runtime.cycle, module, bare, chosen, check.wrappers(optimizers))
 
     def detach(self) -> None:
         """End the step in flight and remove everything from the model."""

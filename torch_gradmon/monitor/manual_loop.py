@@ -26,7 +26,7 @@ class ManualLoop:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self.guard = runtime.guard
+        self.fence = runtime.fence
         self._measured: set[int] = set()  # positions of the parameters whose gradients were just measured before clipping
 
     @property
@@ -65,7 +65,7 @@ class ManualLoop:
         return [(positions, self._inverse_scale())] if self.runtime.loop is None else self.runtime.loop.by_scale(positions)
 
     def _inverse_scale(self) -> Tensor | None:
-        scale = None if is_unscaled(self.runtime.scaler, None) else scale_of(self.runtime.scaler)
+        scale = None if is_unscaled(self.runtime.connection.scaler, None) else scale_of(self.runtime.connection.scaler)
         return None if scale is None else reciprocal(scale)
 
     @fenced

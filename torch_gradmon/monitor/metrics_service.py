@@ -168,7 +168,7 @@ class MetricsService:
             raise ValueError("reset=True goes back to the settings of the script, and takes no other argument")
         if change.is_reset and not reset:
             raise ValueError("nothing to change; give every= or preset=, or reset=True to go back to the settings of the script")
-        if not self.runtime.guard.inert:
+        if not self.runtime.fence.inert:
             self.runtime.plugin("live_detail").request(change)
 
     def detail(self) -> DetailRequest | None:

@@ -41,7 +41,7 @@ class ModelService:
         MetricsService(runtime).warn_of_idle(planner.registry.metrics)
         assert planner.inventory is not None
         runtime.factory.layers.warn_of_idle(planner.inventory.names)
-        if not runtime.guard.inert:
+        if not runtime.fence.inert:
             self.link()
             runtime.pipeline.directory.annotate(model=type(planner.module).__name__)
             runtime.factory.model.update(planner.inventory.facts)

@@ -547,7 +547,7 @@ class ModuleMonitor:
 
     def is_step_monitored(self, step: int) -> bool:
         """Whether ``step`` was monitored, or will be by the current settings."""
-        return not self._runtime.guard.inert and Queries(self._runtime).would_monitor(step)
+        return not self._runtime.fence.inert and Queries(self._runtime).would_monitor(step)
 
     @property
     def step(self) -> int | None:
@@ -697,7 +697,7 @@ class ModuleMonitor:
         ``sink:JsonlSink`` counts steps that the sink lost, ``store`` steps that the run directory lost, ``metric:...`` values
         of a metric function that raised, ``internal:...`` failures of the monitor itself.
         """
-        return {cause: count for cause, count in self._runtime.guard.complaints.counts.items() if count}
+        return {cause: count for cause, count in self._runtime.fence.complaints.counts.items() if count}
 
     def top_parameters(self, count: int = 10) -> list[tuple[str, float]]:
         """The parameters with the largest share of the squared gradient norm in the step that ended last, largest first."""

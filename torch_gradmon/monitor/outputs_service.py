@@ -27,7 +27,7 @@ class OutputsService:
         self, sink: Any, keys: str | re.Pattern[str] | None, every: int, deferred: bool, thread: bool, on_all_ranks: bool
     ) -> None:
         """Send the values of each step to ``sink``."""
-        pipeline, complaints = self.runtime.pipeline, self.runtime.guard.complaints
+        pipeline, complaints = self.runtime.pipeline, self.runtime.fence.complaints
         for each in adapted(sink):
             if thread and isinstance(each, WandbSink):
                 raise ValueError(

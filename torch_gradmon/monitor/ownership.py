@@ -26,6 +26,7 @@ class Ownership:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._references = {id(optimizer): weakref.ref(optimizer) for optimizer in optimizers}
+        self._first = weakref.ref(optimizers[0])
         self._owned: dict[Hashable, list[int]] = {}
         self.unowned: list[int] = []
         self.shared: set[int] = set()
@@ -43,7 +44,7 @@ class Ownership:
     @property
     def is_orphaned(self) -> bool:
         """Whether no optimizer exists any more."""
-        return all(reference() is None for reference in self._references.values())
+        return self._first() is None and all(reference() is None for reference in self._references.values())
 
     def positions(self, name: Hashable) -> list[int]:
         """Positions of the optimizer's parameters."""

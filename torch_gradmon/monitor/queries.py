@@ -25,7 +25,7 @@ class Queries:
     """
 
     def __init__(self, runtime: Runtime) -> None:
-        self._runtime, self.guard = runtime, runtime.guard
+        self._runtime, self.fence = runtime, runtime.fence
 
     def would_monitor(self, step: int) -> bool:
         """Whether ``step`` is monitored by the cadence, or as one of the steps after a spike or under a live change."""

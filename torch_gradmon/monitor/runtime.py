@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
-from ..capture.grad_scale import reciprocal, scale_of
 from ..core.fence import Fence, fenced
 from ..core.torch_modes import outside_dispatch_modes
 from ..step.active_step import Mode
@@ -18,12 +14,12 @@ from ..step.planner import Planner
 from ..step.plugin import Plugin
 from .captures import Captures
 from .followed_loop import FollowedLoop
+from .loop_connection import LoopConnection
 from .pipeline.record_factory import RecordFactory
 from .pipeline.record_pipeline import RecordPipeline
 from .step_cycle import StepCycle
 from .step_lifecycle import StepLifecycle
 from .step_state import StepState
-from .value_log import OverflowLog
 
 
 class Runtime:
@@ -34,23 +30,21 @@ class Runtime:
 
     Attributes:
         cycle: the step machine's part that knows the numbers of steps.
+        connection: with the training loop.
         owner: the facade, which lives as long as the loop that it watches.
     """
 
     def __init__(self, lifecycle: StepLifecycle) -> None:
         self.lifecycle = lifecycle
         self.cycle = StepCycle(lifecycle, lifecycle.state)
-        self.overflows = OverflowLog(lifecycle.values)
+        self.connection = LoopConnection(lifecycle)
         self.owner: object = None
         self.mark: object = None  # by which watch() finds the monitor of a model
-        self._scaler: torch.amp.GradScaler | None = None
-        self._loop: FollowedLoop | None = None
-        self._scale_by_hand()
 
     # --- parts ---------------------------------------------------------------------------------------------------------------
 
     @property
-    def guard(self) -> Fence:
+    def fence(self) -> Fence:
         """The fence."""
         return self.lifecycle.fence
 
@@ -82,7 +76,7 @@ class Runtime:
     @property
     def loop(self) -> FollowedLoop | None:
         """The followed loop; None where steps begin and end by hand."""
-        return self._loop
+        return self.connection.loop
 
     def plugin(self, name: str) -> Any:
         """The plugin of this name; None where there is none."""
@@ -92,15 +86,6 @@ class Runtime:
     def plugins(self) -> Sequence[Plugin]:
         """All plugins, in the order in which they are called."""
         return tuple(self.lifecycle.plugins)
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """The GradScaler, if one is known."""
-        return self._scaler if self.loop is None else self.loop.scaler
-
-    @scaler.setter
-    def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
-        self._scaler = scaler
 
     # --- by hand -------------------------------------------------------------------------------------------------------------
 
@@ -112,7 +97,7 @@ class Runtime:
             message = (
                 "on_spike cannot act on a step, since the optimizers are not known: call attach() in addition to begin_step()"
             )
-            self.guard.complaints.add("acting", message)
+            self.fence.complaints.add("acting", message)
         self.cycle.begin_by_hand(step)
         active = self.lifecycle.active
         return active is not None and active.mode is Mode.MONITORED
@@ -147,38 +132,6 @@ class Runtime:
 
     # --- life cycle ----------------------------------------------------------------------------------------------------------
 
-    def follow(
-        self,
-        module: nn.Module,
-        optimizers: list[Optimizer],
-        scaler: torch.amp.GradScaler | None,
-        wrappers: Sequence[tuple[Any, Optimizer]] = (),
-    ) -> None:
-        """Follow the loop by hooks from now on."""
-        lifecycle = self.lifecycle
-        self._scaler, lifecycle.values.is_detached = scaler, False
-        self.state.follow()
-        with outside_dispatch_modes():
-            loop = FollowedLoop(self, self.cycle, lifecycle, self.overflows, module, optimizers, scaler, wrappers)
-            self._loop = lifecycle.hooks.loop = loop
-            lifecycle.plugins.restart()
-            lifecycle.plugins.call("on_attach", module, optimizers)
-            lifecycle.hooks.mark_stale()
-            self.captures.modules.connect(loop.measurement.inverse_scale, loop.hooks.model.root_called, loop.part_called)
-            # also where the first step is not monitored: a model that will be compiled takes only the hooks that it has then
-            lifecycle.hooks.install()
-            self.guard.cost()
-
-    def _scale_by_hand(self) -> None:
-        """Without a followed loop, what is known of gradients inside of the model is the scaler that was named."""
-        runtime = weakref.ref(self)
-
-        def inverse_scale() -> Tensor | None:
-            scaler = None if (alive := runtime()) is None else alive.scaler
-            return None if (scale := scale_of(scaler)) is None else reciprocal(scale)
-
-        self.captures.modules.connect(inverse_scale)
-
     def set_reference(self, module: nn.Module | None, follows: bool) -> None:
         """Compare with ``module`` from now on; ``follows`` keeps it in the mode of the watched model."""
         reference = self.captures.modules.reference
@@ -211,20 +164,8 @@ class Runtime:
             try:
                 self.leave()
             finally:
-                self._detach()
-
-    def _detach(self) -> None:
-        self.lifecycle.values.is_detached = True
-        self.lifecycle.hooks.uninstall()
-        self.captures.modules.remove()
-        self.captures.modules.reference.forget()
-        if self.loop is not None:
-            self._scaler = self.loop.scaler
-            self.loop.hooks.remove()
-            self.lifecycle.plugins.call("on_detach")
-            self._loop, self.lifecycle.hooks.loop, self.state.is_driven = None, None, False
-            self._scale_by_hand()
-        self.close()
+                self.connection.disconnect()
+                self.close()
 
     def close(self) -> None:
         """Let go of the model and close everything that is open; what comes later opens it again."""

@@ -95,7 +95,7 @@ class StateService:
             yield f"{spikes} of the last steps with spikes"
         if (detail := MetricsService(runtime).detail()) is not None:
             yield f"for now {request_text(detail.facts())}"
-        if runtime.guard.inert:
+        if runtime.fence.inert:
             yield "disabled by GRADMON_DISABLE"
         elif runtime.loop is None and not runtime.state.is_manual:
             yield "not attached to an optimizer"

@@ -108,7 +108,7 @@ class ValuesService:
     def diagnose(self) -> Diagnosis:
         """The findings about the training so far."""
         Queries(self.runtime).settle_now()
-        if self.runtime.guard.inert:
+        if self.runtime.fence.inert:
             return Diagnosis((), None, _DISABLED)
         pipeline, model, facts = self.runtime.pipeline, self.runtime.factory.model, self.runtime.plugin("loop_audit").facts()
         place, recent = pipeline.directory.path, pipeline.history.recent()

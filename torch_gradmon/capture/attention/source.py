@@ -78,15 +78,15 @@ class AttentionRecorder:
     Args:
         complaints: gets failures.
         values: measures query, key and value as activations.
-        guard: counts the time.
+        fence: counts the time.
         in_forward: whether the model's training forward is running.
 
     Attributes:
         compiled: a part of the model is compiled, so observing would cause a recompilation.
     """
 
-    def __init__(self, complaints: WarningLog, values: ModuleValues, guard: Fence, in_forward: Callable[[], bool]) -> None:
-        self._complaints, self._values, self._guard, self._in_forward = complaints, values, guard, in_forward
+    def __init__(self, complaints: WarningLog, values: ModuleValues, fence: Fence, in_forward: Callable[[], bool]) -> None:
+        self._complaints, self._values, self._fence, self._in_forward = complaints, values, fence, in_forward
         self._buffer: StepBuffer | None = None
         self._metrics: Sequence[Metric] = ()
         self._callers = _Callers()
@@ -148,7 +148,7 @@ class AttentionRecorder:
             except Exception as error:
                 self._reason = f"the attention of {name} could not be measured: {error}"
                 self._complaints.add(f"attention:{name}", f"the attention of {name} could not be measured", error)
-        self._guard.add_time(time.perf_counter() - start)
+        self._fence.add_time(time.perf_counter() - start)
 
     def report(self, name: str, named: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
         """Measure a call that a module reports, per head, unless it was observed already."""

@@ -53,7 +53,7 @@ class CoordinateCheck:
 
     Args:
         measurer: runs metric functions and gets failures.
-        guard: counts the time.
+        fence: counts the time.
         passes: paused while the reference runs.
         reference: the module to compare with.
 
@@ -62,8 +62,8 @@ class CoordinateCheck:
         seen: a forward was checked in this step.
     """
 
-    def __init__(self, measurer: Measurer, guard: Fence, passes: PassTracker, reference: ReferencePass) -> None:
-        self._complaints, self._guard, self._passes, self._reference = measurer.complaints, guard, passes, reference
+    def __init__(self, measurer: Measurer, fence: Fence, passes: PassTracker, reference: ReferencePass) -> None:
+        self._complaints, self._fence, self._passes, self._reference = measurer.complaints, fence, passes, reference
         self._terms = CheckTerms(measurer)
         self._handles = Handles()
         self._buffer: StepBuffer | None = None
@@ -188,4 +188,4 @@ class CoordinateCheck:
         except Exception as error:
             self._terms.set_absent(name, f"it could not be checked: {type(error).__name__}: {error}")
             self._complaints.add(f"check:{name}", f"the coordinate check of {name} failed; training continues", error)
-        self._guard.add_time(time.perf_counter() - start)
+        self._fence.add_time(time.perf_counter() - start)

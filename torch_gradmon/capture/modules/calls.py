@@ -73,7 +73,7 @@ class ModuleCalls:
 
     Args:
         measurer: receives failures.
-        guard: counts the time.
+        fence: counts the time.
         passes: knows which calls are training.
         differences: compares outputs with the reference's.
         values: measures the tensors.
@@ -84,9 +84,9 @@ class ModuleCalls:
     """
 
     def __init__(
-        self, measurer: Measurer, guard: Fence, passes: PassTracker, differences: OutputDifferences, values: ModuleValues
+        self, measurer: Measurer, fence: Fence, passes: PassTracker, differences: OutputDifferences, values: ModuleValues
     ) -> None:
-        self._complaints, self._guard, self._passes = measurer.complaints, guard, passes
+        self._complaints, self._fence, self._passes = measurer.complaints, fence, passes
         self._differences, self._values = differences, values
         self._followed = TensorGradientHooks(self._gradient_came)
         self._on_part: Callable[[nn.Module], object] = lambda _: None
@@ -183,7 +183,7 @@ class ModuleCalls:
             self._complaints.add(f"{source}:{name}", f"the {source} of {name} could not be measured", error)
         finally:
             torch._C._set_grad_enabled(grad)
-        self._guard.add_time(time.perf_counter() - start)
+        self._fence.add_time(time.perf_counter() - start)
 
     def _part_called(self, module: nn.Module, value: Any) -> None:
         if (self._buffer is None or self._passes.is_tentative) and self._passes.part_began():
@@ -208,7 +208,7 @@ class ModuleCalls:
                 self._values.measure(source, name, gradient, call, path, self._followed.inverse_scale())
         except Exception as error:
             self._complaints.add(f"{source}:{name}", f"the {source} of {name} could not be measured", error)
-        self._guard.add_time(time.perf_counter() - start)
+        self._fence.add_time(time.perf_counter() - start)
 
     def capture(self, name: str, output: Any) -> None:
         """Measure ``output``, a tensor or a container of tensors, under the name of its module."""

@@ -26,19 +26,19 @@ class ForwardScope:
 
     Args:
         measurer: measures.
-        guard: counts the time.
+        fence: counts the time.
         passes: paused while the reference runs.
         values: measures activations.
     """
 
-    def __init__(self, measurer: Measurer, guard: Fence, passes: PassTracker, values: ModuleValues) -> None:
-        self._guard, self._passes = guard, passes
+    def __init__(self, measurer: Measurer, fence: Fence, passes: PassTracker, values: ModuleValues) -> None:
+        self._fence, self._passes = fence, passes
         self.reference = ReferencePass(measurer.complaints)
-        self.attention = AttentionRecorder(measurer.complaints, values, guard, passes.in_forward)
+        self.attention = AttentionRecorder(measurer.complaints, values, fence, passes.in_forward)
         self._differences = OutputDifferences(self.reference, values, passes)
-        self.calls = ModuleCalls(measurer, guard, passes, self._differences, values)
-        self.check = CoordinateCheck(measurer, guard, passes, self.reference)
-        self._loop_run = LoopRun(passes, guard)
+        self.calls = ModuleCalls(measurer, fence, passes, self._differences, values)
+        self.check = CoordinateCheck(measurer, fence, passes, self.reference)
+        self._loop_run = LoopRun(passes, fence)
 
     def begin_step(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex, by_hand: bool) -> None:
         """Start a step with the metrics due in it."""
@@ -67,7 +67,7 @@ class ForwardScope:
         if self._needs_reference:
             self._run_reference(root, args, kwargs)
         self.attention.enter()
-        self._guard.add_time(time.perf_counter() - start)
+        self._fence.add_time(time.perf_counter() - start)
 
     def _run_reference(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (ran := self._loop_run.take()) is not None:

@@ -38,18 +38,18 @@ class ModuleSource:
 
     Args:
         measurer: measures.
-        guard: counts the time.
+        fence: counts the time.
 
     Attributes:
         was_trained: the model has had a training forward or a backward pass in this step.
         hooks: those on modules.
     """
 
-    def __init__(self, measurer: Measurer, guard: Fence) -> None:
+    def __init__(self, measurer: Measurer, fence: Fence) -> None:
         self._measurer = measurer
         self._passes = PassTracker()
         self.values = ModuleValues(measurer)
-        self._scope = ForwardScope(measurer, guard, self._passes, self.values)
+        self._scope = ForwardScope(measurer, fence, self._passes, self.values)
         self._calls, self.reference, self.attention = self._scope.calls, self._scope.reference, self._scope.attention
         self.hooks = ForwardHooks(self, self._calls, measurer.built_in.eps)
         self._opening: Callable[[nn.Module], object] = lambda _: None

@@ -46,11 +46,11 @@ class LoopRun:
 
     Args:
         passes: knows when nothing is measured.
-        guard: gets failures and counts the time.
+        fence: gets failures and counts the time.
     """
 
-    def __init__(self, passes: PassTracker, guard: Fence) -> None:
-        self._passes, self._guard = passes, guard
+    def __init__(self, passes: PassTracker, fence: Fence) -> None:
+        self._passes, self._fence = passes, fence
         self._handles = Handles()
         self._running: LoopForward | None = None
         self._ran: LoopForward | None = None
@@ -102,8 +102,8 @@ class LoopRun:
                 work()
         except Exception as error:
             self._running = None  # the monitor runs the reference itself then
-            self._guard.complaints.add("reference:loop", "a run of the reference by the loop could not be followed", error)
-        self._guard.add_time(time.perf_counter() - start)
+            self._fence.complaints.add("reference:loop", "a run of the reference by the loop could not be followed", error)
+        self._fence.add_time(time.perf_counter() - start)
 
     def _ended(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._running is not None:

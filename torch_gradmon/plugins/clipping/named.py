@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ...core.validation import one_of
 from ...step.active_step import ActiveStep
 from ...step.plugin import Plugin
-from .adaptive import AdaptiveClip, adaptive_clip
+from .adagc import AdaGC
+from .adaptive import AdaptiveClip
+from .zclip import ZClip
+
+#: The names that ``max_norm`` accepts.
+_BY_NAME: dict[str, type[AdaptiveClip]] = {"zclip": ZClip, "adagc": AdaGC}
 
 
 class AdaptiveClips(Plugin):
@@ -31,7 +37,7 @@ class AdaptiveClips(Plugin):
             ValueError: there is none of that name.
         """
         if name not in self._named:
-            self._named[name] = adaptive_clip(name)
+            self._named[name] = _new(name)
         return self._named[name]
 
     def learns(self, adaptive: AdaptiveClip) -> None:
@@ -59,7 +65,12 @@ class AdaptiveClips(Plugin):
         Raises:
             KeyError, TypeError, ValueError: no such states.
         """
-        clips = {name: adaptive_clip(name) for name in states}
+        clips = {name: _new(name) for name in states}
         for name, state in states.items():
             clips[name].load_state_dict(state)
         self._named = clips
+
+
+def _new(name: str) -> AdaptiveClip:
+    one_of("max_norm", name, tuple(_BY_NAME))
+    return _BY_NAME[name]()

@@ -16,7 +16,8 @@ from ...step.active_step import ActiveStep
 from ...step.exchange import EMPTY_SLOT
 from ...step.exchange_policy import ExchangePolicy
 from ...step.planner import OF_MODULES, Planner
-from ...step.plugin import Plugin, PluginContext
+from ...step.plugin import Plugin
+from ...step.plugin_context import PluginContext
 from ...step.presets import PRESETS
 from ...step.summary import Summary
 from .requests import Requests, RunNotes

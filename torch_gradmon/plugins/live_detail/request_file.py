@@ -15,7 +15,7 @@ from ...runs.detail_request import DetailRequest
 PERIOD = 1.0
 
 
-class Mailbox:
+class RequestFile:
     """Checks ``tune.json`` at most once a second, and reads it only if it has changed.
 
     A check reads the clock, and once a second calls ``os.stat``. An invalid file does not stop training.

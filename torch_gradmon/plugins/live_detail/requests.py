@@ -11,7 +11,7 @@ from ...core.errors import WarningLog
 from ...runs.detail_request import DetailRequest, numbered
 from ...step.exchange import EMPTY_SLOT
 from ...step.ranks import Ranks
-from .request_file import Mailbox
+from .request_file import RequestFile
 
 
 class RunNotes(Protocol):
@@ -48,9 +48,9 @@ class Requests:
         self._number = 0
         self._has_left = False
         self._facts: dict[str, Any] = {"session": secrets.token_hex(8), "listens": False}
-        self._file: Mailbox | None = None
+        self._file: RequestFile | None = None
         if notes.path is not None:
-            self._file = Mailbox(notes.path, self._facts["session"], complaints, lambda: ranks.is_first)
+            self._file = RequestFile(notes.path, self._facts["session"], complaints, lambda: ranks.is_first)
             self._facts["listens"] = ranks.is_first
             notes.annotate(tune=self._facts)
 

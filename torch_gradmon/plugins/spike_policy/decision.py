@@ -14,7 +14,7 @@ from ...step.buffer import StepBuffer
 from ...step.exchange import RankExchange
 from ...step.gradient_summary import gradient_values
 from ...step.plan import SourcePlan
-from ...step.plugin import OptimizerContext
+from ...step.plugin_context import OptimizerContext
 
 #: The sources that have values before the optimizer steps.
 _SOURCES = (n.GRADIENT_BEFORE_CLIP, n.GRADIENT)
