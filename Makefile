@@ -20,7 +20,7 @@ transformers_extras := transformers,accelerate,wandb,tensorboard,trackio
 ignite_extras := ignite,tensorboard
 accelerate_extras := accelerate,tensorboard
 
-.PHONY: demo test announce test-all test-integrations lint bench bench-spikes bench-faults bench-widths bench-reports images docs browser clean
+.PHONY: demo test announce test-all test-integrations lint bench bench-spikes bench-faults bench-widths bench-reports images docs gallery browser clean
 
 demo: $(DEMO)/.ready
 	$(DEMO)/bin/gradmon demo
@@ -63,6 +63,11 @@ docs: $(VENV)/.ready
 	rm -rf docs/_build
 	$(VENV)/bin/sphinx-build --quiet --fail-on-warning --keep-going -b html docs docs/_build/html
 	@echo "open docs/_build/html/index.html"
+
+# the gallery's pages and pictures, from real trainings: two minutes
+gallery: $(VENV)/.ready
+	rm -rf docs/gallery
+	$(VENV)/bin/python -m benchmarks.gallery
 
 bench: $(BENCH)/.ready
 	$(BENCH)/bin/python benchmarks/import_time.py

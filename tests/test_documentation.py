@@ -280,6 +280,8 @@ def _anchors(text: str) -> set[str]:
 def test_every_picture_has_its_command_beside_it() -> None:
     rules = (ROOT / "Makefile").read_text(encoding="utf-8")
     makes = dict(re.findall(r"!\[[^\]]*\]\((?:\.\./)*images/(\S+)\)\n\n_Made by `([^`]+)`", _all()))
+    made = set(re.findall(r"!\[[^\]]*\]\(pictures/(\S+)\)\n\n_Made by `make gallery`", _all()))
+    assert made == {path.name for path in (ROOT / "docs" / "gallery" / "pictures").iterdir()}
     assert set(makes) == {path.name for path in (ROOT / "images").iterdir()}
     for picture, command in makes.items():
         rule = (
@@ -316,6 +318,22 @@ def test_the_reference_has_every_public_name_and_no_private_module() -> None:
     modules = {name.rpartition(".")[0] for name in described}
     trainers = {f"torch_gradmon.integrations.{name}" for name in ("lightning", "transformers", "ignite", "accelerate")}
     assert modules == {*_PUBLIC, *trainers, "torch_gradmon.analysis.width_sweep"}
+
+
+def test_the_gallery_has_a_page_for_every_rule_and_for_families_of_healthy_runs() -> None:
+    from benchmarks.faults import FAULTS
+    from benchmarks.gallery.healthy import FAMILIES
+    from benchmarks.gallery.texts import WHY
+
+    rules = {training.rule for training in FAULTS}
+    assert rules == WHY.keys()
+    pages = {path.stem for path in (ROOT / "docs" / "gallery").glob("*.md")}
+    assert pages == {"index", *rules, *FAMILIES}
+    assert len(rules) >= 38
+    assert len(FAMILIES) >= 8
+    for rule in rules:
+        assert f" {rule} " in _text(f"docs/gallery/{rule}.md").partition("```text")[2]
+    assert all(path.stat().st_size < 150_000 for path in (ROOT / "docs" / "gallery" / "pictures").iterdir())
 
 
 def test_the_readme_is_one_page() -> None:

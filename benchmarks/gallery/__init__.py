@@ -1,0 +1,1 @@
+"""Pages of the documentation about faulty and healthy runs, made from real trainings: ``make gallery``."""
