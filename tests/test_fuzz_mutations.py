@@ -13,7 +13,7 @@ from torch_gradmon import GradmonWarning, ModuleMonitor, Run
 from torch_gradmon.capture.gradients import GradientCapture
 from torch_gradmon.monitor.followed_loop import FollowedLoop
 from torch_gradmon.monitor.runtime import Runtime
-from torch_gradmon.monitor.step_lifecycle import StepLifecycle
+from torch_gradmon.monitor.steps.step_lifecycle import StepLifecycle
 
 from .fuzz import runner
 from .fuzz.drawing import plainer

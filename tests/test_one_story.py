@@ -24,7 +24,7 @@ from torch_gradmon.cli.terminal.run_facts import summarize
 from torch_gradmon.core.keys import GRADIENT_BEFORE_CLIP, SUMMARY, Key
 from torch_gradmon.core.moments import ALL_COLUMNS, Column, identity
 from torch_gradmon.core.records import SpikeEvent, StatsTable, StepRecord
-from torch_gradmon.monitor.queries import Queries
+from torch_gradmon.monitor.services.queries import Queries
 from torch_gradmon.runs.writer import RunWriter
 from torch_gradmon.spikes.attribution import spike_cause
 from torch_gradmon.spikes.episodes import counted, episodes, largest, size

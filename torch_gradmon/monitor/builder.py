@@ -39,12 +39,9 @@ from ..step.planner import Planner
 from ..step.plugin import Plugin
 from ..step.ranks import Ranks
 from ..step.registry import Registry
-from .cadence import Cadence
-from .captures import Captures
 from .config import MonitorConfig, compiled
-from .hook_schedule import HookSchedule
-from .late_values import LateValues
-from .pending_queue import PendingQueue
+from .machine.step_state import StepState
+from .pipeline.pending_queue import PendingQueue
 from .pipeline.publisher import Publisher
 from .pipeline.record_factory import RecordFactory
 from .pipeline.record_history import RecordHistory
@@ -55,10 +52,13 @@ from .pipeline.spike_notification import SpikeNotification
 from .plugin_context import MonitorContext
 from .plugin_set import PluginSet
 from .runtime import Runtime, at_exit
-from .step_lifecycle import StepLifecycle
-from .step_planning import StepPlanning
-from .step_state import StepState
-from .value_log import ValueLog
+from .steps.cadence import Cadence
+from .steps.captures import Captures
+from .steps.hook_schedule import HookSchedule
+from .steps.late_values import LateValues
+from .steps.step_lifecycle import StepLifecycle
+from .steps.step_planning import StepPlanning
+from .steps.value_log import ValueLog
 
 
 def build(config: MonitorConfig, model: nn.Module | None = None) -> Runtime:

@@ -13,15 +13,15 @@ from torch.optim import Optimizer
 from ..capture.hooks import Hook
 from ..core.fence import fenced
 from ..step.planner import Planner
-from .decisions import Decisions
 from .loop.listener import LoopDriver
 from .loop.loop_hooks import LoopHooks
-from .ownership import Ownership
-from .step_cycle import StepCycle
-from .step_lifecycle import StepLifecycle
-from .step_machine import StepMachine
-from .step_measurement import StepMeasurement
-from .value_log import OverflowLog
+from .machine.step_cycle import StepCycle
+from .machine.step_machine import StepMachine
+from .steps.decisions import Decisions
+from .steps.ownership import Ownership
+from .steps.step_lifecycle import StepLifecycle
+from .steps.step_measurement import StepMeasurement
+from .steps.value_log import OverflowLog
 
 _GONE = "the attached optimizers are gone, and no step can end any more; call detach(), then attach() the new ones"
 

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from ..capture.grad_scale import reciprocal, scale_of
 from ..core.torch_modes import outside_dispatch_modes
 from .followed_loop import FollowedLoop
-from .step_cycle import StepCycle
-from .step_lifecycle import StepLifecycle
-from .value_log import OverflowLog
+from .machine.step_cycle import StepCycle
+from .steps.step_lifecycle import StepLifecycle
+from .steps.value_log import OverflowLog
 
 
 class LoopConnection:

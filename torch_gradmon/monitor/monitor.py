@@ -24,9 +24,9 @@ from ..statistics.request import DEFAULT_EPS
 from ..step.plugin import Plugin
 from .builder import build
 from .config import MonitorConfig
-from .loop_service import LoopService
 from .manual_loop import ManualLoop
-from .metrics_service import (
+from .services.loop_service import LoopService
+from .services.metrics_service import (
     AggregationFunction,
     MetricFunction,
     MetricsService,
@@ -35,11 +35,11 @@ from .metrics_service import (
     gradient_sources,
     module_sources,
 )
-from .model_service import ModelService
-from .outputs_service import OutputsService
-from .queries import Queries
-from .state_service import StateService
-from .values_service import ValuesService
+from .services.model_service import ModelService
+from .services.outputs_service import OutputsService
+from .services.queries import Queries
+from .services.state_service import StateService
+from .services.values_service import ValuesService
 
 
 def _adder(source: str, documentation: str) -> Callable[..., None]:

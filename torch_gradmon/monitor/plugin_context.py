@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ..core.metric import Metric
 from ..core.records import StepRecord
 from ..step.plugin import Plugin
-from .step_lifecycle import StepLifecycle
+from .steps.step_lifecycle import StepLifecycle
 
 
 class MonitorContext:

@@ -14,8 +14,8 @@ from torch import nn
 
 from ..capture.modules.compiled import unwrapped
 from ..core.errors import SpikeError, warn_user
-from .loop_service import LoopService
 from .monitor import ModuleMonitor
+from .services.loop_service import LoopService
 
 
 class Mark(weakref.ref[nn.Module]):

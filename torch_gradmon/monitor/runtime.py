@@ -12,14 +12,14 @@ from ..core.torch_modes import outside_dispatch_modes
 from ..step.active_step import Mode
 from ..step.planner import Planner
 from ..step.plugin import Plugin
-from .captures import Captures
 from .followed_loop import FollowedLoop
 from .loop_connection import LoopConnection
+from .machine.step_cycle import StepCycle
+from .machine.step_state import StepState
 from .pipeline.record_factory import RecordFactory
 from .pipeline.record_pipeline import RecordPipeline
-from .step_cycle import StepCycle
-from .step_lifecycle import StepLifecycle
-from .step_state import StepState
+from .steps.captures import Captures
+from .steps.step_lifecycle import StepLifecycle
 
 
 class Runtime:

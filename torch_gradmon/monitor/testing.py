@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from ..core.records import SpikeEvent, StepRecord
 from .monitor import ModuleMonitor
-from .queries import Queries
+from .services.queries import Queries
 
 __all__ = ["RecordingSink", "collect_records"]
 

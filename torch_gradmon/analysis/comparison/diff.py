@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...analysis.run import Run, load_run
 from ...core import validation as check
 from ...core.keys import format_key
 from ...core.progress import ProgressBar
 from ...runs.window import between, single_threaded
+from ..run import Run, load_run
 from .comparison import Comparison
 from .difference import Difference
 from .rules import Patterns, Rules

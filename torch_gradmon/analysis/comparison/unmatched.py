@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 
-from ...analysis.run import Run
 from ...core import keys as n
 from ...core.keys import Key, format_key
 from ...core.moments import VIEWS
 from ...runs.window import COUNT
+from ..run import Run
 from .causal_order import FACTS
 from .result import Unmatched
 from .rules import Rules

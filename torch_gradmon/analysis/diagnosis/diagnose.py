@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from ...analysis.run import load_run
+from ..run import load_run
 from .findings import Diagnosis, Finding, NotMeasured
 from .history import History
 from .rules.attention import check_attention

@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 
-from ...analysis.run import Run
 from ...core import keys as n
 from ...core.keys import Key, parse_key
 from ...core.loop_findings import LoopFinding
@@ -18,6 +17,7 @@ from ...core.subsampling import subsample_steps
 from ...spikes.episodes import Episode, by_size, episodes
 from ...spikes.suspect_history import GradientNormHistory
 from ...spikes.suspects import ParameterAttribution
+from ..run import Run
 from .findings import Finding
 from .learning import Learning, learning
 from .series import Matrix, Series

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from ...analysis.run import Run
 from ...core.keys import TENSOR_SOURCES, parse_key
 from ..comparison import text
 from ..comparison.result import ComparisonResult
@@ -18,6 +17,7 @@ from ..plots.pairing import PanelPair, RunPair
 from ..plots.panel_set import PanelSet
 from ..plots.sources import ValueSource
 from ..plots.views import LAYER_VIEWS
+from ..run import Run
 from .content import CODES, by_name, facts, figures, findings, known_medians, layer_table, spikes, view
 
 #: Divergences that are listed, and layers drawn side by side.

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from ...analysis.run import Run
 from ...spikes.episodes import counted, episodes, largest
 from ..diagnosis.diagnose import diagnose_history
 from ..diagnosis.findings import Diagnosis, Finding
@@ -25,6 +24,7 @@ from ..plots.plotly import figure
 from ..plots.shading import deviations, is_relative_by_default, medians, scale_limit
 from ..plots.sources import ValueSource
 from ..plots.views import LAYER_VIEWS, Panel
+from ..run import Run
 from .packing import LOG_SCALE, NONE, NONFINITE, SCALE, ZERO, packed
 
 #: Cells of one view, of layers and blocks together, and its columns.

@@ -17,10 +17,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from plotly.offline import get_plotlyjs
 from plotly.utils import PlotlyJSONEncoder
 
-from ...analysis.run import load_run
 from ...core.progress import ProgressBar
 from ..comparison.result import ComparisonResult
 from ..comparison.rules import renamer
+from ..run import load_run
 from . import comparison_content
 from .content import PARTS, content
 

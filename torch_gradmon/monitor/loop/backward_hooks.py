@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ...capture.hooks import Handles, Hook
 from ...core.fence import Fence
 from ...step.parameter_refs import Place
-from ..loop_patterns import StepsInBackward
+from ..machine.loop_patterns import StepsInBackward
 from .listener import LoopDriver
 from .optimizer_hooks import OptimizerHooks
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...core.fence import Fence
-from ..loop_patterns import StepsInBackward
+from ..machine.loop_patterns import StepsInBackward
 from .backward_hooks import BackwardHooks
 from .listener import LoopDriver
 from .model_hooks import ModelHooks

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..capture.modules.source import ModuleSource
-from ..capture.modules.structure import copied
-from ..core.fence import Fence
-from ..core.keys import Key
-from ..core.torch_modes import outside_dispatch_modes
-from ..plugins.clipping.adaptive import DeviceValue
-from ..step.buffer import StepBuffer
-from ..step.exchange_policy import ExchangePolicy
-from ..step.reduction import Aggregation
+from ...capture.modules.source import ModuleSource
+from ...capture.modules.structure import copied
+from ...core.fence import Fence
+from ...core.keys import Key
+from ...core.torch_modes import outside_dispatch_modes
+from ...plugins.clipping.adaptive import DeviceValue
+from ...step.buffer import StepBuffer
+from ...step.exchange_policy import ExchangePolicy
+from ...step.reduction import Aggregation
+from ..machine.step_state import StepState
 from .late_values import LateValues
-from .step_state import StepState
 
 
 class ValueLog:

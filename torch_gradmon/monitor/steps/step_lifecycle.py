@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..step.active_step import ActiveStep, Mode
-from ..step.planner import OF_MODULES
-from .pending_queue import PendingQueue
+from ...step.active_step import ActiveStep, Mode
+from ...step.planner import OF_MODULES
+from ..pipeline.pending_queue import PendingQueue
 from .step_closing import StepClosing
 from .step_planning import StepPlanning
 from .value_log import ValueLog

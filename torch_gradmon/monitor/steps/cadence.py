@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .plugin_set import PluginSet
+from ..plugin_set import PluginSet
 
 
 class Cadence:

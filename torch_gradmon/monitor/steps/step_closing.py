@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..step.active_step import ActiveStep, Mode, RecordedStep
-from ..step.buffer import StepBuffer
-from ..step.model_index import ModelIndex
-from ..step.pending_step import PendingStep
-from .pending_queue import PendingQueue
+from ...step.active_step import ActiveStep, Mode, RecordedStep
+from ...step.buffer import StepBuffer
+from ...step.model_index import ModelIndex
+from ...step.pending_step import PendingStep
+from ..pipeline.pending_queue import PendingQueue
 from .step_planning import StepPlanning
 from .value_log import ValueLog
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..core.keys import Key
-from ..step.buffer import StepBuffer
-from .pending_queue import PendingQueue
-from .pipeline.record_pipeline import RecordPipeline
-from .plugin_set import PluginSet
-from .step_state import StepState
+from ...core.keys import Key
+from ...step.buffer import StepBuffer
+from ..machine.step_state import StepState
+from ..pipeline.pending_queue import PendingQueue
+from ..pipeline.record_pipeline import RecordPipeline
+from ..plugin_set import PluginSet
 
 
 class LateValues:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..core.errors import display
-from ..sinks.adapters import adapted, logged_anyhow
-from ..sinks.filtered_sink import FilteredSink
-from ..sinks.wandb import WandbSink
-from ..spikes.detector import SpikeDetector
+from ...core.errors import display
+from ...sinks.adapters import adapted, logged_anyhow
+from ...sinks.filtered_sink import FilteredSink
+from ...sinks.wandb import WandbSink
+from ...spikes.detector import SpikeDetector
+from ..runtime import Runtime, at_exit
 from .queries import Queries
-from .runtime import Runtime, at_exit
 
 
 @dataclass(slots=True)

@@ -9,8 +9,8 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..step.planner import Planner
-from .loop.scaler_hooks import ScalerHooks
+from ...step.planner import Planner
+from ..loop.scaler_hooks import ScalerHooks
 
 
 class Ownership:

@@ -6,12 +6,12 @@ import contextlib
 import time
 from collections import deque
 
-from ..core.fence import Fence
-from ..step.exchange import RankExchange
-from ..step.pending_step import PendingStep
-from .pipeline.record_factory import RecordFactory
-from .pipeline.record_pipeline import RecordPipeline
-from .plugin_set import PluginSet
+from ...core.fence import Fence
+from ...step.exchange import RankExchange
+from ...step.pending_step import PendingStep
+from ..plugin_set import PluginSet
+from .record_factory import RecordFactory
+from .record_pipeline import RecordPipeline
 
 
 class PendingQueue:

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..core.errors import display
-from ..runs.detail_request import request_text
-from .config import BUILT_IN_PLUGINS
+from ...core.errors import display
+from ...runs.detail_request import request_text
+from ..config import BUILT_IN_PLUGINS
+from ..runtime import Runtime
 from .metrics_service import MetricsService
 from .queries import Queries
-from .runtime import Runtime
 
 #: Parts that are absent from states of monitors without a spike policy, and of earlier versions.
 _OPTIONAL_PARTS = {"attempted", "acting", "clipping", "plugins"}

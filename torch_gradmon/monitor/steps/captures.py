@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 
-from ..capture.gradients import GradientCapture
-from ..capture.measurer import Measurer
-from ..capture.modules.source import ModuleSource
-from ..capture.parameters import ParameterCapture
-from ..core.fence import Fence
-from ..step.active_step import ActiveStep, Mode
-from ..step.planner import Planner
+from ...capture.gradients import GradientCapture
+from ...capture.measurer import Measurer
+from ...capture.modules.source import ModuleSource
+from ...capture.parameters import ParameterCapture
+from ...core.fence import Fence
+from ...step.active_step import ActiveStep, Mode
+from ...step.planner import Planner
 
 
 class Captures:

@@ -8,10 +8,10 @@ from collections.abc import Hashable, Set
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..core.errors import WarningLog
-from ..core.keys import GRADIENT_BEFORE_CLIP
+from ...core.errors import WarningLog
+from ...core.keys import GRADIENT_BEFORE_CLIP
+from ..loop.loop_hooks import LoopHooks
 from .captures import Captures
-from .loop.loop_hooks import LoopHooks
 from .ownership import Ownership
 from .step_lifecycle import StepLifecycle
 

@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..core import keys as n
-from ..core import validation as check
-from ..core.errors import display, nearest, warn_user
-from ..core.metric import Metric
-from ..runs.detail_request import DetailRequest, detail_request
-from ..spikes.detector import SpikeDetector
-from ..step.micro_batches import DOCUMENTATION as BATCHES
-from ..step.micro_batches import MicroBatchStats
-from ..step.presets import PRESETS
-from ..step.summary_keys import DOCUMENTATION, ON_REQUEST
-from .links import linkable
-from .runtime import Runtime
+from ...core import keys as n
+from ...core import validation as check
+from ...core.errors import display, nearest, warn_user
+from ...core.metric import Metric
+from ...runs.detail_request import DetailRequest, detail_request
+from ...spikes.detector import SpikeDetector
+from ...step.micro_batches import DOCUMENTATION as BATCHES
+from ...step.micro_batches import MicroBatchStats
+from ...step.presets import PRESETS
+from ...step.summary_keys import DOCUMENTATION, ON_REQUEST
+from ..links import linkable
+from ..runtime import Runtime
 
 MetricFunction = Callable[..., Any] | None
 Pattern = str | re.Pattern[str]

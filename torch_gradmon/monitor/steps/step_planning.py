@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from ..core.fence import Fence
-from ..core.torch_modes import outside_dispatch_modes, rng_states
-from ..step.active_step import ActiveStep, Mode
-from ..step.buffer import StepBuffer
-from ..step.exchange_policy import ExchangePolicy
-from ..step.planner import Planner
+from ...core.fence import Fence
+from ...core.torch_modes import outside_dispatch_modes, rng_states
+from ...step.active_step import ActiveStep, Mode
+from ...step.buffer import StepBuffer
+from ...step.exchange_policy import ExchangePolicy
+from ...step.planner import Planner
+from ..machine.step_state import StepState
+from ..pipeline.record_factory import RecordFactory
 from .cadence import Cadence
 from .captures import Captures
 from .hook_schedule import HookSchedule
-from .pipeline.record_factory import RecordFactory
-from .step_state import StepState
 
 
 class StepPlanning:

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ..capture.modules.compiled import unwrapped
-from ..capture.reference.source import frozen_copy
-from ..core import validation as check
-from ..core.errors import display
-from ..core.torch_modes import outside_dispatch_modes
-from .links import link, linkable
+from ...capture.modules.compiled import unwrapped
+from ...capture.reference.source import frozen_copy
+from ...core import validation as check
+from ...core.errors import display
+from ...core.torch_modes import outside_dispatch_modes
+from ..links import link, linkable
+from ..runtime import Runtime
 from .metrics_service import MetricsService
-from .runtime import Runtime
 
 
 @dataclass(slots=True)

@@ -7,10 +7,10 @@ from typing import Protocol
 
 from torch.optim import Optimizer
 
-from ..capture.modules.source import ModuleSource
-from ..step.planner import Planner
+from ...capture.modules.source import ModuleSource
+from ...step.planner import Planner
+from ..links import linkable
 from .decisions import Decisions
-from .links import linkable
 
 
 class DrivingLoop(Protocol):

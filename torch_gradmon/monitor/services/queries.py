@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ..core.fence import fenced
-from ..core.records import StepRecord
-from ..core.torch_modes import outside_dispatch_modes
-from ..plugins.spike_policy.policy import Counts
-from .runtime import Runtime
+from ...core.fence import fenced
+from ...core.records import StepRecord
+from ...core.torch_modes import outside_dispatch_modes
+from ...plugins.spike_policy.policy import Counts
+from ..runtime import Runtime
 
 _GONE = "the attached optimizers are gone; call monitor.detach(), then monitor.attach() with the new ones"
 _UNATTACHED = (

@@ -9,20 +9,20 @@ from typing import Any
 
 from torch import Tensor
 
-from ..analysis.diagnosis import Diagnosis
-from ..analysis.diagnosis.diagnose import diagnose_history
-from ..analysis.diagnosis.history import History
-from ..analysis.spike_report.text import explain
-from ..core import keys as n
-from ..core import validation as check
-from ..core.errors import display
-from ..core.keys import Key
-from ..core.model_order import ModelOrder
-from ..core.torch_modes import outside_dispatch_modes
-from ..step.layer_values import top_shares
-from ..step.registry import checked_aggregation
+from ...analysis.diagnosis import Diagnosis
+from ...analysis.diagnosis.diagnose import diagnose_history
+from ...analysis.diagnosis.history import History
+from ...analysis.spike_report.text import explain
+from ...core import keys as n
+from ...core import validation as check
+from ...core.errors import display
+from ...core.keys import Key
+from ...core.model_order import ModelOrder
+from ...core.torch_modes import outside_dispatch_modes
+from ...step.layer_values import top_shares
+from ...step.registry import checked_aggregation
+from ..runtime import Runtime
 from .queries import Queries
-from .runtime import Runtime
 
 _DISABLED = {"everything": "GRADMON_DISABLE is set in the environment: nothing is measured"}
 
@@ -127,8 +127,8 @@ class ValuesService:
 
     def plot(self, kind: str, engine: str, options: Mapping[str, Any]) -> Any:
         """A figure of the steps that are remembered."""
-        from ..analysis.plots.plot import plot
-        from ..analysis.plots.sources import ValueSource
+        from ...analysis.plots.plot import plot
+        from ...analysis.plots.sources import ValueSource
 
         Queries(self.runtime).settle_now()
         inventory, sample = self.runtime.planner.inventory, self.runtime.pipeline.history.sample

@@ -6,9 +6,9 @@ from collections.abc import Hashable, Mapping, Sequence, Set
 
 from torch import Tensor
 
-from ..step.planner import Planner
-from ..step.plugin_context import OptimizerContext
-from .loop.gradient_hold import GradientHolds
+from ...step.planner import Planner
+from ...step.plugin_context import OptimizerContext
+from ..loop.gradient_hold import GradientHolds
 from .ownership import Ownership
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Protocol
 
-from ..core.errors import SpikeError
+from ...core.errors import SpikeError
 from .step_actions import StepMeasurements
 from .step_cycle import StepCycle
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core import validation as check
-from ..plugins.clipping.adaptive import AdaptiveClip
-from ..plugins.clipping.clip import clip
-from .links import unlink
-from .manual_loop import ManualLoop
+from ...core import validation as check
+from ...plugins.clipping.adaptive import AdaptiveClip
+from ...plugins.clipping.clip import clip
+from ..links import unlink
+from ..manual_loop import ManualLoop
+from ..runtime import Runtime
 from .model_service import ModelService
-from .runtime import Runtime
 
 _NO_MODULE = "there is no module to watch; pass it to ModuleMonitor(model) or call set_module(model) first"
 

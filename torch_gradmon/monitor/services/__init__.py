@@ -1,0 +1,1 @@
+"""What the methods of the facade do."""

@@ -1,0 +1,1 @@
+"""What carries out the actions of the step machine: steps that open, measure and close."""
