@@ -127,23 +127,26 @@ def write(names: Iterable[str], out: Path) -> None:
             (out / f"{name}.md").write_text(text, encoding="utf-8")
             print(name, flush=True)
     healthy, faults = "\n".join(FAMILIES), "\n".join(sorted(known))
+    families = "\n".join(f"- [{family.title}]({name}.md)" for name, family in FAMILIES.items())
+    rules = "\n".join(f"- [{rule}]({rule}.md)" for rule in sorted(known))
     (out / "index.md").write_text(
         f"""# Gallery of runs
 
 What healthy runs look like, to hold your own beside them; and what each finding of the diagnosis looks like, why it happens, and the
 same run cured. All of them are small trainings on a CPU, made by `make gallery`.
 
+## Healthy runs
+
+{families}
+
+## Faults
+
+{rules}
+
 ```{{toctree}}
-:maxdepth: 1
-:caption: Healthy runs
+:hidden:
 
 {healthy}
-```
-
-```{{toctree}}
-:maxdepth: 1
-:caption: Faults
-
 {faults}
 ```
 """,
