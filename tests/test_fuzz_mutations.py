@@ -12,7 +12,7 @@ import torch
 from torch_gradmon import GradmonWarning, ModuleMonitor, Run
 from torch_gradmon.capture.gradients import GradientCapture
 from torch_gradmon.monitor.followed_loop import FollowedLoop
-from torch_gradmon.monitor.runtime import Runtime
+from torch_gradmon.monitor.loop_connection import LoopConnection
 from torch_gradmon.monitor.steps.step_lifecycle import StepLifecycle
 
 from .fuzz import runner
@@ -115,11 +115,11 @@ def _raises(patch: Patch) -> None:
 
 
 def _keeps_the_model(patch: Patch) -> None:
-    def around(original: Any, self: Runtime, module: Any, *args: Any, **kwargs: Any) -> Any:
+    def around(original: Any, self: LoopConnection, owner: Any, cycle: Any, module: Any, *args: Any) -> Any:
         _KEPT.append(module)
-        return original(self, module, *args, **kwargs)
+        return original(self, owner, cycle, module, *args)
 
-    _wrap(patch, Runtime, "follow", around)
+    _wrap(patch, LoopConnection, "follow", around)
 
 
 def _stores_other_numbers(patch: Patch) -> None:
