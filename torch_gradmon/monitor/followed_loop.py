@@ -60,9 +60,7 @@ class FollowedLoop(LoopDriver):
         order: list[Hashable] = [id(optimizer) for optimizer in optimizers]
         self.ownership = Ownership(optimizers)
         self.hooks = LoopHooks(self, self.fence, module, optimizers, scaler, wrappers, cycle.state.in_backward)
-        self.measurement = StepMeasurement(
-            lifecycle, lifecycle.captures, self.ownership, self.hooks, order, self.fence.complaints
-        )
+        self.measurement = StepMeasurement(lifecycle, self.ownership, self.hooks, order)
         self.decisions = Decisions(self.ownership, order, self.hooks.optimizers.holds, lifecycle.planning.planner)
         self.machine = StepMachine(cycle, self.measurement, order)
         self.is_orphaned, self.scaler = False, scaler

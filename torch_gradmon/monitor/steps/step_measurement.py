@@ -8,10 +8,8 @@ from collections.abc import Hashable, Set
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...core.errors import WarningLog
 from ...core.keys import GRADIENT_BEFORE_CLIP
 from ..loop.loop_hooks import LoopHooks
-from .captures import Captures
 from .ownership import Ownership
 from .step_lifecycle import StepLifecycle
 
@@ -33,26 +31,16 @@ class StepMeasurement:
     """Measures in the open step, with the parameters and scales of a followed loop.
 
     Args:
-        lifecycle: has the open step.
-        captures: measure tensors.
+        lifecycle: has the open step, and what measures tensors.
         ownership: maps optimizers to their parameters.
         hooks: the hooks on the loop, which know scales and removed gradients.
         order: the optimizers in the order in which they step; shared with the step machine, which changes it.
-        complaints: receives failures.
     """
 
-    def __init__(
-        self,
-        lifecycle: StepLifecycle,
-        captures: Captures,
-        ownership: Ownership,
-        hooks: LoopHooks,
-        order: list[Hashable],
-        complaints: WarningLog,
-    ) -> None:
-        self._lifecycle, self._captures = lifecycle, captures
+    def __init__(self, lifecycle: StepLifecycle, ownership: Ownership, hooks: LoopHooks, order: list[Hashable]) -> None:
+        self._lifecycle, self._captures = lifecycle, lifecycle.captures
         self._ownership, self._hooks, self._order = ownership, hooks, order
-        self._complaints = complaints
+        self._complaints = lifecycle.fence.complaints
 
     def _scale(self, optimizer: Hashable) -> Tensor | None:
         return self._hooks.scaler.inverse_scale(self._ownership[optimizer])
