@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 # number of test processes
 WORKERS ?= 2
 # duration of the tests on two idle cores, and total size of their environments
-TEST_MINUTES := 8
+TEST_MINUTES := 11
 TEST_SIZE := 5.4 GB
 VENV := .venv
 DEMO := .venv-demo
@@ -115,7 +115,7 @@ browser:
 		|| echo "no Chromium, and it cannot be installed: browser tests are skipped"
 
 $(VENV)/.ready: pyproject.toml
-	@echo "$(VENV): installs everything for tests and tools, 3.3 GB with a torch for the CPU"
+	@echo "$(VENV): installs everything for tests and tools, 3.5 GB with a torch for the CPU"
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -c "import torch" 2>/dev/null || $(VENV)/bin/pip install --quiet $(TORCH)
 	$(VENV)/bin/pip install --quiet --editable ".[dev]"
