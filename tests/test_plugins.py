@@ -93,6 +93,19 @@ def test_a_plugin_may_watch_idle_steps() -> None:
     assert diary.lines == [*_MONITORED, "forward", "open 1", "optimizer", "attempt True", "closing", "closed"]
 
 
+def test_a_plugin_may_begin_to_watch_while_an_idle_step_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Alerted(Diary):
+        def on_alert(self, step: int) -> None:
+            self.watches_idle_steps = True
+
+    diary = Alerted()
+    loop = Loop(diary, every=2)
+    # as after a series of refused steps
+    monkeypatch.setattr(loop.monitor._runtime.pipeline.detection, "count_unmonitored", lambda is_refused: True)
+    loop.go(2)
+    assert diary.lines == [*_MONITORED, *_IDLE, "closed"]
+
+
 def test_only_what_a_plugin_overrides_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: Any) -> None:
         raise AssertionError("called")

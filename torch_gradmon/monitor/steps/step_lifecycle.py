@@ -184,14 +184,14 @@ class StepLifecycle:
             return
         active.is_overflowed = is_overflowed
         self.queue.pipeline.drop_last()
-        if active.mode is Mode.IDLE and not self.plugins.watch_idle_steps:
-            self._closing.close(active)
-        else:
+        is_idle = active.mode is Mode.IDLE
+        try:
             try:
-                try:
-                    self.plugins.call("on_step_closing", active, is_idle=active.mode is Mode.IDLE)
-                finally:  # where warnings are errors
-                    self._closing.close(active)
-            finally:  # ranks change together, whatever failed on one of them
-                self.plugins.call("on_step_closed", active, is_idle=active.mode is Mode.IDLE)
+                if not is_idle or self.plugins.watch_idle_steps:
+                    self.plugins.call("on_step_closing", active, is_idle=is_idle)
+            finally:  # where warnings are errors
+                self._closing.close(active)
+        finally:  # ranks change together, whatever failed on one of them
+            if not is_idle or self.plugins.watch_idle_steps:  # a series of refused steps makes a plugin do so
+                self.plugins.call("on_step_closed", active, is_idle=is_idle)
         self.planning.prepare_next()
