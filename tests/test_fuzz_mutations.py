@@ -115,9 +115,9 @@ def _raises(patch: Patch) -> None:
 
 
 def _keeps_the_model(patch: Patch) -> None:
-    def around(original: Any, self: LoopConnection, owner: Any, cycle: Any, module: Any, *args: Any) -> Any:
+    def around(original: Any, self: LoopConnection, owner: Any, module: Any, *args: Any) -> Any:
         _KEPT.append(module)
-        return original(self, owner, cycle, module, *args)
+        return original(self, owner, module, *args)
 
     _wrap(patch, LoopConnection, "follow", around)
 

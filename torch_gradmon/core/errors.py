@@ -56,7 +56,8 @@ class WarningLog:
 
     def warn(self, message: str, error: BaseException | str | None = None) -> None:
         """Warn in any case. An earlier ``error`` is given as its :func:`error_text`."""
-        warn_user(f"{message}{'' if error is None else f' ({error if isinstance(error, str) else error_text(error)})'}")
+        detail = "" if error is None else f" ({error if isinstance(error, str) else error_text(error)})"
+        warn_user(message + detail)
 
 
 #: Code whose lines no warning names: this package, and torch, whose optimizers and backward passes call its hooks.

@@ -22,15 +22,16 @@ class LoopConnection:
     """Connects the steps of a monitor with a loop.
 
     Args:
-        lifecycle: opens and closes the steps.
+        lifecycle: carries out the steps.
+        cycle: opens and closes them.
 
     Attributes:
         overflows: takes what a fused optimizer found.
         loop: the followed loop; None where steps begin and end by hand.
     """
 
-    def __init__(self, lifecycle: StepLifecycle) -> None:
-        self._lifecycle = lifecycle
+    def __init__(self, lifecycle: StepLifecycle, cycle: StepCycle) -> None:
+        self._lifecycle, self._cycle = lifecycle, cycle
         self.overflows = OverflowLog(lifecycle.values)
         self.loop: FollowedLoop | None = None
         self._scaler: torch.amp.GradScaler | None = None
@@ -48,17 +49,15 @@ class LoopConnection:
     def follow(
         self,
         owner: object,
-        cycle: StepCycle,
         module: nn.Module,
         optimizers: list[Optimizer],
         scaler: torch.amp.GradScaler | None,
-        wrappers: Sequence[tuple[Any, Optimizer]] = (),
+        wrappers: Sequence[tuple[Any, Optimizer]],
     ) -> None:
         """Follow the loop by hooks from now on.
 
         Args:
             owner: kept alive by the optimizers.
-            cycle: opens and closes steps.
             module: the watched model.
             optimizers: in the order in which they step.
             scaler: their GradScaler, if one is known.
@@ -68,7 +67,7 @@ class LoopConnection:
         self._scaler, lifecycle.values.is_detached = scaler, False
         lifecycle.state.follow()
         with outside_dispatch_modes():
-            loop = FollowedLoop(owner, cycle, lifecycle, self.overflows, module, optimizers, scaler, wrappers)
+            loop = FollowedLoop(owner, self._cycle, lifecycle, self.overflows, module, optimizers, scaler, wrappers)
             self.loop = lifecycle.hooks.loop = loop
             lifecycle.plugins.restart()
             lifecycle.plugins.call("on_attach", module, optimizers)

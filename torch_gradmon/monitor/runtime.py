@@ -37,7 +37,7 @@ class Runtime:
     def __init__(self, lifecycle: StepLifecycle) -> None:
         self.lifecycle = lifecycle
         self.cycle = StepCycle(lifecycle, lifecycle.state)
-        self.connection = LoopConnection(lifecycle)
+        self.connection = LoopConnection(lifecycle, self.cycle)
         self.owner: object = None
         self.mark: object = None  # by which watch() finds the monitor of a model
 

@@ -59,15 +59,13 @@ class OptimizerSteps:
             Whether it must change nothing.
         """
         cycle, measures, state = self.cycle, self.measures, self.state
-        if state.progress.raised:
-            self._end_raised(optimizer)
+        self._end_raised(optimizer)
         state.in_backward.began(optimizer, within)
         if not has_closure and not within and not state.is_open and self._steps_late(optimizer):
             return cycle.boundaries.is_skipped
         if has_closure and state.leads and not state.is_open:
             cycle.release()  # its forward is yet to come
-        if not state.is_open or state.progress.is_tentative:
-            cycle.ensure_open(hides_forward=False)
+        cycle.ensure_open(hides_forward=False)
         state.progress.begun.add(optimizer)
         if not cycle.boundaries.has_values:
             return False

@@ -62,9 +62,10 @@ class StepCycle:
     def ensure_open(self, hides_forward: bool = True) -> None:
         """A backward pass or an optimizer is part of a step; where it opens one, no hook has seen the forward."""
         state = self.state
-        if state.leads and not state.is_open:
+        if not state.is_open and state.leads:
             self.open(state.clock.next_step, hides_forward=hides_forward)
-        elif state.progress.confirm():
+        elif state.progress.is_tentative:
+            state.progress.confirm()
             self.boundaries.confirm()
 
     def begin_by_hand(self, step: int) -> None:

@@ -63,8 +63,7 @@ class StepMachine:
             elif self.state.in_backward.any_now and not self.awaits_others():
                 self._all_stepped(in_scaler_step=False)  # as after a backward pass within re-entrant checkpoints only
         if not self.state.is_open and self.state.leads:
-            if self.state.patterns.is_undecided:
-                cycle.release()
+            cycle.release()
             cycle.open(self.state.clock.next_step, is_tentative=in_eval)
         self.state.patterns.called_in_training |= not in_eval
 
@@ -107,7 +106,7 @@ class StepMachine:
 
     def attempt_ended(self, optimizer: Hashable, in_scaler_step: bool) -> None:
         """The optimizer has stepped, or the scaler skipped it; with the last one the attempt is over."""
-        if not self.awaits_others() if self.state.in_backward.any_now else self.order[-1] == optimizer:
+        if not self.awaits_others() if self.state.in_backward.any_now else self.is_last(optimizer):
             self._all_stepped(in_scaler_step)
 
     def _all_stepped(self, in_scaler_step: bool) -> None:

@@ -54,7 +54,7 @@ class LoopService:
         ModelService(runtime).link()
         known = (scaler, runtime.connection.scaler, check.scaler_around(optimizers))
         chosen = next((each for each in known if each is not None), None)
-        runtime.connection.follow(runtime, runtime.cycle, module, bare, chosen, check.wrappers(optimizers))
+        runtime.connection.follow(runtime, module, bare, chosen, check.wrappers(optimizers))
 
     def detach(self) -> None:
         """End the step in flight and remove everything from the model."""
