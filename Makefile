@@ -28,9 +28,9 @@ demo: $(DEMO)/.ready
 # first without optional packages, then the tests that need them, then the linters
 test: announce $(VENV)/.ready $(BARE)/.ready browser
 	$(BARE)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow and not gpu and not extra and not integration"
+	$(MAKE) docs
 	$(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "extra and not slow and not gpu" $$(grep -l "mark\.extra" tests/test_*.py)
 	$(MAKE) --jobs $(WORKERS) --output-sync=target test-integrations
-	$(MAKE) docs
 	$(MAKE) lint
 
 missing = $(strip $(foreach environment,$(VENV) $(BARE) $(TRAINERS:%=.venv-%),$(if $(wildcard $(environment)/.ready),,$(environment))))

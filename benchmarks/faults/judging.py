@@ -76,13 +76,15 @@ class Outcome:
         return [] if self.rule else [rule for found in self.found for severity, rule in found if severity != "info"]
 
 
-def judged(name: str, seed: int, twin: bool, preset: str = "full") -> Outcome:
-    """Run one training under a monitor and ask for its diagnosis."""
-    training = next(each for each in (*ZOO, *UNSEEN) if each.name == name)
+def diagnosed(
+    training: Training, seed: int, twin: bool, preset: str = "full", directory: Path | None = None
+) -> list[gradmon.Diagnosis]:
+    """Run one training under monitors and return the diagnosis of each; they write runs 0, 1, ... in ``directory``, if there is one."""
     monitors: list[gradmon.ModuleMonitor] = []
 
     def watch(model: Any, *optimizers: Any, scaler: Any = None) -> gradmon.ModuleMonitor:
-        monitors.append(gradmon.watch(model, *optimizers, scaler=scaler, preset=preset, on_spike=None))
+        run_dir = None if directory is None else directory / f"{len(monitors)}"
+        monitors.append(gradmon.watch(model, *optimizers, scaler=scaler, preset=preset, on_spike=None, run_dir=run_dir))
         return monitors[-1]
 
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
@@ -91,6 +93,13 @@ def judged(name: str, seed: int, twin: bool, preset: str = "full") -> Outcome:
         diagnoses = [monitor.diagnose() for monitor in monitors]
         for monitor in monitors:
             monitor.detach()
+    return diagnoses
+
+
+def judged(name: str, seed: int, twin: bool, preset: str = "full") -> Outcome:
+    """Run one training under a monitor and ask for its diagnosis."""
+    training = next(each for each in (*ZOO, *UNSEEN) if each.name == name)
+    diagnoses = diagnosed(training, seed, twin, preset)
     found = tuple(tuple((finding.severity, finding.rule) for finding in diagnosis.findings) for diagnosis in diagnoses)
     failed = tuple(f"{rule}: {why}" for diagnosis in diagnoses for rule, why in diagnosis.unseen.items() if "failed" in why)
     return Outcome(name, "" if twin else training.rule, training.held_back, twin, seed, found, failed)

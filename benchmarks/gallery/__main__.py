@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import tempfile
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import torch_gradmon as gradmon
 
 from ..faults import FAULTS, Training
+from ..faults.judging import diagnosed
 from .healthy import FAMILIES, table
 from .pictures import layers, signals
 from .texts import WHY
@@ -34,19 +31,7 @@ def examples() -> dict[str, Training]:
 
 def recorded(training: Training, fixed: bool, directory: Path) -> tuple[gradmon.Run, gradmon.Diagnosis]:
     """Run a training under a monitor: its run directory, and the diagnosis."""
-    monitors: list[gradmon.ModuleMonitor] = []
-
-    def watch(model: Any, *optimizers: Any, scaler: Any = None) -> gradmon.ModuleMonitor:
-        run_dir = directory / f"{len(monitors)}"
-        monitors.append(gradmon.watch(model, *optimizers, scaler=scaler, preset="full", on_spike=None, run_dir=run_dir))
-        return monitors[-1]
-
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        training.run(watch, 0, fixed)
-        diagnosis = monitors[0].diagnose()
-        for monitor in monitors:
-            monitor.detach()
+    diagnosis = diagnosed(training, 0, fixed, directory=directory)[0]
     return gradmon.load_run(directory / "0"), diagnosis
 
 
