@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import display
+from ..core.process import HomeProcess
 from ..core.records import StatsTable, StepRecord
 from .file import FILE_NAME, FORMAT, SCHEMA
 from .packing import fixed_counts, pack
@@ -49,7 +50,7 @@ class RunWriter:
         if self.path.exists() and not self.path.is_dir():
             raise NotADirectoryError(f"run_dir={str(path)!r} is a file; give a directory, such as 'runs/first'")
         self.path.mkdir(parents=True, exist_ok=True)
-        self._process = os.getpid()
+        self._process = HomeProcess()
         # hooks may run on autograd's threads, but the monitor never writes from two threads at once
         self._db = sqlite3.connect(self.path / FILE_NAME, check_same_thread=False, timeout=5.0)
         self._db.execute("PRAGMA page_size=8192")  # a step of 200 parameters fits one page
@@ -183,7 +184,7 @@ class RunWriter:
 
     def close(self) -> None:
         """Close the file. In a forked child, where the file belongs to the parent, do nothing."""
-        if os.getpid() == self._process:
+        if not self._process.is_forked:
             # SQLite checkpoints on close only if no reader has the file open
             with contextlib.suppress(sqlite3.Error):
                 self._db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 import re
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -13,6 +12,7 @@ from typing import Any
 
 from ..core.errors import display, warn_user
 from ..core.keys import ATTENTION_SOURCES, NAME_SOURCES, SUMMARY, TENSOR_SOURCES
+from ..core.process import HomeProcess
 from ..core.records import SpikeEvent
 from .histograms import Histogram, without_histograms
 from .optional import require
@@ -75,7 +75,7 @@ class WandbSink:
         self._values = 0  # in the rows that are held
         self._known: set[str] = set()
         self._warned = self._warned_overtaken = self._ending = False
-        self._process = os.getpid()
+        self._process = HomeProcess()
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Log ``values`` now, or when there is room.
@@ -85,7 +85,7 @@ class WandbSink:
         """
         if getattr(self.run, "_is_finished", False):
             raise RuntimeError("the run is finished; wandb.init() begins another, which needs a sink of its own")
-        if not values or self._rows is None or os.getpid() != self._process:
+        if not values or self._rows is None or self._process.is_forked:
             return  # nothing to log, a disabled run, or a forked worker
         scalars, histograms = without_histograms(values)
         row = {AXIS: step, **scalars, **{key: _native(found) for key, found in histograms.items()}}
@@ -126,7 +126,7 @@ class WandbSink:
 
     def close(self) -> None:
         """Log held rows if the run is finishing. Before that the script may still name any step."""
-        if self._rows is None or os.getpid() != self._process:
+        if self._rows is None or self._process.is_forked:
             return
         with self._rows.lock:
             while self._held and self._ending:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 
 from ...core.errors import GradmonWarning, WarningLog
 from ...core.keys import Key
+from ...core.process import HomeProcess
 from ...core.records import StepRecord
 from ...sinks.filtered_sink import FilteredSink
 
@@ -31,7 +31,7 @@ class Publisher:
         self, format_keys: Callable[[Mapping[Key, float]], dict[str, float]], complaints: WarningLog, is_muted: Callable[[], bool]
     ) -> None:
         self._is_closed = True  # no record has come since the sinks were closed
-        self._process = os.getpid()
+        self._process = HomeProcess()
         self.format_keys, self._complaints, self._is_muted = format_keys, complaints, is_muted
         self.sinks: list[FilteredSink] = []
         self.keep_alive: list[object] = []
@@ -40,10 +40,6 @@ class Publisher:
     def __del__(self) -> None:
         if not self._is_closed:
             self.close()
-
-    def _is_forked(self) -> bool:
-        """Whether this is a forked worker, which must not touch the parent's files."""
-        return os.getpid() != self._process
 
     def add(self, sink: FilteredSink) -> None:
         """Send records to ``sink`` from now on."""
@@ -74,7 +70,7 @@ class Publisher:
 
     def put(self, record: StepRecord, amends: bool) -> None:
         """Take a step's record. ``amends``: it replaces the previous one."""
-        if self._is_forked() or (not self._receivers() and self._is_muted()):
+        if self._process.is_forked or (not self._receivers() and self._is_muted()):
             return
         if not amends:
             self.publish()
@@ -85,7 +81,7 @@ class Publisher:
 
     def publish(self) -> None:
         """Send the waiting record to the sinks."""
-        if self._waiting is None or self._is_forked():
+        if self._waiting is None or self._process.is_forked:
             return
         record, self._waiting = self._waiting, None
         receivers = self._receivers()
@@ -104,7 +100,7 @@ class Publisher:
 
     def close(self) -> None:
         """Send the waiting record and close the sinks; another record opens them again."""
-        if self._is_forked():
+        if self._process.is_forked:
             return
         self._is_closed = True
         self.publish()

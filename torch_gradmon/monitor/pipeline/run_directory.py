@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import WarningLog
+from ...core.process import HomeProcess
 from ...core.records import StepRecord
 from ...runs.writer import RunWriter, Superseded
 from ...sinks.delivery import PATIENCE
@@ -33,7 +34,7 @@ class RunDirectory:
         self, path: str | os.PathLike[str] | None, meta: Mapping[str, Any], complaints: WarningLog, is_muted: Callable[[], bool]
     ) -> None:
         self._writer: RunWriter | None = None
-        self._process = os.getpid()
+        self._process = HomeProcess()
         self.keep_alive: list[object] = []
         self._path, self._meta, self._complaints, self._is_muted = path, dict(meta), complaints, is_muted
         self._name = secrets.token_hex(8)  # under which the directory is claimed
@@ -44,10 +45,6 @@ class RunDirectory:
 
     def __del__(self) -> None:
         self.close()
-
-    def _is_forked(self) -> bool:
-        """Whether this is a forked worker, which must not touch the parent's files."""
-        return os.getpid() != self._process
 
     @property
     def stores(self) -> bool:
@@ -67,7 +64,7 @@ class RunDirectory:
     def annotate(self, **facts: Any) -> None:
         """Add facts about the run."""
         self._meta.update(facts)
-        if self._writer is not None and not self._is_forked():
+        if self._writer is not None and not self._process.is_forked:
             try:
                 self._writer.annotate(facts)
             except sqlite3.Error as error:
@@ -78,7 +75,7 @@ class RunDirectory:
 
         With its first step this monitor becomes the writer of the directory.
         """
-        if self._writer is not None and not self._is_forked():
+        if self._writer is not None and not self._process.is_forked:
             try:
                 self._claim(self._writer)
                 self._writer.rewind(step)
@@ -87,7 +84,7 @@ class RunDirectory:
 
     def write(self, record: StepRecord, amends: bool = False, backfills: bool = False) -> None:
         """Store ``record``: of a new step, in place of the last one, or of an earlier step."""
-        if self._path is None or self._is_forked() or self._is_muted():
+        if self._path is None or self._process.is_forked or self._is_muted():
             return
         if self._failures >= PATIENCE:
             self._complaints.counts["store"] += 1
@@ -129,13 +126,13 @@ class RunDirectory:
 
         Nothing changes if this monitor no longer writes there, as after another monitor has claimed the directory.
         """
-        if self._path is not None and self._failures < PATIENCE and not self._is_muted() and not self._is_forked():
+        if self._path is not None and self._failures < PATIENCE and not self._is_muted() and not self._process.is_forked:
             with contextlib.suppress(sqlite3.Error, OSError):  # the first record reports the failure
                 self._opened(self._path).claim(self._meta)
 
     def close(self) -> None:
         """Close the file; another record opens it again."""
-        if self._writer is not None and not self._is_forked():
+        if self._writer is not None and not self._process.is_forked:
             self._writer.close()
             self.keep_alive.remove(self._writer)
             self._writer = None
