@@ -50,29 +50,26 @@ class Fence:
             if self._inside:
                 return None
             self._entered = time.perf_counter()
-            self._inside = True
+            modes = outside_dispatch_modes() if _function_modes() or _dispatch_modes() else None
+            if modes is not None:  # this and the switch of grad mode are a tenth of the cost of a with statement
+                modes.__enter__()
+            self._inside, grad = True, torch.is_grad_enabled()
+            self.had_grad = grad
+            torch._C._set_grad_enabled(False)
             try:
-                if _function_modes() or _dispatch_modes():
-                    with outside_dispatch_modes():
-                        return self._run(method, args)
-                return self._run(method, args)
+                return method(*args)
+            except (SpikeError, GradmonWarning):  # the second if warnings are errors
+                raise
+            except Exception as error:
+                name = method.__name__
+                self.complaints.add(f"internal:{name}", f"{name} failed, some values are lost; training continues", error)
+                return None
             finally:
+                torch._C._set_grad_enabled(grad)
+                if modes is not None:
+                    modes.__exit__(None, None, None)
                 self._inside = False
                 self._seconds += time.perf_counter() - self._entered
-
-    def _run(self, method: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        grad = self.had_grad = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # a tenth of the cost of the context manager
-        try:
-            return method(*args)
-        except (SpikeError, GradmonWarning):  # the second if warnings are errors
-            raise
-        except Exception as error:
-            name = method.__name__
-            self.complaints.add(f"internal:{name}", f"{name} failed, some values are lost; training continues", error)
-            return None
-        finally:
-            torch._C._set_grad_enabled(grad)
 
     def spent(self) -> float:
         """Seconds spent inside since the beginning."""

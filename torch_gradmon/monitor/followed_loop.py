@@ -124,13 +124,13 @@ class FollowedLoop(LoopDriver):
     def forward_began(self, in_eval: bool, in_closure: bool) -> None:
         self._lifecycle.plugins.call("on_forward")
         self.machine.forward_began(in_eval, in_closure)
-        self._look_for_optimizers()
-
-    def _look_for_optimizers(self) -> None:
         if self.ownership.is_orphaned:
-            self.is_orphaned = True
-            self.fence.complaints.add("optimizers", _GONE)
-            self._lifecycle.plugins.call("on_optimizers_lost")
+            self._optimizers_lost()
+
+    def _optimizers_lost(self) -> None:
+        self.is_orphaned = True
+        self.fence.complaints.add("optimizers", _GONE)
+        self._lifecycle.plugins.call("on_optimizers_lost")
 
     def part_called(self, module: nn.Module) -> None:
         """A part of the model is called, by something else than the root."""
@@ -148,12 +148,12 @@ class FollowedLoop(LoopDriver):
 
     def backward_ended(self, is_nested: bool) -> None:
         self._lifecycle.plugins.call("on_backward_ended")
-        if not self.machine.state.is_paused:
-            self._look_for_optimizers()
+        if self.ownership.is_orphaned and not self.machine.state.is_paused:
+            self._optimizers_lost()
         self.machine.backward_ended(is_nested, self.hooks.scaler.in_step)
 
     def wrapper_began(self, optimizer: Optimizer) -> None:
-        self.hooks.scaler.optimizer_steps(optimizer)
+        self.hooks.scaler.wrapper_began(optimizer)
         self.machine.optimizers.wrapper_began(id(optimizer))
 
     def wrapper_ended(self, optimizer: Optimizer) -> None:
@@ -161,10 +161,9 @@ class FollowedLoop(LoopDriver):
 
     def step_began(self, optimizer: Optimizer, has_closure: bool, within: bool) -> bool:
         hooks = self.hooks
-        hooks.scaler.optimizer_steps(optimizer)
         if within:
             hooks.backward.optimizer_steps(optimizer)
-        hooks.scaler.look_for_scaler(optimizer, takes_values=self._lifecycle.has_values or not self.machine.state.is_open)
+        hooks.scaler.step_began(optimizer, takes_values=not self.machine.state.is_open or self._lifecycle.has_values)
         self._lifecycle.plugins.call("on_optimizer_step", optimizer, has_closure)
         return self.machine.optimizers.step_began(id(optimizer), has_closure, within)
 

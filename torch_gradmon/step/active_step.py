@@ -22,6 +22,10 @@ class Mode(Enum):
     MONITORED = "all that is due"
 
 
+#: The mode of most steps of most trainings, compared in each of them: a member of an enumeration is slow to look up.
+IDLE = Mode.IDLE
+
+
 @dataclass
 class ActiveStep:
     """The open step, or the one that closed last.

@@ -57,15 +57,16 @@ class ScalerHooks:
         """The factor that unscales the gradients of ``optimizer``, as a device tensor; None if they are unscaled."""
         return self._scales.inverse(optimizer, stepping=self._optimizers.is_stepping(optimizer))
 
-    def optimizer_steps(self, optimizer: Optimizer) -> None:
-        """The optimizer, or a wrapper around it, is about to step."""
+    def wrapper_began(self, optimizer: Optimizer) -> None:
+        """A wrapper around the optimizer is about to step."""
         self._called.add(id(optimizer))
 
-    def look_for_scaler(self, optimizer: Optimizer, takes_values: bool) -> None:
-        """Note the scaler of an optimizer, which is certain only when the optimizer steps.
+    def step_began(self, optimizer: Optimizer, takes_values: bool) -> None:
+        """The optimizer is about to step, and only now its scaler is certain.
 
         An unknown scaler matters where the step ``takes_values``, and the search costs more than all else in a step that does not.
         """
+        self._called.add(id(optimizer))
         if not takes_values and self._scales.scaler is None:
             return
         reason = self._scales.mistake(optimizer, calling := calling_scaler())

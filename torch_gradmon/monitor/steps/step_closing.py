@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...step.active_step import ActiveStep, Mode, RecordedStep
+from ...step.active_step import IDLE, ActiveStep, Mode, RecordedStep
 from ...step.buffer import StepBuffer
 from ...step.model_index import ModelIndex
 from ...step.pending_step import PendingStep
@@ -26,12 +26,12 @@ class StepClosing:
         self._planning, self._queue, self._values = planning, queue, values
         self._plugins = planning.cadence.plugins
 
-    def close(self, active: ActiveStep) -> None:
-        """Nothing more is measured in this step."""
+    def close(self, active: ActiveStep, is_watched: bool) -> None:
+        """Nothing more is measured in this step. ``is_watched``: a plugin may want to know, though nothing was measured."""
         if active.is_monitored:
             self._close_monitored(active)
         else:
-            self._close_unmonitored(active)
+            self._close_unmonitored(active, is_watched)
 
     def _take(self, active: ActiveStep) -> tuple[StepBuffer, ModelIndex, dict[str, Any]]:
         """End the measurements of this step; return its values, the model index and the facts that the loop knows of it."""
@@ -45,16 +45,15 @@ class StepClosing:
             self._planning.exchange.run(buffer, active.plans, may_extend=active.mode is Mode.MONITORED)
         return buffer, inventory, self._values.late.tags.take()
 
-    def _close_unmonitored(self, active: ActiveStep) -> None:
+    def _close_unmonitored(self, active: ActiveStep, is_watched: bool) -> None:
         if active.buffer is not None:
             buffer, inventory, tags = self._take(active)
             recorded = RecordedStep(active, buffer, inventory, tags, self._queue.oldest)
             self._plugins.call("on_unmonitored_step", recorded)
         else:
             self._values.late.tags.current = {}
-            is_idle = active.mode is Mode.IDLE
-            if not is_idle or self._plugins.watch_idle_steps:
-                self._plugins.call("on_unmonitored_step", RecordedStep(active), is_idle=is_idle)
+            if is_watched:
+                self._plugins.call("on_unmonitored_step", RecordedStep(active), is_idle=active.mode is IDLE)
         if active.is_overflowed:
             self._queue.count_refusal()
         if self._queue.pipeline.detection.count_unmonitored(active.is_overflowed):

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...step.active_step import ActiveStep, Mode
+from ...step.active_step import IDLE, ActiveStep
 from ...step.planner import OF_MODULES
 from ..pipeline.pending_queue import PendingQueue
 from .step_closing import StepClosing
@@ -81,7 +81,7 @@ class StepLifecycle:
     def seal(self, step: int) -> None:
         """``step`` is about to open: nothing more can be added to the last one."""
         self.captures.had_root_inputs = self.captures.modules.hooks.on_root_inputs
-        is_idle = self.active is not None and self.active.mode is Mode.IDLE
+        is_idle = self.active is not None and self.active.mode is IDLE
         if not is_idle or self.plugins.watch_idle_steps:
             self.plugins.call("before_step", step, is_idle=is_idle)
         self.queue.seal(self.state.clock.ended, step)
@@ -108,7 +108,7 @@ class StepLifecycle:
         tags = self.values.late.tags.begin()
         modules = self.captures.modules
         active.mode = self.planning.mode_of(step)
-        is_idle = active.mode is Mode.IDLE
+        is_idle = active.mode is IDLE
         if not is_idle or self.plugins.watch_idle_steps:
             self.plugins.call("on_step_open", active, is_idle=is_idle)
         if is_idle:
@@ -123,7 +123,7 @@ class StepLifecycle:
             if was_undecided and hides_forward and active.buffer is not None:
                 active.buffer.absent.update(((source, ""), _IN_EVAL) for source in OF_MODULES)
         modules.step_began(in_eval=is_tentative)
-        self.values.step_opened(active.buffer, active.mode is Mode.MONITORED, hides_forward, is_tentative)
+        self.values.step_opened(active.buffer, active.is_monitored, hides_forward, is_tentative)
 
     def confirm(self) -> None:
         """The open step trains, although a call in evaluation mode opened it."""
@@ -184,14 +184,15 @@ class StepLifecycle:
             return
         active.is_overflowed = is_overflowed
         self.queue.pipeline.drop_last()
-        is_idle = active.mode is Mode.IDLE
+        is_idle = active.mode is IDLE
+        is_watched = not is_idle or self.plugins.watch_idle_steps
         try:
             try:
-                if not is_idle or self.plugins.watch_idle_steps:
+                if is_watched:
                     self.plugins.call("on_step_closing", active, is_idle=is_idle)
             finally:  # where warnings are errors
-                self._closing.close(active)
+                self._closing.close(active, is_watched)
         finally:  # ranks change together, whatever failed on one of them
-            if not is_idle or self.plugins.watch_idle_steps:  # a series of refused steps makes a plugin do so
+            if is_watched or self.plugins.watch_idle_steps:  # a series of refused steps makes a plugin do so
                 self.plugins.call("on_step_closed", active, is_idle=is_idle)
         self.planning.prepare_next()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...core.fence import Fence
 from ...core.torch_modes import outside_dispatch_modes, rng_states
-from ...step.active_step import ActiveStep, Mode
+from ...step.active_step import IDLE, ActiveStep, Mode
 from ...step.buffer import StepBuffer
 from ...step.exchange_policy import ExchangePolicy
 from ...step.planner import Planner
@@ -50,10 +50,10 @@ class StepPlanning:
     def mode_of(self, step: int) -> Mode:
         """What is measured in ``step``, which is about to begin."""
         if self.fence.inert or self.planner.module is None:
-            return Mode.IDLE
+            return IDLE
         if self.cadence.wants(step):
             return Mode.MONITORED
-        return Mode.RECORDED if self.cadence.plugins.requires_gradients else Mode.IDLE
+        return Mode.RECORDED if self.cadence.plugins.requires_gradients else IDLE
 
     def prepare(self, active: ActiveStep) -> None:
         """The step takes values: plan it, and begin it in all sources."""

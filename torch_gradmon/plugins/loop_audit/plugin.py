@@ -128,9 +128,15 @@ class LoopAudit(Plugin):
             hooks.exchange.update()
 
     def on_optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """Begin the next interval, and decide whether the next step is audited. A step at rest makes two calls: this and one more."""
+        """Begin the next interval, and decide whether the next step is audited."""
         hooks, ownership = self._hooks, self._ownership
         if hooks is None or ownership is None or (probed := hooks.optimizers.get(id(optimizer))) is None:
+            return
+        is_usual = self._forwards == self._most_forwards and self._tallies.is_empty and not ownership.is_comparing
+        if self._rest.is_on and is_usual and hooks.is_current:  # no hooks on probes, so that nothing else can have changed
+            self._forwards = 0
+            if self._rest.step_ended(is_clean=True):
+                hooks.restart(probed)
             return
         if ownership.is_comparing:
             ownership.step_ended()
