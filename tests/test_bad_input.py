@@ -64,7 +64,7 @@ class World:
                 monitor._runtime.planner.registry.metrics,
                 list(session.pipeline.detection.detector_set.detectors),
                 list(session.pipeline.publisher.sinks),
-                session.factory.summary.keys,
+                session.factory.summary.choice.keys,
             ]
             found += [session.state.clock.step, session.state.is_open, monitor.has_reference_module(), monitor.state_dict()]
         return found

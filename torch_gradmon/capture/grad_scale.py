@@ -14,12 +14,23 @@ _UNSCALED = 1  # torch.amp.grad_scaler.OptState.UNSCALED; READY is 0, STEPPED is
 
 
 class GradScale:
-    """Which optimizer's gradients are scaled, as far as it can be known before the optimizer steps."""
+    """Which optimizer's gradients are scaled, as far as it can be known before the optimizer steps.
 
-    def __init__(self) -> None:
+    Args:
+        around: returns further ids that the scaler may use for an optimizer.
+
+    Attributes:
+        scaler: the one that is known.
+    """
+
+    def __init__(self, around: Callable[[Optimizer], Iterable[int]] = lambda _: ()) -> None:
         self.scaler: torch.amp.GradScaler | None = None
-        self.around: Callable[[Optimizer], Iterable[int]] = lambda _: ()  # further ids that the scaler may use for an optimizer
+        self._around = around
         self._plain_steps: Counter[int] = Counter()  # consecutive steps without the scaler
+
+    def adopt(self, scaler: torch.amp.GradScaler) -> None:
+        """This scaler scales the gradients."""
+        self.scaler = scaler
 
     def inverse(self, optimizer: Optimizer | None, stepping: bool) -> Tensor | None:
         """The factor for the gradients, float32 on their device; None if they are unscaled.
@@ -51,7 +62,7 @@ class GradScale:
         return f"{type(optimizer).__name__} stepped {'without' if plain else 'again with'} the GradScaler" if mistaken else None
 
     def _is_unscaled(self, optimizer: Optimizer) -> bool:
-        return is_unscaled(self.scaler, optimizer, self.around(optimizer))
+        return is_unscaled(self.scaler, optimizer, self._around(optimizer))
 
     def _is_plain(self, optimizer: Optimizer | None) -> bool:
         """Whether this optimizer, or with None any, is assumed to step without the scaler: it did so twice in a row."""

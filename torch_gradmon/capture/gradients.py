@@ -41,7 +41,12 @@ class GradientCapture:
         self._local = LocalGradients(measurer)
 
     def begin(
-        self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], parameters: Sequence[Place], doubtful: Collection[str] = ()
+        self,
+        buffer: StepBuffer,
+        plans: Mapping[str, SourcePlan],
+        parameters: Sequence[Place],
+        doubtful: Collection[str] = (),
+        by_batch: bool = False,
     ) -> None:
         """Start a step.
 
@@ -50,22 +55,14 @@ class GradientCapture:
             plans: by source.
             parameters: those that positions in the plans refer to.
             doubtful: names of parameters that were frozen since the model was first seen, perhaps only for a part of each step.
+            by_batch: each micro-batch is measured separately, too.
         """
         self._buffer, self._plans, self._parameters = buffer, plans, parameters
         self._doubtful = (
             frozenset(p for p, name in enumerate(plans[GRADIENT].names) if name in doubtful) if doubtful else frozenset()
         )
-        self._local.begin(buffer, plans.get(GRADIENT_LOCAL), parameters)
+        self._local.begin(buffer, plans.get(GRADIENT_LOCAL), parameters, by_batch)
         self._seen, self._held, self._clipped, self._scaled = {}, {}, {}, False
-
-    @property
-    def measures_batches(self) -> bool:
-        """Whether each micro-batch is measured separately."""
-        return self._local.measures_batches
-
-    @measures_batches.setter
-    def measures_batches(self, measures: bool) -> None:
-        self._local.measure_batches(measures)
 
     def there(self, positions: Iterable[int]) -> list[int]:
         """The positions with a gradient now."""

@@ -23,14 +23,11 @@ class LocalGradients:
 
     Args:
         measurer: measures.
-
-    Attributes:
-        measures_batches: each micro-batch gets a row of its own.
     """
 
     def __init__(self, measurer: Measurer) -> None:
         self._measurer = measurer
-        self.measures_batches = False
+        self._by_batch = False
         self._buffer: StepBuffer | None = None
         self._plan: SourcePlan | None = None
         self._parameters: Sequence[Place] = ()
@@ -38,13 +35,11 @@ class LocalGradients:
         self._accumulated: dict[int, weakref.ref[Tensor]] = {}
         self._batches: dict[int, list[Tensor]] = {}  # rows of gradients by backward pass
 
-    def measure_batches(self, measures: bool) -> None:
-        """Whether each micro-batch gets a row of its own from now on."""
-        self.measures_batches = measures
-
-    def begin(self, buffer: StepBuffer, plan: SourcePlan | None, parameters: Sequence[Place]) -> None:
-        """Start a step; ``parameters`` are those that positions in the plan refer to."""
-        self._buffer, self._plan, self._parameters = buffer, plan, parameters
+    def begin(self, buffer: StepBuffer, plan: SourcePlan | None, parameters: Sequence[Place], by_batch: bool) -> None:
+        """Start a step; ``parameters`` are those that positions in the plan refer to. ``by_batch``: each micro-batch gets a row of its
+        own.
+        """
+        self._buffer, self._plan, self._parameters, self._by_batch = buffer, plan, parameters, by_batch
         self._uncommitted, self._accumulated, self._batches = {}, {}, {}
 
     def end(self) -> None:
@@ -79,6 +74,6 @@ class LocalGradients:
             self._buffer.clear(GRADIENT_LOCAL, [self._plan.names[position]])
             self._batches = {each: rows for each, rows in self._batches.items() if each == task}
         self._accumulated[position] = weakref.ref(parameter.grad)
-        if self.measures_batches and (rows := held.parts_of(GRADIENT_LOCAL)):
+        if self._by_batch and (rows := held.parts_of(GRADIENT_LOCAL)):
             self._batches.setdefault(task, []).extend(rows)
         self._buffer.absorb(held)

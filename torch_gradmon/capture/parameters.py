@@ -91,8 +91,16 @@ class ParameterCapture:
         self._sample = update_sample
         self._buffer: StepBuffer | None = None
         self._before: dict[int, Tensor] = {}
-        self.reference: Mapping[str, nn.Parameter] = {}
-        self.shared: set[int] = set()  # positions of parameters that several optimizers step
+        self._reference: Mapping[str, nn.Parameter] = {}
+        self._shared: set[int] = set()  # positions of parameters that several optimizers step
+
+    def compare_with(self, reference: Mapping[str, nn.Parameter]) -> None:
+        """Measure differences to these parameters, by name."""
+        self._reference = reference
+
+    def share(self, positions: set[int]) -> None:
+        """Several optimizers step the parameters at these positions."""
+        self._shared = positions
 
     def sample_description(self) -> str | None:
         """What update values cover, if not all elements of every parameter."""
@@ -132,7 +140,7 @@ class ParameterCapture:
         there, reference = {}, {}
         for position in set(plan.positions) & parameters.keys():
             name = plan.names[position]
-            other = self.reference.get(name)
+            other = self._reference.get(name)
             if other is None or other.shape != parameters[position].shape:
                 why = "has no such parameter" if other is None else f"has another shape there, {tuple(other.shape)}"
                 self._buffer.absent[PARAMETER_DIFFERENCE, name] = f"the reference module {why}"
@@ -167,7 +175,7 @@ class ParameterCapture:
         positions = list(positions)
         before = {position: self._before[position] for position in positions if position in self._before}
         self._before = {
-            position: copy for position, copy in self._before.items() if position not in before or position in self.shared
+            position: copy for position, copy in self._before.items() if position not in before or position in self._shared
         }
         after = {position: self._rows(parameter) for position, parameter in self._parts(before).items()}
         plan = self._plans[UPDATE]

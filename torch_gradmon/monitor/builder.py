@@ -96,7 +96,7 @@ def build(config: MonitorConfig, model: nn.Module | None = None) -> Runtime:
     runtime = Runtime(StepLifecycle(planning, queue, values))
     for plugin in plugins:
         plugin.attach(MonitorContext(runtime.lifecycle, plugin))
-    runtime.connection.scaler = config.scaler
+    runtime.connection.use_scaler(config.scaler)
     # the last rows are sent when the interpreter ends, and what sends them has to be alive until then
     weakref.finalize(runtime, at_exit, weakref.ref(runtime), directory.keep_alive, pipeline.publisher.keep_alive)
     return runtime
@@ -116,7 +116,7 @@ def _plugins(
     """
     summary, complaints = factory.summary, fence.complaints
     recorder = FlightRecorder(config.flight_recorder, planner.registry, summary)
-    detectors.fetch_recorded = recorder.fetch_recorded
+    detectors.explanations.fetch_from(recorder.fetch_recorded)
     post_spike = PostSpikeDetail(planner, config.post_spike_steps)
     overlay = PresetOverlay(planner, summary, lambda: post_spike.may_add_hooks)
     detail = LiveDetail(overlay, directory, exchange, complaints)
@@ -126,7 +126,7 @@ def _plugins(
     if policy is not None and not fence.inert:
         acting = [SpikePolicy(policy, detectors, RankExchange(exchange.exchange.ranks, complaints), complaints)]
         # the decision needs these two, whether they are shown or have a detector or not
-        summary.signals |= {"grad_norm", "grad_nonfinite"}
+        summary.choice.require("grad_norm", "grad_nonfinite")
     audit = LoopAudit(planner, complaints, directory.annotate)
     clips = AdaptiveClips(may_skip=bool(acting))
     return [*budget, recorder, *acting, detail, post_spike, clips, audit, *config.plugins]

@@ -64,7 +64,8 @@ class FollowedLoop(LoopDriver):
         self.decisions = Decisions(self.ownership, order, self.hooks.optimizers.holds, lifecycle.planning.planner)
         self.machine = StepMachine(cycle, self.measurement, order)
         self.is_orphaned, self.scaler = False, scaler
-        self.hooks.optimizers.may_skip = lifecycle.plugins.has("before_optimizer_step")
+        if lifecycle.plugins.has("before_optimizer_step"):
+            self.hooks.optimizers.allow_skips()
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -81,7 +82,7 @@ class FollowedLoop(LoopDriver):
         """Register the hooks on parameters that a monitored step needs."""
         assert planner.inventory is not None
         self.ownership.update(planner, self.machine.order)
-        self._lifecycle.captures.parameters.shared = self.ownership.shared
+        self._lifecycle.captures.parameters.share(self.ownership.shared)
         places = planner.inventory.references
         local = [
             (places[position], Hook(self.gradient_came, position), Hook(self.gradient_accumulated, position))

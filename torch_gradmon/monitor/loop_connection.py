@@ -42,8 +42,8 @@ class LoopConnection:
         """The GradScaler, if one is known."""
         return self._scaler if self.loop is None else self.loop.scaler
 
-    @scaler.setter
-    def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+    def use_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        """The scaler that the script has named."""
         self._scaler = scaler
 
     def follow(
@@ -64,11 +64,13 @@ class LoopConnection:
             wrappers: around the optimizers, each with the one inside.
         """
         lifecycle = self._lifecycle
-        self._scaler, lifecycle.values.is_detached = scaler, False
+        self._scaler = scaler
+        lifecycle.values.follow(True)
         lifecycle.state.follow()
         with outside_dispatch_modes():
             loop = FollowedLoop(owner, self._cycle, lifecycle, self.overflows, module, optimizers, scaler, wrappers)
-            self.loop = lifecycle.hooks.loop = loop
+            self.loop = loop
+            lifecycle.hooks.follow(loop)
             lifecycle.plugins.restart()
             lifecycle.plugins.call("on_attach", module, optimizers)
             lifecycle.hooks.mark_stale()
@@ -80,7 +82,7 @@ class LoopConnection:
     def disconnect(self) -> None:
         """Take every hook away."""
         lifecycle = self._lifecycle
-        lifecycle.values.is_detached = True
+        lifecycle.values.follow(False)
         lifecycle.hooks.uninstall()
         lifecycle.captures.modules.remove()
         lifecycle.captures.modules.reference.forget()
@@ -88,7 +90,9 @@ class LoopConnection:
             self._scaler = self.loop.scaler
             self.loop.hooks.remove()
             lifecycle.plugins.call("on_detach")
-            self.loop, lifecycle.hooks.loop, lifecycle.state.is_driven = None, None, False
+            self.loop = None
+            lifecycle.hooks.follow(None)
+            lifecycle.state.unfollow()
             self._scale_by_hand()
 
     def _scale_by_hand(self) -> None:

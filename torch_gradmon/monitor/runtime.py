@@ -92,7 +92,7 @@ class Runtime:
     @fenced
     def begin_step(self, step: int) -> bool:
         """From now on steps begin and end by hand. Returns whether this one is monitored."""
-        self.lifecycle.values.is_detached = False
+        self.lifecycle.values.follow(True)
         if self.loop is None and self.lifecycle.plugins.has("before_optimizer_step"):
             message = (
                 "on_spike cannot act on a step, since the optimizers are not known: call attach() in addition to begin_step()"
@@ -120,7 +120,8 @@ class Runtime:
     def pause(self, is_paused: bool) -> bool:
         """Measure nothing, or go on; whether nothing was measured before."""
         before = self.captures.modules.paused
-        self.captures.modules.paused = self.state.is_paused = is_paused
+        self.captures.modules.pause(is_paused)
+        self.state.pause(is_paused)
         self.lifecycle.plugins.call("on_pause", is_paused)
         return before
 
@@ -139,7 +140,7 @@ class Runtime:
             reference.remove()
         else:
             reference.set(module, self.planner.rename, follows)
-        self.captures.parameters.reference = {} if module is None else reference.parameters
+        self.captures.parameters.compare_with({} if module is None else reference.parameters)
         self.planner.changed()
         self.replan()
 
@@ -149,13 +150,11 @@ class Runtime:
 
     def leave(self) -> None:
         """End the step in flight, or drop it if it is unfinished, and take what is recorded."""
-        exchange = self.lifecycle.planning.exchange
-        exchange.leaving = True
         try:
-            self._end_last()
-            self.backfill()
+            with self.lifecycle.planning.exchange.without_others():
+                self._end_last()
+                self.backfill()
         finally:
-            exchange.leaving = False
             self.lifecycle.plugins.call("on_leave", self.state.clock.ended)
 
     def detach(self) -> None:

@@ -91,6 +91,10 @@ class FilteredSink:
         self._largest = _LargestNorm()
         self._lost = 0
 
+    def stand_for(self, given: Any, is_on_all_ranks: bool) -> None:
+        """The script has given this object, from which the sink was made; it gets values on all ranks or on those that report."""
+        self.given, self.is_on_all_ranks = given, is_on_all_ranks
+
     @property
     def is_of_package(self) -> bool:
         """Whether the sink is a class of this package, which holds nothing of the training."""

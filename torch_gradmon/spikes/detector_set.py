@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import replace
 
 from ..core.errors import WarningLog
 from ..core.keys import PARAMETER_SOURCES, SPIKE_SCORE, SUMMARY, Key, parse_key
 from ..core.records import SpikeEvent, StepRecord
-from ..step.micro_batches import rank_norms_text
 from ..step.summary_keys import DOCUMENTATION
-from .attribution import spike_cause
 from .detector import SpikeDetector
-from .episodes import size
+from .explanations import Explanations
 from .follow_up import FollowUp
 from .signals import MatchingValues, value_of
 from .suspect_history import SuspectHistory
@@ -34,28 +32,38 @@ class DetectorSet:
 
     Attributes:
         detectors: those in use, by signal.
-        fetch_recorded: returns records of earlier, unmonitored steps; called when a spike starts.
         accepts_late_values: detect in values that come after the end of a step; off if ranks could disagree on them.
-        shows_main: the score of ``grad_norm`` is a whole-model value.
         history: gradients of the last steps, and the suspects of spikes.
         follow_up: new, continued and past spikes.
+        explanations: the suspects of spikes, as text.
         predicted: signals that had a value before the optimizer stepped.
     """
 
     def __init__(self) -> None:
         self.detectors: dict[str, SpikeDetector] = {}
-        self.fetch_recorded: Callable[[], Sequence[StepRecord]] = tuple
         self.accepts_late_values = True
-        self.shows_main = False
+        self._shows_main = False
         self.history = SuspectHistory()
         self.follow_up = FollowUp()
+        self.explanations = Explanations(self.history, self.follow_up)
         self.predicted: set[str] = set()
-        self._fetched: list[StepRecord] = []
         # failed detectors stay known, because what ranks exchange must not depend on a failure; the error waits for its warning
         self._failed: dict[str, tuple[SpikeDetector, Exception | None]] = {}
         self._waiting: dict[str, tuple[SpikeDetector, set[str]]] = {}  # detectors of this step, and the signals they have had
         self._matches: dict[str, MatchingValues] = {}
         self._steps_without_value: dict[str, float] = {}  # -inf once there was a value
+
+    def accept_late_values(self, is_accepted: bool) -> None:
+        """Whether to detect in values that come after the end of a step; not if ranks could disagree on them."""
+        self.accepts_late_values = is_accepted
+
+    def add(self, detector: SpikeDetector) -> None:
+        """Use ``detector``, in place of the one of the same signal."""
+        self.detectors[detector.name] = detector
+
+    def show_main_score(self) -> None:
+        """The score of ``grad_norm`` is a whole-model value from now on."""
+        self._shows_main = True
 
     def begin(self, record: StepRecord, absent: MutableMapping[tuple[str, str], str]) -> None:
         """Start with the ``record`` of a step that has ended. A step that was not applied is not judged."""
@@ -117,26 +125,15 @@ class DetectorSet:
                 self._switch_off(name, error)
                 continue
             for signal, verdict in verdicts.items():
-                key = MAIN_SCORE if signal == MAIN_SIGNAL and self.shows_main else Key(SPIKE_SCORE, signal, "")
+                key = MAIN_SCORE if signal == MAIN_SIGNAL and self._shows_main else Key(SPIKE_SCORE, signal, "")
                 if verdict.score is not None:
                     scores[key] = verdict.score
                 else:
                     absent[key.source, key.metric or key.name] = _NO_SCORE
         if not scores and not events:
             return record, []
-        events = self._explained(events, record)
+        events = self.explanations.explained(events, record)
         return replace(record, values={**record.values, **scores}, events=(*record.events, *events)), events
-
-    def _explained(self, events: list[SpikeEvent], record: StepRecord) -> list[SpikeEvent]:
-        if any(map(self.follow_up.is_new, events)):
-            for earlier in self.fetch_recorded():
-                self._fetched.append(earlier)
-                self.history.gradients.backfill(earlier.step, earlier.tables)
-        if any(map(self.follow_up.is_largest, events)):  # a spike that shrinks is explained already
-            suspects = self.history.at_spike(record.step, max(map(size, events)))
-            causes = (spike_cause(suspects, record.step).words, rank_norms_text(record.context.get("batch_norms", {})))
-            events = [replace(event, where="; ".join(filter(None, causes))) for event in events]
-        return [replace(event, action=record.context.get("action", "")) for event in events]
 
     def _events(
         self, detector: SpikeDetector, step: int, values: Mapping[str, float], verdicts: Mapping[str, Verdict]
@@ -150,11 +147,6 @@ class DetectorSet:
         if others := len(spikes) - 1:
             event = replace(event, reason=f"{event.reason}, and {others} of the {len(verdicts) - 1} others spike with it")
         yield event
-
-    def take_fetched(self) -> list[StepRecord]:
-        """The records fetched since the last call."""
-        taken, self._fetched = self._fetched, []
-        return taken
 
     def _new_values(
         self, detector: SpikeDetector, done: set[str], record: StepRecord, whole: Mapping[str, float]

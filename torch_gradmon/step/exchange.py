@@ -50,8 +50,8 @@ class RankExchange:
         complaints: gets a warning if some are missing.
 
     Attributes:
-        broadcast_slot: five numbers, sum-reduced, so at most one rank may set them.
-        received_slot: the one received in the last exchange of a monitored step, the same on all ranks; its reader resets it.
+        takes_place: whether there was any exchange.
+        shares_values: whether ranks have exchanged values of their batches.
     """
 
     def __init__(self, ranks: Ranks, complaints: WarningLog) -> None:
@@ -60,9 +60,8 @@ class RankExchange:
         self._agreement = Rendezvous(ranks)
         self._agreed: dict[str, bool] = {}
         self._entries: list[Entry] = []
-        self.takes_place = False  # whether there was any exchange
-        self.shares_values = False  # whether ranks have exchanged values of their batches
-        self.broadcast_slot = self.received_slot = EMPTY_SLOT
+        self.takes_place = self.shares_values = False
+        self._broadcast_slot = self._received_slot = EMPTY_SLOT
 
     def run(
         self,
@@ -94,8 +93,8 @@ class RankExchange:
         has_new = identity(int(shares_values))
         has_new[:, Column.SUM] = float(not mine.keys() <= set(self._entries))
         has_new[:, [Column.MIN, Column.MAX]] = float(buffer.step)
-        if may_extend and self.broadcast_slot is not EMPTY_SLOT:
-            has_new[:, _SLOT] = torch.tensor(self.broadcast_slot, dtype=torch.float64, device="cpu")
+        if may_extend and self._broadcast_slot is not EMPTY_SLOT:
+            has_new[:, _SLOT] = torch.tensor(self._broadcast_slot, dtype=torch.float64, device="cpu")
         known = [buffer.rows_or_none(source, names) for source, (names, _) in tensors.items()]
         merged = self._merged([has_new, *known, *_rows(mine, self._entries)], columns)
         start = len(has_new)
@@ -109,10 +108,24 @@ class RankExchange:
             buffer.noted[SKEW] = merged[0, Column.MAX] - merged[0, Column.MIN]
         if shares_values and may_extend:
             received = merged[0].tolist()
-            self.received_slot = tuple(received[column] for column in _SLOT)
-            self.broadcast_slot = EMPTY_SLOT
+            self._received_slot = tuple(received[column] for column in _SLOT)
+            self._broadcast_slot = EMPTY_SLOT
             if received[Column.SUM] > 0:
                 self._extend(buffer, mine)
+
+    def broadcast(self, slot: tuple[float, ...]) -> None:
+        """Send five numbers with the next exchange of a monitored step. They are added up, so at most one rank may send any."""
+        self._broadcast_slot = slot
+
+    @property
+    def has_received(self) -> bool:
+        """Whether the last exchange brought numbers that were not taken yet."""
+        return self._received_slot is not EMPTY_SLOT
+
+    def take_received(self) -> tuple[float, ...]:
+        """The numbers of the last exchange, the same on all ranks."""
+        received, self._received_slot = self._received_slot, EMPTY_SLOT
+        return received
 
     def _extend(self, buffer: StepBuffer, mine: Mapping[Entry, Tensor]) -> None:
         """Exchange new entries of any rank, and add them to the list."""
@@ -134,7 +147,8 @@ class RankExchange:
             self._agreed[what] = self.ranks.count == 1 or self._agreement.on(f"{what}-{digest}")
             if not self._agreed[what]:
                 self._complaints.add(f"ranks:{what}", _ALONE[what])
-                self.ranks.is_alone |= what == "tensors"
+                if what == "tensors":
+                    self.ranks.stay_alone()
         return self._agreed[what]
 
     def is_refused(self, what: str) -> bool:

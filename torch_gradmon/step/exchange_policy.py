@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from ..core import keys as n
@@ -20,13 +21,13 @@ class ValueDetectors(Protocol):
 
     Attributes:
         watches_values: a detector uses logged values.
-        accepts_late_values: detectors also use values that arrive after the ranks have exchanged theirs.
     """
-
-    accepts_late_values: bool
 
     @property
     def watches_values(self) -> bool: ...  # noqa: D102
+
+    def accept_late_values(self, is_accepted: bool) -> None:
+        """Whether detectors also use values that arrive after the ranks have exchanged theirs."""
 
     def watches(self, key: Key) -> bool:
         """Whether a detector uses this value."""
@@ -37,14 +38,25 @@ class ExchangePolicy:
 
     Attributes:
         exchange: with the other ranks.
-        reduces: values were logged to be merged over ranks.
-        leaving: the run ends on this rank, perhaps within a step, so other ranks may not come to the exchange.
     """
 
     def __init__(self, exchange: RankExchange, planner: Planner, summary: Summary, detectors: ValueDetectors) -> None:
         self.exchange = exchange
-        self.reduces = self.leaving = False
+        self._reduces = self._is_leaving = False
         self._planner, self._summary, self._detectors = planner, summary, detectors
+
+    def reduce(self) -> None:
+        """A value was logged to be merged over ranks."""
+        self._reduces = True
+
+    @contextlib.contextmanager
+    def without_others(self) -> Iterator[None]:
+        """The run ends on this rank, perhaps within a step, so other ranks may not come to the exchange."""
+        self._is_leaving = True
+        try:
+            yield
+        finally:
+            self._is_leaving = False
 
     def ranks_take_part(self) -> bool:
         """Whether every rank exchanges rows of tensors, of the same model and metrics. Collective; asked once."""
@@ -56,7 +68,7 @@ class ExchangePolicy:
         if inventory is None:  # no model is watched, but gradients may be clipped
             return []
         metrics = [(m.source, m.name, m.pattern.pattern, m.every) for m in self._planner.registry.own]
-        return [inventory.names, sorted(inventory.spread), metrics, sorted(self._summary.shown)]
+        return [inventory.names, sorted(inventory.spread), metrics, sorted(self._summary.choice.shown)]
 
     @property
     def _is_sharded(self) -> bool:
@@ -66,7 +78,7 @@ class ExchangePolicy:
     @property
     def _has_values(self) -> bool:
         """Whether values are exchanged. The plan decides, since a rank cannot know whether the others have any."""
-        return self._is_sharded or self.reduces or self._planner.measures_batches or self._detectors.watches_values
+        return self._is_sharded or self._reduces or self._planner.measures_batches or self._detectors.watches_values
 
     @property
     def exchanges_values(self) -> bool:
@@ -82,14 +94,14 @@ class ExchangePolicy:
             plans: the requested measurements.
             may_extend: whether the list of shared values may grow, and the first rank broadcast its slot.
         """
-        if self.leaving:
+        if self._is_leaving:
             self._refuse(buffer, plans, "the run ended in the middle of the step")
             return
         wanted = {source: (plan.exchanged, plan.columns) for source, plan in plans.items() if plan.exchanged}
         if n.UPDATE in wanted:
             wanted[n.UPDATE_BASE] = wanted[n.UPDATE][0], SQUARES
         self.exchange.run(buffer, wanted, self._has_values, self._detectors.watches, may_extend)
-        self._detectors.accepts_late_values = not self.exchange.shares_values
+        self._detectors.accept_late_values(not self.exchange.shares_values)
 
     def _refuse(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], why: str) -> None:
         if self.exchange.ranks.count > 1:

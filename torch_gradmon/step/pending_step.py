@@ -65,6 +65,10 @@ class PendingStep:
             self.late = self.readback.buffer.scalars()
         self.late.absorb(late)
 
+    def count_refusal_after(self) -> None:
+        """A step after this one was neither monitored nor applied."""
+        self.refusals_after += 1
+
     def seal(self) -> None:
         """The next step begins: copy late values to the host now, while they are not yet behind its work."""
         if self.late is not None and self.late_readback is None:
@@ -92,7 +96,7 @@ class PendingStep:
             refusal=self.active.is_overflowed or found_inf,
             nonfinite=_is_spoiled(tables.get(n.GRADIENT_BEFORE_CLIP)),
         )
-        if self.cost is not None and "overhead_pct" in summary.keys:
+        if self.cost is not None and "overhead_pct" in summary.choice.keys:
             custom[Key(n.SUMMARY, "", "overhead_pct")] = self.cost
         custom.update(self.active.values)
         attention, heads = head_values(tables, buffer.unshown)

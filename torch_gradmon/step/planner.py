@@ -49,6 +49,10 @@ class Planner:
         self.version = 0
         self.measures_each_batch = False  # the gradients of each micro-batch separately
 
+    def measure_each_batch(self) -> None:
+        """Measure the gradients of each micro-batch separately."""
+        self.measures_each_batch = True
+
     @property
     def module(self) -> nn.Module | None:
         """The watched model while it is alive, else None."""
@@ -102,7 +106,7 @@ class Planner:
     def plans(self, step: int, summary: Summary, gradients_only: bool = False) -> dict[str, SourcePlan]:
         """The plan of each parameter source for ``step``; ``gradients_only``: without metrics, only what the summary needs of gradients."""
         assert self.inventory is not None
-        needs = summary.needs_of_gradients() if gradients_only else summary.needs(step)
+        needs = summary.choice.needs_of_gradients() if gradients_only else summary.choice.needs(step)
         due = tuple(metric.due(step) and not gradients_only for metric in self.registry.metrics)
         found = self._cache.get((due, *needs.items()))
         if found is None:

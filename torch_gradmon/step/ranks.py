@@ -43,8 +43,12 @@ class Ranks:
 
     def __init__(self, group: Any = None) -> None:
         self.group = group
-        self.is_alone = False  # whether other ranks are known to have no monitor
+        self._is_alone = False  # whether other ranks are known to have no monitor
         self._counting: dict[tuple[Any, tuple[Any, ...]], bool] = {}
+
+    def stay_alone(self) -> None:
+        """Other ranks have no monitor, so no collective is entered for a tensor."""
+        self._is_alone = True
 
     @property
     def count(self) -> int:
@@ -90,7 +94,7 @@ class Ranks:
         sharded: Any = tensor.detach()
         placements = tuple(Replicate() if p.is_partial() or not spread else p for p in sharded.placements)
         if placements != tuple(sharded.placements):
-            if self.is_alone:
+            if self._is_alone:
                 return tensor  # no other rank would come to the collective; such a tensor is refused later
             sharded = sharded.redistribute(placements=placements)
         local: Tensor = sharded.to_local()

@@ -58,7 +58,7 @@ def assemble(
     reasons: dict[str, str] = {}
     summarised = summary.compute(facts, whole, base, reasons, norms)
     absent.update({(n.SUMMARY, name): reason for name, reason in reasons.items()})
-    values = {summary_key(name): summarised[name] for name in summary.shown if name in summarised}
+    values = {summary_key(name): summarised[name] for name in summary.choice.shown if name in summarised}
     values.update({key: value for key, value in custom.items() if key.source == n.SUMMARY})
     viewed = dict(modules)
     for source, plan in plans.items():

@@ -171,7 +171,7 @@ class ModuleCalls:
                 call = -1 if recomputed else self._numbers[source, name]
                 # no gradients within a pass that has them: the first pass of a re-entrant checkpoint
                 if not grad and not recomputed and passes.builds_graph and _is_trained(module):
-                    self._followed.reentrant = True
+                    self._followed.note_reentrant()
                 self._numbers[source, name] += not recomputed
                 wanted = grad and self._values.wants(gradient_source, name)
                 if wanted and not self._followed.follow(gradient_source, name, value, call):

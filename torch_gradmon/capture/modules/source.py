@@ -18,6 +18,7 @@ from ...step.buffer import StepBuffer
 from ...step.model_index import ModelIndex
 from ..hooks import compiled_graphs
 from ..measurer import Measurer
+from ..reference.source import ReferencePass
 from .forward_hooks import ForwardHooks
 from .forward_scope import ForwardScope
 from .pass_tracker import PassTracker
@@ -144,10 +145,14 @@ class ModuleSource:
         """Whether nothing is measured at the moment."""
         return self._passes.paused
 
-    @paused.setter
-    def paused(self, paused: bool) -> None:
-        self._passes.set_paused(paused)
-        self.hooks.graphs.gate.set(self._passes.is_open and not paused)
+    def pause(self, is_paused: bool) -> None:
+        """Measure nothing, or go on."""
+        self._passes.set_paused(is_paused)
+        self.hooks.graphs.gate.set(self._passes.is_open and not is_paused)
+
+    def backward_ended(self) -> None:
+        """A backward pass has ended in this step."""
+        self.was_trained = True
 
     # --- hooks -----------------------------------------------------------------------------------------------------------------
 
@@ -156,12 +161,8 @@ class ModuleSource:
 
         ``root_too``: on the root in any case, because modules log values themselves.
         """
-        if self.hooks.install(root, inventory, metrics, version, root_too or self._stays(metrics)):
+        if self.hooks.install(root, inventory, metrics, version, root_too or _stays(self.reference, metrics)):
             self.attention.set_compiled(self.hooks.has_compiled_parts)
-
-    def _stays(self, metrics: Iterable[Metric]) -> bool:
-        """Whether the root needs hooks before a step is known to be monitored."""
-        return bool(self.reference) or any(metric.source in n.ATTENTION_SOURCES.values() for metric in metrics)
 
     @property
     def has_removable_hooks(self) -> bool:
@@ -170,7 +171,7 @@ class ModuleSource:
 
     def uninstall(self, metrics: Sequence[Metric]) -> None:
         """Remove the hooks that only monitored steps need."""
-        self.hooks.uninstall(self._stays(metrics))
+        self.hooks.uninstall(_stays(self.reference, metrics))
         self._passes.forget_forward()
 
     def remove(self) -> None:
@@ -210,3 +211,8 @@ class ModuleSource:
     def in_training(self) -> bool:
         """False inside an evaluation pass and inside a recomputation, which happens while a backward pass runs."""
         return self._passes.in_training
+
+
+def _stays(reference: ReferencePass, metrics: Iterable[Metric]) -> bool:
+    """Whether the root needs hooks before a step is known to be monitored."""
+    return bool(reference) or any(metric.source in n.ATTENTION_SOURCES.values() for metric in metrics)

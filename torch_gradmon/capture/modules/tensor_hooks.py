@@ -27,13 +27,12 @@ class TensorGradientHooks:
 
     Attributes:
         inverse_scale: returns the factor for gradients.
-        reentrant: a forward without gradients was seen in training, as in the first pass of a re-entrant checkpoint.
     """
 
     def __init__(self, came: Callable[[str, str, str, int, bool, Tensor | None], None]) -> None:
         self._came = came
         self.inverse_scale: Callable[[], Tensor | None] = lambda: None
-        self.reentrant = False
+        self._is_reentrant = False
         self._handles = Handles()
         self._leaves: dict[tuple[str, str, int, int], weakref.ref[Tensor]] = {}
         self._round = 0
@@ -44,10 +43,14 @@ class TensorGradientHooks:
         """Use this factor for gradients from now on."""
         self.inverse_scale = inverse_scale
 
+    def note_reentrant(self) -> None:
+        """A forward without gradients was seen in training, as in the first pass of a re-entrant checkpoint."""
+        self._is_reentrant = True
+
     def begin(self, inventory: ModelIndex | None) -> None:
         """Start a step; without ``inventory`` no gradients are due in it."""
         self._round += 1
-        self.reentrant = False
+        self._is_reentrant = False
         self._probes = () if inventory is None else _accumulators(inventory)
 
     def end(self) -> None:
@@ -89,7 +92,7 @@ class TensorGradientHooks:
         if self._task[0] != task:
             found = any(_is_executed(node) for node in self._probes)
             # parameters in a re-entrant checkpoint are no leaves of the outer graph, and only backward() passes through one
-            whole = self.reentrant and torch.autograd.Variable._execution_engine.is_checkpoint_valid()
+            whole = self._is_reentrant and torch.autograd.Variable._execution_engine.is_checkpoint_valid()
             self._task = task, bool(self._probes) and (found or whole)
         return self._task[1]
 

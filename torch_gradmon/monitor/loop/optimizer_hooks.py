@@ -47,6 +47,10 @@ class OptimizerHooks:
         self.wrappers = WrapperCalls(wrappers, self._wrapper_began, self._wrapper_ended)
         self.steps = StepHooks(driver, self.alive(), self._before_hook, self._ended_hook)
 
+    def allow_skips(self) -> None:
+        """Steps may be skipped from now on."""
+        self.may_skip = True
+
     def alive(self) -> list[Optimizer]:
         """The optimizers that still exist."""
         return [optimizer for reference in self._references if (optimizer := reference()) is not None]

@@ -34,8 +34,7 @@ class ScalerHooks:
     def __init__(self, driver: LoopDriver, fence: Fence, optimizers: OptimizerHooks, scaler: torch.amp.GradScaler | None) -> None:
         self._driver, self._fence = weakref.ref(driver), fence
         self._optimizers = optimizers
-        self._scales = GradScale()
-        self._scales.around = optimizers.wrappers.around
+        self._scales = GradScale(optimizers.wrappers.around)
         self._wrapped: list[WrappedMethod] = []
         self._called: set[int] = set()  # ids of optimizers that have stepped; a wrapper around one may have omitted its step
         self.in_step = False
@@ -43,7 +42,7 @@ class ScalerHooks:
             self._adopt(scaler)
 
     def _adopt(self, scaler: torch.amp.GradScaler) -> None:
-        self._scales.scaler = scaler
+        self._scales.adopt(scaler)
         around = {"step": self._step, "update": self._update, "scale": self._scale, "unscale_": self._unscale}
         self._wrapped += [WrappedMethod(scaler, name, method) for name, method in around.items()]
 

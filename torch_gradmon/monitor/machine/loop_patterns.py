@@ -43,6 +43,17 @@ class LoopPatterns:
         self.hides_forward = hides_forward and not was_undecided
         return was_undecided
 
+    def called(self, in_eval: bool) -> None:
+        """The model was called, in this mode."""
+        if in_eval:
+            self.called_in_eval = True
+        else:
+            self.called_in_training = True
+
+    def forget_eval(self) -> None:
+        """The call in evaluation mode was no training."""
+        self.called_in_eval = False
+
     def called_between_steps(self, first_step: bool) -> bool:
         """The model was called in evaluation mode, and no step is open. Returns whether that begins a step."""
         self.is_undecided = not (self.trains_in_eval or first_step)

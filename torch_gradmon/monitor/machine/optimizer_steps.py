@@ -168,7 +168,7 @@ class OptimizerSteps:
         """The scaler found infinite gradients: they are measured all the same."""
         self.cycle.ensure_open(hides_forward=False)
         progress = self.state.progress
-        progress.is_overflowed = True
+        progress.optimizer_overflowed()
         self.measures.annotate(optimizer, by_turns=False, is_first=False)
         self._measure_parameters()
         self.measures.measure_after_clip(optimizer, with_unowned=self._machine.is_last(optimizer), is_overflowed=True)

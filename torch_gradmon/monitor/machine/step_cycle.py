@@ -70,7 +70,7 @@ class StepCycle:
 
     def begin_by_hand(self, step: int) -> None:
         """The loop opens ``step``; from now on it opens and closes steps."""
-        self.state.is_manual = True
+        self.state.lead_by_hand()
         self.release()
         self.open(step)
 

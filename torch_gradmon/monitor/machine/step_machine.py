@@ -41,10 +41,10 @@ class StepMachine:
         cycle, patterns, progress = self.cycle, self.state.patterns, self.state.progress
         if not self.state.leads:
             return False
-        patterns.called_in_eval = True
+        patterns.called(in_eval=True)
         if self.state.is_open:
             if patterns.trains_in_eval and not progress.backwards:
-                progress.counts_eval = True  # a call in training mode without a backward pass has opened the step
+                progress.count_eval()  # a call in training mode without a backward pass has opened the step
                 cycle.boundaries.count_eval()
             return progress.counts_eval
         cycle.release()
@@ -58,14 +58,14 @@ class StepMachine:
                 self.state.interrupt()
                 cycle.close()  # its end was not seen, as when the scaler is not updated
             elif progress.is_tentative and not in_eval:
-                self.state.patterns.called_in_eval = False
+                self.state.patterns.forget_eval()
                 cycle.drop()
             elif self.state.in_backward.any_now and not self.awaits_others():
                 self._all_stepped(in_scaler_step=False)  # as after a backward pass within re-entrant checkpoints only
         if not self.state.is_open and self.state.leads:
             cycle.release()
             cycle.open(self.state.clock.next_step, is_tentative=in_eval)
-        self.state.patterns.called_in_training |= not in_eval
+        self.state.patterns.called(in_eval)
 
     def moves_buffers(self) -> bool:
         """The model is called in training mode: whether a step begins with what that does to its buffers."""

@@ -43,6 +43,14 @@ class StepClock:
         self.stride = max(1, step - self.step) if self.step is not None else 1
         self.step, self.next_step = step, step + 1
 
+    def continue_at(self, next_step: int) -> None:
+        """The next step has this number."""
+        self.next_step = next_step
+
+    def count_from(self, attempts: int) -> None:
+        """The number of steps that had all their optimizers called before."""
+        self.attempts = attempts
+
     def drop(self) -> None:
         """The open step is forgotten: its number is that of the next one."""
         if self.step is not None:
@@ -91,6 +99,14 @@ class StepProgress:
         """Whether the parameters are still to be measured, as they are once a step."""
         were_measured, self.parameters_measured = self.parameters_measured, True
         return not were_measured
+
+    def count_eval(self) -> None:
+        """From now on calls in evaluation mode count as training in this step."""
+        self.counts_eval = True
+
+    def optimizer_overflowed(self) -> None:
+        """An optimizer did not apply its step."""
+        self.is_overflowed = True
 
     def optimizer_ended(self, optimizer: Hashable) -> None:
         """The optimizer has stepped."""
@@ -148,6 +164,18 @@ class StepState:
         self.in_backward, self.is_driven, self.is_manual = StepsInBackward(), True, False
         if not self.is_open:
             self.progress = StepProgress()
+
+    def unfollow(self) -> None:
+        """No hooks on optimizers are left."""
+        self.is_driven = False
+
+    def lead_by_hand(self) -> None:
+        """From now on the loop opens and closes steps itself."""
+        self.is_manual = True
+
+    def pause(self, is_paused: bool) -> None:
+        """Measure nothing, or go on."""
+        self.is_paused = is_paused
 
     def open(self, step: int, is_tentative: bool) -> None:
         """``step`` opens; ``is_tentative``: by a call in evaluation mode."""

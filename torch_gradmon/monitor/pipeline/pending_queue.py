@@ -62,7 +62,7 @@ class PendingQueue:
     def count_refusal(self) -> None:
         """A step that was not monitored was not applied."""
         if self.steps:
-            self.steps[-1].refusals_after += 1
+            self.steps[-1].count_refusal_after()
         else:
             self.factory.summary.count_rejected(1)
 

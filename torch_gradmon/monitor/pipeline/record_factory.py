@@ -13,6 +13,7 @@ from ...step.reasons import ReasonContext
 from ...step.record_builder import asked_for, missing
 from ...step.registry import Registry
 from ...step.summary import Summary
+from ...step.summary_choice import SummaryChoice
 from .run_directory import RunDirectory
 
 
@@ -61,7 +62,7 @@ class RecordFactory:
 
     def __init__(self, registry: Registry, layers: LayerSelection, directory: RunDirectory) -> None:
         self._registry, self.layers, self.is_stored = registry, layers, directory.stores
-        self.summary = Summary(all_columns=self.is_stored, of_layers=layers.needs)
+        self.summary = Summary(SummaryChoice(all_columns=self.is_stored, of_layers=layers.needs))
         self.model = ModelFacts(directory.annotate)
         self._reasons: ReasonContext | None = None
 
@@ -69,12 +70,14 @@ class RecordFactory:
         """The record of a step, and all whole-model values by name. Waits for the values."""
         active, refused = pending.active, pending.readback.buffer.refused
         self.model.update(pending.inventory.facts)
-        self._reasons = ReasonContext(pending.inventory, active.plans, active.due, self.summary.shown, pending.attached, refused)
+        self._reasons = ReasonContext(
+            pending.inventory, active.plans, active.due, self.summary.choice.shown, pending.attached, refused
+        )
         return pending.record(self.summary, self.layers, self._registry)
 
     def requested(self, names: Mapping[str, Any]) -> list[Key]:
         """The keys of all requested values; ``names`` are those of parameters and modules, by source."""
-        return asked_for(self._registry.metrics, names, self.summary.shown)
+        return asked_for(self._registry.metrics, names, self.summary.choice.shown)
 
     def missing(
         self, record: StepRecord, absent: Mapping[tuple[str, str], str], names: Mapping[str, Any], owned: Set[str] | None

@@ -84,14 +84,14 @@ class SpikeDetection:
         """
         is_known = detector.name in self.detector_set.detectors
         if of_preset:
-            self.detector_set.shows_main = True
+            self.detector_set.show_main_score()
         if is_known and of_preset:
             return
         if is_known and detector.name not in self._of_preset:
             raise ValueError(f"there is a detector for {detector.name!r} already; a signal has one")
         (self._of_preset.add if of_preset else self._of_preset.discard)(detector.name)
-        self.detector_set.detectors[detector.name] = detector
-        self._summary.signals.add(detector.name.removeprefix(f"{SUMMARY}/"))
+        self.detector_set.add(detector)
+        self._summary.choice.require(detector.name.removeprefix(f"{SUMMARY}/"))
 
     def state_dict(self) -> dict[str, Any]:
         """The state of each detector by signal, as plain numbers and lists."""

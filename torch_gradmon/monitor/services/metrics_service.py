@@ -118,17 +118,14 @@ class MetricsService:
     def add_batch_metrics(self, batch_size: int) -> None:
         """Measure the gradient of each micro-batch."""
         check.positive_int("batch_size", batch_size)
-        self.runtime.factory.summary.batches = MicroBatchStats(batch_size)
-        self.runtime.planner.measures_each_batch = True
+        self.runtime.factory.summary.add_batches(MicroBatchStats(batch_size))
+        self.runtime.planner.measure_each_batch()
         self.runtime.planner.changed()
 
     def add_summary_metric(self, metric_name: str) -> None:
         """Show one more whole-model value."""
         check.one_of("metric_name", metric_name, tuple(DOCUMENTATION))
-        summary = self.runtime.factory.summary
-        if metric_name in summary.more:
-            raise ValueError(f"the whole-model value {metric_name!r} was added already")
-        summary.more = (*summary.more, metric_name)
+        self.runtime.factory.summary.choice.add(metric_name)
         self.runtime.planner.changed()
 
     def add_preset(self, name: str) -> None:
@@ -138,7 +135,7 @@ class MetricsService:
         registry.replace_hidden(
             [registry.make(source, metric, every=every, shown=False) for source, metric, every in preset.layer_metrics]
         )
-        self.runtime.factory.summary.keys = preset.keys
+        self.runtime.factory.summary.choice.use(preset.keys)
         pipeline.detection.add(SpikeDetector(), of_preset=True)
         pipeline.directory.annotate(preset=name)
         self.runtime.planner.changed()
@@ -150,7 +147,7 @@ class MetricsService:
         # some whole-model values are switched on by other calls than add_*; the last record shows which
         last = () if record is None else record.values
         on_request = [key.metric for key in last if key.source == n.SUMMARY and key.metric in ON_REQUEST]
-        texts = {f"{n.SUMMARY}/{name}": known[name] for name in (*self.runtime.factory.summary.shown, *on_request)}
+        texts = {f"{n.SUMMARY}/{name}": known[name] for name in (*self.runtime.factory.summary.choice.shown, *on_request)}
         for metric in registry.metrics:
             unit = "" if metric.unit == "1" else f" [{metric.unit}]"
             often = "" if metric.every == 1 else f", on every {metric.every}th step"

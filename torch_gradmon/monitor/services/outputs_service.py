@@ -35,7 +35,7 @@ class OutputsService:
                 )
             kept = pipeline.directory.description
             filtered = FilteredSink(each, keys, every, complaints, deferred, thread, kept, logged_anyhow(sink))
-            filtered.given, filtered.is_on_all_ranks = sink, on_all_ranks
+            filtered.stand_for(sink, on_all_ranks)
             if callable(before_finish := getattr(each, "before_finish", None)):
                 before_finish(partial(at_exit, weakref.ref(self.runtime)))
             pipeline.publisher.add(filtered)

@@ -67,9 +67,9 @@ class StateService:
     def _load(self, part: str, value: Any) -> None:
         runtime = self.runtime
         if part == "next_step":
-            runtime.state.clock.next_step = int(value)
+            runtime.state.clock.continue_at(int(value))
         elif part == "attempted":
-            runtime.state.clock.attempts = int(value)
+            runtime.state.clock.count_from(int(value))
         elif part in _PARTS:
             runtime.plugin(_PARTS[part]).load_state_dict(value)
         elif part == "plugins":

@@ -30,13 +30,17 @@ class Captures:
         self.modules = ModuleSource(measurer, fence)
         self.had_root_inputs = False
 
+    def seal(self) -> None:
+        """A step is about to open; what it needs may be registered with it."""
+        self.had_root_inputs = self.modules.hooks.on_root_inputs
+
     def begin(self, step: ActiveStep, planner: Planner, by_hand: bool) -> None:
         """Begin a step that takes values."""
         assert step.buffer is not None
         assert planner.inventory is not None
         references = planner.inventory.references
-        self.gradients.measures_batches = planner.measures_each_batch and step.mode is Mode.MONITORED
-        self.gradients.begin(step.buffer, step.plans, references, planner.inventory.trainable.doubtful)
+        by_batch = planner.measures_each_batch and step.mode is Mode.MONITORED
+        self.gradients.begin(step.buffer, step.plans, references, planner.inventory.trainable.doubtful, by_batch)
         self.parameters.begin(step.buffer, step.plans, references)
         self.modules.begin(step.buffer, step.due, planner.inventory, by_hand)
 

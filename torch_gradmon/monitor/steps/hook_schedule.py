@@ -52,6 +52,10 @@ class HookSchedule:
         self._installed_for: tuple[int, bool] | None = None  # a version of the plan, and whether on modules too
         self.is_bare = False
 
+    def follow(self, loop: DrivingLoop | None) -> None:
+        """The hooks on parameters are this loop's from now on."""
+        self.loop = loop
+
     @property
     def is_partial(self) -> bool:
         """Whether hooks that a monitored step needs may be missing."""

@@ -88,10 +88,13 @@ class TagLog:
         elif late:
             self._late.tag(late)
 
-    def begin(self) -> dict[str, Any]:
-        """A step opens: what is known of it so far."""
-        tags, self.current, self._undecided = {**self.current, **self._undecided}, {}, {}
-        return tags
+    def begin(self, is_kept: bool) -> None:
+        """A step opens, and what is known of it so far ``is_kept``."""
+        self.current, self._undecided = {**self.current, **self._undecided} if is_kept else {}, {}
+
+    def clear(self) -> None:
+        """Forget what is known of the step."""
+        self.current = {}
 
     def take(self) -> dict[str, Any]:
         """The step closes: all that is known of it."""

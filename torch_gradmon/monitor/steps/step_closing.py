@@ -27,7 +27,7 @@ class StepClosing:
         self._plugins = planning.cadence.plugins
 
     def close(self, active: ActiveStep, is_watched: bool) -> None:
-        """Nothing more is measured in this step. ``is_watched``: a plugin may want to know, though nothing was measured."""
+        """Nothing more is measured in this step. ``is_watched``: plugins are called, though nothing was measured."""
         if active.is_monitored:
             self._close_monitored(active)
         else:
@@ -35,7 +35,8 @@ class StepClosing:
 
     def _take(self, active: ActiveStep) -> tuple[StepBuffer, ModelIndex, dict[str, Any]]:
         """End the measurements of this step; return its values, the model index and the facts that the loop knows of it."""
-        buffer, active.buffer, self._values.buffer = active.buffer, None, None
+        buffer, active.buffer = active.buffer, None
+        self._values.step_closed()
         inventory = self._planning.planner.inventory
         assert buffer is not None
         assert inventory is not None
@@ -51,7 +52,7 @@ class StepClosing:
             recorded = RecordedStep(active, buffer, inventory, tags, self._queue.oldest)
             self._plugins.call("on_unmonitored_step", recorded)
         else:
-            self._values.late.tags.current = {}
+            self._values.late.tags.clear()
             if is_watched:
                 self._plugins.call("on_unmonitored_step", RecordedStep(active), is_idle=active.mode is IDLE)
         if active.is_overflowed:

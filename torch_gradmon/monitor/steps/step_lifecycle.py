@@ -80,7 +80,7 @@ class StepLifecycle:
 
     def seal(self, step: int) -> None:
         """``step`` is about to open: nothing more can be added to the last one."""
-        self.captures.had_root_inputs = self.captures.modules.hooks.on_root_inputs
+        self.captures.seal()
         is_idle = self.active is not None and self.active.mode is IDLE
         if not is_idle or self.plugins.watch_idle_steps:
             self.plugins.call("before_step", step, is_idle=is_idle)
@@ -105,10 +105,10 @@ class StepLifecycle:
     def open(self, step: int, *, is_tentative: bool, hides_forward: bool, was_undecided: bool) -> None:
         """Begin ``step``."""
         active = self.active = ActiveStep(step, self.state.clock.stride)
-        tags = self.values.late.tags.begin()
         modules = self.captures.modules
         active.mode = self.planning.mode_of(step)
         is_idle = active.mode is IDLE
+        self.values.late.tags.begin(is_kept=not is_idle)
         if not is_idle or self.plugins.watch_idle_steps:
             self.plugins.call("on_step_open", active, is_idle=is_idle)
         if is_idle:
@@ -116,7 +116,6 @@ class StepLifecycle:
             if not self.hooks.is_bare:
                 self.hooks.uninstall()
         else:
-            self.values.late.tags.current = tags
             self.planning.prepare(active)
             if not (self.captures.had_root_inputs or hides_forward or self.state.is_manual) and modules.hooks.on_root_inputs:
                 modules.root_inputs_missed()
@@ -171,10 +170,11 @@ class StepLifecycle:
     def drop(self, *, was_tentative: bool) -> None:
         """Forget the open step: its number is that of the next attempt."""
         if self.active is not None:
-            self.active.buffer = self.values.buffer = None
+            self.active.buffer = None
+        self.values.step_closed()
         self.plugins.call("on_drop")
         if not was_tentative:
-            self.values.late.tags.current = {}
+            self.values.late.tags.clear()
         self.captures.end()
 
     def close(self, *, is_overflowed: bool) -> None:

@@ -59,7 +59,7 @@ class StepMeasurement:
 
     def backward_ended(self) -> None:
         """See :class:`StepMeasurements`, as for all methods here."""
-        self._captures.modules.was_trained = True
+        self._captures.modules.backward_ended()
 
     def measure_before_clip(self, done: Set[Hashable], in_backward: Set[Hashable]) -> None:
         scaled: list[int] = []

@@ -62,7 +62,7 @@ class StepPlanning:
         self.hooks.check_groups()
         assert planner.inventory is not None
         if planner.inventory.spread and self.exchange.exchange.ranks.count > 1:
-            self.factory.summary.all_columns = True  # on each rank, with or without a run directory
+            self.factory.summary.choice.store_all_columns()  # on each rank, with or without a run directory
         if planner.inventory.on_mesh:  # before anything is added up over ranks
             self.exchange.ranks_take_part()
         is_monitored = active.mode is Mode.MONITORED

@@ -34,14 +34,13 @@ class ValueLog:
     Attributes:
         buffer: of the open step; None where it takes no values.
         is_recording: all that is due is measured in the open step.
-        is_detached: the monitor left the run.
     """
 
     def __init__(self, state: StepState, fence: Fence, late: LateValues, exchange: ExchangePolicy, modules: ModuleSource) -> None:
         self._state, self._fence, self.late = state, fence, late
         self._exchange, self._modules = exchange, modules
         self.buffer: StepBuffer | None = None
-        self.is_recording = self.is_detached = False
+        self.is_recording = self._is_detached = False
         self._early: StepBuffer | None = None  # logged for the step to come
         self._hidden: StepBuffer | None = None  # and from inside of a forward that no hook sees
         self._first_keys: frozenset[Key] = frozenset()
@@ -54,6 +53,14 @@ class ValueLog:
             buffer.absorb(hidden)
         if self._early is not None and not is_tentative:
             self.take_early()
+
+    def step_closed(self) -> None:
+        """The step takes no more values."""
+        self.buffer = None
+
+    def follow(self, is_followed: bool) -> None:
+        """The monitor follows the run, or left it, and then drops what is logged."""
+        self._is_detached = not is_followed
 
     def take_early(self) -> None:
         """The open step is a training step: what was logged for it belongs to it."""
@@ -83,10 +90,11 @@ class ValueLog:
         if self._fence.inert:
             return
         text = "/".join(filter(None, key))
-        if self.is_detached:
+        if self._is_detached:
             self._fence.complaints.add(f"away:{text}", f"{text} was logged while the monitor is detached, and is dropped")
             return
-        self._exchange.reduces |= bool(reducer)
+        if reducer:
+            self._exchange.reduce()
         self._warn_late(key, text, reducer)
         try:
             with outside_dispatch_modes():
@@ -150,7 +158,7 @@ class ValueLog:
         """Add facts about the step that a scalar logged now would belong to; between two steps about the coming one, if that is how
         they were given at first.
         """
-        if not self.is_detached:
+        if not self._is_detached:
             self.late.tags.add({name: copied(value) for name, value in tags.items()})  # loops fill the same list or tensor again
 
 

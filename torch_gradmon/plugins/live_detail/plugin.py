@@ -13,7 +13,6 @@ from ...core.errors import GradmonWarning, WarningLog
 from ...core.metric import Metric
 from ...runs.detail_request import DetailRequest
 from ...step.active_step import ActiveStep
-from ...step.exchange import EMPTY_SLOT
 from ...step.exchange_policy import ExchangePolicy
 from ...step.planner import OF_MODULES, Planner
 from ...step.plugin import Plugin
@@ -48,7 +47,7 @@ class PresetOverlay:
         """Measure ``preset``, or again what the script asked for."""
         self.why_missing = ""
         context.set_overlay(owner, None if preset is None else self._metrics(preset, context), replaces_hidden=True)
-        self._summary.override_keys(None if preset is None else PRESETS[preset].keys)
+        self._summary.choice.override_keys(None if preset is None else PRESETS[preset].keys)
 
     def _metrics(self, preset: str, context: PluginContext) -> list[Metric]:
         """What a preset measures out of sight; in a compiled model the script's own metrics of modules stay as they are."""
@@ -115,12 +114,11 @@ class LiveDetail(Plugin):
         elif requests.has_peers:
             requests.refuse("the ranks exchange nothing, so that the other ones cannot follow")
         else:
-            self._agreed, requests.asked = requests.asked, None
+            self._agreed = requests.take()
 
     def _take_broadcast(self) -> None:
         """Agree to what the first rank has broadcast."""
-        exchange = self._exchange.exchange
-        received, exchange.received_slot = exchange.received_slot, EMPTY_SLOT
+        received = self._exchange.exchange.take_received()
         if received[0]:
             self._agreed = DetailRequest.of_numbers(received)
             self._requests.agreed(self._agreed.number)
@@ -150,7 +148,7 @@ class LiveDetail(Plugin):
         self.watches_idle_steps |= self._requests.look()
         if self.watches_idle_steps:
             self._requests.receive()
-            self._exchange.exchange.broadcast_slot = self._requests.broadcast()
+            self._exchange.exchange.broadcast(self._requests.broadcast())
 
     def annotate(self, step: ActiveStep) -> None:
         """Note the change in force in the record of the step."""
@@ -160,7 +158,7 @@ class LiveDetail(Plugin):
 
     def on_step_closed(self, step: ActiveStep) -> None:
         """Count the step, take what was broadcast in it, and change."""
-        has_received = self._exchange.exchange.received_slot is not EMPTY_SLOT
+        has_received = self._exchange.exchange.has_received
         if not (self.watches_idle_steps or has_received):
             return
         if has_received:
@@ -219,8 +217,8 @@ class LiveDetail(Plugin):
 
     def on_leave(self, last: int | None) -> None:
         """Nothing stays in force."""
-        self._requests.from_code.clear()
-        self._requests.asked = self._agreed = None
+        self._requests.clear()
+        self._agreed = None
         if self.in_force is not None:
             self._end_change("the run has ended, or its monitor was detached")
             self._overlay.use(None, self.context, self.name)

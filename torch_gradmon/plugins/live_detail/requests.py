@@ -75,6 +75,16 @@ class Requests:
         self.asked, self._number = change, max(self._number, change.number)
         self.note(number=self._number, waits=change.facts(), why="")
 
+    def take(self) -> DetailRequest | None:
+        """The request that the ranks agree on now."""
+        asked, self.asked = self.asked, None
+        return asked
+
+    def clear(self) -> None:
+        """Forget what was requested."""
+        self.from_code.clear()
+        self.asked = None
+
     def broadcast(self) -> tuple[float, ...]:
         """The request as numbers for the other ranks; zeros without one, and on all other ranks."""
         return self.asked.numbers() if self.asked is not None and self._ranks.is_first else EMPTY_SLOT

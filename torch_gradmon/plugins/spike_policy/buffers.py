@@ -120,6 +120,10 @@ class KnownBuffers:
             self.remember(module, version)
             self.is_known = True
 
+    def step_dropped(self) -> None:
+        """The next call of the model is the first one again."""
+        self.is_known = False
+
     def attempt_ended(self, module: nn.Module, version: int) -> None:
         """Prepare for a new batch. Remembers the buffers now if no call of the model was seen, as when only its parts are called."""
         if not self.is_known:

@@ -41,6 +41,10 @@ class Votes:
         self.split = False
         self._judges, self._exchange, self._complaints, self._layout = judges, exchange, complaints, layout
 
+    def begin(self) -> None:
+        """A step begins."""
+        self.known, self.split = None, False
+
     @property
     def are_common(self) -> bool:
         """Whether all ranks vote, in the same way."""

@@ -67,7 +67,7 @@ class SpikePolicy(Plugin):
 
     def on_drop(self) -> None:
         """The next step begins anew."""
-        self._model_buffers.is_known = False
+        self._model_buffers.step_dropped()
 
     # --- the step ------------------------------------------------------------------------------------------------------------
 
@@ -75,8 +75,8 @@ class SpikePolicy(Plugin):
         """A step begins, and with it the loop has done all that belongs to the one before: the time for a snapshot of it, which waits
         for the device.
         """
-        self.act = self.rolled_back = self._votes.known = None
-        self._votes.split = False
+        self.act = self.rolled_back = None
+        self._votes.begin()
         rollbacks = self._rollbacks
         if rollbacks is None or rollbacks.due is None:
             return

@@ -1,0 +1,48 @@
+"""Where a spike comes from, as the text of its event."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ..core.records import SpikeEvent, StepRecord
+from ..step.micro_batches import rank_norms_text
+from .attribution import spike_cause
+from .episodes import size
+from .follow_up import FollowUp
+from .suspect_history import SuspectHistory
+
+
+class Explanations:
+    """Adds the suspects to new events.
+
+    Args:
+        history: gradients of the last steps.
+        follow_up: knows which spikes are new.
+    """
+
+    def __init__(self, history: SuspectHistory, follow_up: FollowUp) -> None:
+        self._history, self._follow_up = history, follow_up
+        self._fetch_recorded: Callable[[], Sequence[StepRecord]] = tuple
+        self._fetched: list[StepRecord] = []
+
+    def fetch_from(self, fetch_recorded: Callable[[], Sequence[StepRecord]]) -> None:
+        """Fetch the records of earlier, unmonitored steps there when a spike starts."""
+        self._fetch_recorded = fetch_recorded
+
+    def take_fetched(self) -> list[StepRecord]:
+        """The records fetched since the last call."""
+        taken, self._fetched = self._fetched, []
+        return taken
+
+    def explained(self, events: list[SpikeEvent], record: StepRecord) -> list[SpikeEvent]:
+        """These events of ``record``, with the layers that they come from."""
+        if any(map(self._follow_up.is_new, events)):
+            for earlier in self._fetch_recorded():
+                self._fetched.append(earlier)
+                self._history.gradients.backfill(earlier.step, earlier.tables)
+        if any(map(self._follow_up.is_largest, events)):  # a spike that shrinks is explained already
+            suspects = self._history.at_spike(record.step, max(map(size, events)))
+            causes = (spike_cause(suspects, record.step).words, rank_norms_text(record.context.get("batch_norms", {})))
+            events = [replace(event, where="; ".join(filter(None, causes))) for event in events]
+        return [replace(event, action=record.context.get("action", "")) for event in events]
