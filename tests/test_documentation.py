@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import pkgutil
@@ -120,6 +121,13 @@ def _world() -> dict[str, Any]:
         "dataloader": [(torch.randn(8, 10), torch.randn(8, 3)) for _ in range(5)],
         "criterion": torch.nn.MSELoss(),
     }
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_uses_what_its_blocks_define(page: str) -> None:
+    code = "\n".join(code for language, code, _, why in _blocks(_text(page)) if language in _PYTHON and why is None)
+    defined = [node.name for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)]
+    assert [name for name in defined if len(re.findall(rf"\b{name}\b", code)) < 2] == []
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(of in _PYTHON for of, *_ in _blocks(_text(page)))])

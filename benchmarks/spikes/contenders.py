@@ -39,5 +39,5 @@ TUNED_ON = (
     "was fitted to; seeds 1000 to 1029, 2000 to 2029 and 3000 to 3019 were looked at once each, and no constant was changed for "
     "what was seen; "
     "MedianMad and Cusum: conventional constants; the others: constants of the published code that each names as its source.\n"
-    "Tune on data/ and on seeds below 1000. Judge with --traces DIR and --held-out 4000, which nobody may tune on."
+    "Constants may be tuned on data/ and on seeds below 1000; --traces DIR and --held-out 4000 are for the judgement alone."
 )
