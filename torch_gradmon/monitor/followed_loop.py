@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from ..capture.hooks import Hook
 from ..core.fence import fenced
 from ..step.planner import Planner
+from .loop.idle_stretch import IdleStretch
 from .loop.listener import LoopDriver
 from .loop.loop_hooks import LoopHooks
 from .machine.step_cycle import StepCycle
@@ -40,6 +41,7 @@ class FollowedLoop(LoopDriver):
         wrappers: around the optimizers, each with the one inside.
 
     Attributes:
+        stretch: idle steps that are only counted.
         is_orphaned: all optimizers were collected.
         scaler: a GradScaler that was noticed while the loop ran.
     """
@@ -59,7 +61,8 @@ class FollowedLoop(LoopDriver):
         self._lifecycle, self._overflows = lifecycle, overflows
         order: list[Hashable] = [id(optimizer) for optimizer in optimizers]
         self.ownership = Ownership(optimizers)
-        self.hooks = LoopHooks(self, self.fence, module, optimizers, scaler, wrappers, cycle.state.in_backward)
+        self.stretch = IdleStretch(cycle.state, lifecycle, lifecycle.plugins)
+        self.hooks = LoopHooks(self, self.fence, module, optimizers, scaler, wrappers, cycle.state.in_backward, self.stretch)
         self.measurement = StepMeasurement(lifecycle, self.ownership, self.hooks, order)
         self.decisions = Decisions(self.ownership, order, self.hooks.optimizers.holds, lifecycle.planning.planner)
         self.machine = StepMachine(cycle, self.measurement, order)
@@ -71,6 +74,17 @@ class FollowedLoop(LoopDriver):
     def optimizers(self) -> list[Optimizer]:
         """The optimizers that still exist, in the order in which they step."""
         return self.ownership.alive(self.machine.order)
+
+    # --- idle steps ----------------------------------------------------------------------------------------------------------
+
+    def rest(self, steps: int) -> None:
+        """The next ``steps`` steps are idle: follow them no more than is needed to count them, if that is safe in this loop."""
+        if steps > 0 and len(self.machine.order) == 1 and self.hooks.are_plain and self.machine.state.is_plain:
+            self.stretch.begin(steps)
+
+    def wake(self) -> None:
+        """Follow the loop again from the next step on."""
+        self.stretch.shorten()
 
     # --- hooks on parameters -------------------------------------------------------------------------------------------------
 
@@ -123,6 +137,8 @@ class FollowedLoop(LoopDriver):
             self._lifecycle.plugins.call("before_forward", module)
 
     def forward_began(self, in_eval: bool, in_closure: bool) -> None:
+        if self.stretch.missed:
+            self._lifecycle.plugins.call("on_missed", self.stretch.take_missed())
         self._lifecycle.plugins.call("on_forward")
         self.machine.forward_began(in_eval, in_closure)
         if self.ownership.is_orphaned:

@@ -79,6 +79,16 @@ class LoopConnection:
             lifecycle.hooks.install()
             lifecycle.fence.cost()
 
+    def continue_at(self, step: int) -> None:
+        """The next step has this number."""
+        self._lifecycle.state.clock.continue_at(step)
+        self._lifecycle.hooks.wake()
+
+    def stop_resting(self) -> None:
+        """Follow the loop again at once, because it pauses, or the script begins the steps itself."""
+        if self.loop is not None:
+            self.loop.stretch.stop()
+
     def disconnect(self) -> None:
         """Take every hook away."""
         lifecycle = self._lifecycle

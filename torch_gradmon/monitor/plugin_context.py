@@ -83,6 +83,7 @@ class MonitorContext:
         self._lifecycle.planning.replan(self._lifecycle.active, drop_hooks)
 
     def ask_cadence_again(self, script_too: bool = False) -> None:
+        self._lifecycle.hooks.wake()
         if script_too:
             self._lifecycle.planning.cadence.ask_again()
         else:

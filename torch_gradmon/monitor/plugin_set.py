@@ -12,6 +12,8 @@ from ..step.plugin import Plugin
 _ALWAYS = {"on_detach", "close"}
 #: Called in idle steps too, of plugins that watch these.
 _BOUNDARIES = ("before_step", "on_sealed", "on_step_open", "on_step_closing", "on_unmonitored_step", "on_step_closed")
+#: Called in idle steps whatever a plugin watches.
+_IN_ALL_STEPS = ("wants", "before_forward", "on_forward", "on_optimizer_step", "on_optimizer_stepped", "after_attempt")
 _HOOKS = [name for name in vars(Plugin) if not name.startswith("_") and callable(getattr(Plugin, name))]
 
 
@@ -29,6 +31,8 @@ class PluginSet:
         self._stopped: list[Plugin] = []
         at_boundaries = {id(plugin) for hook in _BOUNDARIES for plugin, _ in self._calls[hook]}
         self._at_boundaries = [plugin for plugin in plugins if id(plugin) in at_boundaries]
+        in_all_steps = {id(plugin) for hook in _IN_ALL_STEPS for plugin, _ in self._calls[hook]}
+        self._in_all_steps = [plugin for plugin in plugins if id(plugin) in in_all_steps]
         self._requiring = [p for p in plugins if type(p).requires_gradients is not Plugin.requires_gradients]
 
     def _overridden(self, hook: str) -> list[tuple[Plugin, Callable[..., Any]]]:
@@ -48,6 +52,12 @@ class PluginSet:
             if plugin.watches_idle_steps:
                 return True
         return False
+
+    def may_miss(self, steps: int) -> int:
+        """How many of the next ``steps`` steps, all idle, no plugin has to see."""
+        for plugin in self._in_all_steps:
+            steps = min(steps, plugin.may_miss()) if plugin not in self._stopped else steps
+        return steps
 
     def call(self, hook: str, *args: Any, is_idle: bool = False) -> list[Any]:
         """Call ``hook`` of each plugin that overrides it and return the results. ``is_idle``: only of those that watch idle steps.

@@ -93,6 +93,7 @@ class Runtime:
     def begin_step(self, step: int) -> bool:
         """From now on steps begin and end by hand. Returns whether this one is monitored."""
         self.lifecycle.values.follow(True)
+        self.connection.stop_resting()
         if self.loop is None and self.lifecycle.plugins.has("before_optimizer_step"):
             message = (
                 "on_spike cannot act on a step, since the optimizers are not known: call attach() in addition to begin_step()"
@@ -122,6 +123,7 @@ class Runtime:
         before = self.captures.modules.paused
         self.captures.modules.pause(is_paused)
         self.state.pause(is_paused)
+        self.connection.stop_resting()
         self.lifecycle.plugins.call("on_pause", is_paused)
         return before
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from ..capture.hooks import compiled_graphs
 from ..capture.modules.compiled import is_compiled
 from ..core import keys as n
@@ -39,6 +41,10 @@ class PostSpikeDetail(Plugin):
     def foretells(self, step: int, asked: bool, ahead: int | None) -> bool:
         """Whether ``step`` is monitored, ``ahead`` steps from now."""
         return asked or (ahead is not None and ahead < self._left)
+
+    def may_miss(self) -> int:
+        """All idle steps while nothing is due."""
+        return 0 if self._left else sys.maxsize
 
     @property
     def may_add_hooks(self) -> bool:

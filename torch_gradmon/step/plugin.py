@@ -47,6 +47,16 @@ class Plugin:
         """What :meth:`wants` would return for a step ``ahead`` steps after the next one; None for a step that has ended."""
         return self.wants(step, asked)
 
+    def may_miss(self) -> int:
+        """How many of the next steps, if they are idle, this plugin need not see at all: none of its methods is called in them.
+
+        Asked after idle steps, of plugins that override methods of the loop or :meth:`wants`. Others are not called in idle steps anyhow.
+        """
+        return 0
+
+    def on_missed(self, steps: int) -> None:
+        """The last ``steps`` steps were idle, and this plugin has seen nothing of them."""
+
     # --- the loop, in every step whether it is monitored or not --------------------------------------------------------------
 
     def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ...core.fence import Fence
 from ..machine.loop_patterns import StepsInBackward
 from .backward_hooks import BackwardHooks
+from .idle_stretch import IdleStretch
 from .listener import LoopDriver
 from .model_hooks import ModelHooks
 from .optimizer_hooks import OptimizerHooks
@@ -29,6 +30,7 @@ class LoopHooks:
         scaler: their GradScaler, if one is known.
         wrappers: around the optimizers, each with the one inside.
         in_backward: which optimizers step within the backward pass.
+        stretch: idle steps that are only counted.
     """
 
     def __init__(
@@ -40,11 +42,17 @@ class LoopHooks:
         scaler: torch.amp.GradScaler | None,
         wrappers: Sequence[tuple[Any, Optimizer]],
         in_backward: StepsInBackward,
+        stretch: IdleStretch,
     ) -> None:
-        self.optimizers = OptimizerHooks(driver, fence, optimizers, wrappers)
+        self.optimizers = OptimizerHooks(driver, fence, optimizers, wrappers, stretch)
         self.scaler = ScalerHooks(driver, fence, self.optimizers, scaler)
         self.backward = BackwardHooks(driver, fence, self.optimizers, in_backward)
-        self.model = ModelHooks(driver, fence, module, self.optimizers)
+        self.model = ModelHooks(driver, fence, module, self.optimizers, stretch)
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether a step of the optimizer is one call of its hooks, and nothing else belongs to it."""
+        return self.optimizers.are_plain and not self.scaler.is_known
 
     def remove(self) -> None:
         """Remove all hooks; a second call does nothing."""

@@ -9,6 +9,7 @@ from torch import nn
 
 from ...capture.hooks import Handles, ModuleHook, takes_hooks
 from ...core.fence import Fence
+from .idle_stretch import IdleStretch
 from .listener import LoopDriver
 from .optimizer_hooks import OptimizerHooks
 
@@ -21,11 +22,14 @@ class ModelHooks:
         fence: guards each report.
         module: the watched model.
         optimizers: hooks on the optimizers.
+        stretch: idle steps that are only counted.
     """
 
-    def __init__(self, driver: LoopDriver, fence: Fence, module: nn.Module, optimizers: OptimizerHooks) -> None:
+    def __init__(
+        self, driver: LoopDriver, fence: Fence, module: nn.Module, optimizers: OptimizerHooks, stretch: IdleStretch
+    ) -> None:
         self._driver, self._fence = weakref.ref(driver), fence
-        self._optimizers = optimizers
+        self._optimizers, self._stretch = optimizers, stretch
         self._handles = Handles()
         if takes_hooks(module):
             self._handles.of_module(module.register_forward_pre_hook(ModuleHook(self._forward_hook)))
@@ -35,7 +39,8 @@ class ModelHooks:
         self._handles.remove()
 
     def _forward_hook(self, module: nn.Module, args: tuple[object, ...]) -> None:
-        self._fence.run(self._root_called, module, True)
+        if not self._stretch.left or not self._stretch.forward_began(module):
+            self._fence.run(self._root_called, module, True)
 
     def root_called(self, module: nn.Module) -> None:
         """The root is called, as another hook on it reports. Idempotent."""

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ...core.fence import Fence
 from .gradient_hold import GradientHolds
+from .idle_stretch import IdleStretch
 from .listener import LoopDriver
 from .step_hooks import StepHooks
 from .wrappers import WrapperCalls
@@ -25,6 +26,7 @@ class OptimizerHooks:
         fence: guards each report.
         optimizers: in the order in which they step.
         wrappers: around the optimizers, each with the one inside, whose steps are part of theirs.
+        stretch: idle steps that are only counted.
 
     Attributes:
         may_skip: steps may be skipped. If not, skipping costs nothing.
@@ -38,11 +40,13 @@ class OptimizerHooks:
         fence: Fence,
         optimizers: Iterable[Optimizer],
         wrappers: Iterable[tuple[Any, Optimizer]],
+        stretch: IdleStretch,
     ) -> None:
         self._driver, self._fence = weakref.ref(driver), fence
         self._references = [weakref.ref(optimizer) for optimizer in optimizers]
         self._depth: dict[int, int] = {}
-        self.may_skip = self.in_closure = False
+        self.may_skip = self.in_closure = self._is_odd = False
+        self._stretch = stretch
         self.holds = GradientHolds(fence.complaints)
         self.wrappers = WrapperCalls(wrappers, self._wrapper_began, self._wrapper_ended)
         self.steps = StepHooks(driver, self.alive(), self._before_hook, self._ended_hook)
@@ -54,6 +58,11 @@ class OptimizerHooks:
     def alive(self) -> list[Optimizer]:
         """The optimizers that still exist."""
         return [optimizer for reference in self._references if (optimizer := reference()) is not None]
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether each step has called each hook once so far, without a wrapper, a closure, or a check for infinite gradients."""
+        return not (self._is_odd or self.wrappers.exist)
 
     def is_stepping(self, optimizer: Optimizer | None) -> bool:
         """Whether the optimizer is in its step."""
@@ -74,16 +83,20 @@ class OptimizerHooks:
     # --- before the step -----------------------------------------------------------------------------------------------------
 
     def _before_hook(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._stretch.left and self._stretch.step_began():
+            return None
         return self._fence.run(self._step_began, optimizer, args, kwargs)
 
     def _step_began(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         driver = self._driver()
         depth = self._depth[id(optimizer)] = self._depth.get(id(optimizer), 0) + 1
+        self._is_odd |= depth > 1
         if driver is None or depth > 1:  # a subclass whose step calls super().step fires the hooks twice
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         # a subclass may take something else there
         has_closure = callable(closure)
+        self._is_odd |= has_closure
         if driver.step_began(optimizer, has_closure, torch._C._current_graph_task_id() != -1):
             self.holds.hold(optimizer)
         elif self.may_skip and has_closure:
@@ -122,7 +135,8 @@ class OptimizerHooks:
     # --- after the step ------------------------------------------------------------------------------------------------------
 
     def _ended_hook(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._fence.run(self._step_ended, optimizer)
+        if not self._stretch.left or not self._stretch.step_ended():
+            self._fence.run(self._step_ended, optimizer)
 
     def _step_ended(self, optimizer: Optimizer) -> None:
         depth = self._depth[id(optimizer)] = max(0, self._depth.get(id(optimizer), 1) - 1)
@@ -135,6 +149,7 @@ class OptimizerHooks:
             self.holds.restore(optimizer, is_wrapped=bool(self.wrappers.around(optimizer)))
         if driver is not None:
             found_inf = getattr(optimizer, "found_inf", None)
+            self._is_odd |= found_inf is not None
             is_backward_running = torch._C._current_graph_task_id() != -1
             driver.step_ended(optimizer, found_inf if isinstance(found_inf, Tensor) else None, is_backward_running)
 

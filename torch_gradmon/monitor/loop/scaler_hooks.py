@@ -46,6 +46,11 @@ class ScalerHooks:
         around = {"step": self._step, "update": self._update, "scale": self._scale, "unscale_": self._unscale}
         self._wrapped += [WrappedMethod(scaler, name, method) for name, method in around.items()]
 
+    @property
+    def is_known(self) -> bool:
+        """Whether there is a scaler, as far as is known."""
+        return self._scales.scaler is not None
+
     def remove(self) -> None:
         """Remove the wrappers; a second call does nothing."""
         for wrapped in reversed(self._wrapped):

@@ -41,6 +41,11 @@ class WrapperCalls:
             if not any(kind.__module__.startswith(_TRAINERS) for kind in type(outer).__mro__):
                 self._wrapped.append(_WrappedStep(outer, "step", functools.partial(self._step, weakref.ref(inner))))
 
+    @property
+    def exist(self) -> bool:
+        """Whether there are any."""
+        return bool(self._inside)
+
     def inside(self, optimizer: Any) -> Any:
         """The optimizer inside of this one, or itself."""
         outer, inner = self._inside.get(id(optimizer), (None, None))

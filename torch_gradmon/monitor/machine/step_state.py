@@ -222,6 +222,13 @@ class StepState:
         return not (self.is_manual or self.is_paused)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether hooks lead the steps, and each was a forward in training mode and an optimizer's step so far."""
+        patterns = self.patterns
+        is_odd = patterns.trains_in_eval or patterns.hides_forward or patterns.is_undecided or bool(self.in_backward.known)
+        return self.leads and self.is_driven and not is_odd
+
+    @property
     def is_unfinished(self) -> bool:
         """Whether no optimizer has stepped in an open step that the loop did not open itself."""
         return self.is_open and not self.progress.is_explicit and self.is_driven and not self.progress.has_stepped

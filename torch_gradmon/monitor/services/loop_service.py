@@ -50,7 +50,7 @@ class LoopService:
             return
         before(module)
         if start_step is not None:
-            runtime.state.clock.continue_at(start_step)
+            runtime.connection.continue_at(start_step)
         ModelService(runtime).link()
         known = (scaler, runtime.connection.scaler, check.scaler_around(optimizers))
         chosen = next((each for each in known if each is not None), None)

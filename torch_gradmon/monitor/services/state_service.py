@@ -67,7 +67,7 @@ class StateService:
     def _load(self, part: str, value: Any) -> None:
         runtime = self.runtime
         if part == "next_step":
-            runtime.state.clock.continue_at(int(value))
+            runtime.connection.continue_at(int(value))
         elif part == "attempted":
             runtime.state.clock.count_from(int(value))
         elif part in _PARTS:

@@ -13,11 +13,11 @@ class Cadence:
     Args:
         asked: whether the script requests a step, by its number. Two calls need not return the same answer.
         plugins: each may change the decision.
+        every: the script requests each step that this divides, and no others; None if it decides otherwise.
     """
 
-    def __init__(self, asked: Callable[[int], bool], plugins: PluginSet) -> None:
-        self.asked = asked
-        self.plugins = plugins
+    def __init__(self, asked: Callable[[int], bool], plugins: PluginSet, every: int | None) -> None:
+        self.asked, self.plugins, self._every = asked, plugins, every
         self._asked: tuple[int, bool] | None = None
         self._answer: tuple[int, bool] | None = None
 
@@ -30,6 +30,13 @@ class Cadence:
                 self._asked = step, bool(self.asked(step))
             self._answer = step, self.plugins.wants(step, self._asked[1])
         return self._answer[1]
+
+    def idle_ahead(self, step: int) -> int:
+        """How many steps from ``step`` on are certainly idle and seen by no plugin, without the last one before a monitored one."""
+        if self._every is None:
+            return 0
+        ahead = -step % self._every - 1
+        return self.plugins.may_miss(ahead) if ahead > 0 else 0
 
     def plugins_changed(self) -> None:
         """Ask the plugins again."""

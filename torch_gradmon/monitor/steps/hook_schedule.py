@@ -29,6 +29,12 @@ class DrivingLoop(Protocol):
     def uninstall(self) -> None:
         """Take them away."""
 
+    def rest(self, steps: int) -> None:
+        """The next ``steps`` steps are idle: follow them no more than is needed to count them."""
+
+    def wake(self) -> None:
+        """Follow the loop again from the next step on."""
+
     @property
     def decisions(self) -> Decisions:
         """Describes optimizers to plugins."""
@@ -55,6 +61,16 @@ class HookSchedule:
     def follow(self, loop: DrivingLoop | None) -> None:
         """The hooks on parameters are this loop's from now on."""
         self.loop = loop
+
+    def wake(self) -> None:
+        """What is measured may have changed, or which steps are monitored: follow the loop again."""
+        if self.loop is not None:
+            self.loop.wake()
+
+    @property
+    def may_rest(self) -> bool:
+        """Whether no hook is registered but those that every step needs."""
+        return self.is_bare and not self._modules.hooks.on_root
 
     @property
     def is_partial(self) -> bool:

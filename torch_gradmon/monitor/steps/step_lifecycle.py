@@ -37,11 +37,6 @@ class StepLifecycle:
         self.active: ActiveStep | None = None
 
     @property
-    def number(self) -> int | None:
-        """The number of the open step, or of the last one."""
-        return None if self.active is None else self.active.number
-
-    @property
     def has_values(self) -> bool:
         """Whether a step is open that takes values."""
         return self.active is not None and self.active.buffer is not None
@@ -124,6 +119,10 @@ class StepLifecycle:
         modules.step_began(in_eval=is_tentative)
         self.values.step_opened(active.buffer, active.is_monitored, hides_forward, is_tentative)
 
+    def open_idle(self, step: int) -> None:
+        """Begin ``step``, which is idle and follows an idle one."""
+        self.active = ActiveStep(step)
+
     def confirm(self) -> None:
         """The open step trains, although a call in evaluation mode opened it."""
         self.captures.modules.step_confirmed()
@@ -195,4 +194,4 @@ class StepLifecycle:
         finally:  # ranks change together, whatever failed on one of them
             if is_watched or self.plugins.watch_idle_steps:  # a series of refused steps makes a plugin do so
                 self.plugins.call("on_step_closed", active, is_idle=is_idle)
-        self.planning.prepare_next()
+        self.planning.prepare_next(may_rest=not (is_watched or self.queue.steps))

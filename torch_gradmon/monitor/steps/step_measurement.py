@@ -149,14 +149,14 @@ class StepMeasurement:
         if found is not None and self._hooks.backward.revive(found):
             reason = "the hooks on parameters had died, as in a conversion of DTensors by .to(); they are registered again"
             self._lifecycle.explain(GRADIENT_BEFORE_CLIP, reason)
-            step = self._lifecycle.number
+            step = self._lifecycle.state.clock.step
             self._complaints.add("hooks", f"{reason}; gradients before clipping are missing in step {step}")
 
     def forget_scaled(self, reason: str) -> None:
         """The gradients measured so far in this step were divided by a wrong scale, or by none: drop them."""
         self._captures.gradients.drop_scaled(reason)
         self._captures.modules.drop_scaled(reason)
-        step = self._lifecycle.number
+        step = self._lifecycle.state.clock.step
         self._complaints.add("scaler", f"{reason}; gradients before clipping are missing in step {step}")
 
     def gets_own_gradients(self) -> bool:

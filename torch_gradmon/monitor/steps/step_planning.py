@@ -74,8 +74,10 @@ class StepPlanning:
         self.captures.begin(active, planner, by_hand=self.state.is_manual)
         self.hooks.install(on_modules=is_monitored)
 
-    def prepare_next(self) -> None:
-        """A step has closed: register the hooks that the next one needs before anything is seen of it."""
+    def prepare_next(self, may_rest: bool) -> None:
+        """A step has closed: register the hooks that the next one needs before anything is seen of it. ``may_rest``: no value is on its
+        way, and no plugin watches.
+        """
         if self.state.is_manual:
             return
         step = self.state.clock.next_step
@@ -83,9 +85,12 @@ class StepPlanning:
             self.hooks.install()  # the first thing seen of the next step may be its backward pass
         if self.captures.modules.hooks.graphs.has_graphs:  # or its forward, in a compiled graph
             self.captures.modules.set_recording(self.would_measure(step))
+        elif may_rest and self.hooks.loop is not None and self.hooks.may_rest:
+            self.hooks.loop.rest(self.cadence.idle_ahead(step))
 
     def replan(self, active: ActiveStep | None, drop_hooks: bool) -> None:
         """What is measured changed: register the hooks for it now, or leave that to the next step where there is time."""
+        self.hooks.wake()
         if drop_hooks:
             self.hooks.uninstall()
             if self.captures.modules.hooks.has_hooks:  # where they may not all go

@@ -7,6 +7,7 @@ exchange nothing, as under DDP with the presets ``cheap`` and ``standard``, a re
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 from ...core.errors import GradmonWarning, WarningLog
@@ -168,6 +169,10 @@ class LiveDetail(Plugin):
         self._accept()
         self._update_pending()
         self._change(step.number + 1)
+
+    def may_miss(self) -> int:
+        """All idle steps while no request is known; a look at the file is due after a second, see :class:`IdleStretch`."""
+        return 0 if self.watches_idle_steps or self.in_force is not None else sys.maxsize
 
     def wants(self, step: int, asked: bool) -> bool:
         """Whether ``step`` is monitored; ``asked`` is the script's own answer."""

@@ -94,6 +94,18 @@ class LoopAudit(Plugin):
         """Record that all optimizers were garbage-collected; the loop has warned about it."""
         self._tallies.seen("unattached-optimizer", warns=False)
 
+    def may_miss(self) -> int:
+        """The steps of a pause, until the next check of all parameters."""
+        hooks, ownership = self._hooks, self._ownership
+        if hooks is None or ownership is None or not (self._rest.is_on and hooks.is_current and self._tallies.is_empty):
+            return 0
+        return max(0, min(self._rest.left, ownership.next_step - self._steps) - 1)
+
+    def on_missed(self, steps: int) -> None:
+        """Count the steps of a pause."""
+        self._steps += steps
+        self._rest.missed(steps)
+
     # --- forward and backward --------------------------------------------------------------------------------------------------
 
     def on_forward(self) -> None:

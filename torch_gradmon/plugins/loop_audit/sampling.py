@@ -19,6 +19,15 @@ class Rest:
         self.is_on = False
         self._clean = 0
 
+    @property
+    def left(self) -> int:
+        """The number of steps until the pause ends."""
+        return RESTED - (self._clean - TRUSTED) % (RESTED + LOOKED) if self.is_on else 0
+
+    def missed(self, steps: int) -> None:
+        """Count ``steps`` steps of the pause, fewer than are left."""
+        self._clean += steps
+
     def step_ended(self, is_clean: bool) -> bool:
         """Count a step, ``is_clean`` if it has no finding. Returns whether a pause begins or ends here."""
         self._clean = self._clean + 1 if is_clean else 0

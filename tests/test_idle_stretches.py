@@ -1,0 +1,358 @@
+"""Idle steps that are only counted: they have the same numbers and the same effects, and end where anything has to be seen."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torch_gradmon as gradmon
+from torch_gradmon.monitor.loop.idle_stretch import IdleStretch
+from torch_gradmon.plugins import Plugin
+from torch_gradmon.plugins.loop_audit import sampling
+
+
+@pytest.fixture(autouse=True)
+def trusting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop is trusted after two steps already."""
+    monkeypatch.setattr(sampling, "TRUSTED", 2)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of the steps that were only counted."""
+    steps: list[int] = []
+    original = IdleStretch.step_ended
+
+    def step_ended(self: IdleStretch) -> bool:
+        is_all = original(self)
+        if is_all:
+            steps.append(self._state.clock.ended or 0)
+        return is_all
+
+    monkeypatch.setattr(IdleStretch, "step_ended", step_ended)
+    return steps
+
+
+class Loop:
+    """A loop whose steps are ``every`` apart, and what happens in it besides."""
+
+    def __init__(self, every: int = 10, optimizer: Any = torch.optim.SGD, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        self.optimizer = optimizer(self.model.parameters(), lr=0.01)
+        self.monitor = gradmon.watch(self.model, self.optimizer, every=every, **options)
+        self.records: list[int] = []
+        self.monitor.add_sink(lambda values, step: self.records.append(step))
+
+    def backward(self) -> None:
+        self.model(torch.randn(8, 3)).square().mean().backward()
+
+    def step(self, micro_batches: int = 1) -> None:
+        self.optimizer.zero_grad()
+        for _ in range(micro_batches):
+            self.backward()
+        self.optimizer.step()
+
+    def go(self, steps: int, **arguments: Any) -> Loop:
+        for _ in range(steps):
+            self.step(**arguments)
+        return self
+
+
+def test_most_idle_steps_are_only_counted_and_the_monitored_ones_are_the_same(counted: list[int]) -> None:
+    loop = Loop(every=10).go(101)
+    loop.monitor.detach()
+    assert loop.records == list(range(0, 101, 10))
+    assert loop.monitor.step == 100
+    assert loop.monitor.counts.attempted == 101
+    assert len(counted) > 40
+    assert not {step % 10 for step in counted} & {0, 9}  # nor the last one before a monitored one
+
+
+def test_values_are_those_of_a_loop_in_which_nothing_rests(monkeypatch: pytest.MonkeyPatch, counted: list[int]) -> None:
+    def values(steps: int) -> list[dict[str, float]]:
+        loop = Loop(every=7)
+        loop.monitor.add_activation_metric("mean")
+        loop.monitor.add_update_metric("norm")
+        loop.go(steps)
+        return [
+            {key: value for key, value in step.items() if "overhead" not in key}
+            for step in loop.monitor.get_all_metrics().values()
+        ]
+
+    resting = values(60)
+    assert counted
+    monkeypatch.setattr(IdleStretch, "begin", lambda self, steps: None)
+    assert values(60) == resting
+
+
+def test_training_is_the_same() -> None:
+    watched = Loop(every=10).go(60).model.state_dict()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(60):
+        optimizer.zero_grad()
+        model(torch.randn(8, 3)).square().mean().backward()
+        optimizer.step()
+    assert all(torch.equal(value, watched[name]) for name, value in model.state_dict().items())
+
+
+def test_the_number_of_the_step_is_right_at_any_moment() -> None:
+    loop = Loop(every=10)
+    for number in range(60):
+        loop.optimizer.zero_grad()
+        loop.backward()
+        assert loop.monitor.step == number
+        loop.optimizer.step()
+        assert loop.monitor.step == number
+        assert bool(loop.monitor.get_step_metrics()) == (number % 10 == 0)
+
+
+def test_micro_batches_and_evaluation_do_not_count_as_steps(counted: list[int]) -> None:
+    loop = Loop(every=10)
+    for number in range(60):
+        loop.step(micro_batches=3)
+        with torch.no_grad():
+            loop.model(torch.randn(8, 3))
+        loop.model.eval()
+        with torch.no_grad():
+            loop.model(torch.randn(8, 3))
+        loop.model.train()
+        assert loop.monitor.step == number
+    loop.monitor.detach()
+    assert counted
+    assert loop.records == list(range(0, 60, 10))
+
+
+def test_a_loop_that_begins_to_train_in_evaluation_mode_is_followed_again(counted: list[int]) -> None:
+    loop = Loop(every=10).go(24)
+    assert counted[-1] == 23
+    loop.model.eval()
+    loop.go(24)
+    loop.monitor.detach()
+    assert loop.monitor.step == 47
+    assert loop.records == [0, 10, 20, 30, 40]
+    assert max(counted) == 23
+
+
+def test_values_logged_in_idle_steps_are_dropped_and_those_of_monitored_ones_are_kept() -> None:
+    loop = Loop(every=10)
+    seen: dict[int, dict[str, float]] = {}
+    loop.monitor.add_sink(lambda values, step: seen.__setitem__(step, dict(values)))
+    for number in range(60):
+        loop.optimizer.zero_grad()
+        loop.backward()
+        loop.monitor.log_scalar("early", float(number))
+        loop.optimizer.step()
+        loop.monitor.log_scalar("late", float(number))
+    loop.monitor.detach()
+    assert {step: (values["early"], values["late"]) for step, values in seen.items()} == {
+        number: (float(number), float(number)) for number in range(0, 60, 10)
+    }
+
+
+def test_tags_given_before_a_step_are_of_that_step() -> None:
+    loop = Loop(every=10)
+    for number in range(60):
+        loop.monitor.tag(batch=number)
+        loop.step()
+    records = [record for record in loop.monitor._runtime.pipeline.history.records() if record.step % 10 == 0]
+    assert [record.context["tags"]["batch"] for record in records] == [record.step for record in records]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda monitor: monitor.set_detail(every=1),
+        lambda monitor: monitor.load_state_dict({**monitor.state_dict(), "next_step": 60}),
+    ],
+    ids=["detail", "state"],
+)
+def test_what_decides_about_steps_holds_from_the_next_step_on(change: Callable[[Any], None], counted: list[int]) -> None:
+    loop = Loop(every=30).go(24)
+    assert counted[-1] == 23
+    change(loop.monitor)
+    loop.step()
+    assert loop.monitor.get_step_metrics()
+
+
+def test_a_pause_and_steps_by_hand_hold_at_once(counted: list[int]) -> None:
+    loop = Loop(every=30).go(24)
+    assert counted[-1] == 23
+    with loop.monitor.no_monitor():
+        loop.go(3)
+    loop.step()
+    assert loop.monitor.step == 24
+    assert loop.monitor.begin_step(60)
+    loop.step()
+    loop.monitor.end_step()
+    assert loop.monitor.get_step_metrics()["gradmon/grad_norm"] > 0
+
+
+def test_detach_in_the_middle_of_a_counted_step_drops_it_and_attach_goes_on(counted: list[int]) -> None:
+    loop = Loop(every=30).go(24)
+    loop.backward()
+    loop.monitor.detach()
+    loop.monitor.attach(loop.optimizer)
+    loop.go(7)
+    assert loop.monitor.step == 30
+    assert loop.monitor.get_step_metrics()
+
+
+def test_an_optimizer_that_is_not_attached_is_found(counted: list[int]) -> None:
+    loop = Loop(every=1000).go(24)
+    assert counted[-1] == 23
+    other = torch.optim.SGD(loop.model.parameters(), lr=0.01)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(60):
+            other.zero_grad()
+            loop.backward()
+            other.step()
+    assert any("attach" in str(warning.message) for warning in caught)
+
+
+def test_a_step_without_a_forward_is_counted_as_before(counted: list[int]) -> None:
+    loop = Loop(every=30).go(24)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about steps without gradients of their own
+        for _ in range(5):
+            loop.optimizer.step()
+    loop.go(1)
+    assert loop.monitor.counts.attempted == 30
+    loop.step()
+    assert loop.monitor.get_step_metrics()
+    assert loop.monitor.step == 30
+
+
+def test_a_request_from_another_process_is_seen_within_a_second(tmp_path: Path, counted: list[int]) -> None:
+    loop = Loop(every=1000, run_dir=tmp_path).go(24)
+    assert counted[-1] == 23
+    assert loop.monitor._runtime.loop is not None
+    loop.monitor._runtime.loop.stretch._due = 0.0
+    loop.go(3)
+    assert counted[-2:] == [24, 26]  # the first one ends the stretch, the next one is followed
+
+
+class Twice(torch.optim.SGD):
+    """Calls the hooks twice for each step."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class WithClosure:
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+
+    def step(self) -> None:
+        def closure() -> Any:
+            self.loop.optimizer.zero_grad()
+            self.loop.backward()
+            return torch.zeros(())
+
+        self.loop.optimizer.step(closure)
+
+
+def test_where_hooks_fire_twice_nothing_is_only_counted(counted: list[int]) -> None:
+    loop = Loop(every=10, optimizer=Twice).go(60)
+    loop.monitor.detach()
+    assert loop.monitor.counts.attempted == 60
+    assert loop.records == list(range(0, 60, 10))
+
+
+def test_closures_are_followed(counted: list[int]) -> None:
+    loop = Loop(every=10)
+    closures = WithClosure(loop)
+    for _ in range(60):
+        closures.step()
+    loop.monitor.detach()
+    assert not counted
+    assert loop.records == list(range(0, 60, 10))
+
+
+@pytest.mark.parametrize("options", [{"on_spike": "skip"}, {"overhead_budget": 0.5}, {"flight_recorder": 4}], ids=str)
+def test_plugins_that_need_idle_steps_get_them(options: dict[str, Any], counted: list[int]) -> None:
+    loop = Loop(every=10, **options).go(60)
+    assert not counted
+    assert loop.monitor.counts.attempted == 60
+
+
+def test_a_function_that_selects_steps_is_asked_once_for_each(counted: list[int]) -> None:
+    torch.manual_seed(0)
+    model, asked = nn.Linear(3, 1), []
+
+    def wanted(step: int) -> bool:
+        asked.append(step)
+        return step % 10 == 0
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    gradmon.watch(model, optimizer, monitor_step_fn=wanted)
+    for _ in range(40):
+        optimizer.zero_grad()
+        model(torch.randn(8, 3)).square().mean().backward()
+        optimizer.step()
+    assert not counted
+    assert sorted(set(asked)) == list(range(41))
+
+
+def test_a_scaler_is_followed(counted: list[int]) -> None:
+    torch.manual_seed(0)
+    model, scaler = nn.Linear(3, 1), torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    monitor = gradmon.watch(model, optimizer, every=10, scaler=scaler)
+    for number in range(60):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 3)).square().mean() * (torch.inf if number == 33 else 1)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert not counted
+    assert monitor.counts.overflowed == 1
+    assert monitor.step == 59
+
+
+def test_a_spike_is_found_after_a_stretch(counted: list[int]) -> None:
+    loop = Loop(every=10)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(800):
+            loop.optimizer.zero_grad()
+            (loop.model(torch.randn(8, 3)).square().mean() * (1e4 if number == 700 else 1)).backward()
+            loop.optimizer.step()
+    assert counted
+    assert any("step 700" in str(warning.message) for warning in caught)
+
+
+def test_a_plugin_of_the_user_sees_the_steps_that_it_asks_for(counted: list[int]) -> None:
+    class Sees(Plugin):
+        name = "sees"
+
+        def __init__(self) -> None:
+            self.forwards, self.missed = 0, 0
+
+        def on_forward(self) -> None:
+            self.forwards += 1
+
+    class Misses(Sees):
+        name = "misses"
+
+        def may_miss(self) -> int:
+            return 3
+
+        def on_missed(self, steps: int) -> None:
+            self.missed += steps
+
+    sees, misses = Sees(), Misses()
+    Loop(every=10, plugins=[sees]).go(60)
+    assert (sees.forwards, counted) == (60, [])
+    Loop(every=10, plugins=[misses]).go(60)
+    assert misses.forwards + misses.missed == 60
+    assert misses.missed > 10
