@@ -1,7 +1,19 @@
-"""Optional behaviour: subclass :class:`Plugin` and pass instances to ``watch(plugins=[...])``."""
+"""Optional behaviour: subclass :class:`Plugin` and pass instances to ``watch(plugins=[...])``; and what plugins and callbacks get."""
 
+from ..core.keys import Key
+from ..core.records import SpikeEvent, StepRecord
 from ..step.active_step import ActiveStep, Mode, RecordedStep
 from ..step.plugin import Plugin
 from ..step.plugin_context import OptimizerContext, PluginContext
 
-__all__ = ["ActiveStep", "Mode", "OptimizerContext", "Plugin", "PluginContext", "RecordedStep"]
+__all__ = [
+    "ActiveStep",
+    "Key",
+    "Mode",
+    "OptimizerContext",
+    "Plugin",
+    "PluginContext",
+    "RecordedStep",
+    "SpikeEvent",
+    "StepRecord",
+]

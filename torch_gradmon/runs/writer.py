@@ -106,6 +106,22 @@ class RunWriter:
         with self._db:
             self._db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
 
+    def replaces_all(self, step: int) -> bool:
+        """Whether the run has steps, and a rewind to ``step`` replaces all of them.
+
+        Raises:
+            sqlite3.Error: the run could not be read.
+        """
+        if self._last is None:
+            return False
+        (first,) = self._db.execute("SELECT MIN(step) FROM steps").fetchone()
+        return first is not None and step <= int(first)
+
+    @property
+    def last(self) -> int | None:
+        """The last step that was written."""
+        return self._last
+
     def rewind(self, step: int) -> None:
         """Replace the steps from ``step`` on: the next record opens a new segment.
 

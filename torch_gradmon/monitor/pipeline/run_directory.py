@@ -16,6 +16,11 @@ from ...core.records import StepRecord
 from ...runs.writer import RunWriter, Superseded
 from ...sinks.delivery import PATIENCE
 
+_REPLACED = (
+    "the run directory {} has a run with steps up to {}, and this one, which begins with step {}, takes its place; to keep both give "
+    "each a run_dir of its own, and to resume pass start_step= or call load_state_dict()"
+)
+
 
 class RunDirectory:
     """Stores each record at once, and its replacement when a value is added.
@@ -77,6 +82,8 @@ class RunDirectory:
         """
         if self._writer is not None and not self._process.is_forked:
             try:
+                if not self._has_claimed and self._writer.replaces_all(step):
+                    self._complaints.add("replaced", _REPLACED.format(self._path, self._writer.last, step))
                 self._claim(self._writer)
                 self._writer.rewind(step)
             except sqlite3.Error as error:

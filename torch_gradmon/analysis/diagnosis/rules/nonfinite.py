@@ -52,7 +52,7 @@ _STAGES = (
     _Stage(
         "non-finite-gradient",
         n.GRADIENT_BEFORE_CLIP,
-        "loss and forward pass are finite, and the backward pass produces NaN or Inf",
+        "the loss is finite, and the backward pass produces NaN or Inf",
         "look for functions that are finite but have an infinite derivative (sqrt, norm and pow at 0, torch.where around a division)",
     ),
 )
@@ -71,13 +71,29 @@ def check_nonfinite(history: History) -> list[Finding]:
     evidence = {"steps": float(len(applied))}
     if stage.source:
         evidence = {"tensors": float(len(places)), **evidence}
-    where, advice = _origin(stage, places, history), stage.advice
+    where, (cause, advice) = _origin(stage, places, history), _words(stage, record, losses.get(record.step))
     if stage.source == n.GRADIENT_BEFORE_CLIP and not Precautions.of(history).skips:
         advice += ", or skip such steps: on_spike='skip'"
     return [
         *found,
-        Finding(stage.rule, "error", where, (record.step, last), evidence, _sentence(stage.cause), _sentence(advice), 100.0),
+        Finding(stage.rule, "error", where, (record.step, last), evidence, _sentence(cause), _sentence(advice), 100.0),
     ]
+
+
+def _words(stage: _Stage, record: StepRecord, loss: float | None) -> tuple[str, str]:
+    """Cause and advice, by what was recorded of the step: what comes before may be finite, or only unknown."""
+    if n.ACTIVATION in record.tables:
+        return stage.cause, stage.advice
+    look = "watch with preset='full', which measures outputs, to see whether a module makes it; if none does, "
+    if stage.rule == "non-finite-loss":
+        return (
+            "the loss is NaN or infinite while parameters are finite; outputs of modules were not measured",
+            look + stage.advice,
+        )
+    if stage.rule == "non-finite-gradient" and loss is None:
+        cause = "gradients are NaN or infinite while parameters are finite; neither the loss nor outputs of modules were recorded"
+        return cause, f"log the loss with monitor.log_scalar, and {look}{stage.advice}"
+    return stage.cause, stage.advice
 
 
 def _origin(stage: _Stage, places: list[str], history: History) -> str:
