@@ -135,7 +135,7 @@ def test_a_run_that_goes_on_with_the_mistake_mended_is_not_told_of_it_for_ever(t
     model = net()
     optimizer = sgd(model)
     for clears in (False, True):
-        monitor = watched(model, optimizer, run_dir=tmp_path)
+        monitor = watched(model, optimizer, run_dir=tmp_path, start_step=6 * clears)
         for _ in range(6):
             loss_of(model).backward()
             optimizer.step()

@@ -27,6 +27,7 @@ import os, sys, time, torch, warnings
 from torch import nn
 import torch_gradmon as gradmon
 warnings.simplefilter("error", UserWarning)
+warnings.filterwarnings("ignore", "torch_gradmon: the run directory .* takes its place")
 torch.set_num_threads(1)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))

@@ -41,7 +41,6 @@ class FollowedLoop(LoopDriver):
         wrappers: around the optimizers, each with the one inside.
 
     Attributes:
-        stretch: idle steps that are only counted.
         is_orphaned: all optimizers were collected.
         scaler: a GradScaler that was noticed while the loop ran.
     """
@@ -61,8 +60,8 @@ class FollowedLoop(LoopDriver):
         self._lifecycle, self._overflows = lifecycle, overflows
         order: list[Hashable] = [id(optimizer) for optimizer in optimizers]
         self.ownership = Ownership(optimizers)
-        self.stretch = IdleStretch(cycle.state, lifecycle, lifecycle.plugins)
-        self.hooks = LoopHooks(self, self.fence, module, optimizers, scaler, wrappers, cycle.state.in_backward, self.stretch)
+        stretch = IdleStretch(cycle.state, lifecycle, lifecycle.plugins)
+        self.hooks = LoopHooks(self, self.fence, module, optimizers, scaler, wrappers, cycle.state.in_backward, stretch)
         self.measurement = StepMeasurement(lifecycle, self.ownership, self.hooks, order)
         self.decisions = Decisions(self.ownership, order, self.hooks.optimizers.holds, lifecycle.planning.planner)
         self.machine = StepMachine(cycle, self.measurement, order)
@@ -74,17 +73,6 @@ class FollowedLoop(LoopDriver):
     def optimizers(self) -> list[Optimizer]:
         """The optimizers that still exist, in the order in which they step."""
         return self.ownership.alive(self.machine.order)
-
-    # --- idle steps ----------------------------------------------------------------------------------------------------------
-
-    def rest(self, steps: int) -> None:
-        """The next ``steps`` steps are idle: follow them no more than is needed to count them, if that is safe in this loop."""
-        if steps > 0 and len(self.machine.order) == 1 and self.hooks.are_plain and self.machine.state.is_plain:
-            self.stretch.begin(steps)
-
-    def wake(self) -> None:
-        """Follow the loop again from the next step on."""
-        self.stretch.shorten()
 
     # --- hooks on parameters -------------------------------------------------------------------------------------------------
 
@@ -137,8 +125,7 @@ class FollowedLoop(LoopDriver):
             self._lifecycle.plugins.call("before_forward", module)
 
     def forward_began(self, in_eval: bool, in_closure: bool) -> None:
-        if self.stretch.missed:
-            self._lifecycle.plugins.call("on_missed", self.stretch.take_missed())
+        self.hooks.stretch.catch_up()
         self._lifecycle.plugins.call("on_forward")
         self.machine.forward_began(in_eval, in_closure)
         if self.ownership.is_orphaned:
@@ -178,6 +165,7 @@ class FollowedLoop(LoopDriver):
 
     def step_began(self, optimizer: Optimizer, has_closure: bool, within: bool) -> bool:
         hooks = self.hooks
+        hooks.stretch.catch_up()
         if within:
             hooks.backward.optimizer_steps(optimizer)
         hooks.scaler.step_began(optimizer, takes_values=not self.machine.state.is_open or self._lifecycle.has_values)

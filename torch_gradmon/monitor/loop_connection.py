@@ -87,7 +87,7 @@ class LoopConnection:
     def stop_resting(self) -> None:
         """Follow the loop again at once, because it pauses, or the script begins the steps itself."""
         if self.loop is not None:
-            self.loop.stretch.stop()
+            self.loop.hooks.stretch.stop()
 
     def disconnect(self) -> None:
         """Take every hook away."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -13,8 +13,9 @@ from ..machine.step_state import StepState
 
 #: The longest time without a look at requests from other processes, in seconds.
 _LONGEST = 1.0
-#: Calls of the model without an optimizer step, after which the loop is followed again: perhaps another optimizer steps now.
-_MOST_FORWARDS = 32
+#: Calls of the model in one step, while it is unknown how many are usual. With more than usual the loop is followed again: perhaps
+#: another optimizer steps now.
+_AT_FIRST = 32
 
 
 class IdleWatchers(Protocol):
@@ -23,6 +24,9 @@ class IdleWatchers(Protocol):
     @property
     def watch_idle_steps(self) -> bool:
         """Whether any plugin watches idle steps at this moment."""
+
+    def call(self, hook: str, *args: Any) -> list[Any]:
+        """Call a method of each."""
 
 
 class IdleSteps(Protocol):
@@ -46,19 +50,19 @@ class IdleStretch:
 
     Attributes:
         left: the number of steps that are left.
-        missed: the number of steps that plugins have not seen.
     """
 
     def __init__(
         self, state: StepState, steps: IdleSteps, plugins: IdleWatchers, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._state, self._steps, self._plugins, self._clock = state, steps, plugins, clock
-        self.left = self.missed = self._forwards = 0
+        self.left = self._missed = self._forwards = 0
+        self._most = 0  # calls of the model in one step
         self._due = 0.0
 
     def begin(self, steps: int) -> None:
         """The next ``steps`` steps are idle."""
-        self.left, self._due = steps, self._clock() + _LONGEST
+        self.left, self._forwards, self._due = steps, 0, self._clock() + _LONGEST
 
     def shorten(self) -> None:
         """What is measured may have changed: end with the open step, if there is one."""
@@ -68,10 +72,13 @@ class IdleStretch:
         """End at once."""
         self.left = 0
 
-    def take_missed(self) -> int:
-        """:attr:`missed`, once."""
-        missed, self.missed = self.missed, 0
-        return missed
+    def catch_up(self) -> None:
+        """The loop is followed again: report what plugins have missed."""
+        if self._missed or self._forwards:
+            missed, forwards, self._missed, self._forwards = self._missed, self._forwards, 0, 0
+            self._plugins.call("on_missed", missed)
+            for _ in range(forwards):
+                self._plugins.call("on_forward")
 
     # --- hooks ---------------------------------------------------------------------------------------------------------------
 
@@ -82,13 +89,17 @@ class IdleStretch:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return True  # a transform
         state = self._state
-        if not module.training or self._forwards >= _MOST_FORWARDS or (not state.is_open and self._plugins.watch_idle_steps):
+        if (
+            not module.training
+            or self._forwards >= (self._most or _AT_FIRST)
+            or (not state.is_open and self._plugins.watch_idle_steps)
+        ):
             self.left = 0
         elif not state.is_open:
             step = state.clock.next_step
             state.open(step, is_tentative=False)
             self._steps.open_idle(step)
-        self._forwards += 1
+        self._forwards += self.left > 0
         return self.left > 0
 
     def step_began(self) -> bool:
@@ -105,7 +116,7 @@ class IdleStretch:
             return False
         state.attempt()
         state.close()
-        self._forwards = 0
-        self.missed += 1
+        self._most, self._forwards = max(self._most, self._forwards), 0
+        self._missed += 1
         self.left = 0 if self._clock() >= self._due else self.left - 1
         return True

@@ -44,6 +44,7 @@ class LoopHooks:
         in_backward: StepsInBackward,
         stretch: IdleStretch,
     ) -> None:
+        self.stretch = stretch
         self.optimizers = OptimizerHooks(driver, fence, optimizers, wrappers, stretch)
         self.scaler = ScalerHooks(driver, fence, self.optimizers, scaler)
         self.backward = BackwardHooks(driver, fence, self.optimizers, in_backward)

@@ -61,8 +61,8 @@ class OptimizerHooks:
 
     @property
     def are_plain(self) -> bool:
-        """Whether each step has called each hook once so far, without a wrapper, a closure, or a check for infinite gradients."""
-        return not (self._is_odd or self.wrappers.exist)
+        """Whether a single optimizer calls each hook once a step so far, without wrapper, closure, or check for infinite gradients."""
+        return len(self._references) == 1 and not (self._is_odd or self.wrappers.exist)
 
     def is_stepping(self, optimizer: Optimizer | None) -> bool:
         """Whether the optimizer is in its step."""

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from ...capture.modules.source import ModuleSource
 from ...step.planner import Planner
 from ..links import linkable
+from ..loop.loop_hooks import LoopHooks
 from .decisions import Decisions
 
 
@@ -29,11 +30,9 @@ class DrivingLoop(Protocol):
     def uninstall(self) -> None:
         """Take them away."""
 
-    def rest(self, steps: int) -> None:
-        """The next ``steps`` steps are idle: follow them no more than is needed to count them."""
-
-    def wake(self) -> None:
-        """Follow the loop again from the next step on."""
+    @property
+    def hooks(self) -> LoopHooks:
+        """Its hooks."""
 
     @property
     def decisions(self) -> Decisions:
@@ -65,12 +64,12 @@ class HookSchedule:
     def wake(self) -> None:
         """What is measured may have changed, or which steps are monitored: follow the loop again."""
         if self.loop is not None:
-            self.loop.wake()
+            self.loop.hooks.stretch.shorten()
 
-    @property
-    def may_rest(self) -> bool:
-        """Whether no hook is registered but those that every step needs."""
-        return self.is_bare and not self._modules.hooks.on_root
+    def rest(self, steps: int) -> None:
+        """The next ``steps`` steps are idle: only count them, if no hook is registered but those that every step needs."""
+        if self.loop is not None and self.is_bare and not self._modules.hooks.on_root and self.loop.hooks.are_plain:
+            self.loop.hooks.stretch.begin(steps)
 
     @property
     def is_partial(self) -> bool:
