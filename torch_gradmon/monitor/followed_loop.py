@@ -56,8 +56,7 @@ class FollowedLoop(LoopDriver):
         scaler: torch.amp.GradScaler | None,
         wrappers: Sequence[tuple[Any, Optimizer]] = (),
     ) -> None:
-        self.owner, self.fence = owner, lifecycle.fence
-        self._lifecycle, self._overflows = lifecycle, overflows
+        self.owner, self.fence, self._lifecycle, self._overflows = owner, lifecycle.fence, lifecycle, overflows
         order: list[Hashable] = [id(optimizer) for optimizer in optimizers]
         self.ownership = Ownership(optimizers)
         stretch = IdleStretch(cycle.state, lifecycle, lifecycle.plugins)
@@ -66,8 +65,7 @@ class FollowedLoop(LoopDriver):
         self.decisions = Decisions(self.ownership, order, self.hooks.optimizers.holds, lifecycle.planning.planner)
         self.machine = StepMachine(cycle, self.measurement, order)
         self.is_orphaned, self.scaler = False, scaler
-        if lifecycle.plugins.has("before_optimizer_step"):
-            self.hooks.optimizers.allow_skips()
+        self.hooks.optimizers.allow_skips(lifecycle.plugins.has("before_optimizer_step"))
 
     @property
     def optimizers(self) -> list[Optimizer]:

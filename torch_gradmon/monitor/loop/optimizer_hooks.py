@@ -51,9 +51,9 @@ class OptimizerHooks:
         self.wrappers = WrapperCalls(wrappers, self._wrapper_began, self._wrapper_ended)
         self.steps = StepHooks(driver, self.alive(), self._before_hook, self._ended_hook)
 
-    def allow_skips(self) -> None:
-        """Steps may be skipped from now on."""
-        self.may_skip = True
+    def allow_skips(self, are_allowed: bool) -> None:
+        """Whether steps may be skipped from now on."""
+        self.may_skip = are_allowed
 
     def alive(self) -> list[Optimizer]:
         """The optimizers that still exist."""

@@ -144,12 +144,6 @@ class LoopAudit(Plugin):
         hooks, ownership = self._hooks, self._ownership
         if hooks is None or ownership is None or (probed := hooks.optimizers.get(id(optimizer))) is None:
             return
-        is_usual = self._forwards == self._most_forwards and self._tallies.is_empty and not ownership.is_comparing
-        if self._rest.is_on and is_usual and hooks.is_current:  # no hooks on probes, so that nothing else can have changed
-            self._forwards = 0
-            if self._rest.step_ended(is_clean=True):
-                hooks.restart(probed)
-            return
         if ownership.is_comparing:
             ownership.step_ended()
         # With several optimizers the gradients of one are evidence about the others. In a loop without visible forwards only the
