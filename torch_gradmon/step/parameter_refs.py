@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from ..core.compat import fsdp_param_groups
+
 #: Returns a parameter while it exists.
 Place = Callable[[], "nn.Parameter | None"]
 
@@ -72,7 +74,7 @@ class ParameterRefs:
         fsdp = sys.modules.get("torch.distributed.fsdp")
         for module in root.modules() if hasattr(fsdp, "FSDPModule") else ():
             if isinstance(module, fsdp.FSDPModule):  # type: ignore[union-attr]
-                for group in module._get_fsdp_state()._fsdp_param_groups:
+                for group in fsdp_param_groups(module._get_fsdp_state()):
                     for held in group.fsdp_params:
                         self._put(held)
 
