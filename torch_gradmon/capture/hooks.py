@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..core import pickling as saving
+from ..core.compat import is_exporting
 from ..core.pickling import BareState
 from ..core.torch_modes import is_traced
 from ..step.parameter_refs import Place
@@ -74,7 +75,7 @@ class ModuleHook(Hook):
     def __call__(self, *args: object) -> Any:
         """Call the method unless it is being traced."""
         if torch.compiler.is_compiling():
-            if self._tap is not None and not torch.compiler.is_exporting():
+            if self._tap is not None and not is_exporting():
                 self._tap.trace(args[-1])
             return None
         # the former under torch.jit.trace

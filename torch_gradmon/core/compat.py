@@ -1,13 +1,23 @@
-"""What differs between releases of torch, from 2.6 on. Private names of torch that changed are here and nowhere else."""
+"""What differs between releases of torch, from 2.6 on. Names that not all of them have are here and nowhere else."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
+#: Whether a hook can tell ``torch.export`` from ``torch.compile``. Releases before 2.7 cannot, so no graph gets statistics there.
+TELLS_EXPORT = hasattr(torch.compiler, "is_exporting")
+
+
+def is_exporting() -> bool:
+    """Whether ``torch.export`` may be tracing."""
+    return not TELLS_EXPORT or torch.compiler.is_exporting()
+
 
 def fsdp_param_groups(state: Any) -> Sequence[Any]:
-    """The groups of parameters of a module under ``fully_shard``, from its state. Before torch 2.10 a module had at most one."""
+    """The groups of parameters of a module under ``fully_shard``, from its state. In older releases a module has at most one."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
         return list(groups)

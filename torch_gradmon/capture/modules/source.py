@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core import keys as n
+from ...core.compat import TELLS_EXPORT
 from ...core.fence import Fence
 from ...core.metric import Metric
 from ...step.buffer import StepBuffer
@@ -29,6 +30,7 @@ _NOT_SEEN = (
     "no hook on a module was called: none of these modules ran, or torch.compile traced the model before the monitor was attached, and "
     "calls no hooks; then attach before the first call, or call torch.compiler.reset() and compile again"
 )
+_OLD_RELEASE = "inside torch.compile they need torch 2.7 or newer"
 
 
 class ModuleSource:
@@ -116,9 +118,10 @@ class ModuleSource:
         """Collect what compiled graphs have written, or warn that no graph contains a hook."""
         seen = self.hooks.graphs.collect(buffer, self.values) or self._calls.seen
         if self._due and self.hooks.on_parts and not seen and self.was_trained and compiled_graphs() > 0:
+            reason = _NOT_SEEN if TELLS_EXPORT else _OLD_RELEASE
             for source in n.MODULE_SOURCES:
-                buffer.absent.setdefault((source, ""), _NOT_SEEN)
-            self._measurer.complaints.add("compiled", f"activations are missing: {_NOT_SEEN}")
+                buffer.absent.setdefault((source, ""), reason)
+            self._measurer.complaints.add("compiled", f"activations are missing: {reason}")
 
     @property
     def awaits_check(self) -> bool:
