@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from .edits import CLIPS, SCALINGS, UNSEEN
 from .optimizers import BY_CLOSURE
 from .program import Program
@@ -35,6 +37,7 @@ OF_TORCH: list[tuple[str, Predicate]] = [
     ("a penalty of complex gradients is no real loss", lambda p: p.penalty == "graph" and p.architecture == "complex"),
     ("a script takes no hook of Python", lambda p: "jit" in p.extras and p.has_event("raise_forward")),
     ("LBFGS views gradients as flat", lambda p: p.optimizer == "lbfgs" and p.architecture in ("odd", "complex", "sparse")),
+    ("Muon came with torch 2.9", lambda p: p.optimizer == "muon" and not hasattr(torch.optim, "Muon")),
     ("Muon is for matrices alone", lambda p: p.optimizer == "muon" and (p.architecture in ("odd", "conv") or p.players != "one")),
     (
         "these do not take a parameter of no elements",
