@@ -20,7 +20,7 @@ transformers_extras := transformers,accelerate,wandb,tensorboard,trackio
 ignite_extras := ignite,tensorboard
 accelerate_extras := accelerate,tensorboard
 
-.PHONY: demo test announce test-all test-integrations lint bench bench-spikes bench-faults bench-widths bench-reports images docs gallery browser clean
+.PHONY: demo test announce test-all test-torch test-integrations lint bench bench-spikes bench-faults bench-widths bench-reports images docs gallery browser clean
 
 demo: $(DEMO)/.ready
 	$(DEMO)/bin/gradmon demo
@@ -51,6 +51,18 @@ test-all: $(VENV)/.ready $(BARE)/.ready browser
 	$(VENV)/bin/python -m pytest -q -m "not gpu"
 	$(MAKE) --jobs $(WORKERS) --output-sync=target test-integrations
 	$(MAKE) lint
+
+# the tests without optional packages on another release of torch, in an environment of its own: make test-torch VERSION=2.6.0
+# Releases on PyPI come with CUDA, 5 GB and more each. numpy, which some of them import.
+VERSION ?= 2.6.0
+test-torch: .venv-torch-$(VERSION)/.ready
+	.venv-torch-$(VERSION)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow and not gpu and not extra and not integration"
+
+.venv-torch-%/.ready:
+	test -x .venv-torch-$*/bin/python || $(PYTHON) -m venv .venv-torch-$*
+	.venv-torch-$*/bin/pip install --quiet torch==$* numpy
+	.venv-torch-$*/bin/pip install --quiet --editable ".[test]" torch==$*
+	touch $@
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .
@@ -153,4 +165,4 @@ $(BENCH)/.ready: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(DEMO) $(BARE) $(BENCH) $(TRAINERS:%=.venv-%) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DEMO) $(BARE) $(BENCH) $(TRAINERS:%=.venv-%) .venv-torch-* .mypy_cache .pytest_cache .ruff_cache .hypothesis

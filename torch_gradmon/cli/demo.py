@@ -70,9 +70,13 @@ def train(model: CharacterGPT, data: Tensor, sizes: Sizes, steps: int, run_dir: 
 
 
 @contextmanager
-def _plain_warnings() -> Iterator[None]:
-    """Print warnings above the progress bar, without the line of code that they come from."""
+def _plain_warnings(replaces: bool) -> Iterator[None]:
+    """Print warnings above the progress bar, without the line of code that they come from. ``replaces``: not that an earlier run is
+    replaced.
+    """
     with warnings.catch_warnings():
+        if replaces:
+            warnings.filterwarnings("ignore", "torch_gradmon: the run directory .* takes its place")
         warnings.showwarning = lambda message, *_: tqdm.write(f"warning: {message}", file=sys.stderr)
         yield
 
@@ -127,7 +131,7 @@ def demo(
     spoiled = spoiled_in(steps, sizes)
     if spoiled is not None:
         console.print(f"       in step {spoiled[0]} one batch is spoiled on purpose: find out where it hurts\n")
-    with _plain_warnings():
+    with _plain_warnings(replaces=run_dir == Path(RUN_DIR)):
         monitor = train(model, data, sizes, steps, run_dir, seed)
     result = _result(monitor, model, steps, run_dir, spoiled)
     report(console, result)
