@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-#: Whether a hook can tell ``torch.export`` from ``torch.compile``. Releases before 2.7 cannot, so no graph gets statistics there.
+#: Whether ``torch.export`` can be distinguished from ``torch.compile``. In releases before 2.7 it cannot, so no graph gets statistics.
 TELLS_EXPORT = hasattr(torch.compiler, "is_exporting")
 
 
