@@ -132,7 +132,8 @@ def markdown(result: Mapping[str, Any]) -> str:
     where = result["machine"]
     return (
         f"**A step that is not monitored** ({result['parameters']} parameters): {with_spread(result['python_us'])} µs of Python, "
-        f"{result['hooks_on_parameters']} hooks on parameters, {result['mean_python_us']:.3g} µs in the mean, since the audit of the loop looks at {LOOKED} of {LOOKED + RESTED} steps; in the "
+        f"{result['hooks_on_parameters']} hooks on parameters, {result['mean_python_us']:.3g} µs in the mean, since the audit "
+        f"of the loop looks at {LOOKED} of {LOOKED + RESTED} steps; in the "
         f"first {TRUSTED} steps, all of them audited, {with_spread(result['first_python_us'])} µs and "
         f"{result['first_hooks_on_parameters']} hook on a parameter. Beside a loop without a "
         f"monitor, whose steps take {with_spread(result['step_us'])} µs, such a step takes "

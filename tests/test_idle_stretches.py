@@ -13,6 +13,7 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon.monitor.loop.idle_stretch import IdleStretch
+from torch_gradmon.monitor.steps import cadence
 from torch_gradmon.plugins import Plugin
 from torch_gradmon.plugins.loop_audit import sampling
 
@@ -21,6 +22,7 @@ from torch_gradmon.plugins.loop_audit import sampling
 def trusting(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop is trusted after two steps already."""
     monkeypatch.setattr(sampling, "TRUSTED", 2)
+    monkeypatch.setattr(cadence, "COUNTS_IDLE_STEPS", True)
 
 
 @pytest.fixture
