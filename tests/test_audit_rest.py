@@ -96,14 +96,16 @@ def test_a_sound_loop_has_no_hook_in_three_steps_of_four_and_is_told_nothing(mak
     assert [finding for finding in loop.monitor.diagnose().findings if finding.severity != "info"] == []
 
 
-def test_a_step_at_rest_makes_a_call_in_each_forward_and_three_more() -> None:
-    for accumulation in (1, 3):
-        loop, trace = _Loop(accumulation), Trace()
-        for _ in range(TRUSTED + 5):
-            loop.step()
-        with trace.on():
-            loop.step()
-        assert sum(calls for file, calls in trace.files.items() if "loop_audit" in file) == 3 + accumulation
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("scaler", [False, True])
+def test_a_step_at_rest_makes_no_call_or_few_where_steps_are_followed(accumulation: int, scaler: bool) -> None:
+    loop, trace = _Loop(accumulation, scaler), Trace()
+    for _ in range(TRUSTED + 5):
+        loop.step()
+    with trace.on():
+        loop.step()
+    calls = sum(calls for file, calls in trace.files.items() if "loop_audit" in file)
+    assert calls == (12 + 3 * accumulation if scaler else 0)
 
 
 def test_with_several_optimizers_nothing_rests() -> None:

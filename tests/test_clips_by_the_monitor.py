@@ -116,3 +116,10 @@ def test_what_no_optimizer_has_is_unscaled_too(unscales: bool) -> None:
         assert values["gradient/bias/norm"] == pytest.approx(bias, rel=1e-6)
         assert values["gradient_before_clip/bias/norm"] == pytest.approx(bias, rel=1e-6)
     monitor.detach()
+
+
+def test_arguments_in_the_order_of_torch_are_refused_with_the_remedy() -> None:
+    model = nn.Linear(2, 1)
+    monitor = gradmon.ModuleMonitor(model)
+    with pytest.raises(TypeError, match=r"max_norm is a number, .* of type generator; .*parameters=model.parameters"):
+        monitor.clip_grad_norm_(model.parameters(), 1.0)  # type: ignore[arg-type]

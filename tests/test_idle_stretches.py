@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,6 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon.monitor.loop.idle_stretch import IdleStretch
-from torch_gradmon.monitor.steps import cadence
 from torch_gradmon.plugins import Plugin
 from torch_gradmon.plugins.loop_audit import sampling
 
@@ -22,7 +22,6 @@ from torch_gradmon.plugins.loop_audit import sampling
 def trusting(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop is trusted after two steps already."""
     monkeypatch.setattr(sampling, "TRUSTED", 2)
-    monkeypatch.setattr(cadence, "COUNTS_IDLE_STEPS", True)
 
 
 @pytest.fixture
@@ -31,8 +30,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     steps: list[int] = []
     original = IdleStretch.step_ended
 
-    def step_ended(self: IdleStretch) -> bool:
-        is_all = original(self)
+    def step_ended(self: IdleStretch, optimizer: torch.optim.Optimizer) -> bool:
+        is_all = original(self, optimizer)
         if is_all:
             steps.append(self._state.clock.ended or 0)
         return is_all
@@ -358,3 +357,190 @@ def test_a_plugin_of_the_user_sees_the_steps_that_it_asks_for(counted: list[int]
     Loop(every=10, plugins=[misses]).go(60)
     assert misses.forwards + misses.missed == 60
     assert misses.missed > 10
+
+
+def test_plugins_know_what_they_have_missed_when_the_state_is_saved_and_at_the_end(counted: list[int]) -> None:
+    class Misses(Plugin):
+        name = "misses"
+
+        def __init__(self) -> None:
+            self.steps = 0
+
+        def on_optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+            self.steps += 1
+
+        def may_miss(self) -> int:
+            return 1000
+
+        def on_missed(self, steps: int) -> None:
+            self.steps += steps
+
+        def state_dict(self) -> int:
+            return self.steps
+
+    misses = Misses()
+    loop = Loop(every=30, plugins=[misses]).go(12)
+    assert counted[-1] == 11
+    assert loop.monitor.state_dict()["plugins"] == {"misses": 12}
+    loop.go(8).monitor.detach()
+    assert misses.steps == 20
+
+
+def test_a_plugin_that_requires_gradients_in_some_idle_steps_gets_them() -> None:
+    class Some(Plugin):
+        name = "some"
+
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+
+        @property
+        def requires_gradients(self) -> bool:
+            return (self.context.last_step or 0) % 7 == 0
+
+        def on_unmonitored_step(self, recorded: Any) -> None:
+            self.seen.append(recorded.step.number)
+
+    some = Some()
+    Loop(every=30, plugins=[some]).go(30)
+    assert some.seen == [1, 8, 15, 22, 29]
+
+
+def test_a_plugin_that_begins_to_watch_within_a_step_sees_its_end() -> None:
+    class Sees(Plugin):
+        name = "sees"
+
+        def __init__(self) -> None:
+            self.closed: list[int] = []
+
+        def on_step_closed(self, step: Any) -> None:
+            self.closed.append(step.number)
+
+    sees = Sees()
+    loop = Loop(every=30, plugins=[sees]).go(5)
+    loop.backward()
+    sees.watches_idle_steps = True
+    loop.optimizer.step()
+    loop.go(2)
+    assert sees.closed == [0, 5, 6, 7]
+
+
+def test_a_plugin_whose_answer_fails_warns_and_sees_all_steps(counted: list[int]) -> None:
+    class Fails(Plugin):
+        name = "fails"
+
+        def on_forward(self) -> None:
+            pass
+
+        def may_miss(self) -> int:
+            raise KeyError("x")
+
+    with pytest.warns(gradmon.GradmonWarning, match="may_miss"):
+        loop = Loop(every=30, plugins=[Fails()]).go(10)
+    assert counted == []
+    assert set(loop.monitor.complaints()) == {"plugin:fails"}
+
+
+class Fragile(torch.optim.SGD):
+    """Fails when it is told to."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> None:
+        if self.fails:
+            raise RuntimeError("out of memory")
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.add_(parameter.grad, alpha=-0.01)
+
+
+def test_a_step_that_raises_was_not_applied(counted: list[int]) -> None:
+    loop = Loop(every=10, optimizer=Fragile).go(5)
+    assert counted[-1] == 4
+    loop.optimizer.fails = True
+    with pytest.raises(RuntimeError, match="out of memory"):
+        loop.step()
+    loop.optimizer.fails = False
+    loop.go(9).monitor.detach()
+    assert (loop.monitor.counts.applied, loop.monitor.counts.overflowed) == (14, 1)
+    assert loop.records == [0, 10]
+
+
+def test_a_closure_and_a_scaler_that_come_late_are_followed(counted: list[int]) -> None:
+    loop = Loop(every=30, optimizer=lambda parameters, lr: torch.optim.Adam(parameters, lr=lr, fused=True)).go(5)
+    WithClosure(loop).step()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with pytest.warns(gradmon.GradmonWarning, match="a GradScaler was noticed only in this step"):
+        for number in range(40):
+            loop.optimizer.zero_grad()
+            loss = loop.model(torch.randn(8, 3)).square().mean() * (torch.inf if number < 3 else 1)
+            scaler.scale(loss).backward()
+            scaler.step(loop.optimizer)
+            scaler.update()
+    assert counted == [3, 4]
+    assert (loop.monitor.counts.applied, loop.monitor.counts.overflowed) == (43, 3)
+
+
+def test_a_state_loaded_within_a_counted_step_begins_a_segment() -> None:
+    loop = Loop(every=10).go(4)
+    state = loop.monitor.state_dict()
+    loop.go(37)
+    loop.backward()
+    loop.monitor.load_state_dict(state)
+    with pytest.warns(gradmon.GradmonWarning, match="step 4 comes after step 41"):
+        loop.go(30)
+    assert loop.records == [0, 10, 20, 30, 40, 10, 20, 30]
+
+
+def test_tags_of_a_counted_step_are_not_of_the_next_one() -> None:
+    loop = Loop(every=30).go(5)
+    loop.backward()
+    loop.monitor.tag(batch=5)
+    loop.optimizer.step()
+    loop.monitor.set_detail(every=1)
+    loop.step()
+    assert loop.monitor._runtime.pipeline.history.records()[-1].context.get("tags") is None
+
+
+def test_an_evaluation_with_gradients_in_a_step_is_no_step(counted: list[int]) -> None:
+    loop = Loop(every=30).go(5)
+    for number in range(5, 9):
+        loop.optimizer.zero_grad()
+        loop.backward()
+        loop.model.eval()
+        torch.autograd.grad(loop.model(torch.randn(8, 3)).sum(), list(loop.model.parameters()))
+        loop.model.train()
+        loop.optimizer.step()
+        assert loop.monitor.step == number
+
+
+def test_an_optimizer_that_is_replaced_is_told_in_the_next_forward(counted: list[int]) -> None:
+    loop = Loop(every=1000).go(24)
+    assert counted[-1] == 23
+    with pytest.warns(gradmon.GradmonWarning, match="the attached optimizers are gone"):
+        loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.01)
+        loop.backward()
+
+
+def test_a_model_called_in_another_thread_is_followed(counted: list[int]) -> None:
+    loop = Loop(every=1000).go(24)
+    caller = threading.Thread(target=loop.model, args=(torch.randn(8, 3),))
+    caller.start()
+    caller.join()
+    loop.optimizer.step()
+    assert (loop.monitor.step, counted[-1]) == (24, 23)
+
+
+def test_steps_that_the_script_ends_itself_are_measured_at_the_same_numbers() -> None:
+    loop = Loop(every=30).go(22)
+    for _ in range(80):
+        loop.backward()
+        loop.monitor.end_step()
+    loop.monitor.detach()
+    assert loop.records == [0, 30, 60, 90]
+
+
+def test_the_time_of_counted_steps_is_part_of_the_overhead(counted: list[int]) -> None:
+    loop = Loop(every=1000).go(24)
+    before = loop.monitor._runtime.fence.spent()
+    loop.go(10)
+    assert len({*counted} & {*range(24, 34)}) > 5
+    assert loop.monitor._runtime.fence.spent() > before

@@ -59,7 +59,7 @@ class FollowedLoop(LoopDriver):
         self.owner, self.fence, self._lifecycle, self._overflows = owner, lifecycle.fence, lifecycle, overflows
         order: list[Hashable] = [id(optimizer) for optimizer in optimizers]
         self.ownership = Ownership(optimizers)
-        stretch = IdleStretch(cycle.state, lifecycle, lifecycle.plugins)
+        stretch = IdleStretch(cycle.state, lifecycle, lifecycle.plugins, self.fence)
         self.hooks = LoopHooks(self, self.fence, module, optimizers, scaler, wrappers, cycle.state.in_backward, stretch)
         self.measurement = StepMeasurement(lifecycle, self.ownership, self.hooks, order)
         self.decisions = Decisions(self.ownership, order, self.hooks.optimizers.holds, lifecycle.planning.planner)
@@ -123,7 +123,7 @@ class FollowedLoop(LoopDriver):
             self._lifecycle.plugins.call("before_forward", module)
 
     def forward_began(self, in_eval: bool, in_closure: bool) -> None:
-        self.hooks.stretch.catch_up()
+        self.hooks.stretch.forward_followed()
         self._lifecycle.plugins.call("on_forward")
         self.machine.forward_began(in_eval, in_closure)
         if self.ownership.is_orphaned:
@@ -177,6 +177,7 @@ class FollowedLoop(LoopDriver):
         self.machine.optimizers.closure_raised(id(optimizer))
 
     def step_ended(self, optimizer: Optimizer, found_inf: Tensor | None, within: bool) -> None:
+        self.hooks.stretch.step_followed()
         self._lifecycle.plugins.call("on_optimizer_stepped", optimizer)
         if found_inf is not None and not within:
             self._overflows.note(found_inf)

@@ -84,11 +84,6 @@ class LoopConnection:
         self._lifecycle.state.clock.continue_at(step)
         self._lifecycle.hooks.wake()
 
-    def stop_resting(self) -> None:
-        """Follow the loop again at once, because it pauses, or the script begins the steps itself."""
-        if self.loop is not None:
-            self.loop.hooks.stretch.stop()
-
     def disconnect(self) -> None:
         """Take every hook away."""
         lifecycle = self._lifecycle

@@ -32,8 +32,8 @@ class PluginSet:
         at_boundaries = {id(plugin) for hook in _BOUNDARIES for plugin, _ in self._calls[hook]}
         self._at_boundaries = [plugin for plugin in plugins if id(plugin) in at_boundaries]
         in_all_steps = {id(plugin) for hook in _IN_ALL_STEPS for plugin, _ in self._calls[hook]}
-        self._in_all_steps = [plugin for plugin in plugins if id(plugin) in in_all_steps]
         self._requiring = [p for p in plugins if type(p).requires_gradients is not Plugin.requires_gradients]
+        self._in_all_steps = [p for p in plugins if id(p) in in_all_steps or p in self._requiring]
 
     def _overridden(self, hook: str) -> list[tuple[Plugin, Callable[..., Any]]]:
         return [(p, getattr(p, hook)) for p in self._plugins if getattr(type(p), hook) is not getattr(Plugin, hook)]
@@ -56,7 +56,8 @@ class PluginSet:
     def may_miss(self, steps: int) -> int:
         """How many of the next ``steps`` steps, all idle, no plugin has to see."""
         for plugin in self._in_all_steps:
-            steps = min(steps, plugin.may_miss()) if plugin not in self._stopped else steps
+            if steps > 0 and plugin not in self._stopped:
+                steps = min(steps, int(self.call_one(plugin, plugin.may_miss) or 0))
         return steps
 
     def call(self, hook: str, *args: Any, is_idle: bool = False) -> list[Any]:

@@ -93,7 +93,7 @@ class Runtime:
     def begin_step(self, step: int) -> bool:
         """From now on steps begin and end by hand. Returns whether this one is monitored."""
         self.lifecycle.values.follow(True)
-        self.connection.stop_resting()
+        self.lifecycle.hooks.wake()
         if self.loop is None and self.lifecycle.plugins.has("before_optimizer_step"):
             message = (
                 "on_spike cannot act on a step, since the optimizers are not known: call attach() in addition to begin_step()"
@@ -106,6 +106,7 @@ class Runtime:
     @fenced
     def end_step(self) -> None:
         """End the step and send it out."""
+        self.lifecycle.hooks.wake()
         self.cycle.end()
         self._publish()
 
@@ -123,7 +124,7 @@ class Runtime:
         before = self.captures.modules.paused
         self.captures.modules.pause(is_paused)
         self.state.pause(is_paused)
-        self.connection.stop_resting()
+        self.lifecycle.hooks.wake()
         self.lifecycle.plugins.call("on_pause", is_paused)
         return before
 
@@ -153,6 +154,7 @@ class Runtime:
     def leave(self) -> None:
         """End the step in flight, or drop it if it is unfinished, and take what is recorded."""
         try:
+            self.lifecycle.hooks.wake()
             with self.lifecycle.planning.exchange.without_others():
                 self._end_last()
                 self.backfill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -42,6 +43,10 @@ class FlightRecorder(Plugin):
     def requires_gradients(self) -> bool:
         """Whether any step is recorded."""
         return bool(self.size)
+
+    def may_miss(self) -> int:
+        """All idle steps, unless steps are recorded."""
+        return 0 if self.size else sys.maxsize
 
     def on_unmonitored_step(self, recorded: RecordedStep) -> None:
         """Keep the step; its values stay on the device.

@@ -50,7 +50,8 @@ class Plugin:
     def may_miss(self) -> int:
         """How many of the next steps, if they are idle, this plugin need not see at all: none of its methods is called in them.
 
-        Asked after idle steps, of plugins that override methods of the loop or :meth:`wants`. Others are not called in idle steps anyhow.
+        Asked after idle steps, of plugins that override methods of the loop, :meth:`wants` or :attr:`requires_gradients`. Others are
+        not called in idle steps anyhow.
         """
         return 0
 

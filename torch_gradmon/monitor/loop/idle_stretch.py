@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from ...core.fence import Fence
 from ..machine.step_state import StepState
 
 #: The longest time without a look at requests from other processes, in seconds.
-_LONGEST = 1.0
-#: Calls of the model in one step, while it is unknown how many are usual. With more than usual the loop is followed again: perhaps
-#: another optimizer steps now.
-_AT_FIRST = 32
+LONGEST = 1.0
 
 
 class IdleWatchers(Protocol):
@@ -35,50 +34,68 @@ class IdleSteps(Protocol):
     def open_idle(self, step: int) -> None:
         """Begin ``step``."""
 
+    def close_idle(self) -> None:
+        """End it."""
+
 
 class IdleStretch:
     """Steps after an idle one that are certain to be idle as well, in a loop whose habits are known.
 
-    The last idle step before a monitored one is never part of it, so that hooks are there in time. Nothing here is fenced: there is
-    nothing that could fail.
+    Each event that such a step does not have ends the stretch before the event is handled: from there on the loop is followed as if it
+    had always been. The last idle step before a monitored one is never part of a stretch, so that hooks are there in time. Nothing here
+    is guarded by the fence: there is nothing that could fail.
 
     Args:
         state: of the step machine.
         steps: takes them.
         plugins: one of them may have to see the next step.
-        clock: a monotonic clock, in seconds.
+        fence: measures the time.
 
     Attributes:
         left: the number of steps that are left.
     """
 
-    def __init__(
-        self, state: StepState, steps: IdleSteps, plugins: IdleWatchers, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._state, self._steps, self._plugins, self._clock = state, steps, plugins, clock
-        self.left = self._missed = self._forwards = 0
-        self._most = 0  # calls of the model in one step
+    def __init__(self, state: StepState, steps: IdleSteps, plugins: IdleWatchers, fence: Fence) -> None:
+        self._state, self._steps, self._plugins, self._fence = state, steps, plugins, fence
+        self.left = self._missed = self._forwards = self._thread = 0
+        self._followed = self._most = (
+            0  # calls of the model since the last followed step of an optimizer, and the most between two
+        )
         self._due = 0.0
 
     def begin(self, steps: int) -> None:
         """The next ``steps`` steps are idle."""
-        self.left, self._forwards, self._due = steps, 0, self._clock() + _LONGEST
-
-    def shorten(self) -> None:
-        """What is measured may have changed: end with the open step, if there is one."""
-        self.left = min(self.left, int(self._state.is_open))
+        self.left, self._thread, self._due = steps, threading.get_ident(), time.perf_counter() + LONGEST
 
     def stop(self) -> None:
-        """End at once."""
+        """Follow the loop again; an open step remains open."""
+        if self.left and self._forwards and self._state.is_open:
+            self._state.patterns.called(in_eval=False)
         self.left = 0
+
+    def wake(self) -> None:
+        """The same, and plugins know at once what they have missed."""
+        self.stop()
+        self.catch_up()
 
     def catch_up(self) -> None:
         """The loop is followed again: report what plugins have missed."""
         if self._missed or self._forwards:
             missed, forwards, self._missed, self._forwards = self._missed, self._forwards, 0, 0
-            self._plugins.call("on_missed", missed)
+            if missed:
+                self._plugins.call("on_missed", missed)
+            self._followed += forwards
             for _ in range(forwards):
                 self._plugins.call("on_forward")
+
+    def forward_followed(self) -> None:
+        """The model is called, and the loop is followed."""
+        self.catch_up()
+        self._followed += 1
+
+    def step_followed(self) -> None:
+        """The optimizer has stepped, and the loop is followed."""
+        self._most, self._followed = max(self._most, self._followed), 0
 
     # --- hooks ---------------------------------------------------------------------------------------------------------------
 
@@ -86,37 +103,45 @@ class IdleStretch:
         """The model is called. Returns whether that is all, else the loop is followed again."""
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return True  # evaluation, or a recomputation
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            return True  # a transform
-        state = self._state
-        if (
-            not module.training
-            or self._forwards >= (self._most or _AT_FIRST)
-            or (not state.is_open and self._plugins.watch_idle_steps)
-        ):
-            self.left = 0
-        elif not state.is_open:
+        if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None:
+            return True  # a transform, or a trace
+        began, state = time.perf_counter(), self._state
+        is_odd = not module.training or threading.get_ident() != self._thread
+        is_odd |= self._forwards >= self._most  # perhaps another optimizer steps now
+        if is_odd or state.progress.begun or self._plugins.watch_idle_steps:
+            self.stop()
+            return False
+        if not state.is_open:
             step = state.clock.next_step
             state.open(step, is_tentative=False)
             self._steps.open_idle(step)
-        self._forwards += self.left > 0
-        return self.left > 0
+        self._forwards += 1
+        self._fence.add_time(time.perf_counter() - began)
+        return True
 
-    def step_began(self) -> bool:
-        """The optimizer is about to step. Returns whether that is all, else the loop is followed again."""
-        if not self._state.is_open:
-            self.left = 0  # no call of the model was seen
-        return self._state.is_open
-
-    def step_ended(self) -> bool:
-        """The optimizer has stepped. Returns whether that is all, else the loop is followed again."""
+    def step_began(self, optimizer: Optimizer, takes_more: bool) -> bool:
+        """The optimizer is about to step, perhaps with arguments. Returns whether that is all, else the loop is followed again."""
         state = self._state
-        if not state.is_open:
-            self.left = 0
+        is_odd = not state.is_open or takes_more or state.progress.begun or getattr(optimizer, "found_inf", None) is not None
+        if is_odd or self._plugins.watch_idle_steps or torch._C._current_graph_task_id() != -1:
+            self.stop()
             return False
+        state.progress.begun.add(id(optimizer))
+        return True
+
+    def step_ended(self, optimizer: Optimizer) -> bool:
+        """The optimizer has stepped. Returns whether that is all, else the loop is followed again."""
+        began, state = time.perf_counter(), self._state
+        if not state.is_open or id(optimizer) not in state.progress.begun:
+            self.stop()
+            return False
+        state.progress.optimizer_ended(id(optimizer))
         state.attempt()
         state.close()
-        self._most, self._forwards = max(self._most, self._forwards), 0
+        self._steps.close_idle()
+        self._forwards = 0
         self._missed += 1
-        self.left = 0 if self._clock() >= self._due else self.left - 1
+        ended = time.perf_counter()
+        self.left = 0 if ended >= self._due else self.left - 1
+        self._fence.add_time(ended - began)
         return True

@@ -43,7 +43,8 @@ class OptimizerHooks:
         stretch: IdleStretch,
     ) -> None:
         self._driver, self._fence = weakref.ref(driver), fence
-        self._references = [weakref.ref(optimizer) for optimizer in optimizers]
+        wake = weakref.WeakMethod(stretch.stop)  # else the loss of an optimizer would show only after the stretch
+        self._references = [weakref.ref(optimizer, lambda _: (stop := wake()) and stop()) for optimizer in optimizers]
         self._depth: dict[int, int] = {}
         self.may_skip = self.in_closure = self._is_odd = False
         self._stretch = stretch
@@ -83,7 +84,8 @@ class OptimizerHooks:
     # --- before the step -----------------------------------------------------------------------------------------------------
 
     def _before_hook(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._stretch.left and self._stretch.step_began():
+        if self._stretch.left and self._stretch.step_began(optimizer, len(args) > 1 or bool(kwargs)):
+            self._depth[id(optimizer)] = 1
             return None
         return self._fence.run(self._step_began, optimizer, args, kwargs)
 
@@ -135,7 +137,9 @@ class OptimizerHooks:
     # --- after the step ------------------------------------------------------------------------------------------------------
 
     def _ended_hook(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._stretch.left or not self._stretch.step_ended():
+        if self._stretch.left and self._stretch.step_ended(optimizer):
+            self._depth[id(optimizer)] = 0
+        else:
             self._fence.run(self._step_ended, optimizer)
 
     def _step_ended(self, optimizer: Optimizer) -> None:

@@ -29,6 +29,7 @@ class StateService:
         """The state as plain numbers and lists."""
         runtime = self.runtime
         Queries(runtime).settle_now()
+        runtime.lifecycle.hooks.wake()  # so that plugins have seen all steps
         records = {"summary": runtime.factory.summary.state_dict(), "detectors": runtime.pipeline.detection.state_dict()}
         steps = {"next_step": runtime.state.next_attempt, "attempted": runtime.state.clock.attempts}
         parts = {part: plugin.state_dict() for part, name in _PARTS.items() if (plugin := runtime.plugin(name)) is not None}

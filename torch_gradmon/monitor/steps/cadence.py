@@ -6,10 +6,6 @@ from collections.abc import Callable
 
 from ..plugin_set import PluginSet
 
-#: Whether steps that are certain to be idle are only counted, see :class:`IdleStretch`. Off: random programs in which a step raises, a
-#: closure or a GradScaler comes late, or a checkpoint is loaded within a step do not yet end with the same numbers as without.
-COUNTS_IDLE_STEPS = False
-
 
 class Cadence:
     """Decides for each step whether it is monitored.
@@ -37,7 +33,7 @@ class Cadence:
 
     def idle_ahead(self, step: int) -> int:
         """How many steps from ``step`` on are certainly idle and seen by no plugin, without the last one before a monitored one."""
-        if self._every is None or not COUNTS_IDLE_STEPS:
+        if self._every is None:
             return 0
         ahead = -step % self._every - 1
         return self.plugins.may_miss(ahead) if ahead > 0 else 0

@@ -64,12 +64,17 @@ class HookSchedule:
     def wake(self) -> None:
         """What is measured may have changed, or which steps are monitored: follow the loop again."""
         if self.loop is not None:
-            self.loop.hooks.stretch.shorten()
+            self.loop.hooks.stretch.wake()
 
     def rest(self, steps: int) -> None:
         """The next ``steps`` steps are idle: only count them, if no hook is registered but those that every step needs."""
         if self.loop is not None and self.is_bare and not self._modules.hooks.on_root and self.loop.hooks.are_plain:
             self.loop.hooks.stretch.begin(steps)
+
+    def stop_rest(self) -> None:
+        """Follow the loop again, from the open step on."""
+        if self.loop is not None:
+            self.loop.hooks.stretch.stop()
 
     @property
     def is_partial(self) -> bool:

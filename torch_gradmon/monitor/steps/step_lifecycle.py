@@ -99,6 +99,7 @@ class StepLifecycle:
 
     def open(self, step: int, *, is_tentative: bool, hides_forward: bool, was_undecided: bool) -> None:
         """Begin ``step``."""
+        self.hooks.stop_rest()
         active = self.active = ActiveStep(step, self.state.clock.stride)
         modules = self.captures.modules
         active.mode = self.planning.mode_of(step)
@@ -122,6 +123,11 @@ class StepLifecycle:
     def open_idle(self, step: int) -> None:
         """Begin ``step``, which is idle and follows an idle one."""
         self.active = ActiveStep(step)
+        self.values.late.tags.begin(is_kept=False)
+
+    def close_idle(self) -> None:
+        """End it."""
+        self.values.late.tags.clear()
 
     def confirm(self) -> None:
         """The open step trains, although a call in evaluation mode opened it."""

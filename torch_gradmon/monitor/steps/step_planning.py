@@ -85,7 +85,12 @@ class StepPlanning:
             self.hooks.install()  # the first thing seen of the next step may be its backward pass
         if self.captures.modules.hooks.graphs.has_graphs:  # or its forward, in a compiled graph
             self.captures.modules.set_recording(self.would_measure(step))
-        elif may_rest and self.state.is_plain and (steps := self.cadence.idle_ahead(step)) > 0:
+        elif (
+            may_rest
+            and self.state.is_plain
+            and step - 1 == self.state.clock.step
+            and (steps := self.cadence.idle_ahead(step)) > 0
+        ):
             self.hooks.rest(steps)
 
     def replan(self, active: ActiveStep | None, drop_hooks: bool) -> None:

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ...core.errors import display
 from ...statistics.norm import NORM_COLUMNS, norm_of_rows
 from ...step.ranks import is_dtensor
 from .adaptive import AdaptiveClip, DeviceValue
@@ -63,10 +64,21 @@ def clip(
             raise ValueError(f"an adaptive clip goes by the exact norm of order 2, got {given}; leave it out")
         total = _clip_adaptively(measures, list(dict.fromkeys(parameters)), max_norm, error_if_nonfinite)
     else:
-        total = (_clip_exactly if exact else _clip_as_torch)(measures, parameters, float(max_norm), norm_type, error_if_nonfinite)
+        limit = _number(max_norm)
+        total = (_clip_exactly if exact else _clip_as_torch)(measures, parameters, limit, norm_type, error_if_nonfinite)
     measures.was_clipped(parameters)
     measures.measure_after_clip()
     return total
+
+
+def _number(max_norm: object) -> float:
+    try:
+        return float(max_norm)  # type: ignore[arg-type]  # a tensor with one element is one, too
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            f'max_norm is a number, "zclip", "adagc", a ZClip or an AdaGC, got {display(max_norm)}; parameters are given by name: '
+            "clip_grad_norm_(1.0, parameters=model.parameters())"
+        ) from None
 
 
 def _clip_as_torch(
