@@ -12,6 +12,9 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon.core.moments import ALL_COLUMNS, VIEWS, Column
+from torch_gradmon.statistics import cpp
+from torch_gradmon.statistics.eager import EagerStatistics
+from torch_gradmon.statistics.request import Backend
 
 from . import rivals
 from .rivals import LeftOut
@@ -25,27 +28,31 @@ _NORM = frozenset({Column.COUNT, Column.SQUARE_SUM})
 
 
 def _eager(columns: frozenset[Column]) -> Callable[[nn.Module, ExitStack], Run]:
-    return lambda model, _: _measuring("eager", "EagerStatistics", model, columns)
+    return lambda model, _: _measuring(EagerStatistics(), model, columns)
 
 
 def _fused(model: nn.Module, _: ExitStack) -> Run:
-    return _measuring("fused", "CppStatistics", model, ALL_COLUMNS)
+    try:
+        kernel = cpp.built() or cpp.compiled()
+    except RuntimeError as error:
+        raise LeftOut(str(error)) from error
+    return _measuring(cpp.CppStatistics(kernel), model, ALL_COLUMNS)
 
 
 def _triton(model: nn.Module, _: ExitStack) -> Run:
     if gradients(model)[0].device.type != "cuda":
         raise LeftOut("needs a GPU")
-    return _measuring("triton", "TritonStatistics", model, ALL_COLUMNS)
-
-
-def _measuring(module: str, kernel: str, model: nn.Module, columns: frozenset[Column]) -> Run:
-    """All rows on the host, as at a step's end. The kernel is reused between calls, as in a monitor."""
     try:
-        found = importlib.import_module(f"torch_gradmon.statistics.{module}")
+        backend = importlib.import_module("torch_gradmon.statistics.triton").TritonStatistics()
     except ImportError as error:
         raise LeftOut(f"cannot be imported: {error}") from error
-    measure, tensors = getattr(found, kernel)().measure, gradients(model)
-    return lambda: measure(tensors, columns).cpu()
+    return _measuring(backend, model, ALL_COLUMNS)
+
+
+def _measuring(backend: Backend, model: nn.Module, columns: frozenset[Column]) -> Run:
+    """All rows on the host, as at a step's end. The backend is reused between calls, as in a monitor."""
+    tensors = gradients(model)
+    return lambda: backend.measure(tensors, columns).cpu()
 
 
 def _monitor(model: nn.Module, stack: ExitStack) -> Run:

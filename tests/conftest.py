@@ -7,12 +7,14 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import hypothesis  # noqa: F401  trio's part of it looks for referrers of a generator, which a frozen one has not
 import pytest
 import torch
+
+from torch_gradmon.core import compat
 
 from .browser import browser
 
@@ -39,6 +41,29 @@ def pytest_collection_finish() -> None:
     importlib.import_module("torch._dynamo")  # which the first optimizer would import
     gc.collect()
     gc.freeze()
+
+
+#: What an older torch lacks, by the words in which a test meets it.
+_ABSENT = (
+    {}
+    if compat.TELLS_EXPORT
+    else {
+        "inside torch.compile they need torch 2.7": "no statistics in compiled graphs before torch 2.7",
+        "'Stream' object has no attribute 'record_event'": "FSDP2 of this torch does not run on a CPU",
+    }
+)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, object, object]:
+    """Skip what this torch does not have."""
+    try:
+        return (yield)
+    except Exception as error:
+        for words, reason in _ABSENT.items():
+            if words in str(error):
+                pytest.skip(reason)
+        raise
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from tests import oracle
 from torch_gradmon import GradmonWarning, ModuleMonitor
 from torch_gradmon.core.errors import NotMeasurable, WarningLog
 from torch_gradmon.core.moments import ALL_COLUMNS, VIEWS, Column, identity
-from torch_gradmon.statistics.cpp import CppStatistics, compiled
+from torch_gradmon.statistics import cpp, kernel_build
+from torch_gradmon.statistics.cpp import CppStatistics, Kernel, built, compiled, found
 from torch_gradmon.statistics.dispatch import Statistics
 from torch_gradmon.statistics.eager import SMALL, EagerStatistics
 from torch_gradmon.statistics.request import DEFAULT_EPS, Batch, Request
@@ -64,8 +65,8 @@ def test_threads_that_measure_at_once_do_not_mix_up_their_tensors() -> None:
     alone = [statistics.measure([x], ALL_COLUMNS) for x in tensors]
     with ThreadPoolExecutor(4) as pool:
         together = list(pool.map(lambda x: statistics.measure([x], ALL_COLUMNS), tensors))
-    for expected, found in zip(alone, together, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    for expected, now in zip(alone, together, strict=True):
+        torch.testing.assert_close(now, expected, rtol=1e-6, atol=0)
 
 
 def test_without_tensors_there_are_no_rows() -> None:
@@ -80,9 +81,32 @@ NARROW = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [1, 5, 15, 16, 17, 255, 256, 257, 5000, 65_535, 65_536, 65_537, 3_000_000]
 
 
+_CAPABILITY = torch.backends.cpu.get_cpu_capability()
+#: Compiled for this very processor; and as wheels have it, for all processors with what this one has.
+KERNELS = ["native", "AVX512", "AVX2"] if _CAPABILITY == "AVX512" else ["native", _CAPABILITY]
+
+
 @pytest.fixture(scope="module")
-def fused() -> CppStatistics:
-    return CppStatistics()
+def portable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Kernels as a wheel has them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_build, "DIRECTORY", tmp_path_factory.mktemp("wheel") / "kernels")
+        kernel_build.build()
+        yield
+
+
+def kernel(name: str) -> Kernel:
+    if name == "native":
+        return compiled()
+    path = kernel_build.built(name)
+    if path is None:
+        pytest.skip(f"wheels have no kernel for processors with {name}")
+    return cpp._loaded(str(path))
+
+
+@pytest.fixture(scope="module", params=KERNELS)
+def fused(request: pytest.FixtureRequest, portable: None) -> CppStatistics:
+    return CppStatistics(kernel(request.param))
 
 
 @needs_compiler
@@ -248,8 +272,8 @@ class TestCompiled:
             x = torch.randn(4_000_000)
             (x @ x, x.exp().sum())
             tiny, before = torch.full((64,), 1e-40), threads()
-            from torch_gradmon.statistics.cpp import CppStatistics
-            CppStatistics().measure([x] * 4)
+            from torch_gradmon.statistics.cpp import CppStatistics, compiled
+            CppStatistics(compiled()).measure([x] * 4)
             assert (tiny * 1.0).gt(0).all()
             assert threads() == before, (before, threads())
             assert "torch._inductor.codecache" not in sys.modules
@@ -281,6 +305,7 @@ def test_without_a_compiler_it_says_so_and_measures(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)
     compiled.cache_clear()
+    monkeypatch.setattr(cpp, "built", lambda: None)
     with pytest.warns(GradmonWarning, match=r"(?i)could not be compiled.*no C\+\+ compiler was found"):
         statistics = Statistics(WarningLog(), compiled=True)
     x = torch.randn(100_000)
@@ -288,24 +313,69 @@ def test_without_a_compiler_it_says_so_and_measures(monkeypatch: pytest.MonkeyPa
 
 
 @needs_compiler
-def test_a_compiler_without_openmp_or_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_build_of_the_kernel_gives_the_same_bits(portable: None) -> None:
+    tensors = [torch.randn(size).to(dtype) for size in SIZES for dtype in NARROW]
+    rows = [CppStatistics(kernel(name)).measure(tensors) for name in KERNELS]
+    assert all(torch.equal(row, rows[0]) for row in rows)
+
+
+@needs_compiler
+def test_the_kernel_that_came_with_the_package_is_used_without_asking(portable: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_build, "compiler", lambda: pytest.fail("nothing is to be compiled"))
+    found.cache_clear()
+    for asked, is_used in ((None, True), (True, True), (False, False)):
+        backend = Statistics(WarningLog(), compiled=asked)._of.get("cpu")
+        assert isinstance(backend, CppStatistics) == is_used
+    found.cache_clear()
+
+
+def test_a_kernel_of_another_source_or_system_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_build, "DIRECTORY", tmp_path)
+    place = kernel_build._path(_CAPABILITY if kernel_build._VARIANTS.get("x86_64", {}).get(_CAPABILITY) else "DEFAULT")
+    found.cache_clear()
+    assert built() is None
+    assert Statistics(WarningLog())._of["cpu"].__class__ is EagerStatistics
+    place.write_bytes(b"no library")
+    found.cache_clear()
+    assert built() is None
+    other = tmp_path / "kernel.cpp"
+    other.write_text("// of the next version")
+    monkeypatch.setattr(kernel_build, "SOURCE", other)
+    assert kernel_build._path("AVX2") != place
+    found.cache_clear()
+
+
+@needs_compiler
+def test_a_build_removes_kernels_of_other_versions_and_leaves_current_ones_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_build, "DIRECTORY", tmp_path)
+    (tmp_path / "0123456789ab-avx2.so").touch()
+    built_now = kernel_build.build()
+    assert sorted(tmp_path.iterdir()) == sorted(built_now)
+    times = [path.stat().st_mtime_ns for path in built_now]
+    assert [path.stat().st_mtime_ns for path in kernel_build.build()] == times
+
+
+@needs_compiler
+def test_a_compiler_that_does_not_know_the_processor_or_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     apple, broken = tmp_path / "apple", tmp_path / "broken"
-    apple.write_text('#!/bin/sh\ncase "$*" in *-fopenmp*) echo no openmp >&2; exit 1;; esac\nexec g++ "$@"\n')
+    apple.write_text('#!/bin/sh\ncase "$*" in *-march=native*) echo no such processor >&2; exit 1;; esac\nexec g++ "$@"\n')
     broken.write_text("#!/bin/sh\necho the words of the compiler >&2\nexit 1\n")
     for script in (apple, broken):
         script.chmod(0o755)
     monkeypatch.setenv("CXX", str(apple))
     compiled.cache_clear()
     x = torch.randn(1_000_000)
-    oracle.check(views(CppStatistics().measure([x])[0]), x)
+    oracle.check(views(CppStatistics(compiled()).measure([x])[0]), x)
     monkeypatch.setenv("CXX", f"{shutil.which('g++')} -D_GLIBCXX_ASSERTIONS")  # as hardened compilers have it
     compiled.cache_clear()
-    oracle.check(views(CppStatistics().measure([x])[0]), x)
+    oracle.check(views(CppStatistics(compiled()).measure([x])[0]), x)
     for name, words in ((str(broken), "the words of the compiler"), ("/nowhere/g++ -m64", r"\$CXX .*not found.*/nowhere/g\+\+")):
         monkeypatch.setenv("CXX", name)
         compiled.cache_clear()
         with pytest.raises(RuntimeError, match=words):
-            CppStatistics()
+            compiled()
     compiled.cache_clear()
 
 

@@ -19,7 +19,7 @@ FLAG = ""
 #: Every option of every command: what it takes (nothing for a flag), the commands that have it, and what it means in all of them.
 OPTIONS: dict[str, tuple[str, str, str]] = {
     "--to": ("FILE", "coordcheck demo diff export report", "where the command writes its file"),
-    "--json": (FLAG, "coordcheck diagnose diff summary", "JSON on stdout, for a program"),
+    "--json": (FLAG, "coordcheck diagnose diff doctor summary", "JSON on stdout, for a program"),
     "--first": ("STEP", "detail diff export", "number of the first step"),
     "--last": ("STEP", "diff export", "number of the last step"),
     "--step": ("STEP", "why", "number of a step"),
@@ -97,6 +97,7 @@ def test_every_argument_that_is_a_run_is_called_so() -> None:
         "diff": ["A", "B"],
         "coordcheck": ["MODULE:FUNCTION"],
         "demo": [],
+        "doctor": [],
     }
 
 

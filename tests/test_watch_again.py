@@ -96,7 +96,7 @@ ARGUMENTS: dict[str, tuple[Any, Any]] = {
     "on_spike": ("raise", "rise"),
     "history": (1, 0),
     "run_dir": ("run", 5),
-    "compile_statistics": (False, None),
+    "compile_statistics": (False, "yes"),
     "overhead_budget": (0.5, 2),
     "post_spike_steps": (0, -1),
     "flight_recorder": (2, -1),

@@ -47,7 +47,7 @@ class MonitorConfig:
     on_spike: str | Policy | Callable[[SpikeEvent], Any] | None = None
     history: int = 1000
     run_dir: str | os.PathLike[str] | None = None
-    compile_statistics: bool = False
+    compile_statistics: bool | None = None
     overhead_budget: float | None = None
     post_spike_steps: int = 3
     flight_recorder: int = 0
@@ -69,6 +69,8 @@ class MonitorConfig:
         check.positive_int("history", self.history)
         check.positive_int_or_zero("post_spike_steps", self.post_spike_steps)
         self._check_flight_recorder()
+        if self.compile_statistics is not None:
+            check.flag(compile_statistics=self.compile_statistics)
         if isinstance(self.update_sample, int):
             check.positive_int("update_sample", self.update_sample)
         else:

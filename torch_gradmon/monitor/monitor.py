@@ -107,8 +107,10 @@ class ModuleMonitor:
             step regardless of the cadence, from gradients and from values logged by then; the decision waits for the device.
         history: number of steps that :meth:`get_all_metrics` returns.
         run_dir: run directory that keeps every monitored step; None for none.
-        compile_statistics: compile a C++ kernel for the statistics of CPU tensors now. It needs g++ or clang++ and about a second,
-            once in a process, and cuts their time to a third or less. Without a compiler it warns and continues.
+        compile_statistics: how the statistics of CPU tensors are computed. None: by the C++ kernel that came with the package, if it
+            has one for this processor (``gradmon doctor`` tells), else by torch's operations, which take three times as long or more. True:
+            if it has none, compile one now, with g++ or clang++ in about a second, once in a process; without a compiler it warns and
+            continues. False: by torch's operations.
         overhead_budget: largest share of the training time that the monitor may spend on the host, such as 0.01. Above it, the
             monitor leaves out steps of the cadence (every 2nd, 4th, ... remains) and warns.
         post_spike_steps: monitor the next N steps after a spike, regardless of the cadence; 0 for none. Unless a module is compiled,
@@ -148,7 +150,7 @@ class ModuleMonitor:
         on_spike: str | Policy | Callable[[SpikeEvent], Any] | None = None,
         history: int = 1000,
         run_dir: str | os.PathLike[str] | None = None,
-        compile_statistics: bool = False,
+        compile_statistics: bool | None = None,
         overhead_budget: float | None = None,
         post_spike_steps: int = 3,
         flight_recorder: int = 0,

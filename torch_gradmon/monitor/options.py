@@ -32,7 +32,7 @@ class MonitorOptions(TypedDict, total=False):
     layers: str | re.Pattern[str] | None
     history: int
     run_dir: str | os.PathLike[str] | None
-    compile_statistics: bool
+    compile_statistics: bool | None
     overhead_budget: float | None
     post_spike_steps: int
     flight_recorder: int

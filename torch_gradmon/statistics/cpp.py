@@ -1,16 +1,12 @@
 """Measure CPU tensors with one call of a C++ kernel for all of them: one read of memory, all columns.
 
-Opt-in, since it needs a C++ compiler and about a second at start. The kernel shares only the tensors' memory with torch, so it needs
-neither torch's compiler nor its headers.
+The kernel comes built with the package, or is compiled on request, which takes a C++ compiler and about a second. It shares only the
+tensors' memory with torch, so it needs neither torch's compiler nor its headers, and one build serves all releases.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
-import shlex
-import shutil
-import subprocess
 import tempfile
 from array import array
 from collections.abc import Callable, Iterator
@@ -22,19 +18,16 @@ import torch
 from torch import Tensor
 
 from ..core.moments import ALL_COLUMNS, WIDTH, Column
+from . import kernel_build
 from .eager import EagerStatistics
 from .precise import row_needs_precise_pass
 from .request import Batch, Request
 from .tensor_access import is_plain, threshold
 
-_SOURCE = Path(__file__).with_name("cpp_kernel.cpp")
 #: The kernel's codes of dtypes.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-#: No -ffast-math: a library linked with it makes the whole process flush subnormal numbers to zero.
-_FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC")
-#: Tried in turn: Apple's compiler has no OpenMP, and some compilers do not know the processor.
-_EXTRA = (("-march=native", "-fopenmp"), ("-march=native",), ())
-_TIMEOUT_S = 60
+#: Some compilers do not know the processor.
+_OPTIONS = (("-march=native",), ())
 _Row = ctypes.c_double * WIDTH
 _Entry = ctypes.c_int64 * 5
 #: count, entries, scale or None, limit, threads, rows
@@ -44,13 +37,13 @@ Kernel = Callable[[int, object, object, float, int, object], None]
 class CppStatistics(EagerStatistics):
     """:class:`EagerStatistics`, with a compiled kernel for float32, bfloat16 and float16.
 
-    Raises:
-        RuntimeError: there is no compiler, or it fails; the message has its output.
+    Args:
+        kernel: of :func:`built` or :func:`compiled`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kernel: Kernel) -> None:
         super().__init__()
-        self._kernel = compiled()
+        self._kernel = kernel
         self._entry, self._one_row = _Entry(), _Row()
 
     def row_of(
@@ -122,33 +115,35 @@ def _scale(inverse_scale: Tensor | None) -> ctypes.Array[ctypes.c_float] | None:
     return None if inverse_scale is None else (ctypes.c_float * 1)(inverse_scale.item())
 
 
+def built() -> Kernel | None:
+    """The kernel that came with the package for this processor; None if there is none, or it cannot be loaded."""
+    return found()[0]
+
+
+@lru_cache(maxsize=1)
+def found() -> tuple[Kernel | None, str]:
+    """The same, with the kind of processor that it was built for, or why there is none."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    path = kernel_build.built(capability)
+    if path is None:
+        return None, f"this installation has no kernel for a processor with {capability}"
+    try:
+        return _loaded(str(path)), capability
+    except (OSError, AttributeError) as error:  # a system with an older C library, say
+        return None, f"the kernel of this installation cannot be loaded: {error}"
+
+
 @lru_cache(maxsize=1)
 def compiled() -> Kernel:
-    """The kernel, compiled once per process."""
-    compiler, output = _compiler(), ""
+    """The kernel, compiled for this processor once in a process.
+
+    Raises:
+        RuntimeError: there is no compiler, or it fails; the message has its output.
+    """
     with tempfile.TemporaryDirectory() as place:
-        for number, extra in enumerate(_EXTRA):
-            library = os.path.join(place, f"torch_gradmon_{number}.so")
-            command = [*compiler, *_FLAGS, *extra, "-o", library, str(_SOURCE)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-            try:
-                if done.returncode == 0:
-                    return _loaded(library)
-                output = output or done.stderr.strip()
-            except OSError as error:
-                output = output or str(error)
-    raise RuntimeError(f"{' '.join(compiler)} failed:\n{output[:2000]}")
-
-
-def _compiler() -> list[str]:
-    if wanted := shlex.split(os.environ.get("CXX", "")):
-        if shutil.which(wanted[0]) is None:
-            raise RuntimeError(f"the compiler that $CXX names was not found: {' '.join(wanted)}")
-        return wanted
-    found = next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
-    if found is None:
-        raise RuntimeError("no C++ compiler was found: neither g++, clang++ nor c++; $CXX may name one")
-    return [found]
+        library = Path(place) / "torch_gradmon.so"
+        kernel_build.compile_to(library, _OPTIONS)
+        return _loaded(str(library))
 
 
 def _loaded(library: str) -> Kernel:

@@ -1,4 +1,4 @@
-// Rows of statistics of tensors in CPU memory, each element read once. Compiled where it runs, by fused.py beside it.
+// Rows of statistics of tensors in CPU memory, each element read once. Built by kernel_build.py beside it.
 //
 // A tensor is cut into chunks by its own size alone, and the rows of its chunks are merged in order: whatever it is measured
 // together with, and by however many threads, its row is the same to the last bit. (Not contracted to fused multiply-adds, which
@@ -7,9 +7,12 @@
 // NaN and Inf are not looked for: whoever reads a row sees them by its sums, which they turn NaN or infinite.
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <system_error>
+#include <thread>
 #include <vector>
 
 // Subnormal numbers count as zero in threads that ask for it (torch.set_flush_denormal), and all threads have to agree.
@@ -37,10 +40,10 @@ typedef double Doubles __attribute__((vector_size(8 * LANES)));
 constexpr int64_t RUN = 16;
 // Elements: 256 kB of float32. Chunks are what threads share out.
 constexpr int64_t CHUNK = 1 << 16;
-// Below so many elements in all, waking other threads would cost more than they save.
-constexpr int64_t ALONE = 1 << 17;
+// Elements for which another thread pays: it starts within 20 us, and reads so many in 50 or more.
+constexpr int64_t PER_THREAD = 1 << 19;
 
-// The columns of a row, as torch_gradmon.statistics.moments.Column numbers them.
+// The columns of a row, as torch_gradmon.core.moments.Column numbers them.
 enum Column { COUNT, SUM, ABS_SUM, SQUARE_SUM, NEAR_ZERO, NONFINITE, MIN, MAX, COLUMNS };
 
 // --- elements as they are stored, LANES at a time, in float32 -------------------------------------------------------------------
@@ -222,19 +225,24 @@ extern "C" void torch_gradmon_rows(
     }
     const int64_t all = static_cast<int64_t>(chunks.size());
     std::vector<double> parts(all * COLUMNS);
-    if (threads == 1 || elements <= ALONE) {
-        for (int64_t i = 0; i < all; ++i) look_at_chunk(entries, chunks[i], scale, limit, &parts[i * COLUMNS]);
-    } else {
-        const unsigned mode = TORCH_GRADMON_MODE;
-#pragma omp parallel num_threads(threads)
-        {
-            const unsigned own = TORCH_GRADMON_MODE;
-            TORCH_GRADMON_SET_MODE(mode);
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t i = 0; i < all; ++i) look_at_chunk(entries, chunks[i], scale, limit, &parts[i * COLUMNS]);
-            TORCH_GRADMON_SET_MODE(own);
+    std::atomic<int64_t> next{0};
+    const auto work = [&] {
+        for (int64_t i; (i = next++) < all;) look_at_chunk(entries, chunks[i], scale, limit, &parts[i * COLUMNS]);
+    };
+    // Threads of their own live for this call only: no OpenMP, whose second runtime in a process may hang, and nothing that a fork loses.
+    const unsigned mode = TORCH_GRADMON_MODE;
+    std::vector<std::thread> others;
+    try {
+        for (int64_t useful = std::min<int64_t>(threads, elements / PER_THREAD); useful > 1; --useful) {
+            others.emplace_back([&] {
+                TORCH_GRADMON_SET_MODE(mode);
+                work();
+            });
         }
+    } catch (const std::system_error&) {  // the process may have no more: fewer will do
     }
+    work();
+    for (std::thread& other : others) other.join();
     for (int64_t i = 0; i < all; ++i) {
         const double* part = parts.data() + i * COLUMNS;
         double* row = rows + chunks[i].entry * COLUMNS;

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..core.errors import WarningLog
 from ..core.moments import Column, identity
+from . import cpp
 from .eager import EagerStatistics
 from .request import DEFAULT_EPS, Backend, Request
 
@@ -20,23 +21,23 @@ class Statistics:
     Args:
         complaints: gets one warning if a faster backend is unavailable.
         eps: an element counts as near zero when ``|x| <= eps``.
-        compiled: compile a kernel for large CPU tensors, now.
+        compiled: whether a kernel measures CPU tensors: None for the one that came with the package, if any; True to compile one now if
+            none came.
     """
 
-    def __init__(self, complaints: WarningLog, eps: float = DEFAULT_EPS, compiled: bool = False) -> None:
+    def __init__(self, complaints: WarningLog, eps: float = DEFAULT_EPS, compiled: bool | None = None) -> None:
         self.eps = eps
         self._complaints = complaints
         self._eager = EagerStatistics()
         self._of: dict[str, Backend] = {}
         self._lock = threading.Lock()  # forward hooks may fire on several threads, which share the scratch memory
-        if compiled:
-            self._of["cpu"] = self._cpp()
+        if compiled is not False:
+            self._of["cpu"] = self._cpp(may_compile=bool(compiled))
 
-    def _cpp(self) -> Backend:
+    def _cpp(self, may_compile: bool) -> Backend:
         try:
-            from .cpp import CppStatistics
-
-            return CppStatistics()
+            kernel = cpp.built() or (cpp.compiled() if may_compile else None)
+            return self._eager if kernel is None else cpp.CppStatistics(kernel)
         except Exception as error:
             self._complaints.add("compile", "the statistics could not be compiled, which makes them slower, not wrong", error)
             return self._eager

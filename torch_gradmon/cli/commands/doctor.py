@@ -1,0 +1,130 @@
+"""``gradmon doctor``: what this installation uses, and why."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+import webbrowser
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+import torch
+
+from ... import __version__
+from ...core.errors import WarningLog
+from ...core.fence import is_disabled
+from ...core.moments import ALL_COLUMNS, Column
+from ...statistics import cpp, kernel_build
+from ...statistics.dispatch import Statistics
+from .common import JSON, Command
+
+COMMAND = Command(
+    "doctor",
+    "what this installation uses: kernels, torch, devices, packages",
+    "Show what computes the statistics on each device and why, which optional packages there are, and whether the numbers are right.",
+    (
+        ("gradmon doctor", "why is it slow here, and what is missing?"),
+        ("gradmon doctor --json", "the same, for a program or for a bug report"),
+    ),
+    (JSON,),
+    "The exit code is 1 if statistics of random numbers differ from those in float64, or if monitors are off.",
+)
+#: Distributions by purpose, with the extra that installs them; None where each is installed by its own name.
+_PACKAGES: Sequence[tuple[str, str | None, Sequence[str]]] = (
+    ("trackers", None, ("wandb", "tensorboard", "trackio", "mlflow-skinny", "comet_ml", "swanlab")),
+    ("trainers", None, ("lightning", "transformers", "accelerate", "pytorch-ignite")),
+    ("reports", "report", ("plotly", "jinja2")),
+    ("plots", "plot", ("matplotlib",)),
+    ("tables", "export", ("pyarrow", "pandas")),
+    ("terminal", "cli", ("rich", "tqdm")),
+)
+_NUMBERS = 1_000_000
+#: Largest relative difference to float64 that passes, as the oracle of the tests has it.
+_TOLERANCE = 1e-6
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what there is."""
+    error = _error()
+    lines = [*_facts(), ("check", f"statistics of {_NUMBERS:,} numbers differ by {error:.1g} from those in float64")]
+    if options.json:
+        print(json.dumps({**dict(lines), "difference": error, "disabled": is_disabled()}, indent=2))
+    else:
+        width = max(len(name) for name, _ in lines)
+        print("\n".join(f"{name:<{width}}  {value}" for name, value in lines))
+    return int(error > _TOLERANCE or is_disabled())
+
+
+def _facts() -> Iterator[tuple[str, str]]:
+    state = ", off: GRADMON_DISABLE is set, so monitors do nothing" if is_disabled() else ""
+    yield "torch_gradmon", f"{__version__}{state}"
+    yield "Python", f"{platform.python_version()}, {platform.system()} {platform.machine()}"
+    yield "torch", f"{torch.__version__}, {torch.get_num_threads()} of {os.cpu_count()} cores"
+    yield "CPU", _on_cpu()
+    yield from _accelerators()
+    for purpose, extra, packages in _PACKAGES:
+        yield purpose, _installed(packages, extra)
+    yield "browser", _browser()
+
+
+def _on_cpu() -> str:
+    kernel, why = cpp.found()
+    if kernel is not None:
+        return f"the C++ kernel that came with the package, built for {why}"
+    try:
+        compiler = f"compile_statistics=True compiles it with {kernel_build.compiler()[0]}"
+    except RuntimeError as error:
+        compiler = str(error)
+    return f"torch's operations: {why}; {compiler}"
+
+
+def _accelerators() -> Iterator[tuple[str, str]]:
+    if torch.cuda.is_available():
+        triton = None if find_spec("triton") is None else version("triton")
+        kernel = "torch's operations: Triton is not installed" if triton is None else f"the kernel for Triton {triton}"
+        kernel = "torch's operations" if torch.version.hip is not None else kernel
+        for number in range(torch.cuda.device_count()):
+            yield f"cuda:{number}", f"{torch.cuda.get_device_name(number)}: {kernel}"
+    elif torch.backends.mps.is_available():
+        yield "mps", "torch's operations"
+    else:
+        yield "accelerator", "none that torch can use"
+
+
+def _installed(packages: Sequence[str], extra: str | None) -> str:
+    versions: dict[str, str | None] = {}
+    for package in packages:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = None
+    there = [f"{package} {found}" for package, found in versions.items() if found is not None]
+    absent = [package for package, found in versions.items() if found is None]
+    how = f': pip install "torch_gradmon[{extra}]"' if extra is not None else ""
+    return "; ".join([", ".join(there)] * bool(there) + [f"not installed: {', '.join(absent)}{how}"] * bool(absent))
+
+
+def _browser() -> str:
+    try:
+        found = webbrowser.get()
+    except webbrowser.Error:
+        return "none, so a report is opened by hand"
+    return str(getattr(found, "name", type(found).__name__))
+
+
+def _error() -> float:
+    """The largest relative difference of a sum to that in float64."""
+    numbers = torch.randn(_NUMBERS, generator=torch.Generator().manual_seed(time.time_ns() % 2**31))
+    row, exact = Statistics(WarningLog()).measure([numbers], ALL_COLUMNS)[0], numbers.double()
+    expected = {
+        Column.COUNT: float(_NUMBERS),
+        Column.ABS_SUM: float(exact.abs().sum()),
+        Column.SQUARE_SUM: float(exact.square().sum()),
+        Column.MIN: float(exact.min()),
+        Column.MAX: float(exact.max()),
+    }
+    return max(abs(float(row[column]) - value) / abs(value) for column, value in expected.items())
