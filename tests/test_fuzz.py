@@ -102,7 +102,8 @@ def test_a_thousand_random_programs(chunk: int) -> None:
 
 def test_the_programs_have_every_choice() -> None:
     had = {part for seed in SEEDS for part in drawing.choices(drawing.draw(seed))}
-    assert not drawing.all_choices() - had, "python -m tests.fuzz --spread 60 gives other seeds"
+    none = set() if hasattr(torch.optim, "Muon") else {("optimizer", "muon")}
+    assert not drawing.all_choices() - had - none, "python -m tests.fuzz --spread 60 gives other seeds"
 
 
 def test_a_seed_gives_one_program() -> None:

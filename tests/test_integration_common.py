@@ -203,6 +203,7 @@ def _schedulers() -> dict[str, Any]:
     }
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # which SequentialLR gives to itself in old releases
 @pytest.mark.parametrize("tensor_lr", [False, True])
 @pytest.mark.parametrize("kind", _schedulers())
 def test_a_trainer_that_steps_its_scheduler_come_what_may_ends_as_if_the_skipped_batch_had_not_come(
