@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
+from torch_gradmon.core import compat
 from torch_gradmon.integrations.common import AdapterMonitor, SchedulerRollback
 from torch_gradmon.spikes import MeanStd
 
@@ -209,6 +210,9 @@ def _schedulers() -> dict[str, Any]:
 def test_a_trainer_that_steps_its_scheduler_come_what_may_ends_as_if_the_skipped_batch_had_not_come(
     kind: str, tensor_lr: bool
 ) -> None:
+    if kind == "a sequence" and tensor_lr and not compat.TELLS_EXPORT:
+        pytest.skip("before torch 2.7 the base rates of its schedulers are the tensor that is the rate")
+
     def trained(spike_at: int | None) -> tuple[list[dict[str, Any]], dict[str, Any], list[torch.Tensor]]:
         model = oracle.model()
         lr = torch.tensor(0.1) if tensor_lr else 0.1
