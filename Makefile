@@ -20,7 +20,10 @@ transformers_extras := transformers,accelerate,wandb,tensorboard,trackio
 ignite_extras := ignite,tensorboard
 accelerate_extras := accelerate,tensorboard
 
-.PHONY: demo test announce test-all test-torch test-integrations lint bench bench-spikes bench-faults bench-widths bench-reports images docs gallery browser clean
+# tests of numbers and of unchanged training
+NUMBERS := tests/test_oracle.py tests/test_no_change.py tests/test_statistics.py
+
+.PHONY: demo test announce test-all test-torch test-eager test-compiled test-wheel test-integrations lint bench bench-spikes bench-faults bench-widths bench-reports images docs gallery browser clean
 
 demo: $(DEMO)/.ready
 	$(DEMO)/bin/gradmon demo
@@ -28,7 +31,7 @@ demo: $(DEMO)/.ready
 # first without optional packages, then the tests that need them, then the linters
 test: announce $(VENV)/.ready $(BARE)/.ready browser
 	$(BARE)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow and not gpu and not extra and not integration"
-	$(MAKE) docs
+	$(MAKE) test-eager test-wheel docs
 	$(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "extra and not slow and not gpu" $$(grep -l "mark\.extra" tests/test_*.py)
 	$(MAKE) --jobs $(WORKERS) --output-sync=target test-integrations
 	$(MAKE) lint
@@ -48,9 +51,22 @@ $(TRAINERS:%=test-%): test-%: .venv-%/.ready
 
 test-all: $(VENV)/.ready $(BARE)/.ready browser
 	$(BARE)/bin/python -m pytest -q -m "not gpu and not extra and not integration"
+	$(MAKE) test-eager test-compiled test-wheel
 	$(VENV)/bin/python -m pytest -q -m "not gpu"
 	$(MAKE) --jobs $(WORKERS) --output-sync=target test-integrations
 	$(MAKE) lint
+
+# the numbers, and that training stays the same, where something else than the built kernel computes statistics
+test-eager test-compiled: test-%: $(BARE)/.ready
+	$(BARE)/bin/python -m pytest -q -n $(WORKERS) -m "not slow and not gpu" --statistics $* $(NUMBERS)
+
+# a wheel, installed where no compiler is, uses its kernel
+test-wheel: $(BARE)/.ready
+	rm -rf dist build
+	$(BARE)/bin/pip wheel --quiet --no-deps --wheel-dir dist .
+	$(BARE)/bin/pip install --quiet --no-deps --target build/installed dist/*.whl
+	cd build/installed && PATH=/nowhere $(abspath $(BARE))/bin/python -c "from torch_gradmon.cli.main import main; main(['doctor'])" | tee doctor.txt
+	grep --quiet "came with the package" build/installed/doctor.txt
 
 # the tests without optional packages on another release of torch, in an environment of its own: make test-torch VERSION=2.6.0
 # Releases on PyPI come with CUDA, 5 GB and more each. numpy, which some of them import.

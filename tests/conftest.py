@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from torch_gradmon.core import compat
+from torch_gradmon.statistics import cpp
 
 from .browser import browser
 
@@ -25,6 +26,22 @@ if not torch.cuda.is_available():
 os.environ["COMET_DISABLE_AUTO_LOGGING"] = "1"
 
 _OPTIONAL = ("rich", "tqdm")
+
+
+#: What computes the statistics of CPU tensors where a test does not ask for anything: the built kernel, if there is one.
+_STATISTICS = {
+    "built": cpp.found,
+    "eager": lambda: (None, "the tests do without"),
+    "compiled": lambda: (cpp.compiled(), "this processor"),
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--statistics", choices=list(_STATISTICS), default="built", help="what measures CPU tensors by default")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    cpp.found = _STATISTICS[config.getoption("--statistics")]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

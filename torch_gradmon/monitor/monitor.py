@@ -108,7 +108,7 @@ class ModuleMonitor:
         history: number of steps that :meth:`get_all_metrics` returns.
         run_dir: run directory that keeps every monitored step; None for none.
         compile_statistics: how the statistics of CPU tensors are computed. None: by the C++ kernel that came with the package, if it
-            has one for this processor (``gradmon doctor`` tells), else by torch's operations, which take three times as long or more. True:
+            has one for this processor (see ``gradmon doctor``), else by torch's operations, which take three times as long or more. True:
             if it has none, compile one now, with g++ or clang++ in about a second, once in a process; without a compiler it warns and
             continues. False: by torch's operations.
         overhead_budget: largest share of the training time that the monitor may spend on the host, such as 0.01. Above it, the

@@ -129,7 +129,7 @@ def found() -> tuple[Kernel | None, str]:
         return None, f"this installation has no kernel for a processor with {capability}"
     try:
         return _loaded(str(path)), capability
-    except (OSError, AttributeError) as error:  # a system with an older C library, say
+    except (OSError, AttributeError) as error:  # such as on a system with an older C library
         return None, f"the kernel of this installation cannot be loaded: {error}"
 
 

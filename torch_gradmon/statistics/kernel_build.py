@@ -24,7 +24,7 @@ _X86: Mapping[str, Sequence[str]] = {
     "AVX512": ("-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
     "AVX2": ("-mavx2", "-mfma", "-mf16c"),
 }
-#: By machine and by what ``torch.backends.cpu.get_cpu_capability()`` says of its processor: the compiler's options. Every ARM processor
+#: By machine and by what ``torch.backends.cpu.get_cpu_capability()`` returns there: the compiler's options. Every ARM processor
 #: of 64 bits has NEON. A processor without AVX2 has no kernel.
 _VARIANTS: Mapping[str, Mapping[str, Sequence[str]]] = {"x86_64": _X86, "AMD64": _X86, "aarch64": {_ANY: ()}, "arm64": {_ANY: ()}}
 _TIMEOUT_S = 120
