@@ -232,7 +232,7 @@ def _commands(page: str) -> list[tuple[int, list[str]]]:
 
 def test_the_make_targets_that_pages_name_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    targets = set(re.findall(r"^([a-z][a-z-]*):", makefile, re.M))
+    targets = {name for names in re.findall(r"^([a-z][a-z -]*):", makefile, re.M) for name in names.split()}
     named = {
         word
         for page in PAGES
