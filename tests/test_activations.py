@@ -993,6 +993,25 @@ def test_the_full_preset_keeps_activations_off_the_dashboard_but_for_those_asked
             assert run.series(f"activation/{name}/{metric}")[0] == pytest.approx(truth[metric], rel=1e-6, abs=1e-12)
 
 
+@pytest.mark.parametrize("rows", [6, 20_000])
+def test_a_metric_of_single_calls_takes_nothing_from_the_run_directory(rows: int, tmp_path: Path) -> None:
+    """``rows``: of inputs that are measured together, and each for itself."""
+    model = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 16))
+    optimizer = SGD(model.parameters(), lr=0.0)
+    monitor = gradmon.watch(model, optimizer, preset="full", run_dir=tmp_path)
+    monitor.add_activation_metric("std", metric_regex="^0$")
+    monitor.add_activation_metric("rms", metric_regex="^2$", of=("input", "output_gradient"))
+    monitor.add_activation_metric("mean", metric_regex="^2$", split_calls=True)
+    x = torch.randn(rows, 10)
+    model(x).square().mean().backward()
+    optimizer.step()
+    monitor.detach()
+    truth = oracle.values(torch.tanh(model[0](x).detach()).double())
+    run = gradmon.load_run(tmp_path)
+    for metric in ("norm", "std", "max", "sparsity"):
+        assert run.series(f"activation/1/{metric}")[0] == pytest.approx(truth[metric], rel=1e-6, abs=1e-12)
+
+
 # --- names -------------------------------------------------------------------------------------------------------------------------
 
 NEW_KEYS = [

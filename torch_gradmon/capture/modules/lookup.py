@@ -23,7 +23,7 @@ class RequestedMetrics:
     """The metrics requested of one module and source.
 
     Attributes:
-        columns: the statistics that the views need.
+        columns: the statistics that the views of the source need, of any module: a record has one set of columns for each source.
         views: built-ins that are views of them.
         functions: metrics with a function.
         dead: the share of dead units is requested.
@@ -59,11 +59,15 @@ class MetricLookup:
         self.traced: dict[tuple[str, str], frozenset[Column]] = {}
         self._metrics: tuple[Metric, ...] = ()
         self._asked: dict[tuple[str, str], tuple[RequestedMetrics, ...]] = {}
+        self._columns: dict[str, frozenset[Column]] = {}
 
     def begin(self, metrics: tuple[Metric, ...], modules: Mapping[str, weakref.ref[nn.Module]]) -> None:
         """Start a step with the metrics due in it; ``modules`` by name."""
         if metrics != self._metrics or modules is not self.modules:
-            self._metrics, self.modules, self._asked = metrics, modules, {}
+            self._metrics, self.modules, self._asked, self._columns = metrics, modules, {}, {}
+            for metric in metrics:
+                if metric.function is None:
+                    self._columns[metric.source] = self._columns.get(metric.source, frozenset()) | metric.columns
 
     def requested(self, source: str, name: str) -> tuple[RequestedMetrics, ...]:
         """What is requested of a source of a module: for all its calls together, and for each call."""
@@ -73,7 +77,8 @@ class MetricLookup:
             reference = self.modules.get(name)
             module = None if reference is None else reference()
             halves = [(split, [m for m in metrics if m.split_calls == split]) for split in (False, True)]
-            found = tuple(_asked(some, module, split) for split, some in halves if some)
+            columns = self._columns.get(source, frozenset())
+            found = tuple(_asked(some, module, split, columns) for split, some in halves if some)
             self._asked[source, name] = found
         return found
 
@@ -121,7 +126,7 @@ def _evaluated(source: str, table: StatsTable, places: Mapping[str, Sequence[int
                 yield Key(source, table.names[place], metric), value
 
 
-def _asked(metrics: Iterable[Metric], module: nn.Module | None, split: bool) -> RequestedMetrics:
+def _asked(metrics: Iterable[Metric], module: nn.Module | None, split: bool, columns: frozenset[Column]) -> RequestedMetrics:
     views: list[Metric] = []
     functions: list[Metric] = []
     reasons: dict[str, str] = {}
@@ -140,5 +145,4 @@ def _asked(metrics: Iterable[Metric], module: nn.Module | None, split: bool) -> 
                 functions.append(replace(metric, function=bound))
         else:
             functions.append(metric)
-    columns = frozenset().union(*(metric.columns for metric in views)) if views else frozenset()
-    return RequestedMetrics(columns, tuple(views), tuple(functions), dead, split, reasons)
+    return RequestedMetrics(columns if views else frozenset(), tuple(views), tuple(functions), dead, split, reasons)
