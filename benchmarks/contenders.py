@@ -33,7 +33,7 @@ def _eager(columns: frozenset[Column]) -> Callable[[nn.Module, ExitStack], Run]:
 
 def _fused(model: nn.Module, _: ExitStack) -> Run:
     try:
-        kernel = cpp.built() or cpp.compiled()
+        kernel = cpp.found()[0] or cpp.compiled()
     except RuntimeError as error:
         raise LeftOut(str(error)) from error
     return _measuring(cpp.CppStatistics(kernel), model, ALL_COLUMNS)

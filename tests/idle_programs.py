@@ -311,11 +311,10 @@ class Loop:
         self.optimizer = self._optimizer()
 
     def clip(self, by_monitor: bool) -> None:
-        clip = nn.utils.clip_grad_norm_
         if by_monitor and self.monitor is not None:
             self.monitor.clip_grad_norm_(1.0)
         else:
-            clip(self.model.parameters(), 1.0)
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
 
     # --- the monitor -----------------------------------------------------------------------------------------------------------
 

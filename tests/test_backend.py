@@ -21,7 +21,7 @@ from torch_gradmon import GradmonWarning, ModuleMonitor
 from torch_gradmon.core.errors import NotMeasurable, WarningLog
 from torch_gradmon.core.moments import ALL_COLUMNS, VIEWS, Column, identity
 from torch_gradmon.statistics import cpp, kernel_build
-from torch_gradmon.statistics.cpp import CppStatistics, Kernel, built, compiled, found
+from torch_gradmon.statistics.cpp import CppStatistics, Kernel, compiled, found
 from torch_gradmon.statistics.dispatch import Statistics
 from torch_gradmon.statistics.eager import SMALL, EagerStatistics
 from torch_gradmon.statistics.request import DEFAULT_EPS, Batch, Request
@@ -305,7 +305,7 @@ def test_without_a_compiler_it_says_so_and_measures(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)
     compiled.cache_clear()
-    monkeypatch.setattr(cpp, "built", lambda: None)
+    monkeypatch.setattr(cpp, "found", lambda: (None, "none"))
     with pytest.warns(GradmonWarning, match=r"(?i)could not be compiled.*no C\+\+ compiler was found"):
         statistics = Statistics(WarningLog(), compiled=True)
     x = torch.randn(100_000)
@@ -333,11 +333,11 @@ def test_a_kernel_of_another_source_or_system_is_not_used(tmp_path: Path, monkey
     monkeypatch.setattr(kernel_build, "DIRECTORY", tmp_path)
     place = kernel_build._path(_CAPABILITY if kernel_build._VARIANTS.get("x86_64", {}).get(_CAPABILITY) else "DEFAULT")
     found.cache_clear()
-    assert built() is None
+    assert found()[0] is None
     assert Statistics(WarningLog())._of["cpu"].__class__ is EagerStatistics
     place.write_bytes(b"no library")
     found.cache_clear()
-    assert built() is None
+    assert found()[0] is None
     other = tmp_path / "kernel.cpp"
     other.write_text("// of the next version")
     monkeypatch.setattr(kernel_build, "SOURCE", other)

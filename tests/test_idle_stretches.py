@@ -441,7 +441,7 @@ def test_a_plugin_whose_answer_fails_warns_and_sees_all_steps(counted: list[int]
 
 
 class Fragile(torch.optim.SGD):
-    """Fails when it is told to."""
+    """Its step raises where ``fails`` is set."""
 
     fails = False
 
@@ -512,7 +512,7 @@ def test_an_evaluation_with_gradients_in_a_step_is_no_step(counted: list[int]) -
         assert loop.monitor.step == number
 
 
-def test_an_optimizer_that_is_replaced_is_told_in_the_next_forward(counted: list[int]) -> None:
+def test_an_optimizer_that_is_replaced_is_reported_in_the_next_forward(counted: list[int]) -> None:
     loop = Loop(every=1000).go(24)
     assert counted[-1] == 23
     with pytest.warns(gradmon.GradmonWarning, match="the attached optimizers are gone"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 
 import torch
@@ -25,6 +26,9 @@ def one_rank() -> Iterator[None]:
     try:
         yield
     finally:
+        # DDP's reducer is freed with Python's lock held: were it the last owner of the group, the group's thread, which may be waiting for
+        # that lock, could never be joined
+        gc.collect()
         dist.destroy_process_group()
 
 

@@ -162,11 +162,10 @@ class FollowedLoop(LoopDriver):
         self.machine.optimizers.wrapper_ended(id(optimizer))
 
     def step_began(self, optimizer: Optimizer, has_closure: bool, within: bool) -> bool:
-        hooks = self.hooks
-        hooks.stretch.catch_up()
+        self.hooks.stretch.catch_up()
         if within:
-            hooks.backward.optimizer_steps(optimizer)
-        hooks.scaler.step_began(optimizer, takes_values=not self.machine.state.is_open or self._lifecycle.has_values)
+            self.hooks.backward.optimizer_steps(optimizer)
+        self.hooks.scaler.step_began(optimizer, takes_values=not self.machine.state.is_open or self._lifecycle.has_values)
         self._lifecycle.plugins.call("on_optimizer_step", optimizer, has_closure)
         return self.machine.optimizers.step_began(id(optimizer), has_closure, within)
 

@@ -38,7 +38,7 @@ class CppStatistics(EagerStatistics):
     """:class:`EagerStatistics`, with a compiled kernel for float32, bfloat16 and float16.
 
     Args:
-        kernel: of :func:`built` or :func:`compiled`.
+        kernel: of :func:`found` or :func:`compiled`.
     """
 
     def __init__(self, kernel: Kernel) -> None:
@@ -115,14 +115,9 @@ def _scale(inverse_scale: Tensor | None) -> ctypes.Array[ctypes.c_float] | None:
     return None if inverse_scale is None else (ctypes.c_float * 1)(inverse_scale.item())
 
 
-def built() -> Kernel | None:
-    """The kernel that came with the package for this processor; None if there is none, or it cannot be loaded."""
-    return found()[0]
-
-
 @lru_cache(maxsize=1)
 def found() -> tuple[Kernel | None, str]:
-    """The same, with the kind of processor that it was built for, or why there is none."""
+    """The kernel that came with the package, with the kind of processor that it was built for; or None, with the reason."""
     capability = torch.backends.cpu.get_cpu_capability()
     path = kernel_build.built(capability)
     if path is None:

@@ -36,7 +36,7 @@ class Statistics:
 
     def _cpp(self, may_compile: bool) -> Backend:
         try:
-            kernel = cpp.built() or (cpp.compiled() if may_compile else None)
+            kernel = cpp.found()[0] or (cpp.compiled() if may_compile else None)
             return self._eager if kernel is None else cpp.CppStatistics(kernel)
         except Exception as error:
             self._complaints.add("compile", "the statistics could not be compiled, which makes them slower, not wrong", error)

@@ -25,8 +25,8 @@ _X86: Mapping[str, Sequence[str]] = {
     "AVX2": ("-mavx2", "-mfma", "-mf16c"),
 }
 #: By machine and by what ``torch.backends.cpu.get_cpu_capability()`` returns there: the compiler's options. Every ARM processor
-#: of 64 bits has NEON. A processor without AVX2 has no kernel, nor has
-#: Windows: its compiler has no such vectors, and GCC aligns them wrongly on its stack.
+#: of 64 bits has NEON. A processor without AVX2 has no kernel, nor has Windows: its compiler has no such vectors, and GCC aligns
+#: them wrongly on its stack.
 _VARIANTS: Mapping[str, Mapping[str, Sequence[str]]] = {"x86_64": _X86, "aarch64": {_ANY: ()}, "arm64": {_ANY: ()}}
 _TIMEOUT_S = 120
 

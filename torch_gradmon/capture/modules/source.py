@@ -49,8 +49,7 @@ class ModuleSource:
     """
 
     def __init__(self, measurer: Measurer, fence: Fence) -> None:
-        self._measurer = measurer
-        self._passes = PassTracker()
+        self._measurer, self._passes = measurer, PassTracker()
         self.values = ModuleValues(measurer)
         self._scope = ForwardScope(measurer, fence, self._passes, self.values)
         self._calls, self.reference, self.attention = self._scope.calls, self._scope.reference, self._scope.attention

@@ -58,9 +58,8 @@ class IdleStretch:
     def __init__(self, state: StepState, steps: IdleSteps, plugins: IdleWatchers, fence: Fence) -> None:
         self._state, self._steps, self._plugins, self._fence = state, steps, plugins, fence
         self.left = self._missed = self._forwards = self._thread = 0
-        self._followed = self._most = (
-            0  # calls of the model since the last followed step of an optimizer, and the most between two
-        )
+        # calls of the model since the last followed step of an optimizer, and the most between two
+        self._followed = self._most = 0
         self._due = 0.0
 
     def begin(self, steps: int) -> None:
@@ -106,8 +105,8 @@ class IdleStretch:
         if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None:
             return True  # a transform, or a trace
         began, state = time.perf_counter(), self._state
-        is_odd = not module.training or threading.get_ident() != self._thread
-        is_odd |= self._forwards >= self._most  # perhaps another optimizer steps now
+        is_usual = self._forwards < self._most  # else another optimizer may step now
+        is_odd = not is_usual or not module.training or threading.get_ident() != self._thread
         if is_odd or state.progress.begun or self._plugins.watch_idle_steps:
             self.stop()
             return False

@@ -36,7 +36,7 @@ class Queries:
         )
         if clock.step is not None and step <= clock.step:
             is_open = self._runtime.state.is_open and step == clock.step and active is not None and active.is_monitored
-            is_known = self._runtime.lifecycle.is_pending(step) or step in self._runtime.pipeline.history
+            is_known = self._runtime.lifecycle.queue.newest(step) is not None or step in self._runtime.pipeline.history
             return is_open or is_known or cadence.foretells(step, None)
         ahead = step - clock.next_step if clock.step is None else (step - clock.step - 1) // clock.stride
         return cadence.foretells(step, ahead)

@@ -71,11 +71,6 @@ class HookSchedule:
         if self.loop is not None and self.is_bare and not self._modules.hooks.on_root and self.loop.hooks.are_plain:
             self.loop.hooks.stretch.begin(steps)
 
-    def stop_rest(self) -> None:
-        """Follow the loop again, from the open step on."""
-        if self.loop is not None:
-            self.loop.hooks.stretch.stop()
-
     @property
     def is_partial(self) -> bool:
         """Whether hooks that a monitored step needs may be missing."""

@@ -49,18 +49,13 @@ class StepLifecycle:
     @property
     def was_monitored(self) -> bool:
         """Whether the last step has values, complete or on their way."""
-        return self.queue.pipeline.last is not None or self.is_pending(self.state.clock.ended)
-
-    def is_pending(self, step: int | None) -> bool:
-        """Whether ``step`` is the last one that was monitored, and its values are on their way."""
-        return self.queue.newest(step) is not None
+        return self.queue.pipeline.last is not None or self.queue.newest(self.state.clock.ended) is not None
 
     # --- facts of the open step ----------------------------------------------------------------------------------------------
 
     def note(self, name: str, value: Any) -> None:
         """Add a fact, a number or a 0-d tensor, to the context of the open step's record."""
-        buffer = None if self.active is None else self.active.buffer
-        if buffer is not None:
+        if self.active is not None and (buffer := self.active.buffer) is not None:
             if isinstance(value, Tensor) and value.numel() == 1:
                 buffer.noted[name] = value.detach().clone()
             elif isinstance(value, (int, float)):
@@ -99,7 +94,7 @@ class StepLifecycle:
 
     def open(self, step: int, *, is_tentative: bool, hides_forward: bool, was_undecided: bool) -> None:
         """Begin ``step``."""
-        self.hooks.stop_rest()
+        self.hooks.wake()
         active = self.active = ActiveStep(step, self.state.clock.stride)
         modules = self.captures.modules
         active.mode = self.planning.mode_of(step)
@@ -151,9 +146,8 @@ class StepLifecycle:
             SpikeError: a plugin stops the run.
         """
         active, loop = self.active, self.hooks.loop
-        if active is None or active.buffer is None or loop is None or self.captures.modules.paused:
-            return False
-        if not self.plugins.has("before_optimizer_step"):
+        is_measured = active is not None and active.buffer is not None and not self.captures.modules.paused
+        if active is None or loop is None or not is_measured or not self.plugins.has("before_optimizer_step"):
             return False
         context = loop.decisions.context_of(optimizer, done, overflowed, is_overflowed)
         try:
