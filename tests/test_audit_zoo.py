@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
+import weakref
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import torch_gradmon as gradmon
 from benchmarks.faults import FAULTS, HEALTHY, Training
@@ -125,3 +128,26 @@ def test_healthy_loops_have_no_mistake(training: Training) -> None:
 @pytest.mark.parametrize("training", _names([t for t in FAULTS if t.rule not in MISTAKES]))
 def test_a_fault_of_another_kind_is_no_mistake_of_the_loop(training: Training) -> None:
     _silent(training, math.inf)
+
+
+@pytest.mark.parametrize("steps", [2, math.inf])
+def test_models_under_ddp_are_freed_before_their_process_group(steps: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive = []
+    destroy = torch.distributed.destroy_process_group
+
+    def destroyed() -> None:
+        alive.append([model for model in models if model() is not None])
+        destroy()
+
+    models: list[weakref.ref[nn.Module]] = []
+    original = nn.parallel.DistributedDataParallel.__init__
+
+    def made(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        models.append(weakref.ref(self))
+        original(self, *args, **kwargs)
+
+    monkeypatch.setattr(nn.parallel.DistributedDataParallel, "__init__", made)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", destroyed)
+    _seen(QUICK["sync-every-micro-batch"], healed=False, steps=steps)
+    assert len(models) == 1
+    assert alive == [[]]

@@ -9,6 +9,7 @@ import pickletools
 import sys
 import zipfile
 from collections import OrderedDict
+from contextlib import nullcontext
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 import torch_gradmon as gradmon
+from benchmarks.faults.ranks import one_rank
 from torch_gradmon import ModuleMonitor, MonitorMixin
 
 
@@ -236,7 +238,7 @@ def test_a_watched_model_can_be_scripted(preset: str) -> None:
 
 
 @pytest.mark.parametrize("wrap", ["compile", "ddp"])
-def test_a_wrapped_model_is_saved_as_the_bare_one(wrap: str, tmp_path: Any) -> None:
+def test_a_wrapped_model_is_saved_as_the_bare_one(wrap: str) -> None:
     def build(watched: bool) -> Any:
         model = Net()
         if wrap == "compile":
@@ -251,13 +253,8 @@ def test_a_wrapped_model_is_saved_as_the_bare_one(wrap: str, tmp_path: Any) -> N
             optimizer.step()
         return wrapped
 
-    if wrap == "ddp":
-        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
+    with one_rank() if wrap == "ddp" else nullcontext():
         assert globals_in(pickled(build(watched=True))) == globals_in(pickled(build(watched=False)))
-    finally:
-        if wrap == "ddp":
-            torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import traceback
 from collections.abc import Iterator
 
 import torch
@@ -25,9 +26,12 @@ def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)
+        raise
     finally:
-        # DDP's reducer is freed with Python's lock held: were it the last owner of the group, the group's thread, which may be waiting for
-        # that lock, could never be joined
+        # Models go first: DDP's reducer is freed with Python's lock held, and if it is the last owner of the group, it waits for the
+        # group's thread, which may be waiting for that lock.
         gc.collect()
         dist.destroy_process_group()
 
