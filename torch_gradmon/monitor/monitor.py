@@ -6,12 +6,11 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ..analysis.diagnosis import Diagnosis
 from ..core import keys as n
 from ..core import validation as check
 from ..core.keys import Key
@@ -40,6 +39,9 @@ from .services.outputs_service import OutputsService
 from .services.queries import Queries
 from .services.state_service import StateService
 from .services.values_service import ValuesService
+
+if TYPE_CHECKING:
+    from ..analysis.diagnosis import Diagnosis
 
 
 def _adder(source: str, documentation: str) -> Callable[..., None]:

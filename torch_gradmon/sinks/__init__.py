@@ -1,10 +1,28 @@
 """Where records go."""
 
-from .filtered_sink import FilteredSink
-from .jsonl import JsonlSink
-from .mlflow import MlflowSink
-from .tensorboard import TensorBoardSink
-from .trackio import TrackioSink
-from .wandb import WandbSink
+from typing import TYPE_CHECKING
+
+from ..core.lazy_import import importing
+
+if TYPE_CHECKING:
+    from .filtered_sink import FilteredSink
+    from .jsonl import JsonlSink
+    from .mlflow import MlflowSink
+    from .tensorboard import TensorBoardSink
+    from .trackio import TrackioSink
+    from .wandb import WandbSink
 
 __all__ = ["FilteredSink", "JsonlSink", "MlflowSink", "TensorBoardSink", "TrackioSink", "WandbSink"]
+
+#: The modules of these names.
+_HOMES = {
+    "FilteredSink": "filtered_sink",
+    "JsonlSink": "jsonl",
+    "MlflowSink": "mlflow",
+    "TensorBoardSink": "tensorboard",
+    "TrackioSink": "trackio",
+    "WandbSink": "wandb",
+}
+
+if not TYPE_CHECKING:
+    __getattr__ = importing(__name__, _HOMES)

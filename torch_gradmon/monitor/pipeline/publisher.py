@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from ...core.errors import GradmonWarning, WarningLog
 from ...core.keys import Key
 from ...core.process import HomeProcess
 from ...core.records import StepRecord
-from ...sinks.filtered_sink import FilteredSink
+
+if TYPE_CHECKING:
+    from ...sinks.filtered_sink import FilteredSink
 
 
 class Publisher:

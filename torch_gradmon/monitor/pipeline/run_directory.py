@@ -8,13 +8,15 @@ import secrets
 import sqlite3
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...core.errors import WarningLog
 from ...core.process import HomeProcess
 from ...core.records import StepRecord
-from ...runs.writer import RunWriter, Superseded
 from ...sinks.delivery import PATIENCE
+
+if TYPE_CHECKING:
+    from ...runs.writer import RunWriter
 
 _REPLACED = (
     "the run directory {} has a run with steps up to {}, and this one, which begins with step {}, takes its place; to keep both give "
@@ -96,6 +98,8 @@ class RunDirectory:
         if self._failures >= PATIENCE:
             self._complaints.counts["store"] += 1
             return
+        from ...runs.writer import Superseded
+
         try:
             writer = self._opened(self._path)
             self._claim(writer)
@@ -123,6 +127,8 @@ class RunDirectory:
             self._has_claimed = True
 
     def _opened(self, path: str | os.PathLike[str]) -> RunWriter:
+        from ...runs.writer import RunWriter
+
         if self._writer is None:
             self._writer = RunWriter(path, self._meta, self._name)
             self.keep_alive.append(self._writer)

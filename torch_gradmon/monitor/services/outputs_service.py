@@ -9,9 +9,6 @@ from functools import partial
 from typing import Any
 
 from ...core.errors import display
-from ...sinks.adapters import adapted, logged_anyhow
-from ...sinks.filtered_sink import FilteredSink
-from ...sinks.wandb import WandbSink
 from ...spikes.detector import SpikeDetector
 from ..runtime import Runtime, at_exit
 from .queries import Queries
@@ -27,6 +24,10 @@ class OutputsService:
         self, sink: Any, keys: str | re.Pattern[str] | None, every: int, deferred: bool, thread: bool, on_all_ranks: bool
     ) -> None:
         """Send the values of each step to ``sink``."""
+        from ...sinks.adapters import adapted, logged_anyhow
+        from ...sinks.filtered_sink import FilteredSink
+        from ...sinks.wandb import WandbSink
+
         pipeline, complaints = self.runtime.pipeline, self.runtime.fence.complaints
         for each in adapted(sink):
             if thread and isinstance(each, WandbSink):

@@ -5,14 +5,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ...analysis.diagnosis import Diagnosis
-from ...analysis.diagnosis.diagnose import diagnose_history
-from ...analysis.diagnosis.history import History
-from ...analysis.spike_report.text import explain
 from ...core import keys as n
 from ...core import validation as check
 from ...core.errors import display
@@ -23,6 +19,9 @@ from ...step.layer_values import top_shares
 from ...step.registry import checked_aggregation
 from ..runtime import Runtime
 from .queries import Queries
+
+if TYPE_CHECKING:
+    from ...analysis.diagnosis import Diagnosis
 
 _DISABLED = {"everything": "GRADMON_DISABLE is set in the environment: nothing is measured"}
 
@@ -107,6 +106,10 @@ class ValuesService:
 
     def diagnose(self) -> Diagnosis:
         """The findings about the training so far."""
+        from ...analysis.diagnosis import Diagnosis
+        from ...analysis.diagnosis.diagnose import diagnose_history
+        from ...analysis.diagnosis.history import History
+
         Queries(self.runtime).settle_now()
         if self.runtime.fence.inert:
             return Diagnosis((), None, _DISABLED)
@@ -137,6 +140,8 @@ class ValuesService:
 
     def why(self, step: int | None) -> str:
         """The text about a step, by default about the largest spike."""
+        from ...analysis.spike_report.text import explain
+
         if step is not None:
             check.step_number("step", step)
         elif not self.runtime.pipeline.detection.detector_set.detectors:
