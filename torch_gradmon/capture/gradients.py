@@ -109,8 +109,8 @@ class GradientCapture:
             self._buffer.thawed.update(self._plans[GRADIENT].names[p] for p in thawed)
         for position in positions:
             parameter = self._parameters[position]()
-            if parameter is not None and parameter.grad is not None:
-                found[position] = parameter.grad
+            if parameter is not None and (gradient := parameter.grad) is not None:
+                found[position] = gradient
         return found
 
     def before_clip(self, positions: Sequence[int], inverse_scale: Tensor | None, held_for: Hashable | None = None) -> None:
@@ -165,9 +165,9 @@ class GradientCapture:
         self._buffer.clear(GRADIENT, names)
         self._buffer.used.update(names)
         gradients = self._gradients(positions)
-        if any(p in self._seen and p not in gradients for p in positions):
+        if self._seen and any(p in self._seen and p not in gradients for p in positions):
             self._buffer.noted["edited"] = True
-        elif gradients and all(p in self._seen for p in gradients):
+        elif gradients and self._seen.keys() >= gradients.keys():
             self._note_edits(gradients)
         if narrow := {gradient.dtype for gradient in gradients.values()} & _NARROW:
             self._buffer.noted["rounding"] = max(torch.finfo(dtype).eps / 2 for dtype in narrow)

@@ -146,13 +146,15 @@ def format_key(key: Key, style: str = "seed", prefix: str = "") -> str:
 def key_formatter(style: str, prefix: str) -> Callable[[Mapping[Key, float]], dict[str, float]]:
     """A function that gives values their flat keys, and builds each key once."""
     known: dict[Key, str] = {}
+    last: list[Key] = []
+    texts: list[str] = []
 
     def formatted(values: Mapping[Key, float]) -> dict[str, float]:
-        try:
-            return {known[key]: value for key, value in values.items()}
-        except KeyError:  # in the first steps only
-            known.update((key, format_key(key, style, prefix)) for key in values.keys() - known.keys())
-            return {known[key]: value for key, value in values.items()}
+        nonlocal last, texts
+        if (now := list(values)) != last:  # most steps have the keys of the last one
+            known.update((key, format_key(key, style, prefix)) for key in now if key not in known)
+            last, texts = now, [known[key] for key in now]
+        return dict(zip(texts, values.values(), strict=True))
 
     return formatted
 

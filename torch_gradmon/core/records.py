@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from torch import Tensor
@@ -77,8 +78,8 @@ class StepRecord:
         tables: statistics by source.
         context: learning rates, loss scale, tags: in every record, on no dashboard.
         events: the spikes.
-        derived: keys whose values follow from the tables.
         hidden: keys of values for the run directory only.
+        logged: values that are no view of the tables, whatever their keys: of functions, or logged by the loop.
         rng: states of torch's random generators at the start of the step, by device; uint8 tensors.
     """
 
@@ -89,9 +90,17 @@ class StepRecord:
     tables: Mapping[str, StatsTable] = field(default_factory=dict)
     context: Mapping[str, Any] = field(default_factory=dict)
     events: tuple[SpikeEvent, ...] = ()
-    derived: frozenset[Key] = frozenset()
     hidden: frozenset[Key] = frozenset()
+    logged: Mapping[Key, float] = field(default_factory=dict)
     rng: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def derived(self) -> frozenset[Key]:
+        """Keys whose values follow from the tables."""
+        names = {source: frozenset(table.names) for source, table in self.tables.items()}
+        possible = {(source, metric) for source, table in self.tables.items() for metric in VIEWS if table.has(metric)}
+        found = (key for key in self.values if (key.source, key.metric) in possible and key.name in names[key.source])
+        return frozenset(found).difference(self.logged)
 
     @property
     def skipped(self) -> str:

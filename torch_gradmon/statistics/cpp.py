@@ -9,9 +9,10 @@ from __future__ import annotations
 import ctypes
 import tempfile
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from .tensor_access import is_plain, threshold
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 #: Some compilers do not know the processor.
 _OPTIONS = (("-march=native",), ())
+_DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 _Row = ctypes.c_double * WIDTH
 _Entry = ctypes.c_int64 * 5
 #: count, entries, scale or None, limit, threads, rows
@@ -50,7 +52,7 @@ class CppStatistics(EagerStatistics):
         self, tensor: Tensor, columns: frozenset[Column], eps: float, inverse_scale: Tensor | None = None
     ) -> list[float] | None:
         """The row of one CPU tensor of any size as numbers; see :meth:`EagerStatistics.row_of`. Always has all columns."""
-        if not (is_plain(tensor) and _is_readable(tensor)):
+        if not (is_plain(tensor) and _is_readable(tensor, None)):
             return None
         scale, limit, threads = _scale(inverse_scale), threshold(eps, torch.float32), torch.get_num_threads()
         for wide in (False, True):
@@ -69,14 +71,15 @@ class CppStatistics(EagerStatistics):
         return super()._measure(batch, replace(request, columns=ALL_COLUMNS), device)
 
     def _first_pass(self, batch: Batch, request: Request) -> Tensor:
-        entries, kept, places = array("q"), [], []
-        for index, (tensor, other) in self._taken(batch):
-            minus, wide = 0 if other is None else other.data_ptr(), batch.wide[index]
-            entries.extend((tensor.data_ptr(), minus, tensor.numel(), _KINDS[tensor.dtype], wide))
-            kept.append((tensor, other))  # some are copies that must outlive the call
-            places.append(index)
+        places, values, others = _taken(batch)  # some are copies that must outlive the call
         if not places:
             return super()._first_pass(batch, request)
+        entries = array("q", bytes(8 * 5 * len(places)))
+        entries[0::5] = array("q", map(Tensor.data_ptr, values))
+        entries[1::5] = array("q", map(Tensor.data_ptr, others) if others else bytes(8 * len(places)))
+        entries[2::5] = array("q", map(Tensor.numel, values))
+        entries[3::5] = array("q", map(_KINDS.__getitem__, map(_DTYPE, values)))
+        entries[4::5] = array("q", [batch.wide[place] for place in places])
         rows = torch.empty(len(places), WIDTH, dtype=torch.float64, device="cpu")
         limit, scale = threshold(request.eps, torch.float32), _scale(request.inverse_scale)
         self._kernel(len(places), entries.buffer_info()[0], scale, limit, torch.get_num_threads(), rows.data_ptr())
@@ -88,27 +91,42 @@ class CppStatistics(EagerStatistics):
         both[rest] = super()._first_pass(batch.take(rest), request)
         return both
 
-    @staticmethod
-    def _taken(batch: Batch) -> Iterator[tuple[int, tuple[Tensor, Tensor | None]]]:
-        """The tensors that the kernel can read, by position, each with what to subtract."""
-        for index, tensor in enumerate(batch.values):
-            pair = tensor, None if batch.minus is None else batch.minus[index]
-            if tensor.dtype in _KINDS and not _are_readable(*pair):
-                pair = batch.flat(index)
-            if _are_readable(*pair):
-                yield index, pair
+
+def _taken(batch: Batch) -> tuple[Sequence[int], list[Tensor], list[Tensor] | None]:
+    """The tensors that the kernel can read: their positions, themselves, and what to subtract from each."""
+    values, others = batch.values, batch.minus
+    if _are_readable(values, others):
+        return range(len(values)), values, others
+    places, taken, subtracted = [], [], []
+    for index, tensor in enumerate(values):
+        pair = tensor, None if others is None else others[index]
+        is_readable = _is_readable(*pair)
+        if not is_readable and tensor.dtype in _KINDS:
+            pair = batch.flat(index)
+            is_readable = _is_readable(*pair)
+        if is_readable:
+            places.append(index)
+            taken.append(pair[0])
+            subtracted += [] if pair[1] is None else [pair[1]]
+    return places, taken, subtracted or None
 
 
-def _are_readable(tensor: Tensor, other: Tensor | None) -> bool:
-    if other is not None and not (_is_readable(other) and (other.dtype, other.shape) == (tensor.dtype, tensor.shape)):
+def _is_readable(tensor: Tensor, other: Tensor | None) -> bool:
+    return _are_readable([tensor], None if other is None else [other])
+
+
+def _are_readable(tensors: Sequence[Tensor], others: Sequence[Tensor] | None) -> bool:
+    """Whether the numbers of plain tensors are contiguous in memory and unchanged: a negative view has the opposite sign.
+
+    Without one call for each.
+    """
+    if others is not None and not _are_readable(others, None):
         return False
-    return _is_readable(tensor)
-
-
-def _is_readable(tensor: Tensor) -> bool:
-    """Whether a plain tensor's numbers are contiguous in memory and unchanged: a negative view has the opposite sign."""
-    in_order = tensor.dtype in _KINDS and tensor.is_contiguous() and not tensor.is_neg()
-    return in_order and (tensor.data_ptr() != 0 or tensor.numel() == 0)
+    dtypes = [*map(_DTYPE, tensors)]
+    if others is not None and (dtypes != [*map(_DTYPE, others)] or [*map(_SHAPE, tensors)] != [*map(_SHAPE, others)]):
+        return False
+    in_order = _KINDS.keys() >= set(dtypes) and all(map(Tensor.is_contiguous, tensors)) and not any(map(Tensor.is_neg, tensors))
+    return in_order and (all(map(Tensor.data_ptr, tensors)) or all(t.data_ptr() or not t.numel() for t in tensors))
 
 
 def _scale(inverse_scale: Tensor | None) -> ctypes.Array[ctypes.c_float] | None:

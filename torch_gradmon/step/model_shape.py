@@ -21,7 +21,9 @@ class ModelShape:
 
     def __init__(self, modules: Sequence[nn.Module], refs: ParameterRefs) -> None:
         self._refs, places = refs, refs.places.keys()
-        self._slots = [(weakref.ref(m), {k: v for k, v in _slots(m) if (id(m), k) not in places}) for m in modules]
+        self._slots = [
+            (weakref.ref(m), {k: v for k, v in _slots(m) if (id(m), k) not in places}, _identities(m)) for m in modules
+        ]
         # during a pass, plain parameters replace sharded ones that a parent module keeps elsewhere
         self._replaced_in_pass = {
             (id(m), name): parameter.shape
@@ -35,10 +37,12 @@ class ModelShape:
         """False once a parameter or module was added, removed or replaced, or a parameter was frozen or thawed."""
         if not self._refs.is_current():
             return False
-        for reference, slots in self._slots:
+        for reference, slots, known in self._slots:
             module = reference()
             if module is None:
                 return False
+            if known == _identities(module):
+                continue  # as nearly always, and without a call for each parameter
             sharded = self._sharded_names.get(id(module), ())
             if len(module._parameters) + len(module._modules) != len(slots) + len(sharded):
                 return False
@@ -57,6 +61,13 @@ class ModelShape:
     def _is_replacement(self, parameter: Tensor | None, owner: int, name: str) -> bool:
         shape = self._replaced_in_pass.get((owner, name))
         return parameter is not None and not is_dtensor(parameter) and parameter.shape == shape
+
+
+def _identities(module: nn.Module) -> tuple[list[object], ...]:
+    children, parameters = module._modules, module._parameters
+    values = parameters.values()
+    thawed: list[object] = [value is not None and value.requires_grad for value in values]
+    return [*children], [*map(id, children.values())], [*parameters], [*map(id, values)], thawed
 
 
 def _slots(module: nn.Module) -> Iterator[tuple[str, object]]:

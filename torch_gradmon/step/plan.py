@@ -14,6 +14,9 @@ from ..core.metric import Metric
 from ..core.moments import VIEWS, Column, StatView
 from ..core.records import StatsTable
 
+#: Each view with keys, and the rows of their tensors; None for all rows.
+_Found = list[tuple[Metric, list[Key], list[int] | None]]
+
 
 @dataclass(frozen=True)
 class SourcePlan:
@@ -38,6 +41,7 @@ class SourcePlan:
     functions: Mapping[int, tuple[Metric, ...]] = field(default_factory=dict)
     spread: frozenset[int] = frozenset()
     is_whole: bool = False
+    _last: dict[str, tuple[tuple[str, ...], _Found]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def exchanged(self) -> list[str]:
@@ -56,14 +60,9 @@ class SourcePlan:
 
     def evaluate(self, table: StatsTable, base: StatsTable | None = None) -> dict[Key, float]:
         """The values of all views for the rows of ``table``; ``base`` holds the denominators of ratios."""
-        where = {name: row for row, name in enumerate(table.names)}
         values: dict[Key, float] = {}
-        for metric, wanted in self.views:
-            keys = [key for key in wanted if key.name in where]
-            if not keys:
-                continue
-            places = [where[key.name] for key in keys]
-            rows = table.rows if places == list(range(len(table.names))) else table.rows[places]
+        for metric, keys, places in self._found(table.names):
+            rows = table.rows if places is None else table.rows[places]
             if metric.name == "ratio":
                 defined, numbers = _ratios(rows, base, [key.name for key in keys])
             else:
@@ -71,6 +70,17 @@ class SourcePlan:
             found = zip(keys, numbers, strict=True)
             values.update(found if all(defined) else compress(found, defined))
         return values
+
+    def _found(self, names: tuple[str, ...]) -> _Found:
+        """The views with the keys of those of these tensors that they apply to, and their rows; None for all rows."""
+        known, found = self._last.get(self.source, ((), []))
+        if known != names:  # most tables of a source have the same names
+            where, every = {name: row for row, name in enumerate(names)}, list(range(len(names)))
+            applied = [(metric, [key for key in wanted if key.name in where]) for metric, wanted in self.views]
+            placed = [(metric, keys, [where[key.name] for key in keys]) for metric, keys in applied if keys]
+            found = [(metric, keys, None if places == every else places) for metric, keys, places in placed]
+            self._last[self.source] = names, found
+        return found
 
 
 def evaluate_view(view: StatView, rows: Tensor) -> tuple[list[bool], list[float]]:

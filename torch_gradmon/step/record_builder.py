@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 
 from ..core import keys as n
@@ -60,21 +60,19 @@ def assemble(
     absent.update({(n.SUMMARY, name): reason for name, reason in reasons.items()})
     values = {summary_key(name): summarised[name] for name in summary.choice.shown if name in summarised}
     values.update({key: value for key, value in custom.items() if key.source == n.SUMMARY})
-    viewed = dict(modules)
+    values.update(modules)
     for source, plan in plans.items():
         if source in tables:
-            viewed.update(plan.evaluate(tables[source], base))
-    values.update(viewed)
+            values.update(plan.evaluate(tables[source], base))
     values.update(layers.values(whole if layers.takes_sums else tables, base, facts.groups))
     values.update({key: value for key, value in custom.items() if key not in undefined})
-    derived = _derived(viewed, tables).difference(custom)
     hidden = heads
     if unshown:
         # the metric in a key of attention is the aggregation over heads
         attention = {source for source, _ in unshown}.intersection(n.ATTENTION_SOURCES.values())
         hidden |= {key for key in values if key.source in attention or (key.source, key.metric.partition(".")[0]) in unshown}
     context = {**facts.context, "batch_norms": norms} if norms else facts.context
-    record = StepRecord(facts.step, time.time(), facts.applied, values, tables, context, derived=derived, hidden=hidden)
+    record = StepRecord(facts.step, time.time(), facts.applied, values, tables, context, hidden=hidden, logged=custom)
     return record, summarised
 
 
@@ -87,15 +85,6 @@ def _without_empty_classes(custom: Mapping[Key, float], absent: dict[tuple[str, 
     for source, name in {key[:2] for key in classes} - {key[:2] for key in classes if key not in empty}:
         absent[source, f"{name}/{histogram.NAME}"] = "it has no finite element"
     return {key: value for key, value in custom.items() if key not in empty}
-
-
-def _derived(viewed: Collection[Key], tables: Mapping[str, StatsTable]) -> frozenset[Key]:
-    """Those of these keys whose values can be computed from the statistics in ``tables``."""
-    if not viewed:  # with presets only
-        return frozenset()
-    names = {source: frozenset(table.names) for source, table in tables.items()}
-    possible = {(source, metric) for source, table in tables.items() for metric in VIEWS if table.has(metric)}
-    return frozenset(key for key in viewed if (key.source, key.metric) in possible and key.name in names[key.source])
 
 
 def asked_for(metrics: Iterable[Metric], names: Mapping[str, Sequence[str]], summary: Iterable[str]) -> list[Key]:

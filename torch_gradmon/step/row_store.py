@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, repeat
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ class RowStore:
 
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []
-        self._place: dict[tuple[str, str], tuple[int, int]] = {}  # block and row of each tensor
+        self._places: dict[str, dict[str, tuple[int, int]]] = {}  # block and row of each tensor, by source and name
         self._parts: dict[tuple[str, str], list[Tensor]] = {}
         self._columns: dict[str, frozenset[Column]] = {}
         self._exchanged: set[tuple[str, str]] = set()  # tensors whose rows are merged over ranks
@@ -30,7 +30,7 @@ class RowStore:
         """Store statistics ``[len(names), 8]``, replacing those of the same names."""
         if len(self._blocks) >= 64:
             self._drop_replaced()
-        self._place.update({(source, name): (len(self._blocks), row) for row, name in enumerate(names)})
+        self._places.setdefault(source, {}).update(zip(names, zip(repeat(len(self._blocks)), range(len(rows))), strict=True))
         self._blocks.append(rows)
         self._columns[source] = self._columns.get(source, columns) & columns
 
@@ -41,17 +41,21 @@ class RowStore:
 
     def names_of(self, source: str) -> set[str]:
         """The tensors of ``source`` with stored rows."""
-        return {name for of, name in self._place if of == source}
+        return set(self._places.get(source, ()))
 
     def rows_of(self, source: str, names: Iterable[str]) -> Tensor:
         """The stored rows of these names, which must exist: ``[names, 8]``, on the device."""
-        return torch.stack([self._blocks[block][row] for block, row in (self._place[source, name] for name in names)])
+        places = self._places[source]
+        return torch.stack([self._blocks[block][row] for block, row in (places[name] for name in names)])
 
     def _drop_replaced(self) -> None:
-        kept = sorted({block for block, _ in self._place.values()})
+        kept = sorted({block for places in self._places.values() for block, _ in places.values()})
         number = {block: index for index, block in enumerate(kept)}
         self._blocks = [self._blocks[block] for block in kept]
-        self._place = {where: (number[block], row) for where, (block, row) in self._place.items()}
+        self._places = {
+            source: {name: (number[block], row) for name, (block, row) in places.items()}
+            for source, places in self._places.items()
+        }
 
     def merge_rows(self, source: str, names: Sequence[str], rows: Tensor, columns: frozenset[Column]) -> None:
         """Merge statistics of one micro-batch or call with those of the same names."""
@@ -64,7 +68,8 @@ class RowStore:
 
     def rows_or_none(self, source: str, names: Sequence[str]) -> Tensor:
         """The stored rows of these names, or the identity for missing ones: ``[names, 8]``."""
-        places = [(row, self._place[source, name]) for row, name in enumerate(names) if (source, name) in self._place]
+        known = self._places.get(source, {})
+        places = [(row, known[name]) for row, name in enumerate(names) if name in known]
         if not places:
             return identity(len(names))
         found = torch.stack([self._blocks[block][row] for _, (block, row) in places])
@@ -94,16 +99,21 @@ class RowStore:
             return {}
         rows = torch.cat(blocks)
         starts = [0, *accumulate(len(block) for block in blocks)]
-        collected: dict[str, dict[str, int]] = {}
-        for (source, name), (block, row) in self._place.items():
-            place = starts[block] + row
-            if (source, name) not in self._exchanged or rows[place, Column.COUNT] > 0:  # else no rank had any
-                collected.setdefault(source, {})[name] = place
+        collected = {
+            source: {name: starts[block] + row for name, (block, row) in places.items()}
+            for source, places in self._places.items()
+        }
+        for source, name in self._exchanged:
+            if (place := collected.get(source, {}).get(name)) is not None and not rows[
+                place, Column.COUNT
+            ] > 0:  # no rank had any
+                del collected[source][name]
         for offset, (source, name) in enumerate(merged):
             collected.setdefault(source, {})[name] = starts[-2] + offset
         tables = {
             source: StatsTable(tuple(found), rows[list(found.values())], self._columns[source])
             for source, found in collected.items()
+            if found
         }
         if GRADIENT in tables and GRADIENT_BEFORE_CLIP in tables:
             tables[GRADIENT] = _shared(tables[GRADIENT], tables[GRADIENT_BEFORE_CLIP])
@@ -111,7 +121,10 @@ class RowStore:
 
     def clear_rows(self, kept: Callable[[str, str], bool]) -> None:
         """Remove the rows that are not ``kept``, by source and name."""
-        self._place = {where: place for where, place in self._place.items() if kept(*where)}
+        self._places = {
+            source: {name: place for name, place in places.items() if kept(source, name)}
+            for source, places in self._places.items()
+        }
         self._parts = {where: parts for where, parts in self._parts.items() if kept(*where)}
 
     def absorb_rows(self, other: RowStore) -> None:
@@ -122,7 +135,8 @@ class RowStore:
 
     def take_rows(self, other: RowStore, source: str, names: Iterable[str]) -> None:
         """Store the rows of ``other`` for those of these names that it has."""
-        found = [name for name in names if (source, name) in other._place]
+        known = other._places.get(source, {})
+        found = [name for name in names if name in known]
         if found:
             self.put_rows(source, found, other.rows_of(source, found), other._columns[source])
 
@@ -130,7 +144,7 @@ class RowStore:
         """Start with the stored rows of ``other`` for ``sources``."""
         wanted = set(sources)
         self._blocks = list(other._blocks)
-        self._place = {where: place for where, place in other._place.items() if where[0] in wanted}
+        self._places = {source: places for source, places in other._places.items() if source in wanted}
         self._drop_replaced()
         self._columns = {source: columns for source, columns in other._columns.items() if source in wanted}
 

@@ -114,4 +114,4 @@ def _lean(record: StepRecord) -> StepRecord:
     if not record.derived:
         return record
     values = {key: value for key, value in record.values.items() if key not in record.derived}
-    return replace(record, values=values, derived=frozenset())
+    return replace(record, values=values)
