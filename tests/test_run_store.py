@@ -291,3 +291,23 @@ def test_what_is_no_run_is_refused(kind: str, tmp_path: Path) -> None:
         file.write_bytes(b"" if kind == "empty" else b"hello " * 1000)
     with pytest.raises(ValueError, match=r"gradmon\.sqlite.* is not a run of torch_gradmon"):
         load_run(tmp_path)
+
+
+def test_a_late_value_is_written_without_what_the_file_has(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monitor = gradmon.watch(model, optimizer, run_dir=tmp_path)
+    monitor.add_gradient_metric("norm")
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    statements: list[str] = []
+    monitor._runtime.pipeline.directory._writer._db.set_trace_callback(statements.append)
+    monitor.log_scalar("loss", 1.5)
+    monitor.get_step_metrics()
+    written = [statement for statement in statements if statement.startswith("INSERT OR REPLACE")]
+    assert [statement.split()[4] for statement in written] == ["steps", "scalars"]
+    monitor.log_scalar("loss", 2.5)
+    monitor.detach()
+    run = gradmon.load_run(tmp_path)
+    assert run.series("loss") == {0: 2.0}  # the mean
+    assert run.series("gradient/0.weight/norm")[0] > 0

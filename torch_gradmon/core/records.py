@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal
 
 from torch import Tensor
@@ -94,13 +93,15 @@ class StepRecord:
     logged: Mapping[Key, float] = field(default_factory=dict)
     rng: Mapping[str, Tensor] = field(default_factory=dict)
 
-    @cached_property
-    def derived(self) -> frozenset[Key]:
-        """Keys whose values follow from the tables."""
+    def stored_values(self, among: Mapping[Key, float] | None = None) -> dict[Key, float]:
+        """Those of the values, or of those ``among`` them, that do not follow from the tables."""
         names = {source: frozenset(table.names) for source, table in self.tables.items()}
         possible = {(source, metric) for source, table in self.tables.items() for metric in VIEWS if table.has(metric)}
-        found = (key for key in self.values if (key.source, key.metric) in possible and key.name in names[key.source])
-        return frozenset(found).difference(self.logged)
+        return {
+            key: value
+            for key, value in (self.values if among is None else among).items()
+            if (key.source, key.metric) not in possible or key.name not in names[key.source] or key in self.logged
+        }
 
     @property
     def skipped(self) -> str:

@@ -59,6 +59,7 @@ class RunWriter:
         self._db.executescript(SCHEMA)
         self._ids: dict[tuple[str, tuple[Any, ...]], int] = {}
         self._writer, self._version = writer, -1
+        self._written: StepRecord | None = None  # the last one, as the file has it
         self.annotate({"format": FORMAT, **(meta or {})})
         self._segment, self._last = self._end()
 
@@ -78,7 +79,7 @@ class RunWriter:
         """
         self._version = -1
         self._put_facts({"format": FORMAT, **facts, _WRITER: self._writer})
-        self._segment, self._last = self._end()
+        (self._segment, self._last), self._written = self._end(), None
 
     def _is_writer(self) -> bool:
         """Whether no other writer has claimed the run. Reads the file only after another connection wrote to it."""
@@ -131,7 +132,7 @@ class RunWriter:
         if self._last is not None and step <= self._last and self._is_writer():
             with self._db:
                 self._db.execute("INSERT OR REPLACE INTO segments VALUES (?, ?)", (self._segment + 1, step))
-            self._segment, self._last = self._segment + 1, None
+            self._segment, self._last, self._written = self._segment + 1, None, None
 
     def log(self, record: StepRecord, update: bool = False, backfill: bool = False) -> None:
         """Write one step in one transaction. ``update`` replaces the last step, ``backfill`` adds an earlier one.
@@ -147,19 +148,26 @@ class RunWriter:
         where = (self._segment, record.step)
         try:
             with self._db:
-                self._write(where, record)
+                self._write(where, record, self._written if update else None)
         except sqlite3.Error:
             self._ids.clear()  # ids from the rolled-back transaction do not exist
+            self._written = None
             raise
+        self._written = None if backfill else record
         self._last = record.step if self._last is None or not backfill else max(record.step, self._last)
 
-    def _write(self, where: tuple[int, int], record: StepRecord) -> None:
+    def _write(self, where: tuple[int, int], record: StepRecord, known: StepRecord | None) -> None:
+        if known is None or known.step != record.step:
+            tables, values = record.tables, record.values
+        else:  # a value that came late: what the file has is not written again
+            tables = {source: table for source, table in record.tables.items() if known.tables.get(source) is not table}
+            values = {key: value for key, value in record.values.items() if known.values.get(key) is not value}
         events = json.dumps([asdict(event) for event in record.events])
         self._db.execute(
             "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?, ?)",
             (*where, record.time, record.applied, json.dumps(record.context, default=str, skipkeys=True), events),
         )
-        for source, table in record.tables.items():
+        for source, table in tables.items():
             counts = fixed_counts(source, table)
             data = (*where, self._layout(source, table, counts), b"" if table.same_as else pack(table, bool(counts)))
             self._db.execute("INSERT OR REPLACE INTO rows VALUES (?, ?, ?, ?)", data)
@@ -171,8 +179,7 @@ class RunWriter:
             [
                 # without a call for a key that is known
                 (*where, self._ids.get(("keys", key)) or self._id("keys", ("source", "name", "metric"), key), _storable(value))
-                for key, value in record.values.items()
-                if key not in record.derived
+                for key, value in record.stored_values(values).items()
             ],
         )
 

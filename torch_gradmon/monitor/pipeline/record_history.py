@@ -111,7 +111,4 @@ class RecordSample:
 
 def _lean(record: StepRecord) -> StepRecord:
     """The record without the values that follow from its tables, which may be tens of thousands."""
-    if not record.derived:
-        return record
-    values = {key: value for key, value in record.values.items() if key not in record.derived}
-    return replace(record, values=values)
+    return replace(record, values=record.stored_values())
