@@ -145,4 +145,5 @@ def test_a_reader_who_leaves_early_is_no_error(words: list[str], run_dir: Path) 
             child.wait()
         errors.seek(0)
         assert errors.read().decode() == ""
-    assert child.returncode == (0 if words == ["--help"] else 141)  # argparse itself takes no note of it
+    ignores = words == ["--help"] and sys.version_info >= (3, 11)  # argparse itself takes no note of it
+    assert child.returncode == (0 if ignores else 141)

@@ -35,6 +35,7 @@ _NOT_RUN = re.compile(r"<!--\s*not run:\s*(?P<reason>[^>]*?)\s*-->\s*\Z")
 _MODULES = [gradmon.__name__, *(found.name for found in pkgutil.walk_packages(gradmon.__path__, "torch_gradmon."))]
 _PYTHON = {"python", "py", "python3"}
 _OPTIONAL = {
+    "numpy",  # of triton
     "triton",
     "rich",
     "tqdm",

@@ -167,7 +167,8 @@ def _per_query(call: _AttentionCall) -> tuple[Tensor, Tensor]:
             products.baddbmm_(query.reshape(key.size(0), -1, size), key[..., :seen], beta=0, alpha=call.scale)
             del query  # possibly a copy; free it before the next one is made
             call.hide(logits, index, visible, spare)
-            values[(slice(None), *index)] = _of_block(logits, spare, visible[index])
+            block = slice(None), *index
+            values[block] = _of_block(logits, spare, visible[index])
         del key
     return values, visible
 

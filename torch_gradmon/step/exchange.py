@@ -158,8 +158,7 @@ class RankExchange:
     def _shared(self, buffer: StepBuffer, watches: Callable[[Key], bool]) -> dict[Entry, Tensor]:
         """This rank's values that are not in the plan."""
         rows: dict[Entry, Tensor] = {(source, name): row for (source, name), row in buffer.merged_rows_of_calls().items()}
-        for key, (reducer, row) in buffer.shared_values(watches).items():
-            rows[(*key, reducer)] = row
+        rows.update(((*key, reducer), row) for key, (reducer, row) in buffer.shared_values(watches).items())
         return rows
 
 

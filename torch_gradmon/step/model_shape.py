@@ -67,7 +67,7 @@ def _identities(module: nn.Module) -> tuple[list[object], ...]:
     children, parameters = module._modules, module._parameters
     values = parameters.values()
     thawed: list[object] = [value is not None and value.requires_grad for value in values]
-    return [*children], [*map(id, children.values())], [*parameters], [*map(id, values)], thawed
+    return [*children.keys()], [*map(id, children.values())], [*parameters.keys()], [*map(id, values)], thawed
 
 
 def _slots(module: nn.Module) -> Iterator[tuple[str, object]]:

@@ -108,10 +108,11 @@ class Planner:
         assert self.inventory is not None
         needs = summary.choice.needs_of_gradients() if gradients_only else summary.choice.needs(step)
         due = tuple(metric.due(step) and not gradients_only for metric in self.registry.metrics)
-        found = self._cache.get((due, *needs.items()))
+        key = due, *needs.items()
+        found = self._cache.get(key)
         if found is None:
             metrics = [metric for metric, is_due in zip(self.registry.metrics, due, strict=True) if is_due]
-            found = self._cache[(due, *needs.items())] = {
+            found = self._cache[key] = {
                 source: compile_plan(
                     source,
                     [metric for metric in metrics if metric.source == source],

@@ -30,7 +30,7 @@ class Slope:
 
     def at(self, width: float) -> float:
         """The value of the fitted line at ``width``."""
-        return math.exp2(self.offset + self.exponent * math.log2(width))
+        return math.pow(2.0, self.offset + self.exponent * math.log2(width))
 
 
 def fit_slope(points: Mapping[int, Sequence[tuple[int, float]]], confidence: float = 0.95) -> Slope:
