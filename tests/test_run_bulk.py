@@ -68,7 +68,7 @@ def _assert_records_are_steps(run: Run, since: int | None = None) -> None:
         values = {format_key(key): value for key, value in record.values.items()}
         assert repr(values) == repr(run.metrics(record.step))  # repr: NaN is not equal to itself
         assert {"time": record.time, "applied": record.applied, **record.context} == run.context(record.step)
-    assert [event for record in run.records() for event in record.events] == run.events
+    assert repr([event for record in run.records() for event in record.events]) == repr(run.events)
 
 
 @pytest.mark.parametrize("clip", [0.05, None])

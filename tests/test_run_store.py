@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sqlite3
 import time
@@ -210,7 +211,7 @@ def test_a_step_of_200_parameters_costs_six_to_eight_kilobytes(tmp_path: Path) -
     first = size_after(20)
     per_step = (size_after(40) - first) / 40
     assert 6000 < per_step < 11_000  # every tenth step has all columns of the parameters and the updates too
-    with sqlite3.connect(tmp_path / "gradmon.sqlite") as db:
+    with contextlib.closing(sqlite3.connect(tmp_path / "gradmon.sqlite")) as db:
         plain = db.execute("SELECT SUM(LENGTH(data)) FROM rows WHERE step = 21").fetchone()[0]
     assert 6000 < plain < 8500
 
@@ -282,8 +283,9 @@ def test_a_value_that_came_late_is_in_the_run_once(tmp_path: Path) -> None:
 def test_what_is_no_run_is_refused(kind: str, tmp_path: Path) -> None:
     file = tmp_path / "gradmon.sqlite"
     if kind == "another database":
-        with sqlite3.connect(file) as db:
+        with contextlib.closing(sqlite3.connect(file)) as db:
             db.execute("CREATE TABLE meta (something INTEGER)")
+            db.commit()
     elif kind == "cut off":
         _log(tmp_path, range(50), 0)
         file.write_bytes(file.read_bytes()[:5000])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sqlite3
@@ -59,8 +60,16 @@ def open_to_read(path: str | os.PathLike[str]) -> tuple[sqlite3.Connection, dict
         raise ValueError(f"{str(file)!r} {what}: {error}") from error
 
 
+class Connection(sqlite3.Connection):
+    """A connection that closes when nothing refers to it any more, without the warning that Python 3.13 gives."""
+
+    def __del__(self) -> None:
+        with contextlib.suppress(sqlite3.Error):  # as in another thread than its own
+            self.close()
+
+
 def _connected(file: Path, how: str) -> tuple[sqlite3.Connection, dict[str, Any]]:
-    db = sqlite3.connect(f"{file.resolve().as_uri()}?{how}", uri=True)
+    db = sqlite3.connect(f"{file.resolve().as_uri()}?{how}", uri=True, factory=Connection)
     try:
         return db, stored_meta(db)
     except sqlite3.Error:
