@@ -226,6 +226,7 @@ def _prepare(
     program: str | Path, arguments: list[str], cwd: str, environment: dict[str, str], terminal: bool, streams: list[int]
 ) -> types.CodeType:
     """Make this process that of the program; what there is to execute."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell has ignored by what it starts in the background
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
