@@ -80,3 +80,18 @@ def _connected(file: Path, how: str) -> tuple[sqlite3.Connection, dict[str, Any]
 def stored_meta(db: sqlite3.Connection) -> dict[str, Any]:
     """The facts about a run."""
     return {name: json.loads(value) for name, value in db.execute("SELECT name, value FROM meta").fetchall()}
+
+
+def open_to_write(path: Path) -> Connection:
+    """A connection to the file of a run, which is made if it is missing.
+
+    Raises:
+        sqlite3.Error: it is no such file, or cannot be written.
+    """
+    # hooks may run on autograd's threads, but the monitor never writes from two threads at once
+    database = sqlite3.connect(path, check_same_thread=False, timeout=5.0, factory=Connection)
+    database.execute("PRAGMA page_size=8192")  # a step of 200 parameters fits one page
+    database.execute("PRAGMA journal_mode=WAL")
+    database.execute("PRAGMA synchronous=NORMAL")
+    database.executescript(SCHEMA)
+    return database

@@ -19,7 +19,7 @@ from typing import Any
 from ..core.errors import display
 from ..core.process import HomeProcess
 from ..core.records import StatsTable, StepRecord
-from .file import FILE_NAME, FORMAT, SCHEMA, Connection
+from .file import FILE_NAME, FORMAT, open_to_write
 from .packing import fixed_counts, pack
 
 _WRITER = "writer"  #: the fact with the name of the writer that has claimed the run
@@ -51,12 +51,7 @@ class RunWriter:
             raise NotADirectoryError(f"run_dir={str(path)!r} is a file; give a directory, such as 'runs/first'")
         self.path.mkdir(parents=True, exist_ok=True)
         self._process = HomeProcess()
-        # hooks may run on autograd's threads, but the monitor never writes from two threads at once
-        self._db = sqlite3.connect(self.path / FILE_NAME, check_same_thread=False, timeout=5.0, factory=Connection)
-        self._db.execute("PRAGMA page_size=8192")  # a step of 200 parameters fits one page
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=NORMAL")
-        self._db.executescript(SCHEMA)
+        self._db = open_to_write(self.path / FILE_NAME)
         self._ids: dict[tuple[str, tuple[Any, ...]], int] = {}
         self._writer, self._version = writer, -1
         self._written: StepRecord | None = None  # the last one, as the file has it
