@@ -24,7 +24,7 @@ from torch_gradmon.statistics import cpp, kernel_build
 from torch_gradmon.statistics.cpp import CppStatistics, Kernel, compiled, found
 from torch_gradmon.statistics.dispatch import Statistics
 from torch_gradmon.statistics.eager import SMALL, EagerStatistics
-from torch_gradmon.statistics.request import DEFAULT_EPS, Batch, Request
+from torch_gradmon.statistics.request import DEFAULT_EPS
 
 
 def views(row: Tensor) -> dict[str, float]:
@@ -129,9 +129,40 @@ class TestCompiled:
             padded = torch.zeros(len(wanted), place + 1, dtype=dtype)
             padded[:, 0] = wanted
             table = [row.contiguous() for row in padded]
-            rows = fused._first_pass(Batch.read(table, None), Request(ALL_COLUMNS, DEFAULT_EPS, None))
+            rows = fused.measure(table)
             assert torch.equal(rows[:, Column.SUM], wanted.double())
             assert torch.equal(rows[:, Column.ABS_SUM], wanted.double().abs())
+
+    def test_one_call_reads_closer_what_needs_it_and_says_what_is_not_finite(self, fused: CppStatistics) -> None:
+        calls, at_work = [], fused._kernel
+
+        def counted(*arguments: Any) -> int:
+            calls.append(at_work(*arguments))
+            return calls[-1]
+
+        far = torch.full((1_300_000,), 1000.0)  # several threads
+        far[::2] += 1e-3
+        table = [
+            torch.randn(70_000),
+            far,
+            torch.full((33,), 1e-20),
+            torch.tensor([1.0, torch.nan] * 20),
+            torch.zeros(50),
+            torch.empty(0),
+        ]
+        alone = [fused.measure([x])[0] for x in table]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fused, "_kernel", counted)
+            rows = fused.measure(table)
+            assert calls == [1]
+            assert fused.row_of(far, ALL_COLUMNS, DEFAULT_EPS) == rows[1].tolist()
+            assert fused.row_of(table[3], ALL_COLUMNS, DEFAULT_EPS) is None
+            assert calls == [1, 0, 1]
+        for x, row, single in zip(table, rows, alone, strict=True):
+            assert torch.equal(row, single)
+            oracle.check(views(row), x)
+        mean = far.double().sum() / len(far)
+        assert abs(rows[1][Column.SUM] / len(far) - mean) < 1e-12 * mean
 
     @pytest.mark.parametrize("offset", [1, 3, 7])
     def test_memory_that_is_not_aligned(self, fused: CppStatistics, offset: int) -> None:

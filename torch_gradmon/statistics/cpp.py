@@ -21,7 +21,7 @@ from torch import Tensor
 from ..core.moments import ALL_COLUMNS, WIDTH, Column
 from . import kernel_build
 from .eager import EagerStatistics
-from .precise import row_needs_precise_pass
+from .precise import measure_precisely, needs_precise_pass
 from .request import Batch, Request
 from .tensor_access import is_plain, threshold
 
@@ -31,9 +31,9 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _OPTIONS = (("-march=native",), ())
 _DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 _Row = ctypes.c_double * WIDTH
-_Entry = ctypes.c_int64 * 5
-#: count, entries, scale or None, limit, threads, rows
-Kernel = Callable[[int, object, object, float, int, object], None]
+_Entry = ctypes.c_int64 * 4
+#: count, entries, scale or None, limit, threads, rows; how many rows are not finite
+Kernel = Callable[[int, object, object, float, int, object], int]
 
 
 class CppStatistics(EagerStatistics):
@@ -54,42 +54,39 @@ class CppStatistics(EagerStatistics):
         """The row of one CPU tensor of any size as numbers; see :meth:`EagerStatistics.row_of`. Always has all columns."""
         if not (is_plain(tensor) and _is_readable(tensor, None)):
             return None
-        scale, limit, threads = _scale(inverse_scale), threshold(eps, torch.float32), torch.get_num_threads()
-        for wide in (False, True):
-            self._entry[:] = [tensor.data_ptr(), 0, tensor.numel(), _KINDS[tensor.dtype], wide]
-            self._kernel(1, self._entry, scale, limit, threads, self._one_row)
-            row = list(self._one_row)
-            nonfinite, imprecise = row_needs_precise_pass(row, ALL_COLUMNS)
-            if nonfinite:
-                return None
-            if not imprecise:
-                break
-        return row
+        self._entry[:] = [tensor.data_ptr(), 0, tensor.numel(), _KINDS[tensor.dtype]]
+        scale, limit = _scale(inverse_scale), threshold(eps, torch.float32)
+        nonfinite = self._kernel(1, self._entry, scale, limit, torch.get_num_threads(), self._one_row)
+        return None if nonfinite else list(self._one_row)
 
     def _measure(self, batch: Batch, request: Request, device: torch.device) -> Tensor:
         # the kernel fills all columns, so all decide on the precise pass: a row does not depend on the request
-        return super()._measure(batch, replace(request, columns=ALL_COLUMNS), device)
-
-    def _first_pass(self, batch: Batch, request: Request) -> Tensor:
+        request = replace(request, columns=ALL_COLUMNS)
         places, values, others = _taken(batch)  # some are copies that must outlive the call
-        if not places:
-            return super()._first_pass(batch, request)
-        entries = array("q", bytes(8 * 5 * len(places)))
-        entries[0::5] = array("q", map(Tensor.data_ptr, values))
-        entries[1::5] = array("q", map(Tensor.data_ptr, others) if others else bytes(8 * len(places)))
-        entries[2::5] = array("q", map(Tensor.numel, values))
-        entries[3::5] = array("q", map(_KINDS.__getitem__, map(_DTYPE, values)))
-        entries[4::5] = array("q", [batch.wide[place] for place in places])
-        rows = torch.empty(len(places), WIDTH, dtype=torch.float64, device="cpu")
-        limit, scale = threshold(request.eps, torch.float32), _scale(request.inverse_scale)
-        self._kernel(len(places), entries.buffer_info()[0], scale, limit, torch.get_num_threads(), rows.data_ptr())
         if len(places) == len(batch.values):
-            return batch.add_implicit_zeros(rows)
-        both = torch.empty(len(batch.values), WIDTH, dtype=torch.float64, device="cpu")
+            return self._by_kernel(batch, values, others, request)
+        rows = torch.empty(len(batch.values), WIDTH, dtype=torch.float64, device="cpu")
         rest = sorted(set(range(len(batch.values))) - set(places))
-        both[places] = batch.take(places).add_implicit_zeros(rows)
-        both[rest] = super()._first_pass(batch.take(rest), request)
-        return both
+        rows[rest] = super()._measure(batch.take(rest), request, device)
+        if places:
+            rows[places] = self._by_kernel(batch.take(places), values, others, request)
+        return rows
+
+    def _by_kernel(self, batch: Batch, values: list[Tensor], others: list[Tensor] | None, request: Request) -> Tensor:
+        """Rows of a batch of which the kernel can read ``values`` and what is to be subtracted from each."""
+        entries = array("q", bytes(8 * 4 * len(values)))
+        entries[0::4] = array("q", map(Tensor.data_ptr, values))
+        entries[1::4] = array("q", map(Tensor.data_ptr, others) if others else bytes(8 * len(values)))
+        entries[2::4] = array("q", map(Tensor.numel, values))
+        entries[3::4] = array("q", map(_KINDS.__getitem__, map(_DTYPE, values)))
+        rows = torch.empty(len(values), WIDTH, dtype=torch.float64, device="cpu")
+        limit, scale = threshold(request.eps, torch.float32), _scale(request.inverse_scale)
+        if self._kernel(len(values), entries.buffer_info()[0], scale, limit, torch.get_num_threads(), rows.data_ptr()):
+            closer, _ = needs_precise_pass(rows, ALL_COLUMNS)
+            rows = batch.add_implicit_zeros(rows)
+            rows[closer] = measure_precisely(batch.take(closer), request)
+            return rows
+        return batch.add_implicit_zeros(rows)
 
 
 def _taken(batch: Batch) -> tuple[Sequence[int], list[Tensor], list[Tensor] | None]:
@@ -163,5 +160,5 @@ def _loaded(library: str) -> Kernel:
     kernel = ctypes.CDLL(library).torch_gradmon_rows
     pointer = ctypes.c_void_p
     kernel.argtypes = [ctypes.c_int64, pointer, pointer, ctypes.c_float, ctypes.c_int, pointer]
-    kernel.restype = None
+    kernel.restype = ctypes.c_int64
     return kernel

@@ -4,13 +4,16 @@
 // together with, and by however many threads, its row is the same to the last bit. (Not contracted to fused multiply-adds, which
 // would round a scaled difference once where torch rounds it twice.)
 //
-// NaN and Inf are not looked for: whoever reads a row sees them by its sums, which they turn NaN or infinite.
+// A tensor for which sums in float32 are too inexact is read a second time, with sums in float64. NaN and Inf are not looked for: they
+// turn a sum NaN or infinite, and the caller is told how many rows have one.
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -170,9 +173,9 @@ void look_at(const void* address, const void* other, int64_t length, Change chan
     }
 }
 
-// A tensor, as the caller describes it; dtype is an index of LOOKS, and wide whether its sums need float64 throughout.
+// A tensor, as the caller describes it; dtype is an index of LOOKS.
 struct Entry {
-    int64_t address, other, length, dtype, wide;
+    int64_t address, other, length, dtype;
 };
 
 typedef void (*Look)(const void*, const void*, int64_t, Change, float, double*);
@@ -185,17 +188,26 @@ struct Chunk {
     int64_t entry, start;
 };
 
-void look_at_chunk(const Entry* entries, Chunk chunk, const float* scale, float limit, double* row) {
-    const Entry& entry = entries[chunk.entry];
-    const Change change = {scale ? *scale : 1.0f, entry.other != 0};
+// What is the same for all tensors of a call.
+struct Call {
+    const Entry* entries;
+    const float* scale;
+    float limit;
+    int threads;
+    double* rows;
+};
+
+void look_at_chunk(const Call& call, Chunk chunk, bool wide, double* row) {
+    const Entry& entry = call.entries[chunk.entry];
+    const Change change = {call.scale ? *call.scale : 1.0f, entry.other != 0};
     const int64_t offset = chunk.start * SIZES[entry.dtype];
-    const bool changed = scale || change.minus;
-    LOOKS[entry.dtype][changed][entry.wide](
+    const bool changed = call.scale || change.minus;
+    LOOKS[entry.dtype][changed][wide](
         reinterpret_cast<const void*>(entry.address + offset),
         reinterpret_cast<const void*>(entry.other + offset),
         std::min(CHUNK, entry.length - chunk.start),
         change,
-        limit,
+        call.limit,
         row);
 }
 
@@ -205,35 +217,29 @@ void merge(double* into, const double* row) {
     into[MAX] = std::max(into[MAX], row[MAX]);
 }
 
-}  // namespace
-
-// Writes a row of eight numbers for each of ``count`` tensors.
-//
-// scale: what every element is multiplied by, or null. limit: magnitudes up to here count as near zero.
-extern "C" void torch_gradmon_rows(
-    int64_t count, const int64_t* table, const float* scale, float limit, int threads, double* rows) {
-    const Entry* entries = reinterpret_cast<const Entry*>(table);
+// Writes the rows of the tensors at these positions; wide: with sums in float64 throughout.
+void measure(const Call& call, const std::vector<int64_t>& positions, bool wide) {
     std::vector<Chunk> chunks;
     int64_t elements = 0;
-    for (int64_t entry = 0; entry < count; ++entry) {
-        elements += entries[entry].length;
+    for (const int64_t entry : positions) {
+        elements += call.entries[entry].length;
         int64_t start = 0;
         do {  // an empty tensor has one chunk too
             chunks.push_back({entry, start});
             start += CHUNK;
-        } while (start < entries[entry].length);
+        } while (start < call.entries[entry].length);
     }
     const int64_t all = static_cast<int64_t>(chunks.size());
     std::vector<double> parts(all * COLUMNS);
     std::atomic<int64_t> next{0};
     const auto work = [&] {
-        for (int64_t i; (i = next++) < all;) look_at_chunk(entries, chunks[i], scale, limit, &parts[i * COLUMNS]);
+        for (int64_t i; (i = next++) < all;) look_at_chunk(call, chunks[i], wide, &parts[i * COLUMNS]);
     };
     // Threads of their own live for this call only: no OpenMP, whose second runtime in a process may hang, and nothing that a fork loses.
     const unsigned mode = TORCH_GRADMON_MODE;
     std::vector<std::thread> others;
     try {
-        for (int64_t useful = std::min<int64_t>(threads, elements / PER_THREAD); useful > 1; --useful) {
+        for (int64_t useful = std::min<int64_t>(call.threads, elements / PER_THREAD); useful > 1; --useful) {
             others.emplace_back([&] {
                 TORCH_GRADMON_SET_MODE(mode);
                 work();
@@ -245,11 +251,52 @@ extern "C" void torch_gradmon_rows(
     for (std::thread& other : others) other.join();
     for (int64_t i = 0; i < all; ++i) {
         const double* part = parts.data() + i * COLUMNS;
-        double* row = rows + chunks[i].entry * COLUMNS;
+        double* row = call.rows + chunks[i].entry * COLUMNS;
         if (chunks[i].start == 0) {
             std::copy(part, part + COLUMNS, row);
         } else {
             merge(row, part);
         }
     }
+}
+
+bool is_finite(const double* row) {
+    double witness = 0;
+    for (int column = 0; column < COLUMNS; ++column) witness += row[column];
+    return std::isfinite(witness);
+}
+
+// What row_needs_precise_pass in precise.py finds for a finite row: squares that leave the range of float32, or a mean that has more than
+// half of the square, whose std would have more than twice the error of the sums.
+bool is_imprecise(const double* row) {
+    const double mean_square = row[SQUARE_SUM] / row[COUNT], mean = row[SUM] / row[COUNT];
+    const bool is_in_range = mean_square >= 1e-30 && mean_square <= 1e30;
+    return (!is_in_range && row[ABS_SUM] != 0) || mean * mean > mean_square / 2;
+}
+
+}  // namespace
+
+// Writes a row of eight numbers for each of ``count`` tensors.
+//
+// scale: what every element is multiplied by, or null. limit: magnitudes up to here count as near zero.
+// Returns how many rows are not finite: those tensors have to be measured otherwise.
+extern "C" int64_t torch_gradmon_rows(
+    int64_t count, const int64_t* table, const float* scale, float limit, int threads, double* rows) {
+    const Call call = {reinterpret_cast<const Entry*>(table), scale, limit, threads, rows};
+    std::vector<int64_t> positions(count);
+    std::iota(positions.begin(), positions.end(), 0);
+    measure(call, positions, false);
+    int64_t nonfinite = 0;
+    positions.clear();
+    for (int64_t entry = 0; entry < count; ++entry) {
+        const double* row = rows + entry * COLUMNS;
+        if (row[COUNT] == 0) continue;  // its extremes are infinite
+        if (!is_finite(row)) {
+            ++nonfinite;
+        } else if (is_imprecise(row)) {
+            positions.push_back(entry);
+        }
+    }
+    if (!positions.empty()) measure(call, positions, true);
+    return nonfinite;
 }
