@@ -73,7 +73,7 @@ class CppStatistics(EagerStatistics):
         return rows
 
     def _by_kernel(self, batch: Batch, values: list[Tensor], others: list[Tensor] | None, request: Request) -> Tensor:
-        """Rows of a batch of which the kernel can read ``values`` and what is to be subtracted from each."""
+        """Rows of a batch whose numbers are in ``values``, less those in ``others``; the kernel can read both."""
         entries = array("q", bytes(8 * 4 * len(values)))
         entries[0::4] = array("q", map(Tensor.data_ptr, values))
         entries[1::4] = array("q", map(Tensor.data_ptr, others) if others else bytes(8 * len(values)))
