@@ -13,7 +13,8 @@ TELLS_EXPORT = hasattr(torch.compiler, "is_exporting")
 
 def is_exporting() -> bool:
     """Whether ``torch.export`` may be tracing."""
-    return not TELLS_EXPORT or torch.compiler.is_exporting()
+    # The flag behind torch.compiler.is_exporting(): the compiler of some releases (2.9.1, say) takes the function for True everywhere.
+    return not TELLS_EXPORT or torch.compiler._is_exporting_flag
 
 
 def fsdp_param_groups(state: Any) -> Sequence[Any]:
