@@ -354,3 +354,16 @@ def test_a_compiled_transform_of_torch_func_takes_nothing_of_ours() -> None:
         compiled = torch.compile(torch.func.vmap(model), backend="aot_eager")
         found = compiled(torch.ones(4, 3))
     assert torch.equal(found, model(torch.ones(4, 3)))
+
+
+def test_hooks_that_come_first_are_inserted_first() -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    before = model.register_forward_pre_hook(lambda *_: None)
+    monitor = ModuleMonitor(model)
+    monitor.add_activation_metric("norm")
+    monitor.attach(torch.optim.SGD(model.parameters(), 0.1))
+    hooks = model._forward_pre_hooks
+    assert [*hooks].index(before.id) > 0, "ours has to see the inputs before a user's hook changes them"
+    assert [*dict.keys(hooks)] == [*hooks]
+    monitor.detach()
+    assert [*hooks] == [before.id]

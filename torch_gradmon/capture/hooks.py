@@ -117,6 +117,9 @@ class Handles:
         """Own the ``handle`` of a hook on a module, which is left out of its saved state."""
         self._handles.append(handle)
         saving.leave_out(handle, scripted=False)
+        hooks: Any = handle.hooks_dict_ref()
+        if [*dict.keys(hooks)] != [*hooks]:  # the compiler of older releases finds a hook by its place in the order of insertion,
+            _replace(hooks, [*hooks.items()])  # which prepend=True does not change
 
     def of_optimizer(self, handle: torch.utils.hooks.RemovableHandle) -> None:
         """Own the ``handle`` of a hook on an optimizer, which is left out of its saved state."""
@@ -130,8 +133,7 @@ class Handles:
             hooks: Any = parameter._post_accumulate_grad_hooks
             if first and len(hooks) > 1:
                 *others, own = hooks.items()
-                hooks.clear()  # torch uses the order of insertion, which move_to_end() does not change
-                hooks.update([own, *others])
+                _replace(hooks, [own, *others])  # torch uses the order of insertion, which move_to_end() does not change
 
     def on_gradient(self, place: Place, hook: Hook) -> None:
         """Register ``hook`` on the gradient of each backward pass."""
@@ -226,3 +228,9 @@ def _unwrapped(value: Any) -> Any:
     while isinstance(value, WrappedMethod):
         value = value._previous
     return value
+
+
+def _replace(hooks: Any, items: list[tuple[int, Any]]) -> None:
+    """Make ``items`` the whole of ``hooks``, inserted in this order."""
+    hooks.clear()
+    hooks.update(items)

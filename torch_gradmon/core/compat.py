@@ -13,7 +13,7 @@ TELLS_EXPORT = hasattr(torch.compiler, "is_exporting")
 
 def is_exporting() -> bool:
     """Whether ``torch.export`` may be tracing."""
-    # The flag behind torch.compiler.is_exporting(): the compiler of some releases (2.9.1, say) takes the function for True everywhere.
+    # The flag behind torch.compiler.is_exporting(): to the compiler of 2.9.1 the function is True everywhere.
     return not TELLS_EXPORT or torch.compiler._is_exporting_flag
 
 
