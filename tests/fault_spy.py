@@ -55,9 +55,7 @@ class Spy:
     def __call__(self, model: nn.Module, *optimizers: Any, scaler: Any = None) -> Spy:
         self.model, self.optimizers = model, optimizers
         self.names = {parameter: name for name, parameter in model.named_parameters()}
-        self.gains = {
-            n: float(p.detach().float().std()) * p[0].numel() ** 0.5 for n, p in model.named_parameters() if p.dim() > 1
-        }
+        self.gains = {n: float(_whole(p).float().std()) * p[0].numel() ** 0.5 for n, p in model.named_parameters() if p.dim() > 1}
         self.ties = self._ties()
         owned = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         self.outside = sum(p.requires_grad and p not in owned for p in model.parameters())
@@ -210,3 +208,10 @@ def seen(training: Training, healed: bool, seed: int = 0) -> tuple[Spy, float]:
         end = training.run(spy, seed, healed)
     spy.untied = spy.ties != spy._ties()
     return spy, end
+
+
+def _whole(parameter: nn.Parameter) -> torch.Tensor:
+    """Its values on all ranks: older releases have no std of a sharded tensor."""
+    values = parameter.detach()
+    whole: torch.Tensor = values.full_tensor() if hasattr(values, "full_tensor") else values
+    return whole
