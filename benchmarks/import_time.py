@@ -1,19 +1,22 @@
-"""Time of ``import torch_gradmon`` beyond ``import torch``.
+"""Time of ``import torch_gradmon``, and of ``from torch_gradmon import watch``, beyond ``import torch``.
 
     python benchmarks/import_time.py [repeats]
 
-Pairs of fresh interpreters, one after the other and in alternating order, so a change in the speed of the machine affects both.
-The result is the median of the differences within the pairs. A second number, without torch's noise, is
-the time that ``import torch_gradmon`` takes in an interpreter that has torch already.
+Fresh interpreters, one after the other and in alternating order, so a change in the speed of the machine affects all.
+The own part is what each import takes in an interpreter that has torch already; the share is that over torch's own time in the same
+interpreter. The package loads what is used: the first import next to nothing, the second all that a monitor needs before its first step.
+All modules, torch's too, come from bytecode in a folder of their own: an installed package has it, a checkout may be run without.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -30,11 +33,16 @@ print(middle - start, time.perf_counter() - start)
 """
 
 
-def measure(package: bool) -> tuple[float, float]:
-    """Milliseconds for torch alone, and for all, in a fresh interpreter."""
-    code = _MEASURE.format(more="import torch_gradmon" if package else "")
-    words = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    return 1e3 * float(words[0]), 1e3 * float(words[1])
+IMPORTS = {"package": "import torch_gradmon", "watch": "from torch_gradmon import watch"}
+
+
+def measure(what: str, bytecode: str) -> tuple[float, float]:
+    """Milliseconds that torch takes, and that the import of this name takes after it, in a fresh interpreter."""
+    code = _MEASURE.format(more=IMPORTS[what])
+    environment = {**os.environ, "PYTHONPYCACHEPREFIX": bytecode, "PYTHONDONTWRITEBYTECODE": ""}
+    command = [sys.executable, "-c", code]
+    words = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
+    return 1e3 * float(words[0]), 1e3 * (float(words[1]) - float(words[0]))
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -59,18 +67,20 @@ def main() -> None:
     import torch_gradmon
 
     repeats = int(sys.argv[1]) if len(sys.argv) > 1 else 15
-    measure(True)  # compiles the package and warms the disk's cache
-    alone, both, own = [], [], []
-    for repeat in range(repeats):
-        order = (False, True) if repeat % 2 else (True, False)
-        pair = {package: measure(package) for package in order}
-        alone.append(pair[False][1])
-        both.append(pair[True][1])
-        own.append(pair[True][1] - pair[True][0])
+    seen: dict[str, list[tuple[float, float]]] = {what: [] for what in IMPORTS}
+    with tempfile.TemporaryDirectory() as bytecode:
+        for what in IMPORTS:
+            measure(what, bytecode)  # compiles all, and warms the disk's cache
+        for repeat in range(repeats):
+            for what in sorted(IMPORTS, reverse=bool(repeat % 2)):
+                seen[what].append(measure(what, bytecode))
     result = {
-        "own_part": spread(own),
-        "difference_of_pairs": spread([b - a for a, b in zip(alone, both, strict=True)]),
-        "torch_alone": spread(alone),
+        "own_part": {what: spread([own for _, own in times]) for what, times in seen.items()},
+        "percent_of_torch": {
+            what: round(100 * statistics.median(own / torch_alone for torch_alone, own in times), 2)
+            for what, times in seen.items()
+        },
+        "torch_alone": spread([torch_alone for times in seen.values() for torch_alone, _ in times]),
         "aim_ms": AIM_MS,
         "repeats": repeats,
         "processor": processor(),

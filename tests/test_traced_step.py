@@ -16,6 +16,7 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon.monitor.loop import idle_stretch
+from torch_gradmon.statistics import cpp
 
 _PACKAGE = "/torch_gradmon/"
 _LAYERS = {
@@ -107,7 +108,7 @@ def _traced(tmp_path: Path, every: int, at: int) -> Trace:
 def test_a_standard_step_stays_within_its_files_and_calls(tmp_path: Path) -> None:
     trace = _traced(tmp_path, every=1, at=55)
     assert len(trace.files) <= MOST_FILES
-    assert sum(trace.files.values()) <= MOST_CALLS
+    assert sum(trace.files.values()) <= (MOST_CALLS if cpp.found()[0] else MOST_CALLS_WITHOUT_KERNEL)
 
 
 def test_an_idle_step_stays_within_its_files_and_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,8 +130,9 @@ def test_a_step_calls_up_where_it_dispatches_and_nowhere_else(tmp_path: Path) ->
     assert dict(trace.up) == {}
 
 
-#: What was measured: 125 files and 1,041 calls (the aims are 45 and 550); in an idle step 10 and 23, which were the aim.
-MOST_FILES, MOST_CALLS = 126, 1050
+#: What was measured: 124 files and 948 calls, 1,086 with torch's operations (the aims are 45 and 550); in an idle step 10 and 23, which
+#: were the aim.
+MOST_FILES, MOST_CALLS, MOST_CALLS_WITHOUT_KERNEL = 126, 960, 1090
 MOST_FILES_IDLE, MOST_CALLS_IDLE = 10, 24
 #: In an idle step that is followed although the loop is trusted: 43 and 130, with the look at a file that is due once a second.
 MOST_FILES_FOLLOWED, MOST_CALLS_FOLLOWED = 43, 132
