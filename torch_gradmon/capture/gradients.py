@@ -127,7 +127,7 @@ class GradientCapture:
         if held_for is None:
             target = self._buffer
             # values of gradients that were discarded since, as by zero_grad in a closure, are dropped
-            target.clear(GRADIENT_BEFORE_CLIP, [plan.names[p] for p in positions])
+            target.clear(GRADIENT_BEFORE_CLIP, plan.names_at(positions))
             self._replace_seen(positions, seen)
         else:
             target = StepBuffer(self._buffer.step, self._measurer.complaints)
@@ -161,7 +161,7 @@ class GradientCapture:
         if self._buffer is None:
             return
         plan = self._plans[GRADIENT]
-        names = [plan.names[p] for p in positions]
+        names = plan.names_at(positions)
         self._buffer.clear(GRADIENT, names)
         self._buffer.used.update(names)
         gradients = self._gradients(positions)

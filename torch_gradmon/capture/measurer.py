@@ -17,7 +17,7 @@ from ..core.keys import OPTIMIZER, Key
 from ..core.metric import Metric
 from ..core.torch_modes import no_autocast
 from ..statistics.dispatch import Statistics
-from ..statistics.tensor_access import are_plain, refusal
+from ..statistics.tensor_access import as_plain, refusal
 from ..step.buffer import StepBuffer
 from ..step.plan import SourcePlan
 from ..step.ranks import Ranks
@@ -72,26 +72,31 @@ class Measurer:
 
     def statistics(self, wanted: Measurement) -> None:
         """Measure the statistics that the plan needs."""
-        buffer, plan, tensors = wanted.buffer, wanted.plan, wanted.tensors
-        put = buffer.merge_rows if wanted.merging else buffer.put_rows
-        groups: dict[torch.device, dict[int, Tensor]] = {}
+        plan, tensors = wanted.plan, wanted.tensors
         parts = self.ranks.own_parts({p: tensors[p] for p in plan.measured if p in tensors}, plan.spread)
-        if parts and are_plain(list(parts.values())):
-            groups[next(iter(parts.values())).device] = parts
-        else:
-            for position, part in parts.items():
-                if (reason := refusal(part)) is None:
-                    groups.setdefault(part.device, {})[position] = part
-                else:
-                    buffer.refuse(plan.source, plan.names[position], reason)
-        for device, found in groups.items():
-            positions = list(found)
-            others = None
-            if wanted.second is not None:
-                others = list(self.ranks.own_parts({p: wanted.second[p] for p in positions}, plan.spread).values())
-            scale = None if wanted.inverse_scale is None else wanted.inverse_scale.to(device)
-            rows = self.built_in.measure(list(found.values()), plan.columns, scale, others)
-            put(plan.source, [plan.names[p] for p in positions], rows, plan.columns)
+        if not parts:
+            return
+        if (values := as_plain(list(parts.values()))) is not None:
+            self._measure(wanted, list(parts), values)
+            return
+        groups: dict[torch.device, dict[int, Tensor]] = {}
+        for position, part in parts.items():
+            if (reason := refusal(part)) is None:
+                groups.setdefault(part.device, {})[position] = part
+            else:
+                wanted.buffer.refuse(plan.source, plan.names[position], reason)
+        for found in groups.values():
+            self._measure(wanted, list(found), list(found.values()))
+
+    def _measure(self, wanted: Measurement, positions: Sequence[int], values: Sequence[Tensor]) -> None:
+        """Store the statistics of these tensors, all on one device."""
+        plan, others = wanted.plan, None
+        if wanted.second is not None:
+            others = list(self.ranks.own_parts({p: wanted.second[p] for p in positions}, plan.spread).values())
+        scale = None if wanted.inverse_scale is None else wanted.inverse_scale.to(values[0].device)
+        rows = self.built_in.measure(values, plan.columns, scale, others)
+        put = wanted.buffer.merge_rows if wanted.merging else wanted.buffer.put_rows
+        put(plan.source, plan.names_at(positions), rows, plan.columns)
 
     def run_functions(self, wanted: Measurement) -> None:
         """Run the metric functions of the plan."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Container, Iterable
 from typing import NamedTuple
 
 from .errors import display
@@ -141,22 +141,6 @@ def format_key(key: Key, style: str = "seed", prefix: str = "") -> str:
     if style == "metric_first" and key.source and key.name and key.metric:
         return f"{prefix}{key.source}_{key.metric}/{key.name}"
     return prefix + "/".join(part for part in key if part)
-
-
-def key_formatter(style: str, prefix: str) -> Callable[[Mapping[Key, float]], dict[str, float]]:
-    """A function that gives values their flat keys, and builds each key once."""
-    known: dict[Key, str] = {}
-    last: list[Key] = []
-    texts: list[str] = []
-
-    def formatted(values: Mapping[Key, float]) -> dict[str, float]:
-        nonlocal last, texts
-        if (now := list(values)) != last:  # most steps have the keys of the last one
-            known.update((key, format_key(key, style, prefix)) for key in now if key not in known)
-            last, texts = now, [known[key] for key in now]
-        return dict(zip(texts, values.values(), strict=True))
-
-    return formatted
 
 
 def parse_key(text: str, style: str = "seed", prefix: str = "") -> Key:

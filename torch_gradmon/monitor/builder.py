@@ -19,7 +19,7 @@ from ..core import keys as n
 from ..core import validation as check
 from ..core.errors import WarningLog
 from ..core.fence import Fence, is_disabled
-from ..core.keys import key_formatter
+from ..core.key_formatter import KeyFormatter
 from ..core.records import SpikeEvent
 from ..plugins.clipping.named import AdaptiveClips
 from ..plugins.flight_recorder import FlightRecorder
@@ -85,7 +85,7 @@ def build(config: MonitorConfig, model: nn.Module | None = None) -> Runtime:
         detection,
         RecordHistory(config.history, detection.detector_set.history),
         directory,
-        Publisher(key_formatter(config.key_style, config.prefix), complaints, is_muted),
+        Publisher(KeyFormatter(config.key_style, config.prefix), complaints, is_muted),
         SpikeNotification(_on_spike(config), detection.detector_set, plugins, complaints, is_muted),
         partial(plugins.call, "on_record"),
     )

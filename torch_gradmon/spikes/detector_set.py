@@ -10,6 +10,7 @@ from dataclasses import replace
 from ..core.errors import WarningLog
 from ..core.keys import PARAMETER_SOURCES, SPIKE_SCORE, SUMMARY, Key, parse_key
 from ..core.records import SpikeEvent, StepRecord
+from ..core.step_values import StepValues
 from ..step.summary_keys import DOCUMENTATION
 from .detector import SpikeDetector
 from .explanations import Explanations
@@ -133,7 +134,7 @@ class DetectorSet:
         if not scores and not events:
             return record, []
         events = self.explanations.explained(events, record)
-        return replace(record, values={**record.values, **scores}, events=(*record.events, *events)), events
+        return replace(record, values=StepValues.of(record.values).updated(scores), events=(*record.events, *events)), events
 
     def _events(
         self, detector: SpikeDetector, step: int, values: Mapping[str, float], verdicts: Mapping[str, Verdict]

@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import repeat
 from operator import attrgetter
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from . import kernel_build
 from .eager import EagerStatistics
 from .precise import measure_precisely, needs_precise_pass
 from .request import Batch, Request
-from .tensor_access import is_plain, threshold
+from .tensor_access import dtypes_of, is_plain, threshold
 
 #: The kernel's codes of dtypes.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -78,7 +79,11 @@ class CppStatistics(EagerStatistics):
         entries[0::4] = array("q", map(Tensor.data_ptr, values))
         entries[1::4] = array("q", map(Tensor.data_ptr, others) if others else bytes(8 * len(values)))
         entries[2::4] = array("q", map(Tensor.numel, values))
-        entries[3::4] = array("q", map(_KINDS.__getitem__, map(_DTYPE, values)))
+        dtypes = dtypes_of(values)
+        kinds = (
+            map(_KINDS.__getitem__, map(_DTYPE, values)) if len(dtypes) > 1 else repeat(_KINDS[next(iter(dtypes))], len(values))
+        )
+        entries[3::4] = array("q", kinds)
         rows = torch.empty(len(values), WIDTH, dtype=torch.float64, device="cpu")
         limit, scale = threshold(request.eps, torch.float32), _scale(request.inverse_scale)
         if self._kernel(len(values), entries.buffer_info()[0], scale, limit, torch.get_num_threads(), rows.data_ptr()):
@@ -119,10 +124,11 @@ def _are_readable(tensors: Sequence[Tensor], others: Sequence[Tensor] | None) ->
     """
     if others is not None and not _are_readable(others, None):
         return False
-    dtypes = [*map(_DTYPE, tensors)]
-    if others is not None and (dtypes != [*map(_DTYPE, others)] or [*map(_SHAPE, tensors)] != [*map(_SHAPE, others)]):
+    if others is not None and any([*map(of, tensors)] != [*map(of, others)] for of in (_DTYPE, _SHAPE)):
         return False
-    in_order = _KINDS.keys() >= set(dtypes) and all(map(Tensor.is_contiguous, tensors)) and not any(map(Tensor.is_neg, tensors))
+    in_order = (
+        _KINDS.keys() >= dtypes_of(tensors) and all(map(Tensor.is_contiguous, tensors)) and not any(map(Tensor.is_neg, tensors))
+    )
     return in_order and (all(map(Tensor.data_ptr, tensors)) or all(t.data_ptr() or not t.numel() for t in tensors))
 
 

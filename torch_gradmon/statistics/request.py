@@ -11,7 +11,16 @@ from torch import Tensor
 
 from ..core.errors import NotMeasurable
 from ..core.moments import ALL_COLUMNS, Column
-from .tensor_access import LARGEST_SQUARED, NARROW, SMALLEST_SQUARED, are_plain, flat_pair, flat_values, is_plain
+from .tensor_access import (
+    LARGEST_SQUARED,
+    NARROW,
+    SMALLEST_SQUARED,
+    as_plain,
+    dtypes_of,
+    flat_pair,
+    flat_values,
+    is_plain,
+)
 
 DEFAULT_EPS = 1e-8
 
@@ -126,10 +135,11 @@ class Batch:
         """
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise NotMeasurable("inside a torch.func transform")
-        values = list(tensors)
+        plain = as_plain(tensors)
+        values = list(tensors) if plain is None else plain
         others = None if minus is None else list(minus)
         zeros: dict[int, int] = {}
-        if not (are_plain(values) and (others is None or are_plain(others))):
+        if plain is None or (others is not None and as_plain(others) is None):
             for index, tensor in enumerate(values):
                 if others is not None:
                     if not (is_plain(tensor) and is_plain(others[index])):
@@ -138,7 +148,9 @@ class Batch:
                     values[index], implied = flat_values(tensor)
                     if implied:
                         zeros[index] = implied
-        wide = [tensor.dtype not in NARROW for tensor in values]
+        wide = [False] * len(values)
+        if not dtypes_of(values) <= NARROW:
+            wide = [tensor.dtype not in NARROW for tensor in values]
         if others is not None:
             wide = [one or other.dtype not in NARROW for one, other in zip(wide, others, strict=True)]
         return cls(values, others, wide, zeros)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from operator import attrgetter
 
@@ -42,16 +42,38 @@ def is_plain(tensor: Tensor) -> bool:
     )
 
 
-def are_plain(tensors: Sequence[Tensor]) -> bool:
-    """Whether :func:`is_plain` holds for all ``tensors``, without one call for each."""
-    return (
+class PlainTensors(list[Tensor]):
+    """Tensors that :func:`is_plain` accepts, so they need not be checked again.
+
+    Args:
+        tensors: as found by :func:`as_plain`.
+        dtypes: theirs.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], dtypes: frozenset[torch.dtype]) -> None:
+        super().__init__(tensors)
+        self.dtypes = dtypes
+
+
+def as_plain(tensors: Sequence[Tensor]) -> PlainTensors | None:
+    """The ``tensors`` if :func:`is_plain` holds for all of them, found without one call for each; else None."""
+    if isinstance(tensors, PlainTensors):
+        return tensors
+    dtypes = dtypes_of(tensors)
+    is_plain_all = (
         PLAIN.issuperset(map(type, tensors))
-        and REAL.issuperset(map(_DTYPE, tensors))
+        and dtypes <= REAL
         and all(map(_IS_CPU, tensors))
         and _STRIDED.issuperset(map(_LAYOUT, tensors))
         and not any(map(_IS_NESTED, tensors))
         and not any(map(is_functorch_wrapped, tensors))
     )
+    return PlainTensors(tensors, dtypes) if is_plain_all else None
+
+
+def dtypes_of(tensors: Sequence[Tensor]) -> frozenset[torch.dtype]:
+    """The dtypes of ``tensors``."""
+    return tensors.dtypes if isinstance(tensors, PlainTensors) else frozenset(map(_DTYPE, tensors))
 
 
 def refusal(tensor: Tensor) -> str | None:

@@ -49,13 +49,9 @@ class StepBuffer(RowStore, ValueStore):
 
     def clear(self, source: str, names: Iterable[str] | None = None) -> None:
         """Remove the values of ``source``, or of some of its tensors."""
-        gone = None if names is None else set(names)
-
-        def kept(of: str, name: str) -> bool:
-            return of != source or (gone is not None and name not in gone)
-
-        self.clear_rows(kept)
-        self.clear_values(kept)
+        gone = None if names is None else frozenset(names)
+        self.clear_rows(source, gone)
+        self.clear_values(source, gone)
 
     def refuse(self, source: str, name: str, reason: str) -> None:
         """Mark a tensor as not measurable, which also prevents sums over the whole source."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import compress
 
 import torch
@@ -13,6 +14,7 @@ from ..core.keys import Key
 from ..core.metric import Metric
 from ..core.moments import VIEWS, Column, StatView
 from ..core.records import StatsTable
+from ..core.step_values import Block
 
 #: Each view with keys, and the rows of their tensors; None for all rows.
 _Found = list[tuple[Metric, list[Key], list[int] | None]]
@@ -41,9 +43,11 @@ class SourcePlan:
     functions: Mapping[int, tuple[Metric, ...]] = field(default_factory=dict)
     spread: frozenset[int] = frozenset()
     is_whole: bool = False
-    _last: dict[str, tuple[tuple[str, ...], _Found]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _last: dict[str, tuple[tuple[str, ...], _Found, tuple[Key, ...]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
-    @property
+    @cached_property
     def exchanged(self) -> list[str]:
         """Names of the tensors whose rows are merged over ranks; the same on all ranks."""
         return [self.names[position] for position in self.measured if position in self.spread]
@@ -58,43 +62,59 @@ class SourcePlan:
         """Positions of the tensors on which anything is computed."""
         return tuple(sorted({*self.measured, *self.functions}))
 
-    def evaluate(self, table: StatsTable, base: StatsTable | None = None) -> dict[Key, float]:
-        """The values of all views for the rows of ``table``; ``base`` holds the denominators of ratios."""
-        values: dict[Key, float] = {}
-        for metric, keys, places in self._found(table.names):
-            rows = table.rows if places is None else table.rows[places]
-            if metric.name == "ratio":
-                defined, numbers = _ratios(rows, base, [key.name for key in keys])
-            else:
-                defined, numbers = evaluate_view(VIEWS[metric.name], rows)
-            found = zip(keys, numbers, strict=True)
-            values.update(found if all(defined) else compress(found, defined))
-        return values
+    def names_at(self, positions: Sequence[int]) -> Sequence[str]:
+        """The names at these ascending positions; all of them as one tuple, the same in each step."""
+        return self.names if len(positions) == len(self.names) else [self.names[position] for position in positions]
 
-    def _found(self, names: tuple[str, ...]) -> _Found:
-        """The views with the keys of those of these tensors that they apply to, and their rows; None for all rows."""
-        known, found = self._last.get(self.source, ((), []))
+    def evaluate(self, table: StatsTable, base: StatsTable | None = None) -> Block:
+        """The values of all views for the rows of ``table``; ``base`` holds the denominators of ratios."""
+        found, keys = self._found(table.names)
+        if not found:
+            return (), ()
+        rows = [table.rows if places is None else table.rows[places] for _, _, places in found]
+        values: list[Tensor] = []
+        defined: list[Tensor] = []
+        for (metric, wanted, _), of in zip(found, rows, strict=True):
+            ratio = metric.name == "ratio"
+            value, there = _ratios(of, base, [key.name for key in wanted]) if ratio else _evaluated(VIEWS[metric.name], of)
+            values.append(value)
+            defined.append(there)
+        numbers, exist = torch.cat(values).tolist(), torch.cat(defined)
+        if exist.all():
+            return keys, numbers
+        chosen = exist.tolist()
+        return tuple(compress(keys, chosen)), list(compress(numbers, chosen))
+
+    def _found(self, names: tuple[str, ...]) -> tuple[_Found, tuple[Key, ...]]:
+        """The views with the keys of those of these tensors that they apply to, and their rows; and the keys of all of them."""
+        known, found, all_keys = self._last.get(self.source, ((), [], ()))
         if known != names:  # most tables of a source have the same names
             where, every = {name: row for row, name in enumerate(names)}, list(range(len(names)))
             applied = [(metric, [key for key in wanted if key.name in where]) for metric, wanted in self.views]
             placed = [(metric, keys, [where[key.name] for key in keys]) for metric, keys in applied if keys]
             found = [(metric, keys, None if places == every else places) for metric, keys, places in placed]
-            self._last[self.source] = names, found
-        return found
+            all_keys = tuple(key for _, keys, _ in found for key in keys)
+            self._last[self.source] = names, found, all_keys
+        return found, all_keys
 
 
 def evaluate_view(view: StatView, rows: Tensor) -> tuple[list[bool], list[float]]:
     """For each row ``[n, 8]`` whether the value exists, and the value."""
-    return view.defined(rows).tolist(), view.compute(rows).tolist()
+    values, defined = _evaluated(view, rows)
+    return defined.tolist(), values.tolist()
 
 
-def _ratios(rows: Tensor, base: StatsTable | None, found: list[str]) -> tuple[list[bool], list[float]]:
+def _evaluated(view: StatView, rows: Tensor) -> tuple[Tensor, Tensor]:
+    return view.compute(rows), view.defined(rows)
+
+
+def _ratios(rows: Tensor, base: StatsTable | None, found: list[str]) -> tuple[Tensor, Tensor]:
     if base is None:
-        return [False] * len(found), [0.0] * len(found)
+        return rows.new_zeros(len(found)), torch.zeros(len(found), dtype=torch.bool, device=rows.device)
     where = {name: row for row, name in enumerate(base.names)}
     denominators = base.rows[[where[name] for name in found]][:, Column.SQUARE_SUM].sqrt()
     ratios = rows[:, Column.SQUARE_SUM].sqrt() / denominators
-    return (denominators > 0).tolist(), torch.where(denominators > 0, ratios, 0.0).tolist()
+    return ratios, denominators > 0
 
 
 def compile_plan(

@@ -11,6 +11,7 @@ from ..core.keys import Key
 from ..core.metric import ASKED_LATE, Metric
 from ..core.moments import VIEWS
 from ..core.records import StatsTable, StepRecord
+from ..core.step_values import StepValues
 from ..statistics import histogram, kurtosis
 from .layer_values import LayerSelection
 from .micro_batches import norms_by_rank
@@ -58,14 +59,13 @@ def assemble(
     reasons: dict[str, str] = {}
     summarised = summary.compute(facts, whole, base, reasons, norms)
     absent.update({(n.SUMMARY, name): reason for name, reason in reasons.items()})
-    values = {summary_key(name): summarised[name] for name in summary.choice.shown if name in summarised}
-    values.update({key: value for key, value in custom.items() if key.source == n.SUMMARY})
-    values.update(modules)
-    for source, plan in plans.items():
-        if source in tables:
-            values.update(plan.evaluate(tables[source], base))
-    values.update(layers.values(whole if layers.takes_sums else tables, base, facts.groups))
-    values.update({key: value for key, value in custom.items() if key not in undefined})
+    first = {summary_key(name): summarised[name] for name in summary.choice.shown if name in summarised}
+    first.update({key: value for key, value in custom.items() if key.source == n.SUMMARY})
+    first.update(modules)
+    last = dict(layers.values(whole if layers.takes_sums else tables, base, facts.groups))
+    last.update({key: value for key, value in custom.items() if key not in undefined})
+    blocks = [plan.evaluate(tables[source], base) for source, plan in plans.items() if source in tables]
+    values = StepValues((tuple(first), tuple(first.values())), *blocks).updated(last)
     hidden = heads
     if unshown:
         # the metric in a key of attention is the aggregation over heads

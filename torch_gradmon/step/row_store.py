@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, repeat
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from ..core.keys import GRADIENT, GRADIENT_BEFORE_CLIP, PARAMETER_SOURCES
 from ..core.moments import Column, identity, merge
 from ..core.records import StatsTable
+from .row_places import RowPlaces
 
 #: Columns that show whether two rows are of the same values.
 _WITNESSES = frozenset({Column.COUNT, Column.SUM, Column.SQUARE_SUM})
@@ -21,7 +22,7 @@ class RowStore:
 
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []
-        self._places: dict[str, dict[str, tuple[int, int]]] = {}  # block and row of each tensor, by source and name
+        self._places: dict[str, RowPlaces] = {}  # by source
         self._parts: dict[tuple[str, str], list[Tensor]] = {}
         self._columns: dict[str, frozenset[Column]] = {}
         self._exchanged: set[tuple[str, str]] = set()  # tensors whose rows are merged over ranks
@@ -30,7 +31,10 @@ class RowStore:
         """Store statistics ``[len(names), 8]``, replacing those of the same names."""
         if len(self._blocks) >= 64:
             self._drop_replaced()
-        self._places.setdefault(source, {}).update(zip(names, zip(repeat(len(self._blocks)), range(len(rows))), strict=True))
+        if (places := self._places.get(source)) is None:
+            self._places[source] = RowPlaces((names, len(self._blocks)))
+        else:
+            places.put(names, len(self._blocks))
         self._blocks.append(rows)
         self._columns[source] = self._columns.get(source, columns) & columns
 
@@ -41,21 +45,22 @@ class RowStore:
 
     def names_of(self, source: str) -> set[str]:
         """The tensors of ``source`` with stored rows."""
-        return set(self._places.get(source, ()))
+        return set(self._by_name(source))
+
+    def _by_name(self, source: str) -> Mapping[str, tuple[int, int]]:
+        places = self._places.get(source)
+        return {} if places is None else places.by_name
 
     def rows_of(self, source: str, names: Iterable[str]) -> Tensor:
         """The stored rows of these names, which must exist: ``[names, 8]``, on the device."""
-        places = self._places[source]
+        places = self._by_name(source)
         return torch.stack([self._blocks[block][row] for block, row in (places[name] for name in names)])
 
     def _drop_replaced(self) -> None:
-        kept = sorted({block for places in self._places.values() for block, _ in places.values()})
+        kept = sorted({block for places in self._places.values() for block, _ in places.by_name.values()})
         number = {block: index for index, block in enumerate(kept)}
         self._blocks = [self._blocks[block] for block in kept]
-        self._places = {
-            source: {name: (number[block], row) for name, (block, row) in places.items()}
-            for source, places in self._places.items()
-        }
+        self._places = {source: places.renumbered(number) for source, places in self._places.items() if places.by_name}
 
     def merge_rows(self, source: str, names: Sequence[str], rows: Tensor, columns: frozenset[Column]) -> None:
         """Merge statistics of one micro-batch or call with those of the same names."""
@@ -68,7 +73,7 @@ class RowStore:
 
     def rows_or_none(self, source: str, names: Sequence[str]) -> Tensor:
         """The stored rows of these names, or the identity for missing ones: ``[names, 8]``."""
-        known = self._places.get(source, {})
+        known = self._by_name(source)
         places = [(row, known[name]) for row, name in enumerate(names) if name in known]
         if not places:
             return identity(len(names))
@@ -99,10 +104,16 @@ class RowStore:
             return {}
         rows = torch.cat(blocks)
         starts = [0, *accumulate(len(block) for block in blocks)]
-        collected = {
-            source: {name: starts[block] + row for name, (block, row) in places.items()}
-            for source, places in self._places.items()
-        }
+        edited = {source for source, _ in self._exchanged}.union(source for source, _ in merged)
+        tables: dict[str, StatsTable] = {}
+        collected: dict[str, dict[str, int]] = {}
+        for source, places in self._places.items():
+            if places.whole is not None and source not in edited:
+                names, block = places.whole
+                if names:
+                    tables[source] = StatsTable(tuple(names), rows[starts[block] : starts[block + 1]], self._columns[source])
+            else:
+                collected[source] = {name: starts[block] + row for name, (block, row) in places.by_name.items()}
         for source, name in self._exchanged:
             if (place := collected.get(source, {}).get(name)) is not None and not rows[
                 place, Column.COUNT
@@ -110,22 +121,27 @@ class RowStore:
                 del collected[source][name]
         for offset, (source, name) in enumerate(merged):
             collected.setdefault(source, {})[name] = starts[-2] + offset
-        tables = {
-            source: StatsTable(tuple(found), rows[list(found.values())], self._columns[source])
+        tables.update(
+            (source, StatsTable(tuple(found), rows[list(found.values())], self._columns[source]))
             for source, found in collected.items()
             if found
-        }
+        )
         if GRADIENT in tables and GRADIENT_BEFORE_CLIP in tables:
             tables[GRADIENT] = _shared(tables[GRADIENT], tables[GRADIENT_BEFORE_CLIP])
         return tables
 
-    def clear_rows(self, kept: Callable[[str, str], bool]) -> None:
-        """Remove the rows that are not ``kept``, by source and name."""
-        self._places = {
-            source: {name: place for name, place in places.items() if kept(source, name)}
-            for source, places in self._places.items()
-        }
-        self._parts = {where: parts for where, parts in self._parts.items() if kept(*where)}
+    def clear_rows(self, source: str, names: Collection[str] | None) -> None:
+        """Remove the rows of ``source``, or of some of its tensors."""
+        if names is None:
+            self._places.pop(source, None)
+        elif (places := self._places.get(source)) is not None:
+            places.remove(names)
+            if not places.by_name:
+                del self._places[source]
+        if self._parts:
+            self._parts = {
+                w: parts for w, parts in self._parts.items() if w[0] != source or (names is not None and w[1] not in names)
+            }
 
     def absorb_rows(self, other: RowStore) -> None:
         """Merge the rows of :meth:`merge_rows` in ``other``."""
@@ -135,7 +151,7 @@ class RowStore:
 
     def take_rows(self, other: RowStore, source: str, names: Iterable[str]) -> None:
         """Store the rows of ``other`` for those of these names that it has."""
-        known = other._places.get(source, {})
+        known = other._by_name(source)
         found = [name for name in names if name in known]
         if found:
             self.put_rows(source, found, other.rows_of(source, found), other._columns[source])
@@ -151,10 +167,14 @@ class RowStore:
 
 def _shared(after: StatsTable, before: StatsTable) -> StatsTable:
     """``after``, or the rows of ``before`` if both have the same values: a run directory stores those once."""
-    place = {name: row for row, name in enumerate(before.names)}
-    if not _WITNESSES <= after.columns <= before.columns or not place.keys() >= set(after.names):
+    if not _WITNESSES <= after.columns <= before.columns:
         return after
-    rows, columns = before.rows[[place[name] for name in after.names]], sorted(after.columns)
+    rows, columns = before.rows, sorted(after.columns)
+    if before.names != after.names:
+        place = {name: row for row, name in enumerate(before.names)}
+        if not place.keys() >= set(after.names):
+            return after
+        rows = rows[[place[name] for name in after.names]]
     return (
         StatsTable(after.names, rows, before.columns, GRADIENT_BEFORE_CLIP)
         if rows[:, columns].equal(after.rows[:, columns])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import Tensor
@@ -85,9 +85,12 @@ class ValueStore:
         """The keys of logged values."""
         return frozenset(key for key in self._pending if not key.source)
 
-    def clear_values(self, kept: Callable[[str, str], bool]) -> None:
-        """Remove the values that are not ``kept``, by source and name."""
-        self._pending = {key: pending for key, pending in self._pending.items() if kept(key.source, key.name)}
+    def clear_values(self, source: str, names: Collection[str] | None) -> None:
+        """Remove the values of ``source``, or of some of its tensors."""
+        if self._pending:
+            gone = [key for key in self._pending if key.source == source and (names is None or key.name in names)]
+            for key in gone:
+                del self._pending[key]
 
     def absorb_values(self, other: ValueStore) -> None:
         """Merge the values in ``other``."""

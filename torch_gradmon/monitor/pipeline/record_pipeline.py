@@ -8,6 +8,7 @@ from typing import Any
 
 from ...core.keys import Key
 from ...core.records import StepRecord
+from ...core.step_values import StepValues
 from ...step.buffer import StepBuffer
 from .publisher import Publisher
 from .record_history import RecordHistory
@@ -86,7 +87,7 @@ class RecordPipeline:
         """Late ``values`` of the last step; ``late`` is the buffer that they are from, and merges more of them."""
         if self.last is not None:
             self._late, self._is_finished = late, False
-            self._pass_on(replace(self.last, values={**self.last.values, **values}), amends=True)
+            self._pass_on(replace(self.last, values=StepValues.of(self.last.values).updated(values)), amends=True)
 
     def tag(self, tags: Mapping[str, Any]) -> None:
         """Facts about the step that ended last."""

@@ -1,0 +1,91 @@
+"""The values of a step: what a lookup, a late value and the flat keys see."""
+
+from __future__ import annotations
+
+import pickle
+from itertools import chain
+
+import pytest
+import torch
+from torch import nn
+
+from torch_gradmon import ModuleMonitor
+from torch_gradmon.core.key_formatter import KeyFormatter
+from torch_gradmon.core.keys import KEY_STYLES, Key, format_key
+from torch_gradmon.core.step_values import StepValues
+
+A, B, C = (Key("gradient", name, "norm") for name in "abc")
+
+
+def test_they_are_those_of_a_dict() -> None:
+    values = StepValues(((A, B), [1.0, 2.0]), ((C,), [3.0]))
+    expected = {A: 1.0, B: 2.0, C: 3.0}
+    assert values == expected
+    assert list(values) == list(values.keys()) == [A, B, C]
+    assert list(values.values()) == [1.0, 2.0, 3.0]
+    assert dict(values.items()) == dict(values) == {**values} == expected
+    assert (len(values), A in values, values[C], values.get(Key("", "d", ""))) == (3, True, 3.0, None)
+    assert pickle.loads(pickle.dumps(values)) == expected
+    assert repr(expected) in repr(values)
+    with pytest.raises(KeyError):
+        values[Key("", "d", "")]
+
+
+@pytest.mark.parametrize("style", KEY_STYLES)
+def test_a_later_value_replaces_an_earlier_one(style: str) -> None:
+    values = StepValues(((A, B), [1.0, 2.0])).updated({B: 5.0, C: 3.0})
+    assert values == {A: 1.0, B: 5.0, C: 3.0}
+    assert KeyFormatter(style, "x/")(values) == {format_key(key, style, "x/"): value for key, value in values.items()}
+
+
+def test_many_late_values_are_merged() -> None:
+    values = StepValues(((A,), [0.0]))
+    for number in range(1000):
+        values = values.updated({B: float(number)})
+    assert values == {A: 0.0, B: 999.0}
+    assert len(values.blocks) < 20
+
+
+def test_flat_keys_follow_the_blocks() -> None:
+    formatted, first = KeyFormatter("seed", ""), (A, B)
+    for blocks in (
+        [(first, [1.0, 2.0])],
+        [(first, [3.0, 4.0])],
+        [((A, B), [5.0, 6.0])],
+        [((B, A), [7.0, 8.0])],
+        [((A,), [9.0]), ((C,), [1.0])],
+        [((C,), [1.0])],
+        [],
+        [(first, [1.0, 2.0])],
+    ):
+        pairs = chain.from_iterable(zip(keys, numbers, strict=True) for keys, numbers in blocks)
+        expected = {format_key(key): value for key, value in pairs}
+        assert formatted(StepValues(*blocks)) == expected
+        assert list(formatted(StepValues(*blocks))) == list(expected)
+
+
+def test_a_caller_may_change_the_dict() -> None:
+    formatted = KeyFormatter("seed", "")
+    values = StepValues(((A, B), [1.0, 2.0]))
+    formatted(values).clear()
+    formatted(values)["more"] = 1.0
+    assert formatted(values) == {"gradient/a/norm": 1.0, "gradient/b/norm": 2.0}
+
+
+def test_metrics_by_key_need_no_dict_of_keys() -> None:
+    """It costs more than the statistics of small tensors."""
+    model = nn.Linear(3, 2)
+    monitor = ModuleMonitor(model)
+    monitor.add_gradient_metric("norm")
+    monitor.add_gradient_metric("max")
+    for step in range(3):
+        model.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        monitor.begin_step(step)
+        monitor.monitor_gradients()
+        monitor.end_step()
+        found = monitor.get_step_metrics()
+        assert found["gradient/bias/norm"] == pytest.approx(2**0.5)
+        last = monitor._runtime.pipeline.last
+        assert isinstance(last.values, StepValues)
+        assert last.values._by_key is None

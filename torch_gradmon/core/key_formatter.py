@@ -1,0 +1,43 @@
+"""The flat keys of the values of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from .keys import Key, format_key
+from .step_values import StepValues
+
+
+class KeyFormatter:
+    """Gives values their flat keys, and builds each key once.
+
+    Args:
+        style: of the keys; see :func:`format_key`.
+        prefix: of all keys.
+    """
+
+    def __init__(self, style: str, prefix: str) -> None:
+        self._style, self._prefix = style, prefix
+        self._known: dict[Key, str] = {}
+        self._of_block: list[tuple[Sequence[Key], list[str]]] = []  # of the last step
+        self._layout: dict[str, float] = {}  # its keys; filling a copy is faster than a new dict
+
+    def __call__(self, values: Mapping[Key, float]) -> dict[str, float]:
+        """The values by flat key."""
+        blocks = StepValues.of(values).blocks
+        texts = [self._texts(place, keys) for place, (keys, _) in enumerate(blocks)]
+        if len(texts) != len(self._of_block) or any(new is not old for new, (_, old) in zip(texts, self._of_block, strict=True)):
+            self._layout = {text: 0.0 for some in texts for text in some}
+        self._of_block = [(keys, text) for (keys, _), text in zip(blocks, texts, strict=True)]
+        found = self._layout.copy()
+        for text, (_, numbers) in zip(texts, blocks, strict=True):
+            found.update(zip(text, numbers, strict=True))
+        return found
+
+    def _texts(self, place: int, keys: Sequence[Key]) -> list[str]:
+        if place < len(self._of_block):
+            last, texts = self._of_block[place]
+            if last is keys or last == keys:  # as in most steps
+                return texts
+        self._known.update((key, format_key(key, self._style, self._prefix)) for key in keys if key not in self._known)
+        return [self._known[key] for key in keys]

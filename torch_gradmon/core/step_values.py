@@ -1,0 +1,75 @@
+"""The values of one step by key, as the arrays that they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from .keys import Key
+
+#: Keys, and a value for each.
+Block = tuple[Sequence[Key], Sequence[float]]
+#: A loop that logs more than this in one step gets them merged.
+_BLOCKS = 16
+
+
+class StepValues(Mapping[Key, float]):
+    """Values in blocks. Most have the keys of the last step, as the same tuple, so they need not be renamed again.
+
+    The dict that a lookup needs is built when one is first asked for: hashing thousands of keys costs more than computing their values.
+
+    Args:
+        blocks: a later value replaces an earlier one of the same key.
+    """
+
+    __slots__ = ("_by_key", "blocks")
+
+    def __init__(self, *blocks: Block) -> None:
+        self.blocks = blocks
+        self._by_key: dict[Key, float] | None = None
+
+    @classmethod
+    def of(cls, values: Mapping[Key, float]) -> StepValues:
+        """These values, as one block if they are none yet."""
+        return values if isinstance(values, cls) else cls((tuple(values), tuple(values.values())))
+
+    def updated(self, more: Mapping[Key, float]) -> StepValues:
+        """These values with ``more``, which replace those of the same keys."""
+        blocks = self.blocks if len(self.blocks) < _BLOCKS else StepValues.of(self.by_key.copy()).blocks
+        return StepValues(*blocks, *StepValues.of(more).blocks)
+
+    @property
+    def by_key(self) -> dict[Key, float]:
+        """All values as a dict."""
+        if self._by_key is None:
+            self._by_key = {}
+            for keys, numbers in self.blocks:
+                self._by_key.update(zip(keys, numbers, strict=True))
+        return self._by_key
+
+    def __getitem__(self, key: Key) -> float:
+        return self.by_key[key]
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self.by_key)
+
+    def __len__(self) -> int:
+        return len(self.by_key)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.by_key
+
+    # those of a dict need no call for each value
+    def items(self):  # type: ignore[no-untyped-def]
+        """Keys with values."""
+        return self.by_key.items()
+
+    def keys(self):  # type: ignore[no-untyped-def]
+        """The keys."""
+        return self.by_key.keys()
+
+    def values(self):  # type: ignore[no-untyped-def]
+        """The values."""
+        return self.by_key.values()
+
+    def __repr__(self) -> str:
+        return f"StepValues({self.by_key!r})"
