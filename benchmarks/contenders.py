@@ -8,11 +8,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon.core.moments import ALL_COLUMNS, VIEWS, Column
-from torch_gradmon.statistics import cpp
+from torch_gradmon.statistics import cpp, kernel_build
 from torch_gradmon.statistics.eager import EagerStatistics
 from torch_gradmon.statistics.request import Backend
 
@@ -37,6 +38,14 @@ def _fused(model: nn.Module, _: ExitStack) -> Run:
     except RuntimeError as error:
         raise LeftOut(str(error)) from error
     return _measuring(cpp.CppStatistics(kernel), model, ALL_COLUMNS)
+
+
+def _fused_avx2(model: nn.Module, _: ExitStack) -> Run:
+    """What a processor without AVX-512 runs."""
+    path = kernel_build.built("AVX2")
+    if path is None or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        raise LeftOut("no other kernel than the one above")
+    return _measuring(cpp.CppStatistics(cpp.loaded(str(path))), model, ALL_COLUMNS)
 
 
 def _triton(model: nn.Module, _: ExitStack) -> Run:
@@ -103,6 +112,7 @@ CONTENDERS = {
     "eager_but_near_zero": Contender("torch_gradmon, eager, all but near-zero, no keys", _eager(_BUT_NEAR_ZERO), ours=True),
     "eager_norm": Contender("torch_gradmon, eager, norm only, no keys", _eager(_NORM), ours=True),
     "fused": Contender("torch_gradmon, fused, all statistics, no keys", _fused, ours=True),
+    "fused_avx2": Contender("torch_gradmon, fused for AVX2, all statistics, no keys", _fused_avx2, ours=True),
     "triton": Contender("torch_gradmon, Triton, all statistics, no keys", _triton, ours=True),
     "monitor": Contender("torch_gradmon.ModuleMonitor, five metrics by key", _monitor, ours=True),
     "exact_clip": Contender("torch_gradmon, clip_grad_norm_(exact=True)", _exact_clip, ours=True),

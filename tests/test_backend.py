@@ -101,7 +101,7 @@ def kernel(name: str) -> Kernel:
     path = kernel_build.built(name)
     if path is None:
         pytest.skip(f"wheels have no kernel for processors with {name}")
-    return cpp._loaded(str(path))
+    return cpp.loaded(str(path))
 
 
 @pytest.fixture(scope="module", params=KERNELS)

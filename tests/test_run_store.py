@@ -307,7 +307,7 @@ def test_a_late_value_is_written_without_what_the_file_has(tmp_path: Path) -> No
     monitor.log_scalar("loss", 1.5)
     monitor.get_step_metrics()
     written = [statement for statement in statements if statement.startswith("INSERT OR REPLACE")]
-    assert [statement.split()[4] for statement in written] == ["steps", "scalars"]
+    assert [statement.split()[4] for statement in written] == ["scalars"]
     monitor.log_scalar("loss", 2.5)
     monitor.detach()
     run = gradmon.load_run(tmp_path)

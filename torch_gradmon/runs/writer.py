@@ -157,11 +157,12 @@ class RunWriter:
         else:  # a value that came late: what the file has is not written again
             tables = {source: table for source, table in record.tables.items() if known.tables.get(source) is not table}
             values = {key: value for key, value in record.values.items() if known.values.get(key) is not value}
-        events = json.dumps([asdict(event) for event in record.events])
-        self._db.execute(
-            "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?, ?)",
-            (*where, record.time, record.applied, json.dumps(record.context, default=str, skipkeys=True), events),
-        )
+        if tables is record.tables or known is None or _facts(record) != _facts(known):
+            events = json.dumps([asdict(event) for event in record.events])
+            self._db.execute(
+                "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?, ?)",
+                (*where, record.time, record.applied, json.dumps(record.context, default=str, skipkeys=True), events),
+            )
         for source, table in tables.items():
             counts = fixed_counts(source, table)
             data = (*where, self._layout(source, table, counts), b"" if table.same_as else pack(table, bool(counts)))
@@ -207,6 +208,11 @@ class RunWriter:
             with contextlib.suppress(sqlite3.Error):
                 self._db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
             self._db.close()
+
+
+def _facts(record: StepRecord) -> tuple[object, ...]:
+    """What the table of steps has of a record."""
+    return record.time, record.applied, record.context, record.events
 
 
 def _storable(value: float) -> float | str:

@@ -144,7 +144,7 @@ def found() -> tuple[Kernel | None, str]:
     if path is None:
         return None, f"this installation has no kernel for a processor with {capability}"
     try:
-        return _loaded(str(path)), capability
+        return loaded(str(path)), capability
     except (OSError, AttributeError) as error:  # such as on a system with an older C library
         return None, f"the kernel of this installation cannot be loaded: {error}"
 
@@ -159,10 +159,11 @@ def compiled() -> Kernel:
     with tempfile.TemporaryDirectory() as place:
         library = Path(place) / "torch_gradmon.so"
         kernel_build.compile_to(library, _OPTIONS)
-        return _loaded(str(library))
+        return loaded(str(library))
 
 
-def _loaded(library: str) -> Kernel:
+def loaded(library: str) -> Kernel:
+    """The kernel in this shared library."""
     kernel = ctypes.CDLL(library).torch_gradmon_rows
     pointer = ctypes.c_void_p
     kernel.argtypes = [ctypes.c_int64, pointer, pointer, ctypes.c_float, ctypes.c_int, pointer]

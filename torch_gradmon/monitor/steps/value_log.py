@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...capture.modules.source import ModuleSource
 from ...capture.modules.structure import copied
+from ...core.errors import GradmonWarning
 from ...core.fence import Fence
 from ...core.keys import Key
 from ...core.torch_modes import outside_dispatch_modes
@@ -101,7 +102,9 @@ class ValueLog:
                 buffer = self._log(key, value, aggregation, is_measured)
                 if reducer and buffer is not None:
                     buffer.share(key, reducer)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except GradmonWarning:  # where warnings were made errors
+            raise
+        except Exception as error:  # the value, or the code that gets it, is at fault
             absent = self.late.absent if self.buffer is None else self.buffer.absent
             absent[key.source, key.name] = str(error)
             self._fence.complaints.add(f"log:{text}", f"a value of {text} is lost", error)

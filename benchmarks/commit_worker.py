@@ -1,0 +1,147 @@
+"""Measures one version of the package on request, for :mod:`benchmarks.commits`: reads a name from each line, prints a number.
+
+The first folder on the path has the package; everything else comes from this checkout.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import torch_gradmon as gradmon
+
+from . import rivals
+from .sets import SETS, Tensors, build, gradients
+
+NINE = ("norm", "rms", "mean", "std", "max", "min_value", "max_value", "sparsity", "nonfinite")
+SMALL = "small_1024"
+DEMO_STEPS, DEMO_FIRST = 40, 8
+#: Beyond these the audit of the loop rests in most steps.
+IDLE_FIRST, IDLE_STEPS = 2000, 300
+
+
+def _model(name: str) -> nn.Module:
+    if name != SMALL:
+        return build(SETS[name], torch.device("cpu"))
+    model = Tensors([(1024,)] * 1000)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def _nine(model: nn.Module, stack: ExitStack, **options: Any) -> rivals.Run:
+    """Nine built-ins of every gradient, by key in a dict."""
+    monitor = stack.enter_context(gradmon.ModuleMonitor(model, **options))
+    for metric in NINE:
+        monitor.add_gradient_metric(metric)
+    return rivals.step_by_hand(monitor)
+
+
+MAKERS: dict[str, Callable[[nn.Module, ExitStack], rivals.Run]] = {
+    "default": _nine,
+    "eager": lambda model, stack: _nine(model, stack, compile_statistics=False),
+    "compiled": lambda model, stack: _nine(model, stack, compile_statistics=True),
+    "torch_module_monitor": rivals.torch_module_monitor,
+    "wandb_watch": rivals.wandb_watch,
+}
+
+
+class Worker:
+    """The contenders of this process, made when they are first asked for, on gradients of their own."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._models: dict[str, tuple[nn.Module, list[Tensor]]] = {}
+        self._runs: dict[str, rivals.Run] = {}
+        self._idle: tuple[nn.Module, torch.optim.Optimizer] | None = None
+
+    def answer(self, name: str) -> float:
+        """The figure: a time over the floor, or for ``demo`` a share in percent, for ``idle`` microseconds."""
+        if name == "demo":
+            return demo_share()
+        if name == "idle":
+            return self._idle_step()
+        of, _, who = name.partition("/")
+        if of not in self._models:
+            model = _model(of)
+            self._models[of] = model, gradients(model)
+        model, tensors = self._models[of]
+        if name not in self._runs:
+            self._runs[name] = MAKERS[who](model, self._stack)
+            for _ in range(3):
+                self._runs[name]()
+        return _over_floor(self._runs[name], tensors)
+
+    def _idle_step(self) -> float:
+        if self._idle is None:
+            model = Tensors([(8,)] * 150)
+            model.forward = lambda: torch.stack(list(model.tensors)).sum()  # type: ignore[method-assign]
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+            self._stack.callback(gradmon.watch(model, optimizer, every=10**9).detach)
+            self._idle = model, optimizer
+            for _ in range(IDLE_FIRST):
+                model().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        model, optimizer = self._idle
+        before = [hook for _, hook in model._forward_pre_hooks.items()]
+        around = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+        times = []
+        for _ in range(IDLE_STEPS):
+            start = time.perf_counter()
+            for hook in before:
+                hook(model, ())
+            for hook in around:
+                hook(optimizer, (optimizer,), {})  # type: ignore[operator]
+            times.append(1e6 * (time.perf_counter() - start))
+        return statistics.median(times)
+
+
+def _over_floor(run: rivals.Run, tensors: list[Tensor]) -> float:
+    """The time of ``run`` over that of one sum of each tensor, before and after it."""
+    marks = [time.perf_counter()]
+    for call in (lambda: [tensor.sum() for tensor in tensors], run, lambda: [tensor.sum() for tensor in tensors]):
+        call()
+        marks.append(time.perf_counter())
+    first, own, last = (b - a for a, b in itertools.pairwise(marks))
+    return 2 * own / (first + last)
+
+
+def demo_share() -> float:
+    """The monitor's share of the time of the demo's training, in percent, in the median step."""
+    from torch_gradmon.cli import demo
+    from torch_gradmon.cli.demo_model import CharacterGPT, Sizes, corpus
+
+    torch.manual_seed(0)
+    _, data, characters = corpus()
+    sizes = Sizes()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        monitor = demo.train(CharacterGPT(characters, sizes), data, sizes, DEMO_STEPS, Path(folder), 0)
+    shares = [values["gradmon/overhead_pct"] for values in monitor.get_all_metrics().values() if "gradmon/overhead_pct" in values]
+    return statistics.median(shares[DEMO_FIRST:])
+
+
+def main() -> None:
+    """Answer until the input ends."""
+    torch.set_num_threads(1)
+    with ExitStack() as stack:
+        worker = Worker(stack)
+        for line in sys.stdin:
+            print("=", worker.answer(line.strip()), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Measure an older commit beside this checkout, in one interleaved run: ``python -m benchmarks.commits COMMIT``.
+
+Each version runs in a process of its own, on the same gradients. In each round every contender has one turn, in a new order;
+all but the demo and idle steps are quotients over one ``torch.sum`` of each tensor, directly before and after them in the same process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from .commit_worker import SMALL
+from .machine import machine
+from .report import RESULTS, ROOT, with_spread, write_section
+from .timing import spread
+
+ROUNDS = 21
+#: Contenders that take seconds have one turn in this number of rounds.
+SLOW_EVERY = 3
+SLOW = ("wandb_watch", "torch_module_monitor", "demo")
+TITLES = {"gpt2_124m": "GPT-2, 124 million in 149 tensors", SMALL: "1,000 tensors of 1,024"}
+OLD = ("gpt2_124m/eager", "gpt2_124m/compiled", f"{SMALL}/eager", f"{SMALL}/compiled", "demo", "idle")
+NEW = (
+    *(f"{of}/{who}" for of in TITLES for who in ("default", "eager", "torch_module_monitor", "wandb_watch")),
+    "demo",
+    "idle",
+)
+RIVALS = {"torch_module_monitor": "torch-module-monitor's five metrics", "wandb_watch": "wandb.watch"}
+
+
+class Version:
+    """A process with one version of the package."""
+
+    def __init__(self, package: Path, stack: ExitStack) -> None:
+        path = stack.enter_context(tempfile.TemporaryDirectory())
+        (Path(path) / "torch_gradmon").symlink_to(package)
+        self.path = os.pathsep.join([path, str(ROOT)])
+        self._process = stack.enter_context(
+            subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.commit_worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=path,
+                env={**os.environ, "PYTHONPATH": self.path},
+            )
+        )
+        stack.callback(self._process.stdin.close)  # type: ignore[union-attr]
+
+    def measure(self, name: str) -> float:
+        """One turn of a contender."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(name, file=self._process.stdin, flush=True)
+        for line in self._process.stdout:
+            if line.startswith("= "):
+                return float(line[2:])
+        raise RuntimeError(f"the process that measures {name} ended")
+
+    def import_share(self, what: str) -> float:
+        """The own part of an import over that of torch, in percent, in a fresh interpreter."""
+        code = (
+            "import time; a = time.perf_counter(); import torch; b = time.perf_counter()\n"
+            f"{what}\nprint(100 * (time.perf_counter() - b) / (b - a))"
+        )
+        environment = {**os.environ, "PYTHONPATH": self.path}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, cwd="/")
+        return float(done.stdout)
+
+
+IMPORTS = {"import": "import torch_gradmon", "import_watch": "from torch_gradmon import watch"}
+
+
+def measure(commit: str, rounds: int) -> dict[str, Any]:
+    """All figures, by side and contender."""
+    order, samples = random.Random(0), {"old": dict[str, list[float]](), "new": dict[str, list[float]]()}
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        subprocess.run(["git", "-C", ROOT, "worktree", "add", "--quiet", "--detach", folder, commit], check=True)
+        stack.callback(_remove, folder)
+        sides = {"old": Version(Path(folder) / "torch_gradmon", stack), "new": Version(ROOT / "torch_gradmon", stack)}
+        turns = [*(("old", name) for name in (*OLD, *IMPORTS)), *(("new", name) for name in (*NEW, *IMPORTS))]
+        for number in range(rounds):
+            order.shuffle(turns)
+            for side, name in turns:
+                if name.rpartition("/")[2] in SLOW and number % SLOW_EVERY:
+                    continue
+                version = sides[side]
+                value = version.import_share(IMPORTS[name]) if name in IMPORTS else version.measure(name)
+                samples[side].setdefault(name, []).append(value)
+            print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+    return {
+        "machine": machine(),
+        "date": datetime.date.today().isoformat(),
+        "old_commit": commit,
+        "rounds": rounds,
+        **{side: {name: spread(values) for name, values in found.items()} for side, found in samples.items()},
+        "times_as_fast": {
+            f"{of}/{rival}": {
+                side: statistics.median(samples["new"][f"{of}/{rival}"]) / statistics.median(samples[side][f"{of}/{who}"])
+                for side, who in (("old", "eager"), ("new", "default"))
+            }
+            for of in TITLES
+            for rival in RIVALS
+        },
+    }
+
+
+def _remove(worktree: str) -> None:
+    subprocess.run(["git", "-C", ROOT, "worktree", "remove", "--force", worktree], check=True)
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """The section of the documentation."""
+    old, new, where = result["old"], result["new"], result["machine"]
+    lines = [
+        "| default settings | before: torch's operations | before: kernel compiled on request | now |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    for of, title in TITLES.items():
+        cells = (old[f"{of}/eager"], old[f"{of}/compiled"], new[f"{of}/default"])
+        lines.append(f"| nine built-ins by key, {title}: over the floor | {' | '.join(map(with_spread, cells))} |")
+    for of, title in TITLES.items():
+        for rival, label in RIVALS.items():
+            times = result["times_as_fast"][f"{of}/{rival}"]
+            lines.append(f"| the same, {title}: times as fast as {label} | {times['old']:.1f} | | {times['new']:.1f} |")
+    for name, label in (
+        ("demo", "demo with everything on, share of the time in %"),
+        ("idle", "step that is not monitored, 150 parameters, µs"),
+        ("import", "`import torch_gradmon`, in % of torch's own import"),
+        ("import_watch", "`from torch_gradmon import watch`, the same"),
+    ):
+        lines.append(f"| {label} | {with_spread(old[name])} | | {with_spread(new[name])} |")
+    return (
+        "\n".join(lines)
+        + f"\n\nBefore is commit {result['old_commit']}; {result['rounds']} rounds, one thread. {where['processor']} "
+        f"({where['cores']} cores, {where['instructions']}), {where['system']}, Python {where['python']}, torch {where['torch']}; "
+        f"{result['date']}. Medians, quartiles in brackets."
+    )
+
+
+def main() -> None:
+    """Measure, print, and keep the result."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.commits", description=__doc__)
+    parser.add_argument("commit")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--quick", action="store_true", help="one round, nothing kept")
+    asked = parser.parse_args()
+    result = measure(asked.commit, 2 if asked.quick else asked.rounds)
+    print(markdown(result))
+    if not asked.quick:
+        (RESULTS / "commits.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write_section("commits", markdown(result))
+
+
+if __name__ == "__main__":
+    main()
