@@ -29,7 +29,7 @@ ROUNDS = 21
 #: Contenders that take seconds have one turn in this number of rounds.
 SLOW_EVERY = 3
 SLOW = ("wandb_watch", "torch_module_monitor", "demo")
-TITLES = {"gpt2_124m": "GPT-2, 124 million in 149 tensors", SMALL: "1,000 tensors of 1,024"}
+TITLES = {"gpt2_124m": "GPT-2, 124 million in 148 tensors", SMALL: "1,000 tensors of 1,024"}
 OLD = ("gpt2_124m/eager", "gpt2_124m/compiled", f"{SMALL}/eager", f"{SMALL}/compiled", "demo", "idle")
 NEW = (
     *(f"{of}/{who}" for of in TITLES for who in ("default", "eager", "torch_module_monitor", "wandb_watch")),
@@ -45,7 +45,13 @@ class Version:
     def __init__(self, package: Path, stack: ExitStack) -> None:
         path = stack.enter_context(tempfile.TemporaryDirectory())
         (Path(path) / "torch_gradmon").symlink_to(package)
-        self.path = os.pathsep.join([path, str(ROOT)])
+        # an installed package has bytecode; a checkout may be run without
+        self.environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([path, str(ROOT)]),
+            "PYTHONPYCACHEPREFIX": stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)),
+            "PYTHONDONTWRITEBYTECODE": "",
+        }
         self._process = stack.enter_context(
             subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.commit_worker"],
@@ -53,7 +59,7 @@ class Version:
                 stdout=subprocess.PIPE,
                 text=True,
                 cwd=path,
-                env={**os.environ, "PYTHONPATH": self.path},
+                env=self.environment,
             )
         )
         stack.callback(self._process.stdin.close)  # type: ignore[union-attr]
@@ -74,8 +80,9 @@ class Version:
             "import time; a = time.perf_counter(); import torch; b = time.perf_counter()\n"
             f"{what}\nprint(100 * (time.perf_counter() - b) / (b - a))"
         )
-        environment = {**os.environ, "PYTHONPATH": self.path}
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, cwd="/")
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=self.environment, capture_output=True, text=True, check=True, cwd="/"
+        )
         return float(done.stdout)
 
 
@@ -90,6 +97,8 @@ def measure(commit: str, rounds: int) -> dict[str, Any]:
         subprocess.run(["git", "-C", ROOT, "worktree", "add", "--quiet", "--detach", folder, commit], check=True)
         stack.callback(_remove, folder)
         sides = {"old": Version(Path(folder) / "torch_gradmon", stack), "new": Version(ROOT / "torch_gradmon", stack)}
+        for version in sides.values():
+            version.import_share(IMPORTS["import_watch"])  # compiles all
         turns = [*(("old", name) for name in (*OLD, *IMPORTS)), *(("new", name) for name in (*NEW, *IMPORTS))]
         for number in range(rounds):
             order.shuffle(turns)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..core.keys import GRADIENT, GRADIENT_BEFORE_CLIP, GRADIENT_LOCAL
 from ..core.moments import ALWAYS, Column
+from ..statistics.tensor_access import dtypes_of
 from ..step.buffer import StepBuffer
 from ..step.parameter_refs import Place
 from ..step.plan import SourcePlan
@@ -169,7 +170,7 @@ class GradientCapture:
             self._buffer.noted["edited"] = True
         elif gradients and self._seen.keys() >= gradients.keys():
             self._note_edits(gradients)
-        if narrow := {gradient.dtype for gradient in gradients.values()} & _NARROW:
+        if narrow := dtypes_of(gradients.values()) & _NARROW:
             self._buffer.noted["rounding"] = max(torch.finfo(dtype).eps / 2 for dtype in narrow)
         self._measurer.measure(Measurement(self._buffer, plan, gradients, inverse_scale))
 

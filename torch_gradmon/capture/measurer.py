@@ -73,7 +73,9 @@ class Measurer:
     def statistics(self, wanted: Measurement) -> None:
         """Measure the statistics that the plan needs."""
         plan, tensors = wanted.plan, wanted.tensors
-        parts = self.ranks.own_parts({p: tensors[p] for p in plan.measured if p in tensors}, plan.spread)
+        if plan.measured != tuple(tensors):  # in most steps all are there
+            tensors = {p: tensors[p] for p in plan.measured if p in tensors}
+        parts = self.ranks.own_parts(tensors, plan.spread)
         if not parts:
             return
         if (values := as_plain(list(parts.values()))) is not None:

@@ -123,7 +123,7 @@ class ParameterCapture:
         found = {position: self._parameters[position]() for position in positions}
         return {position: parameter.detach() for position, parameter in found.items() if parameter is not None}
 
-    def _parts(self, positions: Iterable[int]) -> dict[int, Tensor]:
+    def _parts(self, positions: Iterable[int]) -> Mapping[int, Tensor]:
         """The part of each parameter that this rank counts."""
         spread = self._plans[UPDATE].spread
         return self._measurer.ranks.own_parts(self._live(positions), spread)

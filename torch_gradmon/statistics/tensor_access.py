@@ -71,7 +71,7 @@ def as_plain(tensors: Sequence[Tensor]) -> PlainTensors | None:
     return PlainTensors(tensors, dtypes) if is_plain_all else None
 
 
-def dtypes_of(tensors: Sequence[Tensor]) -> frozenset[torch.dtype]:
+def dtypes_of(tensors: Iterable[Tensor]) -> frozenset[torch.dtype]:
     """The dtypes of ``tensors``."""
     return tensors.dtypes if isinstance(tensors, PlainTensors) else frozenset(map(_DTYPE, tensors))
 

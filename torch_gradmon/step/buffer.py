@@ -49,9 +49,10 @@ class StepBuffer(RowStore, ValueStore):
 
     def clear(self, source: str, names: Iterable[str] | None = None) -> None:
         """Remove the values of ``source``, or of some of its tensors."""
-        gone = None if names is None else frozenset(names)
-        self.clear_rows(source, gone)
-        self.clear_values(source, gone)
+        if self.has_rows(source) or self._pending:
+            gone = None if names is None else frozenset(names)
+            self.clear_rows(source, gone)
+            self.clear_values(source, gone)
 
     def refuse(self, source: str, name: str, reason: str) -> None:
         """Mark a tensor as not measurable, which also prevents sums over the whole source."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,7 +73,7 @@ class Ranks:
     def _is_distributed() -> bool:
         return torch.distributed.is_available() and torch.distributed.is_initialized()
 
-    def own_parts(self, tensors: dict[int, Tensor], spread: Container[int]) -> dict[int, Tensor]:
+    def own_parts(self, tensors: Mapping[int, Tensor], spread: Container[int]) -> Mapping[int, Tensor]:
         """:meth:`own_part` of each, by position; ``spread`` has the positions of those whose rows will be merged."""
         if PLAIN.issuperset(map(type, tensors.values())):
             return tensors

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from itertools import count, repeat
 
 
@@ -19,7 +19,7 @@ class RowPlaces:
         whole: the same; None if there are several blocks, or rows that were replaced.
     """
 
-    def __init__(self, whole: tuple[Sequence[str], int] | None, by_name: dict[str, tuple[int, int]] | None = None) -> None:
+    def __init__(self, whole: tuple[tuple[str, ...], int] | None, by_name: dict[str, tuple[int, int]] | None = None) -> None:
         self.whole, self._by_name = whole, by_name
 
     @property

@@ -31,8 +31,10 @@ class RowStore:
         """Store statistics ``[len(names), 8]``, replacing those of the same names."""
         if len(self._blocks) >= 64:
             self._drop_replaced()
+        if len(names) != len(rows):
+            raise ValueError(f"{len(rows)} rows of {source} for {len(names)} names")
         if (places := self._places.get(source)) is None:
-            self._places[source] = RowPlaces((names, len(self._blocks)))
+            self._places[source] = RowPlaces((tuple(names), len(self._blocks)))
         else:
             places.put(names, len(self._blocks))
         self._blocks.append(rows)
@@ -111,7 +113,7 @@ class RowStore:
             if places.whole is not None and source not in edited:
                 names, block = places.whole
                 if names:
-                    tables[source] = StatsTable(tuple(names), rows[starts[block] : starts[block + 1]], self._columns[source])
+                    tables[source] = StatsTable(names, rows[starts[block] : starts[block + 1]], self._columns[source])
             else:
                 collected[source] = {name: starts[block] + row for name, (block, row) in places.by_name.items()}
         for source, name in self._exchanged:
@@ -129,6 +131,10 @@ class RowStore:
         if GRADIENT in tables and GRADIENT_BEFORE_CLIP in tables:
             tables[GRADIENT] = _shared(tables[GRADIENT], tables[GRADIENT_BEFORE_CLIP])
         return tables
+
+    def has_rows(self, source: str) -> bool:
+        """Whether there are rows of ``source``."""
+        return source in self._places or any(of == source for of, _ in self._parts)
 
     def clear_rows(self, source: str, names: Collection[str] | None) -> None:
         """Remove the rows of ``source``, or of some of its tensors."""
