@@ -12,6 +12,8 @@ VENV := .venv
 DEMO := .venv-demo
 BARE := .venv-bare
 BENCH := .venv-bench
+# an installation in place builds the kernel beside its source
+KERNEL := torch_gradmon/statistics/cpp_kernel.cpp torch_gradmon/statistics/kernel_build.py
 
 # each trainer with its extra and the loggers that its tests read, on top of the bare environment
 TRAINERS := lightning transformers ignite accelerate
@@ -74,7 +76,7 @@ VERSION ?= 2.6.0
 test-torch: .venv-torch-$(VERSION)/.ready
 	.venv-torch-$(VERSION)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow and not gpu and not extra and not integration"
 
-.venv-torch-%/.ready:
+.venv-torch-%/.ready: $(KERNEL)
 	test -x .venv-torch-$*/bin/python || $(PYTHON) -m venv .venv-torch-$*
 	.venv-torch-$*/bin/pip install --quiet torch==$* numpy
 	.venv-torch-$*/bin/pip install --quiet --editable ".[test]" torch==$*
@@ -142,7 +144,7 @@ browser:
 		|| (apt-get update -qq && apt-get install -y -qq chromium chromium-driver) >/dev/null 2>&1 \
 		|| echo "no Chromium, and it cannot be installed: browser tests are skipped"
 
-$(VENV)/.ready: pyproject.toml
+$(VENV)/.ready: pyproject.toml $(KERNEL)
 	@echo "$(VENV): installs everything for tests and tools, 3.5 GB with a torch for the CPU"
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -c "import torch" 2>/dev/null || $(VENV)/bin/pip install --quiet $(TORCH)
@@ -150,7 +152,7 @@ $(VENV)/.ready: pyproject.toml
 	touch $@
 
 # numpy, because torch warns on import without it
-$(DEMO)/.ready: pyproject.toml
+$(DEMO)/.ready: pyproject.toml $(KERNEL)
 	@echo "$(DEMO): installs rich, tqdm, plotly, jinja2 and numpy, 0.2 GB, and $(TORCH) unless a torch is installed:" \
 		"0.9 GB, or several where it comes with CUDA"
 	test -x $(DEMO)/bin/python || $(PYTHON) -m venv $(DEMO)
@@ -158,14 +160,14 @@ $(DEMO)/.ready: pyproject.toml
 	$(DEMO)/bin/pip install --quiet --editable ".[cli,report]" numpy
 	touch $@
 
-$(BARE)/.ready: pyproject.toml
+$(BARE)/.ready: pyproject.toml $(KERNEL)
 	@echo "$(BARE): installs torch and pytest alone, 0.9 GB with a torch for the CPU"
 	test -x $(BARE)/bin/python || $(PYTHON) -m venv $(BARE)
 	$(BARE)/bin/python -c "import torch" 2>/dev/null || $(BARE)/bin/pip install --quiet $(TORCH)
 	$(BARE)/bin/pip install --quiet --editable ".[test]"
 	touch $@
 
-$(BENCH)/.ready: pyproject.toml
+$(BENCH)/.ready: pyproject.toml $(KERNEL)
 	@echo "$(BENCH): installs torch and the packages that the benchmarks compare with"
 	test -x $(BENCH)/bin/python || $(PYTHON) -m venv $(BENCH)
 	$(BENCH)/bin/python -c "import torch" 2>/dev/null || $(BENCH)/bin/pip install --quiet $(TORCH)

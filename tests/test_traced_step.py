@@ -107,7 +107,7 @@ def _traced(tmp_path: Path, every: int, at: int) -> Trace:
 
 def test_a_standard_step_stays_within_its_files_and_calls(tmp_path: Path) -> None:
     trace = _traced(tmp_path, every=1, at=55)
-    assert len(trace.files) <= MOST_FILES
+    assert len(trace.files) <= MOST_FILES + (0 if cpp.found()[0] else 2)  # stock operations are in more files
     assert sum(trace.files.values()) <= (MOST_CALLS if cpp.found()[0] else MOST_CALLS_WITHOUT_KERNEL)
 
 
