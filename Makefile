@@ -13,7 +13,7 @@ DEMO := .venv-demo
 BARE := .venv-bare
 BENCH := .venv-bench
 # an installation in place builds the kernel beside its source
-KERNEL := torch_gradmon/statistics/cpp_kernel.cpp torch_gradmon/statistics/kernel_build.py
+KERNEL := $(wildcard torch_gradmon/statistics/cpp_kernel.cpp torch_gradmon/statistics/kernel_build.py)
 
 # each trainer with its extra and the loggers that its tests read, on top of the bare environment
 TRAINERS := lightning transformers ignite accelerate
