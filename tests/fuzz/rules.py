@@ -15,6 +15,8 @@ Predicate = Callable[[Program], bool]
 
 _DENSE = ("adam", "adamw", "adamw_fused", "nesterov", "momentum", "rmsprop", "adafactor", "muon", "lbfgs", "sgd_fused")
 _LOST = ("skip", "raise_backward")
+_NARROW = ("bfloat16", "autocast", "autocast_set")
+_HAS_NARROW_LSTM = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 FUSED = ("adamw_fused", "sgd_fused")
 
 
@@ -46,6 +48,7 @@ OF_TORCH: list[tuple[str, Predicate]] = [
     ("the kernel is not deterministic there", lambda p: p.optimizer == "sgd_fused" and p.dtype == "bfloat16"),
     ("a fused momentum that was made of some parameters", lambda p: p.optimizer == "sgd_fused" and p.edit == "drop_one"),
     ("no kernel of this width", lambda p: p.architecture == "recurrent" and p.dtype == "autocast_f16"),
+    ("nor of this one without AVX-512", lambda p: p.architecture == "recurrent" and p.dtype in _NARROW and not _HAS_NARROW_LSTM),
     (
         "these have no second derivative",
         lambda p: p.penalty == "graph" and p.architecture in ("sparse", "recurrent", "language", "encoder"),
