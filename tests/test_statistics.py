@@ -18,8 +18,7 @@ from tests import oracle
 from torch_gradmon.core.errors import NotMeasurable
 from torch_gradmon.core.moments import ALL_COLUMNS, VIEWS, Column, identity, merge, merge_by_group
 from torch_gradmon.statistics.eager import CPU_BLOCK, EagerStatistics, measure
-from torch_gradmon.statistics.norm import inner_product
-from torch_gradmon.statistics.precise import needs_precise_pass
+from torch_gradmon.statistics.precise import inner_product, needs_precise_pass
 
 INF, NAN = math.inf, math.nan
 

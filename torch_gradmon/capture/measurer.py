@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core import accelerator
 from ..core.errors import WarningLog
-from ..core.keys import OPTIMIZER, Key
+from ..core.keys import Key
 from ..core.metric import Metric
 from ..core.torch_modes import no_autocast
 from ..statistics.dispatch import Statistics
@@ -26,6 +27,7 @@ _SPREAD = (
     "its elements are sharded over ranks, so no rank can compute a function of all of them; shardwise=True declares that "
     "the values of parts can be merged"
 )
+_NO_STATE = "the optimizer keeps no such state for it"
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class Measurer:
         if not due:
             return
         spread = plan.spread if self.ranks.count > 1 else ()
+        self._products(wanted, [position for position in due if position not in spread])
         with untouched_rng():
             for position in due:
                 if position in spread:
@@ -119,7 +122,29 @@ class Measurer:
                 if wanted.inverse_scale is not None:
                     value = unscaled(value, wanted.inverse_scale)
                 inputs = [value] if second is None else [value, second[position]]
-                self.functions(wanted.buffer, plan.source, plan.names[position], plan.functions[position], inputs, wanted.merging)
+                metrics = [metric for metric in plan.functions[position] if not hasattr(metric.function, "pairs")]
+                self.functions(wanted.buffer, plan.source, plan.names[position], metrics, inputs, wanted.merging)
+
+    def _products(self, wanted: Measurement, due: Sequence[int]) -> None:
+        """Store the values of metrics that follow from inner products, all of one metric and device at once."""
+        plan = wanted.plan
+        groups: dict[tuple[Metric, torch.device], tuple[list[Key], list[list[tuple[Tensor, Tensor]]]]] = {}
+        for position in due:
+            for metric in plan.functions[position]:
+                if not hasattr(metric.function, "pairs"):
+                    continue
+                state = _each_tensor(wanted.tensors[position], lambda t: self.ranks.own_part(t, spread=False))
+                name = plan.names[position]
+                if pairs := metric.function.pairs(state):  # type: ignore[union-attr]
+                    keys, found = groups.setdefault((metric, pairs[0][0].device), ([], []))
+                    keys.append(Key(plan.source, name, metric.name))
+                    found.append(pairs)
+                else:
+                    wanted.buffer.absent[plan.source, f"{name}/{metric.name}"] = _NO_STATE
+        for (metric, _), (keys, found) in groups.items():
+            sides = [list(zip(*column, strict=True)) for column in zip(*found, strict=True)]
+            products = torch.stack([self.built_in.inner_products(first, second) for first, second in sides])
+            wanted.buffer.put_values(keys, metric.function.value(products))  # type: ignore[union-attr]
 
     def _shardwise(self, wanted: Measurement, position: int) -> None:
         """Run functions that accept this rank's part of a sharded tensor; their values are merged over ranks."""
@@ -167,9 +192,7 @@ class Measurer:
             try:
                 value = self._call(metric, key, inputs)
                 if value is None:
-                    keeps_none = metric.built_in and source == OPTIMIZER
-                    reason = "the optimizer keeps no such state for it" if keeps_none else "its function returned nothing"
-                    buffer.absent[key.source, f"{name}/{metric.name}"] = reason
+                    buffer.absent[key.source, f"{name}/{metric.name}"] = "its function returned nothing"
                 else:
                     (buffer.merge_value if merging else buffer.put_value)(key, value, metric.aggregation, weight)
             except Exception as error:
@@ -230,13 +253,11 @@ def _device_type(inputs: Sequence[Any]) -> str:
 @contextlib.contextmanager
 def untouched_rng() -> Iterator[None]:
     """Restore all random generators afterwards, so training draws the same numbers as without."""
-    # an untyped function of torch
-    on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     numpy = getattr(sys.modules.get("numpy"), "random", None)
     numpy_state = None if numpy is None else numpy.get_state()
     python_state = random.getstate()
     try:
-        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_cuda else []):
+        with torch.random.fork_rng(devices=[]), accelerator.untouched_generators([accelerator.in_use()]):
             yield
     finally:
         random.setstate(python_state)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ..core.keys import OPTIMIZER, PARAMETER, PARAMETER_DIFFERENCE, UPDATE, UPDATE_BASE
 from ..core.moments import SQUARES
-from ..statistics.norm import inner_product
+from ..statistics.on_device import copies
+from ..statistics.precise import inner_product
 from ..step.buffer import StepBuffer
 from ..step.built_ins import BuiltIn
 from ..step.parameter_refs import Place
@@ -28,40 +29,57 @@ class StateNorm:
     def __init__(self, *names: str) -> None:
         self._names = names
 
-    def _tensor(self, state: State) -> Tensor | None:
-        return next((state[name] for name in self._names if isinstance(state.get(name), Tensor)), None)
+    def pairs(self, state: State) -> list[tuple[Tensor, Tensor]]:
+        """The tensors whose inner products decide the value; none without such a state."""
+        found = next((state[name] for name in self._names if isinstance(state.get(name), Tensor)), None)
+        return [] if found is None else [(found, found)]
+
+    def value(self, products: Tensor) -> Tensor:
+        """The value from the inner products, in their first dimension."""
+        return products[0].sqrt()
 
     def __call__(self, state: State) -> Tensor | None:
         """0-d, or None without such a state."""
-        found = self._tensor(state)
-        return None if found is None else inner_product(found, found).sqrt()
+        return _value(self, state)
 
     def contribution(self, state: State) -> tuple[str, Tensor] | None:
         """What one rank's part of a tensor contributes, and how contributions merge."""
-        found = self._tensor(state)
-        return None if found is None else ("norm", torch.stack([inner_product(found, found)]))
+        pairs = self.pairs(state)
+        return ("norm", _products(pairs)) if pairs else None
 
 
 class Cosine:
     """The cosine between the gradient and the momentum."""
 
-    def _sums(self, state: State) -> Tensor | None:
+    def pairs(self, state: State) -> list[tuple[Tensor, Tensor]]:
+        """The tensors whose inner products decide the value; none without momentum."""
         gradient = state["grad"]
         momentum = next((state[name] for name in ("exp_avg", "momentum_buffer") if isinstance(state.get(name), Tensor)), None)
         if gradient is None or momentum is None or momentum.shape != gradient.shape:
-            return None
-        pairs = (gradient, momentum), (gradient, gradient), (momentum, momentum)
-        return torch.stack([inner_product(a, b) for a, b in pairs])
+            return []
+        return [(gradient, momentum), (gradient, gradient), (momentum, momentum)]
+
+    def value(self, products: Tensor) -> Tensor:
+        """The value from the inner products, in their first dimension."""
+        return cosine(*products.unbind())
 
     def __call__(self, state: State) -> Tensor | None:
         """0-d, or None without momentum."""
-        sums = self._sums(state)
-        return None if sums is None else cosine(*sums.unbind())
+        return _value(self, state)
 
     def contribution(self, state: State) -> tuple[str, Tensor] | None:
         """What one rank's part of a tensor contributes, and how contributions merge."""
-        sums = self._sums(state)
-        return None if sums is None else ("cosine", sums)
+        pairs = self.pairs(state)
+        return ("cosine", _products(pairs)) if pairs else None
+
+
+def _products(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    return torch.stack([inner_product(a, b) for a, b in pairs])
+
+
+def _value(of: StateNorm | Cosine, state: State) -> Tensor | None:
+    pairs = of.pairs(state)
+    return of.value(_products(pairs)) if pairs else None
 
 
 #: Built-ins of the optimizer's state after the step, which includes this step's gradient. The cosine is MosaicML Composer's
@@ -156,12 +174,14 @@ class ParameterCapture:
         if self._buffer is None:
             return
         wanted = set(self._plans[UPDATE].positions).intersection(positions) - self._before.keys()
+        parts: dict[int, Tensor] = {}
         for position, parameter in self._parts(sorted(wanted)).items():
             name = self._plans[UPDATE].names[position]
             if isinstance(self._sample, re.Pattern) and not self._sample.search(name):
                 self._buffer.absent[UPDATE, name] = f"update_sample={self._sample.pattern!r} leaves it out"
             else:
-                self._before[position] = self._rows(parameter).clone()
+                parts[position] = self._rows(parameter)
+        self._before.update(zip(parts, copies(parts.values()), strict=True))
 
     def forget(self, positions: Iterable[int]) -> None:
         """Drop the copies of parameters that are not stepped after all."""

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
+from . import accelerator
+
 _NOTHING: AbstractContextManager[object] = nullcontext()
 _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 
@@ -80,14 +82,13 @@ def is_traced() -> bool:
 
 
 def rng_states() -> dict[str, Tensor]:
-    """The states of torch's random generators by device, as uint8 on the CPU: of the CPU, and of the current GPU if it is in use.
+    """The states of torch's random generators by device, as uint8 on the CPU: of the CPU, and of the current accelerator if it is in use.
 
     They are on the host, so nothing waits for a device.
     """
     with outside_dispatch_modes():
         states = {"cpu": torch.get_rng_state()}
-        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            with contextlib.suppress(RuntimeError):  # not available while a graph is captured
-                device = torch.cuda.current_device()
-                states[f"cuda:{device}"] = torch.cuda.get_rng_state(device)
+        device = accelerator.in_use()
+        if device is not None and (state := accelerator.rng_state(device)) is not None:
+            states[str(device)] = state
     return states

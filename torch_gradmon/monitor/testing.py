@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from ..core.records import SpikeEvent, StepRecord
+from ..core.simulated.device import SimulatedDevice, Work, simulated_device
 from .monitor import ModuleMonitor
 from .services.queries import Queries
 
-__all__ = ["RecordingSink", "collect_records"]
+__all__ = ["RecordingSink", "SimulatedDevice", "Work", "collect_records", "simulated_device"]
 
 
 class RecordingSink:

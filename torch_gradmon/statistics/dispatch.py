@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
+from ..core.accelerator import has_triton_kernels
 from ..core.errors import WarningLog
 from ..core.moments import Column, identity
 from . import cpp
@@ -59,6 +59,11 @@ class Statistics:
         with self._lock:
             return backend.row_of(tensor, columns, self.eps, inverse_scale)
 
+    def inner_products(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
+        """See :meth:`EagerStatistics.inner_products`."""
+        with self._lock:
+            return self._eager.inner_products(first, second)
+
     def measure(
         self,
         tensors: Sequence[Tensor],
@@ -72,7 +77,7 @@ class Statistics:
         kind = tensors[0].device.type
         backend = self._of.get(kind)
         if backend is None:
-            backend = self._of[kind] = self._triton() if kind == "cuda" and torch.version.hip is None else self._eager
+            backend = self._of[kind] = self._triton() if has_triton_kernels(tensors[0].device) else self._eager
         request = Request(columns, self.eps, inverse_scale)
         with self._lock:
             try:

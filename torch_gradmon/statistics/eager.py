@@ -20,8 +20,9 @@ from torch import Tensor
 
 from ..core.moments import SUMMED, Column, identity
 from ..core.torch_modes import no_autocast
+from .on_device import DeviceStatistics
 from .packed import Columns, PackedStatistics, Scratch
-from .precise import measure_precisely, needs_precise_pass, row_needs_precise_pass
+from .precise import inner_product, measure_precisely, needs_precise_pass, row_needs_precise_pass
 from .request import Backend, Batch, Request
 from .tensor_access import NARROW, is_plain, threshold, threshold_of_squares
 
@@ -51,6 +52,7 @@ class EagerStatistics(Backend):
     def __init__(self) -> None:
         self._scratch = Scratch()
         self._packed = PackedStatistics(self._scratch)
+        self._on_device = DeviceStatistics()
         self._request = Request(frozenset(), 0.0, None)
 
     def rows(self, tensors: Sequence[Tensor], request: Request, minus: Sequence[Tensor] | None = None) -> Tensor:
@@ -66,9 +68,16 @@ class EagerStatistics(Backend):
                     return self._measure(batch, request, device)
             return self._measure(batch, request, device)
 
+    def inner_products(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
+        """Sum of ``a * b`` of each pair of tensors of one shape, all on one device: ``[n]``, in float64 if the device has it."""
+        with torch.no_grad():
+            if not first[0].is_cpu:
+                return self._on_device.inner_products(first, second)
+            return torch.stack([inner_product(a, b) for a, b in zip(first, second, strict=True)])
+
     def _measure(self, batch: Batch, request: Request, device: torch.device) -> Tensor:
         if device.type != "cpu":
-            return measure_precisely(batch, request)
+            return self._on_device.rows(batch, request)
         rows = self._first_pass(batch, request)
         # float64 costs twice as much and the precise pass four times, so only tensors that need it get it
         closer, wider = needs_precise_pass(rows, request.columns)

@@ -10,8 +10,6 @@ from torch import Tensor
 from ..core.errors import NotMeasurable
 from ..core.moments import ALWAYS, Column, identity
 from .dispatch import Statistics
-from .eager import CPU_BLOCK
-from .tensor_access import accumulator_dtype, flat_pair
 
 #: The columns of a norm of each order, and those that decide whether float32 is accurate enough: with all of them a norm is the same to the
 #: last bit, whatever else is measured.
@@ -57,14 +55,3 @@ def norm_of_rows(rows: Tensor, norm_type: float, wide: bool) -> Tensor:
         # the extremes are of the finite part; the sum of magnitudes distinguishes NaN from Inf
         total = torch.where(rows[:, Column.NONFINITE].sum() > 0, rows[:, Column.ABS_SUM].sum(), largest)
     return total.to(torch.float64 if wide else torch.float32)
-
-
-def inner_product(a: Tensor, b: Tensor) -> Tensor:
-    """Sum of ``a * b`` over all elements, accumulated in float64 block by block: 0-d, on the tensors' device. Does not synchronise."""
-    with torch.no_grad():
-        left, right = flat_pair(a, b)
-        wide = accumulator_dtype(a.device)
-        total = torch.zeros((), dtype=wide, device=a.device)
-        for start in range(0, left.numel(), CPU_BLOCK):
-            total += torch.dot(left[start : start + CPU_BLOCK].to(wide), right[start : start + CPU_BLOCK].to(wide))
-        return total

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from ..core.moments import SUMMED, Column, identity, merge
 from .request import Batch, Request
-from .tensor_access import accumulator_dtype
+from .tensor_access import accumulator_dtype, flat_pair
 
 #: Outside of this range of the mean square, squares leave the range of float32.
 _SAFE = (1e-30, 1e30)
 #: Elements per block, which bounds the scratch memory; on CPU a block also fits the cache.
 _CPU_BLOCK, _DEVICE_BLOCK = 1 << 17, 1 << 24
+_PRODUCT_BLOCK = 1 << 20
 
 
 def needs_precise_pass(rows: Tensor, columns: frozenset[Column]) -> tuple[list[int], list[int]]:
@@ -109,3 +110,14 @@ def _row(block: Tensor, eps: float) -> Tensor:
         Column.MAX: largest,
     }
     return torch.stack([columns[column] for column in Column])
+
+
+def inner_product(a: Tensor, b: Tensor) -> Tensor:
+    """Sum of ``a * b`` over all elements, accumulated in float64 block by block: 0-d, on the tensors' device. Does not synchronise."""
+    with torch.no_grad():
+        left, right = flat_pair(a, b)
+        wide = accumulator_dtype(a.device)
+        total = torch.zeros((), dtype=wide, device=a.device)
+        for start in range(0, left.numel(), _PRODUCT_BLOCK):
+            total += torch.dot(left[start : start + _PRODUCT_BLOCK].to(wide), right[start : start + _PRODUCT_BLOCK].to(wide))
+        return total

@@ -48,6 +48,7 @@ class TritonStatistics(Backend):
 
     def __init__(self) -> None:
         self._cached: OrderedDict[tuple[object, ...], tuple[Tensor, ...]] = OrderedDict()
+        self._others = EagerStatistics()  # for tensors that the kernels do not accept
 
     def __reduce__(self) -> tuple[type[TritonStatistics], tuple[()]]:
         return TritonStatistics, ()  # a copy starts empty: the tables hold addresses of this process
@@ -68,13 +69,13 @@ class TritonStatistics(Backend):
         if tensors and (scale is None or _readable(scale, tensors[0].device)):
             taken = [i for i, x in enumerate(tensors) if supports(x, partners[i], tensors[0].device)]
         if not taken:
-            return EagerStatistics().rows(tensors, request, minus)
+            return self._others.rows(tensors, request, minus)
         rows = self._rows([tensors[i] for i in taken], [partners[i] for i in taken], request.eps, scale)
         if len(taken) == len(tensors):
             return rows
         rest = sorted(set(range(len(tensors))) - set(taken))
         less = None if minus is None else [minus[i] for i in rest]
-        others = EagerStatistics().rows([tensors[i] for i in rest], request, less)
+        others = self._others.rows([tensors[i] for i in rest], request, less)
         with _on(rows.device):
             places = tuple(sorted(range(len(tensors)), key=(taken + rest).__getitem__))
             (order,) = self._tables_of(_numbers, places, rows.device)

@@ -49,7 +49,7 @@ class StepBuffer(RowStore, ValueStore):
 
     def clear(self, source: str, names: Iterable[str] | None = None) -> None:
         """Remove the values of ``source``, or of some of its tensors."""
-        if self.has_rows(source) or self._pending:
+        if self.has_rows(source) or self._pending or self._vectors:
             gone = None if names is None else frozenset(names)
             self.clear_rows(source, gone)
             self.clear_values(source, gone)
@@ -105,9 +105,11 @@ class StepBuffer(RowStore, ValueStore):
         parts = [part for parts in self._parts.values() for part in parts]
         reduced = self._reduced()
         noted = {name: fact for name, fact in self.noted.items() if isinstance(fact, Tensor)}
-        arrival = DeviceToHostCopy([*self._blocks, *parts, *reduced.values(), *noted.values(), *self._counts.values()])
+        vectors = [values for _, values in self._vectors]
+        arrival = DeviceToHostCopy([*self._blocks, *parts, *reduced.values(), *noted.values(), *self._counts.values(), *vectors])
         merged = [(where, len(parts)) for where, parts in self._parts.items()]
-        return PendingReadback(self, arrival, merged, list(reduced), set(noted), list(self._counts))
+        keys = [keys for keys, _ in self._vectors]
+        return PendingReadback(self, arrival, merged, list(reduced), set(noted), list(self._counts), keys)
 
     def flush(self) -> tuple[dict[str, StatsTable], dict[Key, float], dict[str, float]]:
         """:meth:`start_readback`, then wait: see :meth:`PendingReadback.land`."""
@@ -139,6 +141,7 @@ class PendingReadback:
         reduced: the keys of values.
         noted: the names of facts that are tensors.
         counted: the keys of values that may not exist.
+        vectors: the keys of values that came together; None for one that was removed.
     """
 
     buffer: StepBuffer
@@ -147,6 +150,7 @@ class PendingReadback:
     reduced: list[Key]
     noted: set[str]
     counted: list[Key]
+    vectors: list[list[Key | None]]
 
     def land(self) -> tuple[dict[str, StatsTable], dict[Key, float], dict[str, float]]:
         """Tables by source, custom values and facts, on the host. Waits for the copy, once per device."""
@@ -166,4 +170,6 @@ class PendingReadback:
             return {}, {}, facts
         contributed = {key: float(next(host)) for key in self.counted}
         values = {key: value for key, value in values.items() if contributed.get(key, 1.0)}
+        for keys in self.vectors:
+            values.update((key, value) for key, value in zip(keys, next(host).tolist(), strict=True) if key is not None)
         return tables, values, facts

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..core.accelerator import copied_to_host
 from ..statistics.tensor_access import accumulator_dtype
 
 
@@ -16,14 +17,14 @@ class _DeviceGroup(NamedTuple):
 
     positions: list[int]
     packed: Tensor
-    copied: torch.cuda.Event | None  # None: `packed` is still on its device
+    copied: Any  # the event to wait for; None: `packed` is still on its device
 
 
 class DeviceToHostCopy:
     """An asynchronous copy of tensors to the host, as float64, packed into one copy per device.
 
-    From a CUDA device the copy goes to pinned memory, queued behind the device's work; only :meth:`land` waits for it. Other devices are
-    read in :meth:`land`.
+    The copy goes to pinned memory, queued behind the device's work; only :meth:`land` waits for it. Devices without streams are read in
+    :meth:`land`.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -40,10 +41,7 @@ class DeviceToHostCopy:
 
     def is_ready(self) -> bool:
         """Whether :meth:`land` would not wait. Does not synchronise."""
-        return all(
-            group.packed.device.type == "cpu" if group.copied is None else group.copied.query()  # type: ignore[no-untyped-call]
-            for group in self._groups
-        )
+        return all(group.packed.device.type == "cpu" if group.copied is None else group.copied.query() for group in self._groups)
 
     def wait(self) -> None:
         """Wait for the copies."""
@@ -65,12 +63,6 @@ class DeviceToHostCopy:
 
 def _send(device: torch.device, positions: list[int], tensors: Sequence[Tensor]) -> _DeviceGroup:
     packed = torch.cat([tensors[p].reshape(-1).to(accumulator_dtype(device)) for p in positions])
-    if device.type != "cuda":
+    if device.type == "cpu":
         return _DeviceGroup(positions, packed, None)
-    # the caching allocator for pinned memory reuses these few kilobytes in the next step
-    pinned = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=True)
-    with torch.cuda.device(device):
-        pinned.copy_(packed, non_blocking=True)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record()
-    return _DeviceGroup(positions, pinned, copied)
+    return _DeviceGroup(positions, *copied_to_host(packed))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core import accelerator
 from ..core.moments import ALWAYS, SUMMED, Column, identity
 from ..core.moments import merge as merge_rows
 from ..statistics.tensor_access import PLAIN
@@ -170,6 +171,4 @@ class Ranks:
     @functools.cached_property
     def device(self) -> torch.device:
         """The device that the group's backend works on: of the same kind on each rank, whatever a rank has measured."""
-        if "nccl" in torch.distributed.get_backend(self.group):
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("cpu")
+        return accelerator.of_backend(torch.distributed.get_backend(self.group))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +24,7 @@ class ValueStore:
         self._pending: dict[Key, PendingValue] = {}
         self._reducers: dict[Key, str] = {}
         self._contributions: dict[Key, tuple[str, Tensor]] = {}
+        self._vectors: list[tuple[list[Key | None], Tensor]] = []  # None for a value that was removed
         self._counts: dict[Key, Tensor] = {}  # for values that may not exist: the number of contributing ranks, or a flag
 
     def contribute(self, key: Key, reducer: str, sums: Tensor) -> None:
@@ -74,6 +75,10 @@ class ValueStore:
         """
         self._merge(key, [part_of(as_tensor(value, key), aggregation, weight)], aggregation)
 
+    def put_values(self, keys: Sequence[Key], values: Tensor) -> None:
+        """Store final values ``[len(keys)]``, replacing earlier ones that came in this way."""
+        self._vectors.append((list(keys), values))
+
     def _merge(self, key: Key, parts: list[Tensor], aggregation: Aggregation) -> None:
         pending = self._pending.setdefault(key, PendingValue(aggregation, []))
         pending.parts += parts
@@ -87,6 +92,8 @@ class ValueStore:
 
     def clear_values(self, source: str, names: Collection[str] | None) -> None:
         """Remove the values of ``source``, or of some of its tensors."""
+        for keys, _ in self._vectors:
+            keys[:] = [None if key and key.source == source and (names is None or key.name in names) else key for key in keys]
         if self._pending:
             gone = [key for key in self._pending if key.source == source and (names is None or key.name in names)]
             for key in gone:
@@ -96,11 +103,14 @@ class ValueStore:
         """Merge the values in ``other``."""
         for key, pending in other._pending.items():
             self._merge(key, pending.parts, pending.aggregation)
+        self._vectors += other._vectors
         self._reducers.update(other._reducers)
 
     def take_values(self, other: ValueStore, source: str, names: set[str]) -> None:
         """Take the values of these tensors from ``other``."""
         self._pending.update({key: p for key, p in other._pending.items() if key.source == source and key.name in names})
+        for keys, values in other._vectors:
+            self._vectors.append(([key if key and key.source == source and key.name in names else None for key in keys], values))
 
     def share_logged(self, other: ValueStore, reducers: bool = False) -> None:
         """Start with the logged values of ``other``, and on request how ranks merge them."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core import accelerator
 from ...core.progress import ProgressBar
 from .arguments import check_arguments, check_recipe, whole_numbers
 from .preflight import expectations, run_preflight
@@ -85,7 +86,7 @@ def width_sweep(
     check_arguments(sizes, numbers, steps, tolerance, confidence)
     recipe = Recipe(factory, data, optimizer, lr, lr_exponent, sizes[0], loss if loss is not None else usual_loss)
     check_recipe(recipe, expected, probe_dtype)
-    with torch.random.fork_rng(range(torch.cuda.device_count())):
+    with torch.random.fork_rng(devices=[]), accelerator.untouched_generators(accelerator.all_in_use()):
         found = run_preflight(recipe, sizes, numbers[0], probe_dtype)
         aims = expectations(expected, found.layers, found.optimizer)
         with ProgressBar(len(sizes) * len(numbers), "width sweep", "run", progress) as bar:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ...capture.reference.isolated_call import call_isolated
 from ...capture.reference.source import frozen_copy
+from ...core import accelerator
 from ...core.torch_modes import rng_states
 
 _PARAMETRIZATIONS = "parametrizations"  # what torch.nn.utils.parametrize calls them
@@ -143,7 +144,7 @@ def _moved_output(module: nn.Module, call: _RecordedCall) -> Tensor:
             if device == "cpu":
                 torch.set_rng_state(state)
             else:
-                torch.cuda.set_rng_state(state, device)
+                accelerator.set_rng_state(torch.device(device), state)
         output = _first((module(*mapped(call.args, torch.clone), **mapped(call.kwargs, torch.clone)),))
     assert output is not None, "gave a tensor before"
     return output

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ...core import accelerator
 from ...core.torch_modes import autocast_cache_kept, outside_dispatch_modes
 from ...statistics.tensor_access import PLAIN
 from ..measurer import untouched_rng
@@ -124,11 +125,11 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _protected(module: nn.Module, inputs: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Protect autocast's cache of cast weights, compiled graphs, and the generators of all GPUs."""
-    devices = sorted({t.device.index for t in chain(module.parameters(), module.buffers(), inputs) if t.is_cuda})
+    """Protect autocast's cache of cast weights, compiled graphs, and the generators of their accelerators."""
+    devices = {t.device for t in chain(module.parameters(), module.buffers(), inputs)}
     with contextlib.ExitStack() as stack:
         stack.enter_context(autocast_cache_kept())
-        stack.enter_context(torch.random.fork_rng(devices, enabled=bool(devices), device_type="cuda"))
+        stack.enter_context(accelerator.untouched_generators(devices))
         if is_compiled(module):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield

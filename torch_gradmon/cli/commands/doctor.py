@@ -14,6 +14,7 @@ from importlib.util import find_spec
 import torch
 
 from ... import __version__
+from ...core import accelerator
 from ...core.errors import WarningLog
 from ...core.fence import is_disabled
 from ...core.moments import ALL_COLUMNS, Column
@@ -82,15 +83,14 @@ def _on_cpu() -> str:
 
 
 def _accelerators() -> Iterator[tuple[str, str]]:
-    if torch.cuda.is_available():
-        triton = None if find_spec("triton") is None else version("triton")
-        kernel = "torch's operations: Triton is not installed" if triton is None else f"the kernel for Triton {triton}"
-        kernel = "torch's operations" if torch.version.hip is not None else kernel
-        for number in range(torch.cuda.device_count()):
-            yield f"cuda:{number}", f"{torch.cuda.get_device_name(number)}: {kernel}"
-    elif torch.backends.mps.is_available():
-        yield "mps", "torch's operations"
-    else:
+    triton = None if find_spec("triton") is None else version("triton")
+    devices = list(accelerator.described())
+    for name, product, runs_triton in devices:
+        kernel = "torch's operations"
+        if runs_triton:
+            kernel = f"{kernel}: Triton is not installed" if triton is None else f"the kernel for Triton {triton}"
+        yield name, f"{product}: {kernel}"
+    if not devices:
         yield "accelerator", "none that torch can use"
 
 

@@ -1,0 +1,147 @@
+"""What differs between kinds of accelerators: events, memory for copies, random generators. No other file names a kind."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Devices without pinned memory, as far as was seen.
+_UNPINNED: set[str] = set()
+
+
+def functions_of(device: torch.device) -> Any:
+    """The module with the functions of a kind of device, such as ``torch.cuda`` or ``torch.xpu``; None if it has none."""
+    try:
+        return torch.get_device_module(device)
+    except (RuntimeError, AttributeError):
+        return None
+
+
+def in_use() -> torch.device | None:
+    """The current accelerator; None if there is none, or none was used yet. Initialises nothing."""
+    kind = torch.accelerator.current_accelerator()
+    functions = None if kind is None else functions_of(kind)
+    if kind is None or functions is None or not functions.is_available():
+        return None
+    if not getattr(functions, "is_initialized", lambda: True)():
+        return None
+    return torch.device(kind.type, getattr(functions, "current_device", lambda: 0)())
+
+
+def of_backend(name: str) -> torch.device:
+    """The device that the tensors of a process group must be on; ``name`` is that of its backend, such as ``"nccl"``."""
+    kinds = [
+        kind
+        for kind, backend in torch.distributed.Backend.default_device_backend_map.items()
+        if backend in name and kind != "cpu"
+    ]
+    device = in_use()
+    return device if device is not None and device.type in kinds else torch.device("cpu")
+
+
+def has_triton_kernels(device: torch.device) -> bool:
+    """Whether the Triton kernels may run: on GPUs of NVIDIA, and of AMD, which torch calls by the same name."""
+    return device.type == "cuda"
+
+
+def described() -> Iterator[tuple[str, str, bool]]:
+    """Each accelerator: its name for torch, its product name, and whether the Triton kernels may run."""
+    kind = torch.accelerator.current_accelerator()
+    functions = None if kind is None else functions_of(kind)
+    if kind is None or functions is None or not functions.is_available():
+        return
+    for number in range(functions.device_count()):
+        device = torch.device(kind.type, number)
+        product = getattr(functions, "get_device_name", lambda _: kind.type)(number)
+        yield str(device), product, has_triton_kernels(device)
+
+
+def current_stream(device: torch.device) -> object:
+    """What identifies the current stream of ``device``: work on another one may run before it."""
+    stream = getattr(functions_of(device), "current_stream", lambda _: None)(device)
+    return getattr(stream, "stream_id", None)
+
+
+# --- copies to the host ----------------------------------------------------------------------------------------------------------
+
+
+def copied_to_host(source: Tensor) -> tuple[Tensor, Any]:
+    """Start a copy to the host's memory, and return it with the event to wait for.
+
+    The event is None if the device has no streams that are known to work (Apple's MPS), or is not there (a fake tensor): then the tensor
+    is ``source`` itself, to be read when its values are needed.
+    """
+    functions = functions_of(source.device)
+    if not (hasattr(functions, "Event") and hasattr(functions, "current_stream") and functions.is_available()):
+        return source, None
+    with on(source.device):
+        host = _host_memory(source)
+        host.copy_(source, non_blocking=True)
+        event = functions.Event()
+        event.record()
+    return host, event
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Make ``device`` the current one."""
+    manager = getattr(functions_of(device), "device", None)
+    return nullcontext() if manager is None else manager(device)
+
+
+def _host_memory(like: Tensor) -> Tensor:
+    """Memory for a copy, pinned where that is possible: only then a copy can run behind the host's back."""
+    kind = like.device.type
+    if kind not in _UNPINNED:
+        try:
+            # the caching allocator reuses these few kilobytes in the next step
+            return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
+        except (RuntimeError, NotImplementedError):
+            _UNPINNED.add(kind)
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu")
+
+
+# --- random generators -------------------------------------------------------------------------------------------------------------
+
+
+def rng_state(device: torch.device) -> Tensor | None:
+    """The state of the device's generator, uint8 on the host; None if it has none, or a graph is captured. Waits for nothing."""
+    functions = functions_of(device)
+    if not hasattr(functions, "get_rng_state"):
+        return None
+    with contextlib.suppress(RuntimeError):
+        return functions.get_rng_state() if device.type == "mps" else functions.get_rng_state(device)  # type: ignore[no-any-return]
+    return None
+
+
+def set_rng_state(device: torch.device, state: Tensor) -> None:
+    """Set the state that :func:`rng_state` returned."""
+    functions = functions_of(device)
+    if device.type == "mps":
+        functions.set_rng_state(state)
+    else:
+        functions.set_rng_state(state, device)
+
+
+@contextlib.contextmanager
+def untouched_generators(devices: Iterable[torch.device | None]) -> Iterator[None]:
+    """Restore the generators of these accelerators afterwards."""
+    states = {device: rng_state(device) for device in devices if device is not None and device.type != "cpu"}
+    try:
+        yield
+    finally:
+        for device, state in states.items():
+            if state is not None:
+                set_rng_state(device, state)
+
+
+def all_in_use() -> list[torch.device]:
+    """All accelerators of the current kind; none if none was used yet."""
+    device = in_use()
+    if device is None:
+        return []
+    return [torch.device(device.type, number) for number in range(functions_of(device).device_count())]

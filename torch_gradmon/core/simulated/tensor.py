@@ -1,0 +1,162 @@
+"""Tensors of a simulated device: each has a tensor in the host's memory that only operations of the device see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .timeline import Memory
+
+if TYPE_CHECKING:
+    from .device import SimulatedDevice
+
+_ATEN = torch.ops.aten
+#: Operations that allocate memory and run nothing.
+_ALLOCATE = frozenset({"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided"})
+#: Operations whose result is a number or a shape on the host, which waits for the device.
+_READ = frozenset({"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::nonzero", "aten::masked_select"})
+
+
+class SimulatedTensor(Tensor):
+    """A tensor of the device: a wrapper, since only a Python type survives in what autograd saves.
+
+    Args:
+        raw: its values, a plain CPU tensor.
+        owner: the device.
+        memory: that of the tensor that it is a view of; None for memory of its own.
+    """
+
+    raw: Tensor
+    owner: SimulatedDevice
+    memory: Memory
+
+    @staticmethod
+    def __new__(cls, raw: Tensor, owner: SimulatedDevice, memory: Memory | None = None) -> SimulatedTensor:
+        """Shape, strides and dtype are those of ``raw``."""
+        found: SimulatedTensor = torch.Tensor._make_wrapper_subclass(
+            cls, raw.size(), strides=raw.stride(), storage_offset=raw.storage_offset(), dtype=raw.dtype, device=owner.torch_device
+        )
+        return found
+
+    def __init__(self, raw: Tensor, owner: SimulatedDevice, memory: Memory | None = None) -> None:
+        self.raw, self.owner = raw, owner
+        self.memory = Memory(owner.timeline) if memory is None else memory
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Run one operation, as the device does."""
+        kwargs = dict(kwargs or {})
+        owner = next(x.owner for x in _tensors((*args, *kwargs.values())) if isinstance(x, SimulatedTensor))
+        return _run(owner, func, args, kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"SimulatedTensor({self.raw!r})"
+
+
+def allocated(owner: SimulatedDevice, raw: Tensor) -> SimulatedTensor:
+    """A new tensor without values."""
+    return SimulatedTensor(raw, owner)
+
+
+def _run(owner: SimulatedDevice, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = func._schema.name
+    if func in (_ATEN._to_copy.default, _ATEN.copy_.default):
+        moved = _moved(owner, func, args, kwargs)
+        if moved is not None:
+            return moved
+    tensors = list(_tensors((*args, *kwargs.values())))
+    inputs = [x for x in tensors if isinstance(x, SimulatedTensor)]
+    # a 0-d tensor of the host is a number
+    if foreign := [x for x in tensors if not isinstance(x, SimulatedTensor) and x.dim()]:
+        raise RuntimeError(f"{name}: all tensors must be on {owner.torch_device}, got one of {foreign[0].device}")
+    written = _written(func._schema.arguments, args, kwargs)
+    if "device" in kwargs and torch.device(kwargs["device"]).type == owner.torch_device.type:
+        kwargs = {**kwargs, "device": "cpu"}
+    result = func(*_mapped(_raw, args), **{key: _mapped(_raw, value) for key, value in kwargs.items()})
+    if func.is_view:
+        owner.count(name, "view")
+        return _mapped(lambda raw: SimulatedTensor(raw, owner, inputs[0].memory), result)
+    if name in _ALLOCATE:
+        return _mapped(lambda raw: SimulatedTensor(raw, owner), result)
+    changed = [x for x in _tensors(written) if isinstance(x, SimulatedTensor)]
+    owner.count(name, "kernel")
+    owner.timeline.queue(name, [x.memory for x in inputs], [x.memory for x in changed])
+    if name in _READ:
+        owner.count(name, "read")
+        owner.timeline.wait(owner.timeline.clock_of(owner.timeline.current))
+    if not isinstance(result, (Tensor, list, tuple)):
+        return result
+    if written and func._schema.returns and func._schema.returns[0].alias_info is not None:
+        return written[0] if len(func._schema.returns) == 1 else tuple(written)
+    made = _mapped(lambda raw: SimulatedTensor(raw, owner), result)
+    for tensor in _tensors([made]):
+        tensor.memory.touch(*owner.timeline.here, is_written=True)  # type: ignore[attr-defined]
+    return made
+
+
+# arguments of an operation are tensors, lists of them, or plain values; pytrees of torch are five times as slow
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    return type(value)(_mapped(change, item) for item in value) if isinstance(value, (list, tuple)) else value
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    return tensor.raw if isinstance(tensor, SimulatedTensor) else tensor
+
+
+def _written(arguments: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an operation writes to, by its schema."""
+    given = {**{argument.name: value for argument, value in zip(arguments, args, strict=False)}, **kwargs}
+    changed = [argument.name for argument in arguments if argument.alias_info is not None and argument.alias_info.is_write]
+    return [given[name] for name in changed if name in given]
+
+
+def _moved(owner: SimulatedDevice, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The result of a copy between host and device; None for one within the device."""
+    if func is _ATEN.copy_.default:
+        target, source, *rest = args
+        is_async = bool(rest[0] if rest else kwargs.get("non_blocking", False))
+        if isinstance(target, SimulatedTensor):
+            return None if isinstance(source, SimulatedTensor) else _to_device(owner, target, source, is_async)
+        return _to_host(owner, target, source, is_async)
+    source, device = args[0], kwargs.get("device")
+    if device is None or torch.device(device).type == source.device.type:
+        return None
+    host = torch.empty_like(source.raw, dtype=kwargs.get("dtype") or source.dtype)
+    return _to_host(owner, host, source, bool(kwargs.get("non_blocking", False)))
+
+
+def _to_host(owner: SimulatedDevice, host: Tensor, source: SimulatedTensor, is_async: bool) -> Tensor:
+    owner.count_copy("to host", source.raw.nbytes, is_async)
+    owner.timeline.queue("copy to the host", [source.memory], [])
+    if is_async:
+        owner.timeline.copy_to_host(host, source.raw)
+    else:
+        owner.timeline.wait(owner.timeline.clock_of(owner.timeline.current))
+        host.copy_(source.raw)
+    return host
+
+
+def _to_device(owner: SimulatedDevice, target: SimulatedTensor, host: Tensor, is_async: bool) -> Tensor:
+    owner.count_copy("to device", host.nbytes, is_async)
+    owner.timeline.queue("copy to the device", [], [target.memory])
+    if is_async:
+        owner.timeline.copy_from_host(host)
+    target.raw.copy_(host)
+    return target

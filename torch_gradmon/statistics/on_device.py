@@ -1,0 +1,266 @@
+"""Measure tensors on an accelerator with stock operations: the number of launches does not depend on the number of tensors.
+
+The tensors are written one after the other into a table, each in rows of its own, so one operation over the rows measures all of them. The
+rows of a tensor are then merged in a few levels, in a fixed order, so the result has the same bits whenever it is computed. Nothing is read
+back to the host.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..core.accelerator import current_stream
+from ..core.moments import Column, identity
+from ..core.torch_modes import outside_dispatch_modes
+from .request import Batch, Request
+from .tensor_access import accumulator_dtype, flat_pair
+
+#: Elements of a row of the table. A tensor wastes less than one row.
+RUN = 1 << 10
+#: Rows of the table, which bounds the scratch memory; 4 million elements in float64 fit the cache of a large GPU.
+ROWS = 1 << 12
+#: Rows that are merged into one.
+FAN = 1 << 6
+#: Tensors in all cached layouts.
+_CACHED = 20_000
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Some elements of a tensor, and how many rows they fill."""
+
+    tensor: int
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> int:
+        return -(-(self.stop - self.start) // RUN)
+
+
+class _Table:
+    """What is measured at once, with its constants on the device.
+
+    Attributes:
+        pieces: what is in it.
+        counts: number of elements of each row.
+        padding: positions behind the pieces, or None.
+        zeros, highest, lowest: columns of rows without elements.
+    """
+
+    def __init__(self, pieces: Sequence[_Piece], device: torch.device) -> None:
+        self.pieces = pieces
+        wide = accumulator_dtype(device)
+        gaps, counts, end = [], [], 0
+        for piece in pieces:
+            length = piece.stop - piece.start
+            start, end = end + length, end + piece.rows * RUN
+            gaps.append(torch.arange(start, end, device="cpu"))
+            counts += [RUN] * (length // RUN) + [length % RUN] * (length % RUN > 0)
+        gap = torch.cat(gaps)
+        self.padding = gap.to(device) if len(gap) else None
+        on_host = torch.tensor(counts, dtype=wide, device="cpu")
+        self.counts = on_host.to(device)
+        self.zeros = torch.zeros_like(self.counts)
+        self.highest, self.lowest = self.zeros + torch.inf, self.zeros - torch.inf
+
+
+class _Layout:
+    """How tensors of these sizes are laid out and merged.
+
+    Args:
+        sizes: numbers of elements.
+        dtypes: theirs; a table has one.
+        device: theirs.
+
+    Attributes:
+        tables: together they have all elements.
+        levels: see :func:`_levels`, on the device; none if each tensor has one row, in order.
+        empty: the row of a tensor without elements.
+    """
+
+    def __init__(self, sizes: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
+        self.tables = [_Table(pieces, device) for pieces in _tables(sizes, dtypes)]
+        places: list[list[int]] = [[] for _ in sizes]
+        row = 0
+        for table in self.tables:
+            for piece in table.pieces:
+                places[piece.tensor] += range(row, row + piece.rows)
+                row += piece.rows
+        in_order = places == [[number] for number in range(row)]
+        self.levels = [] if in_order else [level.to(device) for level in _levels(places, row)]
+        self.empty = identity(1, device, accumulator_dtype(device))
+        self._pads: dict[torch.dtype, Tensor] = {}
+
+    def padding(self, like: Tensor, length: int) -> Tensor:
+        """Zeros to fill a row with."""
+        if like.dtype not in self._pads:
+            self._pads[like.dtype] = torch.zeros(RUN, dtype=like.dtype, device=like.device)
+        return self._pads[like.dtype][:length]
+
+
+def _tables(sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> Iterator[list[_Piece]]:
+    for dtype in dict.fromkeys(dtypes):
+        pieces: list[_Piece] = []
+        free = ROWS
+        for tensor, size in enumerate(sizes):
+            start = 0 if dtypes[tensor] == dtype else size
+            while start < size:
+                piece = _Piece(tensor, start, min(size, start + free * RUN))
+                pieces.append(piece)
+                start, free = piece.stop, free - piece.rows
+                if not free:
+                    yield pieces
+                    pieces, free = [], ROWS
+        if pieces:
+            yield pieces
+
+
+def _levels(places: list[list[int]], empty: int) -> Iterator[Tensor]:
+    """For each level which rows become one, ``[rows, FAN]``; the last row of each level is that of an empty tensor.
+
+    ``places`` are the rows of each tensor, ``empty`` is the position of that row.
+    """
+    while True:
+        fan = max(1, min(FAN, max((len(rows) for rows in places), default=1)))
+        groups = [rows[i : i + fan] for rows in places for i in range(0, max(len(rows), 1), fan)]
+        yield torch.tensor([[*group, *[empty] * (fan - len(group))] for group in [*groups, []]], dtype=torch.int64, device="cpu")
+        if all(len(rows) <= fan for rows in places):
+            return
+        row, merged = 0, []
+        for rows in places:
+            count = max(-(-len(rows) // fan), 1)
+            merged.append(list(range(row, row + count)))
+            row += count
+        places, empty = merged, row
+
+
+class DeviceStatistics:
+    """Measures batches on an accelerator. Caches layouts. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._layouts: OrderedDict[tuple[object, ...], tuple[int, _Layout]] = OrderedDict()
+
+    def rows(self, batch: Batch, request: Request) -> Tensor:
+        """Rows ``[n, 8]`` of tensors with any values, on one device, in float64 (float32 if the device has none). Does not synchronise."""
+        pairs = [batch.flat(index) for index in range(len(batch.values))]
+        values = [value for value, _ in pairs]
+        minus = [other for _, other in pairs if other is not None]
+        layout = self._layout(values)
+        tables = [self._measured(table, layout, values, minus, request) for table in layout.tables]
+        if layout.levels:
+            found = torch.cat([*tables, layout.empty])
+            for level in layout.levels:
+                found = _merged(found, level)
+            found = found[:-1]
+        else:
+            found = tables[0] if len(tables) == 1 else torch.cat(tables)
+        return batch.add_implicit_zeros(found)
+
+    def inner_products(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
+        """The inner product of each pair of tensors of one shape: ``[n]``, in float64 if the device has it. Does not synchronise."""
+        pairs = [flat_pair(a, b) for a, b in zip(first, second, strict=True)]
+        ours, others = [a for a, _ in pairs], [b for _, b in pairs]
+        layout, wide = self._layout(ours), accumulator_dtype(first[0].device)
+        found = []
+        for table in layout.tables:
+            of = _filled(table, layout, ours, wide)
+            same = all(first[piece.tensor] is second[piece.tensor] for piece in table.pieces)
+            found.append(torch.linalg.vecdot(of, of if same else _filled(table, layout, others, wide)))
+        if not layout.levels:
+            return torch.cat(found)
+        sums = torch.cat([*found, layout.empty[:, Column.SUM]])
+        for level in layout.levels:
+            sums = sums.index_select(0, level.view(-1)).view(level.shape).sum(dim=1)
+        return sums[:-1]
+
+    def _layout(self, values: Sequence[Tensor]) -> _Layout:
+        sizes, dtypes, device = [value.numel() for value in values], [value.dtype for value in values], values[0].device
+        # its constants were written on one stream, which others need not wait for
+        key = (device, current_stream(device), *sizes, *dtypes)
+        if key not in self._layouts:
+            with outside_dispatch_modes(), torch.inference_mode(False):
+                self._layouts[key] = len(sizes), _Layout(sizes, dtypes, device)
+            while sum(count for count, _ in self._layouts.values()) > _CACHED and len(self._layouts) > 1:
+                self._layouts.popitem(last=False)
+        self._layouts.move_to_end(key)
+        return self._layouts[key][1]
+
+    def _measured(
+        self, table: _Table, layout: _Layout, values: Sequence[Tensor], minus: Sequence[Tensor], request: Request
+    ) -> Tensor:
+        """The rows of a table: ``[rows, 8]``."""
+        wide = layout.empty.dtype
+        if request.inverse_scale is None:
+            of = _filled(table, layout, values, wide)
+        else:  # it multiplies numbers as they are stored
+            of = request.unscaled(_filled(table, layout, values)).to(wide)
+        if minus:
+            of = of - _filled(table, layout, minus, wide)
+        columns = dict.fromkeys(Column, table.zeros)
+        columns[Column.COUNT] = table.counts
+        if request.sums:
+            columns[Column.SUM] = of.sum(dim=1)
+        if request.squares:
+            columns[Column.SQUARE_SUM] = torch.linalg.vecdot(of, of)
+        if Column.ABS_SUM in request.columns:
+            columns[Column.ABS_SUM] = torch.linalg.vector_norm(of, 1, dim=1)
+        if request.near_zero:
+            others = torch.linalg.vector_norm(torch.nn.functional.hardshrink(of, request.eps), 0, dim=1)
+            columns[Column.NEAR_ZERO] = table.counts - others
+        # the difference is zero for a finite element, else NaN
+        columns[Column.NONFINITE] = torch.linalg.vector_norm(of - of, 0, dim=1)
+        columns[Column.MIN], columns[Column.MAX] = table.highest, table.lowest
+        if request.extremes:
+            known = of if table.padding is None else of.view(-1).index_fill(0, table.padding, torch.nan).view(-1, RUN)
+            inf = torch.inf
+            columns[Column.MIN] = known.nan_to_num(nan=inf, posinf=inf, neginf=inf).amin(dim=1)
+            columns[Column.MAX] = known.nan_to_num(nan=-inf, posinf=-inf, neginf=-inf).amax(dim=1)
+        return torch.stack([columns[column] for column in Column], dim=1)
+
+
+def _filled(table: _Table, layout: _Layout, tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """The pieces of a table in rows, zero-padded, in ``dtype`` if given; a view if there is one piece without padding."""
+    parts = []
+    for piece in table.pieces:
+        tensor = tensors[piece.tensor]
+        parts.append(tensor[piece.start : piece.stop])
+        if gap := piece.rows * RUN - (piece.stop - piece.start):
+            parts.append(layout.padding(tensor, gap))
+    if len(parts) == 1:
+        return parts[0].view(-1, RUN).to(parts[0].dtype if dtype is None else dtype)
+    # several dtypes have no common one that holds the numbers of all
+    if dtype is not None and len({part.dtype for part in parts}) > 1:
+        parts = [part.to(dtype) for part in parts]
+    into = None if dtype is None else torch.empty(sum(map(len, parts)), dtype=dtype, device=parts[0].device)
+    return torch.cat(parts, out=into).view(-1, RUN)
+
+
+def _merged(rows: Tensor, level: Tensor) -> Tensor:
+    """Each row of ``level`` names rows to merge."""
+    picked = rows.index_select(0, level.view(-1)).view(*level.shape, -1)
+    low, high = picked[..., Column.MIN].amin(dim=1, keepdim=True), picked[..., Column.MAX].amax(dim=1, keepdim=True)
+    return torch.cat([picked[..., : Column.MIN].sum(dim=1), low, high], dim=1)
+
+
+def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """A copy of each tensor. On an accelerator those of one dtype share their memory, since they are copied by one launch."""
+    found = list(tensors)
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place, tensor in enumerate(found):
+        is_composed = hasattr(type(tensor), "__tensor_flatten__")  # of other tensors, such as a quantised one
+        if not tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous() and not is_composed:
+            groups.setdefault((tensor.device, tensor.dtype), []).append(place)
+        else:
+            found[place] = tensor.clone()
+    for places in groups.values():
+        together = torch.cat([found[place].view(-1) for place in places])
+        pieces = torch.split(together, [found[place].numel() for place in places])
+        for place, piece in zip(places, pieces, strict=True):
+            found[place] = piece.view(found[place].shape)
+    return found
