@@ -5,7 +5,7 @@ The accelerator is the simulated one, so nothing here is a time. Writes the tabl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -84,14 +84,13 @@ def added(count: int, without: int, preset: str, **options: Any) -> dict[int, Co
     return found
 
 
-def count(of_all_activations: Sequence[int] = LAYERS) -> dict[str, dict[int, dict[int, Counts]]]:
-    """The counts of all settings, by title and number of parameters; with ``full`` for these numbers of layers."""
+def count() -> dict[str, dict[int, dict[int, Counts]]]:
+    """The counts of all settings, by title and number of parameters."""
     without = {number: launches_without(number) for number in LAYERS}
-    found = {}
-    for title, preset, options in SETTINGS:
-        sizes = of_all_activations if preset == "full" else LAYERS
-        found[title] = {2 * number: added(number, without[number], preset, **options) for number in sizes}
-    return found
+    return {
+        title: {2 * number: added(number, without[number], preset, **options) for number in LAYERS}
+        for title, preset, options in SETTINGS
+    }
 
 
 def cell(by_step: Mapping[int, Counts]) -> str:

@@ -1,58 +1,47 @@
-"""Programs on the simulated accelerator, each in a process that has it: ``python -m tests.simulated_cases NAME`` prints JSON.
-
-A device once registered changes what torch takes for its accelerator, so no other test may share the process.
-"""
+"""Numbers, launches and waits on the simulated accelerator: ``python -m tests.simulated_cases NAME`` prints JSON."""
 
 from __future__ import annotations
 
-import json
+import gc
 import math
-import sys
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import tempfile
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import torch_gradmon as gradmon
-from benchmarks.launches import LAYERS, Loop, count, layers
-from torch_gradmon import testing
+from benchmarks.launches import Loop, count, layers
+from tests.simulated import AT, DEVICE, Programs, races_of, without
 from torch_gradmon.cli.demo_model import CharacterGPT, Sizes
+from torch_gradmon.core.simulated.timeline import Memory
 from torch_gradmon.step.device_transfer import DeviceToHostCopy
 
 torch.set_num_threads(1)
-DEVICE = testing.simulated_device()
-AT = DEVICE.torch_device
-CASES: dict[str, Callable[[], Any]] = {}
-
-
-def case(function: Callable[[], Any]) -> Callable[[], Any]:
-    """A program by its name."""
-    CASES[function.__name__] = function
-    return function
+case = Programs()
 
 
 @case
 def launches() -> Any:
     """What the monitor adds to a step."""
-    return count(of_all_activations=LAYERS[:2])
+    return count()
 
 
 # --- values ------------------------------------------------------------------------------------------------------------------
 
 
-def _gpt() -> CharacterGPT:
+def _gpt(dtype: torch.dtype) -> CharacterGPT:
     torch.manual_seed(0)
-    model = CharacterGPT(12, Sizes(blocks=2, width=16, heads=2, context=8, batch=2)).double()
+    model = CharacterGPT(12, Sizes(blocks=2, width=16, heads=2, context=8, batch=2)).to(dtype)
     # moving it to a device of Python would untie them
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
     return model
 
 
-def _train_gpt(device: torch.device, is_watched: bool = True) -> tuple[list[dict[str, float]], list[Tensor]]:
-    model = _gpt().to(device)
+def _train_gpt(
+    device: torch.device, is_watched: bool = True, dtype: torch.dtype = torch.float64
+) -> tuple[list[dict[str, float]], list[Tensor]]:
+    model = _gpt(dtype).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, foreach=False)
     monitor = gradmon.watch(model, optimizer, preset="full") if is_watched else None
     if monitor is not None:
@@ -111,17 +100,28 @@ def gpt_lazy() -> Any:
     return {**_compared(eager, lazy), "same_bits": all(map(torch.equal, parameters, others))}
 
 
+@case
+def gpt_without_float64() -> Any:
+    """The same on a device that has no float64, with a GradScaler's arithmetic."""
+    on_cpu, _ = _train_gpt(torch.device("cpu"), dtype=torch.float32)
+    DEVICE.has_float64 = False
+    on_device, watched = _train_gpt(AT, dtype=torch.float32)
+    _, bare = _train_gpt(AT, is_watched=False, dtype=torch.float32)
+    scaler = torch.amp.GradScaler(AT.type, init_scale=8.0)
+    model = nn.Linear(4, 2).to(AT)
+    # a fused optimizer reads the scale on the device
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+    monitor = gradmon.watch(model, optimizer, scaler=scaler)
+    scaler.scale(model(torch.ones(3, 4).to(AT)).square().sum()).backward()
+    norm = sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None) ** 0.5 / 8
+    scaler.step(optimizer)
+    scaler.update()
+    monitor.detach()
+    scaled = monitor.get_step_metrics()["gradmon/grad_norm"] / norm
+    return {**_compared(on_cpu, on_device), "same_bits": all(map(torch.equal, watched, bare)), "scaled": scaled}
+
+
 # --- waits, and what happens without them --------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _without(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, replacement)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 def _norms() -> list[float]:
@@ -138,8 +138,7 @@ def wait_for_the_copy() -> Any:
     """Values of a step are read after the event of their copy."""
     with DEVICE.lazy():
         right = _norms()
-    with DEVICE.lazy(), _without(DeviceToHostCopy, "wait", lambda self: None), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with DEVICE.lazy(), without(DeviceToHostCopy, "wait", lambda self: None):
         wrong = _norms()
     return {"right": right, "without the wait": wrong}
 
@@ -158,8 +157,7 @@ def wait_for_the_decision() -> Any:
     """A step is skipped by values that have arrived."""
     with DEVICE.lazy():
         right = _skipped()
-    with DEVICE.lazy(), _without(DeviceToHostCopy, "wait", lambda self: None), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with DEVICE.lazy(), without(DeviceToHostCopy, "wait", lambda self: None):
         wrong = _skipped()
     return {"right": right, "without the wait": wrong}
 
@@ -182,22 +180,69 @@ def wait_for_a_deferred_sink() -> Any:
 
     with DEVICE.lazy():
         right, reads = rows()
-    with DEVICE.lazy(), _without(DeviceToHostCopy, "wait", lambda self: None), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with DEVICE.lazy(), without(DeviceToHostCopy, "wait", lambda self: None):
         wrong, _ = rows()
     return {"right": right, "without the wait": wrong, "reads": reads}
 
 
+def _lag(sink: str = "", **options: Any) -> list[float]:
+    """Of each step of a lazy device, how many steps of work the host had not waited for when the step ended."""
+    loop = Loop(layers(2), "cheap", **options)
+    assert loop.monitor is not None
+    if sink:
+        loop.monitor.add_sink(lambda values, step: None, deferred=sink == "deferred")
+    found, ends = [], [0]
+    with DEVICE.lazy():
+        for _ in range(12):
+            loop.step()
+            ends.append(DEVICE.timeline.clock_of(0)[0])
+            known = DEVICE.timeline.awaited(0)
+            found.append(sum(end > known for end in ends[1:]))
+        loop.monitor.detach()
+    return found
+
+
+@case
+def lag() -> Any:
+    """The host waits for a step that is two steps behind, so it cannot run further ahead, and for a nearer one where it is asked to."""
+    with tempfile.TemporaryDirectory() as folder:
+        in_directory = _lag(run_dir=folder)
+    return {
+        "alone": _lag(),
+        "run_dir": in_directory,
+        "deferred sink": _lag("deferred"),
+        "sink": _lag("at once"),
+        "skip": _lag(on_spike="skip"),
+    }
+
+
+@case
+def lifetimes() -> Any:
+    """Memory of the device that is alive after some steps, without a monitor and with one, and when that has gone."""
+
+    def alive() -> int:
+        gc.collect()
+        return sum(isinstance(each, Memory) for each in gc.get_objects())
+
+    def after(loop: Loop, *steps: int) -> list[int]:
+        found = []
+        for step in range(max(steps) + 1):
+            loop.step()
+            if step in steps:
+                found.append(alive())
+        return found
+
+    before = alive()
+    (bare,) = after(Loop(layers(2)), 2)
+    loop = Loop(layers(2), "full")
+    watched = after(loop, 11, 21, 31)
+    assert loop.monitor is not None
+    loop.monitor.detach()
+    loop.monitor = None
+    return {"before": before, "bare": bare, "watched": watched, "gone": alive(), "at the end": (loop := None) or alive()}
+
+
 # --- the device itself ---------------------------------------------------------------------------------------------------------
-
-
-def _race(program: Callable[[], Any]) -> str:
-    try:
-        with DEVICE.lazy():
-            program()
-    except AssertionError as error:
-        return str(error)
-    return ""
 
 
 @case
@@ -245,12 +290,12 @@ def the_device() -> Any:
     return {
         "early": values,
         "reads": dict(work.reads),
-        "without a wait": _race(lambda: reads_across_streams(False)),
-        "with a wait": _race(lambda: reads_across_streams(True)),
-        "source": _race(changes_the_source),
-        "release": _race(releases_early),
+        "without a wait": races_of(lambda: reads_across_streams(False)),
+        "with a wait": races_of(lambda: reads_across_streams(True)),
+        "source": races_of(changes_the_source),
+        "release": races_of(releases_early),
     }
 
 
 if __name__ == "__main__":
-    print("=", json.dumps(CASES[sys.argv[1]]()))
+    case.main()

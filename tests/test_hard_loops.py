@@ -7,6 +7,7 @@ import json
 import random
 import textwrap
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,16 +78,57 @@ def test_a_watched_scaler_steps_what_is_no_optimizer() -> None:
     assert scaler.step(duck) == "stepped"
 
 
-def test_compiled_autograd_goes_on_and_the_value_it_hides_is_absent() -> None:
-    model = net()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    monitor = gradmon.watch(model, optimizer)
+def _compiled_backward(model: nn.Module) -> None:
     with torch._dynamo.config.patch(compiled_autograd=True):
         compiled = torch.compile(model, backend="aot_eager")
         torch.compile(lambda x: compiled(x).sum().backward(), backend="aot_eager")(X)
-    optimizer.step()
-    assert "gradmon/grad_norm" not in monitor.get_step_metrics()
-    assert "gradmon/grad_norm" in monitor.missing()
+
+
+def _backward_by_a_graph(model: nn.Module) -> None:
+    loss = model(X).sum()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, while it traces
+@pytest.mark.parametrize("train", [_compiled_backward, _backward_by_a_graph])
+def test_compiled_autograd_goes_on_and_the_values_it_hides_are_absent(train: Callable[[nn.Module], None]) -> None:
+    torch._dynamo.reset()
+    models = net(), net()
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        optimizer = SGD(model.parameters(), lr=0.1)
+        monitor = gradmon.watch(model, optimizer, preset="full") if model is models[0] else None
+        if monitor is not None:
+            monitor.add_gradient_metric("norm", stages=("local", "after_clip"))
+            monitor.add_activation_metric("norm", of=("output", "output_gradient"))
+        for _ in range(3):
+            optimizer.zero_grad()
+            train(model)
+            expected = float(model[0].weight.grad.norm())
+            optimizer.step()
+        if monitor is not None:
+            shown, missing = monitor.get_step_metrics(), monitor.missing()
+            assert shown["gradient/0.weight/norm"] == pytest.approx(expected, rel=1e-6)
+            assert shown["activation/0/norm"] > 0
+            for hidden in ("gradmon/grad_norm", "gradient_local/0.weight/norm", "activation_gradient/0/norm"):
+                assert hidden not in shown
+                assert missing[hidden]
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_under_compiled_autograd_the_monitors_clip_measures_gradients_before_it() -> None:
+    torch._dynamo.reset()
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    monitor = gradmon.watch(model, optimizer)
+    for _ in range(2):  # the first step shows that no backward pass will be seen
+        optimizer.zero_grad()
+        _compiled_backward(model)
+        total = float(monitor.clip_grad_norm_(0.5))
+        optimizer.step()
+    assert monitor.get_step_metrics()["gradmon/grad_norm"] == pytest.approx(total, rel=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it compiles

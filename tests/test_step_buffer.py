@@ -315,5 +315,5 @@ def test_a_step_reads_no_value_before_its_flush_but_one_flag_for_each_call_on_cp
         model(x).square().sum().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
-    assert before_flush["calls"] > 4
+    assert before_flush["calls"] >= 4
     assert before_flush["reads"] <= before_flush["calls"]

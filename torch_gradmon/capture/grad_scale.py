@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..statistics.tensor_access import accumulator_dtype
+
 _UNSCALED = 1  # torch.amp.grad_scaler.OptState.UNSCALED; READY is 0, STEPPED is 2
 
 
@@ -77,7 +79,7 @@ def scale_of(scaler: torch.amp.GradScaler | None) -> Tensor | None:
 
 def reciprocal(scale: Tensor) -> Tensor:
     """The reciprocal of the scale, rounded as in ``GradScaler.unscale_``."""
-    return scale.double().reciprocal().float()
+    return scale.to(accumulator_dtype(scale.device)).reciprocal().float()
 
 
 def is_unscaled(scaler: torch.amp.GradScaler | None, optimizer: Optimizer | None, around: Iterable[int] = ()) -> bool:

@@ -48,6 +48,9 @@ class Hook:
 
     def __call__(self, *args: object) -> Any:
         """Call the method if its object is alive."""
+        # compiled autograd, which would trace what comes, and whose engine takes no callbacks
+        if torch.compiler.is_compiling():
+            return None
         method = self._method()
         return None if method is None else method(*self._extra, *args)
 

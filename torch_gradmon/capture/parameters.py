@@ -109,6 +109,7 @@ class ParameterCapture:
         self._sample = update_sample
         self._buffer: StepBuffer | None = None
         self._before: dict[int, Tensor] = {}
+        self._measured: set[int] = set()  # positions whose copies are what was measured as parameters
         self._reference: Mapping[str, nn.Parameter] = {}
         self._shared: set[int] = set()  # positions of parameters that several optimizers step
 
@@ -131,7 +132,7 @@ class ParameterCapture:
     def begin(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], parameters: Sequence[Place]) -> None:
         """Start a step; ``parameters`` are those that positions in the plans refer to."""
         self._buffer, self._plans, self._parameters = buffer, plans, parameters
-        self._before = {}
+        self._before, self._measured = {}, set()
 
     def end(self) -> None:
         """End the step and release everything it held."""
@@ -169,8 +170,8 @@ class ParameterCapture:
                 there[position], reference[position] = parameters[position], other.detach().to(parameters[position].device)
         self._measurer.measure(Measurement(self._buffer, plan, there, second=reference))
 
-    def before_step(self, positions: Iterable[int]) -> None:
-        """Copy what the step will change."""
+    def before_step(self, positions: Iterable[int], as_measured: bool) -> None:
+        """Copy what the step will change; ``as_measured``: nothing has changed since :meth:`measure`."""
         if self._buffer is None:
             return
         wanted = set(self._plans[UPDATE].positions).intersection(positions) - self._before.keys()
@@ -182,6 +183,8 @@ class ParameterCapture:
             else:
                 parts[position] = self._rows(parameter)
         self._before.update(zip(parts, copies(parts.values()), strict=True))
+        if as_measured and not isinstance(self._sample, int) and self._plans[PARAMETER].columns >= SQUARES:
+            self._measured.update(parts)
 
     def forget(self, positions: Iterable[int]) -> None:
         """Drop the copies of parameters that are not stepped after all."""
@@ -200,8 +203,7 @@ class ParameterCapture:
         after = {position: self._rows(parameter) for position, parameter in self._parts(before).items()}
         plan = self._plans[UPDATE]
         self._measurer.statistics(Measurement(self._buffer, plan, after, second=before))
-        base = SourcePlan(UPDATE_BASE, plan.names, SQUARES, plan.measured, spread=plan.spread)
-        self._measurer.statistics(Measurement(self._buffer, base, before))
+        self._measure_base(plan, before)
         for position in plan.functions.keys() & after.keys():
             wide = torch.promote_types(after[position].dtype, torch.float32)
             change = after[position].to(wide) - before[position].to(wide)
@@ -211,6 +213,17 @@ class ParameterCapture:
             owned = {p: parameter for p in positions if (parameter := self._parameters[p]()) is not None}
             kept = {p: {**optimizer.state.get(q, {}), "param": q.detach(), "grad": q.grad} for p, q in owned.items()}
             self._measurer.run_functions(Measurement(self._buffer, states, kept))
+
+    def _measure_base(self, plan: SourcePlan, before: Mapping[int, Tensor]) -> None:
+        """Measure what updates are compared with, unless its rows are there already."""
+        assert self._buffer is not None
+        known = self._buffer.names_of(PARAMETER)
+        again = [position for position in before if position in self._measured and plan.names[position] in known]
+        if again:
+            self._buffer.repeat_rows(UPDATE_BASE, plan.names_at(again), PARAMETER, SQUARES)
+        rest = {position: before[position] for position in before.keys() - set(again)} if again else before
+        base = SourcePlan(UPDATE_BASE, plan.names, SQUARES, plan.measured, spread=plan.spread)
+        self._measurer.statistics(Measurement(self._buffer, base, rest))
 
     def _rows(self, parameter: Tensor) -> Tensor:
         count = self._sample

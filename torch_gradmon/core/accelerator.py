@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -61,13 +62,56 @@ def described() -> Iterator[tuple[str, str, bool]]:
         yield str(device), product, has_triton_kernels(device)
 
 
-def current_stream(device: torch.device) -> object:
-    """What identifies the current stream of ``device``: work on another one may run before it."""
-    stream = getattr(functions_of(device), "current_stream", lambda _: None)(device)
-    return getattr(stream, "stream_id", None)
+@lru_cache(maxsize=64)
+def has_float64(device: torch.device) -> bool:
+    """Whether ``device`` computes in float64. Those of Apple (MPS) and some of Intel (XPU) do not."""
+    if device.type in ("cpu", "cuda", "meta"):
+        return True
+    try:
+        properties = getattr(functions_of(device), "get_device_properties", lambda _: None)(device)
+    except (AssertionError, RuntimeError):  # not in this build of torch: a fake tensor
+        properties = None
+    return device.type != "mps" and bool(getattr(properties, "has_fp64", True))
 
 
-# --- copies to the host ----------------------------------------------------------------------------------------------------------
+# --- graphs ----------------------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def capture_check() -> Callable[[], bool] | None:
+    """The function that knows whether work of the current stream is captured into a graph, so that nothing runs before a replay.
+
+    None where no device can capture. Initialises nothing.
+    """
+    kind = torch.accelerator.current_accelerator()
+    check: Callable[[], bool] | None = None if kind is None else getattr(functions_of(kind), "is_current_stream_capturing", None)
+    return check
+
+
+def forget_devices() -> None:
+    """Another accelerator is registered: look at all again."""
+    capture_check.cache_clear()
+    has_float64.cache_clear()
+
+
+# --- streams ---------------------------------------------------------------------------------------------------------------------
+
+
+def current_stream(device: torch.device) -> Any:
+    """The stream that work on ``device`` is queued on, with a ``stream_id``; None if it has no streams. Work on others may run before."""
+    try:
+        return getattr(functions_of(device), "current_stream", lambda _: None)(device)
+    except (AssertionError, RuntimeError):  # not in this build of torch: a fake tensor
+        return None
+
+
+def on_stream(stream: Any, device: torch.device) -> AbstractContextManager[Any]:
+    """Queue work of ``device`` on ``stream``, which :func:`current_stream` returned."""
+    manager: AbstractContextManager[Any] = nullcontext() if stream is None else functions_of(device).stream(stream)
+    return manager
+
+
+# --- copies between host and device ----------------------------------------------------------------------------------------------
 
 
 def copied_to_host(source: Tensor) -> tuple[Tensor, Any]:
@@ -93,16 +137,29 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if manager is None else manager(device)
 
 
+def copied_to_device(source: Tensor, device: torch.device) -> Tensor:
+    """A copy of a tensor of the host. The host does not wait where its memory can be pinned."""
+    if device.type == "cpu":
+        return source
+    pinned = _pinned(source, device)
+    # the caching allocator does not use pinned memory again before it was read
+    return source.to(device) if pinned is None else pinned.copy_(source).to(device, non_blocking=True)
+
+
 def _host_memory(like: Tensor) -> Tensor:
     """Memory for a copy, pinned where that is possible: only then a copy can run behind the host's back."""
-    kind = like.device.type
-    if kind not in _UNPINNED:
+    pinned = _pinned(like, like.device)
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu") if pinned is None else pinned
+
+
+def _pinned(like: Tensor, device: torch.device) -> Tensor | None:
+    if device.type not in _UNPINNED:
         try:
             # the caching allocator reuses these few kilobytes in the next step
             return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
         except (RuntimeError, NotImplementedError):
-            _UNPINNED.add(kind)
-    return torch.empty(like.shape, dtype=like.dtype, device="cpu")
+            _UNPINNED.add(device.type)
+    return None
 
 
 # --- random generators -------------------------------------------------------------------------------------------------------------

@@ -11,11 +11,18 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from .accelerator import capture_check
 from .errors import GradmonWarning, SpikeError, WarningLog
 from .torch_modes import outside_dispatch_modes
 
 # asked in every fenced call: without modes the context is not needed
 _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+
+
+_CAPTURED = (
+    "a graph is captured (as a CUDA graph is): nothing in it is measured, since its replays call no hooks. What runs outside of it is: "
+    "gradients, parameters and updates where the loop calls optimizer.step(), and gradients before the clip by monitor.clip_grad_norm_"
+)
 
 
 def is_disabled() -> bool:
@@ -32,19 +39,25 @@ class Fence:
 
     Attributes:
         had_grad: whether grad mode was on in the caller of the running method.
+        is_captured: the loop was last seen while a graph was captured, whose replays call nothing.
+        has_graphs: it was ever seen so.
     """
 
     def __init__(self, complaints: WarningLog, inert: bool) -> None:
         self.complaints = complaints
         self.inert = inert
-        self._inside = self.had_grad = False
+        self._inside = self.had_grad = self.is_captured = self.has_graphs = False
+        self._captures = capture_check()
         self._lock = threading.RLock()  # with several GPUs, hooks fire on one of autograd's threads for each
         self._seconds = self._settled = 0.0
         self._since = self._entered = time.perf_counter()
 
     def run(self, method: Callable[..., Any], *args: Any) -> Any:
-        """Call ``method``; a failure becomes a warning. A nested call does nothing."""
+        """Call ``method``; a failure becomes a warning. A nested call does nothing, nor does one while a graph is captured."""
         if self.inert:
+            return None
+        if self._captures is not None and self._captures():
+            self._note_capture()
             return None
         with self._lock:
             if self._inside:
@@ -70,6 +83,15 @@ class Fence:
                     modes.__exit__(None, None, None)
                 self._inside = False
                 self._seconds += time.perf_counter() - self._entered
+
+    def _note_capture(self) -> None:
+        # a copy to the host, or a question about one, would spoil the graph; and rows would have no values before a replay
+        self.is_captured = self.has_graphs = True
+        self.complaints.add("graph", _CAPTURED)
+
+    def left_graph(self) -> None:
+        """The loop was seen while no graph is captured."""
+        self.is_captured = False
 
     def spent(self) -> float:
         """Seconds spent inside since the beginning."""

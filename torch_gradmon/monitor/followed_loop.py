@@ -123,6 +123,8 @@ class FollowedLoop(LoopDriver):
             self._lifecycle.plugins.call("before_forward", module)
 
     def forward_began(self, in_eval: bool, in_closure: bool) -> None:
+        if self.fence.is_captured:
+            self.fence.left_graph()
         self.hooks.stretch.forward_followed()
         self._lifecycle.plugins.call("on_forward")
         self.machine.forward_began(in_eval, in_closure)
@@ -162,6 +164,8 @@ class FollowedLoop(LoopDriver):
         self.machine.optimizers.wrapper_ended(id(optimizer))
 
     def step_began(self, optimizer: Optimizer, has_closure: bool, within: bool) -> bool:
+        if self.fence.is_captured:
+            self.fence.left_graph()
         self.hooks.stretch.catch_up()
         if within:
             self.hooks.backward.optimizer_steps(optimizer)

@@ -51,8 +51,16 @@ class ManualLoop:
     @fenced
     def measure_gradients(self, before_clip: bool) -> None:
         """Measure the gradients as they are now."""
+        self._open_unseen()
         if self.runtime.planner.inventory is not None:
             self._measure_gradients(before_clip, list(range(len(self.runtime.planner.inventory.names))))
+
+    def _open_unseen(self) -> None:
+        """Where a graph runs forward and backward, and calls no hooks, the clip is the first that is seen of a step."""
+        patterns = self.runtime.state.patterns
+        had_no_backward = not patterns.is_first and patterns.backwards_at_step == 0
+        if (self.fence.has_graphs or had_no_backward) and self.runtime.loop is not None:
+            self.runtime.cycle.ensure_open(hides_forward=False)
 
     def _measure_gradients(self, before_clip: bool, positions: list[int]) -> None:
         if not self.runtime.lifecycle.has_values:
@@ -71,6 +79,7 @@ class ManualLoop:
     @fenced
     def measure_before_clip(self, parameters: Iterable[Tensor]) -> None:
         """Measure these parameters' gradients before clipping, unless they were clipped before or an optimizer has used them."""
+        self._open_unseen()
         if self.runtime.planner.inventory is None or not self.runtime.lifecycle.has_values:
             return
         positions, loop = self.runtime.planner.inventory.positions(parameters), self.runtime.loop

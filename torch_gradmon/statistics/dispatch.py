@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ..core.accelerator import has_triton_kernels
@@ -64,6 +65,16 @@ class Statistics:
         with self._lock:
             return self._eager.inner_products(first, second)
 
+    def has_kernel(self, device: torch.device) -> bool:
+        """Whether a kernel of its own measures tensors on ``device``, in a few launches however many they are."""
+        return self._backend(device) is not self._eager
+
+    def _backend(self, device: torch.device) -> Backend:
+        backend = self._of.get(device.type)
+        if backend is None:
+            backend = self._of[device.type] = self._triton() if has_triton_kernels(device) else self._eager
+        return backend
+
     def measure(
         self,
         tensors: Sequence[Tensor],
@@ -74,10 +85,7 @@ class Statistics:
         """Rows ``[len(tensors), 8]`` of tensors on one device, on that device. See :meth:`Backend.measure`."""
         if not tensors:
             return identity(0)
-        kind = tensors[0].device.type
-        backend = self._of.get(kind)
-        if backend is None:
-            backend = self._of[kind] = self._triton() if has_triton_kernels(tensors[0].device) else self._eager
+        kind, backend = tensors[0].device.type, self._backend(tensors[0].device)
         request = Request(columns, self.eps, inverse_scale)
         with self._lock:
             try:

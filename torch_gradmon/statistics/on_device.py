@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core.accelerator import current_stream
+from ..core.accelerator import copied_to_device, current_stream
 from ..core.moments import Column, identity
 from ..core.torch_modes import outside_dispatch_modes
 from .request import Batch, Request
@@ -63,9 +63,9 @@ class _Table:
             gaps.append(torch.arange(start, end, device="cpu"))
             counts += [RUN] * (length // RUN) + [length % RUN] * (length % RUN > 0)
         gap = torch.cat(gaps)
-        self.padding = gap.to(device) if len(gap) else None
+        self.padding = copied_to_device(gap, device) if len(gap) else None
         on_host = torch.tensor(counts, dtype=wide, device="cpu")
-        self.counts = on_host.to(device)
+        self.counts = copied_to_device(on_host, device)
         self.zeros = torch.zeros_like(self.counts)
         self.highest, self.lowest = self.zeros + torch.inf, self.zeros - torch.inf
 
@@ -93,7 +93,7 @@ class _Layout:
                 places[piece.tensor] += range(row, row + piece.rows)
                 row += piece.rows
         in_order = places == [[number] for number in range(row)]
-        self.levels = [] if in_order else [level.to(device) for level in _levels(places, row)]
+        self.levels = [] if in_order else [copied_to_device(level, device) for level in _levels(places, row)]
         self.empty = identity(1, device, accumulator_dtype(device))
         self._pads: dict[torch.dtype, Tensor] = {}
 
@@ -182,7 +182,7 @@ class DeviceStatistics:
     def _layout(self, values: Sequence[Tensor]) -> _Layout:
         sizes, dtypes, device = [value.numel() for value in values], [value.dtype for value in values], values[0].device
         # its constants were written on one stream, which others need not wait for
-        key = (device, current_stream(device), *sizes, *dtypes)
+        key = (device, getattr(current_stream(device), "stream_id", None), *sizes, *dtypes)
         if key not in self._layouts:
             with outside_dispatch_modes(), torch.inference_mode(False):
                 self._layouts[key] = len(sizes), _Layout(sizes, dtypes, device)
@@ -207,7 +207,8 @@ class DeviceStatistics:
         if request.sums:
             columns[Column.SUM] = of.sum(dim=1)
         if request.squares:
-            columns[Column.SQUARE_SUM] = torch.linalg.vecdot(of, of)
+            # reads once what a product would write and read again
+            columns[Column.SQUARE_SUM] = torch.linalg.vector_norm(of, dim=1).square()
         if Column.ABS_SUM in request.columns:
             columns[Column.ABS_SUM] = torch.linalg.vector_norm(of, 1, dim=1)
         if request.near_zero:

@@ -10,6 +10,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor, nn
 
+from ..core.accelerator import has_float64
 from ..core.errors import NotMeasurable
 
 #: Floating dtypes whose numbers float32 holds exactly, and which convert to it fast.
@@ -26,8 +27,8 @@ is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def accumulator_dtype(device: torch.device) -> torch.dtype:
-    """float64, or float32 on devices without it (Apple's MPS)."""
-    return torch.float32 if device.type == "mps" else torch.float64
+    """float64, or float32 on devices without it."""
+    return torch.float64 if has_float64(device) else torch.float32
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -25,6 +25,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from ..core.accelerator import copied_to_device
 from ..core.moments import WIDTH
 from .eager import EagerStatistics
 from .request import Backend, Request
@@ -197,8 +198,7 @@ def _chunks(numbers: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...
 
 def _numbers(numbers: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
     """A table of ``numbers``. Does not wait for the device."""
-    table = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
-    return (table.to(device, non_blocking=True),)
+    return (copied_to_device(torch.tensor(numbers, dtype=torch.int64, device="cpu"), device),)
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:

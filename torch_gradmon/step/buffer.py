@@ -6,20 +6,21 @@ to the host at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
 
 from ..core.errors import WarningLog
 from ..core.keys import MODULE_SOURCES, PARAMETER_SOURCES, RCC_SOURCES, Key
-from ..core.moments import merge_by_group
+from ..core.moments import Column, merge_by_group
 from ..core.records import StatsTable
 from .device_transfer import DeviceToHostCopy
-from .reduction import finished
+from .reduction import Aggregation, finished
 from .row_store import RowStore
+from .stream_join import StreamJoin
 from .value_store import ValueStore
 
 #: A fact: the difference between the steps of ranks that have exchanged values.
@@ -46,6 +47,43 @@ class StepBuffer(RowStore, ValueStore):
         self.rng: dict[str, Tensor] = {}  # states of the random generators at its beginning
         self.unshown: set[tuple[str, str]] = set()  # source and name of rows for the run directory only
         self._complaints = complaints
+        self._streams: StreamJoin | None = None
+
+    def put_rows(self, source: str, names: Sequence[str], rows: Tensor, columns: frozenset[Column]) -> None:
+        """See :meth:`RowStore.put_rows`."""
+        if not rows.is_cpu:
+            self._note_stream(rows.device)
+        super().put_rows(source, names, rows, columns)
+
+    def merge_rows(self, source: str, names: Sequence[str], rows: Tensor | Sequence[Tensor], columns: frozenset[Column]) -> None:
+        """See :meth:`RowStore.merge_rows`."""
+        if len(rows) and not rows[0].is_cpu:
+            self._note_stream(rows[0].device)
+        super().merge_rows(source, names, rows, columns)
+
+    def _merge(self, key: Key, parts: list[Tensor], aggregation: Aggregation) -> None:
+        for part in parts:
+            if not part.is_cpu:
+                self._note_stream(part.device)
+        super()._merge(key, parts, aggregation)
+
+    def join_streams(self) -> None:
+        """Whatever the stream that a value was computed on, the current one may read it from now on. The host does not wait."""
+        if self._streams is not None:
+            self._streams.join(self._on_device)
+
+    def _note_stream(self, device: torch.device) -> None:
+        if self._streams is None:
+            self._streams = StreamJoin()
+        self._streams.note(device)
+
+    def _on_device(self) -> Iterator[Tensor]:
+        yield from self._blocks
+        yield from chain(*self._parts.values(), *(pending.parts for pending in self._pending.values()))
+        yield from (values for _, values in self._vectors)
+        yield from self._counts.values()
+        yield from (sums for _, sums in self._contributions.values())
+        yield from (fact for fact in self.noted.values() if isinstance(fact, Tensor))
 
     def clear(self, source: str, names: Iterable[str] | None = None) -> None:
         """Remove the values of ``source``, or of some of its tensors."""
@@ -72,6 +110,7 @@ class StepBuffer(RowStore, ValueStore):
 
     def absorb(self, other: StepBuffer) -> None:
         """Merge the values of :meth:`merge_rows` and :meth:`merge_value` in ``other``."""
+        other.join_streams()
         self.absorb_rows(other)
         self.absorb_values(other)
         self.absent.update(other.absent)
@@ -80,6 +119,7 @@ class StepBuffer(RowStore, ValueStore):
     def take_over(self, other: StepBuffer, source: str, names: Iterable[str]) -> None:
         """Replace the values of these tensors by those in ``other``."""
         names = list(names)
+        other.join_streams()
         self.clear(source, names)
         self.take_rows(other, source, names)
         self.take_values(other, source, set(names))
@@ -93,6 +133,7 @@ class StepBuffer(RowStore, ValueStore):
 
     def part(self, sources: Iterable[str]) -> StepBuffer:
         """A new buffer with the stored rows of ``sources`` and the logged values. This one is unchanged."""
+        self.join_streams()
         wanted, found = set(sources), StepBuffer(self.step, self._complaints)
         found.share_rows(self, wanted)
         found.share_logged(self, reducers=True)
@@ -101,6 +142,7 @@ class StepBuffer(RowStore, ValueStore):
 
     def start_readback(self) -> PendingReadback:
         """Start the copy to the host, after which nothing may be stored. Does not synchronise."""
+        self.join_streams()
         # merged on the host, which is cheaper than one launch for each
         parts = [part for parts in self._parts.values() for part in parts]
         reduced = self._reduced()

@@ -88,6 +88,7 @@ class RankExchange:
             for source in tensors:
                 buffer.refuse_all(source, _ALONE["tensors"])
             return
+        buffer.join_streams()
         columns = ALL_COLUMNS if shares_values else frozenset[Column]().union(*(of for _, of in tensors.values()))
         mine = self._shared(buffer, watches) if shares_values else {}
         has_new = identity(int(shares_values))

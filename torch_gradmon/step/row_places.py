@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from itertools import count, repeat
 
 
@@ -33,7 +33,11 @@ class RowPlaces:
 
     def put(self, names: Iterable[str], block: int) -> None:
         """A new block replaces the rows of these names."""
-        self.by_name.update(zip(names, zip(repeat(block), count()), strict=False))
+        self.add(dict(zip(names, zip(repeat(block), count()), strict=False)))
+
+    def add(self, places: Mapping[str, tuple[int, int]]) -> None:
+        """More places, or others for these names."""
+        self.by_name.update(places)
         self.whole = None
 
     def remove(self, names: Collection[str]) -> None:

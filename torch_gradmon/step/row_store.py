@@ -40,6 +40,16 @@ class RowStore:
         self._blocks.append(rows)
         self._columns[source] = self._columns.get(source, columns) & columns
 
+    def repeat_rows(self, source: str, names: Sequence[str], of: str, columns: frozenset[Column]) -> None:
+        """Rows of ``source`` are those of the same names of the source ``of``, which must exist."""
+        there = self._places[of]
+        if source not in self._places and there.whole is not None and there.whole[0] == tuple(names):
+            self._places[source] = RowPlaces(there.whole)
+        else:
+            places = self._places.setdefault(source, RowPlaces(None, {}))
+            places.add({name: there.by_name[name] for name in names})
+        self._columns[source] = self._columns.get(source, columns) & columns
+
     @property
     def block_count(self) -> int:
         """Number of stored blocks of rows."""
@@ -64,7 +74,7 @@ class RowStore:
         self._blocks = [self._blocks[block] for block in kept]
         self._places = {source: places.renumbered(number) for source, places in self._places.items() if places.by_name}
 
-    def merge_rows(self, source: str, names: Sequence[str], rows: Tensor, columns: frozenset[Column]) -> None:
+    def merge_rows(self, source: str, names: Sequence[str], rows: Tensor | Sequence[Tensor], columns: frozenset[Column]) -> None:
         """Merge statistics of one micro-batch or call with those of the same names."""
         for name, row in zip(names, rows, strict=True):
             parts = self._parts.setdefault((source, name), [])

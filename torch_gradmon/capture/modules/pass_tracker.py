@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.accelerator import capture_check
 from ..attention.function_patch import TRACER, is_called_by
 from ..hooks import Hook
 from .structure import tensors_of
@@ -28,7 +29,6 @@ class PassTracker:
         forward_seen: the root was ever called.
         counts_eval: calls in evaluation mode are training, because such a call began the step or the loop trains so.
         is_tentative: no backward pass has confirmed that so far.
-        paused: nothing is measured at the moment.
         is_open: values count; False in a step without measurements.
         awaits_part: watch parts, because none was seen to be trained before the root so far.
         missed: parts turned out to have been called for a step before it began.
@@ -38,10 +38,16 @@ class PassTracker:
 
     def __init__(self) -> None:
         self.root_trains: bool | None = None
-        self.forward_seen = self.paused = self.awaits_part = self.missed = False
+        self.forward_seen = self._is_paused = self.awaits_part = self.missed = False
         self.counts_eval = self.is_tentative = self.by_hand = False
         self.is_open = self.builds_graph = True
         self._root_trained = self._parts_lead = False
+        self._captures = capture_check()
+
+    @property
+    def paused(self) -> bool:
+        """Nothing is measured at the moment: a reference runs, or a graph is captured, whose values come with its replays."""
+        return self._is_paused or (self._captures is not None and self._captures())
 
     # --- steps -----------------------------------------------------------------------------------------------------------------
 
@@ -73,16 +79,16 @@ class PassTracker:
 
     def set_paused(self, paused: bool) -> None:
         """Whether nothing is measured from now on."""
-        self.paused = paused
+        self._is_paused = paused
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """Measure nothing inside."""
-        self.paused = True
+        self._is_paused = True
         try:
             yield
         finally:
-            self.paused = False
+            self._is_paused = False
 
     # --- the root --------------------------------------------------------------------------------------------------------------
 

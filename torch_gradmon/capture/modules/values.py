@@ -15,6 +15,7 @@ from ...core.moments import Column
 from ...statistics.tensor_access import is_plain, refusal
 from ...step.buffer import StepBuffer
 from ..measurer import Measurer, unscaled, untouched_rng
+from .device_rows import DeviceRows
 from .host_rows import HostRows
 from .lookup import MetricLookup, RequestedMetrics
 from .structure import rest_of, tensors_of
@@ -33,7 +34,7 @@ class _Item(NamedTuple):
 
 
 class ModuleValues:
-    """Measures what the metrics of modules request, one step after the other. Tensors are neither cloned nor kept.
+    """Measures what the metrics of modules request, one step after the other. Tensors are not kept; small ones are copied.
 
     Args:
         measurer: measures.
@@ -47,25 +48,27 @@ class ModuleValues:
         self.evaluator = self._lookup.evaluator
         self._units = DeadUnitTracker()
         self._rows = HostRows(measurer.built_in)
+        self._device_rows: DeviceRows | None = None
 
     def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], modules: Mapping[str, weakref.ref[nn.Module]]) -> None:
         """Start a step with the metrics due in it; ``modules`` by name."""
         self._buffer = buffer
         self._rows.begin(buffer)
+        self._device_rows = None  # an interrupt at the end of the last step may have left some
         self._units.clear()
         self._lookup.begin(metrics, modules)
 
     def end(self) -> None:
         """End the step; its values can still be evaluated."""
         if self._buffer is not None:
-            self._rows.flush()
+            self._flush()
             self._units.end_step(self._buffer)
         self._buffer = None
 
     def forget(self, sources: tuple[str, ...], reason: str) -> None:
         """Drop what was measured of ``sources`` in this step, for ``reason``."""
         assert self._buffer is not None
-        self._rows.flush()
+        self._flush()
         for source in sources:
             self._buffer.clear(source)
             self._buffer.absent[source, ""] = reason
@@ -159,9 +162,12 @@ class ModuleValues:
         for item in items:
             if not item.asked.views:
                 continue
-            if item.other is not None or not self._rows.measure(
-                source, item.path, item.asked.columns, item.tensor, inverse_scale
-            ):
+            columns, tensor = item.asked.columns, item.tensor
+            is_kept = item.other is None and (
+                self._rows.measure(source, item.path, columns, tensor, inverse_scale)
+                or self._measured_together(source, item, inverse_scale)
+            )
+            if not is_kept:
                 groups.setdefault(item.tensor.device, []).append(item)
         for device, members in groups.items():
             columns = members[0].asked.columns.union(*(item.asked.columns for item in members[1:]))
@@ -176,6 +182,20 @@ class ModuleValues:
         for item in items:
             if item.asked.others:
                 self._measure_others(source, item, inverse_scale)
+
+    def _measured_together(self, source: str, item: _Item, inverse_scale: Tensor | None) -> bool:
+        """Whether the tensor is small, on an accelerator, and will be measured with others."""
+        if item.tensor.is_cpu:
+            return False
+        if self._device_rows is None:
+            assert self._buffer is not None
+            self._device_rows = DeviceRows(self._measurer.built_in, self._buffer)
+        return self._device_rows.measure(source, item.path, item.asked.columns, item.tensor, inverse_scale)
+
+    def _flush(self) -> None:
+        self._rows.flush()
+        if self._device_rows is not None:
+            self._device_rows.flush()
 
     def _measured_quickly(self, source: str, name: str, tensor: Tensor) -> bool:
         """A fast path with few calls for the usual case: one tensor, and only views of its statistics.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from .graph import tensors_in
 from .timeline import Memory
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ class SimulatedTensor(Tensor):
     @staticmethod
     def __new__(cls, raw: Tensor, owner: SimulatedDevice, memory: Memory | None = None) -> SimulatedTensor:
         """Shape, strides and dtype are those of ``raw``."""
+        if raw.dtype in (torch.float64, torch.complex128) and not owner.has_float64:
+            raise TypeError(f"{owner.torch_device} has no {raw.dtype}")
         found: SimulatedTensor = torch.Tensor._make_wrapper_subclass(
             cls, raw.size(), strides=raw.stride(), storage_offset=raw.storage_offset(), dtype=raw.dtype, device=owner.torch_device
         )
@@ -51,8 +54,12 @@ class SimulatedTensor(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Run one operation, as the device does."""
         kwargs = dict(kwargs or {})
-        owner = next(x.owner for x in _tensors((*args, *kwargs.values())) if isinstance(x, SimulatedTensor))
+        owner = next(x.owner for x in tensors_in((*args, *kwargs.values())) if isinstance(x, SimulatedTensor))
         return _run(owner, func, args, kwargs)
+
+    def record_stream(self, stream: Any) -> None:
+        """Its memory is used on ``stream`` too."""
+        self.memory.keep_for(stream.stream_id)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"SimulatedTensor({self.raw!r})"
@@ -69,7 +76,7 @@ def _run(owner: SimulatedDevice, func: Any, args: tuple[Any, ...], kwargs: dict[
         moved = _moved(owner, func, args, kwargs)
         if moved is not None:
             return moved
-    tensors = list(_tensors((*args, *kwargs.values())))
+    tensors = list(tensors_in((*args, *kwargs.values())))
     inputs = [x for x in tensors if isinstance(x, SimulatedTensor)]
     # a 0-d tensor of the host is a number
     if foreign := [x for x in tensors if not isinstance(x, SimulatedTensor) and x.dim()]:
@@ -77,15 +84,20 @@ def _run(owner: SimulatedDevice, func: Any, args: tuple[Any, ...], kwargs: dict[
     written = _written(func._schema.arguments, args, kwargs)
     if "device" in kwargs and torch.device(kwargs["device"]).type == owner.torch_device.type:
         kwargs = {**kwargs, "device": "cpu"}
-    result = func(*_mapped(_raw, args), **{key: _mapped(_raw, value) for key, value in kwargs.items()})
+    raw = _mapped(_raw, args), {key: _mapped(_raw, value) for key, value in kwargs.items()}
+    changed = [x for x in tensors_in(written) if isinstance(x, SimulatedTensor)]
+    graph = None if func.is_view or name in _ALLOCATE else owner.graph
+    if graph is not None and name in _READ:
+        graph.refuse(f"{name}, which waits for the device,")
+    result = func(*raw[0], **raw[1]) if graph is None else graph.run(func, *raw, [x.raw for x in changed])
     if func.is_view:
         owner.count(name, "view")
         return _mapped(lambda raw: SimulatedTensor(raw, owner, inputs[0].memory), result)
     if name in _ALLOCATE:
         return _mapped(lambda raw: SimulatedTensor(raw, owner), result)
-    changed = [x for x in _tensors(written) if isinstance(x, SimulatedTensor)]
-    owner.count(name, "kernel")
-    owner.timeline.queue(name, [x.memory for x in inputs], [x.memory for x in changed])
+    if graph is None:
+        owner.count(name, "kernel")
+        owner.timeline.queue(name, [x.memory for x in inputs], [x.memory for x in changed])
     if name in _READ:
         owner.count(name, "read")
         owner.timeline.wait(owner.timeline.clock_of(owner.timeline.current))
@@ -94,20 +106,12 @@ def _run(owner: SimulatedDevice, func: Any, args: tuple[Any, ...], kwargs: dict[
     if written and func._schema.returns and func._schema.returns[0].alias_info is not None:
         return written[0] if len(func._schema.returns) == 1 else tuple(written)
     made = _mapped(lambda raw: SimulatedTensor(raw, owner), result)
-    for tensor in _tensors([made]):
+    for tensor in tensors_in([made]) if graph is None else ():
         tensor.memory.touch(*owner.timeline.here, is_written=True)  # type: ignore[attr-defined]
     return made
 
 
 # arguments of an operation are tensors, lists of them, or plain values; pytrees of torch are five times as slow
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
 
 
 def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -143,6 +147,8 @@ def _moved(owner: SimulatedDevice, func: Any, args: tuple[Any, ...], kwargs: dic
 
 
 def _to_host(owner: SimulatedDevice, host: Tensor, source: SimulatedTensor, is_async: bool) -> Tensor:
+    if owner.graph is not None:
+        owner.graph.refuse("a copy to the host")
     owner.count_copy("to host", source.raw.nbytes, is_async)
     owner.timeline.queue("copy to the host", [source.memory], [])
     if is_async:
@@ -154,9 +160,13 @@ def _to_host(owner: SimulatedDevice, host: Tensor, source: SimulatedTensor, is_a
 
 
 def _to_device(owner: SimulatedDevice, target: SimulatedTensor, host: Tensor, is_async: bool) -> Tensor:
+    if owner.graph is not None:
+        owner.graph.refuse("a copy from the host")
     owner.count_copy("to device", host.nbytes, is_async)
     owner.timeline.queue("copy to the device", [], [target.memory])
     if is_async:
         owner.timeline.copy_from_host(host)
+    else:
+        owner.timeline.wait(owner.timeline.clock_of(owner.timeline.current))
     target.raw.copy_(host)
     return target

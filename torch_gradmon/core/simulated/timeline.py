@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 
 from torch import Tensor
 
@@ -21,6 +20,11 @@ class Memory:
         self.stream, _ = timeline.here
         self.written: tuple[int, int] | None = None
         self.used: Clock = {}
+        self.kept_for: set[int] = set()
+
+    def keep_for(self, stream: int) -> None:
+        """When it is released, it is not used again before ``stream`` has come as far as by then."""
+        self.kept_for.add(stream)
 
     def touch(self, stream: int, at: int, is_written: bool) -> None:
         """An operation at this place of ``stream`` uses it."""
@@ -48,13 +52,14 @@ class Timeline:
     Attributes:
         is_lazy: copies are late, and races are looked for.
         races: a sentence for each thing that was used too early.
+        current: the stream that operations are queued on.
     """
 
     def __init__(self) -> None:
         self.is_lazy = False
         self.races: list[str] = []
         self._lock = threading.RLock()
-        self._current: ContextVar[int] = ContextVar("stream", default=0)
+        self.current = 0
         self._count = 1
         self._done: dict[int, int] = {0: 0}  # operations queued on each stream
         self._clocks: dict[int, Clock] = {0: {}}
@@ -78,19 +83,14 @@ class Timeline:
             self._done[number], self._clocks[number] = 0, {}
             return number
 
-    @property
-    def current(self) -> int:
-        """The stream of this thread."""
-        return self._current.get()
-
     @contextmanager
     def on(self, stream: int) -> Iterator[None]:
-        """Use ``stream`` in this thread."""
-        before = self._current.set(stream)
+        """Use ``stream``, in all threads: autograd's thread works on the stream of the caller, or on that of the forward."""
+        before, self.current = self.current, stream
         try:
             yield
         finally:
-            self._current.reset(before)
+            self.current = before
 
     @property
     def here(self) -> tuple[int, int]:
@@ -116,7 +116,8 @@ class Timeline:
             self._done[stream] += 1
             now = self._done[stream]
             if self.is_lazy:
-                clock = self._clocks[stream]
+                clock = dict(self._clocks[stream])
+                _advance(clock, self._host)
                 for memory in read:
                     if memory.written is not None and not _precedes(memory.written, stream, clock):
                         self.races.append(f"{name} on stream {stream} reads what stream {memory.written[0]} may still write")
@@ -137,7 +138,7 @@ class Timeline:
             clock = {**self._clocks[memory.stream]}
             _advance(clock, self._host)
             for stream, at in memory.used.items():
-                if stream != memory.stream and clock.get(stream, 0) < at:
+                if stream != memory.stream and stream not in memory.kept_for and clock.get(stream, 0) < at:
                     self.races.append(f"memory of stream {memory.stream} is released while stream {stream} may still use it")
 
     # --- the host --------------------------------------------------------------------------------------------------------------
@@ -172,6 +173,10 @@ class Timeline:
                 elif not _same(host, values):
                     self.races.append("the host changed memory while it was copied to the device")
             self._sources = kept
+
+    def awaited(self, stream: int) -> int:
+        """How many operations of ``stream`` the host has waited for."""
+        return self._host.get(stream, 0)
 
     def is_past(self, clock: Clock) -> bool:
         """Whether the host has waited for all that ``clock`` has."""

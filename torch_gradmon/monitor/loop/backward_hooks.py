@@ -94,8 +94,6 @@ class BackwardHooks:
 
     def _accumulated(self, position: int, parameter: Tensor) -> None:
         # called for each parameter in each backward pass: few calls, and no fence where there is nothing to report
-        if torch.compiler.is_compiling():  # compiled autograd, whose engine takes no callbacks
-            return
         if not self._in_backward.is_settled or self._in_backward.known:
             self._fence.run(self._report_complete, position, parameter)
         self.await_end()

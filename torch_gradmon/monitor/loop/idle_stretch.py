@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ...core.accelerator import capture_check
 from ...core.fence import Fence
 from ..machine.step_state import StepState
 
@@ -61,6 +62,7 @@ class IdleStretch:
         # calls of the model since the last followed step of an optimizer, and the most between two
         self._followed = self._most = 0
         self._due = 0.0
+        self._captures = capture_check()
 
     def begin(self, steps: int) -> None:
         """The next ``steps`` steps are idle."""
@@ -107,6 +109,7 @@ class IdleStretch:
         began, state = time.perf_counter(), self._state
         is_usual = self._forwards < self._most  # else another optimizer may step now
         is_odd = not is_usual or not module.training or threading.get_ident() != self._thread
+        is_odd = is_odd or (self._captures is not None and self._captures())
         if is_odd or state.progress.begun or self._plugins.watch_idle_steps:
             self.stop()
             return False
@@ -122,6 +125,7 @@ class IdleStretch:
         """The optimizer is about to step, perhaps with arguments. Returns whether that is all, else the loop is followed again."""
         state = self._state
         is_odd = not state.is_open or takes_more or state.progress.begun or getattr(optimizer, "found_inf", None) is not None
+        is_odd = is_odd or (self._captures is not None and self._captures())
         if is_odd or self._plugins.watch_idle_steps or torch._C._current_graph_task_id() != -1:
             self.stop()
             return False

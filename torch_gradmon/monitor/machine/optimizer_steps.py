@@ -45,8 +45,7 @@ class OptimizerSteps:
             return
         self.cycle.ensure_open(hides_forward=False)
         if self.cycle.boundaries.has_values:
-            self._measure_parameters()
-            self.measures.hold_parameters(optimizer, with_unowned=self._machine.is_last(optimizer))
+            self._parameters_before(optimizer, with_unowned=self._machine.is_last(optimizer))
 
     def wrapper_ended(self, optimizer: Hashable) -> None:
         """The wrapper returned without a step of its optimizer, as one that accumulates gradients does."""
@@ -72,8 +71,7 @@ class OptimizerSteps:
         measures.annotate(optimizer, by_turns=not within and self._takes_turns(), is_first=self.state.patterns.is_first)
         self._explain_missing(optimizer, has_closure or within)
         measures.release_gradients(optimizer)
-        self._measure_parameters()
-        measures.hold_parameters(optimizer, with_unowned=not within and self._machine.is_last(optimizer))
+        self._parameters_before(optimizer, with_unowned=not within and self._machine.is_last(optimizer))
         if has_closure:
             return False
         if within:
@@ -105,10 +103,15 @@ class OptimizerSteps:
                 cycle.close()
             raise
 
-    def _measure_parameters(self) -> None:
-        """All of them, once a step: before the first of several optimizers has changed anything."""
-        if self.state.progress.parameters_needed():
+    def _measure_parameters(self) -> bool:
+        """All of them, once a step: before the first of several optimizers has changed anything. Returns whether it was now."""
+        if is_first := self.state.progress.parameters_needed():
             self.measures.measure_parameters()
+        return is_first
+
+    def _parameters_before(self, optimizer: Hashable, *, with_unowned: bool) -> None:
+        as_measured = self._measure_parameters()
+        self.measures.hold_parameters(optimizer, with_unowned=with_unowned, as_measured=as_measured)
 
     def _steps_late(self, optimizer: Hashable) -> bool:
         """Whether the optimizer belongs to the step that has just ended: named before the last one, it steps after it."""

@@ -70,8 +70,8 @@ class StepMeasurements(Protocol):
     def measure_parameters(self) -> None:
         """Measure all parameters."""
 
-    def hold_parameters(self, optimizer: Hashable, *, with_unowned: bool) -> None:
-        """Copy the parameters that the optimizer is about to change."""
+    def hold_parameters(self, optimizer: Hashable, *, with_unowned: bool, as_measured: bool) -> None:
+        """Copy the parameters that the optimizer is about to change; ``as_measured``: :meth:`measure_parameters` was just called."""
 
     def let_go(self, optimizer: Hashable, *, with_unowned: bool) -> None:
         """The optimizer does not step after all."""

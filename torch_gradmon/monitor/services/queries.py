@@ -15,6 +15,7 @@ _UNATTACHED = (
     "the parameters have changed since the attached optimizer stepped last: another optimizer steps them, or the loop itself; call "
     "monitor.detach(), then monitor.attach() with the optimizer whose step() the loop calls"
 )
+_CAPTURED = "the loop was captured into a graph, whose replays call no hooks; call optimizer.step() outside of the graph"
 
 
 class Queries:
@@ -58,6 +59,8 @@ class Queries:
     @property
     def stale_reason(self) -> str:
         """Why values of the last step would be stale; empty where they are not."""
+        if self.fence.is_captured:
+            return _CAPTURED
         if self._runtime.loop is None or self._runtime.state.is_manual:
             return ""
         if self._runtime.loop.is_orphaned:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...core.keys import GRADIENT_BEFORE_CLIP
+from ...statistics.tensor_access import accumulator_dtype
 from ..loop.loop_hooks import LoopHooks
 from .ownership import Ownership
 from .step_lifecycle import StepLifecycle
@@ -77,7 +78,7 @@ class StepMeasurement:
             else:
                 (plain if scale is None else scaled).extend(positions)
         if inverse_scale is not None:
-            self._lifecycle.note("amp_scale", inverse_scale.double().reciprocal())
+            self._lifecycle.note("amp_scale", inverse_scale.to(accumulator_dtype(inverse_scale.device)).reciprocal())
         for positions, scale in ((plain, None), (scaled, inverse_scale)):
             if positions:
                 gradients.before_clip(sorted(positions), scale)
@@ -113,8 +114,8 @@ class StepMeasurement:
     def measure_parameters(self) -> None:
         self._captures.parameters.measure(self._ownership.all_positions())
 
-    def hold_parameters(self, optimizer: Hashable, *, with_unowned: bool) -> None:
-        self._captures.parameters.before_step(self._positions(optimizer, with_unowned))
+    def hold_parameters(self, optimizer: Hashable, *, with_unowned: bool, as_measured: bool) -> None:
+        self._captures.parameters.before_step(self._positions(optimizer, with_unowned), as_measured)
 
     def let_go(self, optimizer: Hashable, *, with_unowned: bool) -> None:
         self._captures.parameters.forget(self._positions(optimizer, with_unowned))

@@ -15,6 +15,7 @@ from ...core.fence import Fence
 from ...core.keys import Key
 from ...core.torch_modes import outside_dispatch_modes
 from ...plugins.clipping.adaptive import DeviceValue
+from ...statistics.tensor_access import accumulator_dtype
 from ...step.buffer import StepBuffer
 from ...step.exchange_policy import ExchangePolicy
 from ...step.reduction import Aggregation
@@ -178,7 +179,7 @@ class OverflowLog:
 
     def note(self, found_inf: torch.Tensor) -> None:
         """The optimizer did not apply the open step where ``found_inf`` is not zero."""
-        overflowed, buffer = (found_inf > 0).double(), self._values.buffer
+        overflowed, buffer = (found_inf > 0).to(accumulator_dtype(found_inf.device)), self._values.buffer
         if buffer is not None:
             buffer.noted["found_inf"] = overflowed + buffer.noted.get("found_inf", 0.0)
         if buffer is None or not self._values.is_recording:

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ...core.accelerator import capture_check
 from ...core.errors import display
 from ...statistics.norm import NORM_COLUMNS, norm_of_rows
 from ...step.ranks import is_dtensor
@@ -56,6 +57,11 @@ def clip(
 ) -> Tensor:
     """Measure the gradients of ``parameters`` before and after clipping them, as torch does or adaptively; see ``ModuleMonitor``."""
     norm_type = float(norm_type)
+    if (exact or isinstance(max_norm, (str, AdaptiveClip))) and (check := capture_check()) is not None and check():
+        how = "exact=True" if exact else "an adaptive clip"
+        raise ValueError(
+            f"{how} cannot be captured into a graph; use a number for max_norm and exact=False, or clip outside of it"
+        )
     if isinstance(max_norm, str):
         max_norm = measures.clips.named(max_norm)
     if isinstance(max_norm, AdaptiveClip):

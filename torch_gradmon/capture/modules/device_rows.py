@@ -1,0 +1,82 @@
+"""Rows of small tensors on accelerators, which are copied in one launch each and measured all at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.accelerator import current_stream, on_stream
+from ...core.moments import Column
+from ...statistics.dispatch import Statistics
+from ...step.buffer import StepBuffer
+from ..measurer import unscaled
+
+#: Elements of the largest tensor that is copied: a larger one keeps a device busy for longer than its launches take.
+LARGEST = 1 << 20
+#: Elements of all copies that wait on one stream, which bounds their memory: 16 MB of float32.
+CAPACITY = 1 << 22
+
+
+@dataclass
+class _Waiting:
+    """Copies that were made on one stream, with what was asked of them."""
+
+    stream: Any
+    elements: int = 0
+    copies: list[Tensor] = field(default_factory=list)
+    paths: list[tuple[str, str]] = field(default_factory=list)
+    columns: frozenset[Column] = frozenset()
+
+    def add(self, copy: Tensor, place: tuple[str, str], columns: frozenset[Column]) -> None:
+        """One more copy, by source and path."""
+        self.copies.append(copy)
+        self.paths.append(place)
+        self.columns |= columns
+        self.elements += copy.numel()
+
+
+class DeviceRows:
+    """Copies of small tensors until :meth:`flush`.
+
+    Args:
+        statistics: measures.
+        buffer: takes the rows.
+    """
+
+    def __init__(self, statistics: Statistics, buffer: StepBuffer) -> None:
+        self._statistics, self._buffer = statistics, buffer
+        self._waiting: dict[tuple[torch.device, object], _Waiting] = {}
+
+    def measure(self, source: str, path: str, columns: frozenset[Column], tensor: Tensor, inverse_scale: Tensor | None) -> bool:
+        """Copy a dense tensor of an accelerator, times ``inverse_scale``, to be measured with others. Returns whether it was."""
+        device = tensor.device
+        if tensor.numel() > LARGEST or tensor.layout is not torch.strided or tensor.is_complex():
+            return False
+        if self._statistics.has_kernel(device):
+            return False
+        stream = current_stream(device)
+        place = device, getattr(stream, "stream_id", None)
+        waiting = self._waiting.setdefault(place, _Waiting(stream))
+        if waiting.elements + tensor.numel() > CAPACITY:
+            self._flush(self._waiting.pop(place), device)
+            waiting = self._waiting.setdefault(place, _Waiting(stream))
+        waiting.add(tensor.clone() if inverse_scale is None else unscaled(tensor, inverse_scale), (source, path), columns)
+        return True
+
+    def flush(self) -> None:
+        """Measure all copies, and store their rows in the buffer."""
+        waiting, self._waiting = self._waiting, {}
+        for (device, _), copies in waiting.items():
+            self._flush(copies, device)
+
+    def _flush(self, waiting: _Waiting, device: torch.device) -> None:
+        with on_stream(waiting.stream, device):
+            rows = self._statistics.measure(waiting.copies, waiting.columns)
+            sources = [source for source, _ in waiting.paths]
+            for source in dict.fromkeys(sources):
+                members = [place for place, of in enumerate(sources) if of == source]
+                chosen = rows if len(members) == len(rows) else [rows[place] for place in members]
+                self._buffer.merge_rows(source, [waiting.paths[place][1] for place in members], chosen, waiting.columns)
