@@ -9,7 +9,6 @@ uses too early is an error at its end.
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import sys
@@ -266,9 +265,7 @@ def side_stream_race(place: Place) -> dict[str, Any]:
 def fused_with_scaler(place: Place) -> dict[str, Any]:
     """Fused AdamW unscales its gradients itself, and refuses a step of infinite ones without asking the host."""
     scaler = torch.amp.GradScaler(place.at.type, init_scale=1024.0)
-    loop = Loop(
-        place, lambda parameters: torch.optim.AdamW(parameters, 1e-2, fused=True), preset="standard", scaler=scaler
-    )
+    loop = Loop(place, lambda parameters: torch.optim.AdamW(parameters, 1e-2, fused=True), preset="standard", scaler=scaler)
     truth, counts = [], []
     for number in range(8):
         place.synchronize()

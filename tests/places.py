@@ -38,7 +38,11 @@ class _CopiesToHost(Instrument):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and not result.is_cuda and any(isinstance(x, torch.Tensor) and x.is_cuda for x in args):
+        if (
+            isinstance(result, torch.Tensor)
+            and not result.is_cuda
+            and any(isinstance(x, torch.Tensor) and x.is_cuda for x in args)
+        ):
             self._seen.copies += 1
             self._seen.unpinned += not result.is_pinned()
         return result
@@ -131,7 +135,7 @@ class Place:
 class _SimulatedCapture:
     """What CUDA does not allow within a capture, on the simulated device: to ask for an event, or to wait.
 
-    A copy to the host does not run. An event that is recorded there can never be awaited.
+    A copy to the host does not run.
     """
 
     def __init__(self, device: testing.SimulatedDevice) -> None:
@@ -143,9 +147,8 @@ class _SimulatedCapture:
 
     def __enter__(self) -> _SimulatedCapture:
         timeline, kind = self._device.timeline, self._functions.Event
-        self._kept = [(timeline, "wait"), (timeline, "copy_to_host"), (kind, "query"), (kind, "record")]
+        self._kept = [(timeline, "wait"), (timeline, "copy_to_host"), (kind, "query")]
         self._kept = [(owner, name, getattr(owner, name)) for owner, name in self._kept]
-        query, record = kind.query, kind.record
 
         def refuse(*_: Any) -> Any:
             raise RuntimeError("operation not permitted when stream is capturing")
