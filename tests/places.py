@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -114,16 +114,19 @@ class Place:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """On a side stream, where what is captured later has to run first."""
+        """On a side stream, where CUDA needs what is captured later to run first. On the simulated device where it is."""
+        if self._device is not None:
+            yield
+            return
         main, side = self.functions.current_stream(), self.functions.Stream()
         side.wait_stream(main)
-        with self.functions.stream(side) if self._device is None else nullcontext():
+        with self.functions.stream(side):
             yield
         main.wait_stream(side)
 
-    def captured(self) -> AbstractContextManager[Any]:
-        """Capture the block into a graph that has ``replay()``. On the simulated device replays do nothing."""
-        return self._captured_on_gpu() if self._device is None else _SimulatedCapture(self._device)
+    def captured(self, replay: Callable[[], object] = lambda: None) -> AbstractContextManager[Any]:
+        """Capture the block into a graph that has ``replay()``; on the simulated device that is the given function."""
+        return self._captured_on_gpu() if self._device is None else _SimulatedCapture(self._device, replay)
 
     @contextmanager
     def _captured_on_gpu(self) -> Iterator[torch.cuda.CUDAGraph]:
@@ -133,34 +136,24 @@ class Place:
 
 
 class _SimulatedCapture:
-    """What CUDA does not allow within a capture, on the simulated device: to ask for an event, or to wait.
+    """What CUDA refuses within a capture, on the simulated device: to ask whether an event has happened, or to wait.
 
-    A copy to the host does not run.
+    A copy to the host does not run within it.
     """
 
-    def __init__(self, device: testing.SimulatedDevice) -> None:
-        self._device, self._functions = device, torch.get_device_module(device.torch_device)
-        self.is_capturing = False
-
-    def replay(self) -> None:
-        """Nothing on the host."""
+    def __init__(self, device: testing.SimulatedDevice, replay: Callable[[], object]) -> None:
+        self.replay = replay
+        self._timeline, self._events = device.timeline, torch.get_device_module(device.torch_device).Event
+        self._query = self._events.query
 
     def __enter__(self) -> _SimulatedCapture:
-        timeline, kind = self._device.timeline, self._functions.Event
-        self._kept = [(timeline, "wait"), (timeline, "copy_to_host"), (kind, "query")]
-        self._kept = [(owner, name, getattr(owner, name)) for owner, name in self._kept]
-
         def refuse(*_: Any) -> Any:
             raise RuntimeError("operation not permitted when stream is capturing")
 
-        timeline.wait, timeline.copy_to_host, kind.query = refuse, lambda host, values: host.fill_(torch.nan), refuse
-        self._functions.is_current_stream_capturing = lambda: True
+        self._timeline.wait = self._events.query = refuse
+        self._timeline.copy_to_host = lambda host, values: host.fill_(torch.nan)  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: Any) -> None:
-        for owner, name, method in self._kept:
-            if owner is self._device.timeline:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, method)
-        self._functions.is_current_stream_capturing = lambda: False
+        del self._timeline.wait, self._timeline.copy_to_host
+        self._events.query = self._query

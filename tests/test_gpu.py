@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +77,43 @@ def check_numbers(result: dict[str, Any], least: int) -> None:
     assert result["values"] >= least
 
 
-def check_captured(result: dict[str, Any]) -> None:
-    """The capture succeeded and trains as it does without the monitor; no value is reported of a step that no hook has seen."""
+def check_captured_step(result: dict[str, Any]) -> None:
+    """The capture trains as it does without the monitor, and nothing is reported of replays, which no hook has seen."""
     assert result["same_bits"]
     assert result["worst"] < 1e-6
-    assert result["of_captured_or_later"] == []
+    assert result["of_replays"] == []
+
+
+def check_captured_backward(result: dict[str, Any]) -> None:
+    """What the optimizer used in each step is reported, though no hook has seen the backward pass."""
+    assert result["values"] == 30
+    assert result["worst"] < 1e-6
+    assert result["worst_of_whole"] < 1e-6
+
+
+CAPTURED = pytest.mark.parametrize(
+    ("name", "check"), [("captured_step", check_captured_step), ("captured_backward", check_captured_backward)]
+)
+#: The words in which CUDA refuses to wait within a capture, and so does the simulated device.
+REFUSAL = "operation not permitted when stream is capturing"
+
+
+class CaptureRefused(Exception):
+    """A capture has failed because of something that is not allowed within it."""
+
+
+breaks_captures = pytest.mark.xfail(
+    raises=CaptureRefused, reason="the first forward within a capture asks whether the copy of the step before has arrived"
+)
+
+
+def captured(kind: str, name: str) -> dict[str, Any]:
+    """What the program returned, in a process of its own: a capture that fails may leave the device unusable."""
+    done = in_process(kind, name)
+    if REFUSAL in done.stderr:
+        raise CaptureRefused(done.stderr)
+    found: dict[str, Any] = results(done)[name]
+    return found
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------------------
@@ -113,8 +146,13 @@ class TestOnAGpu:
     def test_capturable_adamw_with_its_rate_on_the_device(self, gpu: Place) -> None:
         check_capturable(run(gpu, "capturable"))
 
-    def test_a_whole_step_is_captured(self, gpu: Place) -> None:
-        check_captured(run(gpu, "captured_step"))
+    @breaks_captures
+    @CAPTURED
+    def test_a_step_is_captured_whole_or_in_part(self, name: str, check: Callable[[dict[str, Any]], None]) -> None:
+        check(captured("cuda", name))
+
+    def test_a_question_about_an_event_ends_a_capture(self) -> None:
+        assert REFUSAL in in_process("cuda", "captured_query").stderr
 
     def test_the_stream_sanitizer_catches_a_race(self) -> None:
         done = in_process("cuda", "side_stream_race", TORCH_CUDA_SANITIZER="1")
@@ -153,12 +191,13 @@ class TestOnAGpu:
 # --- without one -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    return results(in_process("simulated"))
+
+
 @needs_devices
 class TestOnTheSimulatedDevice:
-    @pytest.fixture(scope="class")
-    def found(self) -> dict[str, Any]:
-        return results(in_process("simulated"))
-
     def test_it_runs_every_program(self, found: dict[str, Any]) -> None:
         assert found.keys() == PROGRAMS.keys()
         assert found["control"] == {"read": True, "copy": True, "nothing": False}
@@ -181,5 +220,10 @@ class TestOnTheSimulatedDevice:
         assert found["side_update"]["worst"] < 1e-6
         assert "may still write" in in_process("simulated", "side_stream_race").stderr
 
-    def test_a_whole_step_is_captured(self, found: dict[str, Any]) -> None:
-        check_captured(found["captured_step"])
+    @breaks_captures
+    @CAPTURED
+    def test_a_step_is_captured_whole_or_in_part(self, name: str, check: Callable[[dict[str, Any]], None]) -> None:
+        check(captured("simulated", name))
+
+    def test_a_question_about_an_event_ends_a_capture(self) -> None:
+        assert REFUSAL in in_process("simulated", "captured_query").stderr
