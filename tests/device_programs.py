@@ -1,6 +1,6 @@
 """Training loops under ``watch`` whose device is a parameter: a GPU, or the simulated device.
 
-    python -m tests.device_programs cuda side_stream   # one program; prints JSON
+    python -m tests.device_programs cuda side_update   # one program; prints JSON
     python -m tests.device_programs simulated          # all programs
 
 The simulated device changes what torch takes for its accelerator, so it needs a process of its own. It is lazy here: whatever a program
@@ -18,7 +18,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import testing
@@ -26,76 +26,17 @@ from torch_gradmon.core import torch_modes
 from torch_gradmon.core.errors import GradmonWarning
 from torch_gradmon.statistics import dispatch
 
+from . import capture_programs
+from .device_loop import STEPS, WARM_UP, Loop, apart
 from .places import Place
 
 PROGRAMS: dict[str, Callable[[Place], dict[str, Any]]] = {}
-#: Steps before those that are looked at. They allocate, compile, and measure updates twice with the standard preset.
-WARM_UP = 12
-STEPS = 12
 
 
 def program(function: Callable[[Place], dict[str, Any]]) -> Callable[[Place], dict[str, Any]]:
     """A program by its name."""
     PROGRAMS[function.__name__] = function
     return function
-
-
-def _model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 4)).double()
-
-
-def _batches(count: int) -> list[Tensor]:
-    return list(torch.randn(count, 5, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
-
-
-class Loop:
-    """A training loop; a monitor watches it where ``options`` of ``watch`` are given."""
-
-    def __init__(self, place: Place, make_optimizer: Callable[..., torch.optim.Optimizer] | None = None, **options: Any) -> None:
-        self.place, self.model = place, _model().to(place.at)
-        make = make_optimizer or (lambda parameters: torch.optim.AdamW(parameters, 1e-2, foreach=place.foreach))
-        self.optimizer = make(self.model.parameters())
-        self.monitor = gradmon.watch(self.model, self.optimizer, **options) if options else None
-        self.batches = [batch.to(place.at) for batch in _batches(WARM_UP + STEPS)]
-        self.norms: list[Tensor] = []
-
-    def backward(self, batch: Tensor) -> None:
-        """Forward and backward."""
-        self.optimizer.zero_grad()
-        self.model(batch).square().mean().backward()
-
-    def update(self) -> None:
-        """Clip, then step."""
-        self.norms.append(nn.utils.clip_grad_norm_(self.model.parameters(), 0.5, foreach=self.place.foreach))
-        self.optimizer.step()
-
-    def step(self) -> None:
-        """One step, with the next batch."""
-        self.backward(self.batches[len(self.norms)])
-        self.update()
-
-    def values(self) -> dict[int, dict[str, float]]:
-        """What the monitor reports, by step; it is detached."""
-        assert self.monitor is not None
-        self.monitor.detach()
-        return self.monitor.get_all_metrics()
-
-    def worst(self) -> float:
-        """The largest relative difference between a reported norm and the one that torch's clip returned."""
-        values = self.values()
-        return max(_apart(values[step]["gradmon/grad_norm"], norm.item()) for step, norm in enumerate(self.norms))
-
-    def parameters(self) -> list[Tensor]:
-        """The parameters on the host."""
-        return [parameter.detach().cpu() for parameter in self.model.parameters()]
-
-
-def _apart(a: float, b: float) -> float:
-    """The relative difference, infinite where one is NaN."""
-    if math.isnan(a) or math.isnan(b):
-        return 0.0 if math.isnan(a) and math.isnan(b) else math.inf
-    return abs(a - b) / max(abs(a), abs(b), 1e-9)
 
 
 # --- waits -------------------------------------------------------------------------------------------------------------------
@@ -177,7 +118,7 @@ def numbers_of_training(place: Place) -> dict[str, Any]:
     pairs = list(zip(_trained(place).values(), _trained(None).values(), strict=True))
     keys = [here.keys() - {"gradmon/overhead_pct"} for here, _ in pairs]
     assert all(here.keys() == there.keys() for here, there in pairs)
-    worst = max(_apart(here[key], there[key]) for (here, there), names in zip(pairs, keys, strict=True) for key in names)
+    worst = max(apart(here[key], there[key]) for (here, there), names in zip(pairs, keys, strict=True) for key in names)
     return {"worst": worst, "values": sum(map(len, keys))}
 
 
@@ -204,7 +145,7 @@ def numbers_in_float32(place: Place) -> dict[str, Any]:
         found.append(monitor.get_step_metrics())
     here, there = found
     assert here.keys() == there.keys()
-    return {"worst": max(_apart(here[key], there[key]) for key in here), "values": len(here)}
+    return {"worst": max(apart(here[key], there[key]) for key in here), "values": len(here)}
 
 
 # --- streams -----------------------------------------------------------------------------------------------------------------
@@ -280,7 +221,7 @@ def fused_with_scaler(place: Place) -> dict[str, Any]:
         counts.append(0 if seen is None else seen.waits)
     values = loop.values()
     return {
-        "worst": max(_apart(values[step]["gradmon/grad_norm"], norm.item()) for step, norm in enumerate(truth) if step != 5),
+        "worst": max(apart(values[step]["gradmon/grad_norm"], norm.item()) for step, norm in enumerate(truth) if step != 5),
         "spoiled": not math.isfinite(values[5]["gradmon/grad_norm"]),
         "not_applied": [values[step]["gradmon/steps_not_applied"] for step in values],
         "waits": counts,
@@ -309,95 +250,8 @@ def capturable(place: Place) -> dict[str, Any]:
     return {"worst": loop.worst(), "waits": waits, "rates": rates}
 
 
-# --- graphs ----------------------------------------------------------------------------------------------------------------------
-
-
-def _capturable_loop(place: Place, **options: Any) -> Loop:
-    return Loop(place, lambda some: torch.optim.AdamW(some, 1e-2, capturable=True, foreach=place.foreach), **options)
-
-
-def _warmed_up(loop: Loop) -> Tensor:
-    """The memory of the captured input, after three steps with it."""
-    static = loop.batches[0].clone()
-    with loop.place.aside():
-        for batch in loop.batches[:3]:
-            static.copy_(batch)
-            loop.backward(static)
-            loop.update()
-    return static
-
-
-def captured_query(place: Place) -> dict[str, Any]:
-    """What must be caught: a question about an event within a capture."""
-    event, x = place.functions.Event(), torch.ones(3, device=place.at)
-    event.record()
-    with place.captured():
-        x.add_(1)
-        event.query()
-    return {}
-
-
-def captured_step(place: Place) -> dict[str, Any]:
-    """A whole step is captured into a graph. No hook runs when the graph is replayed, so nothing may be reported of the replays."""
-    found: dict[bool, Loop] = {True: _capturable_loop(place, preset="standard"), False: _capturable_loop(place)}
-    for loop in found.values():
-        static = _warmed_up(loop)
-        norms = list(loop.norms)
-        with place.captured() as graph:
-            loop.backward(static)
-            loop.update()
-        for batch in loop.batches[3:6]:
-            static.copy_(batch)
-            graph.replay()
-    values = found[True].values()
-    return {
-        "same_bits": all(map(torch.equal, *(loop.parameters() for loop in found.values()))),
-        "worst": max(_apart(values[step]["gradmon/grad_norm"], norm.item()) for step, norm in enumerate(norms)),
-        "of_replays": sorted(step for step in values if step >= len(norms)),
-    }
-
-
-def captured_backward(place: Place) -> dict[str, Any]:
-    """Forward and backward are captured, and the optimizer steps outside. What is reported of a replay is right, or absent."""
-    loop, bare = _capturable_loop(place, preset="standard"), _model().to(place.at)
-    assert loop.monitor is not None
-    loop.monitor.add_gradient_metric("norm")
-    static = _warmed_up(loop)
-
-    def replay() -> None:
-        """On the simulated device: the gradients, written where those of the capture are, without a hook or a version counter."""
-        for mine, theirs in zip(bare.parameters(), loop.model.parameters(), strict=True):
-            mine.data.copy_(theirs.data)
-        gradients = torch.autograd.grad(bare(static).square().mean(), list(bare.parameters()))
-        for parameter, gradient in zip(loop.model.parameters(), gradients, strict=True):
-            assert parameter.grad is not None
-            parameter.grad.data.copy_(gradient)
-
-    with place.captured(replay) as graph:
-        loop.backward(static)
-    used: list[dict[str, Tensor]] = []
-    for batch in loop.batches[3:8]:
-        static.copy_(batch)
-        graph.replay()
-        loop.update()
-        used.append({name: p.grad.norm() for name, p in loop.model.named_parameters() if p.grad is not None})
-    values = loop.values()
-    found = [
-        (reported[f"gradient/{name}/norm"], norm.item())
-        for step, norms in enumerate(used, 3)
-        for name, norm in norms.items()
-        if f"gradient/{name}/norm" in (reported := values.get(step, {}))
-    ]
-    whole = [(values[step].get("gradmon/grad_norm"), loop.norms[step].item()) for step in values]
-    return {
-        "worst": max(_apart(*pair) for pair in found),
-        "values": len(found),
-        "worst_of_whole": max(_apart(value, norm) for value, norm in whole if value is not None),
-    }
-
-
 #: Programs that run alone, since they may end in an error, or that do not run on every device.
-OTHERS = {each.__name__: each for each in (side_stream_race, side_backward, captured_query, captured_step, captured_backward)}
+OTHERS = capture_programs.PROGRAMS | {each.__name__: each for each in (side_stream_race, side_backward)}
 
 
 def run(place: Place, name: str) -> dict[str, Any]:

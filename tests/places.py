@@ -143,17 +143,19 @@ class _SimulatedCapture:
 
     def __init__(self, device: testing.SimulatedDevice, replay: Callable[[], object]) -> None:
         self.replay = replay
-        self._timeline, self._events = device.timeline, torch.get_device_module(device.torch_device).Event
-        self._query = self._events.query
+        self._timeline, self._functions = device.timeline, torch.get_device_module(device.torch_device)
+        self._query = self._functions.Event.query
 
     def __enter__(self) -> _SimulatedCapture:
         def refuse(*_: Any) -> Any:
             raise RuntimeError("operation not permitted when stream is capturing")
 
-        self._timeline.wait = self._events.query = refuse
+        self._timeline.wait = self._functions.Event.query = refuse
+        self._functions.is_current_stream_capturing = lambda: True
         self._timeline.copy_to_host = lambda host, values: host.fill_(torch.nan)  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: Any) -> None:
         del self._timeline.wait, self._timeline.copy_to_host
-        self._events.query = self._query
+        self._functions.Event.query = self._query
+        self._functions.is_current_stream_capturing = lambda: False
