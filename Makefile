@@ -12,6 +12,7 @@ VENV := .venv
 DEMO := .venv-demo
 BARE := .venv-bare
 BENCH := .venv-bench
+GPU := .venv-gpu
 # an installation in place builds the kernel beside its source
 KERNEL := $(wildcard torch_gradmon/statistics/cpp_kernel.cpp torch_gradmon/statistics/kernel_build.py)
 
@@ -25,7 +26,7 @@ accelerate_extras := accelerate,tensorboard
 # tests of numbers and of unchanged training
 NUMBERS := tests/test_oracle.py tests/test_no_change.py tests/test_statistics.py
 
-.PHONY: demo test announce test-all test-torch test-eager test-compiled test-wheel test-integrations lint bench bench-spikes bench-faults bench-widths bench-reports images docs gallery browser clean
+.PHONY: demo test announce test-all test-gpu bench-gpu test-torch test-eager test-compiled test-wheel test-integrations lint bench bench-spikes bench-faults bench-widths bench-reports images docs gallery browser clean
 
 demo: $(DEMO)/.ready
 	$(DEMO)/bin/gradmon demo
@@ -81,6 +82,25 @@ test-torch: .venv-torch-$(VERSION)/.ready
 	.venv-torch-$*/bin/pip install --quiet torch==$* numpy
 	.venv-torch-$*/bin/pip install --quiet --editable ".[test]" torch==$*
 	touch $@
+
+# all tests that need an NVIDIA GPU; without one the same loops on the simulated device
+test-gpu: $(GPU)/.ready
+	@if $(GPU)/bin/python -c "$(HAS_GPU)"; then \
+		$(GPU)/bin/python -m pytest -q -m gpu --session-timeout 480 $$(grep -l "mark\.gpu" tests/test_*.py); \
+	else \
+		$(GPU)/bin/python -m pytest -q -m "not gpu" tests/test_gpu.py && echo "$(NO_GPU)"; \
+	fi
+
+# what the monitor costs on one; without one the same program on the simulated device, which writes nothing
+bench-gpu: $(GPU)/.ready
+	@if $(GPU)/bin/python -c "$(HAS_GPU)"; then \
+		$(MAKE) $(GPU)/.rivals && $(GPU)/bin/python -m benchmarks.gpu; \
+	else \
+		$(GPU)/bin/python -W ignore -m benchmarks.gpu --dry-run && echo "$(NO_GPU)"; \
+	fi
+
+HAS_GPU := import sys, torch; sys.exit(not torch.cuda.is_available())
+NO_GPU := There is no GPU here: this was a dry run on the simulated device, and nothing was run or measured on a GPU.
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .
@@ -174,6 +194,25 @@ $(BENCH)/.ready: pyproject.toml $(KERNEL)
 	$(BENCH)/bin/pip install --quiet --editable ".[bench]" $(TORCH)
 	touch $@
 
+# all that PYTHON has, which keeps an installed torch for CUDA; a machine without a network is ready if that is enough. The checkout is
+# not installed: the programs run in it.
+$(GPU)/.ready: pyproject.toml
+	@echo "$(GPU): uses the packages of $(PYTHON), and installs $(TORCH) and pytest where they are missing"
+	test -x $(GPU)/bin/python || $(PYTHON) -m venv $(GPU) || $(PYTHON) -m venv --without-pip $(GPU)
+	$(PYTHON) -c "import site, sysconfig; print(*{sysconfig.get_path('purelib'), *site.getsitepackages()}, sep='\n')" \
+		> $$($(GPU)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/installed.pth
+	$(GPU)/bin/python -c "import torch" 2>/dev/null || $(GPU)/bin/python -m pip install --quiet $(TORCH)
+	$(GPU)/bin/python -c "import hypothesis, pytest, pytest_timeout" 2>/dev/null \
+		|| $(GPU)/bin/python -m pip install --quiet "pytest>=8" "pytest-timeout>=2.3" "hypothesis>=6.100"
+	touch $@
+
+# packages that the statistics are compared with
+$(GPU)/.rivals: $(GPU)/.ready
+	$(GPU)/bin/python -c "import torch_module_monitor, wandb" 2>/dev/null \
+		|| $(GPU)/bin/python -m pip install --quiet --retries 1 torch-module-monitor==0.1.0 "wandb>=0.19" \
+		|| echo "torch-module-monitor or wandb cannot be installed: the benchmark leaves them out"
+	touch $@
+
 .venv-%/.ready: pyproject.toml $(BARE)/.ready
 	@echo ".venv-$*: installs $($*_extras) on top of $(BARE), up to 0.5 GB"
 	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
@@ -183,4 +222,4 @@ $(BENCH)/.ready: pyproject.toml $(KERNEL)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(DEMO) $(BARE) $(BENCH) $(TRAINERS:%=.venv-%) .venv-torch-* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DEMO) $(BARE) $(BENCH) $(GPU) $(TRAINERS:%=.venv-%) .venv-torch-* .mypy_cache .pytest_cache .ruff_cache .hypothesis

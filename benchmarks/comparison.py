@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 
-from .contenders import CONTENDERS
+from .contenders import CONTENDERS, Contender
 from .rivals import LeftOut
 from .sets import SETS, build, gradients
 from .timing import SLOW, Run, clock_for, floor_for, interleave, quotients, spread
@@ -26,7 +27,7 @@ def compare(name: str, device: torch.device, threads: int, rounds: int) -> dict[
     with ExitStack() as stack:
         model = build(which, device)
         tensors = gradients(model)
-        runs, left_out = _contenders(model, stack)
+        runs, left_out = able(CONTENDERS, model, stack)
         clock, floor = clock_for(device), floor_for(tensors)
         floor_seconds = min(clock(floor.run) for _ in range(_WARM_UP + 1)) * floor.scale
         warm = {each: min(clock(run) for _ in range(_WARM_UP)) for each, run in runs.items()}
@@ -61,11 +62,11 @@ def compare(name: str, device: torch.device, threads: int, rounds: int) -> dict[
         }
 
 
-def _contenders(model: torch.nn.Module, stack: ExitStack) -> tuple[dict[str, Run], dict[str, str]]:
+def able(contenders: Mapping[str, Contender], model: torch.nn.Module, stack: ExitStack) -> tuple[dict[str, Run], dict[str, str]]:
     """The contenders that can run, after a first call, which may compile; and those that cannot."""
     runs: dict[str, Run] = {}
     left_out: dict[str, str] = {}
-    for name, contender in CONTENDERS.items():
+    for name, contender in contenders.items():
         try:
             run = contender.make(model, stack)
             run()

@@ -20,6 +20,7 @@ class Sizes:
 
 
 GPT2_124M = Sizes(vocabulary=50_257, context=1024, width=768, heads=12, blocks=12)
+GPT2_1B5 = Sizes(vocabulary=50_257, context=1024, width=1600, heads=25, blocks=48)
 GPT_10M = Sizes(vocabulary=4096, context=512, width=336, heads=6, blocks=6)
 GPT_1B3 = Sizes(vocabulary=50_257, context=2048, width=2048, heads=16, blocks=24)
 

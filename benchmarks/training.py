@@ -24,11 +24,11 @@ _UPDATES_EVERY = 10
 
 
 class Side:
-    """One copy of the model with its optimizer, which takes steps."""
+    """One copy of the model with its optimizer, which takes steps. ``foreach`` is that of torch's optimizers and clips."""
 
-    def __init__(self, model: GPT) -> None:
-        self.model = model
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    def __init__(self, model: GPT, foreach: bool | None = None) -> None:
+        self.model, self._foreach = model, foreach
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, foreach=foreach)
 
     def step(self, tokens: Tensor, following: Tensor) -> None:
         """Forward, backward, clip, optimizer."""
@@ -37,7 +37,7 @@ class Side:
             loss = self.model(tokens, following)
         self.optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), _MAX_NORM)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), _MAX_NORM, foreach=self._foreach)
         self.optimizer.step()
 
 
@@ -86,12 +86,16 @@ def _in_turns(
     ends: list[float] = []
     generator = torch.Generator().manual_seed(1)
     for step in range(_WARM_UP + steps):
-        # rare tokens are rare, as in text
-        text = (sizes.vocabulary ** torch.rand(_SEQUENCES, sizes.context + 1, generator=generator)).long().sub_(1).to(device)
-        tokens, following = text[:, :-1], text[:, 1:]
+        tokens, following = batch_of(sizes, _SEQUENCES, generator, device)
         gc.collect()
         for name in sorted(sides, reverse=bool(step % 2)):
             times[name].append(clock(partial(sides[name].step, tokens, following)))
             if name == "watched":
                 ends.append(time.perf_counter())
     return times, ends
+
+
+def batch_of(sizes: Sizes, sequences: int, generator: torch.Generator, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tokens and those that follow, both ``[sequences, context]``; rare tokens are rare, as in text."""
+    text = (sizes.vocabulary ** torch.rand(sequences, sizes.context + 1, generator=generator)).long().sub_(1).to(device)
+    return text[:, :-1], text[:, 1:]
