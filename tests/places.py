@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -124,38 +124,12 @@ class Place:
             yield
         main.wait_stream(side)
 
-    def captured(self, replay: Callable[[], object] = lambda: None) -> AbstractContextManager[Any]:
-        """Capture the block into a graph that has ``replay()``; on the simulated device that is the given function."""
-        return self._captured_on_gpu() if self._device is None else _SimulatedCapture(self._device, replay)
+    def captured(self) -> AbstractContextManager[Any]:
+        """Capture the block into a graph that has ``replay()``."""
+        return self._captured_on_gpu() if self._device is None else self._device.captured()
 
     @contextmanager
     def _captured_on_gpu(self) -> Iterator[torch.cuda.CUDAGraph]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             yield graph
-
-
-class _SimulatedCapture:
-    """What CUDA refuses within a capture, on the simulated device: to ask whether an event has happened, or to wait.
-
-    A copy to the host does not run within it.
-    """
-
-    def __init__(self, device: testing.SimulatedDevice, replay: Callable[[], object]) -> None:
-        self.replay = replay
-        self._timeline, self._functions = device.timeline, torch.get_device_module(device.torch_device)
-        self._query = self._functions.Event.query
-
-    def __enter__(self) -> _SimulatedCapture:
-        def refuse(*_: Any) -> Any:
-            raise RuntimeError("operation not permitted when stream is capturing")
-
-        self._timeline.wait = self._functions.Event.query = refuse
-        self._functions.is_current_stream_capturing = lambda: True
-        self._timeline.copy_to_host = lambda host, values: host.fill_(torch.nan)  # type: ignore[method-assign]
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        del self._timeline.wait, self._timeline.copy_to_host
-        self._functions.Event.query = self._query
-        self._functions.is_current_stream_capturing = lambda: False

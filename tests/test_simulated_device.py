@@ -191,7 +191,7 @@ class TestGraphs:
     def test_a_capture_is_left_alone_and_spoiled_where_it_is_not(self) -> None:
         result = _ran("spoiled_graphs", "simulated_graphs")
         assert result["right"] == ""
-        assert "is not permitted while a graph is captured" in result["blind"]
+        assert "operation not permitted when stream is capturing" in result["blind"]
         assert "cannot be captured into a graph" in result["exact clip"]
 
 

@@ -38,7 +38,7 @@ class SimulatedGraph:
         Raises:
             RuntimeError: in any case.
         """
-        self.error = self.error or f"{what} is not permitted while a graph is captured"
+        self.error = self.error or f"operation not permitted when stream is capturing: {what}"  # CUDA's words
         raise RuntimeError(self.error)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], written: Iterable[Tensor]) -> Any:

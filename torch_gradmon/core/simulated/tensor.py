@@ -88,7 +88,7 @@ def _run(owner: SimulatedDevice, func: Any, args: tuple[Any, ...], kwargs: dict[
     changed = [x for x in tensors_in(written) if isinstance(x, SimulatedTensor)]
     graph = None if func.is_view or name in _ALLOCATE else owner.graph
     if graph is not None and name in _READ:
-        graph.refuse(f"{name}, which waits for the device,")
+        graph.refuse(f"{name} waits for the device")
     result = func(*raw[0], **raw[1]) if graph is None else graph.run(func, *raw, [x.raw for x in changed])
     if func.is_view:
         owner.count(name, "view")
