@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..accelerator import forget_devices
 from .device import NAME, SimulatedDevice
-from .tensor import allocated
+from .tensor import allocated, copied_to_device
 from .timeline import Clock, Timeline
 
 
@@ -148,6 +148,11 @@ def simulated_device() -> SimulatedDevice:
     def empty_strided(size: Sequence[int], stride: Sequence[int], dtype: Any = None, **_: Any) -> Tensor:
         return allocated(device, torch.empty_strided(size, stride, dtype=dtype, device="cpu"))
 
+    def copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+        """What ``torch.tensor(..., device=)`` calls, past the type of the tensor."""
+        return copied_to_device(device, target, source, non_blocking)  # type: ignore[arg-type]
+
+    _library.impl("_copy_from", copy_from, "PrivateUse1")
     _library.impl("empty.memory_format", lambda size, *_, **options: empty(size, **options), "PrivateUse1")
     _library.impl("empty_strided", lambda size, stride, *_, **options: empty_strided(size, stride, **options), "PrivateUse1")
     return device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,22 @@ class SimulatedTensor(Tensor):
         kwargs = dict(kwargs or {})
         owner = next(x.owner for x in tensors_in((*args, *kwargs.values())) if isinstance(x, SimulatedTensor))
         return _run(owner, func, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SimulatedTensor:
+        """A copy in memory of its own, with the gradient; a parameter remains one."""
+        if id(self) not in memo:
+            copied = self.detach().clone().requires_grad_(self.requires_grad)
+            memo[id(self)] = copied
+            if getattr(self, "_is_param", False):
+                copied._is_param = True  # type: ignore[attr-defined]
+            if self.grad is not None:
+                copied.grad = copy.deepcopy(self.grad, memo)
+        found: SimulatedTensor = memo[id(self)]
+        return found
+
+    def tolist(self) -> Any:
+        """Its values, which waits for the device."""
+        return self.cpu().tolist()
 
     def record_stream(self, stream: Any) -> None:
         """Its memory is used on ``stream`` too."""
@@ -137,7 +154,7 @@ def _moved(owner: SimulatedDevice, func: Any, args: tuple[Any, ...], kwargs: dic
         target, source, *rest = args
         is_async = bool(rest[0] if rest else kwargs.get("non_blocking", False))
         if isinstance(target, SimulatedTensor):
-            return None if isinstance(source, SimulatedTensor) else _to_device(owner, target, source, is_async)
+            return None if isinstance(source, SimulatedTensor) else copied_to_device(owner, target, source, is_async)
         return _to_host(owner, target, source, is_async)
     source, device = args[0], kwargs.get("device")
     if device is None or torch.device(device).type == source.device.type:
@@ -159,7 +176,8 @@ def _to_host(owner: SimulatedDevice, host: Tensor, source: SimulatedTensor, is_a
     return host
 
 
-def _to_device(owner: SimulatedDevice, target: SimulatedTensor, host: Tensor, is_async: bool) -> Tensor:
+def copied_to_device(owner: SimulatedDevice, target: SimulatedTensor, host: Tensor, is_async: bool) -> Tensor:
+    """Copy a tensor of the host to one of the device."""
     if owner.graph is not None:
         owner.graph.refuse("a copy from the host")
     owner.count_copy("to device", host.nbytes, is_async)
