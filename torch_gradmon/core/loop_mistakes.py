@@ -129,4 +129,20 @@ MISTAKES: dict[str, Mistake] = {
         warns=False,
         weight=95.0,
     ),
+    "ranks-not-synchronised": Mistake(
+        "error",
+        "Ranks use different gradients where they should have the same: each trains a model of its own",
+        "Call the wrapper, not its .module, and leave no_sync() before the last backward pass of a step; put every trained parameter "
+        "below the wrapper, and change gradients after the backward pass in the same way on all ranks",
+        repeats=1,
+        weight=150.0,
+    ),
+    "ranks-diverged": Mistake(
+        "error",
+        "What ranks should have in common differs: parameters, the state of the optimizer, or its settings",
+        "Start all ranks from one initialisation or checkpoint, with the optimizer's state and the same settings; if one tensor of one "
+        "rank differs from then on, suspect its memory or device, and restart from a checkpoint before that step",
+        repeats=1,
+        weight=150.0,
+    ),
 }

@@ -27,6 +27,7 @@ from ..plugins.live_detail.plugin import LiveDetail, PresetOverlay
 from ..plugins.loop_audit.plugin import LoopAudit
 from ..plugins.overhead_budget import OverheadBudget
 from ..plugins.post_spike_detail import PostSpikeDetail
+from ..plugins.replica_check.plugin import ReplicaCheck
 from ..plugins.spike_policy.plugin import SpikePolicy
 from ..plugins.spike_policy.policy import Policy, Rollback, policy_of
 from ..spikes.detector_set import DetectorSet
@@ -80,10 +81,12 @@ def build(config: MonitorConfig, model: nn.Module | None = None) -> Runtime:
     statistics = Statistics(complaints, float(config.eps), False if inert else config.compile_statistics)
     captures = Captures(Measurer(statistics, complaints, ranks), fence, config.sampled_updates)
     exchange = ExchangePolicy(RankExchange(ranks, complaints), planner, factory.summary, detection.detector_set)
-    plugins = PluginSet(_plugins(config, planner, factory, detection.detector_set, directory, exchange, fence), complaints)
+    history = RecordHistory(config.history, detection.detector_set.history)
+    built_in = _plugins(config, planner, factory, detection.detector_set, directory, exchange, fence)
+    plugins = PluginSet([*built_in, *_replica_check(config, planner, ranks, complaints, history), *config.plugins], complaints)
     pipeline = RecordPipeline(
         detection,
-        RecordHistory(config.history, detection.detector_set.history),
+        history,
         directory,
         Publisher(KeyFormatter(config.key_style, config.prefix), complaints, is_muted),
         SpikeNotification(_on_spike(config), detection.detector_set, plugins, complaints, is_muted),
@@ -129,7 +132,18 @@ def _plugins(
         summary.choice.require("grad_norm", "grad_nonfinite")
     audit = LoopAudit(planner, complaints, directory.annotate)
     clips = AdaptiveClips(may_skip=bool(acting))
-    return [*budget, recorder, *acting, detail, post_spike, clips, audit, *config.plugins]
+    return [*budget, recorder, *acting, detail, post_spike, clips, audit]
+
+
+def _replica_check(
+    config: MonitorConfig, planner: Planner, ranks: Ranks, complaints: WarningLog, history: RecordHistory
+) -> list[Plugin]:
+    """The plugin, if there is anything to compare."""
+    if not config.check_replicas or ranks.count == 1 or is_disabled():
+        return []
+    distinct = compiled("rank_distinct_regex", config.rank_distinct_regex)
+    every, sync_every = config.check_replicas, config.replicas_sync_every
+    return [ReplicaCheck(every, sync_every, distinct, ranks, planner, complaints, history.sample.records)]
 
 
 def _planner(config: MonitorConfig, model: nn.Module | None) -> Planner:

@@ -21,7 +21,16 @@ from ..step.plugin import Plugin
 
 #: Names of the plugins that a monitor brings.
 BUILT_IN_PLUGINS = frozenset(
-    ("overhead_budget", "flight_recorder", "spike_policy", "live_detail", "post_spike_detail", "clipping", "loop_audit")
+    (
+        "overhead_budget",
+        "flight_recorder",
+        "spike_policy",
+        "live_detail",
+        "post_spike_detail",
+        "clipping",
+        "loop_audit",
+        "replica_check",
+    )
 )
 
 
@@ -53,6 +62,8 @@ class MonitorConfig:
     flight_recorder: int = 0
     process_group: torch.distributed.ProcessGroup | None = None
     rank_distinct_regex: str | re.Pattern[str] | None = None
+    check_replicas: int = 100
+    replicas_sync_every: int = 1
     log_on_all_ranks: bool = False
     plugins: Sequence[Plugin] = ()
 
@@ -79,6 +90,8 @@ class MonitorConfig:
         check.grad_scaler(self.scaler)
         check.process_group(self.process_group)
         compiled("rank_distinct_regex", self.rank_distinct_regex)
+        check.positive_int_or_zero("check_replicas", self.check_replicas)
+        check.positive_int("replicas_sync_every", self.replicas_sync_every)
         LayerSelection(self.layers)
         self._check_plugins()
 

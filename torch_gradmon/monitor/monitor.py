@@ -126,6 +126,10 @@ class ModuleMonitor:
             all measured tensors are replicated, as gradients are under DDP.
         rank_distinct_regex: searched in names of plain parameters that differ between ranks, such as the experts of expert
             parallelism; statistics then cover the elements of all ranks. Not needed for DTensors.
+        check_replicas: steps between two checks that ranks have the same parameters, gradients, optimizer state and learning rates, bit
+            for bit; 0 for none. What FSDP2 shards is compared with the copies of that shard, if there are any.
+        replicas_sync_every: for ranks that train by themselves and average their parameters after so many steps: only the parameters
+            are compared, after these steps.
         log_on_all_ranks: by default only the first rank writes to sinks and the run directory. With True each rank does, with run
             directories ``rank0``, ``rank1`` and so on below ``run_dir``.
         plugins: instances of subclasses of :class:`torch_gradmon.plugins.Plugin`, called after those that a monitor brings.
@@ -158,6 +162,8 @@ class ModuleMonitor:
         flight_recorder: int = 0,
         process_group: torch.distributed.ProcessGroup | None = None,
         rank_distinct_regex: str | re.Pattern[str] | None = None,
+        check_replicas: int = 100,
+        replicas_sync_every: int = 1,
         log_on_all_ranks: bool = False,
         plugins: Sequence[Plugin] = (),
     ) -> None:
@@ -182,6 +188,8 @@ class ModuleMonitor:
             flight_recorder=flight_recorder,
             process_group=process_group,
             rank_distinct_regex=rank_distinct_regex,
+            check_replicas=check_replicas,
+            replicas_sync_every=replicas_sync_every,
             log_on_all_ranks=log_on_all_ranks,
             plugins=plugins,
         )

@@ -38,6 +38,8 @@ class MonitorOptions(TypedDict, total=False):
     flight_recorder: int
     process_group: torch.distributed.ProcessGroup | None
     rank_distinct_regex: str | re.Pattern[str] | None
+    check_replicas: int
+    replicas_sync_every: int
     log_on_all_ranks: bool
     plugins: Sequence[Plugin]
 

@@ -31,12 +31,12 @@ class Rendezvous:
         """
         _asked[what] += 1
         try:
-            store = _store(f"torch_gradmon/{what}/{_asked[what]}")
+            store = store_of(f"torch_gradmon/{what}/{_asked[what]}")
         except (ImportError, RuntimeError, ValueError):  # a private API, and some backends have no store
             return True
         while store.check(["answer"]) and store.get("answer") == b"no":
             _asked[what] += 1
-            store = _store(f"torch_gradmon/{what}/{_asked[what]}")
+            store = store_of(f"torch_gradmon/{what}/{_asked[what]}")
         store.add("here", 1)
         until = time.monotonic() + PATIENCE
         while store.add("here", 0) < self._ranks.count and not store.check(["answer"]):
@@ -50,7 +50,12 @@ class Rendezvous:
 _asked: Counter[str] = Counter()
 
 
-def _store(prefix: str) -> Any:
+def store_of(prefix: str) -> Any:
+    """The key-value store of ``torch.distributed``, below ``prefix``.
+
+    Raises:
+        ImportError, RuntimeError, ValueError: a private name is gone, or there is no store.
+    """
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
     return PrefixStore(prefix, _get_default_store())

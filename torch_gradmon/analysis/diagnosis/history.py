@@ -69,7 +69,7 @@ class History:
         loss = loss_among(map(parse_key, run.keys()))
         liked = [] if loss is None or len(run.steps) <= most else sorted(run.series(loss.name))
         chosen = subsample_steps(run.steps, by_size(events), most, liked)
-        facts = [LoopFinding.of_dict(fact) for fact in run.meta.get("audit", [])]
+        facts = [LoopFinding.of_dict(fact) for source in ("audit", "replicas") for fact in run.meta.get(source, [])]
         records = (_record(run, step) for step in chosen)
         place = shlex.quote(str(run.path))
         return cls(records, events, facts, run.meta.get("matrices"), run.meta.get("kinds"), place, run.steps, run.suspects)

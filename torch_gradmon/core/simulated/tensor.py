@@ -64,7 +64,7 @@ class SimulatedTensor(Tensor):
             copied = self.detach().clone().requires_grad_(self.requires_grad)
             memo[id(self)] = copied
             if getattr(self, "_is_param", False):
-                copied._is_param = True  # type: ignore[attr-defined]
+                copied._is_param = True
             if self.grad is not None:
                 copied.grad = copy.deepcopy(self.grad, memo)
         found: SimulatedTensor = memo[id(self)]

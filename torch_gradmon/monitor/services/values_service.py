@@ -113,7 +113,9 @@ class ValuesService:
         Queries(self.runtime).settle_now()
         if self.runtime.fence.inert:
             return Diagnosis((), None, _DISABLED)
-        pipeline, model, facts = self.runtime.pipeline, self.runtime.factory.model, self.runtime.plugin("loop_audit").facts()
+        pipeline, model = self.runtime.pipeline, self.runtime.factory.model
+        found = filter(None, map(self.runtime.plugin, ("loop_audit", "replica_check")))
+        facts = [fact for plugin in found for fact in plugin.facts()]
         place, recent = pipeline.directory.path, pipeline.history.recent()
         history = History(
             pipeline.history.sample.records(),

@@ -1,0 +1,245 @@
+"""Trainings on several ranks that should be equal, and the faults that make them differ, for :mod:`tests.test_replica_check`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_gradmon as gradmon
+
+from .rank_runs import Sequence
+
+STEPS, EVERY, AT = 36, 8, 11
+#: The first check after the fault; a verdict comes some steps later.
+FOUND_BY = 16
+
+
+class Net(nn.Module):
+    """Two linear layers, and one that the wrapper may leave out."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.register_buffer("scale", torch.rand(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Plain."""
+        return self.down(torch.tanh(self.up(x))) * self.scale
+
+
+@dataclass
+class Training:
+    """One rank's part of a training."""
+
+    rank: int
+    model: nn.Module
+    inner: nn.Module
+    optimizer: torch.optim.Optimizer
+    forward: Callable[[Tensor], Tensor]
+    after_backward: list[Callable[[int], None]] = field(default_factory=list)
+    before_step: list[Callable[[int], None]] = field(default_factory=list)
+    width: int = 6
+
+
+def ddp(rank: int, **options: Any) -> Training:
+    """Under DDP with AdamW."""
+    inner = Net()
+    model = DistributedDataParallel(inner, **options)
+    return Training(rank, model, inner, torch.optim.AdamW(model.parameters(), 1e-2), model)
+
+
+def by_hand(rank: int, own_seed: bool = False) -> Training:
+    """Gradients are averaged by the loop."""
+    model = Net(rank if own_seed else 0)
+    training = Training(rank, model, model, torch.optim.AdamW(model.parameters(), 1e-2), model)
+
+    def average(step: int) -> None:
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+    training.after_backward.append(average)
+    return training
+
+
+def hsdp(rank: int) -> Training:
+    """FSDP2 over two copies."""
+    model = Net()
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("copies", "shards"))
+    fully_shard(model.up, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return Training(rank, model, model, torch.optim.AdamW(model.parameters(), 1e-2), model)
+
+
+def tensor_parallel(rank: int) -> Training:
+    """Tensor and sequence parallelism, whose norm weights are on all ranks."""
+    model = Sequence()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    plan = {"norm": SequenceParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    parallelize_module(model, mesh, {"up": plan["up"], "down": plan["down"]})
+    return Training(rank, model, model, torch.optim.AdamW(model.parameters(), 1e-2, foreach=False), model, width=8)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of this rank, without autograd."""
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def flip(tensor: Tensor, bit: int = 0) -> None:
+    """Flip one bit of the first element: the last one of the mantissa by default."""
+    words = local(tensor).view(-1).view(torch.int32)
+    words[0] = words[0] ^ (1 << bit)
+
+
+def once(training: Training, change: Callable[[], None], on: int, at: int = AT) -> Callable[[int], None]:
+    """``change`` in one step on one rank."""
+    return lambda step: change() if step == at and training.rank == on else None
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------------------
+
+
+def bypassed(t: Training) -> None:
+    t.forward = t.inner
+
+
+def bypassed_every_second_step(t: Training) -> None:
+    calls = iter(range(10_000))
+    t.forward = lambda x: (t.inner if next(calls) % 2 else t.model)(x)
+
+
+def no_sync_left_on(t: Training) -> None:
+    t.model.require_backward_grad_sync = False
+
+
+def gradient_ulp(t: Training) -> None:
+    t.after_backward.append(once(t, lambda: flip(t.inner.down.weight.grad), on=1, at=FOUND_BY))
+
+
+def gradient_flip(t: Training) -> None:
+    t.after_backward.append(once(t, lambda: flip(t.inner.down.weight.grad, bit=20), on=1))
+
+
+def lost_transfer(t: Training) -> None:
+    def lose(step: int) -> None:
+        if step >= AT and t.rank == 1:
+            gradient = local(t.inner.up.weight.grad).view(-1)
+            gradient[:: max(1, len(gradient) // 3)] = 0
+
+    t.after_backward.append(lose)
+
+
+def other_clip(t: Training) -> None:
+    limit = 1e-3 if t.rank == 1 else 1e9
+    t.after_backward.append(lambda step: step >= AT and nn.utils.clip_grad_norm_(t.inner.parameters(), limit))
+
+
+def weight_flip(t: Training) -> None:
+    t.before_step.append(once(t, lambda: flip(t.inner.up.weight, bit=20), on=1))
+
+
+def weight_ulp(t: Training) -> None:
+    t.before_step.append(once(t, lambda: flip(t.inner.down.bias), on=1))
+
+
+def momentum_flip(t: Training) -> None:
+    t.before_step.append(once(t, lambda: flip(t.optimizer.state[t.inner.down.weight]["exp_avg"], bit=20), on=1))
+
+
+def lost_state(t: Training) -> None:
+    t.before_step.append(once(t, t.optimizer.state.clear, on=1))
+
+
+def own_rate(t: Training) -> None:
+    def change() -> None:
+        t.optimizer.param_groups[0]["lr"] = 2e-2
+
+    t.before_step.append(once(t, change, on=1))
+
+
+def drifting_norm(t: Training) -> None:
+    def drift(step: int) -> None:
+        if step >= AT and t.rank == 1:
+            local(t.inner.norm.weight).mul_(1.001)
+
+    t.before_step.append(drift)
+
+
+def own_decay(t: Training) -> None:
+    if t.rank == 1:
+        t.optimizer.param_groups[0]["weight_decay"] = 0.5
+
+
+def own_betas(t: Training) -> None:
+    if t.rank == 1:
+        t.optimizer.param_groups[0]["betas"] = (0.8, 0.99)
+
+
+def other_checkpoint(t: Training) -> None:
+    def load() -> None:
+        t.inner.load_state_dict({name: value + 0.1 for name, value in t.inner.state_dict().items()})
+
+    t.before_step.append(once(t, load, on=1))
+
+
+def missed_step(t: Training) -> None:
+    step = t.optimizer.step
+
+    def skip(number: int) -> None:
+        t.optimizer.step = (lambda: None) if number == AT and t.rank == 1 else step
+
+    t.before_step.append(skip)
+
+
+def swapped_rows(t: Training) -> None:
+    def swap() -> None:
+        weight = local(t.inner.up.weight)
+        weight[[0, 1]] = weight[[1, 0]]
+
+    t.before_step.append(once(t, swap, on=1))
+
+
+def nothing(t: Training) -> None:
+    """Sound."""
+
+
+def train(
+    rank: int,
+    make: Callable[..., Training],
+    fault: Callable[[Training], None],
+    options: dict[str, Any],
+    made_with: dict[str, Any],
+) -> dict[str, Any]:
+    """Train, and return what was found on this rank, and what was warned of."""
+    training = make(rank, **made_with)
+    monitor = gradmon.watch(training.model, training.optimizer, **{"check_replicas": EVERY, **options})
+    fault(training)
+    generator = torch.Generator().manual_seed(rank)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for step in range(STEPS):
+            shared = isinstance(training.inner, Sequence)  # ranks of tensor parallelism have one batch
+            batch = torch.randn(4, training.width, generator=torch.Generator().manual_seed(step) if shared else generator)
+            training.optimizer.zero_grad()
+            training.forward(batch).square().mean().backward()
+            for change in (*training.after_backward, *training.before_step):
+                change(step)
+            training.optimizer.step()
+            dist.barrier()  # so that answers come in the step after the question
+        facts = [fact.to_dict() for fact in monitor._runtime.plugin("replica_check").facts()]
+        findings = [(f.rule, f.where, f.steps) for f in monitor.diagnose().findings if f.rule.startswith("ranks")]
+        monitor.detach()
+    messages = [str(each.message) for each in warned if issubclass(each.category, gradmon.GradmonWarning)]
+    return {"facts": facts, "findings": findings, "warnings": messages}

@@ -1,0 +1,74 @@
+"""Ranks that should be equal: what makes them differ is named, with the tensor and the rank, and what is sound is silent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from . import replica_runs as runs
+from .ranks import on_ranks
+
+#: Fault, number of ranks, how the model is wrapped, rule, the tensor or number, and the first step.
+FAULTS: list[tuple[Callable[..., None], int, Callable[..., runs.Training], dict[str, Any], str, str, int]] = [
+    (runs.bypassed, 2, runs.ddp, {}, "ranks-not-synchronised", "up.weight", 0),
+    (runs.bypassed, 4, runs.ddp, {}, "ranks-not-synchronised", "up.weight", 0),
+    (runs.bypassed_every_second_step, 2, runs.ddp, {}, "ranks-not-synchronised", "up.weight", 1),
+    (runs.no_sync_left_on, 2, runs.ddp, {}, "ranks-not-synchronised", "up.weight", 0),
+    (runs.gradient_ulp, 2, runs.ddp, {}, "ranks-not-synchronised", "down.weight", runs.FOUND_BY),
+    (runs.gradient_flip, 2, runs.ddp, {}, "ranks-not-synchronised", "down.weight", runs.AT),
+    (runs.gradient_flip, 4, runs.ddp, {}, "ranks-not-synchronised", "down.weight", runs.AT),
+    (runs.lost_transfer, 2, runs.ddp, {}, "ranks-not-synchronised", "up.weight", runs.AT),
+    (runs.other_clip, 2, runs.ddp, {}, "ranks-not-synchronised", "up.weight", runs.AT),
+    (runs.weight_flip, 2, runs.ddp, {}, "ranks-diverged", "up.weight", runs.AT),
+    (runs.weight_flip, 4, runs.ddp, {}, "ranks-diverged", "up.weight", runs.AT),
+    (runs.weight_ulp, 2, runs.ddp, {}, "ranks-diverged", "down.bias", runs.AT),
+    (runs.momentum_flip, 2, runs.ddp, {}, "ranks-diverged", "down.weight/exp_avg", runs.AT + 1),
+    (runs.lost_state, 2, runs.ddp, {}, "ranks-diverged", "up.weight/exp_avg", runs.AT + 1),
+    (runs.own_rate, 4, runs.ddp, {}, "ranks-diverged", "learning rate of group 0", runs.AT),
+    (runs.own_decay, 2, runs.ddp, {}, "ranks-diverged", "up.weight", 1),
+    (runs.own_betas, 2, runs.ddp, {}, "ranks-diverged", "up.weight/exp_avg", 1),
+    (runs.other_checkpoint, 2, runs.ddp, {}, "ranks-diverged", "up.weight", runs.AT),
+    (runs.swapped_rows, 2, runs.ddp, {}, "ranks-diverged", "up.weight", runs.AT),
+    (runs.nothing, 2, runs.by_hand, {"own_seed": True}, "ranks-diverged", "up.weight", 0),
+    (runs.weight_flip, 4, runs.hsdp, {}, "ranks-diverged", "up.weight", runs.FOUND_BY),
+    (runs.momentum_flip, 4, runs.hsdp, {}, "ranks-diverged", "down.weight/exp_avg", runs.FOUND_BY),
+    (runs.lost_transfer, 4, runs.hsdp, {}, "ranks-not-synchronised", "up.weight", runs.FOUND_BY),
+    (runs.drifting_norm, 2, runs.tensor_parallel, {}, "ranks-diverged", "norm.weight", runs.AT),
+    (runs.drifting_norm, 4, runs.tensor_parallel, {}, "ranks-diverged", "norm.weight", runs.AT),
+]
+_IDS = [f"{fault.__name__}-{make.__name__}-{count}" for fault, count, make, *_ in FAULTS]
+
+
+@pytest.mark.parametrize(("fault", "count", "make", "made_with", "rule", "name", "first"), FAULTS, ids=_IDS)
+def test_a_fault_is_named_within_one_interval(
+    fault: Callable[..., None],
+    count: int,
+    make: Callable[..., runs.Training],
+    made_with: dict[str, Any],
+    rule: str,
+    name: str,
+    first: int,
+) -> None:
+    results = on_ranks(count, runs.train, make, fault, {}, made_with)
+    for result in results:
+        (fact,) = result["facts"]
+        assert (fact["rule"], fact["where"], fact["first"]) == (rule, [name], first)
+        # of two ranks that differ, either may be the odd one
+        evidence = fact["evidence"]
+        is_certain = evidence["ranks like it"] < evidence["ranks like the other"]
+        assert evidence["rank"] == 1 or (not is_certain and evidence["unlike rank"] == 1)
+        assert fact["last"] >= runs.FOUND_BY
+        ((shown, where, _),) = result["findings"]
+        assert (shown, where) == (rule, name)
+    # the first rank warns, once
+    assert [len(result["warnings"]) for result in results] == [1] + [0] * (count - 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "count"), [(runs.ddp, 2), (runs.ddp, 4), (runs.by_hand, 2), (runs.hsdp, 4), (runs.tensor_parallel, 2)]
+)
+def test_sound_trainings_are_silent(make: Callable[..., runs.Training], count: int) -> None:
+    for result in on_ranks(count, runs.train, make, runs.nothing, {}, {}):
+        assert result == {"facts": [], "findings": [], "warnings": []}

@@ -1,0 +1,156 @@
+"""What ranks tell each other about one check, over a few steps.
+
+Each rank leaves digests. The first one compares them, and names the ranks that it has a question to; none if all are equal, which ends it.
+Those leave their fingerprints. The first rank names the tensors that differ, the others leave their statistics of the last steps, and the
+first rank gives the verdict, which all take.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ...core import keys
+from ...core.loop_findings import LoopFinding
+from ...core.moments import Column
+from ...core.records import StepRecord
+from . import comparison
+from .board import Board
+from .comparison import ASKED, Suspects, of_json, suspects, to_json
+from .items import GRADIENT, NUMBER, PARAMETER, rate_name
+from .snapshot import Snapshot
+
+#: Statistics in which the first step is looked for: of so many steps and parameters.
+TRACED_STEPS, TRACED_NAMES = 200, 20
+#: Kinds by source, in the order in which a step measures them.
+_SOURCES = {keys.PARAMETER: PARAMETER, keys.GRADIENT_BEFORE_CLIP: GRADIENT, keys.GRADIENT: GRADIENT}
+
+
+class Conversation:
+    """One check, from the side of one rank.
+
+    Args:
+        board: where messages are left.
+        snapshot: what this rank has found.
+        records: the last records of this rank.
+        last_good: the last step in which nothing differed; None before the first.
+    """
+
+    def __init__(
+        self, board: Board, snapshot: Snapshot, records: Callable[[], Sequence[StepRecord]], last_good: int | None
+    ) -> None:
+        self._board, self._snapshot, self._records, self._last_good = board, snapshot, records, last_good
+        self._left: set[str] = set()
+        self._suspects: list[Suspects] = []
+        self._asked: list[int] = []
+        self._answers: Mapping[int, Any] = {}
+
+    def go_on(self) -> list[LoopFinding] | None:
+        """Say what can be said by now. Returns the verdict once it is known; waits for nothing."""
+        if not self._snapshot.is_ready():
+            return None
+        self._leave("digests", lambda: {"shares": self._snapshot.digests()})
+        if self._board.rank == 0:
+            self._judge()
+        question = self._read("question", [0])
+        if question is None:
+            return None
+        if not question[0]["ranks"]:
+            return []
+        if self._board.rank in question[0]["ranks"]:
+            self._answer()
+        verdict = self._read("verdict", [0])
+        return None if verdict is None else [LoopFinding.of_dict(fact) for fact in verdict[0]["facts"]]
+
+    def _answer(self) -> None:
+        self._leave("answer", lambda: {"shares": {share: to_json(found) for share, found in self._snapshot.by_share.items()}})
+        names = self._read("names", [0])
+        if names is not None:
+            self._leave("trace", lambda: self._trace(names[0]["names"]))
+
+    def _judge(self) -> None:
+        """What the first rank does with the messages of the others."""
+        if "question" not in self._left:
+            found = self._read("digests", range(self._board.count))
+            if found is None:
+                return
+            self._suspects = suspects({rank: message["shares"] for rank, message in found.items()})
+            self._asked = sorted({rank for each in self._suspects for rank in (each.reference, *each.odd[:ASKED])})
+            self._leave("question", lambda: {"ranks": self._asked})
+        answers = self._read("answer", self._asked) if self._asked else None
+        if answers is None:
+            return
+        self._answers = answers
+        self._leave("names", lambda: {"names": self._differing()[:TRACED_NAMES]})
+        traces = self._read("trace", self._asked)
+        if traces is not None:
+            self._leave("verdict", lambda: {"facts": [fact.to_dict() for fact in self._verdicts(traces)]})
+
+    def _found(self, rank: int, share: str) -> dict[tuple[str, str], int]:
+        return of_json(self._answers[rank]["shares"].get(share, []))
+
+    def _differing(self) -> list[str]:
+        names: dict[str, None] = {}
+        for each in self._suspects:
+            reference = self._found(each.reference, each.share)
+            for rank in each.odd[:ASKED]:
+                other = self._found(rank, each.share)
+                differing = [key for key in dict.fromkeys((*reference, *other)) if reference.get(key) != other.get(key)]
+                names.update(dict.fromkeys(comparison.parameter_of(*key) for key in differing))
+        return list(names)
+
+    def _verdicts(self, traces: Mapping[int, Any]) -> list[LoopFinding]:
+        found = []
+        for each in self._suspects:
+            rank = each.odd[0]
+            pair = [{int(step): of for step, of in traces[one]["steps"].items()} for one in (each.reference, rank)]
+            what = comparison.difference(self._found(each.reference, each.share), self._found(rank, each.share), pair)
+            if what is not None:
+                found.append(self._fact(each, what, [traces[one]["norms"] for one in (each.reference, rank)]))
+        return found
+
+    def _fact(self, who: Suspects, what: comparison.Difference, norms: Sequence[Mapping[str, float]]) -> LoopFinding:
+        step = self._snapshot.step
+        evidence: dict[str, float] = {"rank": who.odd[0], "unlike rank": who.reference}
+        evidence["ranks like it"], evidence["ranks like the other"] = len(who.odd), who.usual
+        evidence[f"{what.kind}s that differ"], evidence[f"of {what.kind}s"] = what.differing, what.of
+        ours, theirs = (each.get(comparison.parameter_of(what.kind, what.name)) for each in norms)
+        if ours and theirs:
+            evidence["norm of the parameter there"], evidence["and elsewhere"] = theirs, ours
+        if what.first is None and self._last_good is not None:
+            evidence["equal until step"] = self._last_good
+        first = step if what.first is None else what.first
+        return LoopFinding(what.rule, first, step, 1, (what.name,), {name: float(value) for name, value in evidence.items()})
+
+    def _trace(self, names: Sequence[str]) -> dict[str, Any]:
+        """Hashes of the statistics of these parameters in the last steps, and the last norms."""
+        steps: dict[int, list[tuple[str, str, str]]] = {}
+        norms: dict[str, float] = {}
+        for record in self._records()[-TRACED_STEPS:]:
+            rates = record.context.get("lr", [])
+            found = steps[record.step] = [(NUMBER, rate_name(number), repr(rate)) for number, rate in enumerate(rates)]
+            for source, kind in _SOURCES.items():
+                table = record.tables.get(source)
+                if table is None:
+                    continue
+                place = {name: row for row, name in enumerate(table.names)}
+                known = [name for name in names if name in place]
+                found += [(kind, name, _hash(table.rows[place[name]])) for name in known]
+                if kind == PARAMETER:
+                    norms.update((name, float(table.rows[place[name], Column.SQUARE_SUM]) ** 0.5) for name in known)
+        return {"steps": steps, "norms": norms}
+
+    def _leave(self, name: str, message: Callable[[], dict[str, Any]]) -> None:
+        if name not in self._left:
+            self._left.add(name)
+            self._board.put(name, {"step": self._snapshot.step, **message()})
+
+    def _read(self, name: str, ranks: Sequence[int]) -> dict[int, Any] | None:
+        return self._board.read(name, ranks, self._snapshot.step)
+
+
+def _hash(row: Tensor) -> str:
+    return hashlib.sha256(repr(row.tolist()).encode()).hexdigest()[:12]

@@ -1,0 +1,71 @@
+"""The fingerprints of one check on one rank: computed on the devices, copied to the host without a wait."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ...statistics.fingerprint import fingerprints
+from ...step.device_transfer import DeviceToHostCopy
+from .items import PARAMETER, Item
+
+#: Fingerprints by kind and name.
+Found = dict[tuple[str, str], int]
+
+
+class Snapshot:
+    """The fingerprints of what ranks have in common in one step.
+
+    Args:
+        step: its number.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self._labels: list[tuple[str, str, str]] = []
+        self._layout: list[tuple[str, str, tuple[int, ...], str]] = []
+        self._parts: list[Tensor] = []
+        self._copy: DeviceToHostCopy | None = None
+
+    def add(self, items: Sequence[Item]) -> None:
+        """Take the fingerprints of ``items`` as they are now."""
+        by_device: dict[torch.device, list[Item]] = {}
+        for item in items:
+            by_device.setdefault(item.tensor.device, []).append(item)
+        for each in by_device.values():
+            self._labels += [(item.share, item.kind, item.name) for item in each]
+            # four numbers of 16 bits each, which a copy in floating point keeps
+            self._parts.append(fingerprints([item.tensor for item in each]).view(torch.int16))
+        parameters = [item for item in items if item.kind == PARAMETER]
+        self._layout += [(item.share, item.name, tuple(item.tensor.shape), str(item.tensor.dtype)) for item in parameters]
+
+    def start_copy(self) -> None:
+        """All is there: send it to the host."""
+        self._copy = DeviceToHostCopy(self._parts)
+
+    def is_ready(self) -> bool:
+        """Whether the values are on the host."""
+        return self._copy is not None and self._copy.is_ready()
+
+    @cached_property
+    def by_share(self) -> Mapping[str, Found]:
+        """Fingerprints by what ranks should have in common. Ranks with other parameters have other keys. Waits for the copy."""
+        assert self._copy is not None
+        parts = [part.to(torch.int16).view(torch.int64) for part in self._copy.land()]
+        layout = hashlib.sha256(repr(self._layout).encode()).hexdigest()[:16]
+        found: dict[str, Found] = {}
+        for (share, kind, name), value in zip(self._labels, torch.cat(parts).tolist() if parts else [], strict=True):
+            found.setdefault(f"{layout}|{share}", {})[kind, name] = value
+        return found
+
+    def digests(self) -> dict[str, str]:
+        """One digest for each share: equal if all fingerprints are."""
+        return {share: _hash(sorted(found.items())) for share, found in self.by_share.items()}
+
+
+def _hash(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]

@@ -1,0 +1,116 @@
+"""Fingerprints of tensors: eight bytes that are equal for equal bits, and otherwise differ but for one chance in about 2**64.
+
+A tensor is read as words of eight bytes, the last one filled up with zeros. Each word is added to a multiple of its position and mixed by
+the finalizer of splitmix64 (Steele, Lea and Flood, 2014), and the mixed words are added modulo 2**64. Mixing is a bijection, so a single
+word that changes always shows; and since the position is mixed in, so do words that change places. Additions of integers are exact: no
+order of them, and so no device, gives another sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core.accelerator import copied_to_device
+from ..core.torch_modes import outside_dispatch_modes
+
+#: Bytes of a word.
+WORD = 8
+#: Words that are mixed at once: four scratch tensors of this size. Those of a CPU fit its cache.
+_AT_ONCE = {"cpu": 1 << 15}
+_ELSEWHERE = 1 << 22
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_FACTORS = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
+_SHIFTS = 30, 27, 31
+
+
+class _Piece(NamedTuple):
+    """Words of a tensor that are mixed at once, and the number of the first one."""
+
+    tensor: int
+    start: int
+    words: Tensor
+
+
+def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
+    """One for each tensor: int64 ``[len(tensors)]``, on their device. Does not synchronise.
+
+    Args:
+        tensors: dense, on one device, of any dtype. Only the order of the elements matters, not the strides.
+    """
+    if not tensors:
+        return torch.zeros(0, dtype=torch.int64, device="cpu")
+    with torch.no_grad(), outside_dispatch_modes():
+        device = tensors[0].device
+        found = torch.zeros(len(tensors), dtype=torch.int64, device=device)
+        for pieces in _batches([_words(tensor) for tensor in tensors], _AT_ONCE.get(device.type, _ELSEWHERE)):
+            places = [piece.tensor for piece in pieces]
+            sums = _sums(pieces, device)
+            if len(places) == 1:
+                found[places[0]] += sums[0]
+            else:
+                found.index_add_(0, copied_to_device(torch.tensor(places, dtype=torch.int64, device="cpu"), device), sums)
+        return found
+
+
+def _words(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    if not flat.numel():
+        return torch.empty(0, dtype=torch.int64, device=tensor.device)
+    flat = flat.view(torch.uint8)
+    if gap := -flat.numel() % WORD:
+        flat = torch.cat([flat, flat.new_zeros(gap)])
+    if flat.storage_offset() % WORD:
+        flat = flat.clone()
+    return flat.view(torch.int64)
+
+
+def _batches(words: Sequence[Tensor], most: int) -> Iterator[list[_Piece]]:
+    pieces: list[_Piece] = []
+    free = most
+    for tensor, whole in enumerate(words):
+        start = 0
+        while start < len(whole):
+            piece = _Piece(tensor, start, whole[start : start + free])
+            pieces.append(piece)
+            start, free = start + len(piece.words), free - len(piece.words)
+            if not free:
+                yield pieces
+                pieces, free = [], most
+    if pieces:
+        yield pieces
+
+
+def _sums(pieces: Sequence[_Piece], device: torch.device) -> Tensor:
+    """The sum of the mixed words of each piece."""
+    lengths = [len(piece.words) for piece in pieces]
+    mixed = torch.arange(sum(lengths), device=device)
+    if len(pieces) > 1:
+        ends = torch.tensor(lengths, dtype=torch.int64, device="cpu").cumsum(0)
+        firsts = torch.tensor([piece.start for piece in pieces], dtype=torch.int64, device="cpu")
+        known = copied_to_device(torch.stack([ends, firsts - ends + torch.tensor(lengths, device="cpu")]), device)
+        shifts = torch.repeat_interleave(known[1], torch.diff(known[0], prepend=known[0].new_zeros(1)), output_size=sum(lengths))
+        mixed += shifts
+        words = torch.cat([piece.words for piece in pieces])
+    else:
+        mixed += pieces[0].start
+        words = pieces[0].words
+    mixed.mul_(_GOLDEN).add_(words)
+    for shift, factor in zip(_SHIFTS, (*_FACTORS, None), strict=True):
+        # the shift of a signed number repeats its sign
+        mixed.bitwise_xor_((mixed >> shift).bitwise_and_((1 << (64 - shift)) - 1))
+        if factor is not None:
+            mixed.mul_(factor)
+    if len(pieces) == 1:
+        return mixed.sum().view(1)
+    totals = mixed.cumsum(0)[known[0] - 1]
+    return torch.diff(totals, prepend=totals.new_zeros(1))
