@@ -51,6 +51,8 @@ class Training:
     after_backward: list[Callable[[int], None]] = field(default_factory=list)
     before_step: list[Callable[[int], None]] = field(default_factory=list)
     width: int = 6
+    seed: int = -1
+    shift: float = 0.0
 
 
 def ddp(rank: int, **options: Any) -> Training:
@@ -211,6 +213,14 @@ def swapped_rows(t: Training) -> None:
     t.before_step.append(once(t, swap, on=1))
 
 
+def same_batches(t: Training) -> None:
+    t.seed = 0
+
+
+def own_data(t: Training) -> None:
+    t.shift = 3.0 if t.rank == 1 else 0.0
+
+
 def nothing(t: Training) -> None:
     """Sound."""
 
@@ -226,14 +236,16 @@ def train(
     training = make(rank, **made_with)
     monitor = gradmon.watch(training.model, training.optimizer, **{"check_replicas": EVERY, **options})
     fault(training)
-    generator = torch.Generator().manual_seed(rank)
+    generator = torch.Generator().manual_seed(rank if training.seed < 0 else training.seed)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for step in range(STEPS):
             shared = isinstance(training.inner, Sequence)  # ranks of tensor parallelism have one batch
             batch = torch.randn(4, training.width, generator=torch.Generator().manual_seed(step) if shared else generator)
             training.optimizer.zero_grad()
-            training.forward(batch).square().mean().backward()
+            loss = (training.forward(batch) - training.shift).square().mean()
+            monitor.log_scalar("loss", loss.detach())
+            loss.backward()
             for change in (*training.after_backward, *training.before_step):
                 change(step)
             training.optimizer.step()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from . import replica_runs as runs
+from . import replica_sound as sound
 from .ranks import on_ranks
 
 #: Fault, number of ranks, how the model is wrapped, rule, the tensor or number, and the first step.
@@ -72,3 +73,23 @@ def test_a_fault_is_named_within_one_interval(
 def test_sound_trainings_are_silent(make: Callable[..., runs.Training], count: int) -> None:
     for result in on_ranks(count, runs.train, make, runs.nothing, {}, {}):
         assert result == {"facts": [], "findings": [], "warnings": []}
+
+
+def test_the_same_batches_on_all_ranks_are_named() -> None:
+    for result in on_ranks(2, runs.train, runs.ddp, runs.same_batches, {}, {}):
+        (fact,) = result["facts"]
+        assert (fact["rule"], fact["first"], fact["evidence"]) == ("same-batches-on-all-ranks", runs.EVERY, {"ranks": 2.0})
+
+
+def test_a_rank_with_other_data_is_named() -> None:
+    results = on_ranks(4, runs.train, runs.ddp, runs.own_data, {}, {})
+    for result in results:
+        (fact,) = result["facts"]
+        assert (fact["rule"], fact["where"], fact["evidence"]["rank"]) == ("one-rank-apart", ["loss"], 1)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_sound_programs_of_all_kinds_are_silent(count: int) -> None:
+    names = [*sound.PROGRAMS] if count == 2 else [*list(sound.PROGRAMS)[::4], *sound.WITH_COPIES]
+    for found in on_ranks(count, sound.run_all, names, limit=300.0):
+        assert found == {name: [] for name in names}

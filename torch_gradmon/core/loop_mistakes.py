@@ -145,4 +145,18 @@ MISTAKES: dict[str, Mistake] = {
         repeats=1,
         weight=150.0,
     ),
+    "same-batches-on-all-ranks": Mistake(
+        "warning",
+        "All ranks train on the same batches: their gradients are equal, and more ranks add nothing",
+        "Give each rank its own part of the data: DistributedSampler with sampler.set_epoch(epoch), or a seed that depends on the rank",
+        repeats=1,
+        weight=130.0,
+    ),
+    "one-rank-apart": Mistake(
+        "warning",
+        "The loss of one rank is far from those of all others, for many steps",
+        "Look at the data of that rank, at its preprocessing, and at its device",
+        repeats=1,
+        weight=110.0,
+    ),
 }

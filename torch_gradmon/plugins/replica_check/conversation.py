@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -21,12 +22,28 @@ from . import comparison
 from .board import Board
 from .comparison import ASKED, Suspects, of_json, suspects, to_json
 from .items import GRADIENT, NUMBER, PARAMETER, rate_name
+from .local_values import MOST, LocalValues, losses_of
 from .snapshot import Snapshot
 
 #: Statistics in which the first step is looked for: of so many steps and parameters.
 TRACED_STEPS, TRACED_NAMES = 200, 20
 #: Kinds by source, in the order in which a step measures them.
 _SOURCES = {keys.PARAMETER: PARAMETER, keys.GRADIENT_BEFORE_CLIP: GRADIENT, keys.GRADIENT: GRADIENT}
+
+
+@dataclass
+class Memory:
+    """What one rank knows from checks before.
+
+    Attributes:
+        last_good: the last step in which nothing differed; None before the first.
+        batch: a digest of its batch in the last check.
+        local: judges losses and batches, on the first rank.
+    """
+
+    last_good: int | None = None
+    batch: str | None = None
+    local: LocalValues = field(default_factory=LocalValues)
 
 
 class Conversation:
@@ -36,13 +53,11 @@ class Conversation:
         board: where messages are left.
         snapshot: what this rank has found.
         records: the last records of this rank.
-        last_good: the last step in which nothing differed; None before the first.
+        memory: what is known from checks before.
     """
 
-    def __init__(
-        self, board: Board, snapshot: Snapshot, records: Callable[[], Sequence[StepRecord]], last_good: int | None
-    ) -> None:
-        self._board, self._snapshot, self._records, self._last_good = board, snapshot, records, last_good
+    def __init__(self, board: Board, snapshot: Snapshot, records: Callable[[], Sequence[StepRecord]], memory: Memory) -> None:
+        self._board, self._snapshot, self._records, self._memory = board, snapshot, records, memory
         self._left: set[str] = set()
         self._suspects: list[Suspects] = []
         self._asked: list[int] = []
@@ -52,18 +67,25 @@ class Conversation:
         """Say what can be said by now. Returns the verdict once it is known; waits for nothing."""
         if not self._snapshot.is_ready():
             return None
-        self._leave("digests", lambda: {"shares": self._snapshot.digests()})
+        self._leave("digests", self._digests)
         if self._board.rank == 0:
             self._judge()
         question = self._read("question", [0])
         if question is None:
             return None
+        facts = [LoopFinding.of_dict(fact) for fact in question[0]["facts"]]
         if not question[0]["ranks"]:
-            return []
+            self._memory.last_good = self._snapshot.step
+            return facts
         if self._board.rank in question[0]["ranks"]:
             self._answer()
         verdict = self._read("verdict", [0])
-        return None if verdict is None else [LoopFinding.of_dict(fact) for fact in verdict[0]["facts"]]
+        return None if verdict is None else [*facts, *map(LoopFinding.of_dict, verdict[0]["facts"])]
+
+    def _digests(self) -> dict[str, Any]:
+        before, self._memory.batch = self._memory.batch, self._snapshot.batch
+        loss = losses_of(self._records()[-MOST:])
+        return {"shares": self._snapshot.digests(), "batch": self._snapshot.batch, "batch before": before, "loss": loss}
 
     def _answer(self) -> None:
         self._leave("answer", lambda: {"shares": {share: to_json(found) for share, found in self._snapshot.by_share.items()}})
@@ -79,7 +101,8 @@ class Conversation:
                 return
             self._suspects = suspects({rank: message["shares"] for rank, message in found.items()})
             self._asked = sorted({rank for each in self._suspects for rank in (each.reference, *each.odd[:ASKED])})
-            self._leave("question", lambda: {"ranks": self._asked})
+            facts = [fact.to_dict() for fact in self._memory.local.judge(self._snapshot.step, found)]
+            self._leave("question", lambda: {"ranks": self._asked, "facts": facts})
         answers = self._read("answer", self._asked) if self._asked else None
         if answers is None:
             return
@@ -120,8 +143,8 @@ class Conversation:
         ours, theirs = (each.get(comparison.parameter_of(what.kind, what.name)) for each in norms)
         if ours and theirs:
             evidence["norm of the parameter there"], evidence["and elsewhere"] = theirs, ours
-        if what.first is None and self._last_good is not None:
-            evidence["equal until step"] = self._last_good
+        if what.first is None and self._memory.last_good is not None:
+            evidence["equal until step"] = self._memory.last_good
         first = step if what.first is None else what.first
         return LoopFinding(what.rule, first, step, 1, (what.name,), {name: float(value) for name, value in evidence.items()})
 

@@ -29,7 +29,14 @@ class Snapshot:
         self._labels: list[tuple[str, str, str]] = []
         self._layout: list[tuple[str, str, tuple[int, ...], str]] = []
         self._parts: list[Tensor] = []
+        self._batch = 0
         self._copy: DeviceToHostCopy | None = None
+
+    def add_batch(self, tensors: Sequence[Tensor]) -> None:
+        """Take the fingerprints of this rank's first batch of the step."""
+        if not self._batch and tensors and not self._parts and len({tensor.device for tensor in tensors}) == 1:
+            self._batch = len(tensors)
+            self._parts.append(fingerprints(tensors).view(torch.int16))
 
     def add(self, items: Sequence[Item]) -> None:
         """Take the fingerprints of ``items`` as they are now."""
@@ -52,13 +59,23 @@ class Snapshot:
         return self._copy is not None and self._copy.is_ready()
 
     @cached_property
-    def by_share(self) -> Mapping[str, Found]:
-        """Fingerprints by what ranks should have in common. Ranks with other parameters have other keys. Waits for the copy."""
+    def _values(self) -> list[int]:
         assert self._copy is not None
         parts = [part.to(torch.int16).view(torch.int64) for part in self._copy.land()]
+        found: list[int] = torch.cat(parts).tolist() if parts else []
+        return found
+
+    @property
+    def batch(self) -> str | None:
+        """A digest of the batch; None if it is not known."""
+        return _hash(self._values[: self._batch]) if self._batch else None
+
+    @cached_property
+    def by_share(self) -> Mapping[str, Found]:
+        """Fingerprints by what ranks should have in common. Ranks with other parameters have other keys. Waits for the copy."""
         layout = hashlib.sha256(repr(self._layout).encode()).hexdigest()[:16]
         found: dict[str, Found] = {}
-        for (share, kind, name), value in zip(self._labels, torch.cat(parts).tolist() if parts else [], strict=True):
+        for (share, kind, name), value in zip(self._labels, self._values[self._batch :], strict=True):
             found.setdefault(f"{layout}|{share}", {})[kind, name] = value
         return found
 

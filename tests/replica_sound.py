@@ -1,0 +1,344 @@
+"""Sound trainings on several ranks, of which the check of replicas must say nothing, for :mod:`tests.test_replica_check`."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import torch_gradmon as gradmon
+
+from .replica_runs import EVERY, Net
+
+STEPS = 22
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda some: torch.optim.SGD(some, 1e-2),
+    "momentum": lambda some: torch.optim.SGD(some, 1e-2, momentum=0.9, nesterov=True),
+    "adam": lambda some: torch.optim.Adam(some, 1e-2, amsgrad=True),
+    "adamw": lambda some: torch.optim.AdamW(some, 1e-2),
+    "fused": lambda some: torch.optim.AdamW(some, 1e-2, fused=True),
+    "loop": lambda some: torch.optim.AdamW(some, 1e-2, foreach=False),
+    "rmsprop": lambda some: torch.optim.RMSprop(some, 1e-2, centered=True),
+    "adagrad": lambda some: torch.optim.Adagrad(some, 1e-2),
+    "adamax": lambda some: torch.optim.Adamax(some, 1e-2),
+    "nadam": lambda some: torch.optim.NAdam(some, 1e-2),
+    "radam": lambda some: torch.optim.RAdam(some, 1e-2),
+    "adadelta": lambda some: torch.optim.Adadelta(some, 1.0),
+}
+#: Options of DDP.
+WRAPPERS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "views": {"gradient_as_bucket_view": True},
+    "static": {"static_graph": True},
+    "unused": {"find_unused_parameters": True},
+    "no_buffers": {"broadcast_buffers": False},
+    "small_buckets": {"bucket_cap_mb": 0.0001},
+}
+
+
+class Norms(nn.Module):
+    """With batch norm, whose running statistics differ between ranks, and dropout, which draws otherwise on each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Plain."""
+        return self.net(x)
+
+
+class Loop:
+    """A training with everything that a program may add.
+
+    Args:
+        model: wrapped or not.
+        optimizers: that step it.
+        options: of ``watch``.
+    """
+
+    def __init__(self, model: nn.Module, *optimizers: torch.optim.Optimizer, **options: Any) -> None:
+        self.model, self.optimizers = model, optimizers
+        self.monitor = gradmon.watch(model, *optimizers, **{"check_replicas": EVERY, **options})
+        self.scaler = options.get("scaler")
+        self.before_step: Callable[[int], Any] = lambda step: None
+        self.after_step: Callable[[int], Any] = lambda step: None
+        self.forward: Callable[[Tensor], Tensor] = model
+        self.micro_batches, self.steps = 1, STEPS
+        self.shared_batches = False
+
+    def run(self) -> list[str]:
+        """What was found."""
+        torch.manual_seed(100 + dist.get_rank())
+        for step in range(self.steps):
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+            if self.shared_batches:
+                torch.manual_seed(step)
+            for number in range(self.micro_batches):
+                is_last = number == self.micro_batches - 1
+                has_no_sync = isinstance(self.model, DistributedDataParallel)
+                with self.model.no_sync() if has_no_sync and not is_last else nullcontext():
+                    loss = self.forward(torch.randn(4, 6)).square().mean()
+                    (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+            self.before_step(step)
+            for optimizer in self.optimizers:
+                optimizer.step() if self.scaler is None else self.scaler.step(optimizer)
+            if self.scaler is not None:
+                self.scaler.update()
+            self.after_step(step)
+            dist.barrier()
+        plugin = self.monitor._runtime.plugin("replica_check")
+        found = [fact.rule for fact in plugin.facts()]
+        if plugin._memory.last_good is None:
+            found.append("no check was finished")
+        self.monitor.detach()
+        return found
+
+
+def average(model: nn.Module) -> None:
+    """The mean of all parameters over ranks."""
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.data)
+        parameter.data /= dist.get_world_size()
+
+
+def ddp(model: nn.Module | None = None, optimizer: str = "adamw", wrapper: str = "ddp", **options: Any) -> Loop:
+    """Under DDP."""
+    wrapped = DistributedDataParallel(Net() if model is None else model, **WRAPPERS[wrapper])
+    return Loop(wrapped, OPTIMIZERS[optimizer](wrapped.parameters()), **options)
+
+
+def sharded(shape: tuple[int, ...], optimizer: str = "adamw", **options: Any) -> Loop:
+    """Under FSDP2, with as many copies as the first of two numbers says."""
+    model = Net()
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards")[-len(shape) :])
+    fully_shard(model.up, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return Loop(model, OPTIMIZERS[optimizer](model.parameters()), **options)
+
+
+# --- what programs do --------------------------------------------------------------------------------------------------------
+
+
+def accumulated() -> Loop:
+    loop = ddp()
+    loop.micro_batches = 3
+    return loop
+
+
+def with_scaler() -> Loop:
+    return ddp(scaler=torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=3))
+
+
+def two_optimizers() -> Loop:
+    model = DistributedDataParallel(Net())
+    return Loop(
+        model, torch.optim.SGD(model.module.up.parameters(), 1e-2), torch.optim.AdamW(model.module.down.parameters(), 1e-2)
+    )
+
+
+def scheduled() -> Loop:
+    loop = ddp()
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(loop.optimizers[0], STEPS)
+    loop.after_step = lambda step: scheduler.step()
+    return loop
+
+
+def frozen_later() -> Loop:
+    loop = ddp(wrapper="unused")
+    loop.after_step = lambda step: loop.model.module.up.requires_grad_(step % 2 == 0)
+    return loop
+
+
+def moving_average() -> Loop:
+    loop = ddp()
+    averaged = copy.deepcopy(loop.model.module)
+
+    def update(step: int) -> None:
+        for ours, theirs in zip(averaged.parameters(), loop.model.module.parameters(), strict=True):
+            ours.data.lerp_(theirs.data, 0.1)
+
+    loop.after_step = update
+    return loop
+
+
+def clipped() -> Loop:
+    loop = ddp()
+    loop.before_step = lambda step: nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1)
+    return loop
+
+
+def clipped_by_the_monitor() -> Loop:
+    loop = ddp()
+    loop.before_step = lambda step: loop.monitor.clip_grad_norm_(0.1, exact=True)
+    return loop
+
+
+def local_sgd() -> Loop:
+    model = Net()
+    loop = Loop(model, torch.optim.AdamW(model.parameters(), 1e-2), replicas_sync_every=4)
+    loop.after_step = lambda step: average(model) if step % 4 == 3 else None
+    return loop
+
+
+def experts() -> Loop:
+    torch.manual_seed(7 + dist.get_rank())
+    expert = nn.Linear(3, 3)
+    net = Net()
+    model = nn.Sequential(net, expert)
+    loop = Loop(model, torch.optim.AdamW(model.parameters(), 1e-2), rank_distinct_regex="^1")
+    loop.before_step = lambda step: [dist.all_reduce(parameter.grad) for parameter in net.parameters()]
+    return loop
+
+
+def marked_by_megatron() -> Loop:
+    torch.manual_seed(7 + dist.get_rank())
+    own = nn.Linear(3, 3)
+    for number, parameter in enumerate(own.parameters()):
+        setattr(parameter, *(("tensor_model_parallel", True) if number else ("allreduce", False)))
+    net = Net()
+    model = nn.Sequential(net, own)
+    loop = Loop(model, torch.optim.AdamW(model.parameters(), 1e-2))
+    loop.before_step = lambda step: [dist.all_reduce(parameter.grad) for parameter in net.parameters()]
+    return loop
+
+
+def zero_redundancy() -> Loop:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # which warns of TorchScript when it is loaded
+
+    model = DistributedDataParallel(Net())
+    return Loop(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2))
+
+
+def compressed() -> Loop:
+    loop = ddp()
+    loop.model.register_comm_hook(None, fp16_compress_hook)
+    return loop
+
+
+def recomputed() -> Loop:
+    class Recomputed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    return ddp(Recomputed())
+
+
+def in_bfloat16() -> Loop:
+    loop = ddp()
+
+    def forward(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return loop.model(x)
+
+    loop.forward = forward
+    return loop
+
+
+def resumed() -> Loop:
+    loop = ddp()
+
+    def reload(step: int) -> None:
+        if step == 5:
+            loop.model.load_state_dict(copy.deepcopy(loop.model.state_dict()))
+            loop.optimizers[0].load_state_dict(copy.deepcopy(loop.optimizers[0].state_dict()))
+
+    loop.after_step = reload
+    return loop
+
+
+def spectral() -> Loop:
+    torch.manual_seed(0)
+    return ddp(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3)))
+
+
+def tied() -> Loop:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    model[2].weight = model[0].weight
+    return ddp(model)
+
+
+def evaluated() -> Loop:
+    loop = ddp(Norms())
+
+    def evaluate(step: int) -> None:
+        loop.model.eval()
+        with torch.no_grad():
+            loop.model(torch.randn(4, 6))
+        loop.model.train()
+
+    loop.after_step = evaluate
+    return loop
+
+
+PROGRAMS: dict[str, Callable[[], Loop]] = {
+    **{
+        f"{wrapper}-{optimizer}": (lambda w=wrapper, o=optimizer: ddp(None, o, w))
+        for wrapper in WRAPPERS
+        for optimizer in OPTIMIZERS
+    },
+    **{f"norms-{wrapper}": (lambda w=wrapper: ddp(Norms(), "adamw", w)) for wrapper in WRAPPERS},
+    **{
+        f"fsdp2-{optimizer}": (lambda o=optimizer: sharded((dist.get_world_size(),), o))
+        for optimizer in ("momentum", "adamw", "loop")
+    },
+    **{f"every{every}": (lambda e=every: ddp(every=e)) for every in (2, 5, 100)},
+    **{f"preset-{preset}": (lambda p=preset: ddp(preset=p)) for preset in ("cheap", "full")},
+    **{f"on_spike-{action}": (lambda a=action: ddp(on_spike=a)) for action in ("skip", "raise")},
+    **{
+        each.__name__: each
+        for each in (
+            accumulated,
+            with_scaler,
+            two_optimizers,
+            scheduled,
+            frozen_later,
+            moving_average,
+            clipped,
+            clipped_by_the_monitor,
+            local_sgd,
+            experts,
+            marked_by_megatron,
+            zero_redundancy,
+            compressed,
+            recomputed,
+            in_bfloat16,
+            resumed,
+            spectral,
+            tied,
+            evaluated,
+        )
+    },
+}
+#: Of four ranks.
+WITH_COPIES: dict[str, Callable[[], Loop]] = {
+    f"hsdp-{optimizer}": (lambda o=optimizer: sharded((2, 2), o)) for optimizer in ("sgd", "momentum", "adamw", "loop")
+}
+
+
+def run_all(rank: int, names: list[str]) -> dict[str, list[str]]:
+    """What was found in each program, and what was warned of."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            rules = {**PROGRAMS, **WITH_COPIES}[name]().run()
+        found[name] = [
+            *rules,
+            *(str(each.message) for each in warned if "anks" in str(each.message) and "gradmon" in str(each.message)),
+        ]
+        dist.barrier()
+    return found
