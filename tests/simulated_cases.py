@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
 import tempfile
 from typing import Any
 
@@ -13,8 +14,12 @@ from torch import Tensor, nn
 import torch_gradmon as gradmon
 from benchmarks.launches import Loop, count, layers
 from tests.simulated import AT, DEVICE, Programs, races_of, without
+from torch_gradmon import testing
+from torch_gradmon.capture import parameters
 from torch_gradmon.cli.demo_model import CharacterGPT, Sizes
 from torch_gradmon.core.simulated.timeline import Memory
+from torch_gradmon.spikes.nonfinite_origin import nonfinite_origin
+from torch_gradmon.statistics.dispatch import Statistics
 from torch_gradmon.step.device_transfer import DeviceToHostCopy
 
 torch.set_num_threads(1)
@@ -240,6 +245,71 @@ def lifetimes() -> Any:
     loop.monitor.detach()
     loop.monitor = None
     return {"before": before, "bare": bare, "watched": watched, "gone": alive(), "at the end": (loop := None) or alive()}
+
+
+# --- failures, and the order of values -------------------------------------------------------------------------------------------
+
+
+class _Log(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.log(x * 0 - 1)
+
+
+@case
+def origin_of_nan() -> Any:
+    """The first NaN comes from a small output, before one that is measured at once because it is large."""
+
+    def origin(at: torch.device) -> str:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), _Log(), nn.Linear(8, 300), nn.Linear(300, 2)).to(at)
+        optimizer = torch.optim.SGD(model.parameters(), 0.0, foreach=False)
+        monitor = gradmon.ModuleMonitor(model)
+        monitor.attach(optimizer)
+        monitor.add_activation_metric("norm")
+        with testing.collect_records(monitor) as records:
+            model(torch.ones(4000, 4).to(at)).square().mean().backward()
+            optimizer.step()
+        monitor.detach()
+        return str(nonfinite_origin(records[0]))
+
+    return {"cpu": origin(torch.device("cpu")), "device": origin(AT)}
+
+
+@case
+def failures() -> Any:
+    """What cannot be measured costs no more than itself."""
+    loop = Loop(layers(2))
+    monitor = gradmon.ModuleMonitor(loop.model)
+    monitor.attach(loop.optimizer)
+    monitor.add_gradient_metric("norm")
+    monitor.add_activation_metric("norm")
+    monitor.add_update_metric("norm")
+    loop.step()
+    measure, found = Statistics.measure, {}
+
+    def fails(*args: Any, **options: Any) -> Any:
+        if sys._getframe(1).f_code.co_name == "_flush":
+            raise torch.OutOfMemoryError("out of memory")
+        return measure(*args, **options)
+
+    with without(Statistics, "measure", fails):
+        loop.step()
+        found["activations"] = (
+            sorted({key.split("/")[0] for key in monitor.get_step_metrics()}),
+            monitor.missing()["activation/0/norm"],
+        )
+
+    def cannot_copy(tensors: Any) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    with without(parameters, "copies", cannot_copy):
+        loop.step()
+        found["updates"] = (
+            sorted({key.split("/")[0] for key in monitor.get_step_metrics()}),
+            monitor.missing()["update/0.weight/norm"],
+        )
+    monitor.detach()
+    return found
 
 
 # --- the device itself ---------------------------------------------------------------------------------------------------------

@@ -87,6 +87,7 @@ def test_inner_products_of_many_pairs(layout: None) -> None:
 
 def test_layouts_are_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_device, "_CACHED", 10)
+    monkeypatch.setattr(on_device, "_FEWEST", 1)
     statistics = DeviceStatistics()
     for size in range(1, 20):
         statistics.rows(Batch.read([torch.ones(size)] * 4, None), Request())

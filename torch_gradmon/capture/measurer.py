@@ -109,7 +109,7 @@ class Measurer:
         if not due:
             return
         spread = plan.spread if self.ranks.count > 1 else ()
-        self._products(wanted, [position for position in due if position not in spread])
+        done = self._products(wanted, [position for position in due if position not in spread])
         with untouched_rng():
             for position in due:
                 if position in spread:
@@ -122,29 +122,41 @@ class Measurer:
                 if wanted.inverse_scale is not None:
                     value = unscaled(value, wanted.inverse_scale)
                 inputs = [value] if second is None else [value, second[position]]
-                metrics = [metric for metric in plan.functions[position] if not hasattr(metric.function, "pairs")]
+                metrics = [metric for metric in plan.functions[position] if (position, metric.name) not in done]
                 self.functions(wanted.buffer, plan.source, plan.names[position], metrics, inputs, wanted.merging)
 
-    def _products(self, wanted: Measurement, due: Sequence[int]) -> None:
-        """Store the values of metrics that follow from inner products, all of one metric and device at once."""
+    def _products(self, wanted: Measurement, due: Sequence[int]) -> set[tuple[int, str]]:
+        """Store the values of metrics that follow from inner products, all of one metric and device at once.
+
+        Returns:
+            The positions and metrics that were; the caller calls others one by one, such as those of a tensor that cannot be read.
+        """
         plan = wanted.plan
-        groups: dict[tuple[Metric, torch.device], tuple[list[Key], list[list[tuple[Tensor, Tensor]]]]] = {}
+        groups: dict[tuple[Metric, torch.device], tuple[list[int], list[list[tuple[Tensor, Tensor]]]]] = {}
+        done: set[tuple[int, str]] = set()
         for position in due:
             for metric in plan.functions[position]:
                 if not hasattr(metric.function, "pairs"):
                     continue
                 state = _each_tensor(wanted.tensors[position], lambda t: self.ranks.own_part(t, spread=False))
-                name = plan.names[position]
-                if pairs := metric.function.pairs(state):  # type: ignore[union-attr]
-                    keys, found = groups.setdefault((metric, pairs[0][0].device), ([], []))
-                    keys.append(Key(plan.source, name, metric.name))
+                pairs = metric.function.pairs(state)  # type: ignore[union-attr]
+                if not pairs:
+                    wanted.buffer.absent[plan.source, f"{plan.names[position]}/{metric.name}"] = _NO_STATE
+                    done.add((position, metric.name))
+                elif _are_readable_together(pairs):
+                    positions, found = groups.setdefault((metric, pairs[0][0].device), ([], []))
+                    positions.append(position)
                     found.append(pairs)
-                else:
-                    wanted.buffer.absent[plan.source, f"{name}/{metric.name}"] = _NO_STATE
-        for (metric, _), (keys, found) in groups.items():
+        for (metric, _), (positions, found) in groups.items():
             sides = [list(zip(*column, strict=True)) for column in zip(*found, strict=True)]
-            products = torch.stack([self.built_in.inner_products(first, second) for first, second in sides])
-            wanted.buffer.put_values(keys, metric.function.value(products))  # type: ignore[union-attr]
+            try:
+                products = torch.stack([self.built_in.inner_products(first, second) for first, second in sides])
+                values = metric.function.value(products)  # type: ignore[union-attr]
+            except Exception:  # whose tensor it was is found out where they are called one by one
+                continue
+            wanted.buffer.put_values([Key(plan.source, plan.names[position], metric.name) for position in positions], values)
+            done.update((position, metric.name) for position in positions)
+        return done
 
     def _shardwise(self, wanted: Measurement, position: int) -> None:
         """Run functions that accept this rank's part of a sharded tensor; their values are merged over ranks."""
@@ -222,6 +234,11 @@ class Measurer:
 def unscaled(tensor: Tensor, inverse_scale: Tensor) -> Tensor:
     """``tensor`` times ``inverse_scale``, in float32 or wider, since a narrow dtype cannot hold every inverse scale."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * inverse_scale.to(tensor.device)
+
+
+def _are_readable_together(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    tensors = [tensor for pair in pairs for tensor in pair]
+    return len({tensor.device for tensor in tensors}) == 1 and not any(map(refusal, tensors))
 
 
 def _tensors_in(values: Sequence[Any]) -> list[Tensor]:

@@ -182,14 +182,21 @@ class ParameterCapture:
                 self._buffer.absent[UPDATE, name] = f"update_sample={self._sample.pattern!r} leaves it out"
             else:
                 parts[position] = self._rows(parameter)
-        self._before.update(zip(parts, copies(parts.values()), strict=True))
+        self._measured.difference_update(parts)
+        try:
+            self._before.update(zip(parts, copies(parts.values()), strict=True))
+        except RuntimeError as error:  # such as a device that is out of memory
+            self._measurer.complaints.add("updates", "parameters could not be copied, so their updates are not measured", error)
+            self._buffer.refuse_all(UPDATE, "the parameters could not be copied before the step")
+            return
         if as_measured and not isinstance(self._sample, int) and self._plans[PARAMETER].columns >= SQUARES:
-            self._measured.update(parts)
+            self._repeat_base(parts)
 
     def forget(self, positions: Iterable[int]) -> None:
         """Drop the copies of parameters that are not stepped after all."""
         for position in positions:
             self._before.pop(position, None)
+            self._measured.discard(position)
 
     def after_step(self, positions: Iterable[int], optimizer: torch.optim.Optimizer) -> None:
         """Measure what the step changed, and the optimizer's state."""
@@ -214,14 +221,19 @@ class ParameterCapture:
             kept = {p: {**optimizer.state.get(q, {}), "param": q.detach(), "grad": q.grad} for p, q in owned.items()}
             self._measurer.run_functions(Measurement(self._buffer, states, kept))
 
-    def _measure_base(self, plan: SourcePlan, before: Mapping[int, Tensor]) -> None:
-        """Measure what updates are compared with, unless its rows are there already."""
+    def _repeat_base(self, positions: Iterable[int]) -> None:
+        """What updates of these are compared with are the rows of the parameters that were just measured."""
         assert self._buffer is not None
-        known = self._buffer.names_of(PARAMETER)
-        again = [position for position in before if position in self._measured and plan.names[position] in known]
-        if again:
-            self._buffer.repeat_rows(UPDATE_BASE, plan.names_at(again), PARAMETER, SQUARES)
-        rest = {position: before[position] for position in before.keys() - set(again)} if again else before
+        plan, known = self._plans[UPDATE], self._buffer.names_of(PARAMETER)
+        there = [position for position in positions if plan.names[position] in known]
+        if there:
+            self._buffer.repeat_rows(UPDATE_BASE, plan.names_at(there), PARAMETER, SQUARES)
+            self._measured.update(there)
+
+    def _measure_base(self, plan: SourcePlan, before: Mapping[int, Tensor]) -> None:
+        """Measure what updates are compared with, where :meth:`_repeat_base` has not found it."""
+        assert self._buffer is not None
+        rest = {position: copy for position, copy in before.items() if position not in self._measured}
         base = SourcePlan(UPDATE_BASE, plan.names, SQUARES, plan.measured, spread=plan.spread)
         self._measurer.statistics(Measurement(self._buffer, base, rest))
 

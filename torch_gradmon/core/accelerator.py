@@ -11,8 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Devices without pinned memory, as far as was seen.
+from .compat import accelerator_kind
+
+#: Kinds of devices whose first request for pinned memory failed, and those for which one was met.
 _UNPINNED: set[str] = set()
+_PINNED: set[str] = set()
+#: Backends of process groups for memory of the host, which may take that of some devices too.
+_OF_HOSTS = ("gloo", "mpi")
 
 
 def functions_of(device: torch.device) -> Any:
@@ -25,24 +30,25 @@ def functions_of(device: torch.device) -> Any:
 
 def in_use() -> torch.device | None:
     """The current accelerator; None if there is none, or none was used yet. Initialises nothing."""
-    kind = torch.accelerator.current_accelerator()
+    kind = accelerator_kind()
     functions = None if kind is None else functions_of(kind)
-    if kind is None or functions is None or not functions.is_available():
-        return None
-    if not getattr(functions, "is_initialized", lambda: True)():
+    if kind is None or functions is None or not _is_used(functions):
         return None
     return torch.device(kind.type, getattr(functions, "current_device", lambda: 0)())
 
 
+def _is_used(functions: Any) -> bool:
+    """Whether the process uses the device. To ask whether there is one may itself initialise a driver, which a fork does not survive."""
+    initialised = getattr(functions, "is_initialized", None)
+    return bool(functions.is_available() if initialised is None else initialised())
+
+
 def of_backend(name: str) -> torch.device:
     """The device that the tensors of a process group must be on; ``name`` is that of its backend, such as ``"nccl"``."""
-    kinds = [
-        kind
-        for kind, backend in torch.distributed.Backend.default_device_backend_map.items()
-        if backend in name and kind != "cpu"
-    ]
-    device = in_use()
-    return device if device is not None and device.type in kinds else torch.device("cpu")
+    kind = accelerator_kind()
+    if kind is None or kind.type == "mps" or any(of_hosts in name for of_hosts in _OF_HOSTS):
+        return torch.device("cpu")
+    return torch.device(kind.type, getattr(functions_of(kind), "current_device", lambda: 0)())
 
 
 def has_triton_kernels(device: torch.device) -> bool:
@@ -52,7 +58,7 @@ def has_triton_kernels(device: torch.device) -> bool:
 
 def described() -> Iterator[tuple[str, str, bool]]:
     """Each accelerator: its name for torch, its product name, and whether the Triton kernels may run."""
-    kind = torch.accelerator.current_accelerator()
+    kind = accelerator_kind()
     functions = None if kind is None else functions_of(kind)
     if kind is None or functions is None or not functions.is_available():
         return
@@ -83,9 +89,19 @@ def capture_check() -> Callable[[], bool] | None:
 
     None where no device can capture. Initialises nothing.
     """
-    kind = torch.accelerator.current_accelerator()
-    check: Callable[[], bool] | None = None if kind is None else getattr(functions_of(kind), "is_current_stream_capturing", None)
-    return check
+    kind = accelerator_kind()
+    functions = None if kind is None else functions_of(kind)
+    check: Callable[[], bool] | None = getattr(functions, "is_current_stream_capturing", None)
+    if check is None:
+        return None
+
+    def captures() -> bool:
+        try:  # a build for CUDA on a machine without, or a child of a process that has used it
+            return _is_used(functions) and check()
+        except (AssertionError, RuntimeError):
+            return False
+
+    return captures
 
 
 def forget_devices() -> None:
@@ -103,6 +119,12 @@ def current_stream(device: torch.device) -> Any:
         return getattr(functions_of(device), "current_stream", lambda _: None)(device)
     except (AssertionError, RuntimeError):  # not in this build of torch: a fake tensor
         return None
+
+
+def keep_for_current_stream(tensor: Tensor) -> None:
+    """Keep the memory of ``tensor``, once it is released, until the current stream has read it; it may be another one's."""
+    if not tensor.is_cpu and (stream := current_stream(tensor.device)) is not None:
+        tensor.record_stream(stream)
 
 
 def on_stream(stream: Any, device: torch.device) -> AbstractContextManager[Any]:
@@ -156,9 +178,13 @@ def _pinned(like: Tensor, device: torch.device) -> Tensor | None:
     if device.type not in _UNPINNED:
         try:
             # the caching allocator reuses these few kilobytes in the next step
-            return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
+            found = torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
         except (RuntimeError, NotImplementedError):
-            _UNPINNED.add(device.type)
+            if device.type not in _PINNED:  # else the memory of the host is short for the moment
+                _UNPINNED.add(device.type)
+            return None
+        _PINNED.add(device.type)
+        return found
     return None
 
 

@@ -17,6 +17,14 @@ def is_exporting() -> bool:
     return not TELLS_EXPORT or torch.compiler._is_exporting_flag
 
 
+def accelerator_kind() -> torch.device | None:
+    """The kind of accelerator that this build of torch is for, whether there is one or not; None for a build for the CPU."""
+    try:
+        return torch.accelerator.current_accelerator()
+    except RuntimeError:  # 2.6, where there is none
+        return None
+
+
 def fsdp_param_groups(state: Any) -> Sequence[Any]:
     """The groups of parameters of a module under ``fully_shard``, from its state. In older releases a module has at most one."""
     groups = getattr(state, "_fsdp_param_groups", None)

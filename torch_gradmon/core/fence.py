@@ -40,13 +40,12 @@ class Fence:
     Attributes:
         had_grad: whether grad mode was on in the caller of the running method.
         is_captured: the loop was last seen while a graph was captured, whose replays call nothing.
-        has_graphs: it was ever seen so.
     """
 
     def __init__(self, complaints: WarningLog, inert: bool) -> None:
         self.complaints = complaints
         self.inert = inert
-        self._inside = self.had_grad = self.is_captured = self.has_graphs = False
+        self._inside = self.had_grad = self.is_captured = False
         self._captures = capture_check()
         self._lock = threading.RLock()  # with several GPUs, hooks fire on one of autograd's threads for each
         self._seconds = self._settled = 0.0
@@ -86,7 +85,7 @@ class Fence:
 
     def _note_capture(self) -> None:
         # a copy to the host, or a question about one, would spoil the graph; and rows would have no values before a replay
-        self.is_captured = self.has_graphs = True
+        self.is_captured = True
         self.complaints.add("graph", _CAPTURED)
 
     def left_graph(self) -> None:

@@ -27,7 +27,6 @@ from ..plugins.live_detail.plugin import LiveDetail, PresetOverlay
 from ..plugins.loop_audit.plugin import LoopAudit
 from ..plugins.overhead_budget import OverheadBudget
 from ..plugins.post_spike_detail import PostSpikeDetail
-from ..plugins.replica_check.plugin import ReplicaCheck
 from ..plugins.spike_policy.plugin import SpikePolicy
 from ..plugins.spike_policy.policy import Policy, Rollback, policy_of
 from ..spikes.detector_set import DetectorSet
@@ -141,6 +140,8 @@ def _replica_check(
     """The plugin, if there is anything to compare."""
     if not config.check_replicas or ranks.count == 1 or is_disabled():
         return []
+    from ..plugins.replica_check.plugin import ReplicaCheck  # not needed by a single process
+
     distinct = compiled("rank_distinct_regex", config.rank_distinct_regex)
     every, sync_every = config.check_replicas, config.replicas_sync_every
     return [ReplicaCheck(every, sync_every, distinct, ranks, planner, complaints, history.sample.records)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..capture.grad_scale import is_unscaled, reciprocal, scale_of
@@ -51,7 +50,8 @@ class ManualLoop:
     @fenced
     def measure_gradients(self, before_clip: bool) -> None:
         """Measure the gradients as they are now."""
-        self._open_unseen()
+        if before_clip:
+            self._open_unseen()
         if self.runtime.planner.inventory is not None:
             self._measure_gradients(before_clip, list(range(len(self.runtime.planner.inventory.names))))
 
@@ -59,7 +59,7 @@ class ManualLoop:
         """Where a graph runs forward and backward, and calls no hooks, the clip is the first that is seen of a step."""
         patterns = self.runtime.state.patterns
         had_no_backward = not patterns.is_first and patterns.backwards_at_step == 0
-        if (self.fence.has_graphs or had_no_backward) and self.runtime.loop is not None:
+        if (self.fence.is_captured or had_no_backward) and self.runtime.loop is not None:
             self.runtime.cycle.ensure_open(hides_forward=False)
 
     def _measure_gradients(self, before_clip: bool, positions: list[int]) -> None:
@@ -156,7 +156,7 @@ class ManualLoop:
                 found[list(gradients)] = known
         if spread:
             places = list(spread)
-            merged = ranks.merged(found[places].to(ranks.device, torch.float64), NORM_COLUMNS[norm_type])
+            merged = ranks.merged(found[places].to(ranks.device, accumulator_dtype(ranks.device)), NORM_COLUMNS[norm_type])
             found[places] = merged.to(found)
         return found
 

@@ -128,8 +128,8 @@ class ModuleMonitor:
             parallelism; statistics then cover the elements of all ranks. Not needed for DTensors.
         check_replicas: steps between two checks that ranks have the same parameters, gradients, optimizer state and learning rates, bit
             for bit; 0 for none. What FSDP2 shards is compared with the copies of that shard, if there are any.
-        replicas_sync_every: for ranks that train by themselves and average their parameters after so many steps: only the parameters
-            are compared, after these steps.
+        replicas_sync_every: for ranks that train by themselves and average their parameters now and then: the number of steps between.
+            Only the parameters are compared then, when they were averaged.
         log_on_all_ranks: by default only the first rank writes to sinks and the run directory. With True each rank does, with run
             directories ``rank0``, ``rank1`` and so on below ``run_dir``.
         plugins: instances of subclasses of :class:`torch_gradmon.plugins.Plugin`, called after those that a monitor brings.

@@ -1,4 +1,4 @@
-"""Fingerprints of tensors: eight bytes that are equal for equal bits, and otherwise differ but for one chance in about 2**64.
+"""Fingerprints of tensors: eight bytes that are equal for equal bits. Other bits have others, except with a chance of about 2**-64.
 
 A tensor is read as words of eight bytes, the last one filled up with zeros. Each word is added to a multiple of its position and mixed by
 the finalizer of splitmix64 (Steele, Lea and Flood, 2014), and the mixed words are added modulo 2**64. Mixing is a bijection, so a single

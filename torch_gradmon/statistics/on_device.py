@@ -7,6 +7,7 @@ back to the host.
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from ..core.accelerator import copied_to_device, current_stream
 from ..core.moments import Column, identity
 from ..core.torch_modes import outside_dispatch_modes
 from .request import Batch, Request
-from .tensor_access import accumulator_dtype, flat_pair
+from .tensor_access import accumulator_dtype, flat_pair, threshold
 
 #: Elements of a row of the table. A tensor wastes less than one row.
 RUN = 1 << 10
@@ -26,8 +27,11 @@ RUN = 1 << 10
 ROWS = 1 << 12
 #: Rows that are merged into one.
 FAN = 1 << 6
-#: Tensors in all cached layouts.
-_CACHED = 20_000
+#: The largest number of tensors in all cached layouts, and the smallest number of layouts.
+_CACHED, _FEWEST = 20_000, 4
+_HALVES = frozenset({torch.bfloat16, torch.float16})
+#: Bytes of the blocks of memory that copies share, and in which each begins at a multiple of the second number.
+_BLOCK, _ALIGNMENT = 1 << 28, 64
 
 
 @dataclass(frozen=True)
@@ -49,23 +53,20 @@ class _Table:
     Attributes:
         pieces: what is in it.
         counts: number of elements of each row.
-        padding: positions behind the pieces, or None.
+        padding: ``[rows, RUN]``, whether there is no element; None if all rows are full.
         zeros, highest, lowest: columns of rows without elements.
     """
 
     def __init__(self, pieces: Sequence[_Piece], device: torch.device) -> None:
         self.pieces = pieces
         wide = accumulator_dtype(device)
-        gaps, counts, end = [], [], 0
+        counts: list[int] = []
         for piece in pieces:
             length = piece.stop - piece.start
-            start, end = end + length, end + piece.rows * RUN
-            gaps.append(torch.arange(start, end, device="cpu"))
             counts += [RUN] * (length // RUN) + [length % RUN] * (length % RUN > 0)
-        gap = torch.cat(gaps)
-        self.padding = copied_to_device(gap, device) if len(gap) else None
-        on_host = torch.tensor(counts, dtype=wide, device="cpu")
-        self.counts = copied_to_device(on_host, device)
+        self.counts = copied_to_device(torch.tensor(counts, dtype=wide, device="cpu"), device)
+        is_full = all(count == RUN for count in counts)
+        self.padding = None if is_full else torch.arange(RUN, device=device) >= self.counts.unsqueeze(1)
         self.zeros = torch.zeros_like(self.counts)
         self.highest, self.lowest = self.zeros + torch.inf, self.zeros - torch.inf
 
@@ -186,7 +187,7 @@ class DeviceStatistics:
         if key not in self._layouts:
             with outside_dispatch_modes(), torch.inference_mode(False):
                 self._layouts[key] = len(sizes), _Layout(sizes, dtypes, device)
-            while sum(count for count, _ in self._layouts.values()) > _CACHED and len(self._layouts) > 1:
+            while sum(count for count, _ in self._layouts.values()) > _CACHED and len(self._layouts) > _FEWEST:
                 self._layouts.popitem(last=False)
         self._layouts.move_to_end(key)
         return self._layouts[key][1]
@@ -196,32 +197,37 @@ class DeviceStatistics:
     ) -> Tensor:
         """The rows of a table: ``[rows, 8]``."""
         wide = layout.empty.dtype
-        if request.inverse_scale is None:
-            of = _filled(table, layout, values, wide)
-        else:  # it multiplies numbers as they are stored
-            of = request.unscaled(_filled(table, layout, values)).to(wide)
+        of = _filled(table, layout, values)
+        if request.inverse_scale is not None:
+            of = request.unscaled(of)
+        elif not of.is_floating_point():
+            of = of.to(wide)
+        elif of.dtype in _HALVES and (minus or request.near_zero):
+            of = of.float()  # a difference and a limit are exact enough there
         if minus:
-            of = of - _filled(table, layout, minus, wide)
+            other = _filled(table, layout, minus)
+            of = of - (other.to(of.dtype) if other.dtype is torch.bool else other)
         columns = dict.fromkeys(Column, table.zeros)
         columns[Column.COUNT] = table.counts
         if request.sums:
-            columns[Column.SUM] = of.sum(dim=1)
+            columns[Column.SUM] = of.sum(dim=1, dtype=wide)
         if request.squares:
             # reads once what a product would write and read again
-            columns[Column.SQUARE_SUM] = torch.linalg.vector_norm(of, dim=1).square()
+            columns[Column.SQUARE_SUM] = torch.linalg.vector_norm(of, dim=1, dtype=wide).square()
         if Column.ABS_SUM in request.columns:
-            columns[Column.ABS_SUM] = torch.linalg.vector_norm(of, 1, dim=1)
+            columns[Column.ABS_SUM] = torch.linalg.vector_norm(of, 1, dim=1, dtype=wide)
         if request.near_zero:
-            others = torch.linalg.vector_norm(torch.nn.functional.hardshrink(of, request.eps), 0, dim=1)
+            large = torch.nn.functional.hardshrink(of, threshold(request.eps, of.dtype))
+            others = torch.linalg.vector_norm(large, 0, dim=1, dtype=wide)
             columns[Column.NEAR_ZERO] = table.counts - others
         # the difference is zero for a finite element, else NaN
-        columns[Column.NONFINITE] = torch.linalg.vector_norm(of - of, 0, dim=1)
+        columns[Column.NONFINITE] = torch.linalg.vector_norm(of - of, 0, dim=1, dtype=wide)
         columns[Column.MIN], columns[Column.MAX] = table.highest, table.lowest
         if request.extremes:
-            known = of if table.padding is None else of.view(-1).index_fill(0, table.padding, torch.nan).view(-1, RUN)
+            known = of if table.padding is None else of.masked_fill(table.padding, torch.nan)
             inf = torch.inf
-            columns[Column.MIN] = known.nan_to_num(nan=inf, posinf=inf, neginf=inf).amin(dim=1)
-            columns[Column.MAX] = known.nan_to_num(nan=-inf, posinf=-inf, neginf=-inf).amax(dim=1)
+            columns[Column.MIN] = known.nan_to_num(nan=inf, posinf=inf, neginf=inf).amin(dim=1).to(wide)
+            columns[Column.MAX] = known.nan_to_num(nan=-inf, posinf=-inf, neginf=-inf).amax(dim=1).to(wide)
         return torch.stack([columns[column] for column in Column], dim=1)
 
 
@@ -233,13 +239,11 @@ def _filled(table: _Table, layout: _Layout, tensors: Sequence[Tensor], dtype: to
         parts.append(tensor[piece.start : piece.stop])
         if gap := piece.rows * RUN - (piece.stop - piece.start):
             parts.append(layout.padding(tensor, gap))
-    if len(parts) == 1:
-        return parts[0].view(-1, RUN).to(parts[0].dtype if dtype is None else dtype)
-    # several dtypes have no common one that holds the numbers of all
-    if dtype is not None and len({part.dtype for part in parts}) > 1:
-        parts = [part.to(dtype) for part in parts]
-    into = None if dtype is None else torch.empty(sum(map(len, parts)), dtype=dtype, device=parts[0].device)
-    return torch.cat(parts, out=into).view(-1, RUN)
+    if len({part.dtype for part in parts}) > 1:  # else torch.cat takes one launch for each part, not for 128 of them
+        wide = functools.reduce(torch.promote_types, (part.dtype for part in parts))
+        parts = [part.to(wide) for part in parts]
+    together = (parts[0] if len(parts) == 1 else torch.cat(parts)).view(-1, RUN)
+    return together if dtype is None else together.to(dtype)
 
 
 def _merged(rows: Tensor, level: Tensor) -> Tensor:
@@ -250,18 +254,43 @@ def _merged(rows: Tensor, level: Tensor) -> Tensor:
 
 
 def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """A copy of each tensor. On an accelerator those of one dtype share their memory, since they are copied by one launch."""
+    """A copy of each tensor. On an accelerator those of one dtype share their memory, since they are copied by few launches."""
     found = list(tensors)
-    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    blocks: dict[tuple[torch.device, torch.dtype], list[list[int]]] = {}
+    filled: dict[tuple[torch.device, torch.dtype], int] = {}
     for place, tensor in enumerate(found):
         is_composed = hasattr(type(tensor), "__tensor_flatten__")  # of other tensors, such as a quantised one
-        if not tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous() and not is_composed:
-            groups.setdefault((tensor.device, tensor.dtype), []).append(place)
-        else:
+        is_plain = not tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous() and not is_composed
+        if not is_plain or tensor.nbytes > _BLOCK:
             found[place] = tensor.clone()
-    for places in groups.values():
-        together = torch.cat([found[place].view(-1) for place in places])
-        pieces = torch.split(together, [found[place].numel() for place in places])
-        for place, piece in zip(places, pieces, strict=True):
-            found[place] = piece.view(found[place].shape)
+            continue
+        kind = tensor.device, tensor.dtype
+        if kind not in blocks or filled[kind] + tensor.nbytes > _BLOCK:
+            blocks.setdefault(kind, []).append([])
+            filled[kind] = 0
+        blocks[kind][-1].append(place)
+        filled[kind] += tensor.nbytes
+    for places in (places for of_kind in blocks.values() for places in of_kind):
+        for place, piece in zip(places, _packed([found[place] for place in places]), strict=True):
+            found[place] = piece
+    return found
+
+
+def _packed(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of tensors of one dtype in one block of memory, each aligned as kernels with vector loads need it."""
+    step = _ALIGNMENT // tensors[0].element_size()
+    gap = tensors[0].new_empty(step)
+    parts, lengths = [], []
+    for tensor in tensors:
+        parts.append(tensor.view(-1))
+        lengths.append(tensor.numel())
+        if missing := -tensor.numel() % step:
+            parts.append(gap[:missing])
+            lengths.append(missing)
+    pieces = iter(torch.split(torch.cat(parts), lengths))
+    found = []
+    for tensor in tensors:
+        found.append(next(pieces).view(tensor.shape))
+        if tensor.numel() % step:
+            next(pieces)
     return found

@@ -14,7 +14,7 @@ from .tensor_access import accumulator_dtype, flat_pair
 #: Outside of this range of the mean square, squares leave the range of float32.
 _SAFE = (1e-30, 1e30)
 #: Elements per block, which bounds the scratch memory; on CPU a block also fits the cache.
-_CPU_BLOCK, _DEVICE_BLOCK = 1 << 17, 1 << 24
+_BLOCK = 1 << 17
 _PRODUCT_BLOCK = 1 << 20
 
 
@@ -79,14 +79,13 @@ def measure_precisely(batch: Batch, request: Request) -> Tensor:
     """Rows ``[n, 8]`` of tensors with any values, in float64, with all columns."""
     device = batch.values[0].device
     wide = accumulator_dtype(device)
-    size = _CPU_BLOCK if device.type == "cpu" else _DEVICE_BLOCK
     rows = []
     for index in range(len(batch.values)):
         values, minus = batch.flat(index)
         parts = [identity(1, device, wide)[0]]
-        for start in range(0, values.numel(), size):
-            block = request.unscaled(values[start : start + size]).to(wide)
-            parts.append(_row(block if minus is None else block - minus[start : start + size].to(wide), request.eps))
+        for start in range(0, values.numel(), _BLOCK):
+            block = request.unscaled(values[start : start + _BLOCK]).to(wide)
+            parts.append(_row(block if minus is None else block - minus[start : start + _BLOCK].to(wide), request.eps))
         rows.append(merge(torch.stack(parts)))
     return batch.add_implicit_zeros(torch.stack(rows))
 

@@ -6,7 +6,7 @@ to the host at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ..core.errors import WarningLog
 from ..core.keys import MODULE_SOURCES, PARAMETER_SOURCES, RCC_SOURCES, Key
-from ..core.moments import Column, merge_by_group
+from ..core.moments import merge_by_group
 from ..core.records import StatsTable
 from .device_transfer import DeviceToHostCopy
-from .reduction import Aggregation, finished
+from .reduction import finished
 from .row_store import RowStore
 from .stream_join import StreamJoin
 from .value_store import ValueStore
@@ -48,24 +48,6 @@ class StepBuffer(RowStore, ValueStore):
         self.unshown: set[tuple[str, str]] = set()  # source and name of rows for the run directory only
         self._complaints = complaints
         self._streams: StreamJoin | None = None
-
-    def put_rows(self, source: str, names: Sequence[str], rows: Tensor, columns: frozenset[Column]) -> None:
-        """See :meth:`RowStore.put_rows`."""
-        if not rows.is_cpu:
-            self._note_stream(rows.device)
-        super().put_rows(source, names, rows, columns)
-
-    def merge_rows(self, source: str, names: Sequence[str], rows: Tensor | Sequence[Tensor], columns: frozenset[Column]) -> None:
-        """See :meth:`RowStore.merge_rows`."""
-        if len(rows) and not rows[0].is_cpu:
-            self._note_stream(rows[0].device)
-        super().merge_rows(source, names, rows, columns)
-
-    def _merge(self, key: Key, parts: list[Tensor], aggregation: Aggregation) -> None:
-        for part in parts:
-            if not part.is_cpu:
-                self._note_stream(part.device)
-        super()._merge(key, parts, aggregation)
 
     def join_streams(self) -> None:
         """Whatever the stream that a value was computed on, the current one may read it from now on. The host does not wait."""
@@ -144,6 +126,7 @@ class StepBuffer(RowStore, ValueStore):
         """Start the copy to the host, after which nothing may be stored. Does not synchronise."""
         self.join_streams()
         # merged on the host, which is cheaper than one launch for each
+        self._parts = {where: parts for where, parts in self._parts.items() if parts}
         parts = [part for parts in self._parts.values() for part in parts]
         reduced = self._reduced()
         noted = {name: fact for name, fact in self.noted.items() if isinstance(fact, Tensor)}

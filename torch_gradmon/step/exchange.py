@@ -16,6 +16,7 @@ from torch import Tensor
 from ..core.errors import WarningLog
 from ..core.keys import Key
 from ..core.moments import ALL_COLUMNS, Column, identity
+from ..statistics.tensor_access import accumulator_dtype
 from .buffer import SKEW, StepBuffer
 from .consensus import Rendezvous
 from .ranks import Ranks
@@ -137,7 +138,9 @@ class RankExchange:
         _take(buffer, new, self._merged(_rows(mine, new), ALL_COLUMNS))
 
     def _merged(self, rows: Sequence[Tensor], columns: frozenset[Column]) -> Tensor:
-        return self.ranks.merged(torch.cat([some.to(self.ranks.device, torch.float64) for some in rows]), columns)
+        return self.ranks.merged(
+            torch.cat([some.to(self.ranks.device, accumulator_dtype(self.ranks.device)) for some in rows]), columns
+        )
 
     def all_take_part(self, what: str, layout: Callable[[], object] = tuple) -> bool:
         """Whether every rank exchanges ``"tensors"`` of this layout, ``"values"`` or ``"decisions"``. Asked once; a rank without

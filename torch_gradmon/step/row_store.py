@@ -27,8 +27,13 @@ class RowStore:
         self._columns: dict[str, frozenset[Column]] = {}
         self._exchanged: set[tuple[str, str]] = set()  # tensors whose rows are merged over ranks
 
+    def _note_stream(self, device: torch.device) -> None:
+        """A row is computed on the current stream of ``device``."""
+
     def put_rows(self, source: str, names: Sequence[str], rows: Tensor, columns: frozenset[Column]) -> None:
         """Store statistics ``[len(names), 8]``, replacing those of the same names."""
+        if not rows.is_cpu:
+            self._note_stream(rows.device)
         if len(self._blocks) >= 64:
             self._drop_replaced()
         if len(names) != len(rows):
@@ -76,12 +81,22 @@ class RowStore:
 
     def merge_rows(self, source: str, names: Sequence[str], rows: Tensor | Sequence[Tensor], columns: frozenset[Column]) -> None:
         """Merge statistics of one micro-batch or call with those of the same names."""
+        if len(rows) and not rows[0].is_cpu:
+            self._note_stream(rows[0].device)
         for name, row in zip(names, rows, strict=True):
             parts = self._parts.setdefault((source, name), [])
             parts.append(row)
             if len(parts) == 64:  # bounds the memory for many micro-batches
                 parts[:] = [merge(torch.stack(parts))]
         self._columns[source] = self._columns.get(source, columns) & columns
+
+    def expect_row(self, source: str, name: str) -> None:
+        """A row will be merged later, and has its place now: the order of rows is that of the calls."""
+        self._parts.setdefault((source, name), [])
+
+    def drop_parts(self, source: str, name: str) -> None:
+        """Forget what was merged of this name, or was expected."""
+        self._parts.pop((source, name), None)
 
     def rows_or_none(self, source: str, names: Sequence[str]) -> Tensor:
         """The stored rows of these names, or the identity for missing ones: ``[names, 8]``."""
@@ -103,7 +118,7 @@ class RowStore:
 
     def merged_rows_of_calls(self) -> dict[tuple[str, str], Tensor]:
         """The merged rows of :meth:`merge_rows`, without those of micro-batch gradients: ``[8]`` by source and name."""
-        found = {where: parts for where, parts in self._parts.items() if where[0] not in PARAMETER_SOURCES}
+        found = {where: parts for where, parts in self._parts.items() if parts and where[0] not in PARAMETER_SOURCES}
         return {where: merge(torch.stack(parts)) if len(parts) > 1 else parts[0] for where, parts in found.items()}
 
     def parts_of(self, source: str) -> list[Tensor]:
@@ -144,7 +159,7 @@ class RowStore:
 
     def has_rows(self, source: str) -> bool:
         """Whether there are rows of ``source``."""
-        return source in self._places or any(of == source for of, _ in self._parts)
+        return source in self._places or any(of == source for (of, _), parts in self._parts.items() if parts)
 
     def clear_rows(self, source: str, names: Collection[str] | None) -> None:
         """Remove the rows of ``source``, or of some of its tensors."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.accelerator import current_stream
+from ..core.accelerator import current_stream, keep_for_current_stream
 
 
 class StreamJoin:
@@ -37,5 +37,5 @@ class StreamJoin:
         if elsewhere:
             for value in values():
                 if value.device in elsewhere:
-                    value.record_stream(here[value.device])  # else the next tensor of its own stream may get this memory early
+                    keep_for_current_stream(value)  # else the next tensor of its own stream may get this memory early
         self._streams = {(device, stream.stream_id): stream for device, stream in here.items()}

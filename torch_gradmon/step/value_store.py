@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..core.keys import MODULE_SOURCES, RCC_SOURCES, Key
@@ -27,8 +28,13 @@ class ValueStore:
         self._vectors: list[tuple[list[Key | None], Tensor]] = []  # None for a value that was removed
         self._counts: dict[Key, Tensor] = {}  # for values that may not exist: the number of contributing ranks, or a flag
 
+    def _note_stream(self, device: torch.device) -> None:
+        """A value is computed on the current stream of ``device``."""
+
     def contribute(self, key: Key, reducer: str, sums: Tensor) -> None:
         """Add this rank's sums to a value of the whole tensor, a ``"norm"`` or ``"cosine"``."""
+        if not sums.is_cpu:
+            self._note_stream(sums.device)
         self._contributions[key] = reducer, row_of_sums(sums)
 
     def share(self, key: Key, reducer: str) -> None:
@@ -77,9 +83,14 @@ class ValueStore:
 
     def put_values(self, keys: Sequence[Key], values: Tensor) -> None:
         """Store final values ``[len(keys)]``, replacing earlier ones that came in this way."""
+        if not values.is_cpu:
+            self._note_stream(values.device)
         self._vectors.append((list(keys), values))
 
     def _merge(self, key: Key, parts: list[Tensor], aggregation: Aggregation) -> None:
+        for part in parts:
+            if not part.is_cpu:
+                self._note_stream(part.device)
         pending = self._pending.setdefault(key, PendingValue(aggregation, []))
         pending.parts += parts
         if len(pending.parts) >= 64 and isinstance(aggregation, str):

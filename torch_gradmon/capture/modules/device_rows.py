@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...core.accelerator import current_stream, on_stream
+from ...core.errors import WarningLog
 from ...core.moments import Column
 from ...statistics.dispatch import Statistics
 from ...step.buffer import StepBuffer
@@ -44,10 +45,12 @@ class DeviceRows:
     Args:
         statistics: measures.
         buffer: takes the rows.
+        complaints: gets failures.
     """
 
-    def __init__(self, statistics: Statistics, buffer: StepBuffer) -> None:
-        self._statistics, self._buffer = statistics, buffer
+    def __init__(self, statistics: Statistics, buffer: StepBuffer, complaints: WarningLog) -> None:
+        self._statistics, self._buffer, self._complaints = statistics, buffer, complaints
+        self._failed: set[tuple[str, str]] = set()
         self._waiting: dict[tuple[torch.device, object], _Waiting] = {}
 
     def measure(self, source: str, path: str, columns: frozenset[Column], tensor: Tensor, inverse_scale: Tensor | None) -> bool:
@@ -63,6 +66,7 @@ class DeviceRows:
         if waiting.elements + tensor.numel() > CAPACITY:
             self._flush(self._waiting.pop(place), device)
             waiting = self._waiting.setdefault(place, _Waiting(stream))
+        self._buffer.expect_row(source, path)
         waiting.add(tensor.clone() if inverse_scale is None else unscaled(tensor, inverse_scale), (source, path), columns)
         return True
 
@@ -73,10 +77,16 @@ class DeviceRows:
             self._flush(copies, device)
 
     def _flush(self, waiting: _Waiting, device: torch.device) -> None:
-        with on_stream(waiting.stream, device):
-            rows = self._statistics.measure(waiting.copies, waiting.columns)
-            sources = [source for source, _ in waiting.paths]
-            for source in dict.fromkeys(sources):
-                members = [place for place, of in enumerate(sources) if of == source]
-                chosen = rows if len(members) == len(rows) else [rows[place] for place in members]
-                self._buffer.merge_rows(source, [waiting.paths[place][1] for place in members], chosen, waiting.columns)
+        paths = [place for place in waiting.paths if place not in self._failed]
+        try:
+            with on_stream(waiting.stream, device):
+                rows = self._statistics.measure(waiting.copies, waiting.columns)
+                for place, row in zip(waiting.paths, rows.unbind(), strict=True):
+                    if place not in self._failed:
+                        self._buffer.merge_rows(place[0], [place[1]], [row], waiting.columns)
+        except Exception as error:  # a part of the micro-batches must not be taken for all
+            self._complaints.add("activations", f"the activations of {len(paths)} calls could not be measured", error)
+            for source, path in paths:
+                self._buffer.drop_parts(source, path)
+                self._buffer.absent[source, path] = f"it could not be measured: {type(error).__name__}"
+            self._failed.update(paths)

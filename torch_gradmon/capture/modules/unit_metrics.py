@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.accelerator import keep_for_current_stream
 from ...core.keys import ACTIVATION, Key
 from ...statistics.tensor_access import NARROW, accumulator_dtype, threshold
 from ...step.buffer import StepBuffer
@@ -93,6 +94,8 @@ class DeadUnits:
             return None
         if self._silent is None:
             self._silent = torch.zeros_like(self._alive, dtype=torch.int32)
+        keep_for_current_stream(self._alive)
+        keep_for_current_stream(self._silent)
         self._silent = torch.where(self._alive, 0, self._silent + 1)
         self._alive = torch.zeros_like(self._alive)
         self.steps += 1

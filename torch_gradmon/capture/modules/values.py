@@ -189,7 +189,7 @@ class ModuleValues:
             return False
         if self._device_rows is None:
             assert self._buffer is not None
-            self._device_rows = DeviceRows(self._measurer.built_in, self._buffer)
+            self._device_rows = DeviceRows(self._measurer.built_in, self._buffer, self._measurer.complaints)
         return self._device_rows.measure(source, item.path, item.asked.columns, item.tensor, inverse_scale)
 
     def _flush(self) -> None:

@@ -72,10 +72,14 @@ class SimulatedDevice:
         self.has_float64 = True
         self._lock = threading.Lock()
 
-    def count(self, name: str, kind: str) -> None:
-        """One operation: a ``"kernel"``, a ``"view"`` or a ``"read"``."""
+    def __deepcopy__(self, memo: object) -> SimulatedDevice:
+        """Copies of tensors are on the same device."""
+        return self
+
+    def count(self, name: str, kind: str, launches: int = 1) -> None:
+        """One operation: a ``"kernel"`` of this number of launches, a ``"view"`` or a ``"read"``."""
         with self._lock:
-            {"kernel": self.work.kernels, "view": self.work.views, "read": self.work.reads}[kind][name] += 1
+            {"kernel": self.work.kernels, "view": self.work.views, "read": self.work.reads}[kind][name] += launches
 
     def count_copy(self, way: str, size: int, is_async: bool) -> None:
         """One copy ``"to host"`` or ``"to device"`` of ``size`` bytes."""

@@ -22,6 +22,10 @@ class Memory:
         self.used: Clock = {}
         self.kept_for: set[int] = set()
 
+    def __deepcopy__(self, memo: object) -> Memory:
+        """A copy of a tensor has memory of its own."""
+        return Memory(self._timeline)
+
     def keep_for(self, stream: int) -> None:
         """When it is released, it is not used again before ``stream`` has come as far as by then."""
         self.kept_for.add(stream)

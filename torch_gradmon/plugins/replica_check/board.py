@@ -1,6 +1,6 @@
 """Where ranks leave what they have found: the key-value store of ``torch.distributed``.
 
-Nobody has to answer, so no rank can block another one; and no collective is added to those of the training, which a rank in another step
+No rank has to answer, so none can block another one; and no collective is added to those of the training, which a rank in another step
 would mix up. A key is written again and again, so the store does not grow.
 """
 

@@ -1,4 +1,4 @@
-"""Which ranks differ, in what, and since when: pure functions of what ranks have left for each other."""
+"""Which ranks differ, in what, and since when: pure functions of the messages of ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from .items import BUFFER, GRADIENT, NUMBER, PARAMETER, STATE
 
-#: At most so many of the ranks that differ are asked for details.
+#: The largest number of differing ranks that are asked for details.
 ASKED = 3
 #: Fingerprints by kind and name.
 Found = Mapping[tuple[str, str], int]
@@ -37,7 +37,7 @@ class Difference(NamedTuple):
 
     Attributes:
         rule: slug of the finding.
-        kind: of what differed first, as far as is known.
+        kind: of the item that differed first, as far as is known.
         name: of the first tensor or number in the order of the model.
         first: the first step that is known to differ; None if only the check shows it.
         differing: number of items of this kind that differ.

@@ -1,4 +1,4 @@
-"""What ranks tell each other about one check, over a few steps.
+"""The messages of ranks about one check, over a few steps.
 
 Each rank leaves digests. The first one compares them, and names the ranks that it has a question to; none if all are equal, which ends it.
 Those leave their fingerprints. The first rank names the tensors that differ, the others leave their statistics of the last steps, and the
@@ -25,7 +25,7 @@ from .items import GRADIENT, NUMBER, PARAMETER, rate_name
 from .local_values import MOST, LocalValues, losses_of
 from .snapshot import Snapshot
 
-#: Statistics in which the first step is looked for: of so many steps and parameters.
+#: The first step is looked for in the statistics of this number of steps and of parameters.
 TRACED_STEPS, TRACED_NAMES = 200, 20
 #: Kinds by source, in the order in which a step measures them.
 _SOURCES = {keys.PARAMETER: PARAMETER, keys.GRADIENT_BEFORE_CLIP: GRADIENT, keys.GRADIENT: GRADIENT}
@@ -44,6 +44,15 @@ class Memory:
     last_good: int | None = None
     batch: str | None = None
     local: LocalValues = field(default_factory=LocalValues)
+
+    def was_good(self, step: int) -> None:
+        """Nothing differed in ``step``."""
+        self.last_good = step
+
+    def next_batch(self, batch: str | None) -> str | None:
+        """The batch before this one."""
+        before, self.batch = self.batch, batch
+        return before
 
 
 class Conversation:
@@ -64,7 +73,7 @@ class Conversation:
         self._answers: Mapping[int, Any] = {}
 
     def go_on(self) -> list[LoopFinding] | None:
-        """Say what can be said by now. Returns the verdict once it is known; waits for nothing."""
+        """Leave the messages that are due. Returns the verdict once it is known; waits for nothing."""
         if not self._snapshot.is_ready():
             return None
         self._leave("digests", self._digests)
@@ -75,7 +84,7 @@ class Conversation:
             return None
         facts = [LoopFinding.of_dict(fact) for fact in question[0]["facts"]]
         if not question[0]["ranks"]:
-            self._memory.last_good = self._snapshot.step
+            self._memory.was_good(self._snapshot.step)
             return facts
         if self._board.rank in question[0]["ranks"]:
             self._answer()
@@ -83,7 +92,7 @@ class Conversation:
         return None if verdict is None else [*facts, *map(LoopFinding.of_dict, verdict[0]["facts"])]
 
     def _digests(self) -> dict[str, Any]:
-        before, self._memory.batch = self._memory.batch, self._snapshot.batch
+        before = self._memory.next_batch(self._snapshot.batch)
         loss = losses_of(self._records()[-MOST:])
         return {"shares": self._snapshot.digests(), "batch": self._snapshot.batch, "batch before": before, "loss": loss}
 

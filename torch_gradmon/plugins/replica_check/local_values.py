@@ -17,7 +17,7 @@ from ...step.ranks import is_dtensor
 
 #: Losses of the last steps that are compared, and the fewest.
 MOST, FEWEST = 100, 20
-#: A loss is apart by so many standard errors of the means, and so many median deviations of the other ranks' means.
+#: A loss is apart by this number of standard errors of the means, and of median deviations of the other ranks' means.
 ERRORS, DEVIATIONS = 8.0, 10.0
 #: Consecutive checks in which a rank must be apart.
 REPEATS = 2

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ...capture.hooks import Handles, ModuleHook
 from ...core.errors import WarningLog
 from ...core.loop_findings import LoopFinding
-from ...core.loop_mistakes import MISTAKES
+from ...core.rank_faults import RANK_FAULTS
 from ...core.records import StepRecord
 from ...step.active_step import ActiveStep
 from ...step.planner import Planner
@@ -31,11 +31,11 @@ PATIENCE, AFTER_ALERT = 50, 4
 
 
 class ReplicaCheck(Plugin):
-    """Compares fingerprints of what must be equal on all ranks. Each rank leaves its own; the first one compares them.
+    """Compares fingerprints of everything that must be equal on all ranks. Each rank leaves its own; the first one compares them.
 
     Args:
         every: steps between two checks.
-        sync_every: ranks average their parameters only after so many steps, and train by themselves in between.
+        sync_every: ranks average their parameters after each such number of steps, and train by themselves in between.
         distinct: pattern of parameters that differ between ranks.
         ranks: that are compared.
         planner: knows the names of parameters.
@@ -180,7 +180,7 @@ class ReplicaCheck(Plugin):
         if known is None:
             self._facts[fact.rule] = fact
             if self._ranks.is_first:
-                mistake, numbers = MISTAKES[fact.rule], ", ".join(f"{name} {value:g}" for name, value in fact.evidence.items())
+                mistake, numbers = RANK_FAULTS[fact.rule], ", ".join(f"{name} {value:g}" for name, value in fact.evidence.items())
                 seen = "; ".join(filter(None, (f"seen in step {fact.first}", *fact.where, numbers)))
                 self._complaints.add(f"replicas:{fact.rule}", f"{mistake.cause} ({seen}). {mistake.advice}")
         else:

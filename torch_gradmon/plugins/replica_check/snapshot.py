@@ -18,7 +18,7 @@ Found = dict[tuple[str, str], int]
 
 
 class Snapshot:
-    """The fingerprints of what ranks have in common in one step.
+    """The fingerprints of all that ranks have in common in one step.
 
     Args:
         step: its number.

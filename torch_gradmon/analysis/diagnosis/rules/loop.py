@@ -1,21 +1,24 @@
-"""Mistakes of the training loop that the audit found."""
+"""Mistakes of the training loop that the audit found, and differences between ranks that should be equal."""
 
 from __future__ import annotations
 
 from ....core.loop_findings import LoopFinding
 from ....core.loop_mistakes import MISTAKES
+from ....core.rank_faults import RANK_FAULTS
 from ....core.records import Severity
 from ..findings import Finding
 from ..history import History
 
+_KNOWN = {**MISTAKES, **RANK_FAULTS}
+
 
 def check_loop(history: History) -> list[Finding]:
     """One finding for each mistake."""
-    return [_finding(fact) for fact in history.facts if fact.rule in MISTAKES]
+    return [_finding(fact) for fact in history.facts if fact.rule in _KNOWN]
 
 
 def _finding(fact: LoopFinding) -> Finding:
-    mistake = MISTAKES[fact.rule]
+    mistake = _KNOWN[fact.rule]
     severity: Severity = mistake.severity
     cause, advice = mistake.cause, mistake.advice
     if fact.rule == "not-in-optimizer" and fact.evidence.get("old parameters in the optimizer"):

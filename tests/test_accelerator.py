@@ -1,0 +1,96 @@
+"""What is asked of an accelerator, on builds of torch for one that is not there, and in a child of a process that has used it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torch_gradmon as gradmon
+from torch_gradmon.core import accelerator, compat
+
+
+class _Functions(SimpleNamespace):
+    """The functions of a device that this build of torch is for."""
+
+    asked: int = 0
+
+    def is_current_stream_capturing(self) -> bool:
+        self.asked += 1
+        raise RuntimeError("driver version is insufficient")
+
+    def is_available(self) -> bool:
+        raise AssertionError("initialises the driver")
+
+    def current_device(self) -> int:
+        return 0
+
+
+@pytest.fixture(params=["unused", "broken"])
+def functions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Functions]:
+    """A CUDA build of torch on a machine without a GPU, and one whose driver fails."""
+    found = _Functions(is_initialized=lambda: request.param == "broken")
+    monkeypatch.setattr(accelerator, "accelerator_kind", lambda: torch.device("cuda"))
+    monkeypatch.setattr(accelerator, "functions_of", lambda device: found)
+    accelerator.forget_devices()
+    yield found
+    monkeypatch.undo()
+    accelerator.forget_devices()
+
+
+def test_a_model_on_the_cpu_is_watched_by_a_build_for_an_accelerator(functions: _Functions) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monitor = gradmon.watch(model, optimizer)
+    for _ in range(3):
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    assert monitor.get_step_metrics()["gradmon/grad_norm"] > 0
+    assert (functions.asked > 0) == functions.is_initialized()
+
+
+def test_a_build_without_a_device_has_none_where_torch_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises() -> Any:
+        raise RuntimeError("Cannot access accelerator device when none is available.")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", raises)
+    assert compat.accelerator_kind() is None
+    assert accelerator.in_use() is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend", "expected"),
+    [
+        ("cuda", "nccl", "cuda:0"),
+        ("cuda", "gloo", "cpu"),
+        ("mps", "gloo", "cpu"),
+        ("xpu", "xccl", "xpu:0"),
+        (None, "gloo", "cpu"),
+    ],
+)
+def test_a_process_group_takes_tensors_of_its_backends_device(
+    kind: str | None, backend: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerator, "accelerator_kind", lambda: None if kind is None else torch.device(kind))
+    monkeypatch.setattr(accelerator, "functions_of", lambda device: SimpleNamespace(current_device=lambda: 0))
+    assert accelerator.of_backend(backend) == torch.device(expected)
+
+
+def test_memory_that_cannot_be_pinned_for_the_moment_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([True, False, True])
+
+    def empty(*args: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if pin_memory and not next(answers):
+            raise RuntimeError("out of memory")
+        return made(*args, **options)
+
+    made = torch.empty
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(accelerator, "_PINNED", set())
+    monkeypatch.setattr(accelerator, "_UNPINNED", set())
+    found = [accelerator._pinned(torch.ones(3), torch.device("cuda")) is not None for _ in range(3)]
+    assert found == [True, False, True]
