@@ -124,7 +124,8 @@ class StepBuffer(RowStore, ValueStore):
 
     def start_readback(self) -> PendingReadback:
         """Start the copy to the host, after which nothing may be stored. Does not synchronise."""
-        self.join_streams()
+        if self._streams is not None:
+            self.join_streams()
         # merged on the host, which is cheaper than one launch for each
         self._parts = {where: parts for where, parts in self._parts.items() if parts}
         parts = [part for parts in self._parts.values() for part in parts]
