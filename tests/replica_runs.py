@@ -32,6 +32,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
         self.register_buffer("scale", torch.rand(3))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -52,27 +53,64 @@ class Training:
     before_step: list[Callable[[int], None]] = field(default_factory=list)
     width: int = 6
     seed: int = -1
-    shift: float = 0.0
+    closure: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    overflows: bool = False
 
 
 def ddp(rank: int, **options: Any) -> Training:
     """Under DDP with AdamW."""
     inner = Net()
     model = DistributedDataParallel(inner, **options)
-    return Training(rank, model, inner, torch.optim.AdamW(model.parameters(), 1e-2), model)
+    return Training(rank, model, inner, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2), model)
 
 
 def by_hand(rank: int, own_seed: bool = False) -> Training:
     """Gradients are averaged by the loop."""
     model = Net(rank if own_seed else 0)
-    training = Training(rank, model, model, torch.optim.AdamW(model.parameters(), 1e-2), model)
+    training = Training(rank, model, model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2), model)
 
     def average(step: int) -> None:
         for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
 
     training.after_backward.append(average)
+    return training
+
+
+def local_sgd(rank: int) -> Training:
+    """Ranks train by themselves, and average their parameters after every fourth step."""
+    model = Net()
+    training = Training(rank, model, model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2), model)
+
+    def average(step: int) -> None:
+        if step % 4 == 0:
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.data)
+                parameter.data /= dist.get_world_size()
+
+    training.before_step.append(average)
+    return training
+
+
+def group_of_two(rank: int) -> Training:
+    """Two models with equal names, each on two of four ranks."""
+    torch.manual_seed(0)
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    training = by_hand(rank)
+    own = groups[rank // 2]
+    with torch.no_grad():
+        training.inner.up.weight.add_(rank // 2)
+
+    def average(step: int) -> None:
+        for parameter in training.inner.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad, group=own)
+
+    training.after_backward[:] = [average]
+    training.options = {"process_group": own}
     return training
 
 
@@ -82,7 +120,7 @@ def hsdp(rank: int) -> Training:
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("copies", "shards"))
     fully_shard(model.up, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return Training(rank, model, model, torch.optim.AdamW(model.parameters(), 1e-2), model)
+    return Training(rank, model, model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2), model)
 
 
 def tensor_parallel(rank: int) -> Training:
@@ -152,6 +190,11 @@ def weight_flip(t: Training) -> None:
     t.before_step.append(once(t, lambda: flip(t.inner.up.weight, bit=20), on=1))
 
 
+def weight_flip_of_averages(t: Training) -> None:
+    t.before_step.append(once(t, lambda: flip(t.inner.up.weight, bit=20), on=1, at=FOUND_BY))
+    t.options = {"replicas_sync_every": 4}
+
+
 def weight_ulp(t: Training) -> None:
     t.before_step.append(once(t, lambda: flip(t.inner.down.bias), on=1))
 
@@ -217,8 +260,20 @@ def same_batches(t: Training) -> None:
     t.seed = 0
 
 
-def own_data(t: Training) -> None:
-    t.shift = 3.0 if t.rank == 1 else 0.0
+def in_a_closure(t: Training) -> None:
+    """As Lightning's automatic optimisation steps."""
+    weight_flip(t)
+    t.closure = True
+
+
+def overflowed_when_due(t: Training) -> None:
+    weight_flip(t)
+    t.overflows = True
+
+
+def other_frozen_part(t: Training) -> None:
+    with torch.no_grad():
+        t.inner.frozen.add_(float(t.rank))
 
 
 def nothing(t: Training) -> None:
@@ -234,7 +289,9 @@ def train(
 ) -> dict[str, Any]:
     """Train, and return what was found on this rank, and what was warned of."""
     training = make(rank, **made_with)
-    monitor = gradmon.watch(training.model, training.optimizer, **{"check_replicas": EVERY, **options})
+    if training.inner is training.model and make is local_sgd:
+        training.options = {"replicas_sync_every": 4}
+    monitor = gradmon.watch(training.model, training.optimizer, **{"check_replicas": EVERY, **training.options, **options})
     fault(training)
     generator = torch.Generator().manual_seed(rank if training.seed < 0 else training.seed)
     with warnings.catch_warnings(record=True) as warned:
@@ -243,12 +300,17 @@ def train(
             shared = isinstance(training.inner, Sequence)  # ranks of tensor parallelism have one batch
             batch = torch.randn(4, training.width, generator=torch.Generator().manual_seed(step) if shared else generator)
             training.optimizer.zero_grad()
-            loss = (training.forward(batch) - training.shift).square().mean()
+            loss = training.forward(batch).square().mean()
             monitor.log_scalar("loss", loss.detach())
             loss.backward()
             for change in (*training.after_backward, *training.before_step):
                 change(step)
-            training.optimizer.step()
+            if training.overflows and step == FOUND_BY:
+                pass  # as a GradScaler leaves out the step
+            elif training.closure:
+                training.optimizer.step(lambda: loss)  # noqa: B023 (called at once)
+            else:
+                training.optimizer.step()
             dist.barrier()  # so that answers come in the step after the question
         facts = [fact.to_dict() for fact in monitor._runtime.plugin("replica_check").facts()]
         findings = [(f.rule, f.where, f.steps) for f in monitor.diagnose().findings if f.rule.startswith("ranks")]

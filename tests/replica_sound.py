@@ -103,7 +103,7 @@ class Loop:
         plugin = self.monitor._runtime.plugin("replica_check")
         found = [fact.rule for fact in plugin.facts()]
         if plugin._memory.last_good is None:
-            found.append("no check was finished")
+            found.append(f"no check was finished: {self.monitor.complaints()}")
         self.monitor.detach()
         return found
 
@@ -200,7 +200,7 @@ def experts() -> Loop:
     net = Net()
     model = nn.Sequential(net, expert)
     loop = Loop(model, torch.optim.AdamW(model.parameters(), 1e-2), rank_distinct_regex="^1")
-    loop.before_step = lambda step: [dist.all_reduce(parameter.grad) for parameter in net.parameters()]
+    loop.before_step = lambda step: [dist.all_reduce(p.grad) for p in net.parameters() if p.grad is not None]
     return loop
 
 
@@ -212,7 +212,7 @@ def marked_by_megatron() -> Loop:
     net = Net()
     model = nn.Sequential(net, own)
     loop = Loop(model, torch.optim.AdamW(model.parameters(), 1e-2))
-    loop.before_step = lambda step: [dist.all_reduce(parameter.grad) for parameter in net.parameters()]
+    loop.before_step = lambda step: [dist.all_reduce(p.grad) for p in net.parameters() if p.grad is not None]
     return loop
 
 
@@ -257,6 +257,38 @@ def resumed() -> Loop:
             loop.optimizers[0].load_state_dict(copy.deepcopy(loop.optimizers[0].state_dict()))
 
     loop.after_step = reload
+    return loop
+
+
+class _Reducing(torch.optim.SGD):
+    """Averages gradients in its step, as optimizers of Horovod and Megatron-LM do, and leaves those of the model alone."""
+
+    def step(self, closure: Any = None) -> Any:
+        kept = {p: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
+        for parameter, gradient in kept.items():
+            parameter.grad = gradient.clone()
+            dist.all_reduce(parameter.grad)
+        try:
+            return super().step(closure)
+        finally:
+            for parameter, gradient in kept.items():
+                parameter.grad = gradient
+
+
+def reduces_itself() -> Loop:
+    model = Net()
+    return Loop(model, _Reducing([p for p in model.parameters() if p.requires_grad], 1e-2))
+
+
+def own_state() -> Loop:
+    """Each rank has noise of its own in the state, as where it keeps the state of its own parameters only."""
+    loop = ddp(optimizer="momentum")
+
+    def spoil(step: int) -> None:
+        for state in loop.optimizers[0].state.values():
+            state["of this rank"] = torch.full((3,), float(dist.get_rank()))
+
+    loop.before_step = spoil
     return loop
 
 
@@ -320,6 +352,8 @@ PROGRAMS: dict[str, Callable[[], Loop]] = {
             spectral,
             tied,
             evaluated,
+            reduces_itself,
+            own_state,
         )
     },
 }
@@ -341,4 +375,19 @@ def run_all(rank: int, names: list[str]) -> dict[str, list[str]]:
             *(str(each.message) for each in warned if "anks" in str(each.message) and "gradmon" in str(each.message)),
         ]
         dist.barrier()
+    return found
+
+
+def run_one_sided(rank: int) -> list[str]:
+    """A monitor on the first rank alone."""
+    model = DistributedDataParallel(Net())
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    monitor = gradmon.watch(model, optimizer, check_replicas=EVERY) if rank == 0 else None
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.randn(4, 6)).square().mean().backward()
+        optimizer.step()
+    found = [] if monitor is None else [fact.rule for fact in monitor._runtime.plugin("replica_check").facts()]
+    if monitor is not None:
+        monitor.detach()
     return found

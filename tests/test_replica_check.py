@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
+from torch.distributed import PrefixStore, TCPStore
+
+from torch_gradmon.plugins.replica_check import board as board_file
+from torch_gradmon.plugins.replica_check.board import Board
 
 from . import replica_runs as runs
 from . import replica_sound as sound
@@ -33,6 +39,12 @@ FAULTS: list[tuple[Callable[..., None], int, Callable[..., runs.Training], dict[
     (runs.other_checkpoint, 2, runs.ddp, {}, "ranks-diverged", "up.weight", runs.AT),
     (runs.swapped_rows, 2, runs.ddp, {}, "ranks-diverged", "up.weight", runs.AT),
     (runs.nothing, 2, runs.by_hand, {"own_seed": True}, "ranks-diverged", "up.weight", 0),
+    (runs.weight_flip, 2, runs.by_hand, {}, "ranks-diverged", "up.weight", runs.AT),
+    (runs.gradient_flip, 2, runs.by_hand, {}, "ranks-not-synchronised", "down.weight", runs.AT),
+    (runs.in_a_closure, 2, runs.ddp, {}, "ranks-diverged", "up.weight", runs.AT),
+    (runs.overflowed_when_due, 2, runs.ddp, {}, "ranks-diverged", "up.weight", runs.AT),
+    (runs.other_frozen_part, 2, runs.ddp, {}, "ranks-diverged", "frozen", 0),
+    (runs.weight_flip_of_averages, 2, runs.local_sgd, {}, "ranks-diverged", "up.weight", runs.FOUND_BY),
     (runs.weight_flip, 4, runs.hsdp, {}, "ranks-diverged", "up.weight", runs.FOUND_BY),
     (runs.momentum_flip, 4, runs.hsdp, {}, "ranks-diverged", "down.weight/exp_avg", runs.FOUND_BY),
     (runs.lost_transfer, 4, runs.hsdp, {}, "ranks-not-synchronised", "up.weight", runs.FOUND_BY),
@@ -60,7 +72,8 @@ def test_a_fault_is_named_within_one_interval(
         evidence = fact["evidence"]
         is_certain = evidence["ranks like it"] < evidence["ranks like the other"]
         assert evidence["rank"] == 1 or (not is_certain and evidence["unlike rank"] == 1)
-        assert fact["last"] >= runs.FOUND_BY
+        # what no optimizer has is compared once
+        assert fact["last"] >= runs.FOUND_BY or name == "frozen"
         ((shown, where, _),) = result["findings"]
         assert (shown, where) == (rule, name)
     # the first rank warns, once
@@ -81,11 +94,50 @@ def test_the_same_batches_on_all_ranks_are_named() -> None:
         assert (fact["rule"], fact["first"], fact["evidence"]) == ("same-batches-on-all-ranks", runs.EVERY, {"ranks": 2.0})
 
 
-def test_a_rank_with_other_data_is_named() -> None:
-    results = on_ranks(4, runs.train, runs.ddp, runs.own_data, {}, {})
-    for result in results:
-        (fact,) = result["facts"]
-        assert (fact["rule"], fact["where"], fact["evidence"]["rank"]) == ("one-rank-apart", ["loss"], 1)
+def test_two_models_with_equal_names_are_compared_each_within_its_group() -> None:
+    results = on_ranks(4, runs.train, runs.group_of_two, runs.weight_flip, {}, {})
+    assert [[(fact["rule"], fact["where"], fact["first"]) for fact in result["facts"]] for result in results] == [
+        [("ranks-diverged", ["up.weight"], runs.AT)],
+        [("ranks-diverged", ["up.weight"], runs.AT)],
+        [],
+        [],
+    ]
+    assert "rank 1 is unlike rank 0 in up.weight from step 11 on, and either may be the wrong one" in results[0]["warnings"][0]
+
+
+def test_a_resumed_run_is_compared_at_once() -> None:
+    results = on_ranks(2, runs.train, runs.by_hand, runs.nothing, {"start_step": 1001}, {"own_seed": True})
+    assert [[(fact["rule"], fact["first"]) for fact in result["facts"]] for result in results] == [[("ranks-diverged", 1001)]] * 2
+
+
+@pytest.mark.parametrize("program", ["reduces_itself", "own_state"])
+def test_optimizers_that_exchange_or_share_out_by_themselves_are_sound(program: str) -> None:
+    for found in on_ranks(2, sound.run_all, [program]):
+        assert found == {program: []}
+
+
+def test_a_rank_without_a_monitor_stops_nobody_and_nothing_is_found() -> None:
+    assert on_ranks(2, sound.run_one_sided) == [[], []]
+
+
+def test_a_wait_of_another_thread_on_the_store_does_not_hold_up_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = TCPStore("localhost", 0, 1, is_master=True, wait_for_workers=False)
+    client = TCPStore("localhost", server.port, 1, is_master=False)
+    monkeypatch.setattr(board_file, "store_of", lambda prefix: PrefixStore(prefix, client))
+    board, began = Board("subject", 0, 1), threading.Event()
+
+    def wait() -> None:
+        began.set()
+        client.wait(["never"], timedelta(seconds=20))
+
+    waiter = threading.Thread(target=wait, daemon=True)
+    waiter.start()
+    began.wait()
+    board.put("digests", {"step": 3})
+    assert board.read("digests", [0], 3) == {0: {"step": 3}}
+    assert waiter.is_alive()
+    server.set("never", "now")  # lets the thread go
+    waiter.join()
 
 
 @pytest.mark.parametrize("count", [2, 4])

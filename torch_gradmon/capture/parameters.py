@@ -109,7 +109,8 @@ class ParameterCapture:
         self._sample = update_sample
         self._buffer: StepBuffer | None = None
         self._before: dict[int, Tensor] = {}
-        self._measured: set[int] = set()  # positions whose copies are what was measured as parameters
+        self._measured: set[int] = set()  # positions whose copies are what was measured as parameters, in this version
+        self._version = 0
         self._reference: Mapping[str, nn.Parameter] = {}
         self._shared: set[int] = set()  # positions of parameters that several optimizers step
 
@@ -190,7 +191,8 @@ class ParameterCapture:
             self._buffer.refuse_all(UPDATE, "the parameters could not be copied before the step")
             return
         if as_measured and not isinstance(self._sample, int) and self._plans[PARAMETER].columns >= SQUARES:
-            self._repeat_base(parts)
+            self._measured.update(parts)
+            self._version = self._buffer.version_of(PARAMETER)
 
     def forget(self, positions: Iterable[int]) -> None:
         """Drop the copies of parameters that are not stepped after all."""
@@ -221,19 +223,16 @@ class ParameterCapture:
             kept = {p: {**optimizer.state.get(q, {}), "param": q.detach(), "grad": q.grad} for p, q in owned.items()}
             self._measurer.run_functions(Measurement(self._buffer, states, kept))
 
-    def _repeat_base(self, positions: Iterable[int]) -> None:
-        """What updates of these are compared with are the rows of the parameters that were just measured."""
-        assert self._buffer is not None
-        plan, known = self._plans[UPDATE], self._buffer.names_of(PARAMETER)
-        there = [position for position in positions if plan.names[position] in known]
-        if there:
-            self._buffer.repeat_rows(UPDATE_BASE, plan.names_at(there), PARAMETER, SQUARES)
-            self._measured.update(there)
-
     def _measure_base(self, plan: SourcePlan, before: Mapping[int, Tensor]) -> None:
-        """Measure what updates are compared with, where :meth:`_repeat_base` has not found it."""
+        """Measure what updates are compared with, unless the copies are what was measured as parameters."""
         assert self._buffer is not None
-        rest = {position: copy for position, copy in before.items() if position not in self._measured}
+        again: list[int] = []
+        if self._measured and self._buffer.version_of(PARAMETER) == self._version:
+            known = self._buffer.names_of(PARAMETER)
+            again = [position for position in before if position in self._measured and plan.names[position] in known]
+        if again:
+            self._buffer.repeat_rows(UPDATE_BASE, plan.names_at(again), PARAMETER, SQUARES)
+        rest = {position: before[position] for position in before.keys() - set(again)} if again else before
         base = SourcePlan(UPDATE_BASE, plan.names, SQUARES, plan.measured, spread=plan.spread)
         self._measurer.statistics(Measurement(self._buffer, base, rest))
 

@@ -9,7 +9,8 @@ RANK_FAULTS: dict[str, Mistake] = {
         "error",
         "Ranks use different gradients where they should have the same: each trains a model of its own",
         "Call the wrapper, not its .module, and leave no_sync() before the last backward pass of a step; put every trained parameter "
-        "below the wrapper, and change gradients after the backward pass in the same way on all ranks",
+        "below the wrapper, and change gradients after the backward pass in the same way on all ranks. If ranks are meant to differ, name "
+        "those parameters by rank_distinct_regex=, the ranks of one model by process_group=, or pass check_replicas=0",
         repeats=1,
         weight=150.0,
     ),
@@ -23,16 +24,9 @@ RANK_FAULTS: dict[str, Mistake] = {
     ),
     "same-batches-on-all-ranks": Mistake(
         "warning",
-        "All ranks train on the same batches: their gradients are equal, and more ranks add nothing",
-        "Give each rank its own part of the data: DistributedSampler with sampler.set_epoch(epoch), or a seed that depends on the rank",
+        "All ranks train on the same batches, so more ranks add nothing",
+        "Give each rank its own part of the data, by a DistributedSampler or a seed that depends on the rank",
         repeats=1,
         weight=130.0,
-    ),
-    "one-rank-apart": Mistake(
-        "warning",
-        "The loss of one rank is far from those of all others, for many steps",
-        "Look at the data of that rank, at its preprocessing, and at its device",
-        repeats=1,
-        weight=110.0,
     ),
 }

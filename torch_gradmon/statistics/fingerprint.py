@@ -19,7 +19,7 @@ from ..core.torch_modes import outside_dispatch_modes
 
 #: Bytes of a word.
 WORD = 8
-#: Words that are mixed at once: four scratch tensors of this size. Those of a CPU fit its cache.
+#: Words that are mixed at once, with some scratch tensors of this size. Those of a CPU fit its cache.
 _AT_ONCE = {"cpu": 1 << 15}
 _ELSEWHERE = 1 << 22
 
@@ -52,7 +52,7 @@ def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
     with torch.no_grad(), outside_dispatch_modes():
         device = tensors[0].device
         found = torch.zeros(len(tensors), dtype=torch.int64, device=device)
-        for pieces in _batches([_words(tensor) for tensor in tensors], _AT_ONCE.get(device.type, _ELSEWHERE)):
+        for pieces in _batches(tensors, _AT_ONCE.get(device.type, _ELSEWHERE)):
             places = [piece.tensor for piece in pieces]
             sums = _sums(pieces, device)
             if len(places) == 1:
@@ -62,30 +62,37 @@ def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
         return found
 
 
-def _words(tensor: Tensor) -> Tensor:
+def _words(tensor: Tensor) -> Iterator[Tensor]:
+    """The words of a tensor in one or two parts. Only a tensor with gaps or another order of dimensions is copied."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     if not flat.numel():
-        return torch.empty(0, dtype=torch.int64, device=tensor.device)
+        return
     flat = flat.view(torch.uint8)
-    if gap := -flat.numel() % WORD:
-        flat = torch.cat([flat, flat.new_zeros(gap)])
     if flat.storage_offset() % WORD:
         flat = flat.clone()
-    return flat.view(torch.int64)
+    whole = flat.numel() // WORD * WORD
+    if whole:
+        yield flat[:whole].view(torch.int64)
+    if rest := flat.numel() - whole:
+        yield torch.cat([flat[whole:], flat.new_zeros(WORD - rest)]).view(torch.int64)
 
 
-def _batches(words: Sequence[Tensor], most: int) -> Iterator[list[_Piece]]:
+def _batches(tensors: Sequence[Tensor], most: int) -> Iterator[list[_Piece]]:
+    """Pieces of at most ``most`` words together; words are made when they are needed, so that copies are not kept."""
     pieces: list[_Piece] = []
     free = most
-    for tensor, whole in enumerate(words):
-        start = 0
-        while start < len(whole):
-            piece = _Piece(tensor, start, whole[start : start + free])
-            pieces.append(piece)
-            start, free = start + len(piece.words), free - len(piece.words)
-            if not free:
-                yield pieces
-                pieces, free = [], most
+    for number, tensor in enumerate(tensors):
+        done = 0
+        for part in _words(tensor):
+            start = 0
+            while start < len(part):
+                piece = _Piece(number, done + start, part[start : start + free])
+                pieces.append(piece)
+                start, free = start + len(piece.words), free - len(piece.words)
+                if not free:
+                    yield pieces
+                    pieces, free = [], most
+            done += len(part)
     if pieces:
         yield pieces
 

@@ -62,6 +62,15 @@ class Ranks:
         return torch.distributed.get_rank(self.group) if self._is_distributed() else 0
 
     @property
+    def members(self) -> list[int]:
+        """The numbers of these ranks among all processes."""
+        return (
+            torch.distributed.get_process_group_ranks(self.group or torch.distributed.group.WORLD)
+            if self._is_distributed()
+            else [0]
+        )
+
+    @property
     def is_first(self) -> bool:
         """Whether this is the reporting rank. Before there is a process group, the launcher's environment decides."""
         return self.rank == 0 if self._is_distributed() else os.environ.get("RANK", "0") == "0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 
@@ -26,6 +27,7 @@ class RowStore:
         self._parts: dict[tuple[str, str], list[Tensor]] = {}
         self._columns: dict[str, frozenset[Column]] = {}
         self._exchanged: set[tuple[str, str]] = set()  # tensors whose rows are merged over ranks
+        self._versions: Counter[str] = Counter()
 
     def _note_stream(self, device: torch.device) -> None:
         """A row is computed on the current stream of ``device``."""
@@ -43,6 +45,7 @@ class RowStore:
         else:
             places.put(names, len(self._blocks))
         self._blocks.append(rows)
+        self._versions[source] += 1
         self._columns[source] = self._columns.get(source, columns) & columns
 
     def repeat_rows(self, source: str, names: Sequence[str], of: str, columns: frozenset[Column]) -> None:
@@ -54,6 +57,10 @@ class RowStore:
             places = self._places.setdefault(source, RowPlaces(None, {}))
             places.add({name: there.by_name[name] for name in names})
         self._columns[source] = self._columns.get(source, columns) & columns
+
+    def version_of(self, source: str) -> int:
+        """How often rows of this source were stored."""
+        return self._versions[source]
 
     @property
     def block_count(self) -> int:

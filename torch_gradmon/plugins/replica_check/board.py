@@ -1,20 +1,16 @@
-"""Where ranks leave what they have found: the key-value store of ``torch.distributed``.
+"""Where ranks leave their messages: the key-value store of ``torch.distributed``.
 
 No rank has to answer, so none can block another one; and no collective is added to those of the training, which a rank in another step
-would mix up. A key is written again and again, so the store does not grow.
+would mix up. A key is written again and again, so the memory of a server does not grow.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from ...step.consensus import store_of
-
-#: Number of boards by subject in this process: messages of an earlier training are not those of the next one.
-_made: Counter[str] = Counter()
 
 
 class Board:
@@ -22,25 +18,35 @@ class Board:
 
     Args:
         subject: the same on all ranks that share the board.
-        rank: of this process.
-        count: number of ranks.
+        rank: of this process among them.
+        count: their number.
 
     Raises:
-        ImportError, RuntimeError, ValueError: there is no store.
+        ImportError, AttributeError, RuntimeError, ValueError: there is no store, or none that can be used beside the training.
     """
 
     def __init__(self, subject: str, rank: int, count: int) -> None:
-        _made[subject] += 1
-        self._store = store_of(f"torch_gradmon/replicas/{subject}/{_made[subject]}")
+        # a connection of its own: a client serves one request at a time, and another thread may wait for an answer to its own
+        self._store = store_of(f"torch_gradmon/replicas/{subject}").clone()
+        self._store.add("made", 1)
+        self._training = 0
         self.rank, self.count = rank, count
+
+    def has_changed(self) -> bool:
+        """Whether a rank has made a board for the subject since this was asked last, so that messages have to be left again.
+
+        They are kept apart by the number of boards that all ranks have made: those of an earlier training are not read.
+        """
+        before, self._training = self._training, self._store.add("made", 0)
+        return self._training != before
 
     def put(self, name: str, message: Any) -> None:
         """Leave a message of this rank, which replaces an earlier one of that name."""
-        self._store.set(f"{name}/{self.rank}", json.dumps(message))
+        self._store.set(f"{self._training}/{name}/{self.rank}", json.dumps(message))
 
     def read(self, name: str, ranks: Sequence[int], step: int) -> dict[int, Any] | None:
         """The messages of these ranks about ``step``; None while one is missing. Does not wait."""
-        keys = [f"{name}/{rank}" for rank in ranks]
+        keys = [f"{self._training}/{name}/{rank}" for rank in ranks]
         if not self._store.check(keys):
             return None
         many = getattr(self._store, "has_extended_api", bool)()

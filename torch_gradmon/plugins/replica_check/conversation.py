@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -20,15 +20,18 @@ from ...core.moments import Column
 from ...core.records import StepRecord
 from . import comparison
 from .board import Board
-from .comparison import ASKED, Suspects, of_json, suspects, to_json
+from .comparison import Suspects, compared, of_json, suspects, to_json
 from .items import GRADIENT, NUMBER, PARAMETER, rate_name
-from .local_values import MOST, LocalValues, losses_of
+from .local_values import same_batches
 from .snapshot import Snapshot
 
 #: The first step is looked for in the statistics of this number of steps and of parameters.
 TRACED_STEPS, TRACED_NAMES = 200, 20
 #: Kinds by source, in the order in which a step measures them.
 _SOURCES = {keys.PARAMETER: PARAMETER, keys.GRADIENT_BEFORE_CLIP: GRADIENT, keys.GRADIENT: GRADIENT}
+
+
+_UNKNOWN = "?"
 
 
 @dataclass
@@ -38,12 +41,10 @@ class Memory:
     Attributes:
         last_good: the last step in which nothing differed; None before the first.
         batch: a digest of its batch in the last check.
-        local: judges losses and batches, on the first rank.
     """
 
     last_good: int | None = None
     batch: str | None = None
-    local: LocalValues = field(default_factory=LocalValues)
 
     def was_good(self, step: int) -> None:
         """Nothing differed in ``step``."""
@@ -63,11 +64,23 @@ class Conversation:
         snapshot: what this rank has found.
         records: the last records of this rank.
         memory: what is known from checks before.
+        global_ranks: the ranks on the board by their number among all processes.
+        has_traces: the statistics of the last steps are those of equal ranks.
     """
 
-    def __init__(self, board: Board, snapshot: Snapshot, records: Callable[[], Sequence[StepRecord]], memory: Memory) -> None:
+    def __init__(
+        self,
+        board: Board,
+        snapshot: Snapshot,
+        records: Callable[[], Sequence[StepRecord]],
+        memory: Memory,
+        global_ranks: Sequence[int],
+        has_traces: bool,
+    ) -> None:
         self._board, self._snapshot, self._records, self._memory = board, snapshot, records, memory
+        self._global_ranks, self._has_traces = global_ranks, has_traces
         self._left: set[str] = set()
+        self._before: str | None = _UNKNOWN
         self._suspects: list[Suspects] = []
         self._asked: list[int] = []
         self._answers: Mapping[int, Any] = {}
@@ -76,6 +89,8 @@ class Conversation:
         """Leave the messages that are due. Returns the verdict once it is known; waits for nothing."""
         if not self._snapshot.is_ready():
             return None
+        if self._board.has_changed():
+            self._left.clear()
         self._leave("digests", self._digests)
         if self._board.rank == 0:
             self._judge()
@@ -84,17 +99,22 @@ class Conversation:
             return None
         facts = [LoopFinding.of_dict(fact) for fact in question[0]["facts"]]
         if not question[0]["ranks"]:
-            self._memory.was_good(self._snapshot.step)
+            if question[0]["compared"]:
+                self._memory.was_good(self._snapshot.step)
             return facts
         if self._board.rank in question[0]["ranks"]:
             self._answer()
         verdict = self._read("verdict", [0])
-        return None if verdict is None else [*facts, *map(LoopFinding.of_dict, verdict[0]["facts"])]
+        if verdict is None:
+            return None
+        if not verdict[0]["facts"]:  # what differs does so on purpose
+            self._memory.was_good(self._snapshot.step)
+        return [*facts, *map(LoopFinding.of_dict, verdict[0]["facts"])]
 
     def _digests(self) -> dict[str, Any]:
-        before = self._memory.next_batch(self._snapshot.batch)
-        loss = losses_of(self._records()[-MOST:])
-        return {"shares": self._snapshot.digests(), "batch": self._snapshot.batch, "batch before": before, "loss": loss}
+        if self._before is _UNKNOWN:
+            self._before = self._memory.next_batch(self._snapshot.batch)
+        return {"shares": self._snapshot.digests(), "batch": self._snapshot.batch, "batch before": self._before}
 
     def _answer(self) -> None:
         self._leave("answer", lambda: {"shares": {share: to_json(found) for share, found in self._snapshot.by_share.items()}})
@@ -108,10 +128,11 @@ class Conversation:
             found = self._read("digests", range(self._board.count))
             if found is None:
                 return
-            self._suspects = suspects({rank: message["shares"] for rank, message in found.items()})
-            self._asked = sorted({rank for each in self._suspects for rank in (each.reference, *each.odd[:ASKED])})
-            facts = [fact.to_dict() for fact in self._memory.local.judge(self._snapshot.step, found)]
-            self._leave("question", lambda: {"ranks": self._asked, "facts": facts})
+            digests = {rank: message["shares"] for rank, message in found.items()}
+            self._suspects = suspects(digests)
+            self._asked = sorted({rank for each in self._suspects for rank in (each.reference, each.odd)})
+            facts = [fact.to_dict() for fact in same_batches(self._snapshot.step, found)]
+            self._leave("question", lambda: {"ranks": self._asked, "facts": facts, "compared": compared(digests)})
         answers = self._read("answer", self._asked) if self._asked else None
         if answers is None:
             return
@@ -127,28 +148,28 @@ class Conversation:
     def _differing(self) -> list[str]:
         names: dict[str, None] = {}
         for each in self._suspects:
-            reference = self._found(each.reference, each.share)
-            for rank in each.odd[:ASKED]:
-                other = self._found(rank, each.share)
-                differing = [key for key in dict.fromkeys((*reference, *other)) if reference.get(key) != other.get(key)]
-                names.update(dict.fromkeys(comparison.parameter_of(*key) for key in differing))
+            reference, other = (self._found(rank, each.share) for rank in (each.reference, each.odd))
+            differing = [key for key in dict.fromkeys((*reference, *other)) if reference.get(key) != other.get(key)]
+            names.update(dict.fromkeys(comparison.parameter_of(*key) for key in differing))
         return list(names)
 
     def _verdicts(self, traces: Mapping[int, Any]) -> list[LoopFinding]:
-        found = []
-        for each in self._suspects:
-            rank = each.odd[0]
-            pair = [{int(step): of for step, of in traces[one]["steps"].items()} for one in (each.reference, rank)]
-            what = comparison.difference(self._found(each.reference, each.share), self._found(rank, each.share), pair)
-            if what is not None:
-                found.append(self._fact(each, what, [traces[one]["norms"] for one in (each.reference, rank)]))
-        return found
+        found: dict[str, LoopFinding] = {}
+        for who in self._suspects:
+            pair = who.reference, who.odd
+            steps = [{int(step): of for step, of in traces[rank]["steps"].items()} for rank in pair] if self._has_traces else []
+            reference, other = (self._found(rank, who.share) for rank in pair)
+            what = comparison.difference(reference, other, steps, self._memory.last_good)
+            if what is not None:  # one finding for each rule, that of the first share
+                found.setdefault(what.rule, self._fact(who, what, [traces[rank]["norms"] for rank in pair]))
+        return list(found.values())
 
     def _fact(self, who: Suspects, what: comparison.Difference, norms: Sequence[Mapping[str, float]]) -> LoopFinding:
         step = self._snapshot.step
-        evidence: dict[str, float] = {"rank": who.odd[0], "unlike rank": who.reference}
-        evidence["ranks like it"], evidence["ranks like the other"] = len(who.odd), who.usual
-        evidence[f"{what.kind}s that differ"], evidence[f"of {what.kind}s"] = what.differing, what.of
+        evidence: dict[str, float] = {"rank": self._global_ranks[who.odd], "unlike rank": self._global_ranks[who.reference]}
+        evidence["ranks like it"], evidence["ranks like the other"] = who.alike, who.usual
+        if what.differing:
+            evidence[f"{what.kind}s that differ"], evidence[f"{what.kind}s"] = what.differing, what.of
         ours, theirs = (each.get(comparison.parameter_of(what.kind, what.name)) for each in norms)
         if ours and theirs:
             evidence["norm of the parameter there"], evidence["and elsewhere"] = theirs, ours

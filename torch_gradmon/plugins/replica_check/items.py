@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -13,9 +15,11 @@ from torch.optim import Optimizer
 from ...step.ranks import is_dtensor
 
 #: Kinds of items, each a possible cause of differences in the next ones.
-NUMBER, PARAMETER, STATE, GRADIENT, BUFFER = "number", "parameter", "state", "gradient", "buffer"
+NUMBER, GRADIENT, STATE, PARAMETER = "number", "gradient", "state", "parameter"
 #: Attributes with which Megatron-LM and DeepSpeed mark parameters that only some ranks have.
 _MARKS = (("tensor_model_parallel", True), ("allreduce", False))
+#: What identifies the ranks of a mesh, which takes long to describe.
+_meshes: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 class Item(NamedTuple):
@@ -23,7 +27,7 @@ class Item(NamedTuple):
 
     Attributes:
         kind: such as :data:`GRADIENT`.
-        name: of the parameter, buffer or number; for state with its key.
+        name: of the parameter or number; for state with its key.
         share: which part of a sharded tensor this is; empty for a whole tensor.
         tensor: its values, plain and dense.
     """
@@ -37,7 +41,7 @@ class Item(NamedTuple):
 def items_of(
     optimizer: Optimizer, names: Mapping[int, str], distinct: re.Pattern[str] | None, is_averaged: bool = False, first: int = 0
 ) -> Iterator[Item]:
-    """What ranks must have in common when the optimizer is about to step.
+    """Everything that ranks must have in common when the optimizer has stepped.
 
     Args:
         optimizer: of this rank.
@@ -54,7 +58,7 @@ def items_of(
             yield Item(NUMBER, rate_name(number), "", rate.detach())
         for parameter in group["params"]:
             name = names.get(id(parameter))
-            if name is None or not _is_common(parameter) or (distinct is not None and distinct.search(name)):
+            if name is None or not _is_common(name, parameter, distinct):
                 continue
             yield from _shared(PARAMETER, name, parameter)
             if is_averaged:
@@ -66,19 +70,21 @@ def items_of(
                 yield from _shared(STATE, f"{name}/{key}", state[key])
 
 
+def others_of(parameters: Mapping[str, nn.Parameter], distinct: re.Pattern[str] | None) -> Iterator[Item]:
+    """Parameters that no optimizer has, by name."""
+    for name, parameter in parameters.items():
+        if _is_common(name, parameter, distinct):
+            yield from _shared(PARAMETER, name, parameter)
+
+
 def rate_name(group: int) -> str:
     """The name of the learning rate of a parameter group, counted over all optimizers."""
     return f"learning rate of group {group}"
 
 
-def buffers_of(module: nn.Module, names: Mapping[str, str]) -> Iterator[Item]:
-    """The module's buffers; ``names``: canonical names by those of the module."""
-    for raw, buffer in module.named_buffers():
-        yield from _shared(BUFFER, names.get(raw, raw), buffer)
-
-
-def _is_common(parameter: nn.Parameter) -> bool:
-    return all(getattr(parameter, mark, not is_so) is not is_so for mark, is_so in _MARKS)
+def _is_common(name: str, parameter: nn.Parameter, distinct: re.Pattern[str] | None) -> bool:
+    is_marked = any(getattr(parameter, mark, not is_so) is is_so for mark, is_so in _MARKS)
+    return not is_marked and (distinct is None or not distinct.search(name))
 
 
 def _shared(kind: str, name: str, tensor: Tensor) -> Iterable[Item]:
@@ -105,5 +111,7 @@ def _replica(sharded: Any) -> tuple[str, Tensor] | None:
     local = sharded.to_local()
     if hasattr(local, "wait"):
         local = local.wait()
+    if mesh not in _meshes:
+        _meshes[mesh] = hashlib.sha256(repr(mesh.mesh.tolist()).encode()).hexdigest()[:12]
     where = ["*" if is_so else str(place) for is_so, place in zip(replicates, coordinate, strict=True)]
-    return f"{mesh.mesh.flatten().tolist()}:{','.join(where)}", local
+    return f"{_meshes[mesh]}:{','.join(where)}", local

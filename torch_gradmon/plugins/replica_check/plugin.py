@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -22,8 +23,8 @@ from ...step.plugin import Plugin
 from ...step.ranks import Ranks
 from .board import Board
 from .conversation import Conversation, Memory
-from .items import items_of
-from .local_values import has_own_batches, tensors_in
+from .items import items_of, others_of
+from .local_values import batch_in, has_own_batches
 from .snapshot import Snapshot
 
 #: Steps that others are waited for, and steps after which an alert has reached all ranks.
@@ -59,9 +60,11 @@ class ReplicaCheck(Plugin):
         self._every, self._sync_every, self._distinct = every, sync_every, distinct
         self._ranks, self._planner, self._complaints, self._records = ranks, planner, complaints, records
         self._board: Board | None = None
-        self._due = 0
+        self._due: int | None = None  # None: in the next step of an optimizer
         self._snapshot: Snapshot | None = None
         self._conversation: Conversation | None = None
+        self._taken: set[int] = set()  # ids of the optimizers in the snapshot
+        self._has_others = False  # parameters that no optimizer has were compared
         self._memory = Memory()
         self._handles = Handles()
         self._facts: dict[str, LoopFinding] = {}
@@ -73,13 +76,15 @@ class ReplicaCheck(Plugin):
     # --- when ----------------------------------------------------------------------------------------------------------------
 
     def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Begin with the next step but one: ranks that were initialised differently show there."""
+        """Begin with the next step: ranks that were initialised differently show there."""
         self.on_detach()
-        if self._ranks.count > 1:
-            subject = hashlib.sha256(repr((self._every, self._sync_every, self._planner_names())).encode()).hexdigest()[:16]
-            self._board = Board(subject, self._ranks.rank, self._ranks.count)
-        self._plan(0 if self.context.step is None else self.context.step + 1)
-
+        inventory = self._planner.inventory
+        names = [] if inventory is None else inventory.names
+        pattern = "" if self._distinct is None else self._distinct.pattern
+        subject = (self._every, self._sync_every, pattern, self._ranks.members, names)
+        with contextlib.suppress(ImportError, AttributeError, RuntimeError, ValueError):  # no store, or an older torch
+            digest = hashlib.sha256(repr(subject).encode()).hexdigest()[:16]
+            self._board = Board(digest, self._ranks.rank, self._ranks.count)
         if self._board is not None and has_own_batches(module, self._ranks.count):
             hook = ModuleHook(self._called)
             self._handles.of_module(module.register_forward_pre_hook(hook, with_kwargs=True))
@@ -88,58 +93,68 @@ class ReplicaCheck(Plugin):
         """Take the hook on the model away, and forget a check that is not over."""
         self._handles.remove()
         self._end()
-        self._board, self._memory = None, Memory()
-
-    def _planner_names(self) -> list[str]:
-        return [] if self._planner.inventory is None else self._planner.inventory.names
-
-    def _plan(self, step: int) -> None:
-        """The next check is in ``step``, or when ranks have averaged their parameters next."""
-        self._due = -(-step // self._sync_every) * self._sync_every
-
-    def _plan_next(self) -> None:
-        self._plan(((self.context.step or 0) // self._every + 1) * self._every)
+        self._board, self._memory, self._due, self._has_others = None, Memory(), None, False
 
     def may_miss(self) -> int:
         """All idle steps before the next check."""
         if self._board is None:
             return sys.maxsize
-        return 0 if self._snapshot is not None else max(0, self._due - (self.context.step or 0) - 2)
+        if self._snapshot is not None or self._due is None:
+            return 0
+        return max(0, self._due - (self.context.step or 0) - 2)
 
     def on_alert(self, step: int) -> None:
         """Check soon after a spike."""
-        if self._board is not None and self._snapshot is None:
-            self._plan(step + AFTER_ALERT)
+        if self._snapshot is None:
+            self._due = step + AFTER_ALERT
 
     def on_rewind(self, step: int) -> None:
         """The run repeats steps."""
         self._end()
-        self._plan(step + 1)
+        self._due, self._memory = None, Memory()
+
+    def _is_due(self, step: int) -> bool:
+        """Whether ``step`` is that of a check, or the first one after it in which ranks have just averaged their parameters."""
+        return (self._due is None or step >= self._due) and step % self._sync_every == 0 and self._conversation is None
 
     # --- a check -------------------------------------------------------------------------------------------------------------
 
     def on_optimizer_step(self, optimizer: Optimizer, has_closure: bool) -> None:
-        """Take the fingerprints, if a check is due in this step."""
+        """Take the fingerprints of parameters that ranks have just averaged."""
+        if self._sync_every > 1:
+            self._take_fingerprints(optimizer)
+
+    def on_optimizer_stepped(self, optimizer: Optimizer) -> None:
+        """Take the fingerprints: gradients are still there, also those that a closure has computed."""
+        if self._sync_every == 1:
+            self._take_fingerprints(optimizer)
+
+    def _take_fingerprints(self, optimizer: Optimizer) -> None:
         step = self.context.step
-        if self._board is None or step is None or step < self._due or has_closure:
+        if self._board is None or step is None or id(optimizer) in self._taken or not self._is_due(step):
             return
-        if step > self._due:  # none of the steps since had an optimizer's step
-            self._plan_next()
-        elif self._conversation is None:
-            optimizers = list(self.context.optimizers)
-            before = optimizers[: optimizers.index(optimizer)] if optimizer in optimizers else []
-            first = sum(len(each.param_groups) for each in before)
-            self._begin(step).add(list(items_of(optimizer, self._names(), self._distinct, self._sync_every > 1, first)))
+        if self._snapshot is not None and self._snapshot.step != step:
+            self._end()  # the batch of a step whose optimizer did not step
+        optimizers, names = list(self.context.optimizers), self._names()
+        before = optimizers[: optimizers.index(optimizer)] if optimizer in optimizers else []
+        first = sum(len(each.param_groups) for each in before)
+        items = list(items_of(optimizer, names, self._distinct, self._sync_every > 1, first))
+        if not self._has_others:
+            owned = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+            items += others_of({name: p for name, p in self._parameters() if id(p) not in owned}, self._distinct)
+            self._has_others = True
+        self._begin(step).add(items)
+        self._taken.add(id(optimizer))
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         # a step that this call opens may not be open yet
         step = self.context.step
         coming = 0 if step is None else step if self.context.is_step_open else step + 1
-        if self._board is not None and coming == self._due and module.training and self._conversation is None:
+        if self._board is not None and module.training and self._is_due(coming):
             self.context.call(self._take_batch, coming, args, kwargs or {})
 
     def _take_batch(self, step: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._begin(step).add_batch(tensors_in(args, kwargs))
+        self._begin(step).add_batch(batch_in(args, kwargs))
 
     def _begin(self, step: int) -> Snapshot:
         if self._snapshot is None:
@@ -148,40 +163,54 @@ class ReplicaCheck(Plugin):
 
     def _end(self) -> None:
         self._snapshot, self._conversation, self.watches_idle_steps = None, None, False
+        self._taken = set()
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        inventory = self._planner.inventory
+        for name, reference in () if inventory is None else zip(inventory.names, inventory.references, strict=True):
+            if (parameter := reference()) is not None:
+                yield name, parameter
 
     def _names(self) -> Mapping[int, str]:
-        inventory = self._planner.inventory
-        if inventory is None:
-            return {}
-        found = zip(inventory.names, inventory.references, strict=True)
-        return {id(parameter): name for name, reference in found if (parameter := reference()) is not None}
+        return {id(parameter): name for name, parameter in self._parameters()}
 
     def on_step_closed(self, step: ActiveStep) -> None:
-        """Go on with what others have left."""
-        if self._board is None or self._snapshot is None:
+        """Go on with the messages of others."""
+        snapshot, now = self._snapshot, self.context.step or 0
+        if self._board is None or snapshot is None or not self._taken:
             return
         if self._conversation is None:
-            if (self.context.step or 0) < self._snapshot.step:
+            if now < snapshot.step:
                 return
-            self._snapshot.start_copy()
-            self._conversation = Conversation(self._board, self._snapshot, self._records, self._memory)
+            snapshot.start_copy()
+            members, has_traces = self._ranks.members, self._sync_every == 1
+            self._conversation = Conversation(self._board, snapshot, self._records, self._memory, members, has_traces)
         verdict = self._conversation.go_on()
-        if verdict is None and (self.context.step or 0) <= self._snapshot.step + PATIENCE:
+        if verdict is None and now <= snapshot.step + PATIENCE:
             return
         for fact in verdict or ():
             self._take(fact)
         if verdict:
             self.context.annotate_run(replicas=[fact.to_dict() for fact in self.facts()])
         self._end()
-        self._plan_next()
+        self._due = (now // self._every + 1) * self._every
 
     def _take(self, fact: LoopFinding) -> None:
         known = self._facts.get(fact.rule)
-        if known is None:
-            self._facts[fact.rule] = fact
-            if self._ranks.is_first:
-                mistake, numbers = RANK_FAULTS[fact.rule], ", ".join(f"{name} {value:g}" for name, value in fact.evidence.items())
-                seen = "; ".join(filter(None, (f"seen in step {fact.first}", *fact.where, numbers)))
-                self._complaints.add(f"replicas:{fact.rule}", f"{mistake.cause} ({seen}). {mistake.advice}")
-        else:
+        if known is not None:
             self._facts[fact.rule] = LoopFinding(fact.rule, known.first, fact.last, known.count + 1, known.where, known.evidence)
+            return
+        self._facts[fact.rule] = fact
+        if self._ranks.is_first:
+            mistake = RANK_FAULTS[fact.rule]
+            self._complaints.add(f"replicas:{fact.rule}", f"{mistake.cause} ({_in_words(fact)}). {mistake.advice}")
+
+
+def _in_words(fact: LoopFinding) -> str:
+    numbers = {name: f"{value:,.0f}" if value.is_integer() else f"{value:.6g}" for name, value in fact.evidence.items()}
+    if not fact.where:
+        return f"first in step {fact.first:,}"
+    found = f"rank {numbers['rank']} is unlike rank {numbers['unlike rank']} in {fact.where[0]} from step {fact.first:,} on"
+    if fact.evidence["ranks like it"] >= fact.evidence["ranks like the other"]:
+        return f"{found}, and either may be the wrong one"
+    return f"{found}, which is as on {numbers['ranks like the other']} ranks"

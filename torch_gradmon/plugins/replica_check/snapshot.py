@@ -73,7 +73,7 @@ class Snapshot:
     @cached_property
     def by_share(self) -> Mapping[str, Found]:
         """Fingerprints by what ranks should have in common. Ranks with other parameters have other keys. Waits for the copy."""
-        layout = hashlib.sha256(repr(self._layout).encode()).hexdigest()[:16]
+        layout = _hash(sorted(self._layout))
         found: dict[str, Found] = {}
         for (share, kind, name), value in zip(self._labels, self._values[self._batch :], strict=True):
             found.setdefault(f"{layout}|{share}", {})[kind, name] = value
