@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import torch_gradmon as gradmon
+from torch_gradmon.plugins.replica_check.board import Board
 
 from .replica_runs import EVERY, Net
 
@@ -390,4 +392,20 @@ def run_one_sided(rank: int) -> list[str]:
     found = [] if monitor is None else [fact.rule for fact in monitor._runtime.plugin("replica_check").facts()]
     if monitor is not None:
         monitor.detach()
+    return found
+
+
+def run_counted(rank: int) -> list[tuple[str, int]]:
+    """The messages of a sound training, each with its size in bytes."""
+    put, found = Board.put, []
+
+    def counted(board: Board, name: str, message: Any) -> None:
+        found.append((name, len(json.dumps(message))))
+        put(board, name, message)
+
+    Board.put = counted  # type: ignore[method-assign]
+    try:
+        ddp(nn.Sequential(*[nn.Linear(6, 6) for _ in range(50)])).run()
+    finally:
+        Board.put = put  # type: ignore[method-assign]
     return found

@@ -20,6 +20,7 @@ from torch_gradmon.cli.demo_model import CharacterGPT, Sizes
 from torch_gradmon.core.simulated.timeline import Memory
 from torch_gradmon.spikes.nonfinite_origin import nonfinite_origin
 from torch_gradmon.statistics.dispatch import Statistics
+from torch_gradmon.statistics.fingerprint import fingerprints
 from torch_gradmon.step.device_transfer import DeviceToHostCopy
 
 torch.set_num_threads(1)
@@ -245,6 +246,21 @@ def lifetimes() -> Any:
     loop.monitor.detach()
     loop.monitor = None
     return {"before": before, "bare": bare, "watched": watched, "gone": alive(), "at the end": (loop := None) or alive()}
+
+
+@case
+def fingerprints_of_many() -> Any:
+    """Those of the CPU, and the launches and reads that they take on the device."""
+    torch.manual_seed(0)
+    tensors = [torch.randn(3, 5 + number) for number in range(100)]
+    moved = [tensor.to(AT) for tensor in tensors]
+    with DEVICE.counted() as work:
+        found = fingerprints(moved)
+    return {
+        "equal": found.cpu().tolist() == fingerprints(tensors).tolist(),
+        "launches": work.launches,
+        "reads": work.reads.total(),
+    }
 
 
 # --- failures, and the order of values -------------------------------------------------------------------------------------------

@@ -116,6 +116,15 @@ def test_optimizers_that_exchange_or_share_out_by_themselves_are_sound(program: 
         assert found == {program: []}
 
 
+def test_in_a_sound_run_each_rank_leaves_one_digest_a_check_however_many_tensors_there_are() -> None:
+    first, other = on_ranks(2, sound.run_counted)
+    checks = 1 + sound.STEPS // runs.EVERY
+    # the first rank also leaves that there is no question
+    assert [name for name, _ in first] == ["digests", "question"] * checks
+    assert [name for name, _ in other] == ["digests"] * checks
+    assert all(size < 250 for _, size in (*first, *other))
+
+
 def test_a_rank_without_a_monitor_stops_nobody_and_nothing_is_found() -> None:
     assert on_ranks(2, sound.run_one_sided) == [[], []]
 

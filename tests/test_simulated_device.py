@@ -228,3 +228,12 @@ def test_what_cannot_be_measured_costs_no_more_than_itself() -> None:
         ["activation", "gradient", "gradient_before_clip"],
         "the parameters could not be copied before the step",
     ]
+
+
+@needs_devices
+def test_fingerprints_of_many_tensors_take_few_launches_and_no_wait() -> None:
+    result = _ran("fingerprints_of_many")
+    assert result["equal"]
+    assert result["reads"] == 0
+    # those that mix all words at once, and one for the last word of each tensor that has no whole number of them
+    assert result["launches"] <= 30 + 2 * 50
