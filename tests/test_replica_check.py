@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from torch_gradmon.plugins.replica_check import board as board_file
 from torch_gradmon.plugins.replica_check.board import Board
@@ -16,6 +16,8 @@ from torch_gradmon.plugins.replica_check.board import Board
 from . import replica_runs as runs
 from . import replica_sound as sound
 from .ranks import on_ranks
+
+pytestmark = pytest.mark.skipif(not hasattr(Store, "clone"), reason="the stores of this torch cannot be cloned")
 
 #: Fault, number of ranks, how the model is wrapped, rule, the tensor or number, and the first step.
 FAULTS: list[tuple[Callable[..., None], int, Callable[..., runs.Training], dict[str, Any], str, str, int]] = [
