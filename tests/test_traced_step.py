@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
+from torch_gradmon.core.accelerator import capture_check
 from torch_gradmon.monitor.loop import idle_stretch
 from torch_gradmon.statistics import cpp
 
@@ -136,3 +137,7 @@ MOST_FILES, MOST_CALLS, MOST_CALLS_WITHOUT_KERNEL = 130, 960, 1090
 MOST_FILES_IDLE, MOST_CALLS_IDLE = 10, 24
 #: In an idle step that is followed although the loop is trusted: 43 and 130, with the look at a file that is due once a second.
 MOST_FILES_FOLLOWED, MOST_CALLS_FOLLOWED = 43, 132
+if capture_check() is not None:  # a build of torch for CUDA is asked at each event whether a graph is captured
+    MOST_FILES, MOST_CALLS, MOST_CALLS_WITHOUT_KERNEL = MOST_FILES + 1, MOST_CALLS + 20, MOST_CALLS_WITHOUT_KERNEL + 20
+    MOST_FILES_IDLE, MOST_CALLS_IDLE = MOST_FILES_IDLE + 1, MOST_CALLS_IDLE + 6
+    MOST_FILES_FOLLOWED, MOST_CALLS_FOLLOWED = MOST_FILES_FOLLOWED + 1, MOST_CALLS_FOLLOWED + 20
