@@ -1,4 +1,4 @@
-"""What differs between kinds of accelerators: events, memory for copies, random generators. No other file names a kind."""
+"""What differs between kinds of accelerators: events, memory for copies, random generators. Only the Triton kernels name a kind, too."""
 
 from __future__ import annotations
 

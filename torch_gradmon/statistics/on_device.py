@@ -1,8 +1,8 @@
-"""Measure tensors on an accelerator with stock operations: the number of launches does not depend on the number of tensors.
+"""Measure tensors on an accelerator with stock operations: few launches for many tensors.
 
-The tensors are written one after the other into a table, each in rows of its own, so one operation over the rows measures all of them. The
-rows of a tensor are then merged in a few levels, in a fixed order, so the result has the same bits whenever it is computed. Nothing is read
-back to the host.
+The tensors are written one after the other into a table (one launch for each 128 of them, by ``torch.cat``), each in rows of its own, so
+one operation over the rows measures all of them. The rows of a tensor are then merged in a few levels, in a fixed order, so the result has
+the same bits whenever it is computed. Nothing is read back to the host.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ is new, and exchange it too.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -19,7 +18,7 @@ from ..core.moments import ALL_COLUMNS, Column, identity
 from ..statistics.tensor_access import accumulator_dtype
 from .buffer import SKEW, StepBuffer
 from .consensus import Rendezvous
-from .ranks import Ranks
+from .ranks import Ranks, digest_of
 
 #: An item that all ranks exchange: a tensor by source and name, or a value by source, name, metric and reducer.
 Entry = tuple[str, ...]
@@ -147,8 +146,7 @@ class RankExchange:
         peers waits.
         """
         if what not in self._agreed:
-            digest = hashlib.sha256(repr(layout()).encode()).hexdigest()[:16]
-            self._agreed[what] = self.ranks.count == 1 or self._agreement.on(f"{what}-{digest}")
+            self._agreed[what] = self.ranks.count == 1 or self._agreement.on(f"{what}-{digest_of(layout())}")
             if not self._agreed[what]:
                 self._complaints.add(f"ranks:{what}", _ALONE[what])
                 if what == "tensors":

@@ -8,6 +8,7 @@ sums (norm weights under sequence parallelism), which must be added up first.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 from collections.abc import Container, Mapping, Sequence
@@ -33,6 +34,11 @@ def is_sharded(tensor: Tensor) -> bool:
 def is_dtensor(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a DTensor."""
     return type(tensor) not in PLAIN and hasattr(tensor, "_local_tensor") and hasattr(tensor, "placements")
+
+
+def digest_of(value: object) -> str:
+    """16 characters that are equal on two ranks if their values are, by ``repr``: for what is too long to be sent or to be a key."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
 class Ranks:

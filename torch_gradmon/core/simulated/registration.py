@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..accelerator import forget_devices
 from .device import NAME, SimulatedDevice
-from .tensor import allocated, copied_to_device
+from .tensor import SimulatedTensor, copied_to_device
 from .timeline import Clock, Timeline
 
 
@@ -143,10 +143,10 @@ def simulated_device() -> SimulatedDevice:
 
     def empty(size: Sequence[int], dtype: Any = None, memory_format: Any = None, **_: Any) -> Tensor:
         layout = memory_format or torch.contiguous_format
-        return allocated(device, torch.empty(size, dtype=dtype, memory_format=layout, device="cpu"))
+        return SimulatedTensor(torch.empty(size, dtype=dtype, memory_format=layout, device="cpu"), device)
 
     def empty_strided(size: Sequence[int], stride: Sequence[int], dtype: Any = None, **_: Any) -> Tensor:
-        return allocated(device, torch.empty_strided(size, stride, dtype=dtype, device="cpu"))
+        return SimulatedTensor(torch.empty_strided(size, stride, dtype=dtype, device="cpu"), device)
 
     def copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
         """What ``torch.tensor(..., device=)`` calls, past the type of the tensor."""

@@ -69,11 +69,6 @@ class SimulatedTensor(Tensor):
         return f"SimulatedTensor({self.raw!r})"
 
 
-def allocated(owner: SimulatedDevice, raw: Tensor) -> SimulatedTensor:
-    """A new tensor without values."""
-    return SimulatedTensor(raw, owner)
-
-
 def _run(owner: SimulatedDevice, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = func._schema.name
     if func in (_ATEN._to_copy.default, _ATEN.copy_.default):

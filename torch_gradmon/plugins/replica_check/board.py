@@ -1,7 +1,8 @@
 """Where ranks leave their messages: the key-value store of ``torch.distributed``.
 
 No rank has to answer, so none can block another one; and no collective is added to those of the training, which a rank in another step
-would mix up. A key is written again and again, so the memory of a server does not grow.
+would mix up. A key is written again and again, so within a training the memory of a server does not grow; each training has keys
+of its own.
 """
 
 from __future__ import annotations

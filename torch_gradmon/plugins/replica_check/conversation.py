@@ -7,17 +7,15 @@ first rank gives the verdict, which all take.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from torch import Tensor
 
 from ...core import keys
 from ...core.loop_findings import LoopFinding
 from ...core.moments import Column
 from ...core.records import StepRecord
+from ...step.ranks import digest_of
 from . import comparison
 from .board import Board
 from .comparison import Suspects, compared, of_json, suspects, to_json
@@ -191,7 +189,7 @@ class Conversation:
                     continue
                 place = {name: row for row, name in enumerate(table.names)}
                 known = [name for name in names if name in place]
-                found += [(kind, name, _hash(table.rows[place[name]])) for name in known]
+                found += [(kind, name, digest_of(table.rows[place[name]].tolist())) for name in known]
                 if kind == PARAMETER:
                     norms.update((name, float(table.rows[place[name], Column.SQUARE_SUM]) ** 0.5) for name in known)
         return {"steps": steps, "norms": norms}
@@ -203,7 +201,3 @@ class Conversation:
 
     def _read(self, name: str, ranks: Sequence[int]) -> dict[int, Any] | None:
         return self._board.read(name, ranks, self._snapshot.step)
-
-
-def _hash(row: Tensor) -> str:
-    return hashlib.sha256(repr(row.tolist()).encode()).hexdigest()[:12]

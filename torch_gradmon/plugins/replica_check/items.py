@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...step.ranks import is_dtensor
+from ...step.ranks import digest_of, is_dtensor
 
 #: Kinds of items, each a possible cause of differences in the next ones.
 NUMBER, GRADIENT, STATE, PARAMETER = "number", "gradient", "state", "parameter"
@@ -112,6 +111,6 @@ def _replica(sharded: Any) -> tuple[str, Tensor] | None:
     if hasattr(local, "wait"):
         local = local.wait()
     if mesh not in _meshes:
-        _meshes[mesh] = hashlib.sha256(repr(mesh.mesh.tolist()).encode()).hexdigest()[:12]
+        _meshes[mesh] = digest_of(mesh.mesh.tolist())
     where = ["*" if is_so else str(place) for is_so, place in zip(replicates, coordinate, strict=True)]
     return f"{_meshes[mesh]}:{','.join(where)}", local

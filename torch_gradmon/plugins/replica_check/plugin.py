@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from ...core.records import StepRecord
 from ...step.active_step import ActiveStep
 from ...step.planner import Planner
 from ...step.plugin import Plugin
-from ...step.ranks import Ranks
+from ...step.ranks import Ranks, digest_of
 from .board import Board
 from .conversation import Conversation, Memory
 from .items import items_of, others_of
@@ -83,8 +82,7 @@ class ReplicaCheck(Plugin):
         pattern = "" if self._distinct is None else self._distinct.pattern
         subject = (self._every, self._sync_every, pattern, self._ranks.members, names)
         with contextlib.suppress(ImportError, AttributeError, RuntimeError, ValueError):  # no store, or an older torch
-            digest = hashlib.sha256(repr(subject).encode()).hexdigest()[:16]
-            self._board = Board(digest, self._ranks.rank, self._ranks.count)
+            self._board = Board(digest_of(subject), self._ranks.rank, self._ranks.count)
         if self._board is not None and has_own_batches(module, self._ranks.count):
             hook = ModuleHook(self._called)
             self._handles.of_module(module.register_forward_pre_hook(hook, with_kwargs=True))

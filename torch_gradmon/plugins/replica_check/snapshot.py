@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from ...statistics.fingerprint import fingerprints
 from ...step.device_transfer import DeviceToHostCopy
+from ...step.ranks import digest_of
 from .items import PARAMETER, Item
 
 #: Fingerprints by kind and name.
@@ -68,12 +68,12 @@ class Snapshot:
     @property
     def batch(self) -> str | None:
         """A digest of the batch; None if it is not known."""
-        return _hash(self._values[: self._batch]) if self._batch else None
+        return digest_of(self._values[: self._batch]) if self._batch else None
 
     @cached_property
     def by_share(self) -> Mapping[str, Found]:
         """Fingerprints by what ranks should have in common. Ranks with other parameters have other keys. Waits for the copy."""
-        layout = _hash(sorted(self._layout))
+        layout = digest_of(sorted(self._layout))
         found: dict[str, Found] = {}
         for (share, kind, name), value in zip(self._labels, self._values[self._batch :], strict=True):
             found.setdefault(f"{layout}|{share}", {})[kind, name] = value
@@ -81,8 +81,4 @@ class Snapshot:
 
     def digests(self) -> dict[str, str]:
         """One digest for each share: equal if all fingerprints are."""
-        return {share: _hash(sorted(found.items())) for share, found in self.by_share.items()}
-
-
-def _hash(value: object) -> str:
-    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+        return {share: digest_of(sorted(found.items())) for share, found in self.by_share.items()}
