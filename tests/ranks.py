@@ -58,6 +58,8 @@ class Group:
         ]
         for worker in self._workers:
             worker.start()
+        for _, theirs in pipes:
+            theirs.close()
         self.alive = True
         atexit.register(self.kill)
 
@@ -83,13 +85,17 @@ class Group:
         return [results[rank] for rank in range(len(self._pipes))]
 
     def kill(self) -> None:
-        """End the processes."""
+        """End the processes, and close what leads to them: some hundred groups that failed would use up all descriptors."""
+        atexit.unregister(self.kill)
         self.alive = False
         for worker in self._workers:
             if worker.is_alive():
                 worker.kill()
         for worker in self._workers:
             worker.join()
+            worker.close()
+        for pipe in self._pipes:
+            pipe.close()
         self._directory.cleanup()
 
 

@@ -56,6 +56,7 @@ class Training:
     closure: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     overflows: bool = False
+    scaler: torch.amp.GradScaler | None = None
 
 
 def ddp(rank: int, **options: Any) -> Training:
@@ -111,6 +112,22 @@ def group_of_two(rank: int) -> Training:
 
     training.after_backward[:] = [average]
     training.options = {"process_group": own}
+    return training
+
+
+def plain_parts(rank: int, seed: int = 0) -> Training:
+    """Each two of four ranks have another part of the model, as in tensor parallelism by plain tensors; DDP copies the parts."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    inner = Net(rank % 2)
+    model = DistributedDataParallel(inner, process_group=groups[rank % 2])
+    return Training(rank, model, inner, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2), model)
+
+
+def scaled(rank: int) -> Training:
+    """Under DDP with a GradScaler."""
+    training = ddp(rank)
+    training.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=3)
+    training.options = {"scaler": training.scaler}
     return training
 
 
@@ -276,6 +293,34 @@ def other_frozen_part(t: Training) -> None:
         t.inner.frozen.add_(float(t.rank))
 
 
+def lost_broadcast(t: Training) -> None:
+    """From some step on, one rank gets other buffers than the first rank sends."""
+    send, steps = t.model._sync_buffers, iter(range(10_000))
+
+    def lose() -> None:
+        send()
+        if next(steps) >= AT and t.rank == 1:
+            flip(t.inner.scale, bit=20)
+
+    t.model._sync_buffers = lose
+
+
+def own_scale(t: Training) -> None:
+    """Gradients are the same, since the scale is a power of two."""
+    update, steps = t.scaler.update, iter(range(10_000))
+
+    def grow() -> None:
+        update()
+        if next(steps) == AT and t.rank == 1:
+            t.scaler._scale *= 2
+
+    t.scaler.update = grow
+
+
+def flip_of_a_part(t: Training) -> None:
+    t.before_step.append(once(t, lambda: flip(t.inner.up.weight, bit=20), on=2))
+
+
 def nothing(t: Training) -> None:
     """Sound."""
 
@@ -302,11 +347,14 @@ def train(
             training.optimizer.zero_grad()
             loss = training.forward(batch).square().mean()
             monitor.log_scalar("loss", loss.detach())
-            loss.backward()
+            (loss if training.scaler is None else training.scaler.scale(loss)).backward()
             for change in (*training.after_backward, *training.before_step):
                 change(step)
             if training.overflows and step == FOUND_BY:
                 pass  # as a GradScaler leaves out the step
+            elif training.scaler is not None:
+                training.scaler.step(training.optimizer)
+                training.scaler.update()
             elif training.closure:
                 training.optimizer.step(lambda: loss)  # noqa: B023 (called at once)
             else:
@@ -317,3 +365,45 @@ def train(
         monitor.detach()
     messages = [str(each.message) for each in warned if issubclass(each.category, gradmon.GradmonWarning)]
     return {"facts": facts, "findings": findings, "warnings": messages}
+
+
+def train_apart(rank: int, factor: float, every: int, reduce: str | None = None) -> dict[str, Any]:
+    """Train on batches that on rank 1 are larger by a factor, for a little more than four checks."""
+    training = ddp(rank)
+    monitor = gradmon.watch(training.model, training.optimizer, check_replicas=every)
+    monitor.add_batch_metrics(batch_size=4)
+    generator = torch.Generator().manual_seed(rank)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for _ in range(4 * every + 6):
+            training.optimizer.zero_grad()
+            batch = torch.randn(4, 6, generator=generator) * (factor if rank == 1 else 1.0)
+            loss = (training.model(batch) - batch[:, :3]).square().mean()
+            monitor.log_scalar("loss", loss.detach(), reduce=reduce)
+            loss.backward()
+            training.optimizer.step()
+            dist.barrier()
+        facts = [fact.to_dict() for fact in monitor._runtime.plugin("replica_check").facts()]
+        findings = [(f.rule, f.where, f.severity) for f in monitor.diagnose().findings if "rank" in f.rule]
+        monitor.detach()
+    messages = [str(each.message) for each in warned if issubclass(each.category, gradmon.GradmonWarning)]
+    return {"facts": facts, "findings": findings, "warnings": [text for text in messages if "rank" in text]}
+
+
+def train_beside_none(rank: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Train with a monitor on the first rank, and on the other one with other options or, without any, with none."""
+    training = ddp(rank)
+    monitor = None
+    if rank == 0 or options:
+        monitor = gradmon.watch(training.model, training.optimizer, **({"check_replicas": EVERY} if rank == 0 else options))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for _ in range(60):
+            training.optimizer.zero_grad()
+            training.model(torch.randn(4, 6)).square().mean().backward()
+            training.optimizer.step()
+            dist.barrier()
+    findings = [] if monitor is None else [f for f in monitor.diagnose().findings if "rank" in f.rule]
+    if monitor is not None:
+        monitor.detach()
+    return {"findings": [(f.rule, f.severity, f.evidence) for f in findings], "warnings": [str(each.message) for each in warned]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,6 +13,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from torch_gradmon.plugins.replica_check import board as board_file
 from torch_gradmon.plugins.replica_check.board import Board
+from torch_gradmon.plugins.replica_check.local_values import Streak, range_of, ranks_apart
 
 from . import replica_runs as runs
 from . import replica_sound as sound
@@ -52,6 +54,8 @@ FAULTS: list[tuple[Callable[..., None], int, Callable[..., runs.Training], dict[
     (runs.lost_transfer, 4, runs.hsdp, {}, "ranks-not-synchronised", "up.weight", runs.FOUND_BY),
     (runs.drifting_norm, 2, runs.tensor_parallel, {}, "ranks-diverged", "norm.weight", runs.AT),
     (runs.drifting_norm, 4, runs.tensor_parallel, {}, "ranks-diverged", "norm.weight", runs.AT),
+    (runs.lost_broadcast, 2, runs.ddp, {}, "ranks-diverged", "scale", runs.FOUND_BY),
+    (runs.own_scale, 2, runs.scaled, {}, "ranks-diverged", "scale of the GradScaler", runs.AT + 1),
 ]
 _IDS = [f"{fault.__name__}-{make.__name__}-{count}" for fault, count, make, *_ in FAULTS]
 
@@ -83,7 +87,16 @@ def test_a_fault_is_named_within_one_interval(
 
 
 @pytest.mark.parametrize(
-    ("make", "count"), [(runs.ddp, 2), (runs.ddp, 4), (runs.by_hand, 2), (runs.hsdp, 4), (runs.tensor_parallel, 2)]
+    ("make", "count"),
+    [
+        (runs.ddp, 2),
+        (runs.ddp, 4),
+        (runs.by_hand, 2),
+        (runs.hsdp, 4),
+        (runs.tensor_parallel, 2),
+        (runs.plain_parts, 4),
+        (runs.scaled, 2),
+    ],
 )
 def test_sound_trainings_are_silent(make: Callable[..., runs.Training], count: int) -> None:
     for result in on_ranks(count, runs.train, make, runs.nothing, {}, {}):
@@ -105,6 +118,63 @@ def test_two_models_with_equal_names_are_compared_each_within_its_group() -> Non
         [],
     ]
     assert "rank 1 is unlike rank 0 in up.weight from step 11 on, and either may be the wrong one" in results[0]["warnings"][0]
+
+
+def test_parts_of_a_model_are_compared_with_their_copies() -> None:
+    results = on_ranks(4, runs.train, runs.plain_parts, runs.flip_of_a_part, {}, {})
+    for result in results:
+        (fact,) = result["facts"]
+        assert (fact["rule"], fact["where"], fact["first"]) == ("ranks-diverged", ["up.weight"], runs.AT)
+        assert {fact["evidence"]["rank"], fact["evidence"]["unlike rank"]} == {0.0, 2.0}
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_rank_whose_losses_are_far_from_all_others_is_named_after_three_checks(count: int) -> None:
+    results = on_ranks(count, runs.train_apart, 6.0, 24)
+    for result in results:
+        facts = {fact["where"][0]: fact for fact in result["facts"]}
+        # the loss, and the norm of the gradient of its own batches, by one rule: the first is shown
+        assert [*facts] == ["loss"]
+        assert {fact["rule"] for fact in facts.values()} == {"one-rank-apart"}
+        assert facts["loss"]["evidence"]["rank"] == 1.0
+        assert facts["loss"]["evidence"]["median there"] > 10 * facts["loss"]["evidence"]["median elsewhere"]
+        assert (facts["loss"]["first"], facts["loss"]["last"]) == (24, 96)
+        assert result["findings"] == [("one-rank-apart", "loss", "warning")]
+    (message,) = results[0]["warnings"]
+    assert "loss of rank 1: " in message
+    assert "in steps 24 to 72" in message
+
+
+def test_ranks_with_data_of_one_kind_or_a_loss_that_is_merged_are_not_apart() -> None:
+    alike = {"facts": [], "findings": [], "warnings": []}
+    assert on_ranks(2, runs.train_apart, 1.0, 24) == [alike] * 2
+
+
+def test_autocorrelated_losses_are_apart_in_single_checks_only() -> None:
+    draws, once, named = random.Random(0), 0, 0
+    for _ in range(40):
+        level, streaks = [draws.gauss(0, 1) for _ in range(2)], dict[str, Streak]()
+        for check in range(10):
+            values: list[list[float]] = [[] for _ in level]
+            for _ in range(100):
+                level = [0.99 * each + 0.141 * draws.gauss(0, 1) for each in level]
+                for of, each in zip(values, level, strict=True):
+                    of.append(each + 0.3 * draws.gauss(0, 1))
+            ranges = {rank: {"loss": each} for rank, of in enumerate(values) if (each := range_of(of)) is not None}
+            assert len(ranges) == 2
+            named += len(ranks_apart(100 * check, ranges, streaks, range(2)))
+            once += "loss" in streaks
+    assert once
+    assert not named
+
+
+@pytest.mark.parametrize("options", [{}, {"check_replicas": 2 * runs.EVERY}], ids=["without", "other options"])
+def test_it_is_said_that_ranks_are_not_compared_and_nothing_warns(options: dict[str, Any]) -> None:
+    first, _ = on_ranks(2, runs.train_beside_none, options)
+    ((rule, severity, evidence),) = first["findings"]
+    assert (rule, severity) == ("ranks-not-compared", "info")
+    assert evidence == {"times": 1.0, "ranks without an answer": 1.0, "the first of them": 1.0, "ranks": 2.0}
+    assert not [text for text in first["warnings"] if "gradmon" in text]
 
 
 def test_a_resumed_run_is_compared_at_once() -> None:

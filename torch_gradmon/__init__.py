@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .monitor.watch import watch
     from .plugins.clipping.adagc import AdaGC
     from .plugins.clipping.zclip import ZClip
+    from .plugins.replica_check.replay import Replay
     from .plugins.spike_policy.policy import Counts, Rollback, RolledBack, Skip
     from .sinks import JsonlSink, TensorBoardSink, TrackioSink, WandbSink
     from .spikes import SpikeDetector
@@ -37,6 +38,7 @@ __all__ = [
     "ModuleMonitor",
     "MonitorMixin",
     "RefinedCoordinateCheck",
+    "Replay",
     "Rollback",
     "RolledBack",
     "Run",
@@ -67,6 +69,7 @@ _HOMES = {
     "ModuleMonitor": "monitor.monitor",
     "MonitorMixin": "monitor.mixin",
     "RefinedCoordinateCheck": "monitor.coordinate_check",
+    "Replay": "plugins.replica_check.replay",
     "Rollback": "plugins.spike_policy.policy",
     "RolledBack": "plugins.spike_policy.policy",
     "Run": "analysis.run",

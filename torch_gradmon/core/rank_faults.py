@@ -29,4 +29,20 @@ RANK_FAULTS: dict[str, Mistake] = {
         repeats=1,
         weight=130.0,
     ),
+    "one-rank-apart": Mistake(
+        "warning",
+        "One rank is far from all others, check after check: it has other data, or computes otherwise",
+        "Compare what that rank reads with the others, such as its shard, its tokenisation and its normalisation; if the data are alike, "
+        "suspect its device, and call monitor.replay_step() there. If each rank is meant to have data of another kind, this is no fault",
+        repeats=1,
+        weight=110.0,
+    ),
+    "ranks-not-compared": Mistake(
+        "info",
+        "Ranks are not compared with each other, because some give no answer: they have no monitor, another model, or other options",
+        "Create the monitor on every rank, with the same options, or name the ranks of one model by process_group=",
+        repeats=1,
+        warns=False,
+        weight=20.0,
+    ),
 }

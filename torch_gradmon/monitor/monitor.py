@@ -42,6 +42,7 @@ from .services.values_service import ValuesService
 
 if TYPE_CHECKING:
     from ..analysis.diagnosis import Diagnosis
+    from ..plugins.replica_check.replay import Replay
 
 
 def _adder(source: str, documentation: str) -> Callable[..., None]:
@@ -552,6 +553,25 @@ class ModuleMonitor:
     def no_monitor(self) -> AbstractContextManager[None]:
         """Measure nothing inside the ``with`` block: for evaluation in training mode and other passes that are not training."""
         return LoopService(self._runtime).paused()
+
+    def replay_step(self, compute: Callable[[nn.Module], Tensor], times: int = 3) -> Replay:
+        """Run forward and backward of one batch several times with the same random numbers, and compare the results bit for bit, to tell
+        a faulty device from a faulty program: ``print(monitor.replay_step(lambda model: loss_fn(model(x), y)))``.
+
+        Each rank runs by itself: under DDP, ``compute`` gets the model inside of the wrapper, and nothing is exchanged. The training
+        stays as it is: gradients are not accumulated, and buffers, attributes of modules and random generators are restored. It takes
+        the time of ``times`` passes, twice that if results differ, and the memory of one more set of gradients. Synchronises.
+
+        Args:
+            compute: takes the model and returns the loss, a tensor of one element. Hooks of others on the model see these passes.
+            times: how many passes, at least 2. Where their results differ, as many again show whether they differ each time, as those
+                of non-deterministic kernels do.
+
+        Raises:
+            TypeError: a model sharded by ``fully_shard``; a ``compute`` that returns no loss; no integer.
+            ValueError: there is no model, the loss has no graph, or ``times`` is below 2.
+        """
+        return LoopService(self._runtime).replay(compute, times)
 
     def is_monitoring(self) -> bool:
         """Whether a monitored step is open and not paused, and this is neither an evaluation pass nor recomputation."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -34,6 +35,11 @@ class MonitorContext:
     def optimizers(self) -> Sequence[Optimizer]:
         loop = self._lifecycle.hooks.loop
         return [] if loop is None else loop.optimizers
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        loop = self._lifecycle.hooks.loop
+        return None if loop is None else loop.scaler
 
     @property
     def is_attached(self) -> bool:

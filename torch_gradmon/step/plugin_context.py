@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -40,6 +41,10 @@ class PluginContext(Protocol):
     @property
     def optimizers(self) -> Sequence[Optimizer]:
         """The attached optimizers, in the order in which they step; empty without :meth:`ModuleMonitor.attach`."""
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The GradScaler that is known by now."""
 
     @property
     def is_attached(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from ..links import unlink
 from ..manual_loop import ManualLoop
 from ..runtime import Runtime
 from .model_service import ModelService
+
+if TYPE_CHECKING:
+    from ...plugins.replica_check.replay import Replay
 
 _NO_MODULE = "there is no module to watch; pass it to ModuleMonitor(model) or call set_module(model) first"
 
@@ -80,6 +83,21 @@ class LoopService:
             yield
         finally:
             self.runtime.pause(before)
+
+    def replay(self, compute: Callable[[nn.Module], Tensor], times: int) -> Replay:
+        """Run a pass of the model several times, and compare."""
+        from ...plugins.replica_check.replay import Replay, replay
+
+        check.positive_int("times", times)
+        if times < 2:
+            raise ValueError(f"replay_step(times={times}) compares nothing; give at least 2")
+        module = self.runtime.planner.module
+        if module is None:
+            raise ValueError(_NO_MODULE)
+        if self.runtime.fence.inert:
+            return Replay((), (), (), 0, "equal")
+        with self.paused():
+            return replay(module, compute, times)
 
     def clip(
         self,

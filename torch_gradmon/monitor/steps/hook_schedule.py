@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch.optim import Optimizer
 
 from ...capture.modules.source import ModuleSource
@@ -37,6 +38,10 @@ class DrivingLoop(Protocol):
     @property
     def decisions(self) -> Decisions:
         """Describes optimizers to plugins."""
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The GradScaler, if one is known by now."""
 
 
 class HookSchedule:

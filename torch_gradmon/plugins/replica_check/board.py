@@ -43,11 +43,18 @@ class Board:
 
     def put(self, name: str, message: Any) -> None:
         """Leave a message of this rank, which replaces an earlier one of that name."""
-        self._store.set(f"{self._training}/{name}/{self.rank}", json.dumps(message))
+        self._store.set(self._key(name, self.rank), json.dumps(message))
+
+    def silent(self, name: str) -> list[int]:
+        """The ranks that have left no message of that name in this training."""
+        return [rank for rank in range(self.count) if not self._store.check([self._key(name, rank)])]
+
+    def _key(self, name: str, rank: int) -> str:
+        return f"{self._training}/{name}/{rank}"
 
     def read(self, name: str, ranks: Sequence[int], step: int) -> dict[int, Any] | None:
         """The messages of these ranks about ``step``; None while one is missing. Does not wait."""
-        keys = [f"{self._training}/{name}/{rank}" for rank in ranks]
+        keys = [self._key(name, rank) for rank in ranks]
         if not self._store.check(keys):
             return None
         many = getattr(self._store, "has_extended_api", bool)()

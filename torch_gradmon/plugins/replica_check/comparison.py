@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .items import GRADIENT, NUMBER, PARAMETER, STATE
+from .items import BUFFER, GRADIENT, NUMBER, PARAMETER, STATE
 
 #: The largest number of ranks, of those that differ, that are asked for details in one check.
 ASKED = 6
@@ -87,7 +87,7 @@ def difference(reference: Found, other: Found, traces: Sequence[Trace] = (), equ
     kinds = _differing(reference, other)
     if not kinds:
         return None
-    kind = next(kind for kind in (NUMBER, GRADIENT, STATE, PARAMETER) if kind in kinds)
+    kind = next(kind for kind in (NUMBER, BUFFER, GRADIENT, STATE, PARAMETER) if kind in kinds)
     name, first = kinds[kind][0], None
     # before the first check it is unknown whether gradients are equal when they are measured
     kinds_of_use = {NUMBER, PARAMETER, *([GRADIENT] if equal_in is not None or GRADIENT in kinds else [])}

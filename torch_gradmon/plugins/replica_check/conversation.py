@@ -8,7 +8,8 @@ first rank gives the verdict, which all take.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from ...core import keys
@@ -19,17 +20,14 @@ from ...step.ranks import digest_of
 from . import comparison
 from .board import Board
 from .comparison import Suspects, compared, of_json, suspects, to_json
-from .items import GRADIENT, NUMBER, PARAMETER, rate_name
-from .local_values import same_batches
+from .items import GRADIENT, NUMBER, PARAMETER, SCALE, rate_name
+from .local_values import FEWEST, LOCAL, Range, Streak, local_values, range_of, ranks_apart, same_batches
 from .snapshot import Snapshot
 
 #: The first step is looked for in the statistics of this number of steps and of parameters.
 TRACED_STEPS, TRACED_NAMES = 200, 20
 #: Kinds by source, in the order in which a step measures them.
 _SOURCES = {keys.PARAMETER: PARAMETER, keys.GRADIENT_BEFORE_CLIP: GRADIENT, keys.GRADIENT: GRADIENT}
-
-
-_UNKNOWN = "?"
 
 
 @dataclass
@@ -39,10 +37,14 @@ class Memory:
     Attributes:
         last_good: the last step in which nothing differed; None before the first.
         batch: a digest of its batch in the last check.
+        seen: the last step whose values of this kind are in a range, by kind.
+        streaks: by kind, the checks in a row in which one rank was apart.
     """
 
     last_good: int | None = None
     batch: str | None = None
+    seen: dict[str, int] = field(default_factory=dict)
+    streaks: dict[str, Streak] = field(default_factory=dict)
 
     def was_good(self, step: int) -> None:
         """Nothing differed in ``step``."""
@@ -52,6 +54,17 @@ class Memory:
         """The batch before this one."""
         before, self.batch = self.batch, batch
         return before
+
+    def next_ranges(self, records: Sequence[StepRecord], rank: int, step: int) -> dict[str, Range]:
+        """The ranges of what this rank has measured by itself since those before, where that was enough."""
+        found: dict[str, Range] = {}
+        for kind in LOCAL:
+            values = local_values(kind, records, self.seen.get(kind, -1), rank)
+            if (each := range_of(values)) is not None:
+                found[kind] = each
+            if len(values) >= FEWEST:
+                self.seen[kind] = step
+        return found
 
 
 class Conversation:
@@ -78,7 +91,6 @@ class Conversation:
         self._board, self._snapshot, self._records, self._memory = board, snapshot, records, memory
         self._global_ranks, self._has_traces = global_ranks, has_traces
         self._left: set[str] = set()
-        self._before: str | None = _UNKNOWN
         self._suspects: list[Suspects] = []
         self._asked: list[int] = []
         self._answers: Mapping[int, Any] = {}
@@ -109,10 +121,28 @@ class Conversation:
             self._memory.was_good(self._snapshot.step)
         return [*facts, *map(LoopFinding.of_dict, verdict[0]["facts"])]
 
+    def silent(self) -> list[int]:
+        """The ranks that have left no digest in this training, by their number among all processes."""
+        return [self._global_ranks[rank] for rank in self._board.silent("digests")]
+
     def _digests(self) -> dict[str, Any]:
-        if self._before is _UNKNOWN:
-            self._before = self._memory.next_batch(self._snapshot.batch)
-        return {"shares": self._snapshot.digests(), "batch": self._snapshot.batch, "batch before": self._before}
+        return self._own
+
+    @cached_property
+    def _own(self) -> dict[str, Any]:
+        """What this rank says first; the same if it has to say it again."""
+        snapshot = self._snapshot
+        # ranks that train by themselves may be far apart
+        records = self._records() if self._has_traces else []
+        ranges = self._memory.next_ranges(records, self._board.rank, snapshot.step)
+        rounded = {kind: [float(f"{value:.6g}") for value in each] for kind, each in ranges.items()}
+        before = self._memory.next_batch(snapshot.batch)
+        return {
+            "shares": snapshot.digests(),
+            "batch": snapshot.batch,
+            "batch before": before,
+            **({"local": rounded} if rounded else {}),
+        }
 
     def _answer(self) -> None:
         self._leave("answer", lambda: {"shares": {share: to_json(found) for share, found in self._snapshot.by_share.items()}})
@@ -129,8 +159,13 @@ class Conversation:
             digests = {rank: message["shares"] for rank, message in found.items()}
             self._suspects = suspects(digests)
             self._asked = sorted({rank for each in self._suspects for rank in (each.reference, each.odd)})
-            facts = [fact.to_dict() for fact in same_batches(self._snapshot.step, found)]
-            self._leave("question", lambda: {"ranks": self._asked, "facts": facts, "compared": compared(digests)})
+            local = {rank: message.get("local", {}) for rank, message in found.items()}
+            facts = [
+                *same_batches(self._snapshot.step, found),
+                *ranks_apart(self._snapshot.step, local, self._memory.streaks, self._global_ranks),
+            ]
+            said = [fact.to_dict() for fact in facts]
+            self._leave("question", lambda: {"ranks": self._asked, "facts": said, "compared": compared(digests)})
         answers = self._read("answer", self._asked) if self._asked else None
         if answers is None:
             return
@@ -183,6 +218,8 @@ class Conversation:
         for record in self._records()[-TRACED_STEPS:]:
             rates = record.context.get("lr", [])
             found = steps[record.step] = [(NUMBER, rate_name(number), repr(rate)) for number, rate in enumerate(rates)]
+            if "amp_scale" in record.context:
+                found.append((NUMBER, SCALE, repr(record.context["amp_scale"])))
             for source, kind in _SOURCES.items():
                 table = record.tables.get(source)
                 if table is None:

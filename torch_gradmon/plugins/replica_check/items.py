@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
+from ...capture.grad_scale import scale_of
 from ...step.ranks import digest_of, is_dtensor
 
 #: Kinds of items, each a possible cause of differences in the next ones.
-NUMBER, GRADIENT, STATE, PARAMETER = "number", "gradient", "state", "parameter"
+NUMBER, BUFFER, GRADIENT, STATE, PARAMETER = "number", "buffer", "gradient", "state", "parameter"
+#: The name of a GradScaler's scale.
+SCALE = "scale of the GradScaler"
 #: Attributes with which Megatron-LM and DeepSpeed mark parameters that only some ranks have.
 _MARKS = (("tensor_model_parallel", True), ("allreduce", False))
 #: What identifies the ranks of a mesh, which takes long to describe.
@@ -37,15 +40,44 @@ class Item(NamedTuple):
     tensor: Tensor
 
 
+class Common(NamedTuple):
+    """What ranks have in common.
+
+    Attributes:
+        distinct: parameters that differ between ranks.
+        copies: the ranks whose models are copies of each other, where these are not all ranks; else empty.
+    """
+
+    distinct: re.Pattern[str] | None = None
+    copies: str = ""
+
+    def items(self, kind: str, name: str, tensor: Tensor) -> Iterator[Item]:
+        """One for each set of ranks that have ``tensor``, or this part of it; none if only this rank has it."""
+        tensor = tensor.detach()
+        if is_dtensor(tensor):
+            if (part := _replica(tensor)) is not None and _is_dense(part[1]):
+                yield Item(kind, name, *part)
+            if not self.copies or any(placement.is_partial() for placement in tensor.placements):  # type: ignore[attr-defined]
+                return
+            tensor = _local(tensor)
+        if _is_dense(tensor):
+            yield Item(kind, name, self.copies, tensor)
+
+    def includes(self, name: str, tensor: Tensor) -> bool:
+        """Whether a parameter, or a buffer, is equal on ranks: it is named by no pattern, and marked by no library."""
+        is_marked = any(getattr(tensor, mark, not is_so) is is_so for mark, is_so in _MARKS)
+        return not is_marked and (self.distinct is None or not self.distinct.search(name))
+
+
 def items_of(
-    optimizer: Optimizer, names: Mapping[int, str], distinct: re.Pattern[str] | None, is_averaged: bool = False, first: int = 0
+    optimizer: Optimizer, names: Mapping[int, str], common: Common, is_averaged: bool = False, first: int = 0
 ) -> Iterator[Item]:
     """Everything that ranks must have in common when the optimizer has stepped.
 
     Args:
         optimizer: of this rank.
         names: of parameters, by their ids.
-        distinct: parameters that differ between ranks.
+        common: what ranks have in common.
         is_averaged: only the parameters are equal, since ranks train by themselves and average them now and then.
         first: number of its first group among those of all optimizers.
     """
@@ -54,26 +86,35 @@ def items_of(
         if isinstance(rate, (int, float)):
             rate = torch.tensor(float(rate), dtype=torch.float64, device="cpu")
         if isinstance(rate, Tensor):
-            yield Item(NUMBER, rate_name(number), "", rate.detach())
+            yield from common.items(NUMBER, rate_name(number), rate)
         for parameter in group["params"]:
             name = names.get(id(parameter))
-            if name is None or not _is_common(name, parameter, distinct):
+            if name is None or not common.includes(name, parameter):
                 continue
-            yield from _shared(PARAMETER, name, parameter)
+            yield from common.items(PARAMETER, name, parameter)
             if is_averaged:
                 continue
             if parameter.grad is not None:
-                yield from _shared(GRADIENT, name, parameter.grad)
+                yield from common.items(GRADIENT, name, parameter.grad)
             state = optimizer.state.get(parameter, {})
             for key in sorted(key for key, value in state.items() if isinstance(value, Tensor)):
-                yield from _shared(STATE, f"{name}/{key}", state[key])
+                yield from common.items(STATE, f"{name}/{key}", state[key])
 
 
-def others_of(parameters: Mapping[str, nn.Parameter], distinct: re.Pattern[str] | None) -> Iterator[Item]:
-    """Parameters that no optimizer has, by name."""
-    for name, parameter in parameters.items():
-        if _is_common(name, parameter, distinct):
-            yield from _shared(PARAMETER, name, parameter)
+def others_of(kind: str, tensors: Mapping[str, Tensor], common: Common) -> Iterator[Item]:
+    """Parameters that no optimizer has, or buffers, by name."""
+    for name, tensor in tensors.items():
+        if common.includes(name, tensor):
+            yield from common.items(kind, name, tensor)
+
+
+def scale_items(scaler: torch.amp.GradScaler | None, common: Common) -> Iterator[Item]:
+    """The scale of a GradScaler, and its count of steps since that grew."""
+    scale, count = scale_of(scaler), getattr(scaler, "_growth_tracker", None)
+    if isinstance(scale, Tensor):
+        yield from common.items(NUMBER, SCALE, scale)
+    if isinstance(count, Tensor):
+        yield from common.items(NUMBER, "steps since the GradScaler's scale grew", count)
 
 
 def rate_name(group: int) -> str:
@@ -81,36 +122,26 @@ def rate_name(group: int) -> str:
     return f"learning rate of group {group}"
 
 
-def _is_common(name: str, parameter: nn.Parameter, distinct: re.Pattern[str] | None) -> bool:
-    is_marked = any(getattr(parameter, mark, not is_so) is is_so for mark, is_so in _MARKS)
-    return not is_marked and (distinct is None or not distinct.search(name))
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and tensor.device.type != "meta"
 
 
-def _shared(kind: str, name: str, tensor: Tensor) -> Iterable[Item]:
-    tensor = tensor.detach()
-    share = ""
-    if is_dtensor(tensor):
-        part = _replica(tensor)
-        if part is None:
-            return ()
-        share, tensor = part
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.device.type == "meta":
-        return ()
-    return (Item(kind, name, share, tensor),)
+def _local(sharded: Any) -> Tensor:
+    local: Tensor = sharded.to_local()
+    if hasattr(local, "wait"):
+        local = local.wait()
+    return local
 
 
 def _replica(sharded: Any) -> tuple[str, Tensor] | None:
-    """Which part of a DTensor this rank has, and that part; None if no other rank has the same."""
+    """Which part of a DTensor this rank has, and that part; None if no other rank of its mesh has the same."""
     mesh, coordinate = sharded.device_mesh, sharded.device_mesh.get_coordinate()
     replicates = [placement.is_replicate() for placement in sharded.placements]
     is_partial = any(placement.is_partial() for placement in sharded.placements)
     has_copies = any(is_so and mesh.size(dim) > 1 for dim, is_so in enumerate(replicates))
     if is_partial or coordinate is None or not has_copies:
         return None
-    local = sharded.to_local()
-    if hasattr(local, "wait"):
-        local = local.wait()
     if mesh not in _meshes:
         _meshes[mesh] = digest_of(mesh.mesh.tolist())
     where = ["*" if is_so else str(place) for is_so, place in zip(replicates, coordinate, strict=True)]
-    return f"{_meshes[mesh]}:{','.join(where)}", local
+    return f"{_meshes[mesh]}:{','.join(where)}", _local(sharded)

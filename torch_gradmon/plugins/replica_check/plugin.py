@@ -22,9 +22,10 @@ from ...step.plugin import Plugin
 from ...step.ranks import Ranks, digest_of
 from .board import Board
 from .conversation import Conversation, Memory
-from .items import items_of, others_of
+from .items import BUFFER, PARAMETER, Common, items_of, others_of, scale_items
 from .local_values import batch_in, has_own_batches
 from .snapshot import Snapshot
+from .wrapper import broadcast_buffers, copies_of, is_broadcasting, is_ddp
 
 #: Steps that others are waited for, and steps after which an alert has reached all ranks.
 PATIENCE, AFTER_ALERT = 50, 4
@@ -56,7 +57,7 @@ class ReplicaCheck(Plugin):
         complaints: WarningLog,
         records: Callable[[], Sequence[StepRecord]],
     ) -> None:
-        self._every, self._sync_every, self._distinct = every, sync_every, distinct
+        self._every, self._sync_every, self._common = every, sync_every, Common(distinct)
         self._ranks, self._planner, self._complaints, self._records = ranks, planner, complaints, records
         self._board: Board | None = None
         self._due: int | None = None  # None: in the next step of an optimizer
@@ -64,6 +65,7 @@ class ReplicaCheck(Plugin):
         self._conversation: Conversation | None = None
         self._taken: set[int] = set()  # ids of the optimizers in the snapshot
         self._has_others = False  # parameters that no optimizer has were compared
+        self._brings_buffers = False  # DDP is called, and sends them before it calls the module
         self._memory = Memory()
         self._handles = Handles()
         self._facts: dict[str, LoopFinding] = {}
@@ -79,13 +81,17 @@ class ReplicaCheck(Plugin):
         self.on_detach()
         inventory = self._planner.inventory
         names = [] if inventory is None else inventory.names
-        pattern = "" if self._distinct is None else self._distinct.pattern
+        pattern = "" if self._common.distinct is None else self._common.distinct.pattern
         subject = (self._every, self._sync_every, pattern, self._ranks.members, names)
         with contextlib.suppress(ImportError, AttributeError, RuntimeError, ValueError):  # no store, or an older torch
             self._board = Board(digest_of(subject), self._ranks.rank, self._ranks.count)
-        if self._board is not None and has_own_batches(module, self._ranks.count):
-            hook = ModuleHook(self._called)
-            self._handles.of_module(module.register_forward_pre_hook(hook, with_kwargs=True))
+        self._common = Common(self._common.distinct, copies_of(module, self._ranks.members))
+        if self._board is None or not (is_ddp(module) or has_own_batches(module, self._ranks.count)):
+            return
+        takes_batch = has_own_batches(module, self._ranks.count)
+        self._handles.of_module(module.register_forward_pre_hook(ModuleHook(self._called, takes_batch), with_kwargs=True))
+        if is_ddp(module):
+            self._handles.of_module(module.module.register_forward_pre_hook(ModuleHook(self._inner_called), prepend=True))
 
     def on_detach(self) -> None:
         """Take the hook on the model away, and forget a check that is not over."""
@@ -136,23 +142,41 @@ class ReplicaCheck(Plugin):
         optimizers, names = list(self.context.optimizers), self._names()
         before = optimizers[: optimizers.index(optimizer)] if optimizer in optimizers else []
         first = sum(len(each.param_groups) for each in before)
-        items = list(items_of(optimizer, names, self._distinct, self._sync_every > 1, first))
+        items = list(items_of(optimizer, names, self._common, self._sync_every > 1, first))
+        if not self._taken and self._sync_every == 1:
+            items += scale_items(self.context.scaler, self._common)
         if not self._has_others:
             owned = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
-            items += others_of({name: p for name, p in self._parameters() if id(p) not in owned}, self._distinct)
+            others = {name: p for name, p in self._parameters() if id(p) not in owned}
+            items += others_of(PARAMETER, others, self._common)
             self._has_others = True
         self._begin(step).add(items)
         self._taken.add(id(optimizer))
 
-    def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        # a step that this call opens may not be open yet
+    def _called(self, takes_batch: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        self._brings_buffers = is_ddp(module) and is_broadcasting(module)
+        step = self._coming()
+        if takes_batch and module.training and self._is_due(step):
+            self.context.call(self._take_batch, step, args, kwargs or {})
+
+    def _inner_called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        brings, self._brings_buffers = self._brings_buffers, False
+        step = self._coming()
+        if brings and module.training and self._is_due(step):
+            self.context.call(self._take_buffers, step, module)
+
+    def _coming(self) -> int:
+        """The step that a call of the model belongs to, which may not be open yet."""
         step = self.context.step
-        coming = 0 if step is None else step if self.context.is_step_open else step + 1
-        if self._board is not None and module.training and self._is_due(coming):
-            self.context.call(self._take_batch, coming, args, kwargs or {})
+        return 0 if step is None else step if self.context.is_step_open else step + 1
 
     def _take_batch(self, step: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._begin(step).add_batch(batch_in(args, kwargs))
+
+    def _take_buffers(self, step: int, module: nn.Module) -> None:
+        outer = self.context.module
+        if outer is not None:
+            self._begin(step).add_buffers(list(others_of(BUFFER, broadcast_buffers(outer), self._common)))
 
     def _begin(self, step: int) -> Snapshot:
         if self._snapshot is None:
@@ -186,12 +210,25 @@ class ReplicaCheck(Plugin):
         verdict = self._conversation.go_on()
         if verdict is None and now <= snapshot.step + PATIENCE:
             return
-        for fact in verdict or ():
+        if verdict is None:
+            verdict = self._not_compared(self._conversation.silent(), snapshot.step)
+        for fact in verdict:
             self._take(fact)
         if verdict:
             self.context.annotate_run(replicas=[fact.to_dict() for fact in self.facts()])
         self._end()
         self._due = (now // self._every + 1) * self._every
+
+    def _not_compared(self, silent: Sequence[int], step: int) -> list[LoopFinding]:
+        """The finding, where nothing was ever compared because some ranks say nothing."""
+        if not silent or self._memory.last_good is not None or not self._ranks.is_first:
+            return []
+        evidence = {
+            "ranks without an answer": float(len(silent)),
+            "the first of them": float(silent[0]),
+            "ranks": float(self._ranks.count),
+        }
+        return [LoopFinding("ranks-not-compared", step, step, 1, (), evidence)]
 
     def _take(self, fact: LoopFinding) -> None:
         known = self._facts.get(fact.rule)
@@ -199,8 +236,8 @@ class ReplicaCheck(Plugin):
             self._facts[fact.rule] = LoopFinding(fact.rule, known.first, fact.last, known.count + 1, known.where, known.evidence)
             return
         self._facts[fact.rule] = fact
-        if self._ranks.is_first:
-            mistake = RANK_FAULTS[fact.rule]
+        mistake = RANK_FAULTS[fact.rule]
+        if self._ranks.is_first and mistake.warns:
             self._complaints.add(f"replicas:{fact.rule}", f"{mistake.cause} ({_in_words(fact)}). {mistake.advice}")
 
 
@@ -208,6 +245,9 @@ def _in_words(fact: LoopFinding) -> str:
     numbers = {name: f"{value:,.0f}" if value.is_integer() else f"{value:.6g}" for name, value in fact.evidence.items()}
     if not fact.where:
         return f"first in step {fact.first:,}"
+    if "unlike rank" not in numbers:
+        middle = f"{numbers['median there']} in the median, elsewhere {numbers['median elsewhere']}"
+        return f"{fact.where[0]} of rank {numbers['rank']}: {middle}, in steps {fact.first:,} to {fact.last:,}"
     found = f"rank {numbers['rank']} is unlike rank {numbers['unlike rank']} in {fact.where[0]} from step {fact.first:,} on"
     if fact.evidence["ranks like it"] >= fact.evidence["ranks like the other"]:
         return f"{found}, and either may be the wrong one"

@@ -29,7 +29,7 @@ class Snapshot:
         self._labels: list[tuple[str, str, str]] = []
         self._layout: list[tuple[str, str, tuple[int, ...], str]] = []
         self._parts: list[Tensor] = []
-        self._batch = 0
+        self._batch, self._has_buffers = 0, False
         self._copy: DeviceToHostCopy | None = None
 
     def add_batch(self, tensors: Sequence[Tensor]) -> None:
@@ -37,6 +37,12 @@ class Snapshot:
         if not self._batch and tensors and not self._parts and len({tensor.device for tensor in tensors}) == 1:
             self._batch = len(tensors)
             self._parts.append(fingerprints(tensors).view(torch.int16))
+
+    def add_buffers(self, items: Sequence[Item]) -> None:
+        """Take the fingerprints of buffers as they are in the first pass of the step."""
+        if not self._has_buffers:
+            self._has_buffers = True
+            self.add(items)
 
     def add(self, items: Sequence[Item]) -> None:
         """Take the fingerprints of ``items`` as they are now."""
