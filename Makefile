@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 WORKERS ?= 2
 # duration of the tests on two idle cores, and total size of their environments
 TEST_MINUTES := 11
-TEST_SIZE := 5.4 GB
+TEST_SIZE := 6.6 GB
 VENV := .venv
 DEMO := .venv-demo
 BARE := .venv-bare
@@ -17,11 +17,12 @@ GPU := .venv-gpu
 KERNEL := $(wildcard torch_gradmon/statistics/cpp_kernel.cpp torch_gradmon/statistics/kernel_build.py)
 
 # each trainer with its extra and the loggers that its tests read, on top of the bare environment
-TRAINERS := lightning transformers ignite accelerate
+TRAINERS := lightning transformers ignite accelerate deepspeed
 lightning_extras := lightning,tensorboard
 transformers_extras := transformers,accelerate,wandb,tensorboard,trackio
 ignite_extras := ignite,tensorboard
 accelerate_extras := accelerate,tensorboard
+deepspeed_extras := deepspeed,transformers,accelerate
 
 # tests of numbers and of unchanged training
 NUMBERS := tests/test_oracle.py tests/test_no_change.py tests/test_statistics.py

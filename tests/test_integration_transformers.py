@@ -760,10 +760,10 @@ def test_what_is_wrong_is_said_when_the_callback_is_made(arguments: dict[str, An
         GradMonCallback(**arguments)
 
 
-def test_deepspeed_is_refused_before_training(tmp_path: Path) -> None:
+def test_an_engine_of_deepspeed_that_is_not_found_is_named(tmp_path: Path) -> None:
     made = trainer(tmp_path)
     wrapper = DeepSpeedOptimizerWrapper(oracle.OPTIMIZERS["sgd"](made.model.parameters()))
-    with pytest.raises(ValueError, match="DeepSpeed steps by itself"):
+    with pytest.raises(ValueError, match="the Trainer's DeepSpeed engine was not found"):
         GradMonCallback().on_train_begin(made.args, made.state, made.control, model=made.model, optimizer=wrapper)
 
 

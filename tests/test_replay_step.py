@@ -95,8 +95,8 @@ def test_one_pass_that_differs_is_named_with_what_differs() -> None:
     assert found.differing[0] == "loss"
     assert "down.bias" in found.differing
     assert "unused.weight" not in found.differing
-    assert found.compared == 9
-    assert "pass 1 of 6 over one batch gave other bits than the rest: loss and " in str(found)
+    assert found.compared == 7
+    assert "of 6 passes over one batch number 1 gave other bits than all before and after it: loss and " in str(found)
     assert "suspect this device" in str(found)
 
 
@@ -109,11 +109,81 @@ def test_passes_that_differ_again_and_again_tell_nothing_of_the_device() -> None
         assert "use_deterministic_algorithms" in str(found)
 
 
+@pytest.mark.parametrize("numbers", [lambda number: number < 2, lambda number: number > 1, lambda number: number == 0])
+def test_passes_that_change_once_tell_nothing_of_the_device_either(numbers: Callable[[int], bool]) -> None:
+    model = Net()
+    found = gradmon.ModuleMonitor(model).replay_step(_odd_in(numbers))
+    assert (found.verdict, found.odd, len(found.losses)) == ("changed", (), 6)
+    assert "gave two results, one after the other: loss" in str(found)
+
+
+class Writing(nn.Module):
+    """Writes to its parameter, its list and its tensor in the forward pass, and draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight, self.seen = nn.Parameter(torch.randn(3, 3)), []
+        self.largest, self.generator = torch.zeros(()), torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Forced weight normalisation, and a history."""
+        with torch.no_grad():
+            self.weight.div_(self.weight.norm(dim=1, keepdim=True) * 1.01)
+        self.seen.append(len(self.seen))
+        self.largest.copy_(x.abs().max())
+        return (x @ self.weight) * torch.rand(3, generator=self.generator)
+
+
+def _like_nanogpt(autocast: torch.autocast, forward: Callable[[], Tensor]) -> Tensor:
+    with autocast:
+        return forward().float().square().mean()
+
+
+@pytest.mark.parametrize("place", ["forward", "backward", "step", "end"])
+@pytest.mark.parametrize("kind", ["writing", "autocast", "sparse", "checkpoint"])
+def test_programs_of_all_kinds_train_the_same_wherever_they_replay(kind: str, place: str) -> None:
+    def train(replays: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model: nn.Module = Writing() if kind == "writing" else nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
+        if kind == "sparse":
+            model = nn.Sequential(nn.Embedding(5, 3, sparse=True, max_norm=0.5), nn.Linear(3, 3))
+        once = torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "autocast")
+        monitor = gradmon.ModuleMonitor(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def compute(model: nn.Module) -> Tensor:
+            x = torch.arange(4) if kind == "sparse" else torch.ones(2, 3)
+            if kind == "checkpoint":
+                x = x.requires_grad_()
+                return _like_nanogpt(once, lambda: torch.utils.checkpoint.checkpoint(model, x, use_reentrant=True))
+            return _like_nanogpt(once, lambda: model(x))
+
+        def maybe(here: str) -> None:
+            if replays and here == place:
+                found = monitor.replay_step(compute)
+                assert (found.verdict, found.compared > 0) == ("equal", True)
+
+        for _ in range(3):
+            maybe("forward")
+            loss = compute(model)
+            maybe("backward")
+            loss.backward()
+            maybe("step")
+            optimizer.step()
+            maybe("end")
+            optimizer.zero_grad()
+        return [*map(Tensor.detach, model.parameters()), compute(model).detach()]
+
+    for ours, theirs in zip(train(True), train(False), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_equal_passes_say_what_was_compared() -> None:
     model = Net()
     found = gradmon.ModuleMonitor(model).replay_step(_odd_in(lambda number: False), times=4)
     assert (found.verdict, found.odd, found.differing, len(set(found.losses))) == ("equal", (), (), 1)
-    assert str(found) == "4 passes over one batch gave the same bits: the loss and 9 gradients"
+    assert str(found) == "4 passes over one batch gave the same bits: the loss and 7 gradients"
 
 
 def test_bad_arguments_are_refused_before_anything_changes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,9 +200,22 @@ def test_bad_arguments_are_refused_before_anything_changes(monkeypatch: pytest.M
         monitor.replay_step(lambda model: model(torch.arange(4)).mean().detach())
     with pytest.raises(ZeroDivisionError):
         monitor.replay_step(lambda model: model(torch.arange(4)).mean() * (1 / 0))
+    with pytest.raises(TypeError, match="takes a function of the model that returns the loss, got 5"):
+        monitor.replay_step(5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="gives a copy of the model to its function, which called the model itself"):
+        monitor.replay_step(lambda _: model(torch.arange(4)).mean())
+    with pytest.raises(ValueError, match="has no gradient of any parameter of the model that its function was given"):
+        monitor.replay_step(lambda _: torch.ones((), requires_grad=True) * 2)
+    assert torch.equal(before, torch.get_rng_state())
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
+        gradmon.ModuleMonitor(frozen).replay_step(lambda model: model(torch.ones(2)).mean())
+    model.last = model.up(torch.ones(6))  # with a graph
+    with pytest.raises(TypeError, match=r"cannot be made .* call it between two steps"):
+        monitor.replay_step(_odd_in(lambda number: False))
+    del model.last
     with pytest.raises(ValueError, match="no module to watch"):
         gradmon.ModuleMonitor().replay_step(_odd_in(lambda number: False))
-    assert torch.equal(before, torch.get_rng_state())
     assert model.calls == 0
     monkeypatch.setenv("GRADMON_DISABLE", "1")
     found = gradmon.ModuleMonitor(model).replay_step(_odd_in(lambda number: False))
@@ -158,6 +241,36 @@ def test_a_rank_replays_by_itself() -> None:
     first, other = on_ranks(2, _replay_on, runs.ddp, False)
     assert first == "3 passes over one batch gave the same bits: the loss and 4 gradients"
     assert other == ""
+
+
+def _replay_of_the_wrapper(rank: int, kind: str) -> str:
+    training = runs.ddp(rank)
+    outer: nn.Module = torch.compile(training.model, backend="eager") if kind == "compiled" else training.model
+    outer = nn.Sequential(outer) if kind == "inside" else outer
+    batch, monitor = torch.ones(4, 6), gradmon.ModuleMonitor(outer)
+    found = ""
+    if rank == 0:
+        try:
+            of_copy = kind == "compiled"
+            found = str(monitor.replay_step(lambda model: (model if of_copy else outer)(batch).square().mean()))
+        except (TypeError, ValueError) as error:
+            found = str(error)
+    torch.distributed.barrier()
+    outer(batch).square().mean().backward()  # together: nothing is left behind
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("closure", "replay_step() gives a copy of the model to its function, which called the model itself"),
+        ("compiled", "3 passes over one batch gave the same bits"),
+        ("inside", "replay_step() runs a pass on one rank by itself, and DistributedDataParallel inside of the model"),
+    ],
+)
+def test_one_rank_that_replays_never_waits_for_another(kind: str, expected: str) -> None:
+    first, _ = on_ranks(2, _replay_of_the_wrapper, kind)
+    assert first.startswith(expected)
 
 
 def test_parts_of_a_tensor_parallel_model_are_replayed_together() -> None:

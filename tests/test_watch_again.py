@@ -102,6 +102,7 @@ ARGUMENTS: dict[str, tuple[Any, Any]] = {
     "flight_recorder": (2, -1),
     "process_group": (None, "all"),
     "rank_distinct_regex": ("expert", "["),
+    "gradient_source": (gradmon.MainGradSource(), "main_grad"),
     "check_replicas": (0, -1),
     "replicas_sync_every": (2, 0),
     "log_on_all_ranks": (True, None),

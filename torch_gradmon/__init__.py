@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .plugins.spike_policy.policy import Counts, Rollback, RolledBack, Skip
     from .sinks import JsonlSink, TensorBoardSink, TrackioSink, WandbSink
     from .spikes import SpikeDetector
+    from .step.gradient_source import GradientSource, MainGradSource
 __version__ = "0.1.0"
 
 __all__ = [
@@ -33,8 +34,10 @@ __all__ = [
     "Diagnosis",
     "Difference",
     "Finding",
+    "GradientSource",
     "GradmonWarning",
     "JsonlSink",
+    "MainGradSource",
     "ModuleMonitor",
     "MonitorMixin",
     "RefinedCoordinateCheck",
@@ -64,8 +67,10 @@ _HOMES = {
     "Diagnosis": "analysis.diagnosis",
     "Difference": "analysis.comparison.difference",
     "Finding": "analysis.diagnosis",
+    "GradientSource": "step.gradient_source",
     "GradmonWarning": "core.errors",
     "JsonlSink": "sinks",
+    "MainGradSource": "step.gradient_source",
     "ModuleMonitor": "monitor.monitor",
     "MonitorMixin": "monitor.mixin",
     "RefinedCoordinateCheck": "monitor.coordinate_check",

@@ -82,6 +82,11 @@ def reciprocal(scale: Tensor) -> Tensor:
     return scale.to(accumulator_dtype(scale.device)).reciprocal().float()
 
 
+def inverse(scale: float | Tensor) -> Tensor:
+    """The factor that undoes a scale which an engine keeps as a number or a tensor, float32."""
+    return reciprocal(scale if isinstance(scale, Tensor) else torch.tensor(float(scale), dtype=torch.float64, device="cpu"))
+
+
 def is_unscaled(scaler: torch.amp.GradScaler | None, optimizer: Optimizer | None, around: Iterable[int] = ()) -> bool:
     """Whether the scaler has unscaled the gradients of ``optimizer``, or with None of any, in this attempt. ``around``: ids of its
     wrappers.

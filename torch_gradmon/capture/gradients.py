@@ -12,6 +12,7 @@ from ..core.keys import GRADIENT, GRADIENT_BEFORE_CLIP, GRADIENT_LOCAL
 from ..core.moments import ALWAYS, Column
 from ..statistics.tensor_access import dtypes_of
 from ..step.buffer import StepBuffer
+from ..step.gradient_source import PLAIN_GRADIENTS, GradientSource
 from ..step.parameter_refs import Place
 from ..step.plan import SourcePlan
 from .local_gradients import LocalGradients
@@ -34,6 +35,7 @@ class GradientCapture:
         self._buffer: StepBuffer | None = None
         self._plans: Mapping[str, SourcePlan] = {}
         self._parameters: Sequence[Place] = ()
+        self._source = PLAIN_GRADIENTS
         self._seen: _Seen = {}
         self._scaled = False
         self._held: dict[Hashable, tuple[StepBuffer, _Seen, list[int]]] = {}
@@ -48,6 +50,7 @@ class GradientCapture:
         parameters: Sequence[Place],
         doubtful: Collection[str] = (),
         by_batch: bool = False,
+        source: GradientSource = PLAIN_GRADIENTS,
     ) -> None:
         """Start a step.
 
@@ -57,8 +60,9 @@ class GradientCapture:
             parameters: those that positions in the plans refer to.
             doubtful: names of parameters that were frozen since the model was first seen, perhaps only for a part of each step.
             by_batch: each micro-batch is measured separately, too.
+            source: where gradients are.
         """
-        self._buffer, self._plans, self._parameters = buffer, plans, parameters
+        self._buffer, self._plans, self._parameters, self._source = buffer, plans, parameters, source
         self._doubtful = (
             frozenset(p for p, name in enumerate(plans[GRADIENT].names) if name in doubtful) if doubtful else frozenset()
         )
@@ -100,7 +104,8 @@ class GradientCapture:
         self._local.end()
         self._buffer, self._seen, self._held = None, {}, {}
 
-    def _gradients(self, positions: Iterable[int]) -> dict[int, Tensor]:
+    def _gradients(self, positions: Iterable[int], are_used: bool = False) -> dict[int, Tensor]:
+        """By position: as accumulated, or as the optimizer uses them."""
         found = {}
         if self._buffer is not None and self._doubtful:
             # a gradient is no sign of it: zero_grad(set_to_none=False) leaves one to a layer that stays frozen
@@ -108,6 +113,10 @@ class GradientCapture:
                 p for p in self._doubtful.intersection(positions) if (q := self._parameters[p]()) is not None and q.requires_grad
             )
             self._buffer.thawed.update(self._plans[GRADIENT].names[p] for p in thawed)
+        if self._source is not PLAIN_GRADIENTS:
+            read = self._source.used if are_used else self._source.accumulated
+            known = ((p, parameter) for p in positions if (parameter := self._parameters[p]()) is not None)
+            return {p: gradient for p, parameter in known if (gradient := read(parameter)) is not None}
         for position in positions:
             parameter = self._parameters[position]()
             if parameter is not None and (gradient := parameter.grad) is not None:
@@ -163,9 +172,11 @@ class GradientCapture:
             return
         plan = self._plans[GRADIENT]
         names = plan.names_at(positions)
-        self._buffer.clear(GRADIENT, names)
+        gradients = self._gradients(positions, are_used=True)
+        # an engine steps one group after the other, and frees the gradients of those before
+        is_plain = self._source is PLAIN_GRADIENTS
+        self._buffer.clear(GRADIENT, names if is_plain else plan.names_at(sorted(gradients)))
         self._buffer.used.update(names)
-        gradients = self._gradients(positions)
         if self._seen and any(p in self._seen and p not in gradients for p in positions):
             self._buffer.noted["edited"] = True
         elif gradients and self._seen.keys() >= gradients.keys():

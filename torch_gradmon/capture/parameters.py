@@ -15,6 +15,7 @@ from ..statistics.on_device import copies
 from ..statistics.precise import inner_product
 from ..step.buffer import StepBuffer
 from ..step.built_ins import BuiltIn
+from ..step.gradient_source import PLAIN_GRADIENTS, GradientSource
 from ..step.parameter_refs import Place
 from ..step.plan import SourcePlan
 from ..step.reduction import cosine
@@ -112,6 +113,7 @@ class ParameterCapture:
         self._measured: set[int] = set()  # positions whose copies are what was measured as parameters, in this version
         self._version = 0
         self._reference: Mapping[str, nn.Parameter] = {}
+        self._source = PLAIN_GRADIENTS
         self._shared: set[int] = set()  # positions of parameters that several optimizers step
 
     def compare_with(self, reference: Mapping[str, nn.Parameter]) -> None:
@@ -130,9 +132,15 @@ class ParameterCapture:
             return f"of the parameters that match {self._sample.pattern!r} only"
         return f"of at most {self._sample} rows of each parameter"
 
-    def begin(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], parameters: Sequence[Place]) -> None:
+    def begin(
+        self,
+        buffer: StepBuffer,
+        plans: Mapping[str, SourcePlan],
+        parameters: Sequence[Place],
+        source: GradientSource = PLAIN_GRADIENTS,
+    ) -> None:
         """Start a step; ``parameters`` are those that positions in the plans refer to."""
-        self._buffer, self._plans, self._parameters = buffer, plans, parameters
+        self._buffer, self._plans, self._parameters, self._source = buffer, plans, parameters, source
         self._before, self._measured = {}, set()
 
     def end(self) -> None:
@@ -141,7 +149,10 @@ class ParameterCapture:
 
     def _live(self, positions: Iterable[int]) -> dict[int, Tensor]:
         found = {position: self._parameters[position]() for position in positions}
-        return {position: parameter.detach() for position, parameter in found.items() if parameter is not None}
+        there = {position: parameter for position, parameter in found.items() if parameter is not None}
+        if self._source is not PLAIN_GRADIENTS:
+            return {position: self._source.value(parameter).detach() for position, parameter in there.items()}
+        return {position: parameter.detach() for position, parameter in there.items()}
 
     def _parts(self, positions: Iterable[int]) -> Mapping[int, Tensor]:
         """The part of each parameter that this rank counts."""
@@ -219,9 +230,21 @@ class ParameterCapture:
             self._measurer.run_functions(Measurement(self._buffer, plan, {position: change}))
         states = self._plans[OPTIMIZER]
         if not states.empty:
-            owned = {p: parameter for p in positions if (parameter := self._parameters[p]()) is not None}
+            owned = {p: whole for p in positions if (whole := self._whole(p, states.names[p])) is not None}
             kept = {p: {**optimizer.state.get(q, {}), "param": q.detach(), "grad": q.grad} for p, q in owned.items()}
             self._measurer.run_functions(Measurement(self._buffer, states, kept))
+
+    def _whole(self, position: int, name: str) -> Tensor | None:
+        """The tensor in the optimizer's groups, unless it stands for other parameters too."""
+        parameter = self._parameters[position]()
+        if parameter is None or self._source is PLAIN_GRADIENTS:
+            return parameter
+        stepped = self._source.stepped(parameter)
+        if self._source.value(parameter) is stepped:
+            return stepped
+        assert self._buffer is not None
+        self._buffer.absent[OPTIMIZER, name] = "the optimizer's state is of a flat tensor of several parameters"
+        return None
 
     def _measure_base(self, plan: SourcePlan, before: Mapping[int, Tensor]) -> None:
         """Measure what updates are compared with, unless the copies are what was measured as parameters."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .errors import display, nearest
@@ -135,8 +135,8 @@ def module(value: object) -> None:
 
 
 _DEEPSPEED = (
-    "from ZeRO 1 on, and with fp16 or bf16, DeepSpeed steps flat copies of the parameters, whose gradients no hook of torch sees; watch "
-    "engine.module with all of these off, or use FSDP2"
+    "from ZeRO 1 on, and with fp16 or bf16, DeepSpeed steps flat copies of the parameters, whose gradients no hook of torch sees; "
+    "pass the engine itself, which knows where they are: gradmon.watch(engine)"
 )
 #: By name and package of a class: why it cannot be watched, and the alternative.
 _REFUSED = {
@@ -144,10 +144,15 @@ _REFUSED = {
         "FSDP1 keeps the parameters of many layers in flat ones, whose storage is freed behind each pass; use FSDP2, "
         "torch.distributed.fsdp.fully_shard"
     ),
-    ("DeepSpeedEngine", "deepspeed."): f"it steps by itself; {_DEEPSPEED}",
+    ("DeepSpeedEngine", "deepspeed."): "it steps by itself; call gradmon.watch(engine), which takes its model and its optimizer",
 }
 #: Attributes that DeepSpeed sets on the parameters of a model under ZeRO.
 _ZERO_MARKS = ("_hp_mapping", "ds_id")
+
+
+def is_deepspeed(model: object) -> bool:
+    """Whether this is a DeepSpeed engine."""
+    return any(kind.__name__ == "DeepSpeedEngine" and kind.__module__.startswith("deepspeed.") for kind in type(model).__mro__)
 
 
 def measurable(model: nn.Module) -> None:
@@ -218,7 +223,21 @@ def bare_optimizer(optimizer: Any) -> Optimizer:
     return inner
 
 
-def optimizers(model: nn.Module, named: Sequence[Any]) -> list[Optimizer]:
+class Stepped(Protocol):
+    """What optimizers step in place of parameters."""
+
+    def stepped(self, parameter: nn.Parameter) -> Tensor:
+        """What stands for a parameter."""
+
+    def tensors_of(self, optimizer: Optimizer) -> Sequence[Tensor]:
+        """All that an optimizer steps."""
+
+    @property
+    def outer(self) -> Any:
+        """The object around all optimizers whose ``step`` steps them, or None."""
+
+
+def optimizers(model: nn.Module, named: Sequence[Any], source: Stepped) -> list[Optimizer]:
     """The innermost optimizer of each of ``named``.
 
     Raises:
@@ -230,6 +249,7 @@ def optimizers(model: nn.Module, named: Sequence[Any]) -> list[Optimizer]:
     measurable(model)
     kinds = [kind for each in named for it in (each, getattr(each, "optimizer", None)) for kind in type(it).__mro__]
     is_zero = any(hasattr(parameter, mark) for parameter in model.parameters() for mark in _ZERO_MARKS)
+    is_zero = is_zero and source.outer is None
     if is_zero or any(kind.__module__.startswith("deepspeed.runtime") for kind in kinds):
         raise ValueError(f"an optimizer under DeepSpeed cannot be followed: {_DEEPSPEED}")
     bare = [bare_optimizer(optimizer) for optimizer in named]
@@ -237,8 +257,8 @@ def optimizers(model: nn.Module, named: Sequence[Any]) -> list[Optimizer]:
         raise ValueError(
             f"the same {type(bare[0]).__name__} is named twice; name each optimizer once, in the order in which they step"
         )
-    owned = {id(p) for optimizer in bare for group in optimizer.param_groups for p in group["params"]}
-    if owned.isdisjoint(id(p) for p in model.parameters()):
+    owned = {id(tensor) for optimizer in bare for tensor in source.tensors_of(optimizer)}
+    if owned.isdisjoint(id(source.stepped(p)) for p in model.parameters()):
         raise ValueError(
             f"no optimizer holds a parameter of this {type(model).__name__}: they were made for another model, or before its "
             "parameters were replaced (fully_shard, to_empty, load_state_dict(assign=True)); make the optimizer afterwards"

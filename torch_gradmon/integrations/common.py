@@ -19,6 +19,7 @@ from ..monitor.monitor import ModuleMonitor
 from ..monitor.options import check_names
 from ..monitor.watch import prepared
 from ..spikes import SpikeDetector
+from ..step.gradient_source import GradientSource, source_for
 from ..step.micro_batches import DOCUMENTATION as BATCHES
 from ..step.summary_keys import DOCUMENTATION, ON_REQUEST
 
@@ -62,6 +63,15 @@ class AdapterMonitor:
         self._detectors = tuple(detectors)
         self._model: weakref.ref[nn.Module] | None = None
 
+    def check_optimizers(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
+        """Check that they step parameters of the model.
+
+        Raises:
+            TypeError, ValueError: as :meth:`ModuleMonitor.attach`.
+        """
+        named = self._arguments.get("gradient_source") if self._is_made_here else None
+        check.optimizers(model, optimizers, source_for(model, named))
+
     def begin(
         self,
         model: nn.Module,
@@ -71,6 +81,7 @@ class AdapterMonitor:
         start_step: int = 0,
         state: Mapping[str, Any] | None = None,
         trainer: object = None,
+        source: GradientSource | None = None,
     ) -> ModuleMonitor:
         """Watch ``model`` from now on.
 
@@ -84,6 +95,7 @@ class AdapterMonitor:
             start_step: number of the first step.
             state: of :meth:`ModuleMonitor.state_dict` in the resumed run; one that does not fit is ignored with a warning.
             trainer: owner of this adapter; it may have several for one model.
+            source: where the trainer's engine has gradients.
 
         Raises:
             TypeError, ValueError: as :meth:`ModuleMonitor.attach`.
@@ -91,11 +103,16 @@ class AdapterMonitor:
         is_new = self._model is None or self._model() is not model
         self.end()  # of an interrupted training
         if self._is_made_here and is_new:
-            check.optimizers(model, optimizers)  # before the run directory exists
-            self.monitor = prepared(model, **self._arguments)
+            arguments = self._arguments if source is None else {"gradient_source": source, **self._arguments}
+            check.optimizers(
+                model, optimizers, source_for(model, arguments.get("gradient_source"))
+            )  # before the run directory exists
+            self.monitor = prepared(model, **arguments)
             for detector in self._detectors:
                 self.monitor.add_detector(detector)
         assert self.monitor is not None
+        if source is not None:
+            self.monitor._runtime.planner.use(source)
         if self.monitor.module is not model:
             self.monitor.set_module(model)
         self._model = weakref.ref(model)

@@ -103,7 +103,7 @@ class GradMonHandler:
         if self._handles:
             raise ValueError("this handler is attached already; name all optimizers in one attach() call, or call detach() first")
         check.module(model)
-        check.optimizers(model, optimizers)
+        self._adapter.check_optimizers(model, optimizers)
         check.grad_scaler(scaler)
         self._target = _Target(weakref.ref(trainer), weakref.ref(model), [weakref.ref(each) for each in optimizers], scaler)
         trainer.state.unhealthy_spike = False  # type: ignore[attr-defined]

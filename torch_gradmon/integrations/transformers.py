@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,12 +107,17 @@ class GradMonCallback(TrainerCallback, ExportableState):  # type: ignore[misc]  
         kept = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         if is_disabled():
             return
+        source = None
         if type(optimizer).__name__ == "DeepSpeedOptimizerWrapper":
-            raise ValueError("DeepSpeed steps by itself and hides gradients from hooks; use FSDP2, or leave GradMonCallback out")
+            from ..monitor.deepspeed import unpacked
+
+            model, (optimizer,), source = unpacked(_engine_of(control), [])
         saved = self._saved(kept) if state.global_step > 0 else None
         scaler, start = getattr(optimizer, "scaler", None), state.global_step
         # the control object identifies the Trainer: all its callbacks get the same one
-        monitor = self._adapter.begin(model, [optimizer], scaler=scaler, start_step=start, state=saved, trainer=control)
+        monitor = self._adapter.begin(
+            model, [optimizer], scaler=scaler, start_step=start, state=saved, trainer=control, source=source
+        )
         scheduler = getattr(lr_scheduler, "scheduler", lr_scheduler)  # of Accelerate
         self._schedulers = SchedulerRollback(monitor, [check.bare_optimizer(optimizer)], lambda: [scheduler])
         self._line_values, self._line = {}, -1
@@ -209,6 +215,23 @@ class GradMonCallback(TrainerCallback, ExportableState):  # type: ignore[misc]  
                     yield of[name]()
                 except (ImportError, TypeError, ValueError, OSError) as error:
                     self._complaints.add(f"report:{name}", f"GradMonCallback does not report to {name}", error)
+
+
+def _engine_of(control: Any) -> Any:
+    """The engine of the Trainer that is calling, which callbacks do not get: all of its callbacks share ``control``.
+
+    Raises:
+        ValueError: it was not found.
+    """
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        trainer = frame.f_locals.get("self")
+        if getattr(trainer, "control", None) is control and check.is_deepspeed(engine := getattr(trainer, "model_wrapped", None)):
+            return engine
+        frame = frame.f_back
+    raise ValueError(
+        "the Trainer's DeepSpeed engine was not found, so GradMonCallback cannot follow it; call gradmon.watch(engine) with it instead"
+    )
 
 
 def _for_json(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -152,7 +152,7 @@ def _planner(config: MonitorConfig, model: nn.Module | None) -> Planner:
     registry = Registry({**VIEW_BUILT_INS, **RCC_BUILT_INS, n.ACTIVATION: outputs, n.OPTIMIZER: OPTIMIZER_BUILT_INS})
     excluded = compiled("excluded_modules_regex", config.excluded_modules_regex)
     distinct = compiled("rank_distinct_regex", config.rank_distinct_regex)
-    planner = Planner(registry, excluded, config.format_module_name_fn, distinct)
+    planner = Planner(registry, excluded, config.format_module_name_fn, distinct, config.gradient_source)
     if model is not None:
         check.module(model)
         planner.watch(model)

@@ -16,6 +16,8 @@ from ..core.keys import KEY_STYLES, compile_pattern
 from ..core.records import SpikeEvent
 from ..plugins.spike_policy.policy import Policy, Rollback, Skip
 from ..statistics.request import DEFAULT_EPS
+from ..step.gradient_source import GradientSource
+from ..step.gradient_source import checked as checked_source
 from ..step.layer_values import LayerSelection
 from ..step.plugin import Plugin
 
@@ -62,6 +64,7 @@ class MonitorConfig:
     flight_recorder: int = 0
     process_group: torch.distributed.ProcessGroup | None = None
     rank_distinct_regex: str | re.Pattern[str] | None = None
+    gradient_source: GradientSource | None = None
     check_replicas: int = 100
     replicas_sync_every: int = 1
     log_on_all_ranks: bool = False
@@ -90,6 +93,7 @@ class MonitorConfig:
         check.grad_scaler(self.scaler)
         check.process_group(self.process_group)
         compiled("rank_distinct_regex", self.rank_distinct_regex)
+        checked_source(self.gradient_source)
         check.positive_int_or_zero("check_replicas", self.check_replicas)
         check.positive_int("replicas_sync_every", self.replicas_sync_every)
         LayerSelection(self.layers)

@@ -64,7 +64,7 @@ class FollowedLoop(LoopDriver):
         self.measurement = StepMeasurement(lifecycle, self.ownership, self.hooks, order)
         self.decisions = Decisions(self.ownership, order, self.hooks.optimizers.holds, lifecycle.planning.planner)
         self.machine = StepMachine(cycle, self.measurement, order)
-        self.is_orphaned, self.scaler = False, scaler
+        self.is_orphaned, self.scaler, self._is_due = False, scaler, True
         self.hooks.optimizers.allow_skips(lifecycle.plugins.has("before_optimizer_step"))
 
     @property
@@ -157,11 +157,18 @@ class FollowedLoop(LoopDriver):
         self.machine.backward_ended(is_nested, self.hooks.scaler.in_step)
 
     def wrapper_began(self, optimizer: Optimizer) -> None:
+        source = self._lifecycle.planning.planner.source
+        self._is_due = source.is_due()
+        if not self._is_due:
+            return
         self.hooks.scaler.wrapper_began(optimizer)
         self.machine.optimizers.wrapper_began(id(optimizer))
 
     def wrapper_ended(self, optimizer: Optimizer) -> None:
-        self.machine.optimizers.wrapper_ended(id(optimizer))
+        if self._is_due and self._lifecycle.planning.planner.source.has_overflowed():
+            self.step_overflowed(optimizer)
+        else:
+            self.machine.optimizers.wrapper_ended(id(optimizer))
 
     def step_began(self, optimizer: Optimizer, has_closure: bool, within: bool) -> bool:
         if self.fence.is_captured:

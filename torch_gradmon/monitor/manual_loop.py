@@ -106,7 +106,7 @@ class ManualLoop:
 
     def _positions(self) -> dict[int, int]:
         inventory = self.runtime.planner.inventory
-        return {} if inventory is None else {id(reference()): place for place, reference in enumerate(inventory.references)}
+        return {} if inventory is None else inventory.places()
 
     def spread_among(self, parameters: Sequence[Tensor]) -> list[int]:
         """Indices of the parameters that differ between ranks: sharded ones and ones that only some ranks have. All ranks call this.

@@ -20,6 +20,7 @@ from ..plugins.spike_policy.policy import Counts, Policy, RolledBack
 from ..runs.detail_request import DetailRequest
 from ..spikes.detector import SpikeDetector
 from ..statistics.request import DEFAULT_EPS
+from ..step.gradient_source import GradientSource
 from ..step.plugin import Plugin
 from .builder import build
 from .config import MonitorConfig
@@ -127,6 +128,8 @@ class ModuleMonitor:
             all measured tensors are replicated, as gradients are under DDP.
         rank_distinct_regex: searched in names of plain parameters that differ between ranks, such as the experts of expert
             parallelism; statistics then cover the elements of all ranks. Not needed for DTensors.
+        gradient_source: where gradients are, if not in ``.grad``: an instance of a subclass of :class:`torch_gradmon.GradientSource`. By
+            default what fits the model: ``.grad``, or ``.main_grad`` where its parameters have that.
         check_replicas: steps between two checks that ranks have the same parameters, gradients, optimizer state and learning rates, bit
             for bit; 0 for none. What FSDP2 shards is compared with the copies of that shard, if there are any.
         replicas_sync_every: for ranks that train by themselves and average their parameters now and then: the number of steps between.
@@ -163,6 +166,7 @@ class ModuleMonitor:
         flight_recorder: int = 0,
         process_group: torch.distributed.ProcessGroup | None = None,
         rank_distinct_regex: str | re.Pattern[str] | None = None,
+        gradient_source: GradientSource | None = None,
         check_replicas: int = 100,
         replicas_sync_every: int = 1,
         log_on_all_ranks: bool = False,
@@ -189,6 +193,7 @@ class ModuleMonitor:
             flight_recorder=flight_recorder,
             process_group=process_group,
             rank_distinct_regex=rank_distinct_regex,
+            gradient_source=gradient_source,
             check_replicas=check_replicas,
             replicas_sync_every=replicas_sync_every,
             log_on_all_ranks=log_on_all_ranks,
@@ -558,18 +563,20 @@ class ModuleMonitor:
         """Run forward and backward of one batch several times with the same random numbers, and compare the results bit for bit, to tell
         a faulty device from a faulty program: ``print(monitor.replay_step(lambda model: loss_fn(model(x), y)))``.
 
-        Each rank runs by itself: under DDP, ``compute`` gets the model inside of the wrapper, and nothing is exchanged. The training
-        stays as it is: gradients are not accumulated, and buffers, attributes of modules and random generators are restored. It takes
-        the time of ``times`` passes, twice that if results differ, and the memory of one more set of gradients. Synchronises.
+        Each pass runs on a new copy of the model without DDP and ``torch.compile``, so nothing of the training changes, and nothing is
+        exchanged between ranks; random generators are restored. It takes the time of ``times`` passes, twice that if results differ, and
+        the memory of one more model with its gradients. Synchronises.
 
         Args:
-            compute: takes the model and returns the loss, a tensor of one element. Hooks of others on the model see these passes.
+            compute: takes the copy and returns the loss, a tensor of one element. What else it changes stays changed.
             times: how many passes, at least 2. Where their results differ, as many again show whether they differ each time, as those
                 of non-deterministic kernels do.
 
         Raises:
-            TypeError: a model sharded by ``fully_shard``; a ``compute`` that returns no loss; no integer.
-            ValueError: there is no model, the loss has no graph, or ``times`` is below 2.
+            TypeError: a model that cannot be copied, sharded by ``fully_shard``, or with DDP inside; a ``compute`` that is no function or
+                returns no loss.
+            ValueError: there is no model or no trained parameter; ``times`` is no integer from 2 on; ``compute`` called the model itself
+                or returned a loss without a graph or gradients.
         """
         return LoopService(self._runtime).replay(compute, times)
 

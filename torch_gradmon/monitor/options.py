@@ -12,6 +12,7 @@ import torch
 from ..core.errors import nearest
 from ..core.records import SpikeEvent
 from ..plugins.spike_policy.policy import Policy
+from ..step.gradient_source import GradientSource
 from ..step.plugin import Plugin
 
 OnSpike = str | Policy | Callable[[SpikeEvent], Any] | None
@@ -38,6 +39,7 @@ class MonitorOptions(TypedDict, total=False):
     flight_recorder: int
     process_group: torch.distributed.ProcessGroup | None
     rank_distinct_regex: str | re.Pattern[str] | None
+    gradient_source: GradientSource | None
     check_replicas: int
     replicas_sync_every: int
     log_on_all_ranks: bool

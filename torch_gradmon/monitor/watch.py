@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ..core import validation as check
+from ..step.gradient_source import source_for
 from ..step.presets import PRESETS
 from . import replacing
 from .monitor import ModuleMonitor
@@ -33,7 +35,7 @@ def watch(
     a watched model may have its own monitor.
 
     Args:
-        model: the model, already moved, wrapped and compiled for training.
+        model: the model, already moved, wrapped and compiled for training; or a DeepSpeed engine, alone.
         optimizers: its optimizers, in stepping order.
         scaler: the GradScaler that drives them, unless Accelerate's wrapper of the optimizer has it.
         start_step: number of the first step; by default 0, or the next one of a loaded state.
@@ -50,15 +52,21 @@ def watch(
     """
     check_names(options, ("scaler", "start_step", "preset", "on_spike"), "watch() has")
     check.module(model)
+    named: Sequence[Any] = optimizers
+    if check.is_deepspeed(model):
+        from .deepspeed import unpacked
+
+        model, named, source = unpacked(model, optimizers)
+        options.setdefault("gradient_source", source)
     check.one_of("preset", preset, tuple(PRESETS))
     check.grad_scaler(scaler)
     if start_step is not None:
         check.step_number("start_step", start_step)
-    check.optimizers(model, optimizers)
+    check.optimizers(model, named, source_for(model, options.get("gradient_source")))
     # the user's function may raise, so it runs before the monitor exists
     check.cadence(options.get("every"), options.get("monitor_step_fn"))(start_step or 0)
     monitor = prepared(model, preset=preset, on_spike=on_spike, **options)
-    return replacing.attach(monitor, optimizers, scaler=scaler, start_step=start_step)
+    return replacing.attach(monitor, named, scaler=scaler, start_step=start_step)
 
 
 def prepared(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import re
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..core.keys import ROOT, WRAPPERS, canonical_name, canonical_names
+from .gradient_source import PLAIN_GRADIENTS, GradientSource
 from .model_shape import ModelShape
 from .parameter_refs import ParameterRefs, Place
 from .ranks import is_dtensor, is_sharded
@@ -56,6 +57,7 @@ class ModelIndex:
         excluded: metrics skip modules and parameters whose canonical name matches this pattern. Whole-model values use all parameters.
         format_name: the user's change of each canonical name.
         distinct: a matching parameter differs between ranks, and its elements on all ranks are counted.
+        source: where gradients are.
 
     Raises:
         ValueError: ``format_name`` gives one name to two parameters.
@@ -67,7 +69,9 @@ class ModelIndex:
         excluded: re.Pattern[str] | None = None,
         format_name: Callable[[str], str] | None = None,
         distinct: re.Pattern[str] | None = None,
+        source: GradientSource = PLAIN_GRADIENTS,
     ) -> None:
+        self.source = source
         refs = ParameterRefs(module)
         raw = {name: (parameter, place) for name, parameter, place in refs.parameters(module)}
         short = canonical_names(raw)
@@ -84,12 +88,14 @@ class ModelIndex:
         for raw_name, (parameter, place) in raw.items():
             name = name_of[id(parameter)] = rename(short[raw_name])
             self.names.append(name)
-            self.parameters[name] = {"shape": list(parameter.shape), "dtype": str(parameter.dtype)}
+            shape = source.shape(parameter)
+            self.parameters[name] = {"shape": list(shape), "dtype": str(parameter.dtype)}
             self.references.append(place)
-            if parameter.dim() >= 2:
-                self.matrices[name] = _fan_in(module, raw_name, parameter)
+            if len(shape) >= 2:
+                self.matrices[name] = _fan_in(module, raw_name, shape)
             self.on_mesh |= is_dtensor(parameter)
-            if is_sharded(parameter) or (distinct is not None and distinct.search(name)):
+            is_part = source is not PLAIN_GRADIENTS and source.is_part(parameter)
+            if is_part or is_sharded(parameter) or (distinct is not None and distinct.search(name)):
                 self.spread.add(name)
             if excluded is not None and excluded.search(short[raw_name]):
                 self.excluded.add(name)
@@ -121,22 +127,30 @@ class ModelIndex:
         return self._shape.is_current()
 
     def positions(self, parameters: Iterable[Tensor]) -> list[int]:
-        """Positions in :attr:`names` of those ``parameters`` that belong to the model, ascending."""
+        """Positions in :attr:`names` of what these ``parameters`` of optimizers stand for in the model, ascending."""
         wanted = {id(parameter) for parameter in parameters}
-        return [position for position, reference in enumerate(self.references) if id(reference()) in wanted]
+        return [position for position, reference in enumerate(self.references) if id(self._stepped(reference)) in wanted]
+
+    def places(self) -> dict[int, int]:
+        """The position of each parameter, by the id of what optimizers have in its place."""
+        return {id(self._stepped(reference)): position for position, reference in enumerate(self.references)}
+
+    def _stepped(self, reference: Place) -> Tensor | None:
+        parameter = reference()
+        return parameter if parameter is None or self.source is PLAIN_GRADIENTS else self.source.stepped(parameter)
 
 
 #: Modules whose weights have the inputs of one output after the first dimension.
 _LINEAR = (nn.Linear, nn.Bilinear, nn.RNNBase, nn.MultiheadAttention, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def _fan_in(module: nn.Module, name: str, parameter: Tensor) -> int:
+def _fan_in(module: nn.Module, name: str, shape: Sequence[int]) -> int:
     """Number of products in the sum of one output; 0 if unknown, and for parameters that are not factors, such as an embedding."""
     owner = module
     for part in name.split(".")[:-1]:  # a module of TorchScript has no get_submodule()
         owner = owner._modules[part]  # type: ignore[assignment]
     # from its shape: reading a sharded one would need a collective
-    return math.prod(parameter.shape[1:]) if isinstance(owner, _LINEAR) else 0
+    return math.prod(shape[1:]) if isinstance(owner, _LINEAR) else 0
 
 
 def _is_wrapped(name: str, modules: Mapping[str, nn.Module]) -> bool:

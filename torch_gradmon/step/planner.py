@@ -14,6 +14,7 @@ from ..core import keys as n
 from ..core import validation as check
 from ..core.metric import Metric
 from ..core.torch_modes import outside_dispatch_modes
+from .gradient_source import PLAIN_GRADIENTS, GradientSource, source_for
 from .model_index import ModelIndex
 from .plan import SourcePlan, compile_plan
 from .registry import Registry
@@ -32,6 +33,10 @@ class Planner:
         excluded: see :class:`ModelIndex`.
         format_name: see :class:`ModelIndex`.
         distinct: see :class:`ModelIndex`.
+        source: where gradients are; None for what fits the model.
+
+    Attributes:
+        source: where they are, once a model is watched.
     """
 
     def __init__(
@@ -40,11 +45,13 @@ class Planner:
         excluded: re.Pattern[str] | None,
         format_name: Callable[[str], str] | None,
         distinct: re.Pattern[str] | None = None,
+        source: GradientSource | None = None,
     ) -> None:
         self.registry = registry
         self.inventory: ModelIndex | None = None
         self._module: weakref.ref[nn.Module] | None = None
         self._excluded, self._format_name, self._distinct = excluded, format_name, distinct
+        self._named_source, self.source = source, source or PLAIN_GRADIENTS
         self._cache: dict[Any, dict[str, SourcePlan]] = {}
         self.version = 0
         self.measures_each_batch = False  # the gradients of each micro-batch separately
@@ -70,10 +77,18 @@ class Planner:
         """
         check.measurable(module)
         check.initialised(module)
+        self.source = source_for(module, self._named_source)
         inventory = self._index_of(module)
         self.registry.check(_matchable(inventory))
         self._module, self.inventory = weakref.ref(module), inventory
         self.changed()
+
+    def use(self, source: GradientSource) -> None:
+        """Gradients are there, unless the user has named another place."""
+        if self._named_source is None:
+            self._named_source = source
+            if (module := self.module) is not None:
+                self.watch(module)
 
     def matchable(self) -> dict[str, Sequence[str]] | None:
         """Names that a pattern can match, by source; None while the model is unknown."""
@@ -101,7 +116,7 @@ class Planner:
 
     def _index_of(self, module: nn.Module) -> ModelIndex:
         with outside_dispatch_modes():
-            return ModelIndex(module, self._excluded, self._format_name, self._distinct)
+            return ModelIndex(module, self._excluded, self._format_name, self._distinct, self.source)
 
     def plans(self, step: int, summary: Summary, gradients_only: bool = False) -> dict[str, SourcePlan]:
         """The plan of each parameter source for ``step``; ``gradients_only``: without metrics, only what the summary needs of gradients."""
@@ -153,13 +168,13 @@ class Planner:
         """The names of these optimizers' parameters; None without a model."""
         if self.inventory is None:
             return None
-        parameters = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+        parameters = (p for optimizer in optimizers for p in self.source.tensors_of(optimizer))
         return {self.inventory.names[position] for position in self.inventory.positions(parameters)}
 
     def positions(self, optimizers: Iterable[Optimizer]) -> tuple[dict[int, list[int]], list[int]]:
         """Positions of each optimizer's parameters by its id, and those of parameters without optimizer."""
         assert self.inventory is not None
-        owned = {id(o): self.inventory.positions(p for group in o.param_groups for p in group["params"]) for o in optimizers}
+        owned = {id(o): self.inventory.positions(self.source.tensors_of(o)) for o in optimizers}
         taken = {position for positions in owned.values() for position in positions}
         return owned, [position for position in range(len(self.inventory.names)) if position not in taken]
 

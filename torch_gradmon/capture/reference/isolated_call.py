@@ -85,14 +85,14 @@ def call_isolated(module: nn.Module, inputs: Iterable[Tensor] = ()) -> Iterator[
         torch.no_grad(),
         untouched_rng(),
         _protected(module, inputs),
-        unchanged(module),
+        _unchanged(module),
         _without_advice(),
     ):
         yield
 
 
 @contextlib.contextmanager
-def unchanged(module: nn.Module) -> Iterator[None]:
+def _unchanged(module: nn.Module) -> Iterator[None]:
     """Let ``module`` write to copies of its buffers, and restore the attributes of its parts afterwards.
 
     Attributes describe buffers, such as the length up to which a cache was computed. An embedding with ``max_norm`` writes to its

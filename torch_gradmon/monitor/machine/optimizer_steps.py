@@ -45,7 +45,15 @@ class OptimizerSteps:
             return
         self.cycle.ensure_open(hides_forward=False)
         if self.cycle.boundaries.has_values:
+            self._measure_final(optimizer)
             self._parameters_before(optimizer, with_unowned=self._machine.is_last(optimizer))
+
+    def _measure_final(self, optimizer: Hashable) -> None:
+        """Measure gradients before the clip that are final only now, when the outermost optimizer begins to step."""
+        progress = self.state.progress
+        if self.measures.waits_for_step and optimizer not in progress.final:
+            progress.final.add(optimizer)
+            self.measures.measure_before_clip(progress.done, self.state.in_backward.known)
 
     def wrapper_ended(self, optimizer: Hashable) -> None:
         """The wrapper returned without a step of its optimizer, as one that accumulates gradients does."""
@@ -70,6 +78,7 @@ class OptimizerSteps:
             return False
         measures.annotate(optimizer, by_turns=not within and self._takes_turns(), is_first=self.state.patterns.is_first)
         self._explain_missing(optimizer, has_closure or within)
+        self._measure_final(optimizer)
         measures.release_gradients(optimizer)
         self._parameters_before(optimizer, with_unowned=not within and self._machine.is_last(optimizer))
         if has_closure:

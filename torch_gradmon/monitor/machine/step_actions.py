@@ -67,6 +67,10 @@ class StepMeasurements(Protocol):
         optimizers ``in_backward`` were measured when they came.
         """
 
+    @property
+    def waits_for_step(self) -> bool:
+        """Whether gradients are final only when an optimizer steps, not when a backward pass ends."""
+
     def measure_parameters(self) -> None:
         """Measure all parameters."""
 

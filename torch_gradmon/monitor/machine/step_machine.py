@@ -88,7 +88,8 @@ class StepMachine:
         self.measures.backward_ended()
         if not within.any_now and self.expects_more():
             return
-        self.measures.measure_before_clip(self.state.progress.done, within.known)
+        if not self.measures.waits_for_step:
+            self.measures.measure_before_clip(self.state.progress.done, within.known)
         if within.any_now and not is_nested and not self.awaits_others():
             self._all_stepped(in_scaler_step)
 

@@ -67,6 +67,7 @@ class StepProgress:
         is_tentative: a call in evaluation mode opened it, and nothing has confirmed that it trains.
         counts_eval: calls in evaluation mode count as training in this step.
         begun: optimizers that are stepping, or raised in their step.
+        final: optimizers whose gradients were measured in their step, before it changed them.
         done: optimizers that have stepped, or are about to with their gradients measured.
         decided: optimizers whose closure has been called once.
         overflowed: optimizers whose step the scaler skipped.
@@ -81,6 +82,7 @@ class StepProgress:
     is_tentative: bool = False
     counts_eval: bool = False
     begun: set[Hashable] = field(default_factory=set)
+    final: set[Hashable] = field(default_factory=set)
     done: set[Hashable] = field(default_factory=set)
     decided: set[Hashable] = field(default_factory=set)
     overflowed: set[Hashable] = field(default_factory=set)

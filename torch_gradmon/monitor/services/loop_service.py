@@ -46,7 +46,7 @@ class LoopService:
         check.grad_scaler(scaler)
         if start_step is not None:
             check.step_number("start_step", start_step)
-        bare = check.optimizers(module, optimizers)
+        bare = check.optimizers(module, optimizers, runtime.planner.source)
         # the user's function may raise, so it runs before anything is installed
         runtime.lifecycle.planning.cadence.asked(runtime.state.clock.next_step if start_step is None else start_step)
         if runtime.fence.inert:
@@ -57,7 +57,10 @@ class LoopService:
         ModelService(runtime).link()
         known = (scaler, runtime.connection.scaler, check.scaler_around(optimizers))
         chosen = next((each for each in known if each is not None), None)
-        runtime.connection.follow(runtime, module, bare, chosen, check.wrappers(optimizers))
+        around = check.wrappers(optimizers)
+        if (outer := runtime.planner.source.outer) is not None:
+            around += [(outer, optimizer) for optimizer in bare]
+        runtime.connection.follow(runtime, module, bare, chosen, around)
 
     def detach(self) -> None:
         """End the step in flight and remove everything from the model."""
@@ -112,6 +115,7 @@ class LoopService:
             module = self.runtime.planner.module
             if module is None:
                 raise ValueError("there is no module whose gradients to clip; pass parameters=, or watch a module first")
-            parameters = list(module.parameters())
+            # as the optimizer has them
+            parameters = list(dict.fromkeys(map(self.runtime.planner.source.stepped, module.parameters())))
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         return clip(ManualLoop(self.runtime), parameters, max_norm, norm_type, error_if_nonfinite, exact)

@@ -38,10 +38,10 @@ class Captures:
         """Begin a step that takes values."""
         assert step.buffer is not None
         assert planner.inventory is not None
-        references = planner.inventory.references
+        references, source = planner.inventory.references, planner.inventory.source
         by_batch = planner.measures_each_batch and step.mode is Mode.MONITORED
-        self.gradients.begin(step.buffer, step.plans, references, planner.inventory.trainable.doubtful, by_batch)
-        self.parameters.begin(step.buffer, step.plans, references)
+        self.gradients.begin(step.buffer, step.plans, references, planner.inventory.trainable.doubtful, by_batch, source)
+        self.parameters.begin(step.buffer, step.plans, references, source)
         self.modules.begin(step.buffer, step.due, planner.inventory, by_hand)
 
     def end(self) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ...step.gradient_source import PLAIN_GRADIENTS
 from ...step.planner import Planner
 from ..loop.scaler_hooks import ScalerHooks
 
@@ -31,6 +32,7 @@ class Ownership:
         self.unowned: list[int] = []
         self.shared: set[int] = set()
         self._group_sizes: list[int] = []
+        self._source = PLAIN_GRADIENTS
 
     def __getitem__(self, name: Hashable) -> Optimizer | None:
         """The optimizer, while it exists; None for the name None, under which unowned parameters stand."""
@@ -56,8 +58,8 @@ class Ownership:
 
     def update(self, planner: Planner, order: Iterable[Hashable]) -> None:
         """Take the groups of the optimizers as they are now."""
-        optimizers = self.alive(order)
-        self._group_sizes = _sizes(optimizers)
+        optimizers, self._source = self.alive(order), planner.source
+        self._group_sizes = self._sizes(optimizers)
         owned, self.unowned = planner.positions(optimizers)
         self._owned = dict(owned.items())
         owners = Counter(position for positions in self._owned.values() for position in positions)
@@ -65,7 +67,12 @@ class Ownership:
 
     def has_changed(self, order: Iterable[Hashable]) -> bool:
         """Whether an optimizer got or lost parameters since the last :meth:`update`."""
-        return self._group_sizes != _sizes(self.alive(order))
+        return self._group_sizes != self._sizes(self.alive(order))
+
+    def _sizes(self, optimizers: Iterable[Optimizer]) -> list[int]:
+        if self._source is not PLAIN_GRADIENTS:
+            return [len(self._source.tensors_of(optimizer)) for optimizer in optimizers]
+        return [len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups]
 
     def shares(self, order: Iterable[Hashable]) -> Iterator[tuple[Hashable | None, list[int]]]:
         """The positions of each optimizer that exists; under None those that no optimizer has."""
@@ -86,7 +93,3 @@ class Ownership:
         wanted = set(positions)
         found = [(sorted(wanted.intersection(own)), scaler.inverse_scale(self[name])) for name, own in self.shares(order)]
         return [(own, scale) for own, scale in found if own]
-
-
-def _sizes(optimizers: Iterable[Optimizer]) -> list[int]:
-    return [len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups]

@@ -8,6 +8,7 @@ from collections.abc import Hashable, Set
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ...capture.grad_scale import inverse
 from ...core.keys import GRADIENT_BEFORE_CLIP
 from ...statistics.tensor_access import accumulator_dtype
 from ..loop.loop_hooks import LoopHooks
@@ -66,9 +67,9 @@ class StepMeasurement:
         scaled: list[int] = []
         plain: list[int] = []
         inverse_scale: Tensor | None = None
-        gradients = self._captures.gradients
+        gradients, source = self._captures.gradients, self._lifecycle.planning.planner.source
         for name, positions in self._ownership.shares(self._order):
-            scale = self._scale(name)
+            scale = self._scale(name) if (own := source.scale()) is None else inverse(own)
             inverse_scale = inverse_scale if scale is None else scale
             if name is not None and name in in_backward:
                 continue
@@ -82,6 +83,10 @@ class StepMeasurement:
         for positions, scale in ((plain, None), (scaled, inverse_scale)):
             if positions:
                 gradients.before_clip(sorted(positions), scale)
+
+    @property
+    def waits_for_step(self) -> bool:
+        return self._lifecycle.planning.planner.source.is_final_at_step
 
     def measure_one_before_clip(self, position: int, done: Set[Hashable], in_backward: Set[Hashable]) -> None:
         """Measure one complete gradient whose optimizer may step before the backward pass ends.

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from ...core.errors import WarningLog
 from ...core.loop_findings import LoopFinding
+from ...step.gradient_source import PLAIN_GRADIENTS
 from ...step.planner import Planner
 from ...step.plugin import Plugin
 from .ownership import OwnershipChecks
@@ -69,8 +70,10 @@ class LoopAudit(Plugin):
     # --- life cycle ----------------------------------------------------------------------------------------------------------
 
     def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Begin to audit a loop."""
+        """Begin to audit a loop. Its mistakes show in ``.grad``, so none where an engine has gradients elsewhere."""
         self.on_detach()
+        if self._planner.source is not PLAIN_GRADIENTS:
+            return
         self._ownership = OwnershipChecks(self._planner, self._tallies, optimizers)
         self._steps = 0
         self._tallies.retract("unattached-optimizer")  # others are attached now

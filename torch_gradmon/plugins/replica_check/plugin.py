@@ -194,7 +194,7 @@ class ReplicaCheck(Plugin):
                 yield name, parameter
 
     def _names(self) -> Mapping[int, str]:
-        return {id(parameter): name for name, parameter in self._parameters()}
+        return {id(self._planner.source.stepped(parameter)): name for name, parameter in self._parameters()}
 
     def on_step_closed(self, step: ActiveStep) -> None:
         """Go on with the messages of others."""

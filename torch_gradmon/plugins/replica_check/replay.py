@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ...capture.measurer import untouched_rng
-from ...capture.reference.isolated_call import unchanged
+from ...capture.modules.compiled import unwrapped
+from ...core import accelerator
 from ...core.errors import display
-from ...core.torch_modes import autocast_cache_kept
 from ...statistics.fingerprint import fingerprints
 from ...step.ranks import is_dtensor
+from .wrapper import is_ddp
 
 LOSS = "loss"
+#: The fingerprints of one pass by name, the loss first.
+_Found = dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -26,11 +32,12 @@ class Replay:
 
     Attributes:
         losses: of each pass.
-        odd: numbers of the passes that are unlike most, from 0; empty if all are equal, or none is like another.
+        odd: the number of the pass that is unlike all others, from 0; empty for any other verdict than ``"one-off"``.
         differing: what differs between passes: ``"loss"``, and names of parameters whose gradients differ, in the order of the model.
         compared: number of gradients that were compared; 0 where ``GRADMON_DISABLE`` is set, and nothing was run.
-        verdict: ``"equal"``; ``"one-off"``: most are equal, and a few are not, as after an error of the hardware;
-            ``"non-deterministic"``: passes differ again and again, so this tells nothing about the hardware.
+        verdict: ``"equal"``; ``"one-off"``: one pass is unlike all before and after it, as after an error of the hardware;
+            ``"changed"``: from some pass on all are alike, and unlike those before; ``"non-deterministic"``: passes differ again and
+            again. The last two tell nothing about the hardware.
     """
 
     losses: tuple[float, ...]
@@ -42,62 +49,109 @@ class Replay:
     def __str__(self) -> str:
         if not self.losses:
             return "nothing was run: GRADMON_DISABLE is set"
-        passes, what = len(self.losses), f"the loss and {self.compared:,} gradients"
+        passes, what = f"{len(self.losses)} passes over one batch", f"the loss and {self.compared:,} gradients"
         if self.verdict == "equal":
-            return f"{passes} passes over one batch gave the same bits: {what}"
+            return f"{passes} gave the same bits: {what}"
         where = f"{self.differing[0]}{f' and {len(self.differing) - 1:,} more' if len(self.differing) > 1 else ''}"
         if self.verdict == "one-off":
-            numbers = ", ".join(map(str, self.odd))
             return (
-                f"pass {numbers} of {passes} over one batch gave other bits than the rest: {where} ({what} were compared). Kernels that "
-                "give varying results would differ more often: suspect this device or its memory, and test it"
+                f"of {passes} number {self.odd[0]} gave other bits than all before and after it: {where} ({what} were compared). Kernels "
+                "that give varying results would differ more often: suspect this device or its memory, and test it"
+            )
+        if self.verdict == "changed":
+            return (
+                f"{passes} gave two results, one after the other: {where} ({what} were compared). The first of them have changed "
+                "something that the next ones use, such as a cache or the choice of a kernel: replay again"
             )
         return (
-            f"{passes} passes over one batch differ from each other: {where} ({what} were compared). Kernels here give varying results, "
+            f"{passes} differ from each other: {where} ({what} were compared). Kernels here give varying results, "
             "so errors of the hardware cannot be told apart: call torch.use_deterministic_algorithms(True), and replay again"
         )
 
 
 def replay(model: nn.Module, compute: Callable[[nn.Module], Tensor], times: int) -> Replay:
-    """Run ``compute`` and its backward pass ``times`` times; where results differ, as many times again.
+    """Run ``compute`` and its backward pass ``times`` times, each on a new copy of the model; where results differ, as many times again.
 
-    Nothing of the training changes: gradients are returned, not accumulated, so hooks on accumulated gradients are not called; buffers,
-    attributes and random generators are restored. Synchronises the device.
+    Nothing of the training changes. Synchronises the device.
 
     Raises:
-        TypeError, ValueError: the model is sharded by ``fully_shard``, or ``compute`` returned no loss.
+        TypeError, ValueError: the model is sharded, has DDP inside, or cannot be copied; ``compute`` returned no loss of it.
     """
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
-    if any(base.__name__ == "FSDPModule" for module in inner.modules() for base in type(module).__mro__):
-        raise TypeError(
-            "replay_step() runs a pass on one rank by itself, and a model sharded by fully_shard() needs all ranks for a pass: "
-            "replay it on a model that is not sharded, with the same parameters"
-        )
-    parameters = {name: parameter for name, parameter in inner.named_parameters() if parameter.requires_grad}
-    passes = [_pass(inner, compute, parameters) for _ in range(times)]
+    if not callable(compute):
+        raise TypeError(f"replay_step() takes a function of the model that returns the loss, got {display(compute)}")
+    inner = unwrapped(model)
+    _check(inner)
+    passes = [_pass(model, inner, compute) for _ in range(times)]
     if _differ(passes):
-        passes += [_pass(inner, compute, parameters) for _ in range(times)]
-    counts = Counter(found for _, found in passes)
-    usual, most = counts.most_common(1)[0]
-    odd = tuple(number for number, (_, found) in enumerate(passes) if found != usual)
-    # among results that vary, some may be equal by chance
-    verdict = "equal" if not odd else "one-off" if 2 * most > len(passes) and not _differ(passes[times:]) else "non-deterministic"
-    by_name = zip((LOSS, *parameters), zip(*(found for _, found in passes), strict=True), strict=True)
-    differing = [name for name, values in by_name if len({*values}) > 1]
-    return Replay(
-        tuple(loss for loss, _ in passes), odd if verdict == "one-off" else (), tuple(differing), len(parameters), verdict
-    )
+        passes += [_pass(model, inner, compute) for _ in range(times)]
+    verdict, odd = _verdict(passes)
+    found = [values for _, values in passes]
+    differing = tuple(name for name in dict.fromkeys(chain(*found)) if len({values.get(name) for values in found}) > 1)
+    compared = len({name for values in found for name in values} - {LOSS})
+    return Replay(tuple(loss for loss, _ in passes), odd, differing, compared, verdict)
 
 
-def _differ(passes: list[tuple[float, tuple[int | None, ...]]]) -> bool:
-    return len({found for _, found in passes}) > 1
+def _check(inner: nn.Module) -> None:
+    for module in inner.modules():
+        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+            raise TypeError(
+                "replay_step() runs a pass on one rank by itself, and a model sharded by fully_shard() needs all ranks for a pass: "
+                "replay it on a model that is not sharded, with the same parameters"
+            )
+        if is_ddp(module):
+            raise TypeError(
+                "replay_step() runs a pass on one rank by itself, and DistributedDataParallel inside of the model would exchange with "
+                "others: wrap the whole model in it, or watch the part below"
+            )
+    if not any(parameter.requires_grad for parameter in inner.parameters()):
+        raise ValueError("no parameter of the model requires a gradient, so replay_step() has nothing to compare")
 
 
-def _pass(
-    model: nn.Module, compute: Callable[[nn.Module], Tensor], parameters: Mapping[str, nn.Parameter]
-) -> tuple[float, tuple[int | None, ...]]:
-    """The loss, and the fingerprints of the loss and of each gradient; None for a gradient that does not exist."""
-    with torch.enable_grad(), untouched_rng(), unchanged(model), autocast_cache_kept():
+@contextlib.contextmanager
+def _untouched(*modules: nn.Module) -> Iterator[None]:
+    """Refuse calls of the modules themselves, which would change them, and may exchange with ranks that do not call them."""
+
+    def refuse(*_: object) -> None:
+        raise ValueError(
+            "replay_step() gives a copy of the model to its function, which called the model itself: write "
+            "replay_step(lambda model: loss_fn(model(x), y)) and use that argument"
+        )
+
+    handles = [module.register_forward_pre_hook(refuse, prepend=True) for module in {id(each): each for each in modules}.values()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _verdict(passes: list[tuple[float, _Found]]) -> tuple[str, tuple[int, ...]]:
+    found = [tuple(values.items()) for _, values in passes]
+    usual, count = Counter(found).most_common(1)[0]
+    if count == len(found):
+        return "equal", ()
+    odd = tuple(number for number, values in enumerate(found) if values != usual)
+    if len(odd) == 1 and 0 < odd[0] < len(found) - 1:
+        return "one-off", odd
+    first = found.index(found[-1])
+    changes_once = len({*found[:first]}) == 1 and len({*found[first:]}) == 1
+    return "changed" if changes_once else "non-deterministic", ()
+
+
+def _differ(passes: list[tuple[float, _Found]]) -> bool:
+    return any(values != passes[0][1] for _, values in passes)
+
+
+def _pass(outer: nn.Module, inner: nn.Module, compute: Callable[[nn.Module], Tensor]) -> tuple[float, _Found]:
+    """The loss, and the fingerprints of the loss and of each gradient that exists."""
+    try:
+        model = copy.deepcopy(inner)
+    except Exception as error:
+        raise TypeError(
+            f"replay_step() runs on a copy of the model, which cannot be made ({type(error).__name__}: {error}); call it between two steps"
+        ) from error
+    devices = {tensor.device for tensor in chain(model.parameters(), model.buffers())}
+    with torch.enable_grad(), untouched_rng(), accelerator.untouched_generators(devices), _untouched(outer, inner):
         loss = compute(model)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else display(loss)
@@ -106,21 +160,24 @@ def _pass(
             )
         if not loss.requires_grad:
             raise ValueError(
-                "the loss that replay_step() got has no graph: compute it from the model's output, without no_grad()"
+                "the loss that replay_step() got has no graph: compute it from the model's output, without no_grad() or inference_mode()"
             )
-        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    found: list[int | None] = [None] * (1 + len(gradients))
-    by_device: dict[torch.device, list[int]] = {}
-    tensors = [loss.detach(), *(g.to_local() if g is not None and is_dtensor(g) else g for g in gradients)]  # type: ignore[attr-defined]
-    for number, tensor in enumerate(tensors):
-        if tensor is not None:
-            by_device.setdefault(tensor.device, []).append(number)
-    for numbers in by_device.values():
-        values = fingerprints([_dense(tensors[number]) for number in numbers]).tolist()
-        for number, value in zip(numbers, values, strict=True):
-            found[number] = value
-    return float(loss.detach()), tuple(found)
+        loss.backward()  # type: ignore[no-untyped-call]
+    tensors: dict[str, Tensor] = {LOSS: loss.detach()}
+    tensors.update((name, _plain(parameter.grad)) for name, parameter in model.named_parameters() if parameter.grad is not None)
+    if len(tensors) == 1:
+        raise ValueError(
+            "the loss that replay_step() got has no gradient of any parameter of the model that its function was given"
+        )
+    found: _Found = {}
+    for device in {tensor.device for tensor in tensors.values()}:
+        names = [name for name, tensor in tensors.items() if tensor.device == device]
+        found.update(zip(names, fingerprints([tensors[name] for name in names]).tolist(), strict=True))
+    return float(loss.detach()), {name: found[name] for name in tensors}
 
 
-def _dense(tensor: Tensor) -> Tensor:
-    return tensor.coalesce().to_dense() if tensor.is_sparse else tensor
+def _plain(gradient: Any) -> Tensor:
+    if is_dtensor(gradient):
+        gradient = gradient.to_local()
+    dense: Tensor = gradient.coalesce().to_dense() if gradient.is_sparse else gradient
+    return dense

@@ -1,0 +1,226 @@
+"""Gradients under DeepSpeed: its optimizers step flat tensors, of which each rank has a part from ZeRO 1 on."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..core.errors import display
+from ..step.gradient_source import GradientSource
+
+
+class DeepSpeedSource(GradientSource):
+    """Parameters and gradients of a DeepSpeed engine. Without ZeRO and in float32 they are in their usual places.
+
+    Args:
+        engine: its ``step`` steps the optimizer, at the end of an accumulation.
+    """
+
+    is_final_at_step = True
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = weakref.ref(engine)
+
+    @property
+    def outer(self) -> Any:
+        """The engine."""
+        return self._engine()
+
+    def is_due(self) -> bool:
+        """Whether this micro-batch is the last one of the step."""
+        engine = self._engine()
+        return engine is not None and bool(engine.is_gradient_accumulation_boundary())
+
+    @property
+    def _optimizer(self) -> Any:
+        return getattr(self._engine(), "optimizer", None)
+
+    def scale(self) -> float | Tensor | None:
+        """The loss scale of fp16."""
+        scale = getattr(self._optimizer, "loss_scale", None)
+        return None if scale is None or (not isinstance(scale, Tensor) and scale == 1) else scale
+
+    def has_overflowed(self) -> bool:
+        """Whether gradients were infinite."""
+        return bool(getattr(self._optimizer, "overflow", False))
+
+
+class MasterSource(DeepSpeedSource):
+    """Without ZeRO in bfloat16: the optimizer steps float32 copies, each of one parameter, whose gradients are reduced as a whole."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        pairs = zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups, strict=True)
+        found = [(id(model), master) for of_model, masters in pairs for model, master in zip(of_model, masters, strict=True)]
+        self._masters: dict[int, Tensor] = dict(found)
+
+    def stepped(self, parameter: nn.Parameter) -> Tensor:
+        """The copy; the parameter itself where it is not trained."""
+        return self._masters.get(id(parameter), parameter)
+
+
+class ZeroSource(DeepSpeedSource):
+    """Under ZeRO 1 and 2, and in bfloat16: the optimizer's flat tensors, of which a rank has the elements of some parameters."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        groups = getattr(engine.optimizer, "bit16_groups", None) or engine.optimizer.bf16_groups
+        self._groups = {id(parameter): number for number, group in enumerate(groups) for parameter in group}
+
+    def _flats(self) -> Sequence[Tensor]:
+        optimizer = self._optimizer
+        found = getattr(optimizer, "single_partition_of_fp32_groups", None)
+        return getattr(optimizer, "fp32_groups_flat_partition", ()) if found is None else found
+
+    def tensors_of(self, optimizer: Optimizer) -> Sequence[Tensor]:
+        """The flat tensors: while one of them is stepped the others are out of the groups."""
+        return self._flats()
+
+    def is_part(self, parameter: nn.Parameter) -> bool:
+        """Of each parameter that is trained."""
+        return id(parameter) in self._groups
+
+    def stepped(self, parameter: nn.Parameter) -> Tensor:
+        """The flat tensor of the parameter's group; the parameter itself where it is not trained."""
+        return self._flats()[self._groups[id(parameter)]] if self.is_part(parameter) else parameter
+
+    def value(self, parameter: nn.Parameter) -> Tensor:
+        """This rank's part, in float32, which may be empty."""
+        if not self.is_part(parameter):
+            return parameter
+        mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
+        part: Tensor = _nothing(parameter) if mapping is None else mapping.hp_fragment
+        return part
+
+    def accumulated(self, parameter: nn.Parameter) -> Tensor | None:
+        """This rank's part of the average over all ranks and micro-batches."""
+        if not self.is_part(parameter):
+            return parameter.grad
+        mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
+        if mapping is None:  # a row without elements, so that all ranks have the same rows
+            return _nothing(parameter)
+        gradients = mapping.offload_gradient_dict if mapping.use_offload else mapping.gradient_dict
+        if gradients.get(mapping.param_group_index) is None:
+            return None
+        gradient: Tensor | None = gradients[mapping.param_group_index][parameter._index_in_param_group]  # type: ignore[attr-defined]
+        where = mapping.lp_fragment_address
+        if gradient is not None and gradient.numel() > where.numel:  # in bfloat16 each rank accumulates the whole parameter
+            gradient = gradient.detach().view(-1).narrow(0, where.start, where.numel)
+        return gradient
+
+    def used(self, parameter: nn.Parameter) -> Tensor | None:
+        """This rank's part of the flat gradient."""
+        gradient = self.stepped(parameter).grad
+        if gradient is None or not self.is_part(parameter):
+            return gradient
+        mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
+        where = None if mapping is None else mapping.hp_fragment_address
+        return _nothing(parameter) if where is None else gradient.detach().narrow(0, where.start, where.numel)
+
+
+class Zero3Source(DeepSpeedSource):
+    """Under ZeRO 3 each rank has the same share of every parameter, filled up with zeros at the end."""
+
+    def tensors_of(self, optimizer: Optimizer) -> Sequence[Tensor]:
+        """The flat tensors, which are in the groups only while they are stepped."""
+        found: Sequence[Tensor] = self._optimizer.fp32_partitioned_groups_flat
+        return found
+
+    def is_part(self, parameter: nn.Parameter) -> bool:
+        """Of each parameter, trained or not."""
+        return hasattr(parameter, "ds_id")
+
+    def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """That of the whole parameter, also while a rank has its share only."""
+        return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+    def stepped(self, parameter: nn.Parameter) -> Tensor:
+        """The flat tensor with this rank's share."""
+        place = self._place(parameter)
+        return parameter if place is None else place[0]
+
+    def value(self, parameter: nn.Parameter) -> Tensor:
+        """This rank's share: of what the optimizer steps, or of the parameter where it steps nothing."""
+        place = self._place(parameter)
+        if place is not None:
+            return place[0].detach().narrow(0, *place[1])
+        share: Any = getattr(parameter, "ds_tensor", None)
+        return parameter if share is None else share.detach().view(-1)[: _length(parameter, share.numel())]
+
+    def used(self, parameter: nn.Parameter) -> Tensor | None:
+        """This rank's share of the flat gradient."""
+        place = self._place(parameter)
+        if place is None or place[0].grad is None:
+            return None
+        return place[0].grad.detach().narrow(0, *place[1])
+
+    def accumulated(self, parameter: nn.Parameter) -> Tensor | None:
+        """This rank's share of the average over all ranks and micro-batches."""
+        place = self._place(parameter)
+        if place is None:
+            return None
+        gradient: Tensor | None = self._optimizer.get_local_fp32_grad_for_param(parameter)
+        return None if gradient is None else gradient.detach().view(-1)[: place[1][1]]
+
+    def _place(self, parameter: Any) -> tuple[Tensor, tuple[int, int]] | None:
+        """The flat tensor, and where this rank's share is in it, without the zeros behind the end of the parameter."""
+        optimizer = self._optimizer
+        known = optimizer.grad_position.get(optimizer.get_param_id(parameter)) if self.is_part(parameter) else None
+        if known is None:
+            return None
+        group, start, size = known
+        return optimizer.fp32_partitioned_groups_flat[group], (start, _length(parameter, size))
+
+
+def _length(parameter: Any, size: int) -> int:
+    """How many elements of a share of this ``size`` are elements of the parameter."""
+    before = torch.distributed.get_rank(parameter.ds_process_group) * size
+    return max(0, min(size, int(parameter.ds_numel) - before))
+
+
+def _nothing(parameter: nn.Parameter) -> Tensor:
+    return torch.empty(0, dtype=torch.float32, device=parameter.device)
+
+
+def source_of(engine: Any) -> DeepSpeedSource:
+    """The source that fits the engine's settings.
+
+    Raises:
+        ValueError: its optimizer keeps gradients where they cannot be found.
+    """
+    stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
+    if stage == 3:
+        return Zero3Source(engine)
+    if hasattr(optimizer, "single_partition_of_fp32_groups") or hasattr(optimizer, "fp32_groups_flat_partition"):
+        return ZeroSource(engine)
+    if isinstance(optimizer, Optimizer):
+        return DeepSpeedSource(engine)
+    if hasattr(optimizer, "fp32_groups") and hasattr(optimizer, "fp16_groups") and engine.bfloat16_enabled():
+        return MasterSource(engine)
+    raise ValueError(
+        f"a DeepSpeed engine with {type(optimizer).__name__} without ZeRO cannot be watched: its releases differ in "
+        "whether they scale the loss, or it flattens all gradients; use ZeRO 1, 2 or 3, which is as exact with one rank"
+    )
+
+
+def unpacked(engine: Any, optimizers: Sequence[Any]) -> tuple[nn.Module, Sequence[Any], GradientSource]:
+    """The model of an engine, the optimizer inside, and where gradients are.
+
+    Raises:
+        ValueError: another optimizer was given beside the engine, or it has none, or one that cannot be followed.
+    """
+    inner = getattr(engine, "basic_optimizer", None)
+    for each in optimizers:
+        # Accelerate has a wrapper around it
+        if not any(one is engine.optimizer or one is inner for one in (each, getattr(each, "optimizer", None))):
+            raise ValueError(f"a DeepSpeed engine steps its own optimizer, not {display(each)}; call watch(engine) alone")
+    if inner is None or engine.optimizer is None:
+        raise ValueError(
+            "this DeepSpeed engine has no optimizer, so it does not train; pass optimizer= to deepspeed.initialize()"
+        )
+    return engine.module, [inner], source_of(engine)

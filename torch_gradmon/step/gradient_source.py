@@ -1,0 +1,125 @@
+"""Where the gradients of parameters are: in ``.grad``, or where an engine keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..core.errors import display
+
+
+class GradientSource:
+    """Where the gradient of each parameter is, when it is final, and what the optimizer steps in its place.
+
+    This class describes plain PyTorch. A subclass describes an engine that keeps gradients elsewhere: in buffers of its own
+    (``main_grad``), or in flat tensors of which each rank steps a part (ZeRO). Pass it as ``ModuleMonitor(gradient_source=...)``.
+
+    Every method takes a parameter of the watched model and is called a few times in each step that takes values, so it should only look
+    things up. It must not communicate, since other ranks may not call it, nor wait for a device. One that raises costs the values
+    of the step, with a warning.
+    """
+
+    #: Whether gradients are final only when the outermost optimizer steps, as where it reduces them or an engine does so after the last
+    #: backward pass. Otherwise they are when a backward pass ends.
+    is_final_at_step = False
+    #: The object around all optimizers whose ``step`` steps them, such as an engine; None where the loop calls theirs.
+    outer: Any = None
+
+    def tensors_of(self, optimizer: Optimizer) -> Sequence[Tensor]:
+        """All that the optimizer steps, whatever its groups have between two steps."""
+        return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def stepped(self, parameter: nn.Parameter) -> Tensor:
+        """The tensor in the optimizer's groups that stands for the parameter: itself, a master copy, or a flat tensor of many."""
+        return parameter
+
+    def value(self, parameter: nn.Parameter) -> Tensor:
+        """The elements that the optimizer changes on this rank, of any shape: parameters and updates are measured on them."""
+        return self.stepped(parameter)
+
+    def accumulated(self, parameter: nn.Parameter) -> Tensor | None:
+        """The gradient before the clip, of all micro-batches, or this rank's part of it; None if it has none."""
+        return parameter.grad
+
+    def used(self, parameter: nn.Parameter) -> Tensor | None:
+        """The gradient that the optimizer is about to use; None if it has none, or belongs to a group that it does not step now."""
+        return self.stepped(parameter).grad
+
+    def is_part(self, parameter: nn.Parameter) -> bool:
+        """Whether other ranks have other elements of the parameter, so that rows of all ranks are merged."""
+        return False
+
+    def scale(self) -> float | Tensor | None:
+        """By what accumulated gradients are multiplied at this moment, such as a loss scale; None if they are not."""
+        return None
+
+    def is_due(self) -> bool:
+        """Whether :attr:`outer`, whose step begins, steps the optimizers, and does not only count a micro-batch."""
+        return True
+
+    def has_overflowed(self) -> bool:
+        """Whether the engine has left out the step that it was just asked for, because gradients were infinite."""
+        return False
+
+    def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """The shape of the whole parameter."""
+        return tuple(parameter.shape)
+
+
+#: Plain PyTorch.
+PLAIN_GRADIENTS = GradientSource()
+
+
+class MainGradSource(GradientSource):
+    """Gradients in ``parameter.main_grad``, and the optimizer's copy of each parameter in ``parameter.main_param``, where there is one: the
+    names that Megatron-LM uses. It is chosen by itself for a model whose parameters have a ``main_grad``.
+
+    Ranks may reduce gradients after the last backward pass, so they are read when the optimizer steps.
+    """
+
+    is_final_at_step = True
+
+    def stepped(self, parameter: nn.Parameter) -> Tensor:
+        """The master copy, or the parameter."""
+        found: Tensor | None = getattr(parameter, "main_param", None)
+        return parameter if found is None else found
+
+    def accumulated(self, parameter: nn.Parameter) -> Tensor | None:
+        """The buffer, or ``.grad`` where there is none."""
+        found: Tensor | None = getattr(parameter, "main_grad", None)
+        return parameter.grad if found is None else found
+
+    def used(self, parameter: nn.Parameter) -> Tensor | None:
+        """The gradient of what the optimizer steps; the buffer where an optimizer reads that."""
+        gradient = self.stepped(parameter).grad
+        return self.accumulated(parameter) if gradient is None else gradient
+
+    def is_part(self, parameter: nn.Parameter) -> bool:
+        """Whether the optimizer has a part of the master copy only."""
+        return self.stepped(parameter).numel() != parameter.numel()
+
+
+def checked(source: object) -> GradientSource | None:
+    """The user's source, or None.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if source is not None and not isinstance(source, GradientSource):
+        raise TypeError(f"gradient_source={display(source)} must be an instance of a subclass of torch_gradmon.GradientSource")
+    return source
+
+
+def source_for(model: nn.Module, named: object = None) -> GradientSource:
+    """The user's source, else the one that fits the model.
+
+    Raises:
+        TypeError: ``named`` is something else.
+    """
+    if (source := checked(named)) is not None:
+        return source
+    has_buffers = any(hasattr(parameter, "main_grad") for parameter in model.parameters())
+    return MainGradSource() if has_buffers else PLAIN_GRADIENTS
