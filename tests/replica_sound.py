@@ -80,6 +80,7 @@ class Loop:
         self.forward: Callable[[Tensor], Tensor] = model
         self.micro_batches, self.steps = 1, STEPS
         self.shared_batches = False
+        self.has_copies = True  # there is something to compare
 
     def run(self) -> list[str]:
         """What was found."""
@@ -104,7 +105,7 @@ class Loop:
             dist.barrier()
         plugin = self.monitor._runtime.plugin("replica_check")
         found = [fact.rule for fact in plugin.facts()]
-        if plugin._memory.last_good is None:
+        if self.has_copies and plugin._memory.last_good is None:
             found.append(f"no check was finished: {self.monitor.complaints()}")
         self.monitor.detach()
         return found
@@ -294,6 +295,84 @@ def own_state() -> Loop:
     return loop
 
 
+def left_to_each_rank() -> Loop:
+    """A parameter that DDP is told to ignore."""
+    model = Net()
+    with torch.no_grad():
+        model.up.bias.add_(float(dist.get_rank()))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["up.bias", "up.weight"])
+    return ddp(model)
+
+
+def joined() -> Loop:
+    """One rank has more batches than the other, in each of three epochs."""
+
+    class Joined(Loop):
+        def run(self) -> list[str]:
+            torch.manual_seed(100 + dist.get_rank())
+            for _ in range(3):
+                with self.model.join():
+                    for _ in range(6 + dist.get_rank()):
+                        self.optimizers[0].zero_grad()
+                        self.model(torch.randn(4, 6)).square().mean().backward()
+                        self.optimizers[0].step()
+            plugin = self.monitor._runtime.plugin("replica_check")
+            self.monitor.detach()
+            return [fact.rule for fact in plugin.facts()]
+
+    model = DistributedDataParallel(Net())
+    return Joined(model, OPTIMIZERS["sgd"](model.parameters()))
+
+
+def probed() -> Loop:
+    """Before each step the same rows go through the model on all ranks, which are no batch."""
+    loop = ddp()
+
+    def forward(x: Tensor) -> Tensor:
+        with loop.monitor.no_monitor(), torch.no_grad():
+            loop.model(torch.randn(4, 6, generator=torch.Generator().manual_seed(loop.monitor.step or 0)))
+        return loop.model(x)
+
+    loop.forward = forward
+    return loop
+
+
+def fixed_shards() -> Loop:
+    """Each rank has the same rows in each step, and losses that have converged."""
+    loop = ddp(optimizer="sgd")
+    own = torch.randn(32, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+    def forward(x: Tensor) -> Tensor:
+        out = loop.model(own)
+        loop.monitor.log_scalar("loss", (out - own[:, :3]).square().mean().detach())
+        return out - own[:, :3]
+
+    loop.forward, loop.steps = forward, 7 * 24
+    loop.monitor._runtime.plugin("replica_check")._every = 24
+    return loop
+
+
+def compiled() -> Loop:
+    loop = ddp()
+    loop.forward = torch.compile(loop.model, backend="eager")
+    return loop
+
+
+def parts(wrap: Callable[[nn.Module], nn.Module], **options: Any) -> Loop:
+    """Each two of four ranks have another part of the model, which DDP copies."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    model = wrap(DistributedDataParallel(Net(dist.get_rank() % 2), process_group=groups[dist.get_rank() % 2]))
+    return Loop(model, OPTIMIZERS["adamw"](model.parameters()), **options)
+
+
+def parts_within_their_group() -> Loop:
+    """Watched with the group that has one batch."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    loop = parts(lambda model: model, process_group=pairs[dist.get_rank() // 2])
+    loop.forward, loop.has_copies = lambda x: loop.model(torch.full_like(x, float(loop.monitor.step or 0))), False
+    return loop
+
+
 def spectral() -> Loop:
     torch.manual_seed(0)
     return ddp(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3)))
@@ -356,12 +435,21 @@ PROGRAMS: dict[str, Callable[[], Loop]] = {
             evaluated,
             reduces_itself,
             own_state,
+            left_to_each_rank,
+            joined,
+            probed,
+            fixed_shards,
+            compiled,
         )
     },
 }
 #: Of four ranks.
 WITH_COPIES: dict[str, Callable[[], Loop]] = {
-    f"hsdp-{optimizer}": (lambda o=optimizer: sharded((2, 2), o)) for optimizer in ("sgd", "momentum", "adamw", "loop")
+    **{f"hsdp-{optimizer}": (lambda o=optimizer: sharded((2, 2), o)) for optimizer in ("sgd", "momentum", "adamw", "loop")},
+    "parts": lambda: parts(lambda model: model),
+    "parts-compiled": lambda: parts(lambda model: torch.compile(model, backend="eager")),
+    "parts-inside": lambda: parts(nn.Sequential),
+    "parts-within": parts_within_their_group,
 }
 
 

@@ -31,7 +31,7 @@ RANK_FAULTS: dict[str, Mistake] = {
     ),
     "one-rank-apart": Mistake(
         "warning",
-        "One rank is far from all others, check after check: it has other data, or computes otherwise",
+        "One rank is far from all others, or of two one from the other, check after check: it has other data, or computes otherwise",
         "Compare what that rank reads with the others, such as its shard, its tokenisation and its normalisation; if the data are alike, "
         "suspect its device, and call monitor.replay_step() there. If each rank is meant to have data of another kind, this is no fault",
         repeats=1,

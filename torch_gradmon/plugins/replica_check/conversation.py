@@ -77,6 +77,7 @@ class Conversation:
         memory: what is known from checks before.
         global_ranks: the ranks on the board by their number among all processes.
         has_traces: the statistics of the last steps are those of equal ranks.
+        compares_losses: each rank has batches of its own, which are of one kind.
     """
 
     def __init__(
@@ -87,9 +88,10 @@ class Conversation:
         memory: Memory,
         global_ranks: Sequence[int],
         has_traces: bool,
+        compares_losses: bool,
     ) -> None:
         self._board, self._snapshot, self._records, self._memory = board, snapshot, records, memory
-        self._global_ranks, self._has_traces = global_ranks, has_traces
+        self._global_ranks, self._has_traces, self._compares_losses = global_ranks, has_traces, compares_losses
         self._left: set[str] = set()
         self._suspects: list[Suspects] = []
         self._asked: list[int] = []
@@ -132,8 +134,7 @@ class Conversation:
     def _own(self) -> dict[str, Any]:
         """What this rank says first; the same if it has to say it again."""
         snapshot = self._snapshot
-        # ranks that train by themselves may be far apart
-        records = self._records() if self._has_traces else []
+        records = self._records() if self._compares_losses else []
         ranges = self._memory.next_ranges(records, self._board.rank, snapshot.step)
         rounded = {kind: [float(f"{value:.6g}") for value in each] for kind, each in ranges.items()}
         before = self._memory.next_batch(snapshot.batch)

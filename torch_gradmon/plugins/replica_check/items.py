@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ...capture.grad_scale import scale_of
 from ...step.ranks import digest_of, is_dtensor
+from .wrapper import Wrappers, broadcast_buffers
 
 #: Kinds of items, each a possible cause of differences in the next ones.
 NUMBER, BUFFER, GRADIENT, STATE, PARAMETER = "number", "buffer", "gradient", "state", "parameter"
@@ -40,33 +42,47 @@ class Item(NamedTuple):
     tensor: Tensor
 
 
-class Common(NamedTuple):
+class Common:
     """What ranks have in common.
 
-    Attributes:
+    Args:
         distinct: parameters that differ between ranks.
-        copies: the ranks whose models are copies of each other, where these are not all ranks; else empty.
+        wrappers: DDP in the model; None before it is known.
     """
 
-    distinct: re.Pattern[str] | None = None
-    copies: str = ""
+    def __init__(self, distinct: re.Pattern[str] | None, wrappers: Wrappers | None = None) -> None:
+        self._distinct, self._wrappers = distinct, wrappers
 
-    def items(self, kind: str, name: str, tensor: Tensor) -> Iterator[Item]:
+    @property
+    def pattern(self) -> str:
+        """That of the parameters that differ."""
+        return "" if self._distinct is None else self._distinct.pattern
+
+    def within(self, wrappers: Wrappers) -> Common:
+        """The same for a model with these."""
+        return Common(self._distinct, wrappers)
+
+    def copies(self, parameter: Tensor) -> str:
+        """A name of the ranks that have copies of the parameter, where these are not all ranks; else empty."""
+        return "" if self._wrappers is None else self._wrappers.copies(parameter)
+
+    def items(self, kind: str, name: str, tensor: Tensor, copies: str) -> Iterator[Item]:
         """One for each set of ranks that have ``tensor``, or this part of it; none if only this rank has it."""
         tensor = tensor.detach()
         if is_dtensor(tensor):
             if (part := _replica(tensor)) is not None and _is_dense(part[1]):
                 yield Item(kind, name, *part)
-            if not self.copies or any(placement.is_partial() for placement in tensor.placements):  # type: ignore[attr-defined]
+            if not copies or any(placement.is_partial() for placement in tensor.placements):  # type: ignore[attr-defined]
                 return
             tensor = _local(tensor)
         if _is_dense(tensor):
-            yield Item(kind, name, self.copies, tensor)
+            yield Item(kind, name, copies, tensor)
 
     def includes(self, name: str, tensor: Tensor) -> bool:
-        """Whether a parameter, or a buffer, is equal on ranks: it is named by no pattern, and marked by no library."""
+        """Whether a parameter, or a buffer, is equal on ranks: no pattern names it, and no library marks it or leaves it out."""
         is_marked = any(getattr(tensor, mark, not is_so) is is_so for mark, is_so in _MARKS)
-        return not is_marked and (self.distinct is None or not self.distinct.search(name))
+        is_ignored = self._wrappers is not None and self._wrappers.ignores(tensor)
+        return not (is_marked or is_ignored) and (self._distinct is None or not self._distinct.search(name))
 
 
 def items_of(
@@ -82,39 +98,50 @@ def items_of(
         first: number of its first group among those of all optimizers.
     """
     for number, group in enumerate(optimizer.param_groups, first):
+        copies = next(map(common.copies, group["params"]), "")
         rate = group.get("lr")
         if isinstance(rate, (int, float)):
             rate = torch.tensor(float(rate), dtype=torch.float64, device="cpu")
         if isinstance(rate, Tensor):
-            yield from common.items(NUMBER, rate_name(number), rate)
+            yield from common.items(NUMBER, rate_name(number), rate, copies)
         for parameter in group["params"]:
             name = names.get(id(parameter))
             if name is None or not common.includes(name, parameter):
                 continue
-            yield from common.items(PARAMETER, name, parameter)
+            copies = common.copies(parameter)
+            yield from common.items(PARAMETER, name, parameter, copies)
             if is_averaged:
                 continue
             if parameter.grad is not None:
-                yield from common.items(GRADIENT, name, parameter.grad)
+                yield from common.items(GRADIENT, name, parameter.grad, copies)
             state = optimizer.state.get(parameter, {})
             for key in sorted(key for key, value in state.items() if isinstance(value, Tensor)):
-                yield from common.items(STATE, f"{name}/{key}", state[key])
+                yield from common.items(STATE, f"{name}/{key}", state[key], copies)
 
 
-def others_of(kind: str, tensors: Mapping[str, Tensor], common: Common) -> Iterator[Item]:
-    """Parameters that no optimizer has, or buffers, by name."""
-    for name, tensor in tensors.items():
-        if common.includes(name, tensor):
-            yield from common.items(kind, name, tensor)
+def others_of(parameters: Mapping[str, Tensor], common: Common) -> Iterator[Item]:
+    """Parameters that no optimizer has, by name."""
+    for name, parameter in parameters.items():
+        if common.includes(name, parameter):
+            yield from common.items(PARAMETER, name, parameter, common.copies(parameter))
 
 
-def scale_items(scaler: torch.amp.GradScaler | None, common: Common) -> Iterator[Item]:
+def buffers_of(module: DistributedDataParallel, common: Common) -> Iterator[Item]:
+    """Those that it has just sent."""
+    copies = next(map(common.copies, module.parameters()), "")
+    for name, buffer in broadcast_buffers(module).items():
+        if common.includes(name, buffer):
+            yield from common.items(BUFFER, name, buffer, copies)
+
+
+def scale_items(scaler: torch.amp.GradScaler | None, optimizer: Optimizer, common: Common) -> Iterator[Item]:
     """The scale of a GradScaler, and its count of steps since that grew."""
+    copies = next((common.copies(parameter) for group in optimizer.param_groups for parameter in group["params"]), "")
     scale, count = scale_of(scaler), getattr(scaler, "_growth_tracker", None)
     if isinstance(scale, Tensor):
-        yield from common.items(NUMBER, SCALE, scale)
+        yield from common.items(NUMBER, SCALE, scale, copies)
     if isinstance(count, Tensor):
-        yield from common.items(NUMBER, "steps since the GradScaler's scale grew", count)
+        yield from common.items(NUMBER, "steps since the GradScaler's scale grew", count, copies)
 
 
 def rate_name(group: int) -> str:

@@ -25,16 +25,19 @@ OUTSIDE, FEWEST, IN_A_ROW = 0.1, 20, 3
 LOCAL = ("loss", "gradient norm")
 
 
-def has_own_batches(module: nn.Module, count: int) -> bool:
-    """Whether each of ``count`` ranks has a batch of its own: under DDP or FSDP2 over all of them, and no tensor parallelism."""
+def has_own_batches(module: nn.Module, members: Sequence[int]) -> bool:
+    """Whether each of these ranks has a batch of its own: under DDP or FSDP2 over just them, and no tensor parallelism."""
+    from torch.distributed import get_process_group_ranks
+
     if isinstance(module, DistributedDataParallel):
-        ranks: int = module.process_group.size()
-        return ranks == count
+        return sorted(get_process_group_ranks(module.process_group)) == sorted(members)
     if not any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
         return False
     sharded: list[Any] = [parameter for parameter in module.parameters() if is_dtensor(parameter)]
     return bool(sharded) and all(
-        each.device_mesh.size() == count and all(p.is_replicate() for p in each.placements[:-1]) for each in sharded
+        sorted(each.device_mesh.mesh.flatten().tolist()) == sorted(members)
+        and all(p.is_replicate() for p in each.placements[:-1])
+        for each in sharded
     )
 
 
@@ -149,7 +152,15 @@ def apart(ranges: Mapping[int, Range]) -> tuple[int, bool] | None:
         if max(each.low for each in others) > min(each.high for each in others):
             continue
         widest = max(each.high - each.low for each in others)
+        if len(ranges) == 2 and not _differ_by_far(own.median, others[0].median):
+            continue  # where each has the same few rows again and again, ranges are narrow
         above, below = own.low - max(each.high for each in others), min(each.low for each in others) - own.high
         if max(above, below) >= widest and max(above, below) > 0:
             return rank, above > 0
     return None
+
+
+def _differ_by_far(one: float, other: float) -> bool:
+    """Whether one is at least twice the other, or has the other sign."""
+    small, large = sorted((abs(one), abs(other)))
+    return one * other < 0 or large >= 2 * small

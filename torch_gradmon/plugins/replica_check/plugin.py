@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -22,10 +23,10 @@ from ...step.plugin import Plugin
 from ...step.ranks import Ranks, digest_of
 from .board import Board
 from .conversation import Conversation, Memory
-from .items import BUFFER, PARAMETER, Common, items_of, others_of, scale_items
+from .items import Common, buffers_of, items_of, others_of, scale_items
 from .local_values import batch_in, has_own_batches
 from .snapshot import Snapshot
-from .wrapper import broadcast_buffers, copies_of, is_broadcasting, is_ddp
+from .wrapper import Wrappers, is_broadcasting, is_ddp
 
 #: Steps that others are waited for, and steps after which an alert has reached all ranks.
 PATIENCE, AFTER_ALERT = 50, 4
@@ -66,6 +67,8 @@ class ReplicaCheck(Plugin):
         self._taken: set[int] = set()  # ids of the optimizers in the snapshot
         self._has_others = False  # parameters that no optimizer has were compared
         self._brings_buffers = False  # DDP is called, and sends them before it calls the module
+        self._wrappers: Wrappers | None = None
+        self._has_own_batches = self._is_paused = self._has_joined = False
         self._memory = Memory()
         self._handles = Handles()
         self._facts: dict[str, LoopFinding] = {}
@@ -81,23 +84,28 @@ class ReplicaCheck(Plugin):
         self.on_detach()
         inventory = self._planner.inventory
         names = [] if inventory is None else inventory.names
-        pattern = "" if self._common.distinct is None else self._common.distinct.pattern
-        subject = (self._every, self._sync_every, pattern, self._ranks.members, names)
+        subject = (self._every, self._sync_every, self._common.pattern, self._ranks.members, names)
         with contextlib.suppress(ImportError, AttributeError, RuntimeError, ValueError):  # no store, or an older torch
             self._board = Board(digest_of(subject), self._ranks.rank, self._ranks.count)
-        self._common = Common(self._common.distinct, copies_of(module, self._ranks.members))
-        if self._board is None or not (is_ddp(module) or has_own_batches(module, self._ranks.count)):
-            return
-        takes_batch = has_own_batches(module, self._ranks.count)
-        self._handles.of_module(module.register_forward_pre_hook(ModuleHook(self._called, takes_batch), with_kwargs=True))
-        if is_ddp(module):
-            self._handles.of_module(module.module.register_forward_pre_hook(ModuleHook(self._inner_called), prepend=True))
+        self._wrappers = Wrappers(module, self._ranks.members)
+        self._common = self._common.within(self._wrappers)
+        called = self._wrappers.only or module
+        self._has_own_batches = has_own_batches(called, self._ranks.members)
+        if self._board is not None and (self._has_own_batches or is_ddp(called)):
+            self._handles.of_module(called.register_forward_pre_hook(ModuleHook(self._called), with_kwargs=True))
+        if self._board is not None and is_ddp(called):
+            self._handles.of_module(called.module.register_forward_pre_hook(ModuleHook(self._inner_called), prepend=True))
+
+    def on_pause(self, is_paused: bool) -> None:
+        """What the model gets meanwhile is no batch of the training."""
+        self._is_paused = is_paused
 
     def on_detach(self) -> None:
         """Take the hook on the model away, and forget a check that is not over."""
         self._handles.remove()
         self._end()
         self._board, self._memory, self._due, self._has_others = None, Memory(), None, False
+        self._wrappers, self._has_joined = None, False
 
     def may_miss(self) -> int:
         """All idle steps before the next check."""
@@ -137,6 +145,11 @@ class ReplicaCheck(Plugin):
         step = self.context.step
         if self._board is None or step is None or id(optimizer) in self._taken or not self._is_due(step):
             return
+        # once ranks have had steps that others had not, the same number is no longer the same moment
+        self._has_joined = self._has_joined or (self._wrappers is not None and self._wrappers.is_joining)
+        if self._has_joined:
+            self._end()
+            return
         if self._snapshot is not None and self._snapshot.step != step:
             self._end()  # the batch of a step whose optimizer did not step
         optimizers, names = list(self.context.optimizers), self._names()
@@ -144,26 +157,27 @@ class ReplicaCheck(Plugin):
         first = sum(len(each.param_groups) for each in before)
         items = list(items_of(optimizer, names, self._common, self._sync_every > 1, first))
         if not self._taken and self._sync_every == 1:
-            items += scale_items(self.context.scaler, self._common)
+            items += scale_items(self.context.scaler, optimizer, self._common)
         if not self._has_others:
             owned = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
             others = {name: p for name, p in self._parameters() if id(p) not in owned}
-            items += others_of(PARAMETER, others, self._common)
+            items += others_of(others, self._common)
             self._has_others = True
         self._begin(step).add(items)
         self._taken.add(id(optimizer))
 
-    def _called(self, takes_batch: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+    def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         self._brings_buffers = is_ddp(module) and is_broadcasting(module)
-        step = self._coming()
-        if takes_batch and module.training and self._is_due(step):
+        if self._has_own_batches and self._trains(module) and self._is_due(step := self._coming()):
             self.context.call(self._take_batch, step, args, kwargs or {})
 
     def _inner_called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         brings, self._brings_buffers = self._brings_buffers, False
-        step = self._coming()
-        if brings and module.training and self._is_due(step):
-            self.context.call(self._take_buffers, step, module)
+        if brings and self._trains(module) and self._is_due(step := self._coming()):
+            self.context.call(self._take_buffers, step)
+
+    def _trains(self, module: nn.Module) -> bool:
+        return module.training and torch.is_grad_enabled() and not self._is_paused
 
     def _coming(self) -> int:
         """The step that a call of the model belongs to, which may not be open yet."""
@@ -173,10 +187,9 @@ class ReplicaCheck(Plugin):
     def _take_batch(self, step: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._begin(step).add_batch(batch_in(args, kwargs))
 
-    def _take_buffers(self, step: int, module: nn.Module) -> None:
-        outer = self.context.module
-        if outer is not None:
-            self._begin(step).add_buffers(list(others_of(BUFFER, broadcast_buffers(outer), self._common)))
+    def _take_buffers(self, step: int) -> None:
+        if self._wrappers is not None and (module := self._wrappers.only) is not None:
+            self._begin(step).add_buffers(list(buffers_of(module, self._common)))
 
     def _begin(self, step: int) -> Snapshot:
         if self._snapshot is None:
@@ -205,8 +218,15 @@ class ReplicaCheck(Plugin):
             if now < snapshot.step:
                 return
             snapshot.start_copy()
-            members, has_traces = self._ranks.members, self._sync_every == 1
-            self._conversation = Conversation(self._board, snapshot, self._records, self._memory, members, has_traces)
+            self._conversation = Conversation(
+                self._board,
+                snapshot,
+                self._records,
+                self._memory,
+                self._ranks.members,
+                has_traces=self._sync_every == 1,
+                compares_losses=self._sync_every == 1 and self._has_own_batches,
+            )
         verdict = self._conversation.go_on()
         if verdict is None and now <= snapshot.step + PATIENCE:
             return

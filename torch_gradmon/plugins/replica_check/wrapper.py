@@ -1,4 +1,4 @@
-"""What ``DistributedDataParallel`` keeps equal: on which ranks, and which buffers."""
+"""What ``DistributedDataParallel`` keeps equal: which parameters, on which ranks, and which buffers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,51 @@ def is_ddp(module: nn.Module) -> TypeGuard[DistributedDataParallel]:
     return isinstance(module, DistributedDataParallel)
 
 
-def copies_of(module: nn.Module, members: Sequence[int]) -> str:
-    """A name of the ranks over which DDP copies ``module``; empty if these are all ``members``, or if it is not wrapped in DDP.
+class Wrappers:
+    """The DDP modules in a model, at any depth.
 
-    The others have other parts of the model, as in tensor parallelism by plain tensors.
+    Args:
+        model: the watched one.
+        members: the ranks that are compared.
     """
-    if not is_ddp(module):
-        return ""
-    from torch.distributed import get_process_group_ranks
 
-    ranks = get_process_group_ranks(module.process_group)
-    return "" if sorted(ranks) == sorted(members) else digest_of(sorted(ranks))
+    def __init__(self, model: nn.Module, members: Sequence[int]) -> None:
+        self._found = [module for module in model.modules() if is_ddp(module)]
+        self._copies: dict[int, str] = {}
+        self._ignored: set[int] = set()
+        for module in self._found:  # the innermost one last
+            name = self._name_of(module, members)
+            self._copies.update((id(parameter), name) for parameter in module.parameters())
+            left_out: Any = module.parameters_to_ignore
+            self._ignored.update(id(p) for name, p in module.module.named_parameters() if name in left_out)
+
+    @staticmethod
+    def _name_of(module: DistributedDataParallel, members: Sequence[int]) -> str:
+        from torch.distributed import get_process_group_ranks
+
+        ranks = sorted(get_process_group_ranks(module.process_group))
+        return "" if ranks == sorted(members) else digest_of(ranks)
+
+    @property
+    def only(self) -> DistributedDataParallel | None:
+        """The only one of them, if there is one."""
+        return self._found[0] if len(self._found) == 1 else None
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether ranks may be in different steps, within ``join()``."""
+        return any(module._join_config.enable for module in self._found)
+
+    def copies(self, parameter: Tensor) -> str:
+        """A name of the ranks over which DDP copies the parameter; empty if these are all, or it is below no DDP.
+
+        Other ranks have other parts of the model, as in tensor parallelism by plain tensors.
+        """
+        return self._copies.get(id(parameter), "")
+
+    def ignores(self, parameter: Tensor) -> bool:
+        """Whether DDP leaves the parameter to each rank."""
+        return id(parameter) in self._ignored
 
 
 def is_broadcasting(module: DistributedDataParallel) -> bool:
@@ -36,9 +70,7 @@ def is_broadcasting(module: DistributedDataParallel) -> bool:
     return sends and not hasattr(module, "buffer_hook")
 
 
-def broadcast_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that DDP sends, by name."""
-    if not is_ddp(module):
-        return {}
+def broadcast_buffers(module: DistributedDataParallel) -> dict[str, Tensor]:
+    """The buffers that it sends, by name."""
     ignored: Any = module.parameters_to_ignore
     return {name: buffer for name, buffer in module.module.named_buffers() if name not in ignored}
