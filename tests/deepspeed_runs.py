@@ -244,6 +244,7 @@ def refused(rank: int) -> list[str]:
         lambda: gradmon.watch(engine, other),
         lambda: gradmon.ModuleMonitor(engine),
         lambda: gradmon.watch(engine.module, engine.optimizer),
+        lambda: gradmon.watch(engine, on_spike="skip"),
     ):
         try:
             attempt()

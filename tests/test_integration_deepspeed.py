@@ -99,7 +99,7 @@ def test_the_trainer_of_transformers_needs_the_callback_alone(stage: int, tmp_pa
 
 def test_what_does_not_belong_to_the_engine_is_refused() -> None:
     for messages in on_ranks(2, runs.refused):
-        other, alone, parts = messages
+        other, alone, parts, skips = messages
         assert other.startswith("ValueError: a DeepSpeed engine steps its own optimizer, not ")
         assert alone == (
             "ValueError: a DeepSpeedEngine cannot be watched: it steps by itself; call gradmon.watch(engine), which takes its model and "
@@ -107,6 +107,7 @@ def test_what_does_not_belong_to_the_engine_is_refused() -> None:
         )
         assert parts.startswith("ValueError: an optimizer under DeepSpeed cannot be followed: ")
         assert parts.endswith("gradmon.watch(engine)")
+        assert skips.startswith("ValueError: on_spike= of this monitor skips or undoes steps")
 
 
 def test_a_model_that_is_no_engine_is_taken_as_it_is() -> None:

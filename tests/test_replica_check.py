@@ -120,6 +120,16 @@ def test_two_models_with_equal_names_are_compared_each_within_its_group() -> Non
     assert "rank 1 is unlike rank 0 in up.weight from step 11 on, and either may be the wrong one" in results[0]["warnings"][0]
 
 
+@pytest.mark.parametrize(("recorded", "first"), [(0, runs.FOUND_BY), (30, runs.AT)])
+def test_the_flight_recorder_has_the_step_that_was_not_monitored(recorded: int, first: int) -> None:
+    options = {"every": 100, "flight_recorder": recorded}
+    for result in on_ranks(2, runs.train, runs.ddp, runs.gradient_flip, options, {}):
+        (fact,) = result["facts"]
+        # the gradient itself is gone by the check, and only the recorder has had it
+        assert (fact["rule"], fact["first"]) == ("ranks-not-synchronised" if recorded else "ranks-diverged", first)
+        assert not recorded or fact["where"] == ["down.weight"]
+
+
 def test_parts_of_a_model_are_compared_with_their_copies() -> None:
     results = on_ranks(4, runs.train, runs.plain_parts, runs.flip_of_a_part, {}, {})
     for result in results:

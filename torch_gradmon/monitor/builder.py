@@ -82,7 +82,9 @@ def build(config: MonitorConfig, model: nn.Module | None = None) -> Runtime:
     exchange = ExchangePolicy(RankExchange(ranks, complaints), planner, factory.summary, detection.detector_set)
     history = RecordHistory(config.history, detection.detector_set.history)
     built_in = _plugins(config, planner, factory, detection.detector_set, directory, exchange, fence)
-    plugins = PluginSet([*built_in, *_replica_check(config, planner, ranks, complaints, history), *config.plugins], complaints)
+    recorder = next(plugin for plugin in built_in if isinstance(plugin, FlightRecorder))
+    compared = _replica_check(config, planner, ranks, complaints, history, recorder)
+    plugins = PluginSet([*built_in, *compared, *config.plugins], complaints)
     pipeline = RecordPipeline(
         detection,
         history,
@@ -135,7 +137,12 @@ def _plugins(
 
 
 def _replica_check(
-    config: MonitorConfig, planner: Planner, ranks: Ranks, complaints: WarningLog, history: RecordHistory
+    config: MonitorConfig,
+    planner: Planner,
+    ranks: Ranks,
+    complaints: WarningLog,
+    history: RecordHistory,
+    recorder: FlightRecorder,
 ) -> list[Plugin]:
     """The plugin, if there is anything to compare."""
     if not config.check_replicas or ranks.count == 1 or is_disabled():
@@ -144,7 +151,7 @@ def _replica_check(
 
     distinct = compiled("rank_distinct_regex", config.rank_distinct_regex)
     every, sync_every = config.check_replicas, config.replicas_sync_every
-    return [ReplicaCheck(every, sync_every, distinct, ranks, planner, complaints, history.sample.records)]
+    return [ReplicaCheck(every, sync_every, distinct, ranks, planner, complaints, history.sample.records, recorder.look)]
 
 
 def _planner(config: MonitorConfig, model: nn.Module | None) -> Planner:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -88,6 +88,10 @@ class FlightRecorder(Plugin):
         self._due = self.size + 2 - len(self._kept) if self.size else 0
         return brought
 
+    def look(self) -> list[StepRecord]:
+        """The records of the kept steps that take no more values, which stay kept. Waits for the device once."""
+        return self._records(list(self._kept)[: -1 if self._is_open else None])
+
     def rest(self) -> list[StepRecord]:
         """The records of the steps since a spike."""
         return self._bring() if self._due else []
@@ -107,6 +111,9 @@ class FlightRecorder(Plugin):
         self._kept.clear()
         if kept and self._is_open:  # its late values complete it
             self._kept.append(kept[-1])
+        return self._records(kept)
+
+    def _records(self, kept: Sequence[tuple[RecordedStep, StepBuffer, float]]) -> list[StepRecord]:
         pending = [
             _pending(recorded, buffer) for recorded, buffer, _ in kept
         ]  # all copies start before the first one is waited for

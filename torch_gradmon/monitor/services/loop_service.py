@@ -47,6 +47,11 @@ class LoopService:
         if start_step is not None:
             check.step_number("start_step", start_step)
         bare = check.optimizers(module, optimizers, runtime.planner.source)
+        if runtime.planner.source.outer is not None and runtime.plugin("spike_policy") is not None:
+            raise ValueError(
+                "on_spike= of this monitor skips or undoes steps, and an engine that clips and steps by itself does not let it; use "
+                'on_spike="warn" or "raise"'
+            )
         # the user's function may raise, so it runs before anything is installed
         runtime.lifecycle.planning.cadence.asked(runtime.state.clock.next_step if start_step is None else start_step)
         if runtime.fence.inert:

@@ -74,6 +74,7 @@ class Conversation:
         board: where messages are left.
         snapshot: what this rank has found.
         records: the last records of this rank.
+        recorded: those of steps that were not monitored, which waits for the device.
         memory: what is known from checks before.
         global_ranks: the ranks on the board by their number among all processes.
         has_traces: the statistics of the last steps are those of equal ranks.
@@ -85,12 +86,14 @@ class Conversation:
         board: Board,
         snapshot: Snapshot,
         records: Callable[[], Sequence[StepRecord]],
+        recorded: Callable[[], Sequence[StepRecord]],
         memory: Memory,
         global_ranks: Sequence[int],
         has_traces: bool,
         compares_losses: bool,
     ) -> None:
-        self._board, self._snapshot, self._records, self._memory = board, snapshot, records, memory
+        self._board, self._snapshot, self._memory = board, snapshot, memory
+        self._records, self._recorded = records, recorded
         self._global_ranks, self._has_traces, self._compares_losses = global_ranks, has_traces, compares_losses
         self._left: set[str] = set()
         self._suspects: list[Suspects] = []
@@ -216,7 +219,8 @@ class Conversation:
         """Hashes of the statistics of these parameters in the last steps, and the last norms."""
         steps: dict[int, list[tuple[str, str, str]]] = {}
         norms: dict[str, float] = {}
-        for record in self._records()[-TRACED_STEPS:]:
+        known = {record.step: record for record in (*self._recorded(), *self._records())}
+        for _, record in sorted(known.items())[-TRACED_STEPS:]:
             rates = record.context.get("lr", [])
             found = steps[record.step] = [(NUMBER, rate_name(number), repr(rate)) for number, rate in enumerate(rates)]
             if "amp_scale" in record.context:
@@ -226,10 +230,10 @@ class Conversation:
                 if table is None:
                     continue
                 place = {name: row for row, name in enumerate(table.names)}
-                known = [name for name in names if name in place]
-                found += [(kind, name, digest_of(table.rows[place[name]].tolist())) for name in known]
+                there = [name for name in names if name in place]
+                found += [(kind, name, digest_of(table.rows[place[name]].tolist())) for name in there]
                 if kind == PARAMETER:
-                    norms.update((name, float(table.rows[place[name], Column.SQUARE_SUM]) ** 0.5) for name in known)
+                    norms.update((name, float(table.rows[place[name], Column.SQUARE_SUM]) ** 0.5) for name in there)
         return {"steps": steps, "norms": norms}
 
     def _leave(self, name: str, message: Callable[[], dict[str, Any]]) -> None:

@@ -43,6 +43,7 @@ class ReplicaCheck(Plugin):
         planner: knows the names of parameters.
         complaints: gets one warning for each kind of difference.
         records: the last records of this rank.
+        recorded: those of steps that were not monitored, which waits for the device.
     """
 
     name = "replica_check"
@@ -57,9 +58,11 @@ class ReplicaCheck(Plugin):
         planner: Planner,
         complaints: WarningLog,
         records: Callable[[], Sequence[StepRecord]],
+        recorded: Callable[[], Sequence[StepRecord]],
     ) -> None:
         self._every, self._sync_every, self._common = every, sync_every, Common(distinct)
-        self._ranks, self._planner, self._complaints, self._records = ranks, planner, complaints, records
+        self._ranks, self._planner, self._complaints = ranks, planner, complaints
+        self._records, self._recorded = records, recorded
         self._board: Board | None = None
         self._due: int | None = None  # None: in the next step of an optimizer
         self._snapshot: Snapshot | None = None
@@ -222,6 +225,7 @@ class ReplicaCheck(Plugin):
                 self._board,
                 snapshot,
                 self._records,
+                self._recorded,
                 self._memory,
                 self._ranks.members,
                 has_traces=self._sync_every == 1,
