@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor, SpikeDetector
+from torch_gradmon.analysis.spike_report.text import explain
 from torch_gradmon.core.keys import ACTIVATION, ACTIVATION_GRADIENT
 from torch_gradmon.spikes.nonfinite_origin import nonfinite_origin
 
@@ -78,10 +79,47 @@ def by_hand(
 def test_gradients_alone_tell_that_it_came_from_the_forward_pass() -> None:
     _, said = watched(FORWARD)
     assert "step 20: grad_norm is nan; NaN or Inf in the gradient of 3.bias, 3.weight, 1.linear.bias and 3 more" in said[0]
-    assert said[0].endswith("no parameter's is spared, so it came out of the forward pass or the loss")
+    assert said[0].endswith(
+        "no parameter's is spared, so it came out of the forward pass, the loss, or the first layers of the backward pass: log the loss "
+        "to tell them apart"
+    )
     assert [text for text in said[1:] if "parameters hold NaN or Inf" in text] == [said[1]]
     assert said[2].endswith("it did not recover")
     assert len(said) == 3
+
+
+@pytest.mark.parametrize(
+    ("accident", "words"),
+    [
+        (lambda out: out * torch.nan, "and the loss is nan, so it came out of the forward pass or the loss"),
+        (
+            # as a fused kernel with a fault in its backward pass
+            lambda out: torch.sqrt(out * 0) + out,
+            "but the loss is finite, so it arose in the backward pass, in a derivative between the loss and 2.bias",
+        ),
+    ],
+)
+def test_a_loss_that_was_logged_tells_on_which_side_all_gradients_were_spoiled(
+    accident: Callable[[Tensor], Tensor], words: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    monitor = gradmon.watch(model, optimizer, run_dir=tmp_path)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", GradmonWarning)
+        for step in range(BAD + 1):
+            optimizer.zero_grad()
+            out = model(torch.randn(4, 8))
+            loss = (accident(out) if step == BAD else out).square().mean()
+            monitor.log_scalar("loss", loss.detach())
+            loss.backward()
+            optimizer.step()
+    (text,) = [str(warning.message) for warning in said if "grad_norm" in str(warning.message)]
+    assert f"no parameter's is spared, {words}" in text
+    assert words in str(monitor.why(BAD))
+    monitor.detach()
+    assert words in explain(gradmon.load_run(tmp_path), BAD)
 
 
 def test_gradients_alone_tell_where() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from .keys import Key
 
@@ -23,6 +23,12 @@ def is_loss(key: Key) -> bool:
 def loss_among(keys: Iterable[Key]) -> Key | None:
     """The shortest key such as ``loss``, ``train/loss`` or ``loss/train``; a partial loss such as ``kl_loss`` only if there is no other."""
     return min(filter(is_loss, keys), key=_partial, default=None)
+
+
+def loss_in(values: Mapping[Key, float]) -> float | None:
+    """The loss among these values; None if there is none."""
+    key = loss_among(values)
+    return None if key is None else values[key]
 
 
 def _partial(key: Key) -> tuple[bool, int, str]:

@@ -37,10 +37,10 @@ class SpikeCause:
     is_common: bool = False
 
 
-def spike_cause(suspects: Sequence[ParameterAttribution], step: int) -> SpikeCause:
-    """The cause of the spike in ``step``, from the parameters of that step in order of suspicion."""
+def spike_cause(suspects: Sequence[ParameterAttribution], step: int, loss: float | None = None) -> SpikeCause:
+    """The cause of the spike in ``step``, from the parameters of that step in order of suspicion, and its loss if that is known."""
     if any(suspect.nonfinite for suspect in suspects):
-        return _spoiled(suspects)
+        return _spoiled(suspects, loss)
     moved = [suspect for suspect in suspects if suspect.since is not None]
     factors = [suspect.factor for suspect in moved if suspect.factor is not None]
     if factors and begins_at(suspects) is not None:
@@ -85,6 +85,16 @@ def _rise(suspects: Sequence[ParameterAttribution]) -> float:
     return math.log(math.hypot(*(each.norm for each in suspects)) / math.hypot(*(each.usual or 0.0 for each in suspects)))
 
 
+def _where_all(suspects: Sequence[ParameterAttribution], loss: float | None) -> str:
+    """Where NaN or Inf arose that all gradients have."""
+    if loss is None:
+        return "so it came out of the forward pass, the loss, or the first layers of the backward pass: log the loss to tell them apart"
+    if not math.isfinite(loss):
+        return f"and the loss is {loss}, so it came out of the forward pass or the loss"
+    nearest = max(suspects, key=lambda suspect: suspect.place).name
+    return f"but the loss is finite, so it arose in the backward pass, in a derivative between the loss and {nearest}"
+
+
 def _together(factors: Sequence[float], count: int, what: str) -> str:
     """How many rose, and by which factor."""
     those = f"all {count}" if len(factors) == count else f"{len(factors)} of {count}"
@@ -124,14 +134,14 @@ def _shares(suspects: Sequence[ParameterAttribution]) -> str:
     return f"{noise}; of the squared norm hold {top}" if top else ""
 
 
-def _spoiled(suspects: Sequence[ParameterAttribution]) -> SpikeCause:
+def _spoiled(suspects: Sequence[ParameterAttribution], loss: float | None) -> SpikeCause:
     """What gradients alone show about the origin of NaN or Inf: backward() goes from the last parameter to the first."""
     spoiled = [suspect for suspect in suspects if suspect.nonfinite]
     names = ", ".join(suspect.name for suspect in spoiled[:_NAMED])
     more = f" and {len(spoiled) - _NAMED} more" if len(spoiled) > _NAMED else ""
     words = f"NaN or Inf in the gradient of {names}{more}"
     if len(spoiled) == len(suspects):
-        out_of = "; no parameter's is spared, so it came out of the forward pass or the loss"
+        out_of = f"; no parameter's is spared, {_where_all(suspects, loss)}"
         if len(suspects) > 1:
             return SpikeCause("", f"all {len(suspects)} parameters have NaN or Inf", words + out_of, is_common=True)
         return SpikeCause(names, "has NaN or Inf", words + out_of)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from ..core.loss_keys import loss_in
 from ..core.records import SpikeEvent, StepRecord
 from ..step.micro_batches import rank_norms_text
 from .attribution import spike_cause
@@ -43,6 +44,7 @@ class Explanations:
                 self._history.gradients.backfill(earlier.step, earlier.tables)
         if any(map(self._follow_up.is_largest, events)):  # a spike that shrinks is explained already
             suspects = self._history.at_spike(record.step, max(map(size, events)))
-            causes = (spike_cause(suspects, record.step).words, rank_norms_text(record.context.get("batch_norms", {})))
+            cause = spike_cause(suspects, record.step, loss_in(record.values))
+            causes = (cause.words, rank_norms_text(record.context.get("batch_norms", {})))
             events = [replace(event, where="; ".join(filter(None, causes))) for event in events]
         return [replace(event, action=record.context.get("action", "")) for event in events]

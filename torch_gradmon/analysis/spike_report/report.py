@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from ...core.formatting import times
 from ...core.keys import SUMMARY, parse_key
+from ...core.loss_keys import loss_in
 from ...core.records import SpikeEvent
 from ...spikes import recovery
 from ...spikes.attribution import spike_cause
@@ -42,6 +43,7 @@ class SpikeReport:
         suspects: its parameters, ranked by suspicion; empty if its gradients are unknown.
         recovery: for each signal that spiked, a sentence on the steps after the spike.
         others: the other spikes of the run.
+        loss: of the step; None if it was not logged.
     """
 
     step: int
@@ -54,6 +56,7 @@ class SpikeReport:
     suspects: Sequence[ParameterAttribution]
     recovery: Sequence[str]
     others: Sequence[Episode]
+    loss: float | None = None
 
     @classmethod
     def of(cls, source: StepSource, step: int | None = None) -> SpikeReport:
@@ -90,7 +93,12 @@ class SpikeReport:
             source.suspects(step),
             [] if spike is None else list(_recovery(source, known, spike)),
             [other for other in spikes if other is not spike],
+            _loss(source, step),
         )
+
+
+def _loss(source: StepSource, step: int) -> float | None:
+    return loss_in({parse_key(key): value for key, value in source.metrics(step).items()})
 
 
 def _changing_facts(source: StepSource, around: Sequence[int]) -> Iterator[tuple[str, list[Any]]]:
@@ -146,7 +154,7 @@ class SpikeSummary(NamedTuple):
     def of(cls, source: StepSource, spike: Episode) -> SpikeSummary:
         """The summary of ``spike``."""
         step = spike.worst.step
-        found = spike_cause(source.suspects(step), step)
+        found = spike_cause(source.suspects(step), step, _loss(source, step))
         return cls(step, spike.first, spike.last, ", ".join(map(_signal_text, spike.of_worst)), found.layer, found.did)
 
 
