@@ -250,7 +250,7 @@ def test_what_cannot_be_watched_is_refused_with_what_can() -> None:
     for fsdp1, pipeline in on_ranks(2, refused):
         assert fsdp1.startswith("ValueError: a FullyShardedDataParallel (at '0') cannot be watched: FSDP1 keeps")
         assert "use FSDP2" in fsdp1
-        assert pipeline.startswith("TypeError: a PipelineStage is not measured as a whole; watch the module of this rank's stage")
+        assert pipeline.startswith("TypeError: a PipelineStage is not measured as a whole; pass the schedule")
 
 
 def test_an_engine_of_deepspeed_is_refused_by_its_name() -> None:

@@ -41,6 +41,7 @@ class Measurement:
         inverse_scale: 0-d tensor that multiplies each tensor first, or None.
         second: tensors by position to subtract from each before statistics, and the second argument of metric functions.
         merging: merge with earlier results of the step instead of replacing them.
+        are_parts: the tensors are already what this rank counts of them.
     """
 
     buffer: StepBuffer
@@ -49,6 +50,7 @@ class Measurement:
     inverse_scale: Tensor | None = None
     second: Mapping[int, Tensor] | None = None
     merging: bool = False
+    are_parts: bool = False
 
 
 class Measurer:
@@ -77,7 +79,7 @@ class Measurer:
         plan, tensors = wanted.plan, wanted.tensors
         if plan.measured != tuple(tensors):  # in most steps all are there
             tensors = {p: tensors[p] for p in plan.measured if p in tensors}
-        parts = self.ranks.own_parts(tensors, plan.spread)
+        parts = tensors if wanted.are_parts else self.ranks.own_parts(tensors, plan.spread)
         if not parts:
             return
         if (values := as_plain(list(parts.values()))) is not None:
@@ -96,7 +98,8 @@ class Measurer:
         """Store the statistics of these tensors, all on one device."""
         plan, others = wanted.plan, None
         if wanted.second is not None:
-            others = list(self.ranks.own_parts({p: wanted.second[p] for p in positions}, plan.spread).values())
+            second = {p: wanted.second[p] for p in positions}
+            others = list((second if wanted.are_parts else self.ranks.own_parts(second, plan.spread)).values())
         scale = None if wanted.inverse_scale is None else wanted.inverse_scale.to(values[0].device)
         rows = self.built_in.measure(values, plan.columns, scale, others)
         put = wanted.buffer.merge_rows if wanted.merging else wanted.buffer.put_rows

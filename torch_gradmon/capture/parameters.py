@@ -222,7 +222,7 @@ class ParameterCapture:
         }
         after = {position: self._rows(parameter) for position, parameter in self._parts(before).items()}
         plan = self._plans[UPDATE]
-        self._measurer.statistics(Measurement(self._buffer, plan, after, second=before))
+        self._measurer.statistics(Measurement(self._buffer, plan, after, second=before, are_parts=True))
         self._measure_base(plan, before)
         for position in plan.functions.keys() & after.keys():
             wide = torch.promote_types(after[position].dtype, torch.float32)
@@ -257,7 +257,7 @@ class ParameterCapture:
             self._buffer.repeat_rows(UPDATE_BASE, plan.names_at(again), PARAMETER, SQUARES)
         rest = {position: before[position] for position in before.keys() - set(again)} if again else before
         base = SourcePlan(UPDATE_BASE, plan.names, SQUARES, plan.measured, spread=plan.spread)
-        self._measurer.statistics(Measurement(self._buffer, base, rest))
+        self._measurer.statistics(Measurement(self._buffer, base, rest, are_parts=True))
 
     def _rows(self, parameter: Tensor) -> Tensor:
         count = self._sample

@@ -125,8 +125,8 @@ def module(value: object) -> None:
     """Check for an ``nn.Module`` that has its gradients itself."""
     if type(value).__module__.startswith("torch.distributed.pipelining"):
         raise TypeError(
-            f"a {type(value).__name__} is not measured as a whole; watch the module of this rank's stage, and name the ranks that share "
-            "it: ModuleMonitor(stage.submod, process_group=...)"
+            f"a {type(value).__name__} is not measured as a whole; pass the schedule that calls it, on every rank: "
+            "watch(schedule, optimizer)"
         )
     if isinstance(value, type) and issubclass(value, nn.Module):
         raise TypeError(f"expected a module, got the class {value.__name__}; pass an instance of it")
@@ -153,6 +153,12 @@ _ZERO_MARKS = ("_hp_mapping", "ds_id")
 def is_deepspeed(model: object) -> bool:
     """Whether this is a DeepSpeed engine."""
     return any(kind.__name__ == "DeepSpeedEngine" and kind.__module__.startswith("deepspeed.") for kind in type(model).__mro__)
+
+
+def is_schedule(model: object) -> bool:
+    """Whether this is a schedule of ``torch.distributed.pipelining``."""
+    place = "torch.distributed.pipelining"
+    return any(kind.__name__ == "_PipelineSchedule" and kind.__module__.startswith(place) for kind in type(model).__mro__)
 
 
 def measurable(model: nn.Module) -> None:

@@ -3,14 +3,15 @@
 # ruff: noqa: D102 (the protocol has the docstrings)
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..capture.hooks import Hook
+from ..capture.hooks import Hook, WrappedMethod
 from ..core.fence import fenced
 from ..step.planner import Planner
 from .loop.idle_stretch import IdleStretch
@@ -25,6 +26,22 @@ from .steps.step_measurement import StepMeasurement
 from .steps.value_log import OverflowLog
 
 _GONE = "the attached optimizers are gone, and no step can end any more; call detach(), then attach() the new ones"
+
+
+def _between(before: weakref.WeakMethod[Callable[[], Any]], after: weakref.WeakMethod[Callable[[], Any]]) -> Callable[..., Any]:
+    """A function around a method that calls one method before it and another one after it, unless gradients are off."""
+
+    def call(reference: weakref.WeakMethod[Callable[[], Any]]) -> None:
+        if torch.is_grad_enabled() and (method := reference()) is not None:
+            method()
+
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        call(before)
+        result = original(*args, **kwargs)
+        call(after)
+        return result
+
+    return around
 
 
 class FollowedLoop(LoopDriver):
@@ -65,7 +82,12 @@ class FollowedLoop(LoopDriver):
         self.decisions = Decisions(self.ownership, order, self.hooks.optimizers.holds, lifecycle.planning.planner)
         self.machine = StepMachine(cycle, self.measurement, order)
         self.is_orphaned, self.scaler, self._is_due = False, scaler, True
-        self.hooks.optimizers.allow_skips(lifecycle.plugins.has("before_optimizer_step"))
+        self._boundary = self._around(lifecycle.planning.planner.source.boundary)
+
+    def _around(self, boundary: Any) -> WrappedMethod | None:
+        """Follow the ``step`` of what runs all passes of a step."""
+        before, after = weakref.WeakMethod(self.passes_began), weakref.WeakMethod(self.passes_ended)
+        return None if boundary is None else WrappedMethod(boundary, "step", _between(before, after))
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -155,6 +177,22 @@ class FollowedLoop(LoopDriver):
         if self.ownership.is_orphaned and not self.machine.state.is_paused:
             self._optimizers_lost()
         self.machine.backward_ended(is_nested, self.hooks.scaler.in_step)
+
+    @fenced
+    def passes_began(self) -> None:
+        """All passes of a step are about to come, on all ranks: what they have to agree on, they do before they wait for each other."""
+        self.machine.passes_began()
+
+    @fenced
+    def passes_ended(self) -> None:
+        """All passes of the step are over, and gradients are final."""
+        self.machine.passes_ended()
+
+    def remove_hooks(self) -> None:
+        """Take all hooks away."""
+        self.hooks.remove()
+        if self._boundary is not None:
+            self._boundary.remove()
 
     def wrapper_began(self, optimizer: Optimizer) -> None:
         source = self._lifecycle.planning.planner.source

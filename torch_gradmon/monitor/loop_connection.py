@@ -93,7 +93,7 @@ class LoopConnection:
         lifecycle.captures.modules.reference.forget()
         if self.loop is not None:
             self._scaler = self.loop.scaler
-            self.loop.hooks.remove()
+            self.loop.remove_hooks()
             lifecycle.plugins.call("on_detach")
             self.loop = None
             lifecycle.hooks.follow(None)

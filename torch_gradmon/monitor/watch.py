@@ -35,7 +35,8 @@ def watch(
     a watched model may have its own monitor.
 
     Args:
-        model: the model, already moved, wrapped and compiled for training; or a DeepSpeed engine, alone.
+        model: the model, already moved, wrapped and compiled for training; or a DeepSpeed engine, alone; or a schedule of
+            ``torch.distributed.pipelining``, on every rank.
         optimizers: its optimizers, in stepping order.
         scaler: the GradScaler that drives them, unless Accelerate's wrapper of the optimizer has it.
         start_step: number of the first step; by default 0, or the next one of a loaded state.
@@ -51,8 +52,12 @@ def watch(
         TypeError, ValueError: an argument has a wrong type or value, see :class:`ModuleMonitor`. Nothing has changed then.
     """
     check_names(options, ("scaler", "start_step", "preset", "on_spike"), "watch() has")
-    check.module(model)
     named: Sequence[Any] = optimizers
+    if is_pipeline := check.is_schedule(model):
+        from .pipelining import unpacked as stages_of
+
+        model, options["gradient_source"] = stages_of(model)
+    check.module(model)
     if check.is_deepspeed(model):
         from .deepspeed import unpacked
 
@@ -66,6 +71,10 @@ def watch(
     # the user's function may raise, so it runs before the monitor exists
     check.cadence(options.get("every"), options.get("monitor_step_fn"))(start_step or 0)
     monitor = prepared(model, preset=preset, on_spike=on_spike, **options)
+    if is_pipeline:
+        from .pipelining import meet
+
+        meet(monitor._runtime, model)
     return replacing.attach(monitor, named, scaler=scaler, start_step=start_step)
 
 

@@ -34,6 +34,7 @@ _ALONE = {
         "some ranks have no monitor with the same model and metrics, so sharded tensors cannot be reported; create the monitor on every "
         "rank, and if a pipeline's stages differ, pass the ranks of this stage as process_group="
     ),
+    "stages": "some ranks do not watch their stages of the pipeline",
     "decisions": (
         "some ranks have no monitor that acts on spikes in the same way, so this rank does not act on them; pass on_spike= and "
         "the same detectors on every rank"

@@ -27,6 +27,9 @@ class GradientSource:
     is_final_at_step = False
     #: The object around all optimizers whose ``step`` steps them, such as an engine; None where the loop calls theirs.
     outer: Any = None
+    #: An object whose ``step`` runs all passes of a step, after which gradients are final, such as the schedule of a pipeline; None where
+    #: the loop runs them.
+    boundary: Any = None
 
     def tensors_of(self, optimizer: Optimizer) -> Sequence[Tensor]:
         """All that the optimizer steps, whatever its groups have between two steps."""

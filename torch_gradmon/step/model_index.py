@@ -6,7 +6,7 @@ import math
 import re
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from .gradient_source import PLAIN_GRADIENTS, GradientSource
 from .model_shape import ModelShape
 from .parameter_refs import ParameterRefs, Place
 from .ranks import is_dtensor, is_sharded
+
+if TYPE_CHECKING:
+    from .whole_model import WholeModel
 
 
 class TrainableNames:
@@ -58,6 +61,7 @@ class ModelIndex:
         format_name: the user's change of each canonical name.
         distinct: a matching parameter differs between ranks, and its elements on all ranks are counted.
         source: where gradients are.
+        whole: the model that ``module`` is a part of, where other ranks have the others.
 
     Raises:
         ValueError: ``format_name`` gives one name to two parameters.
@@ -70,12 +74,18 @@ class ModelIndex:
         format_name: Callable[[str], str] | None = None,
         distinct: re.Pattern[str] | None = None,
         source: GradientSource = PLAIN_GRADIENTS,
+        whole: WholeModel | None = None,
     ) -> None:
         self.source = source
+        self.foreign: set[str] = set()  # parameters that only other ranks have
         refs = ParameterRefs(module)
         raw = {name: (parameter, place) for name, parameter, place in refs.parameters(module)}
         short = canonical_names(raw)
-        rename = format_name or (lambda name: name)
+        of_user = format_name or (lambda name: name)
+
+        def rename(name: str) -> str:
+            return of_user(name if whole is None else whole.name_of(module, name))
+
         self.names: list[str] = []
         self.parameters: dict[str, dict[str, Any]] = {}  # shape and dtype by name, for the run directory
         self.references: list[Place] = []
@@ -99,7 +109,10 @@ class ModelIndex:
                 self.spread.add(name)
             if excluded is not None and excluded.search(short[raw_name]):
                 self.excluded.add(name)
+        self.homes: list[int] = []  # with other parts elsewhere: the first rank that has each parameter
         self.trainable = TrainableNames(name_of[id(parameter)] for parameter, _ in raw.values() if parameter.requires_grad)
+        if whole is not None:
+            self._widen(whole, of_user)
         if len(set(self.names)) < len(self.names):
             twice = next(name for name in self.names if self.names.count(name) > 1)
             raise ValueError(f"format_module_name_fn gives the name {twice!r} to more than one parameter; names must differ")
@@ -116,6 +129,27 @@ class ModelIndex:
                 self.modules[rename(name)] = weakref.ref(child)
         self.kinds = {rename(name): kind_of(modules[raw]) for raw, name in short.items()}
         self._shape = ModelShape(list(modules.values()), refs)
+
+    def _widen(self, whole: WholeModel, of_user: Callable[[str], str]) -> None:
+        """Take up the parameters of other ranks."""
+        places, known = dict(zip(self.names, self.references, strict=True)), self.parameters
+        facts = {of_user(name): fact for name, fact in whole.facts.items()}
+        homes = {of_user(name): rank for name, rank in whole.homes.items()}
+        self.names = [*facts, *(name for name in places if name not in facts)]  # one that has come since is of this rank alone
+        self.references = [places.get(name, _nowhere) for name in self.names]
+        self.homes = [homes.get(name, -1) for name in self.names]
+        self.parameters = {
+            name: known[name] if name in known else {"shape": list(facts[name].shape), "dtype": facts[name].dtype}
+            for name in self.names
+        }
+        self.matrices = {
+            name: self.matrices[name] if name in self.matrices else facts[name].fan_in
+            for name in self.names
+            if name in self.matrices or (name not in places and facts[name].fan_in >= 0)
+        }
+        self.foreign = set(self.names) - places.keys()
+        self.spread = set(self.names)
+        self.trainable.names.update(name for name in self.foreign if facts[name].is_trained)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -138,6 +172,10 @@ class ModelIndex:
     def _stepped(self, reference: Place) -> Tensor | None:
         parameter = reference()
         return parameter if parameter is None or self.source is PLAIN_GRADIENTS else self.source.stepped(parameter)
+
+
+def _nowhere() -> None:
+    """The place of a parameter that only other ranks have."""
 
 
 #: Modules whose weights have the inputs of one output after the first dimension.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -19,6 +19,9 @@ from .model_index import ModelIndex
 from .plan import SourcePlan, compile_plan
 from .registry import Registry
 from .summary import Summary
+
+if TYPE_CHECKING:
+    from .whole_model import WholeModel
 
 _GRADIENTS = frozenset({n.GRADIENT, n.GRADIENT_BEFORE_CLIP})
 #: Sources of inputs and outputs of modules.
@@ -52,6 +55,7 @@ class Planner:
         self._module: weakref.ref[nn.Module] | None = None
         self._excluded, self._format_name, self._distinct = excluded, format_name, distinct
         self._named_source, self.source = source, source or PLAIN_GRADIENTS
+        self._whole: WholeModel | None = None
         self._cache: dict[Any, dict[str, SourcePlan]] = {}
         self.version = 0
         self.measures_each_batch = False  # the gradients of each micro-batch separately
@@ -82,6 +86,12 @@ class Planner:
         self.registry.check(_matchable(inventory))
         self._module, self.inventory = weakref.ref(module), inventory
         self.changed()
+
+    def widen(self, whole: WholeModel) -> None:
+        """The watched module is a part of this model."""
+        self._whole = whole
+        if (module := self.module) is not None:
+            self.watch(module)
 
     def use(self, source: GradientSource) -> None:
         """Gradients are there, unless the user has named another place."""
@@ -116,7 +126,7 @@ class Planner:
 
     def _index_of(self, module: nn.Module) -> ModelIndex:
         with outside_dispatch_modes():
-            return ModelIndex(module, self._excluded, self._format_name, self._distinct, self.source)
+            return ModelIndex(module, self._excluded, self._format_name, self._distinct, self.source, self._whole)
 
     def plans(self, step: int, summary: Summary, gradients_only: bool = False) -> dict[str, SourcePlan]:
         """The plan of each parameter source for ``step``; ``gradients_only``: without metrics, only what the summary needs of gradients."""

@@ -51,7 +51,14 @@ class Ranks:
     def __init__(self, group: Any = None) -> None:
         self.group = group
         self._is_alone = False  # whether other ranks are known to have no monitor
-        self._counting: dict[tuple[Any, tuple[Any, ...]], bool] = {}
+        self._homes: Sequence[int] | None = None
+        self._counting: dict[tuple[Any, tuple[Any, ...], int | None], bool] = {}
+
+    def count_at(self, homes: Sequence[int]) -> None:
+        """A parameter is counted by the rank at its position in ``homes``, among all processes, or by the ranks that share it with that
+        one: not all ranks have it.
+        """
+        self._homes = homes
 
     def stay_alone(self) -> None:
         """Other ranks have no monitor, so no collective is entered for a tensor."""
@@ -91,17 +98,25 @@ class Ranks:
 
     def own_parts(self, tensors: Mapping[int, Tensor], spread: Container[int]) -> Mapping[int, Tensor]:
         """:meth:`own_part` of each, by position; ``spread`` has the positions of those whose rows will be merged."""
+        if self._homes is not None:
+            return {p: self._part_at_home(tensor, p in spread, self._homes[p]) for p, tensor in tensors.items()}
         if PLAIN.issuperset(map(type, tensors.values())):
             return tensors
         return {position: self.own_part(tensor, position in spread) for position, tensor in tensors.items()}
 
-    def own_part(self, tensor: Tensor, spread: bool) -> Tensor:
+    def _part_at_home(self, tensor: Tensor, spread: bool, home: int) -> Tensor:
+        if spread and not is_dtensor(tensor):
+            return tensor if home == torch.distributed.get_rank() else tensor.new_empty(0)
+        return self.own_part(tensor, spread, home)
+
+    def own_part(self, tensor: Tensor, spread: bool, home: int | None = None) -> Tensor:
         """The elements of ``tensor`` that this rank counts, as a plain tensor; a plain tensor is returned unchanged.
 
         Args:
             tensor: of any kind. Partial sums are added up first, which is a collective.
             spread: the rows of all ranks will be merged. Then an element that several ranks have is counted by one of them, and the others
                 get an empty part. Otherwise each rank counts all elements.
+            home: a rank that has the tensor, where not all do.
         """
         if not is_dtensor(tensor):
             return tensor
@@ -116,22 +131,26 @@ class Ranks:
         local: Tensor = sharded.to_local()
         if hasattr(local, "wait"):  # the result of an asynchronous collective
             local = local.wait()
-        return local if not spread or self._counts(sharded.device_mesh, placements) else local.new_empty(0)
+        return local if not spread or self._counts(sharded.device_mesh, placements, home) else local.new_empty(0)
 
-    def _counts(self, mesh: Any, placements: tuple[Any, ...]) -> bool:
+    def _counts(self, mesh: Any, placements: tuple[Any, ...], home: int | None) -> bool:
         """Whether this rank counts its elements: it is the first on each replicating dimension of the mesh, and among several equal
         meshes in that of the first rank.
         """
-        known = self._counting.get((mesh, placements))
+        known = self._counting.get((mesh, placements, home))
         if known is None:
-            first = torch.distributed.get_process_group_ranks(self.group or torch.distributed.group.WORLD)[0]
+            first = (
+                home
+                if home is not None
+                else torch.distributed.get_process_group_ranks(self.group or torch.distributed.group.WORLD)[0]
+            )
             coordinate = mesh.get_coordinate()
             known = (
                 coordinate is not None
                 and first in mesh.mesh.flatten().tolist()
                 and all(place == 0 for place, p in zip(coordinate, placements, strict=True) if p.is_replicate())
             )
-            self._counting[mesh, placements] = known
+            self._counting[mesh, placements, home] = known
         return known
 
     def merged(self, rows: Tensor, columns: frozenset[Column]) -> Tensor:

@@ -118,6 +118,8 @@ class RowStore:
 
     def put_exchanged(self, source: str, names: Sequence[str], rows: Tensor, columns: frozenset[Column]) -> None:
         """Store rows merged over all ranks; those without elements on any rank are dropped on the host."""
+        if source in self._places and self._by_name(source).keys() <= set(names):
+            del self._places[source]  # in this order on each rank, whatever it has had itself: sums are then the same
         self.put_rows(source, names, rows, columns)
         for name in names:
             self._parts.pop((source, name), None)

@@ -122,6 +122,8 @@ class BackwardHooks:
         """Report the end of the running backward pass, once for each pass."""
         # the engine's id identifies a pass, so that one that raised cannot block the next one
         task = torch._C._current_graph_task_id()
+        if task == -1:  # FSDP2 in a pipeline calls the hooks itself, when it reduces gradients after the pass
+            return
         if task not in self._tasks:
             if len(self._tasks) > 10_000:
                 self._tasks.clear()

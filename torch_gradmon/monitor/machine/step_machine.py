@@ -93,6 +93,21 @@ class StepMachine:
         if within.any_now and not is_nested and not self.awaits_others():
             self._all_stepped(in_scaler_step)
 
+    def passes_began(self) -> None:
+        """All passes of the step are about to come."""
+        if not self.state.is_open and self.state.leads and not self.state.is_paused:
+            self.cycle.release()
+            self.cycle.open(self.state.clock.next_step, is_tentative=False)
+
+    def passes_ended(self) -> None:
+        """All passes of the step are over: measure gradients, which were not final before."""
+        progress = self.state.progress
+        if self.state.is_open and not self.state.is_paused:
+            if not progress.backwards:  # none was seen, as where hooks are called after it
+                self.state.backward_ended()
+            progress.final.update(self.order)
+            self.measures.measure_before_clip(progress.done, self.state.in_backward.known)
+
     def expects_more(self) -> bool:
         """Whether the step has had fewer backward passes so far than any step before."""
         return self.state.patterns.expects_more(self.state.progress.backwards, len(self.order))

@@ -47,10 +47,11 @@ class LoopService:
         if start_step is not None:
             check.step_number("start_step", start_step)
         bare = check.optimizers(module, optimizers, runtime.planner.source)
-        if runtime.planner.source.outer is not None and runtime.plugin("spike_policy") is not None:
+        source = runtime.planner.source
+        if (source.outer is not None or source.boundary is not None) and runtime.plugin("spike_policy") is not None:
             raise ValueError(
-                "on_spike= of this monitor skips or undoes steps, and an engine that clips and steps by itself does not let it; use "
-                'on_spike="warn" or "raise"'
+                "on_spike= of this monitor skips or undoes steps. An engine that steps by itself does not allow that, and the stages of "
+                'a pipeline would have to do it together; use on_spike="warn" or "raise"'
             )
         # the user's function may raise, so it runs before anything is installed
         runtime.lifecycle.planning.cadence.asked(runtime.state.clock.next_step if start_step is None else start_step)
@@ -116,6 +117,11 @@ class LoopService:
         exact: bool | None,
     ) -> Tensor:
         """Measure and clip gradients."""
+        if self.runtime.planner.source.boundary is not None:
+            raise ValueError(
+                "the stages of a pipeline are clipped by a norm of all of them, which monitor.clip_grad_norm_ does not know; clip as "
+                "without a monitor: it measures before and after"
+            )
         if parameters is None:
             module = self.runtime.planner.module
             if module is None:

@@ -39,6 +39,9 @@ class Captures:
         assert step.buffer is not None
         assert planner.inventory is not None
         references, source = planner.inventory.references, planner.inventory.source
+        if planner.inventory.homes:
+            self.measurer.ranks.count_at(planner.inventory.homes)
+        step.buffer.used.update(planner.inventory.foreign)  # their ranks use them
         by_batch = planner.measures_each_batch and step.mode is Mode.MONITORED
         self.gradients.begin(step.buffer, step.plans, references, planner.inventory.trainable.doubtful, by_batch, source)
         self.parameters.begin(step.buffer, step.plans, references, source)

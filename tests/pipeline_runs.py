@@ -1,0 +1,193 @@
+"""Pipelines on several ranks, and the same by one process, for :mod:`tests.test_pipelines`."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_gradmon as gradmon
+
+WIDTH, LAYERS, ROWS, MICRO, STEPS, MAX_NORM = 8, 4, 8, 4, 5, 0.05
+
+
+class Layer(nn.Module):
+    """Two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Plain."""
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Model(nn.Module):
+    """Whose parts keep the names of the whole, as torchtitan cuts models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding: nn.Module | None = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleDict({str(number): Layer() for number in range(LAYERS)})
+        self.head: nn.Module | None = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Through what there is."""
+        x = x if self.embedding is None else self.embedding(x)
+        for layer in self.layers.values():
+            x = layer(x)
+        return x if self.head is None else self.head(x)
+
+    def part(self, stage: int, stages: int) -> Model:
+        """A copy of the layers of one stage."""
+        found = copy.deepcopy(self)
+        for number in range(LAYERS):
+            if number * stages // LAYERS != stage:
+                del found.layers[str(number)]
+        if stage:
+            found.embedding = None
+        if stage < stages - 1:
+            found.head = None
+        return found
+
+
+def batch(step: int, replica: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of one replica."""
+    generator = torch.Generator().manual_seed(100 * step + replica)
+    return torch.randn(ROWS, WIDTH, generator=generator), torch.randn(ROWS, 3, generator=generator)
+
+
+def loss_of(out: Tensor, target: Tensor) -> Tensor:
+    """The mean square."""
+    return (out - target).square().mean()
+
+
+def add_metrics(monitor: gradmon.ModuleMonitor) -> None:
+    """Those that are compared."""
+    for metric in ("norm", "mean", "max"):
+        monitor.add_gradient_metric(metric, stages=["before_clip", "after_clip"])
+    monitor.add_update_metric("norm")
+    monitor.add_parameter_metric("norm")
+    monitor.add_activation_metric("max", metric_regex=r"layers")
+
+
+def whole(replicas: int) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
+    """One process: the parameters at the end, and the values of each step."""
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, foreach=False)
+    monitor = gradmon.watch(model, optimizer)
+    add_metrics(monitor)
+    values = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for replica in range(replicas):
+            for x, y in zip(*(tensor.chunk(MICRO) for tensor in batch(step, replica)), strict=True):
+                loss = loss_of(model(x), y)
+                monitor.log_scalar("loss", loss.detach())
+                (loss / (MICRO * replicas)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        values.append(monitor.get_step_metrics())
+    monitor.detach()
+    return model.state_dict(), values
+
+
+def _with(part: nn.Module, beside: str, mesh: Any) -> nn.Module:
+    if beside == "ddp":
+        return DistributedDataParallel(part, process_group=mesh.get_group())
+    if beside == "fsdp2":
+        for layer in part.layers.values():
+            fully_shard(layer, mesh=mesh)
+        fully_shard(part, mesh=mesh)
+    if beside == "tp":
+        for layer in part.layers.values():
+            parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return part
+
+
+def clip(parameters: list[nn.Parameter], group: Any) -> None:
+    """By the norm of all stages, as torchtitan does."""
+    gradients = [_full(parameter.grad) for parameter in parameters]
+    square = torch.stack([gradient.double().square().sum() for gradient in gradients]).sum()
+    dist.all_reduce(square, group=group)
+    factor = min(1.0, MAX_NORM / (square.sqrt().item() + 1e-6))
+    for parameter in parameters:
+        parameter.grad.mul_(factor)
+
+
+def train(rank: int, schedule: str, beside: str, watched: bool) -> dict[str, Any]:
+    """The parameters of this rank at the end, the values of each step, and what was warned of."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("pp", "other"))
+    depth, stages = mesh["pp"].get_local_rank(), 4 if schedule == "interleaved" else 2
+    replica = mesh["other"].get_local_rank() if beside in ("ddp", "fsdp2") else 0
+    numbers = [depth, depth + 2] if stages == 4 else [depth]
+    parts = [_with(Model().part(number, stages), beside, mesh["other"]) for number in numbers]
+    group = mesh["pp"].get_group()
+    made = [
+        PipelineStage(part, number, stages, torch.device("cpu"), group=group) for part, number in zip(parts, numbers, strict=True)
+    ]
+    kind: Any = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}[schedule]
+    runner = kind(made if stages == 4 else made[0], MICRO, loss_fn=loss_of)
+    optimizers = [torch.optim.AdamW(part.parameters(), 1e-2, foreach=False) for part in parts]
+    monitor = gradmon.watch(runner, *optimizers) if watched else None
+    if monitor is not None:
+        add_metrics(monitor)
+    values = []
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for step in range(STEPS):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            x, y = batch(step, replica)
+            losses: list[Tensor] = []
+            runner.step(*([x] if depth == 0 else []), **({"target": y, "losses": losses} if depth == 1 else {}))
+            if monitor is not None and depth == 1:  # on whose ranks alone there is a loss
+                monitor.log_scalar("loss", torch.stack(losses).mean().detach(), reduce="mean")
+            clip([parameter for part in parts for parameter in part.parameters()], group)
+            for optimizer in optimizers:
+                optimizer.step()
+            if monitor is not None:
+                values.append(monitor.get_step_metrics())
+    missing = {} if monitor is None else monitor.missing()
+    if monitor is not None:
+        monitor.detach()
+    state = {name.removeprefix("module."): _full(tensor) for part in parts for name, tensor in part.state_dict().items()}
+    messages = [str(each.message) for each in warned if issubclass(each.category, gradmon.GradmonWarning)]
+    return {"state": state, "values": values, "missing": missing, "warnings": messages}
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def refused(rank: int) -> list[str]:
+    """The messages for what a pipeline cannot do."""
+    part = Model().part(rank, 2)
+    stage = PipelineStage(part, rank, 2, torch.device("cpu"))
+    runner = ScheduleGPipe(stage, MICRO, loss_fn=loss_of)
+    optimizer = torch.optim.SGD(part.parameters(), 0.1)
+    messages = []
+    for attempt in (
+        lambda: gradmon.watch(runner, optimizer, on_spike="skip"),
+        lambda: gradmon.watch(runner, optimizer).clip_grad_norm_(1.0),
+        lambda: gradmon.watch(stage, optimizer),
+    ):
+        try:
+            attempt()
+            messages.append("")
+        except (TypeError, ValueError) as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    return messages

@@ -1,0 +1,74 @@
+"""Pipelines of torch: every rank has the values of the whole model, those of one process, and trains the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torch_gradmon.step.whole_model import PartFacts, WholeModel
+
+from . import pipeline_runs as runs
+from .ranks import on_ranks
+
+pytest.importorskip("numpy")  # with which torch sends shapes between stages
+pytestmark = pytest.mark.extra
+
+#: Schedule, what is beside it, and number of ranks. torch itself does not run GPipe over DDP.
+SETTINGS = [
+    *((schedule, "", 2) for schedule in ("gpipe", "1f1b", "interleaved")),
+    *((schedule, beside, 4) for schedule in ("gpipe", "1f1b", "interleaved") for beside in ("fsdp2", "tp")),
+    ("1f1b", "ddp", 4),
+]
+
+
+def _without_time(values: dict[str, float]) -> dict[str, float]:
+    return {key: value for key, value in values.items() if "overhead" not in key}
+
+
+@pytest.mark.parametrize(("schedule", "beside", "ranks"), SETTINGS)
+def test_values_are_those_of_one_process_on_every_rank(schedule: str, beside: str, ranks: int) -> None:
+    alone = on_ranks(ranks, runs.train, schedule, beside, False)
+    watched = on_ranks(ranks, runs.train, schedule, beside, True)
+    for ours, theirs in zip(watched, alone, strict=True):
+        assert ours["state"].keys() == theirs["state"].keys()
+        for name, tensor in theirs["state"].items():
+            assert torch.equal(ours["state"][name], tensor), name
+        assert ours["warnings"] == []
+        assert ours["missing"].keys() == watched[0]["missing"].keys()
+    numbers = [[_without_time(values) for values in result["values"]] for result in watched]
+    assert all(other == numbers[0] for other in numbers), "ranks have different values"
+    state, expected = runs.whole(ranks // 2 if beside in ("ddp", "fsdp2") else 1)
+    for values, true in zip(numbers[0], map(_without_time, expected), strict=True):
+        assert values.keys() == true.keys()
+        # sums of four micro-batches and of stages round otherwise
+        assert values == pytest.approx(true, rel=1e-5, abs=5e-8)
+    assert numbers[0][0]["gradmon/grad_norm_clipped"] == pytest.approx(runs.MAX_NORM, rel=1e-3)
+    for result in watched:
+        for name, tensor in result["state"].items():
+            assert torch.allclose(tensor, state[name], atol=1e-6), name
+
+
+def test_what_a_pipeline_cannot_do_is_refused() -> None:
+    for skip, clip, stage in on_ranks(2, runs.refused):
+        assert skip.startswith("ValueError: on_spike= of this monitor skips or undoes steps.")
+        assert clip.startswith("ValueError: the stages of a pipeline are clipped by a norm of all of them")
+        assert stage == (
+            "TypeError: a PipelineStage is not measured as a whole; pass the schedule that calls it, on every rank: "
+            "watch(schedule, optimizer)"
+        )
+
+
+def _fact(stage: int, name: str) -> PartFacts:
+    return PartFacts(stage, name, (2, 3), "torch.float32", True, 3)
+
+
+def test_names_that_several_stages_have_begin_with_the_stage() -> None:
+    parts = [[_fact(0, "0.weight"), _fact(2, "0.weight")], [_fact(1, "0.weight"), _fact(1, "1.weight")]]
+    whole = WholeModel(parts, [4, 6])
+    assert list(whole.facts) == ["stage0.0.weight", "stage1.0.weight", "stage1.1.weight", "stage2.0.weight"]
+    assert whole.homes == {"stage0.0.weight": 4, "stage1.0.weight": 6, "stage1.1.weight": 6, "stage2.0.weight": 4}
+
+
+def test_copies_of_a_stage_are_one_and_belong_to_the_first_rank_that_has_them() -> None:
+    whole = WholeModel([[_fact(1, "b")], [_fact(0, "a")], [_fact(1, "b")]], [0, 1, 2])
+    assert (list(whole.facts), whole.homes, whole.has_prefix) == (["a", "b"], {"a": 1, "b": 0}, False)

@@ -1,0 +1,102 @@
+"""A model whose parts are on different ranks: the names of all its parameters, in the order of its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from .model_index import ModelIndex
+from .ranks import Ranks
+
+
+class PartFacts(NamedTuple):
+    """A parameter of one part, as its rank describes it to the others.
+
+    Attributes:
+        stage: number of the part among all parts of the model.
+        name: of the parameter within the part.
+        shape: of the whole parameter.
+        dtype: as text.
+        is_trained: it requires a gradient.
+        fan_in: see ``ModelIndex.matrices``; -1 for what is no matrix.
+    """
+
+    stage: int
+    name: str
+    shape: Sequence[int]
+    dtype: str
+    is_trained: bool
+    fan_in: int
+
+
+class WholeModel:
+    """The parameters of all parts.
+
+    Args:
+        by_rank: what each rank has, the ranks in ascending order.
+        members: their numbers among all processes.
+
+    Attributes:
+        facts: by name, in the order of the stages.
+        homes: by name, the first rank that has the parameter, among all processes.
+        has_prefix: parts have parameters of equal names, so each name begins with the number of its stage.
+    """
+
+    def __init__(self, by_rank: Sequence[Sequence[PartFacts]], members: Sequence[int]) -> None:
+        stages: dict[str, set[int]] = {}
+        for facts in by_rank:
+            for fact in facts:
+                stages.setdefault(fact.name, set()).add(fact.stage)
+        self.has_prefix = any(len(of) > 1 for of in stages.values())
+        self.facts: dict[str, PartFacts] = {}
+        self.homes: dict[str, int] = {}
+        ordered = [(fact, rank) for facts, rank in zip(by_rank, members, strict=True) for fact in facts]
+        for fact, rank in sorted(ordered, key=lambda each: each[0].stage):  # stable: ranks, then the order in the part
+            name = self.prefix(fact.stage) + fact.name
+            self.facts.setdefault(name, fact)
+            self.homes.setdefault(name, rank)
+
+    @classmethod
+    def gathered(cls, ranks: Ranks, own: Sequence[PartFacts]) -> WholeModel:
+        """From all ranks. Collective."""
+        found = [[PartFacts(*fact) for fact in facts] for facts in ranks.gathered([list(fact) for fact in own])]
+        return cls(found, ranks.members)
+
+    def prefix(self, stage: int) -> str:
+        """What names of this stage begin with."""
+        return f"stage{stage}." if self.has_prefix else ""
+
+    def name_of(self, parts: nn.Module, name: str) -> str:
+        """The name in the whole model of what is called ``name`` among the parts of one rank."""
+        number, dot, rest = name.partition(".")
+        if not number.isdigit() or number not in parts._modules:
+            return name  # the root
+        return f"{self.prefix(int(number))}{rest}" if dot else f"stage{number}"
+
+
+class PipelineParts(nn.Module):
+    """The parts of a pipeline on one rank, by the numbers of their stages. It is never called.
+
+    Args:
+        parts: of this rank.
+    """
+
+    def __init__(self, parts: Mapping[int, nn.Module]) -> None:
+        super().__init__()
+        for stage, part in parts.items():
+            self.add_module(str(stage), part)
+
+    @property
+    def part_facts(self) -> list[PartFacts]:
+        """What other ranks have to know of them."""
+        found = []
+        for number, part in self.named_children():
+            index = ModelIndex(part)
+            for name, about in index.parameters.items():
+                is_trained = name in index.trainable.names
+                found.append(
+                    PartFacts(int(number), name, about["shape"], about["dtype"], is_trained, index.matrices.get(name, -1))
+                )
+        return found
