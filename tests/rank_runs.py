@@ -603,22 +603,6 @@ def looks_closer(rank: int) -> tuple[list[int], list[int], dict[str, int]]:
     return close, monitored, monitor.complaints()
 
 
-def refused(rank: int) -> list[str]:
-    """What is said of wrappers that cannot be watched."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.pipelining import PipelineStage
-
-    said = []
-    model = nn.Sequential(FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")), nn.Linear(4, 4))
-    stage = PipelineStage(nn.Linear(4, 4), rank, dist.get_world_size(), torch.device("cpu"))
-    for thing in (model, stage):
-        try:
-            ModuleMonitor(thing)  # type: ignore[arg-type]
-        except (TypeError, ValueError) as error:
-            said.append(f"{type(error).__name__}: {error}")
-    return said
-
-
 def merged(rank: int, seed: int, columns: list[int], gathers: bool) -> tuple[Tensor, Tensor]:
     """Rows of all ranks merged by the exchange, and by hand; in one collective, or in two as for many ranks."""
     from torch_gradmon.core.moments import merge

@@ -37,7 +37,6 @@ from .rank_runs import (
     merged,
     out_of_step,
     recorded,
-    refused,
     shardwise,
     train,
     train_with_reductions,
@@ -244,13 +243,6 @@ def test_ranks_look_closer_together_in_the_step_after_the_next() -> None:
         assert close == [102, 103, 104]
         assert monitored == [*range(0, 101, 5), 102, 103, 104, 105, 110]
         assert complaints["budget:off"] > 0
-
-
-def test_what_cannot_be_watched_is_refused_with_what_can() -> None:
-    for fsdp1, pipeline in on_ranks(2, refused):
-        assert fsdp1.startswith("ValueError: a FullyShardedDataParallel (at '0') cannot be watched: FSDP1 keeps")
-        assert "use FSDP2" in fsdp1
-        assert pipeline.startswith("TypeError: a PipelineStage is not measured as a whole; pass the schedule")
 
 
 def test_an_engine_of_deepspeed_is_refused_by_its_name() -> None:

@@ -140,10 +140,6 @@ _DEEPSPEED = (
 )
 #: By name and package of a class: why it cannot be watched, and the alternative.
 _REFUSED = {
-    ("FullyShardedDataParallel", "torch."): (
-        "FSDP1 keeps the parameters of many layers in flat ones, whose storage is freed behind each pass; use FSDP2, "
-        "torch.distributed.fsdp.fully_shard"
-    ),
     ("DeepSpeedEngine", "deepspeed."): "it steps by itself; call gradmon.watch(engine), which takes its model and its optimizer",
 }
 #: Attributes that DeepSpeed sets on the parameters of a model under ZeRO.

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ..capture.hooks import Hook, WrappedMethod
 from ..core.fence import fenced
+from ..step.gradient_source import GradientSource
 from ..step.planner import Planner
 from .loop.idle_stretch import IdleStretch
 from .loop.listener import LoopDriver
@@ -28,11 +29,14 @@ from .steps.value_log import OverflowLog
 _GONE = "the attached optimizers are gone, and no step can end any more; call detach(), then attach() the new ones"
 
 
-def _between(before: weakref.WeakMethod[Callable[[], Any]], after: weakref.WeakMethod[Callable[[], Any]]) -> Callable[..., Any]:
+_Method = weakref.WeakMethod[Callable[[], Any]]
+
+
+def _between(before: _Method, after: _Method | None) -> Callable[..., Any]:
     """A function around a method that calls one method before it and another one after it, unless gradients are off."""
 
-    def call(reference: weakref.WeakMethod[Callable[[], Any]]) -> None:
-        if torch.is_grad_enabled() and (method := reference()) is not None:
+    def call(reference: _Method | None) -> None:
+        if reference is not None and torch.is_grad_enabled() and (method := reference()) is not None:
             method()
 
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -82,12 +86,13 @@ class FollowedLoop(LoopDriver):
         self.decisions = Decisions(self.ownership, order, self.hooks.optimizers.holds, lifecycle.planning.planner)
         self.machine = StepMachine(cycle, self.measurement, order)
         self.is_orphaned, self.scaler, self._is_due = False, scaler, True
-        self._boundary = self._around(lifecycle.planning.planner.source.boundary)
+        self._boundary = self._around(lifecycle.planning.planner.source)
 
-    def _around(self, boundary: Any) -> WrappedMethod | None:
-        """Follow the ``step`` of what runs all passes of a step."""
-        before, after = weakref.WeakMethod(self.passes_began), weakref.WeakMethod(self.passes_ended)
-        return None if boundary is None else WrappedMethod(boundary, "step", _between(before, after))
+    def _around(self, source: GradientSource) -> WrappedMethod | None:
+        """Follow the method that tells when gradients are final."""
+        began, ended = weakref.WeakMethod(self.passes_began), weakref.WeakMethod(self.passes_ended)
+        around = _between(began, ended) if source.is_after else _between(ended, None)
+        return None if source.boundary is None else WrappedMethod(source.boundary, source.boundary_method, around)
 
     @property
     def optimizers(self) -> list[Optimizer]:

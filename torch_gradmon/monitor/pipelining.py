@@ -22,7 +22,7 @@ class PipelineSource(GradientSource):
         parts: the modules of this rank's stages.
     """
 
-    is_final_at_step = True
+    is_final_at_step = is_pipeline = True
 
     def __init__(self, schedule: Any, parts: PipelineParts) -> None:
         self.boundary = schedule

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,10 @@ class GradientSource:
     #: An object whose ``step`` runs all passes of a step, after which gradients are final, such as the schedule of a pipeline; None where
     #: the loop runs them.
     boundary: Any = None
+    #: Another method of :attr:`boundary` with that meaning, and whether gradients are final after it, or before it.
+    boundary_method, is_after = "step", True
+    #: Ranks have other parts of the model, which clip and step together.
+    is_pipeline = False
 
     def tensors_of(self, optimizer: Optimizer) -> Sequence[Tensor]:
         """All that the optimizer steps, whatever its groups have between two steps."""
@@ -124,5 +129,10 @@ def source_for(model: nn.Module, named: object = None) -> GradientSource:
     """
     if (source := checked(named)) is not None:
         return source
+    fsdp1 = sys.modules.get("torch.distributed.fsdp")
+    if fsdp1 is not None and any(isinstance(module, fsdp1.FullyShardedDataParallel) for module in model.modules()):
+        from .fsdp1 import Fsdp1Source
+
+        return Fsdp1Source(model)
     has_buffers = any(hasattr(parameter, "main_grad") for parameter in model.parameters())
     return MainGradSource() if has_buffers else PLAIN_GRADIENTS

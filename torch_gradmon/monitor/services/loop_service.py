@@ -48,7 +48,7 @@ class LoopService:
             check.step_number("start_step", start_step)
         bare = check.optimizers(module, optimizers, runtime.planner.source)
         source = runtime.planner.source
-        if (source.outer is not None or source.boundary is not None) and runtime.plugin("spike_policy") is not None:
+        if (source.outer is not None or source.is_pipeline) and runtime.plugin("spike_policy") is not None:
             raise ValueError(
                 "on_spike= of this monitor skips or undoes steps. An engine that steps by itself does not allow that, and the stages of "
                 'a pipeline would have to do it together; use on_spike="warn" or "raise"'
@@ -117,7 +117,7 @@ class LoopService:
         exact: bool | None,
     ) -> Tensor:
         """Measure and clip gradients."""
-        if self.runtime.planner.source.boundary is not None:
+        if self.runtime.planner.source.is_pipeline:
             raise ValueError(
                 "the stages of a pipeline are clipped by a norm of all of them, which monitor.clip_grad_norm_ does not know; clip as "
                 "without a monitor: it measures before and after"

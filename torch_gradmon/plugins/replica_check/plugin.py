@@ -206,7 +206,8 @@ class ReplicaCheck(Plugin):
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         inventory = self._planner.inventory
         for name, reference in () if inventory is None else zip(inventory.names, inventory.references, strict=True):
-            if (parameter := reference()) is not None:
+            # of which other ranks have other elements is no copy
+            if (parameter := reference()) is not None and not self._planner.source.is_part(parameter):
                 yield name, parameter
 
     def _names(self) -> Mapping[int, str]:
