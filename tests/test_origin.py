@@ -81,7 +81,7 @@ def test_gradients_alone_tell_that_it_came_from_the_forward_pass() -> None:
     assert "step 20: grad_norm is nan; NaN or Inf in the gradient of 3.bias, 3.weight, 1.linear.bias and 3 more" in said[0]
     assert said[0].endswith(
         "no parameter's is spared, so it came out of the forward pass, the loss, or the first layers of the backward pass: log the loss "
-        "to tell them apart"
+        "to distinguish them"
     )
     assert [text for text in said[1:] if "parameters hold NaN or Inf" in text] == [said[1]]
     assert said[2].endswith("it did not recover")

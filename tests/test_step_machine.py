@@ -38,6 +38,8 @@ class Recording:
         self.with_gradients: set[Hashable] = set()
         self.alternates = self.is_skipped = False
 
+    waits_for_step = False
+
     def __getattr__(self, name: str) -> Any:
         def action(*args: Any, **options: Any) -> None:
             if name not in _QUIET:

@@ -1,4 +1,4 @@
-"""Gradients under DeepSpeed: its optimizers step flat tensors, of which each rank has a part from ZeRO 1 on."""
+"""Gradients under DeepSpeed: its optimizers step flat tensors, and each rank has a part of them from ZeRO 1 on."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class MasterSource(DeepSpeedSource):
 
 
 class ZeroSource(DeepSpeedSource):
-    """Under ZeRO 1 and 2, and in bfloat16: the optimizer's flat tensors, of which a rank has the elements of some parameters."""
+    """Under ZeRO 1 and 2, and in bfloat16: the optimizer's flat tensors; a rank has the elements of some parameters."""
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
@@ -145,7 +145,7 @@ class Zero3Source(DeepSpeedSource):
         return parameter if place is None else place[0]
 
     def value(self, parameter: nn.Parameter) -> Tensor:
-        """This rank's share: of what the optimizer steps, or of the parameter where it steps nothing."""
+        """This rank's share of the optimizer's tensor, or of the parameter itself where it is not trained."""
         place = self._place(parameter)
         if place is not None:
             return place[0].detach().narrow(0, *place[1])

@@ -86,10 +86,11 @@ class FollowedLoop(LoopDriver):
         self.decisions = Decisions(self.ownership, order, self.hooks.optimizers.holds, lifecycle.planning.planner)
         self.machine = StepMachine(cycle, self.measurement, order)
         self.is_orphaned, self.scaler, self._is_due = False, scaler, True
+        self.hooks.optimizers.allow_skips(lifecycle.plugins.has("before_optimizer_step"))
         self._boundary = self._around(lifecycle.planning.planner.source)
 
     def _around(self, source: GradientSource) -> WrappedMethod | None:
-        """Follow the method that tells when gradients are final."""
+        """Follow the method that shows when gradients are final."""
         began, ended = weakref.WeakMethod(self.passes_began), weakref.WeakMethod(self.passes_ended)
         around = _between(began, ended) if source.is_after else _between(ended, None)
         return None if source.boundary is None else WrappedMethod(source.boundary, source.boundary_method, around)

@@ -560,8 +560,8 @@ class ModuleMonitor:
         return LoopService(self._runtime).paused()
 
     def replay_step(self, compute: Callable[[nn.Module], Tensor], times: int = 3) -> Replay:
-        """Run forward and backward of one batch several times with the same random numbers, and compare the results bit for bit, to tell
-        a faulty device from a faulty program: ``print(monitor.replay_step(lambda model: loss_fn(model(x), y)))``.
+        """Run forward and backward of one batch several times with the same random numbers, and compare the results bit for bit, to
+        distinguish a faulty device from a faulty program: ``print(monitor.replay_step(lambda model: loss_fn(model(x), y)))``.
 
         Each pass runs on a new copy of the model without DDP and ``torch.compile``, so nothing of the training changes, and nothing is
         exchanged between ranks; random generators are restored. It takes the time of ``times`` passes, twice that if results differ, and

@@ -62,7 +62,7 @@ def unpacked(schedule: Any) -> tuple[nn.Module, PipelineSource]:
 
 
 def meet(runtime: Runtime, parts: nn.Module) -> None:
-    """Tell the other ranks which parameters there are here, and learn theirs. Collective.
+    """Exchange with other ranks which parameters each has. Collective.
 
     Raises:
         ValueError: some ranks do not watch their stages.

@@ -88,7 +88,7 @@ def _rise(suspects: Sequence[ParameterAttribution]) -> float:
 def _where_all(suspects: Sequence[ParameterAttribution], loss: float | None) -> str:
     """Where NaN or Inf arose that all gradients have."""
     if loss is None:
-        return "so it came out of the forward pass, the loss, or the first layers of the backward pass: log the loss to tell them apart"
+        return "so it came out of the forward pass, the loss, or the first layers of the backward pass: log the loss to distinguish them"
     if not math.isfinite(loss):
         return f"and the loss is {loss}, so it came out of the forward pass or the loss"
     nearest = max(suspects, key=lambda suspect: suspect.place).name

@@ -16,7 +16,7 @@ class GradientSource:
     """Where the gradient of each parameter is, when it is final, and what the optimizer steps in its place.
 
     This class describes plain PyTorch. A subclass describes an engine that keeps gradients elsewhere: in buffers of its own
-    (``main_grad``), or in flat tensors of which each rank steps a part (ZeRO). Pass it as ``ModuleMonitor(gradient_source=...)``.
+    (``main_grad``), or in flat tensors that each rank steps a part of (ZeRO). Pass it as ``ModuleMonitor(gradient_source=...)``.
 
     Every method takes a parameter of the watched model and is called a few times in each step that takes values, so it should only look
     things up. It must not communicate, since other ranks may not call it, nor wait for a device. One that raises costs the values
@@ -101,7 +101,7 @@ class MainGradSource(GradientSource):
         return parameter.grad if found is None else found
 
     def used(self, parameter: nn.Parameter) -> Tensor | None:
-        """The gradient of what the optimizer steps; the buffer where an optimizer reads that."""
+        """The gradient of the stepped tensor; the buffer where an optimizer reads that."""
         gradient = self.stepped(parameter).grad
         return self.accumulated(parameter) if gradient is None else gradient
 

@@ -161,12 +161,12 @@ class ModelIndex:
         return self._shape.is_current()
 
     def positions(self, parameters: Iterable[Tensor]) -> list[int]:
-        """Positions in :attr:`names` of what these ``parameters`` of optimizers stand for in the model, ascending."""
+        """Positions in :attr:`names` of the model's parameters that these ``parameters`` of optimizers stand for, ascending."""
         wanted = {id(parameter) for parameter in parameters}
         return [position for position, reference in enumerate(self.references) if id(self._stepped(reference)) in wanted]
 
     def places(self) -> dict[int, int]:
-        """The position of each parameter, by the id of what optimizers have in its place."""
+        """The position of each parameter, by the id of the tensor that optimizers have in its place."""
         return {id(self._stepped(reference)): position for position, reference in enumerate(self.references)}
 
     def _stepped(self, reference: Place) -> Tensor | None:

@@ -69,7 +69,7 @@ class WholeModel:
         return f"stage{stage}." if self.has_prefix else ""
 
     def name_of(self, parts: nn.Module, name: str) -> str:
-        """The name in the whole model of what is called ``name`` among the parts of one rank."""
+        """The name in the whole model of a parameter or module that is called ``name`` among the parts of one rank."""
         number, dot, rest = name.partition(".")
         if not number.isdigit() or number not in parts._modules:
             return name  # the root

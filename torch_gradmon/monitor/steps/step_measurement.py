@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from ...capture.grad_scale import inverse
 from ...core.keys import GRADIENT_BEFORE_CLIP
 from ...statistics.tensor_access import accumulator_dtype
+from ...step.gradient_source import PLAIN_GRADIENTS
 from ..loop.loop_hooks import LoopHooks
 from .ownership import Ownership
 from .step_lifecycle import StepLifecycle
@@ -68,8 +69,9 @@ class StepMeasurement:
         plain: list[int] = []
         inverse_scale: Tensor | None = None
         gradients, source = self._captures.gradients, self._lifecycle.planning.planner.source
+        own = None if source is PLAIN_GRADIENTS else source.scale()
         for name, positions in self._ownership.shares(self._order):
-            scale = self._scale(name) if (own := source.scale()) is None else inverse(own)
+            scale = self._scale(name) if own is None else inverse(own)
             inverse_scale = inverse_scale if scale is None else scale
             if name is not None and name in in_backward:
                 continue

@@ -56,7 +56,7 @@ class Memory:
         return before
 
     def next_ranges(self, records: Sequence[StepRecord], rank: int, step: int) -> dict[str, Range]:
-        """The ranges of what this rank has measured by itself since those before, where that was enough."""
+        """The ranges of this rank's own values since the ranges before, where there are enough of them."""
         found: dict[str, Range] = {}
         for kind in LOCAL:
             values = local_values(kind, records, self.seen.get(kind, -1), rank)
@@ -135,7 +135,7 @@ class Conversation:
 
     @cached_property
     def _own(self) -> dict[str, Any]:
-        """What this rank says first; the same if it has to say it again."""
+        """The first message of this rank; the same if it has to be left again."""
         snapshot = self._snapshot
         records = self._records() if self._compares_losses else []
         ranges = self._memory.next_ranges(records, self._board.rank, snapshot.step)

@@ -91,7 +91,7 @@ class Streak(NamedTuple):
 
 
 def range_of(values: Sequence[float]) -> Range | None:
-    """The range of the values but for a tenth at either end; None of too few, or of one that is not finite."""
+    """The range of the values without a tenth at either end; None if there are too few, or if one is not finite."""
     if len(values) < FEWEST or not all(map(math.isfinite, values)):
         return None
     ordered = sorted(values)

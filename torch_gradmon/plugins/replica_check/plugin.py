@@ -206,7 +206,7 @@ class ReplicaCheck(Plugin):
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         inventory = self._planner.inventory
         for name, reference in () if inventory is None else zip(inventory.names, inventory.references, strict=True):
-            # of which other ranks have other elements is no copy
+            # a part whose other elements are on other ranks is no copy
             if (parameter := reference()) is not None and not self._planner.source.is_part(parameter):
                 yield name, parameter
 
@@ -245,7 +245,7 @@ class ReplicaCheck(Plugin):
         self._due = (now // self._every + 1) * self._every
 
     def _not_compared(self, silent: Sequence[int], step: int) -> list[LoopFinding]:
-        """The finding, where nothing was ever compared because some ranks say nothing."""
+        """The finding, where nothing was ever compared because some ranks give no answer."""
         if not silent or self._memory.last_good is not None or not self._ranks.is_first:
             return []
         evidence = {

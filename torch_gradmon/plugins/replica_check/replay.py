@@ -37,7 +37,7 @@ class Replay:
         compared: number of gradients that were compared; 0 where ``GRADMON_DISABLE`` is set, and nothing was run.
         verdict: ``"equal"``; ``"one-off"``: one pass is unlike all before and after it, as after an error of the hardware;
             ``"changed"``: from some pass on all are alike, and unlike those before; ``"non-deterministic"``: passes differ again and
-            again. The last two tell nothing about the hardware.
+            again. The last two are no sign of faulty hardware.
     """
 
     losses: tuple[float, ...]
@@ -65,7 +65,7 @@ class Replay:
             )
         return (
             f"{passes} differ from each other: {where} ({what} were compared). Kernels here give varying results, "
-            "so errors of the hardware cannot be told apart: call torch.use_deterministic_algorithms(True), and replay again"
+            "so errors of the hardware cannot be distinguished: call torch.use_deterministic_algorithms(True), and replay again"
         )
 
 
