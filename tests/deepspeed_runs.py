@@ -253,3 +253,20 @@ def refused(rank: int) -> list[str]:
             messages.append(f"{type(error).__name__}: {error}")
     engine.destroy()
     return messages
+
+
+def nan_from(rank: int, stage: int, config: dict[str, Any]) -> list[str]:
+    """The spikes of a training whose inputs are NaN from the third step on."""
+    engine = make_engine(rank, stage, config)
+    monitor = gradmon.watch(engine, on_spike=lambda event: None)
+    found = []
+    for step in range(8):
+        for micro in range(MICRO):
+            rows = batch(step, micro, rank).to(next(engine.module.parameters()).dtype)
+            loss = engine(rows if step < 2 else rows * torch.nan).float().square().mean()
+            engine.backward(loss)
+            engine.step()
+        found += [f"{event.step} {event.signal}" for event in monitor.last_events]
+    monitor.detach()
+    engine.destroy()
+    return found

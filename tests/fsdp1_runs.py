@@ -82,7 +82,10 @@ def train(rank: int, watched: bool, original: bool, strategy: str, micro: int = 
             for number, batch in enumerate(batches(step, micro, range(rank, rank + 1))):
                 with model.no_sync() if number < micro - 1 else nullcontext():
                     (model(batch).square().mean() / micro).backward()
-            norms.append(float(model.clip_grad_norm_(MAX_NORM)) if clips else 0.0)
+            if strategy == "NO_SHARD":  # as torch recommends there
+                norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)) if clips else 0.0)
+            else:
+                norms.append(float(model.clip_grad_norm_(MAX_NORM)) if clips else 0.0)
             optimizer.step()
             if monitor is not None:
                 values.append(monitor.get_step_metrics())
@@ -95,3 +98,20 @@ def train(rank: int, watched: bool, original: bool, strategy: str, micro: int = 
     messages = [str(each.message) for each in warned if issubclass(each.category, gradmon.GradmonWarning)]
     dist.barrier()
     return {"state": state, "values": values, "norms": norms, "names": names, "missing": missing, "warnings": messages}
+
+
+def refused(rank: int) -> list[str]:
+    """The messages for what is not the outermost FSDP module, and for a clip by the monitor."""
+    options: dict[str, Any] = {"use_orig_params": True, "device_id": torch.device("cpu")}
+    inner = make_model()
+    inner[0] = FullyShardedDataParallel(inner[0], **options)
+    model = FullyShardedDataParallel(inner, **options)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    messages = []
+    for attempt in (lambda: gradmon.watch(inner, optimizer), lambda: gradmon.watch(model, optimizer).clip_grad_norm_(1.0)):
+        try:
+            attempt()
+            messages.append("")
+        except (TypeError, ValueError) as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    return messages

@@ -191,3 +191,32 @@ def refused(rank: int) -> list[str]:
         except (TypeError, ValueError) as error:
             messages.append(f"{type(error).__name__}: {error}")
     return messages
+
+
+def thaw(rank: int, watched: bool) -> dict[str, Any]:
+    """A layer of the first rank is frozen at first, and thawed in the third step; the schedule evaluates before each step."""
+    part = Model().part(rank, 2)
+    if rank == 0:
+        part.layers["1"].requires_grad_(False)
+    runner = ScheduleGPipe(PipelineStage(part, rank, 2, torch.device("cpu")), MICRO, loss_fn=loss_of)
+    optimizer = torch.optim.SGD(part.parameters(), 0.1)
+    monitor = gradmon.watch(runner, optimizer) if watched else None
+    if monitor is not None:
+        add_metrics(monitor)
+    values = []
+    for step in range(4):
+        if rank == 0 and step == 2:
+            part.layers["1"].requires_grad_(True)
+        x, y = batch(step, 0)
+        of_rank: tuple[tuple[Tensor, ...], dict[str, Tensor]] = ((x,), {}) if rank == 0 else ((), {"target": y})
+        if step:
+            arguments, named = of_rank
+            runner.eval(*(1000 * each for each in arguments), **named)
+        optimizer.zero_grad()
+        runner.step(*of_rank[0], **of_rank[1])
+        optimizer.step()
+        if monitor is not None:
+            values.append({key: value for key, value in monitor.get_step_metrics().items() if "overhead" not in key})
+    if monitor is not None:
+        monitor.detach()
+    return {"state": {name: tensor.clone() for name, tensor in part.state_dict().items()}, "values": values}

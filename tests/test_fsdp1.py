@@ -53,3 +53,14 @@ def test_values_are_those_of_one_process_and_training_is_the_same(
     if original:
         for name, tensor in state.items():
             assert torch.allclose(watched[0]["state"][name], tensor, atol=1e-6), name
+
+
+@pytest.mark.filterwarnings("ignore:.*FullyShardedDataParallel")
+def test_what_is_not_the_outermost_module_is_refused_and_so_is_a_clip_of_parts() -> None:
+    for inner, clip in on_ranks(2, runs.refused):
+        assert inner == (
+            "ValueError: 2.weight is a part of a flat parameter of FSDP1 above this module: watch the outermost FullyShardedDataParallel"
+        )
+        assert clip.startswith(
+            "ValueError: monitor.clip_grad_norm_ does not know the norm of gradients that an engine has in parts"
+        )

@@ -128,6 +128,26 @@ def test_main_grad_has_the_values_of_plain_gradients_and_training_is_the_same(ki
     assert plain[0]["gradmon/grad_norm_clipped"] == pytest.approx(MAX_NORM, rel=1e-3)
 
 
+def test_main_grad_stays_scaled_where_a_grad_scaler_unscales_the_copies() -> None:
+    model = _model()
+    wrapper = Masters(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    monitor = gradmon.watch(model, wrapper.optimizer, scaler=scaler)
+    for batch in _batches(3):
+        scaler.scale(model(batch).square().mean()).backward()
+        for parameter in wrapper.parameters:
+            parameter.main_param.grad = parameter.main_grad.clone()  # type: ignore[attr-defined]
+        scaler.unscale_(wrapper.optimizer)
+        true = nn.utils.clip_grad_norm_([p.main_param for p in wrapper.parameters], MAX_NORM)  # type: ignore[attr-defined]
+        scaler.step(wrapper.optimizer)
+        scaler.update()
+        wrapper.zero_grad()
+        values = monitor.get_step_metrics()
+        assert values["gradmon/grad_norm"] == pytest.approx(float(true), rel=1e-5)
+        assert values["gradmon/grad_norm_clipped"] == pytest.approx(MAX_NORM, rel=1e-3)
+    monitor.detach()
+
+
 class Flat(gradmon.GradientSource):
     """All parameters are parts of one flat tensor, which the optimizer steps."""
 

@@ -82,6 +82,13 @@ def test_a_step_that_overflowed_is_one_that_was_not_applied(stage: int) -> None:
     assert all(not math.isfinite(values["gradmon/grad_norm"]) for values in first["values"])
 
 
+@pytest.mark.parametrize("config", [{}, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_nan_without_a_loss_scale_is_a_spike_although_the_engine_leaves_out_the_step(stage: int, config: dict[str, Any]) -> None:
+    for found in on_ranks(2, runs.nan_from, stage, config):
+        assert "2 grad_norm" in found
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_accelerate_needs_nothing_else(stage: int) -> None:
     for found in on_ranks(2, runs.by_accelerate, stage):

@@ -48,6 +48,18 @@ def test_values_are_those_of_one_process_on_every_rank(schedule: str, beside: st
             assert torch.allclose(tensor, state[name], atol=1e-6), name
 
 
+def test_what_one_rank_thaws_leaves_the_others_with_the_same_rows_and_an_evaluation_is_none_of_the_step() -> None:
+    alone, watched = on_ranks(2, runs.thaw, False), on_ranks(2, runs.thaw, True)
+    for ours, theirs in zip(watched, alone, strict=True):
+        for name, tensor in theirs["state"].items():
+            assert torch.equal(ours["state"][name], tensor), name
+    assert watched[0]["values"] == watched[1]["values"]
+    before, after = watched[0]["values"][1], watched[0]["values"][2]
+    assert "gradient/layers.1.up.weight/norm" not in before
+    assert after["gradient/layers.1.up.weight/norm"] > 0
+    assert all(values["activation/layers.0.up/max"] < 10 for values in watched[0]["values"])
+
+
 def test_what_a_pipeline_cannot_do_is_refused() -> None:
     for skip, clip, stage in on_ranks(2, runs.refused):
         assert skip.startswith("ValueError: on_spike= of this monitor skips or undoes steps.")

@@ -45,6 +45,11 @@ class DeepSpeedSource(GradientSource):
         scale = getattr(self._optimizer, "loss_scale", None)
         return None if scale is None or (not isinstance(scale, Tensor) and scale == 1) else scale
 
+    def searches_scale(self) -> bool:
+        """In fp16. In other types it leaves out steps with infinite gradients as well, which no scale will mend."""
+        engine = self._engine()
+        return engine is not None and bool(engine.fp16_enabled())
+
     def has_overflowed(self) -> bool:
         """Whether gradients were infinite."""
         return bool(getattr(self._optimizer, "overflow", False))

@@ -32,11 +32,11 @@ _GONE = "the attached optimizers are gone, and no step can end any more; call de
 _Method = weakref.WeakMethod[Callable[[], Any]]
 
 
-def _between(before: _Method, after: _Method | None) -> Callable[..., Any]:
+def _between(before: _Method, after: _Method) -> Callable[..., Any]:
     """A function around a method that calls one method before it and another one after it, unless gradients are off."""
 
-    def call(reference: _Method | None) -> None:
-        if reference is not None and torch.is_grad_enabled() and (method := reference()) is not None:
+    def call(reference: _Method) -> None:
+        if torch.is_grad_enabled() and (method := reference()) is not None:
             method()
 
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -92,8 +92,7 @@ class FollowedLoop(LoopDriver):
     def _around(self, source: GradientSource) -> WrappedMethod | None:
         """Follow the method that shows when gradients are final."""
         began, ended = weakref.WeakMethod(self.passes_began), weakref.WeakMethod(self.passes_ended)
-        around = _between(began, ended) if source.is_after else _between(ended, None)
-        return None if source.boundary is None else WrappedMethod(source.boundary, source.boundary_method, around)
+        return None if source.boundary is None else WrappedMethod(source.boundary, "step", _between(began, ended))
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -116,7 +115,7 @@ class FollowedLoop(LoopDriver):
             (places[position], Hook(self.gradient_came, position), Hook(self.gradient_accumulated, position))
             for position in planner.local_positions()
         ]
-        self.hooks.backward.install(places, local)
+        self.hooks.backward.install(planner.source.hook_places(places), local)
 
     def uninstall(self) -> None:
         """Take them away."""
@@ -209,7 +208,12 @@ class FollowedLoop(LoopDriver):
         self.machine.optimizers.wrapper_began(id(optimizer))
 
     def wrapper_ended(self, optimizer: Optimizer) -> None:
-        if self._is_due and self._lifecycle.planning.planner.source.has_overflowed():
+        source = self._lifecycle.planning.planner.source
+        if self._is_due and source.has_overflowed():
+            if not source.searches_scale() and (active := self._lifecycle.active) is not None:
+                active.annotations["skipped"] = (
+                    "the engine leaves out steps whose gradients are not finite"  # so that it is judged
+                )
             self.step_overflowed(optimizer)
         else:
             self.machine.optimizers.wrapper_ended(id(optimizer))

@@ -30,12 +30,9 @@ class PipelineSource(GradientSource):
         self._wrapped: list[WrappedMethod] = []
 
     def ignore_trials(self, runtime: Runtime) -> None:
-        """Measure nothing when the schedule calls its stages with empty tensors, to see the shapes of their outputs."""
+        """Measure nothing when the schedule evaluates, or calls its stages with empty tensors to see the shapes of their outputs."""
         paused = _paused(weakref.ref(runtime))
-        for name in (
-            "_initialize_stage",
-            "_initialize_stages",
-        ):  # private: without it the first step has outputs of such calls too
+        for name in ("eval", "_initialize_stage", "_initialize_stages"):  # the latter two are private, and may be gone
             if hasattr(self.boundary, name):
                 self._wrapped.append(WrappedMethod(self.boundary, name, paused))
 

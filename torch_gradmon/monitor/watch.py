@@ -56,6 +56,8 @@ def watch(
     if is_pipeline := check.is_schedule(model):
         from .pipelining import unpacked as stages_of
 
+        if options.get("gradient_source") is not None:
+            raise ValueError("a schedule brings a gradient_source of its own, so leave that argument out")
         model, options["gradient_source"] = stages_of(model)
     check.module(model)
     if check.is_deepspeed(model):

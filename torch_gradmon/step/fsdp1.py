@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .gradient_source import GradientSource
+from .parameter_refs import Place
 
 
 def units(model: nn.Module) -> list[Any]:
@@ -23,22 +25,28 @@ def is_fsdp1(module: nn.Module) -> bool:
     )
 
 
+class _FlatPlace:
+    """The flat parameter of a handle of FSDP1."""
+
+    def __init__(self, handle: weakref.ref[Any]) -> None:
+        self._handle = handle
+
+    def __call__(self) -> nn.Parameter | None:
+        """The parameter; None if the model is gone."""
+        handle = self._handle()
+        return None if handle is None else handle.flat_param
+
+
 class Fsdp1Source(GradientSource):
     """Gradients are in ``.grad``, of the part that this rank has; with ``use_orig_params=False`` parameters are the flat ones.
-
-    No hook of torch sees when they are reduced, so they are measured before ``clip_grad_norm_`` of the outermost FSDP module, or, in a
-    loop that does not clip, when the optimizer steps.
 
     Args:
         model: with FSDP1 modules.
     """
 
-    is_final_at_step = True
-    boundary_method, is_after = "clip_grad_norm_", False
-
     def __init__(self, model: nn.Module) -> None:
         found = units(model)
-        self._root = weakref.ref(found[0])
+        self._handles: list[weakref.ref[Any]] = []
         self._shapes: dict[int, tuple[int, ...]] = {}
         self._lengths: dict[int, int] = {}  # of flat parameters, without the padding behind the last one
         self._parts: set[int] = set()
@@ -48,6 +56,7 @@ class Fsdp1Source(GradientSource):
             if handle is None:
                 continue
             flat = handle.flat_param
+            self._handles.append(weakref.ref(handle))
             originals = flat._params or []
             self._shapes.update((id(p), tuple(shape)) for p, shape in zip(originals, flat._shapes, strict=bool(originals)))
             there = [info for info in flat._shard_param_infos if info.in_shard] if handle.uses_sharded_strategy else []
@@ -57,11 +66,18 @@ class Fsdp1Source(GradientSource):
                 replicas = getattr(unit, "_inter_node_pg", None)
                 if replicas is not None and torch.distributed.get_rank(replicas):
                     self._copies.update(map(id, originals or [flat]))
+        for name, parameter in model.named_parameters():
+            is_known = id(parameter) in self._shapes or any(parameter is place() for place in map(_FlatPlace, self._handles))
+            if getattr(parameter, "_fsdp_flattened", False) and not is_known:
+                raise ValueError(
+                    f"{name} is a part of a flat parameter of FSDP1 above this module: watch the outermost FullyShardedDataParallel"
+                )
 
-    @property
-    def boundary(self) -> Any:
-        """The outermost FSDP module."""
-        return self._root()
+    def hook_places(self, places: Sequence[Place]) -> Sequence[Place]:
+        """The flat parameters, which original ones are views of, and all others."""
+        flat: list[Place] = [_FlatPlace(handle) for handle in self._handles]
+        known = {*self._shapes, *(id(place()) for place in flat)}
+        return [*flat, *(place for place in places if id(place()) not in known)]
 
     def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
         """That of the whole parameter."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..core.errors import display
+from .parameter_refs import Place
 
 
 class GradientSource:
@@ -31,8 +32,8 @@ class GradientSource:
     #: An object whose ``step`` runs all passes of a step, after which gradients are final, such as the schedule of a pipeline; None where
     #: the loop runs them.
     boundary: Any = None
-    #: Another method of :attr:`boundary` with that meaning, and whether gradients are final after it, or before it.
-    boundary_method, is_after = "step", True
+    #: Whether a GradScaler leaves accumulated gradients scaled, since it unscales those that the optimizer uses, which are others.
+    stays_scaled = False
     #: Ranks have other parts of the model, which clip and step together.
     is_pipeline = False
 
@@ -47,6 +48,10 @@ class GradientSource:
     def value(self, parameter: nn.Parameter) -> Tensor:
         """The elements that the optimizer changes on this rank, of any shape: parameters and updates are measured on them."""
         return self.stepped(parameter)
+
+    def hook_places(self, places: Sequence[Place]) -> Sequence[Place]:
+        """The tensors that autograd accumulates gradients of, where these are others than the parameters at ``places``."""
+        return places
 
     def accumulated(self, parameter: nn.Parameter) -> Tensor | None:
         """The gradient before the clip, of all micro-batches, or this rank's part of it; None if it has none."""
@@ -66,6 +71,10 @@ class GradientSource:
 
     def is_due(self) -> bool:
         """Whether :attr:`outer`, whose step begins, steps the optimizers, and does not only count a micro-batch."""
+        return True
+
+    def searches_scale(self) -> bool:
+        """Whether infinite gradients may mean no more than that a loss scale is too large, so that they are no spike."""
         return True
 
     def has_overflowed(self) -> bool:
@@ -88,7 +97,7 @@ class MainGradSource(GradientSource):
     Ranks may reduce gradients after the last backward pass, so they are read when the optimizer steps.
     """
 
-    is_final_at_step = True
+    is_final_at_step = stays_scaled = True
 
     def stepped(self, parameter: nn.Parameter) -> Tensor:
         """The master copy, or the parameter."""
@@ -96,14 +105,18 @@ class MainGradSource(GradientSource):
         return parameter if found is None else found
 
     def accumulated(self, parameter: nn.Parameter) -> Tensor | None:
-        """The buffer, or ``.grad`` where there is none."""
+        """The buffer, or ``.grad`` where there is none; None where the optimizer's gradient is the buffer itself."""
         found: Tensor | None = getattr(parameter, "main_grad", None)
-        return parameter.grad if found is None else found
+        if found is None:
+            return parameter.grad
+        stepped = self.stepped(parameter).grad
+        # one tensor for both: it may be clipped by now
+        return None if stepped is not None and stepped.data_ptr() == found.data_ptr() else found
 
     def used(self, parameter: nn.Parameter) -> Tensor | None:
         """The gradient of the stepped tensor; the buffer where an optimizer reads that."""
         gradient = self.stepped(parameter).grad
-        return self.accumulated(parameter) if gradient is None else gradient
+        return getattr(parameter, "main_grad", parameter.grad) if gradient is None else gradient
 
     def is_part(self, parameter: nn.Parameter) -> bool:
         """Whether the optimizer has a part of the master copy only."""

@@ -135,9 +135,9 @@ class ModelIndex:
         places, known = dict(zip(self.names, self.references, strict=True)), self.parameters
         facts = {of_user(name): fact for name, fact in whole.facts.items()}
         homes = {of_user(name): rank for name, rank in whole.homes.items()}
-        self.names = [*facts, *(name for name in places if name not in facts)]  # one that has come since is of this rank alone
+        self.names = list(facts)  # without one that has come since on this rank: all ranks exchange the same rows
         self.references = [places.get(name, _nowhere) for name in self.names]
-        self.homes = [homes.get(name, -1) for name in self.names]
+        self.homes = [homes[name] for name in self.names]
         self.parameters = {
             name: known[name] if name in known else {"shape": list(facts[name].shape), "dtype": facts[name].dtype}
             for name in self.names
@@ -149,7 +149,8 @@ class ModelIndex:
         }
         self.foreign = set(self.names) - places.keys()
         self.spread = set(self.names)
-        self.trainable.names.update(name for name in self.foreign if facts[name].is_trained)
+        # as it was when ranks met: what one of them freezes or thaws later is not known to the others
+        self.trainable = TrainableNames(name for name in self.names if facts[name].is_trained)
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -93,7 +93,7 @@ class PendingStep:
             rounding=noted.pop("rounding", 0.0),
             context=self._context(noted),
             ranks=self.ranks,
-            refusal=self.active.is_overflowed or found_inf,
+            refusal=(self.active.is_overflowed and self.inventory.source.searches_scale()) or found_inf,
             nonfinite=_is_spoiled(tables.get(n.GRADIENT_BEFORE_CLIP)),
         )
         if self.cost is not None and "overhead_pct" in summary.choice.keys:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...capture.grad_scale import GradScale, calling_scaler
+from ...capture.grad_scale import GradScale, calling_scaler, scale_of
 from ...capture.hooks import WrappedMethod
 from ...core.fence import Fence
 from ...core.validation import inside
@@ -50,6 +50,11 @@ class ScalerHooks:
     def is_known(self) -> bool:
         """Whether there is a scaler, as far as is known."""
         return self._scales.scaler is not None
+
+    @property
+    def scale(self) -> Tensor | None:
+        """The scaler's scale, on its device."""
+        return scale_of(self._scales.scaler)
 
     def remove(self) -> None:
         """Remove the wrappers; a second call does nothing."""

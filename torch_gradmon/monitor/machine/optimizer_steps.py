@@ -182,6 +182,7 @@ class OptimizerSteps:
         progress = self.state.progress
         progress.optimizer_overflowed()
         self.measures.annotate(optimizer, by_turns=False, is_first=False)
+        self._measure_final(optimizer)
         self._measure_parameters()
         self.measures.measure_after_clip(optimizer, with_unowned=self._machine.is_last(optimizer), is_overflowed=True)
         self._decide(optimizer, is_overflowed=True)  # nothing is left to skip, but other ranks may wait

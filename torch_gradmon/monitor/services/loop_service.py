@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ...core import validation as check
 from ...plugins.clipping.adaptive import AdaptiveClip
 from ...plugins.clipping.clip import clip
+from ...step.gradient_source import PLAIN_GRADIENTS
 from ..links import unlink
 from ..manual_loop import ManualLoop
 from ..runtime import Runtime
@@ -117,7 +118,15 @@ class LoopService:
         exact: bool | None,
     ) -> Tensor:
         """Measure and clip gradients."""
-        if self.runtime.planner.source.is_pipeline:
+        source, inventory = self.runtime.planner.source, self.runtime.planner.inventory
+        if source.outer is not None or (
+            not source.is_pipeline and source is not PLAIN_GRADIENTS and inventory and inventory.spread
+        ):
+            raise ValueError(
+                "monitor.clip_grad_norm_ does not know the norm of gradients that an engine has in parts: clip as the engine does, by "
+                "model.clip_grad_norm_ of FSDP1 or gradient_clipping in DeepSpeed's configuration; the monitor measures before and after"
+            )
+        if source.is_pipeline:
             raise ValueError(
                 "the stages of a pipeline are clipped by a norm of all of them, which monitor.clip_grad_norm_ does not know; clip as "
                 "without a monitor: it measures before and after"

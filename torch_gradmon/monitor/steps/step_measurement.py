@@ -70,6 +70,8 @@ class StepMeasurement:
         inverse_scale: Tensor | None = None
         gradients, source = self._captures.gradients, self._lifecycle.planning.planner.source
         own = None if source is PLAIN_GRADIENTS else source.scale()
+        if own is None and source.stays_scaled:
+            own = self._hooks.scaler.scale
         for name, positions in self._ownership.shares(self._order):
             scale = self._scale(name) if own is None else inverse(own)
             inverse_scale = inverse_scale if scale is None else scale
