@@ -19,8 +19,9 @@ from ..monitor.monitor import ModuleMonitor
 from ..monitor.options import check_names
 from ..monitor.watch import prepared
 from ..spikes import SpikeDetector
-from ..step.gradient_source import GradientSource, source_for
+from ..step.gradient_source import GradientSource
 from ..step.micro_batches import DOCUMENTATION as BATCHES
+from ..step.planner import source_for
 from ..step.summary_keys import DOCUMENTATION, ON_REQUEST
 
 

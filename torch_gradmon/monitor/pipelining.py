@@ -3,15 +3,42 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
 from ..capture.hooks import WrappedMethod
 from ..step.gradient_source import GradientSource
-from ..step.whole_model import PipelineParts, WholeModel
+from ..step.model_index import ModelIndex
+from ..step.whole_model import PartFacts, WholeModel
 from .runtime import Runtime
+
+
+class PipelineParts(nn.Module):
+    """The parts of a pipeline on one rank, by the numbers of their stages. It is never called.
+
+    Args:
+        parts: of this rank.
+    """
+
+    def __init__(self, parts: Mapping[int, nn.Module]) -> None:
+        super().__init__()
+        for stage, part in parts.items():
+            self.add_module(str(stage), part)
+
+    @property
+    def part_facts(self) -> list[PartFacts]:
+        """What other ranks have to know of them."""
+        found = []
+        for number, part in self.named_children():
+            index = ModelIndex(part)
+            for name, about in index.parameters.items():
+                is_trained = name in index.trainable.names
+                found.append(
+                    PartFacts(int(number), name, about["shape"], about["dtype"], is_trained, index.matrices.get(name, -1))
+                )
+        return found
 
 
 class PipelineSource(GradientSource):

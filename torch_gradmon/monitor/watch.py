@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..core import validation as check
-from ..step.gradient_source import source_for
+from ..step.planner import source_for
 from ..step.presets import PRESETS
 from . import replacing
 from .monitor import ModuleMonitor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -132,20 +131,3 @@ def checked(source: object) -> GradientSource | None:
     if source is not None and not isinstance(source, GradientSource):
         raise TypeError(f"gradient_source={display(source)} must be an instance of a subclass of torch_gradmon.GradientSource")
     return source
-
-
-def source_for(model: nn.Module, named: object = None) -> GradientSource:
-    """The user's source, else the one that fits the model.
-
-    Raises:
-        TypeError: ``named`` is something else.
-    """
-    if (source := checked(named)) is not None:
-        return source
-    fsdp1 = sys.modules.get("torch.distributed.fsdp")
-    if fsdp1 is not None and any(isinstance(module, fsdp1.FullyShardedDataParallel) for module in model.modules()):
-        from .fsdp1 import Fsdp1Source
-
-        return Fsdp1Source(model)
-    has_buffers = any(hasattr(parameter, "main_grad") for parameter in model.parameters())
-    return MainGradSource() if has_buffers else PLAIN_GRADIENTS

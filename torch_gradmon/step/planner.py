@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from ..core import keys as n
 from ..core import validation as check
 from ..core.metric import Metric
 from ..core.torch_modes import outside_dispatch_modes
-from .gradient_source import PLAIN_GRADIENTS, GradientSource, source_for
+from .gradient_source import PLAIN_GRADIENTS, GradientSource, MainGradSource, checked
 from .model_index import ModelIndex
 from .plan import SourcePlan, compile_plan
 from .registry import Registry
@@ -26,6 +27,23 @@ if TYPE_CHECKING:
 _GRADIENTS = frozenset({n.GRADIENT, n.GRADIENT_BEFORE_CLIP})
 #: Sources of inputs and outputs of modules.
 OF_MODULES = frozenset({*n.MODULE_SOURCES, *n.RCC_SOURCES, *n.ATTENTION_SOURCES.values()})
+
+
+def source_for(model: nn.Module, named: object = None) -> GradientSource:
+    """The user's source, else the one that fits the model.
+
+    Raises:
+        TypeError: ``named`` is something else.
+    """
+    if (source := checked(named)) is not None:
+        return source
+    fsdp1 = sys.modules.get("torch.distributed.fsdp")
+    if fsdp1 is not None and any(isinstance(module, fsdp1.FullyShardedDataParallel) for module in model.modules()):
+        from .fsdp1 import Fsdp1Source
+
+        return Fsdp1Source(model)
+    has_buffers = any(hasattr(parameter, "main_grad") for parameter in model.parameters())
+    return MainGradSource() if has_buffers else PLAIN_GRADIENTS
 
 
 class Planner:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import nn
 
-from .model_index import ModelIndex
 from .ranks import Ranks
 
 
@@ -74,29 +73,3 @@ class WholeModel:
         if not number.isdigit() or number not in parts._modules:
             return name  # the root
         return f"{self.prefix(int(number))}{rest}" if dot else f"stage{number}"
-
-
-class PipelineParts(nn.Module):
-    """The parts of a pipeline on one rank, by the numbers of their stages. It is never called.
-
-    Args:
-        parts: of this rank.
-    """
-
-    def __init__(self, parts: Mapping[int, nn.Module]) -> None:
-        super().__init__()
-        for stage, part in parts.items():
-            self.add_module(str(stage), part)
-
-    @property
-    def part_facts(self) -> list[PartFacts]:
-        """What other ranks have to know of them."""
-        found = []
-        for number, part in self.named_children():
-            index = ModelIndex(part)
-            for name, about in index.parameters.items():
-                is_trained = name in index.trainable.names
-                found.append(
-                    PartFacts(int(number), name, about["shape"], about["dtype"], is_trained, index.matrices.get(name, -1))
-                )
-        return found
