@@ -91,13 +91,18 @@ def replay(model: nn.Module, compute: Callable[[nn.Module], Tensor], times: int)
     return Replay(tuple(loss for loss, _ in passes), odd, differing, compared, verdict)
 
 
+#: Classes of modules whose parameters are in parts on all ranks.
+_SHARDED = ("FSDPModule", "FullyShardedDataParallel", "PipelineParts")
+
+
 def _check(inner: nn.Module) -> None:
+    in_parts = any(base.__name__ in _SHARDED for module in inner.modules() for base in type(module).__mro__)
+    if in_parts or any(hasattr(parameter, "ds_id") for parameter in inner.parameters()):
+        raise TypeError(
+            "replay_step() runs a pass on one rank by itself, and a model in parts (fully_shard(), FSDP1, ZeRO 3, stages of a pipeline) "
+            "needs all ranks for a pass: replay it on a model that is not sharded, with the same parameters"
+        )
     for module in inner.modules():
-        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
-            raise TypeError(
-                "replay_step() runs a pass on one rank by itself, and a model sharded by fully_shard() needs all ranks for a pass: "
-                "replay it on a model that is not sharded, with the same parameters"
-            )
         if is_ddp(module):
             raise TypeError(
                 "replay_step() runs a pass on one rank by itself, and DistributedDataParallel inside of the model would exchange with "
