@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import torch_gradmon as gradmon
+
+from .ranks import refusals
 
 MAX_NORM, STEPS, MICRO, ROWS = 0.05, 5, 2, 4
 
@@ -63,6 +66,17 @@ def plain(ranks: int) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
     return model.state_dict(), values
 
 
+def settings(stage: int) -> dict[str, Any]:
+    """DeepSpeed's configuration."""
+    return {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": MICRO,
+        "gradient_clipping": MAX_NORM,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage},
+    }
+
+
 def make_engine(rank: int, stage: int, config: dict[str, Any]) -> Any:
     """The engine on this rank."""
     _be_launched(rank)
@@ -76,14 +90,7 @@ def make_engine(rank: int, stage: int, config: dict[str, Any]) -> Any:
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=make_optimizer(model),
-        config={
-            "train_micro_batch_size_per_gpu": ROWS,
-            "gradient_accumulation_steps": MICRO,
-            "gradient_clipping": MAX_NORM,
-            "zero_allow_untested_optimizer": True,
-            **config,
-            "zero_optimization": zero,
-        },
+        config={**settings(stage), **config, "zero_optimization": zero},
     )
     return engine
 
@@ -147,14 +154,7 @@ def by_accelerate(rank: int, stage: int) -> dict[str, Any]:
     from accelerate import Accelerator, DeepSpeedPlugin
     from accelerate.state import AcceleratorState, GradientState
 
-    config = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": MICRO,
-        "gradient_clipping": MAX_NORM,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage},
-    }
-    plugin = DeepSpeedPlugin(hf_ds_config=config)
+    plugin = DeepSpeedPlugin(hf_ds_config=settings(stage))
     accelerator = Accelerator(deepspeed_plugin=plugin)
     model = make_model()
     model, optimizer = accelerator.prepare(model, make_optimizer(model))
@@ -196,17 +196,10 @@ def by_trainer(rank: int, stage: int, folder: str) -> dict[str, Any]:
     rows = [{"x": row} for row in torch.randn(3 * MICRO * ROWS * 2, 7, generator=torch.Generator().manual_seed(5))]
     states, norms, true = [], [], []
     for callbacks in ([], [GradMonCallback(on_spike=None)]):
-        config = {
-            "train_micro_batch_size_per_gpu": ROWS,
-            "gradient_accumulation_steps": MICRO,
-            "gradient_clipping": MAX_NORM,
-            "zero_allow_untested_optimizer": True,
-            "zero_optimization": {"stage": stage},
-        }
         arguments = TrainingArguments(
             output_dir=f"{folder}/{rank}",
             use_cpu=True,
-            deepspeed=config,
+            deepspeed=settings(stage),
             per_device_train_batch_size=ROWS,
             gradient_accumulation_steps=MICRO,
             max_grad_norm=MAX_NORM,
@@ -239,18 +232,13 @@ def refused(rank: int) -> list[str]:
     """The messages for an engine that is passed in a wrong way."""
     engine = make_engine(rank, 1, {})
     other = torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1)
-    messages = []
-    for attempt in (
+    attempts: list[Callable[[], object]] = [
         lambda: gradmon.watch(engine, other),
         lambda: gradmon.ModuleMonitor(engine),
         lambda: gradmon.watch(engine.module, engine.optimizer),
         lambda: gradmon.watch(engine, on_spike="skip"),
-    ):
-        try:
-            attempt()
-            messages.append("")
-        except (TypeError, ValueError) as error:
-            messages.append(f"{type(error).__name__}: {error}")
+    ]
+    messages = refusals(attempts)
     engine.destroy()
     return messages
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 import torch_gradmon as gradmon
+
+from .ranks import refusals
 
 MAX_NORM, STEPS, ROWS = 0.05, 5, 4
 
@@ -107,11 +109,8 @@ def refused(rank: int) -> list[str]:
     inner[0] = FullyShardedDataParallel(inner[0], **options)
     model = FullyShardedDataParallel(inner, **options)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    messages = []
-    for attempt in (lambda: gradmon.watch(inner, optimizer), lambda: gradmon.watch(model, optimizer).clip_grad_norm_(1.0)):
-        try:
-            attempt()
-            messages.append("")
-        except (TypeError, ValueError) as error:
-            messages.append(f"{type(error).__name__}: {error}")
-    return messages
+    attempts: list[Callable[[], object]] = [
+        lambda: gradmon.watch(inner, optimizer),
+        lambda: gradmon.watch(model, optimizer).clip_grad_norm_(1.0),
+    ]
+    return refusals(attempts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_gradmon as gradmon
+
+from .ranks import refusals
 
 WIDTH, LAYERS, ROWS, MICRO, STEPS, MAX_NORM = 8, 4, 8, 4, 5, 0.05
 
@@ -179,18 +182,12 @@ def refused(rank: int) -> list[str]:
     stage = PipelineStage(part, rank, 2, torch.device("cpu"))
     runner = ScheduleGPipe(stage, MICRO, loss_fn=loss_of)
     optimizer = torch.optim.SGD(part.parameters(), 0.1)
-    messages = []
-    for attempt in (
+    attempts: list[Callable[[], object]] = [
         lambda: gradmon.watch(runner, optimizer, on_spike="skip"),
         lambda: gradmon.watch(runner, optimizer).clip_grad_norm_(1.0),
         lambda: gradmon.watch(stage, optimizer),
-    ):
-        try:
-            attempt()
-            messages.append("")
-        except (TypeError, ValueError) as error:
-            messages.append(f"{type(error).__name__}: {error}")
-    return messages
+    ]
+    return refusals(attempts)
 
 
 def thaw(rank: int, watched: bool) -> dict[str, Any]:

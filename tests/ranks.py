@@ -9,7 +9,7 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -40,6 +40,18 @@ def on_ranks(count: int, function: Callable[..., Any], *args: Any, limit: float 
         if _NO_FSDP2_ON_CPU in str(error):
             pytest.skip("FSDP2 of this torch does not run on a CPU")
         raise
+
+
+def refusals(attempts: Iterable[Callable[[], object]]) -> list[str]:
+    """Type and text of the error of each attempt; empty for one that succeeds."""
+    messages = []
+    for attempt in attempts:
+        try:
+            attempt()
+            messages.append("")
+        except (TypeError, ValueError) as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    return messages
 
 
 class Group:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 from torch.distributed import PrefixStore, Store, TCPStore
 
+import torch_gradmon as gradmon
 from torch_gradmon.plugins.replica_check import board as board_file
 from torch_gradmon.plugins.replica_check.board import Board
 from torch_gradmon.plugins.replica_check.local_values import Streak, range_of, ranks_apart
@@ -185,6 +188,21 @@ def test_it_is_said_that_ranks_are_not_compared_and_nothing_warns(options: dict[
     assert (rule, severity) == ("ranks-not-compared", "info")
     assert evidence == {"times": 1.0, "ranks without an answer": 1.0, "the first of them": 1.0, "ranks": 2.0}
     assert not [text for text in first["warnings"] if "gradmon" in text]
+
+
+def _keeps_alive(rank: int) -> bool:
+    training = runs.ddp(rank)
+    monitor = gradmon.watch(training.model, training.optimizer, check_replicas=runs.EVERY)
+    reference = weakref.ref(training.model)
+    training.model = training.forward = training.inner  # the last references to the wrapper
+    gc.collect()
+    is_alive = reference() is not None
+    monitor.detach()
+    return is_alive
+
+
+def test_the_check_does_not_keep_the_wrapper_alive() -> None:
+    assert on_ranks(2, _keeps_alive) == [False, False]
 
 
 def test_a_resumed_run_is_compared_at_once() -> None:

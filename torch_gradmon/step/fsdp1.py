@@ -13,18 +13,6 @@ from .gradient_source import GradientSource
 from .parameter_refs import Place
 
 
-def units(model: nn.Module) -> list[Any]:
-    """The FSDP1 modules in a model, outermost first."""
-    return [module for module in model.modules() if is_fsdp1(module)]
-
-
-def is_fsdp1(module: nn.Module) -> bool:
-    """Whether the module is wrapped in FSDP1."""
-    return any(
-        kind.__name__ == "FullyShardedDataParallel" and kind.__module__.startswith("torch.") for kind in type(module).__mro__
-    )
-
-
 class _FlatPlace:
     """The flat parameter of a handle of FSDP1."""
 
@@ -45,18 +33,21 @@ class Fsdp1Source(GradientSource):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        found = units(model)
+        from torch.distributed.fsdp import FullyShardedDataParallel  # loaded already, since there is one
+
         self._handles: list[weakref.ref[Any]] = []
+        self._known: set[int] = set()  # flat parameters, and original ones
         self._shapes: dict[int, tuple[int, ...]] = {}
         self._lengths: dict[int, int] = {}  # of flat parameters, without the padding behind the last one
         self._parts: set[int] = set()
         self._copies: set[int] = set()  # parts that a rank of an earlier group has too
-        for unit in found:
-            handle = unit._handle
+        for unit in model.modules():
+            handle = unit._handle if isinstance(unit, FullyShardedDataParallel) else None
             if handle is None:
                 continue
-            flat = handle.flat_param
+            flat: Any = handle.flat_param
             self._handles.append(weakref.ref(handle))
+            self._known.add(id(flat))
             originals = flat._params or []
             self._shapes.update((id(p), tuple(shape)) for p, shape in zip(originals, flat._shapes, strict=bool(originals)))
             there = [info for info in flat._shard_param_infos if info.in_shard] if handle.uses_sharded_strategy else []
@@ -66,9 +57,9 @@ class Fsdp1Source(GradientSource):
                 replicas = getattr(unit, "_inter_node_pg", None)
                 if replicas is not None and torch.distributed.get_rank(replicas):
                     self._copies.update(map(id, originals or [flat]))
+        self._known.update(self._shapes)
         for name, parameter in model.named_parameters():
-            is_known = id(parameter) in self._shapes or any(parameter is place() for place in map(_FlatPlace, self._handles))
-            if getattr(parameter, "_fsdp_flattened", False) and not is_known:
+            if getattr(parameter, "_fsdp_flattened", False) and id(parameter) not in self._known:
                 raise ValueError(
                     f"{name} is a part of a flat parameter of FSDP1 above this module: watch the outermost FullyShardedDataParallel"
                 )
@@ -76,8 +67,7 @@ class Fsdp1Source(GradientSource):
     def hook_places(self, places: Sequence[Place]) -> Sequence[Place]:
         """The flat parameters, which original ones are views of, and all others."""
         flat: list[Place] = [_FlatPlace(handle) for handle in self._handles]
-        known = {*self._shapes, *(id(place()) for place in flat)}
-        return [*flat, *(place for place in places if id(place()) not in known)]
+        return [*flat, *(place for place in places if id(place()) not in self._known)]
 
     def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
         """That of the whole parameter."""

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ...core.loop_findings import LoopFinding
 from ...core.loss_keys import loss_among
 from ...core.records import StepRecord
 from ...step.ranks import is_dtensor
+from .wrapper import is_ddp, ranks_of
 
 #: Types of arguments that are no batch.
 _SETTINGS = (type(None), bool, int, float, str)
@@ -27,10 +27,8 @@ LOCAL = ("loss", "gradient norm")
 
 def has_own_batches(module: nn.Module, members: Sequence[int]) -> bool:
     """Whether each of these ranks has a batch of its own: under DDP or FSDP2 over just them, and no tensor parallelism."""
-    from torch.distributed import get_process_group_ranks
-
-    if isinstance(module, DistributedDataParallel):
-        return sorted(get_process_group_ranks(module.process_group)) == sorted(members)
+    if is_ddp(module):
+        return ranks_of(module) == sorted(members)
     if not any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
         return False
     sharded: list[Any] = [parameter for parameter in module.parameters() if is_dtensor(parameter)]

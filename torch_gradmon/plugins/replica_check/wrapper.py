@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, TypeGuard
 
@@ -16,8 +17,15 @@ def is_ddp(module: nn.Module) -> TypeGuard[DistributedDataParallel]:
     return isinstance(module, DistributedDataParallel)
 
 
+def ranks_of(module: DistributedDataParallel) -> list[int]:
+    """The ranks over which it copies its module, among all processes, ascending."""
+    from torch.distributed import get_process_group_ranks
+
+    return sorted(get_process_group_ranks(module.process_group))
+
+
 class Wrappers:
-    """The DDP modules in a model, at any depth.
+    """The DDP modules in a model, at any depth. Does not keep them alive.
 
     Args:
         model: the watched one.
@@ -25,31 +33,26 @@ class Wrappers:
     """
 
     def __init__(self, model: nn.Module, members: Sequence[int]) -> None:
-        self._found = [module for module in model.modules() if is_ddp(module)]
+        found = [module for module in model.modules() if is_ddp(module)]
+        self._references = [weakref.ref(module) for module in found]
         self._copies: dict[int, str] = {}
         self._ignored: set[int] = set()
-        for module in self._found:  # the innermost one last
-            name = self._name_of(module, members)
+        for module in found:  # the innermost one last
+            ranks = ranks_of(module)
+            name = "" if ranks == sorted(members) else digest_of(ranks)
             self._copies.update((id(parameter), name) for parameter in module.parameters())
             left_out: Any = module.parameters_to_ignore
             self._ignored.update(id(p) for name, p in module.module.named_parameters() if name in left_out)
 
-    @staticmethod
-    def _name_of(module: DistributedDataParallel, members: Sequence[int]) -> str:
-        from torch.distributed import get_process_group_ranks
-
-        ranks = sorted(get_process_group_ranks(module.process_group))
-        return "" if ranks == sorted(members) else digest_of(ranks)
-
     @property
     def only(self) -> DistributedDataParallel | None:
         """The only one of them, if there is one."""
-        return self._found[0] if len(self._found) == 1 else None
+        return self._references[0]() if len(self._references) == 1 else None
 
     @property
     def is_joining(self) -> bool:
         """Whether ranks may be in different steps, within ``join()``."""
-        return any(module._join_config.enable for module in self._found)
+        return any(module._join_config.enable for reference in self._references if (module := reference()) is not None)
 
     def copies(self, parameter: Tensor) -> str:
         """A name of the ranks over which DDP copies the parameter; empty if these are all, or it is below no DDP.
