@@ -138,33 +138,34 @@ _DEEPSPEED = (
     "from ZeRO 1 on, and with fp16 or bf16, DeepSpeed steps flat copies of the parameters, whose gradients no hook of torch sees; "
     "pass the engine itself, which knows where they are: gradmon.watch(engine)"
 )
-#: By name and package of a class: why it cannot be watched, and the alternative.
-_REFUSED = {
-    ("DeepSpeedEngine", "deepspeed."): "it steps by itself; call gradmon.watch(engine), which takes its model and its optimizer",
-}
 #: Attributes that DeepSpeed sets on the parameters of a model under ZeRO.
 _ZERO_MARKS = ("_hp_mapping", "ds_id")
 
 
 def is_deepspeed(model: object) -> bool:
     """Whether this is a DeepSpeed engine."""
-    return any(kind.__name__ == "DeepSpeedEngine" and kind.__module__.startswith("deepspeed.") for kind in type(model).__mro__)
+    return _is_of(model, "DeepSpeedEngine", "deepspeed.")
 
 
 def is_schedule(model: object) -> bool:
     """Whether this is a schedule of ``torch.distributed.pipelining``."""
-    place = "torch.distributed.pipelining"
-    return any(kind.__name__ == "_PipelineSchedule" and kind.__module__.startswith(place) for kind in type(model).__mro__)
+    return _is_of(model, "_PipelineSchedule", "torch.distributed.pipelining")
+
+
+def _is_of(model: object, name: str, package: str) -> bool:
+    """Whether a class of this name is among its classes, without an import of the package."""
+    return any(kind.__name__ == name and kind.__module__.startswith(package) for kind in type(model).__mro__)
 
 
 def measurable(model: nn.Module) -> None:
     """Check for wrappers that keep gradients elsewhere."""
     for path, child in model.named_modules():
-        for kind in type(child).__mro__:
-            for (name, package), why in _REFUSED.items():
-                if kind.__name__ == name and kind.__module__.startswith(package):
-                    where = f" (at {path!r})" if path else ""
-                    raise ValueError(f"a {name}{where} cannot be watched: {why}")
+        if is_deepspeed(child):
+            where = f" (at {path!r})" if path else ""
+            raise ValueError(
+                f"a DeepSpeedEngine{where} cannot be watched: it steps by itself; call gradmon.watch(engine), which takes its model "
+                "and its optimizer"
+            )
 
 
 def initialised(model: nn.Module) -> None:
