@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 WORKERS ?= 2
 # duration of the tests on two idle cores, and total size of their environments
 TEST_MINUTES := 11
-TEST_SIZE := 6.6 GB
+TEST_SIZE := 8.2 GB
 VENV := .venv
 DEMO := .venv-demo
 BARE := .venv-bare
@@ -17,12 +17,14 @@ GPU := .venv-gpu
 KERNEL := $(wildcard torch_gradmon/statistics/cpp_kernel.cpp torch_gradmon/statistics/kernel_build.py)
 
 # each trainer with its extra and the loggers that its tests read, on top of the bare environment
-TRAINERS := lightning transformers ignite accelerate deepspeed
+TRAINERS := lightning transformers ignite accelerate deepspeed torchtitan
 lightning_extras := lightning,tensorboard
 transformers_extras := transformers,accelerate,wandb,tensorboard,trackio
 ignite_extras := ignite,tensorboard
 accelerate_extras := accelerate,tensorboard
 deepspeed_extras := deepspeed,transformers,accelerate
+torchtitan_extras := torchtitan,torchtune
+torchtitan_tests := tests/test_integration_torchtune.py
 
 # tests of numbers and of unchanged training
 NUMBERS := tests/test_oracle.py tests/test_no_change.py tests/test_statistics.py
@@ -51,7 +53,7 @@ test-integrations: $(TRAINERS:%=test-%)
 
 .PHONY: $(TRAINERS:%=test-%)
 $(TRAINERS:%=test-%): test-%: .venv-%/.ready
-	.venv-$*/bin/python -m pytest -q -m integration tests/test_integration_$*.py
+	.venv-$*/bin/python -m pytest -q -m integration tests/test_integration_$*.py $($*_tests)
 
 test-all: $(VENV)/.ready $(BARE)/.ready browser
 	$(BARE)/bin/python -m pytest -q -m "not gpu and not extra and not integration"
@@ -215,7 +217,7 @@ $(GPU)/.rivals: $(GPU)/.ready
 	touch $@
 
 .venv-%/.ready: pyproject.toml $(BARE)/.ready
-	@echo ".venv-$*: installs $($*_extras) on top of $(BARE), up to 0.5 GB"
+	@echo ".venv-$*: installs $($*_extras) on top of $(BARE), up to 1.8 GB"
 	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
 	$(BARE)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
 		> $$(.venv-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/bare.pth

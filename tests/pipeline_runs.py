@@ -12,7 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -22,6 +29,13 @@ import torch_gradmon as gradmon
 from .ranks import refusals
 
 WIDTH, LAYERS, ROWS, MICRO, STEPS, MAX_NORM = 8, 4, 8, 4, 5, 0.05
+SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+}
 
 
 class Layer(nn.Module):
@@ -134,16 +148,16 @@ def train(rank: int, schedule: str, beside: str, watched: bool) -> dict[str, Any
     """The parameters of this rank at the end, the values of each step, and what was warned of."""
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("pp", "other"))
-    depth, stages = mesh["pp"].get_local_rank(), 4 if schedule == "interleaved" else 2
+    depth, stages = mesh["pp"].get_local_rank(), 2 if schedule in ("gpipe", "1f1b") else 4
     replica = mesh["other"].get_local_rank() if beside in ("ddp", "fsdp2") else 0
-    numbers = [depth, depth + 2] if stages == 4 else [depth]
+    numbers = [depth] if stages == 2 else [depth, 3 - depth if schedule == "zbv" else depth + 2]
+    is_last = stages - 1 in numbers
     parts = [_with(Model().part(number, stages), beside, mesh["other"]) for number in numbers]
     group = mesh["pp"].get_group()
     made = [
         PipelineStage(part, number, stages, torch.device("cpu"), group=group) for part, number in zip(parts, numbers, strict=True)
     ]
-    kind: Any = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}[schedule]
-    runner = kind(made if stages == 4 else made[0], MICRO, loss_fn=loss_of)
+    runner = SCHEDULES[schedule](made if stages == 4 else made[0], MICRO, loss_fn=loss_of)
     optimizers = [torch.optim.AdamW(part.parameters(), 1e-2, foreach=False) for part in parts]
     monitor = gradmon.watch(runner, *optimizers) if watched else None
     if monitor is not None:
@@ -156,8 +170,8 @@ def train(rank: int, schedule: str, beside: str, watched: bool) -> dict[str, Any
                 optimizer.zero_grad()
             x, y = batch(step, replica)
             losses: list[Tensor] = []
-            runner.step(*([x] if depth == 0 else []), **({"target": y, "losses": losses} if depth == 1 else {}))
-            if monitor is not None and depth == 1:  # on whose ranks alone there is a loss
+            runner.step(*([x] if depth == 0 else []), **({"target": y, "losses": losses} if is_last else {}))
+            if monitor is not None and is_last:  # on whose ranks alone there is a loss
                 monitor.log_scalar("loss", torch.stack(losses).mean().detach(), reduce="mean")
             clip([parameter for part in parts for parameter in part.parameters()], group)
             for optimizer in optimizers:

@@ -13,9 +13,9 @@ from .ranks import on_ranks
 pytest.importorskip("numpy")  # with which torch sends shapes between stages
 pytestmark = pytest.mark.extra
 
-#: Schedule, what is beside it, and number of ranks. torch itself does not run GPipe over DDP.
+#: Schedule, what is beside it, and number of ranks. torch itself does not run GPipe over DDP, nor zero-bubble schedules beside others.
 SETTINGS = [
-    *((schedule, "", 2) for schedule in ("gpipe", "1f1b", "interleaved")),
+    *((schedule, "", 2) for schedule in runs.SCHEDULES),
     *((schedule, beside, 4) for schedule in ("gpipe", "1f1b", "interleaved") for beside in ("fsdp2", "tp")),
     ("1f1b", "ddp", 4),
 ]
