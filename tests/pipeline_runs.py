@@ -231,3 +231,48 @@ def thaw(rank: int, watched: bool) -> dict[str, Any]:
     if monitor is not None:
         monitor.detach()
     return {"state": {name: tensor.clone() for name, tensor in part.state_dict().items()}, "values": values}
+
+
+def _range(x: Tensor) -> Tensor:
+    return x.amax() - x.amin()
+
+
+def _of_matrices(x: Tensor) -> Tensor:
+    if x.ndim == 1:
+        raise RuntimeError("no matrix")
+    return torch.linalg.matrix_norm(x, 2)
+
+
+def _add_functions(monitor: gradmon.ModuleMonitor) -> None:
+    monitor.add_gradient_metric("range", _range)
+    monitor.add_update_metric("range", _range)
+    monitor.add_parameter_metric("spectral", _of_matrices)
+    for metric in ("exp_avg_norm", "grad_momentum_cosine"):
+        monitor.add_optimizer_metric(metric)
+
+
+def functions(rank: int) -> tuple[list[dict[str, float]], dict[str, str]]:
+    """Metric functions in a pipeline of two ranks; in a process alone those of the whole model."""
+    is_alone = dist.get_world_size() == 1
+    model = Model() if is_alone else Model().part(rank, 2)
+    runner = None
+    if not is_alone:
+        runner = ScheduleGPipe(PipelineStage(model, rank, 2, torch.device("cpu")), MICRO, loss_fn=loss_of)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2, foreach=False)
+    monitor = gradmon.watch(runner or model, optimizer)
+    _add_functions(monitor)
+    values = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the function that fails
+        for step in range(3):
+            optimizer.zero_grad()
+            x, y = batch(step, 0)
+            if runner is None:
+                loss_of(model(x), y).backward()
+            else:
+                runner.step(*([x] if rank == 0 else []), **({"target": y} if rank else {}))
+            optimizer.step()
+            values.append({key: value for key, value in monitor.get_step_metrics().items() if "overhead" not in key})
+    missing = {key: why for key, why in monitor.missing().items() if "spectral" in key}
+    monitor.detach()
+    return values, missing

@@ -60,6 +60,18 @@ def test_what_one_rank_thaws_leaves_the_others_with_the_same_rows_and_an_evaluat
     assert all(values["activation/layers.0.up/max"] < 10 for values in watched[0]["values"])
 
 
+def test_metric_functions_are_called_where_the_tensor_is_and_every_rank_has_their_values() -> None:
+    ((expected, _),) = on_ranks(1, runs.functions)
+    ranks = on_ranks(2, runs.functions)
+    for values, missing in ranks:
+        assert values == ranks[0][0]
+        assert set(missing) == {f"parameter/{name}/spectral" for name, tensor in runs.Model().named_parameters() if tensor.ndim == 1}
+        for found, true in zip(values, expected, strict=True):
+            assert found == pytest.approx(true, rel=1e-5, abs=5e-8)
+    assert "raised RuntimeError" in ranks[0][1]["parameter/embedding.bias/spectral"]
+    assert ranks[1][1]["parameter/embedding.bias/spectral"] == "no value came from the rank that has it"
+
+
 def test_what_a_pipeline_cannot_do_is_refused() -> None:
     for skip, clip, stage in on_ranks(2, runs.refused):
         assert skip.startswith("ValueError: on_spike= of this monitor skips or undoes steps.")

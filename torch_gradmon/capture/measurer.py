@@ -27,6 +27,7 @@ _SPREAD = (
     "its elements are sharded over ranks, so no rank can compute a function of all of them; shardwise=True declares that "
     "the values of parts can be merged"
 )
+_NOT_HERE = "no value came from the rank that has it"
 _NO_STATE = "the optimizer keeps no such state for it"
 
 
@@ -109,13 +110,18 @@ class Measurer:
         """Run the metric functions of the plan."""
         plan, second = wanted.plan, wanted.second
         due = [position for position in plan.functions if position in wanted.tensors]
+        if self.ranks.has_parts:
+            for position in plan.functions.keys() - set(due):
+                for metric in plan.functions[position]:
+                    wanted.buffer.absent[plan.source, f"{plan.names[position]}/{metric.name}"] = _NOT_HERE
         if not due:
             return
         spread = plan.spread if self.ranks.count > 1 else ()
         done = self._products(wanted, [position for position in due if position not in spread])
         with untouched_rng():
             for position in due:
-                if position in spread:
+                is_here_alone = position in spread and self.ranks.is_at_home(position, _tensors_in([wanted.tensors[position]]))
+                if position in spread and not is_here_alone:
                     self._shardwise(wanted, position)
                     continue
                 value = _each_tensor(wanted.tensors[position], lambda t: self.ranks.own_part(t, spread=False))
@@ -127,6 +133,9 @@ class Measurer:
                 inputs = [value] if second is None else [value, second[position]]
                 metrics = [metric for metric in plan.functions[position] if (position, metric.name) not in done]
                 self.functions(wanted.buffer, plan.source, plan.names[position], metrics, inputs, wanted.merging)
+                if is_here_alone:  # the other ranks add nothing to the sum
+                    for metric in metrics:
+                        wanted.buffer.share(Key(plan.source, plan.names[position], metric.name), "sum")
 
     def _products(self, wanted: Measurement, due: Sequence[int]) -> set[tuple[int, str]]:
         """Store the values of metrics that follow from inner products, all of one metric and device at once.

@@ -60,6 +60,16 @@ class Ranks:
         """
         self._homes = homes
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether some ranks do not have all parameters."""
+        return self._homes is not None
+
+    def is_at_home(self, position: int, tensors: Sequence[Tensor]) -> bool:
+        """Whether this rank counts all elements of the parameter at ``position``, whose tensors these are, and no other rank counts any."""
+        here = self._homes is not None and self._homes[position] == torch.distributed.get_rank()
+        return here and not any(map(is_dtensor, tensors))
+
     def stay_alone(self) -> None:
         """Other ranks have no monitor, so no collective is entered for a tensor."""
         self._is_alone = True
