@@ -67,7 +67,7 @@ class _Text:
 
 
 def trainer_of(schedule: str, pipeline: int, shards: int, tensor: int, stands_for: int = 1) -> Any:
-    """A ``Trainer`` of a llama of four layers; with ``stands_for`` it has the data of so many ranks, and their loss summed, not averaged."""
+    """A ``Trainer`` of a llama of four layers; with ``stands_for`` it has the data of so many ranks."""
     torch._utils._get_available_device_type = lambda: "cpu"
     torch._utils._get_device_module = lambda name: _Cpu("cpu")
     os.environ["LOCAL_RANK"] = str(dist.get_rank()) if dist.is_initialized() else "0"
