@@ -65,7 +65,9 @@ def test_metric_functions_are_called_where_the_tensor_is_and_every_rank_has_thei
     ranks = on_ranks(2, runs.functions)
     for values, missing in ranks:
         assert values == ranks[0][0]
-        assert set(missing) == {f"parameter/{name}/spectral" for name, tensor in runs.Model().named_parameters() if tensor.ndim == 1}
+        assert set(missing) == {
+            f"parameter/{name}/spectral" for name, tensor in runs.Model().named_parameters() if tensor.ndim == 1
+        }
         for found, true in zip(values, expected, strict=True):
             assert found == pytest.approx(true, rel=1e-5, abs=5e-8)
     assert "raised RuntimeError" in ranks[0][1]["parameter/embedding.bias/spectral"]
