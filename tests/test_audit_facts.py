@@ -23,7 +23,7 @@ from torch_gradmon.analysis.diagnosis.rules.loop import check_loop
 from torch_gradmon.core.errors import WarningLog
 from torch_gradmon.core.loop_findings import LoopFinding
 from torch_gradmon.core.loop_mistakes import MISTAKES
-from torch_gradmon.plugins.loop_audit.tallies import Tallies
+from torch_gradmon.plugins.tallies import Tallies
 
 from . import loops
 from .reads import HostReads

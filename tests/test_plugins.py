@@ -324,7 +324,7 @@ def test_bad_plugins_are_refused(plugins: Any, error: type[Exception], message: 
 
 
 def test_the_names_of_the_plugins_that_a_monitor_brings() -> None:
-    monitor = ModuleMonitor(nn.Linear(2, 2), on_spike="skip", overhead_budget=0.5)
+    monitor = ModuleMonitor(nn.Linear(2, 2), on_spike="skip", overhead_budget=0.5, check_data=True)
     assert {plugin.name for plugin in monitor._runtime.plugins} | {
         "replica_check"
     } == BUILT_IN_PLUGINS  # which takes several ranks

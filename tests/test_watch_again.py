@@ -103,6 +103,7 @@ ARGUMENTS: dict[str, tuple[Any, Any]] = {
     "process_group": (None, "all"),
     "rank_distinct_regex": ("expert", "["),
     "gradient_source": (gradmon.MainGradSource(), "main_grad"),
+    "check_data": (True, 1),
     "check_replicas": (0, -1),
     "replicas_sync_every": (2, 0),
     "log_on_all_ranks": (True, None),

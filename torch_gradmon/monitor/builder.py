@@ -27,6 +27,7 @@ from ..plugins.live_detail.plugin import LiveDetail, PresetOverlay
 from ..plugins.loop_audit.plugin import LoopAudit
 from ..plugins.overhead_budget import OverheadBudget
 from ..plugins.post_spike_detail import PostSpikeDetail
+from ..plugins.setup_check.plugin import SetupCheck
 from ..plugins.spike_policy.plugin import SpikePolicy
 from ..plugins.spike_policy.policy import Policy, Rollback, policy_of
 from ..spikes.detector_set import DetectorSet
@@ -132,8 +133,28 @@ def _plugins(
         # the decision needs these two, whether they are shown or have a detector or not
         summary.choice.require("grad_norm", "grad_nonfinite")
     audit = LoopAudit(planner, complaints, directory.annotate)
+    setup = SetupCheck(planner, complaints, directory.annotate)
     clips = AdaptiveClips(may_skip=bool(acting))
-    return [*budget, recorder, *acting, detail, post_spike, clips, audit]
+    return [
+        *budget,
+        recorder,
+        *acting,
+        detail,
+        post_spike,
+        clips,
+        audit,
+        setup,
+        *_data_check(config, setup, complaints, directory),
+    ]
+
+
+def _data_check(config: MonitorConfig, setup: SetupCheck, complaints: WarningLog, directory: RunDirectory) -> list[Plugin]:
+    """The plugin, if it is asked for."""
+    if not config.check_data:
+        return []
+    from ..plugins.data_check.plugin import DataCheck
+
+    return [DataCheck(config.interval or 1, setup.expectations, complaints, directory.annotate)]
 
 
 def _replica_check(

@@ -32,6 +32,8 @@ BUILT_IN_PLUGINS = frozenset(
         "clipping",
         "loop_audit",
         "replica_check",
+        "setup_check",
+        "data_check",
     )
 )
 
@@ -65,6 +67,7 @@ class MonitorConfig:
     process_group: torch.distributed.ProcessGroup | None = None
     rank_distinct_regex: str | re.Pattern[str] | None = None
     gradient_source: GradientSource | None = None
+    check_data: bool = False
     check_replicas: int = 100
     replicas_sync_every: int = 1
     log_on_all_ranks: bool = False
@@ -94,6 +97,7 @@ class MonitorConfig:
         check.process_group(self.process_group)
         compiled("rank_distinct_regex", self.rank_distinct_regex)
         checked_source(self.gradient_source)
+        check.flag(check_data=self.check_data)
         check.positive_int_or_zero("check_replicas", self.check_replicas)
         check.positive_int("replicas_sync_every", self.replicas_sync_every)
         LayerSelection(self.layers)

@@ -130,6 +130,10 @@ class ModuleMonitor:
             parallelism; statistics then cover the elements of all ranks. Not needed for DTensors.
         gradient_source: where gradients are, if not in ``.grad``: an instance of a subclass of :class:`torch_gradmon.GradientSource`. By
             default what fits the model: ``.grad``, or ``.main_grad`` where its parameters have that.
+        check_data: look at the first 48 monitored steps of a loop: fingerprints of the model's inputs, and in some of these steps what they
+            look like and the gradient that comes back to the output, which shows the kind and the scale of the loss and the targets. It
+            finds a softmax before a loss that takes logits, data sorted by class, the same batch again, and a loss at chance. In each
+            of these steps it adds some launches and one small copy to the host, which nothing waits for. Off by default.
         check_replicas: steps between two checks that ranks have the same parameters, gradients, optimizer state and learning rates, bit
             for bit; 0 for none. What FSDP2 shards is compared with the copies of that shard, if there are any.
         replicas_sync_every: for ranks that train by themselves and average their parameters now and then: the number of steps between.
@@ -167,6 +171,7 @@ class ModuleMonitor:
         process_group: torch.distributed.ProcessGroup | None = None,
         rank_distinct_regex: str | re.Pattern[str] | None = None,
         gradient_source: GradientSource | None = None,
+        check_data: bool = False,
         check_replicas: int = 100,
         replicas_sync_every: int = 1,
         log_on_all_ranks: bool = False,
@@ -194,6 +199,7 @@ class ModuleMonitor:
             process_group=process_group,
             rank_distinct_regex=rank_distinct_regex,
             gradient_source=gradient_source,
+            check_data=check_data,
             check_replicas=check_replicas,
             replicas_sync_every=replicas_sync_every,
             log_on_all_ranks=log_on_all_ranks,
@@ -558,6 +564,33 @@ class ModuleMonitor:
     def no_monitor(self) -> AbstractContextManager[None]:
         """Measure nothing inside the ``with`` block: for evaluation in training mode and other passes that are not training."""
         return LoopService(self._runtime).paused()
+
+    def expect(
+        self,
+        *,
+        frozen: Pattern | None = None,
+        trains: Pattern | None = None,
+        dtype: Mapping[Pattern, torch.dtype] | None = None,
+        batch_varies: bool | None = None,
+    ) -> None:
+        """Declare what is meant, once; monitored steps are checked, and what does not hold warns once and is the finding
+        ``expectation-broken``. Nothing is synchronised.
+
+        A second call replaces what it names, and keeps the rest.
+
+        Args:
+            frozen: parameters whose names fit this pattern never change.
+            trains: those that fit are in an optimizer, and have a gradient within eight monitored steps.
+            dtype: by pattern of modules' names, the dtype of their floating-point outputs in training, such as
+                ``{"attn": torch.bfloat16}``. Each of these modules gets a forward hook, which compiled code does not run.
+            batch_varies: True: the model's inputs differ from step to step, in the 48 monitored steps that are looked at. False: they
+                are meant to be the same, and the finding ``repeated-batch`` is left out.
+
+        Raises:
+            TypeError: an argument is of a wrong type.
+            ValueError: no module is set, a pattern is no regular expression, or it fits nothing in the model.
+        """
+        ModelService(self._runtime).expect(frozen, trains, dtype, batch_varies)
 
     def replay_step(self, compute: Callable[[nn.Module], Tensor], times: int = 3) -> Replay:
         """Run forward and backward of one batch several times with the same random numbers, and compare the results bit for bit, to

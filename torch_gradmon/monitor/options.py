@@ -40,6 +40,7 @@ class MonitorOptions(TypedDict, total=False):
     process_group: torch.distributed.ProcessGroup | None
     rank_distinct_regex: str | re.Pattern[str] | None
     gradient_source: GradientSource | None
+    check_data: bool
     check_replicas: int
     replicas_sync_every: int
     log_on_all_ranks: bool

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_STANDSTILL = frozenset({"loss-plateau"})
-_DISORDER = frozenset({"loss-plateau", "loss-divergence", "weight-growth"})
+_STANDSTILL = frozenset({"loss-plateau", "loss-at-chance"})
+_DISORDER = frozenset({"loss-plateau", "loss-at-chance", "loss-divergence", "weight-growth"})
 _UNITS = frozenset({"dead-units", "saturated-units"})
 _ATTENTION = frozenset({"attention-entropy-collapse", "attention-logit-growth"})
 _DEPTH = frozenset({"vanishing-gradients", "exploding-gradients"})
@@ -13,6 +13,21 @@ _RATES = frozenset({"learning-rate-high", "update-ratio-high"})
 
 #: By rule, the rules whose findings may be its consequences. Only findings that rank below their cause are shown as such.
 CONSEQUENCES: Mapping[str, frozenset[str]] = {
+    "softmax-before-loss": _STANDSTILL | _UNITS | _DEPTH | {"learning-rate-low", "always-clipped"},
+    "relu-before-loss": _STANDSTILL | _UNITS | {"gradient-dropped-to-zero", "no-gradient"},
+    "labels-not-mixed": _DISORDER | {"spike"},
+    "labels-constant": frozenset({"loss-at-chance"}),
+    "betas-swapped": _DISORDER | _RATES | {"spike"},
+    "unregistered-parameters": _STANDSTILL | {"not-in-optimizer"},
+    "parameter-in-two-optimizers": _DISORDER | {"spike"},
+    "dropout-high": _STANDSTILL,
+    "weight-decay-high": _STANDSTILL | _UNITS | _DEPTH,
+    "equal-units": _STANDSTILL | _DEPTH | {"no-gradient", "initialisation-scale"},
+    "epsilon-dominates": _STANDSTILL | {"learning-rate-low"},
+    "gradients-cleared": _STANDSTILL | {"zero-update", "gradient-dropped-to-zero"},
+    "zero-update": _STANDSTILL | {"learning-rate-low", "update-ratio-low"},
+    "constant-input": _STANDSTILL,
+    "inputs-not-normalised": _DISORDER | _UNITS | _DEPTH | _RATES | {"always-clipped", "spike"},
     "missing-zero-grad": _DISORDER | _UNITS | _ATTENTION | _RATES | {"always-clipped"},
     "stepped-twice": _DISORDER | _UNITS | _ATTENTION | _RATES,
     "never-stepped": _STANDSTILL,

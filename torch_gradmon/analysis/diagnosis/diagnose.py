@@ -9,6 +9,7 @@ from ..run import load_run
 from .findings import Diagnosis, Finding, NotMeasured
 from .history import History
 from .rules.attention import check_attention
+from .rules.certain import check_certain
 from .rules.clipping import check_clipping
 from .rules.depth import check_depth
 from .rules.learning_rate import check_learning_rate
@@ -28,6 +29,7 @@ Rule = Callable[[History], list[Finding]]
 RULES: dict[str, Rule] = {
     "loop": check_loop,
     "non-finite": check_nonfinite,
+    "certain": check_certain,
     "depth": check_depth,
     "reach": check_unused_parameters,
     "precision": check_precision,

@@ -6,6 +6,7 @@ import math
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 from ...core import keys as n
 from ...core.keys import Key, parse_key
@@ -40,6 +41,8 @@ class History:
         place: path of the run as in a command line; empty for a run without a directory.
         steps: all recorded steps, ascending; by default those of ``records``.
         suspects: ranks the parameters of a step by suspicion; by default from the gradients in ``records``.
+        chance: the loss of the best constant answer, see ``Targets.chance``; empty if it is unknown.
+        groups: the groups of the optimizers, with their settings and the names of their parameters.
     """
 
     def __init__(
@@ -52,6 +55,8 @@ class History:
         place: str = "",
         steps: Sequence[int] | None = None,
         suspects: Callable[[int], Sequence[ParameterAttribution]] | None = None,
+        chance: Mapping[str, float] | None = None,
+        groups: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self.records = sorted(records, key=lambda record: record.step)
         self.events = list(events) or [event for record in self.records for event in record.events]
@@ -60,6 +65,7 @@ class History:
         self.kinds = dict(kinds or {})
         self.place = place
         self._recorded, self._suspects = steps, suspects
+        self.chance, self.groups = dict(chance or {}), list(groups)
         self._matrices: dict[tuple[str, str], Matrix | None] = {}
 
     @classmethod
@@ -69,10 +75,13 @@ class History:
         loss = loss_among(map(parse_key, run.keys()))
         liked = [] if loss is None or len(run.steps) <= most else sorted(run.series(loss.name))
         chosen = subsample_steps(run.steps, by_size(events), most, liked)
-        facts = [LoopFinding.of_dict(fact) for source in ("audit", "replicas") for fact in run.meta.get(source, [])]
+        facts = [
+            LoopFinding.of_dict(fact) for source in ("audit", "replicas", "setup", "data") for fact in run.meta.get(source, [])
+        ]
         records = (_record(run, step) for step in chosen)
         place = shlex.quote(str(run.path))
-        return cls(records, events, facts, run.meta.get("matrices"), run.meta.get("kinds"), place, run.steps, run.suspects)
+        known = run.meta.get("matrices"), run.meta.get("kinds"), place, run.steps, run.suspects
+        return cls(records, events, facts, *known, run.meta.get("chance"), run.meta.get("optimizers") or ())
 
     def before_nonfinite(self) -> History:
         """The part before parameters become NaN or infinite and stay so; itself if they never do."""
@@ -82,7 +91,7 @@ class History:
         if last == len(self.records):
             return self
         kept = self.records[:last], self.events, self.facts, self.matrices, self.kinds, self.place
-        return History(*kept, self._recorded, self._suspects)
+        return History(*kept, self._recorded, self._suspects, self.chance, self.groups)
 
     @property
     def steps(self) -> list[int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from ...capture.modules.compiled import unwrapped
@@ -13,7 +15,7 @@ from ...core.errors import display
 from ...core.torch_modes import outside_dispatch_modes
 from ..links import link, linkable
 from ..runtime import Runtime
-from .metrics_service import MetricsService
+from .metrics_service import MetricsService, Pattern
 
 
 @dataclass(slots=True)
@@ -51,6 +53,21 @@ class ModelService:
         assert self.runtime.planner.module is not None
         for module in linkable(self.runtime.planner.module):
             link(module, self.runtime.owner)
+
+    def expect(
+        self,
+        frozen: Pattern | None,
+        trains: Pattern | None,
+        dtype: Mapping[Pattern, torch.dtype] | None,
+        batch_varies: bool | None,
+    ) -> None:
+        """Declare what is meant."""
+        runtime = self.runtime
+        if runtime.planner.module is None:
+            raise ValueError("there is no module yet; pass it to ModuleMonitor(model) or call set_module(model) first")
+        setup = runtime.plugin("setup_check")
+        if setup is not None:
+            setup.expectations.declare(runtime.planner, frozen, trains, dtype, batch_varies, is_watched=runtime.loop is not None)
 
     def names(self) -> dict[nn.Module, str]:
         """The canonical name of each watched module that is alive."""

@@ -114,8 +114,8 @@ class ValuesService:
         if self.runtime.fence.inert:
             return Diagnosis((), None, _DISABLED)
         pipeline, model = self.runtime.pipeline, self.runtime.factory.model
-        found = filter(None, map(self.runtime.plugin, ("loop_audit", "replica_check")))
-        facts = [fact for plugin in found for fact in plugin.facts()]
+        audits = {name: self.runtime.plugin(name) for name in ("loop_audit", "replica_check", "setup_check", "data_check")}
+        facts = [fact for plugin in audits.values() if plugin is not None for fact in plugin.facts()]
         place, recent = pipeline.directory.path, pipeline.history.recent()
         history = History(
             pipeline.history.sample.records(),
@@ -126,6 +126,8 @@ class ValuesService:
             "" if place is None else shlex.quote(str(place)),
             recent.steps,
             recent.suspects,
+            {} if audits["data_check"] is None else audits["data_check"].chance,
+            [] if audits["setup_check"] is None else audits["setup_check"].groups,
         )
         with outside_dispatch_modes():
             return diagnose_history(history)

@@ -16,8 +16,8 @@ from ...step.model_index import ModelIndex
 from ...step.parameter_refs import Place
 from ...step.planner import Planner
 from ...step.ranks import is_dtensor
+from ..tallies import Tallies
 from .probe import LARGEST
-from .tallies import Tallies
 from .unattached_updates import local_values
 
 #: The steps of the first checks.

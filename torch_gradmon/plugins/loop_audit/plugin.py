@@ -12,11 +12,11 @@ from ...core.loop_findings import LoopFinding
 from ...step.gradient_source import PLAIN_GRADIENTS
 from ...step.planner import Planner
 from ...step.plugin import Plugin
+from ..tallies import Tallies
 from .ownership import OwnershipChecks
 from .probe_hooks import ProbeHooks
 from .probed_optimizer import PATIENCE, ProbedOptimizer
 from .sampling import Rest
-from .tallies import Tallies
 
 
 class LoopAudit(Plugin):

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from ...capture.hooks import Handles, Hook
 from ...step.planner import Planner
+from ..tallies import Tallies
 from .gradient_exchange import GradientExchange
 from .probed_optimizer import ProbedOptimizer
-from .tallies import Tallies
 from .unused_gradients import UnusedGradients
 
 #: The most optimizers that get a probe. More are usually those of single parameters, which step within the backward pass.

@@ -8,10 +8,10 @@ import torch
 from torch.optim import Optimizer
 
 from ...step.model_index import ModelIndex
+from ..tallies import Tallies
 from .probe import Probe
 from .scaler_checks import ScalerChecks
 from .step_checks import StepChecks
-from .tallies import Tallies
 from .unattached_updates import UnattachedUpdates
 
 #: The number of consecutive steps without a gradient, or backward passes without the probe, after which it is replaced.

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..tallies import Tallies
 from .probe import Probe, is_plain
-from .tallies import Tallies
 
 #: The number of norms that are compared, and the largest number that is read.
 _COMPARED, _MOST = 3, 9

@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...core.loop_mistakes import MISTAKES
+from ..tallies import Tallies
 from .gradient_writes import GradientWrites
 from .probe import Interval, Probe
-from .tallies import Tallies
 
 #: The number of writes of one or two clips by norm or value; more writes have another cause.
 _CLIPS = 4

@@ -6,20 +6,23 @@ from ....core.loop_findings import LoopFinding
 from ....core.loop_mistakes import MISTAKES
 from ....core.rank_faults import RANK_FAULTS
 from ....core.records import Severity
+from ....core.setup_mistakes import SETUP_MISTAKES
 from ..findings import Finding
 from ..history import History
 
-_KNOWN = {**MISTAKES, **RANK_FAULTS}
+_KNOWN = {**MISTAKES, **RANK_FAULTS, **SETUP_MISTAKES}
+#: Information while the model learns, and warnings where it does not.
+_MATTERS_IF_STUCK = frozenset({"loss-scale", "repeated-batch", "constant-input", "inputs-not-normalised"})
 
 
 def check_loop(history: History) -> list[Finding]:
     """One finding for each mistake."""
-    return [_finding(fact) for fact in history.facts if fact.rule in _KNOWN]
+    return [_finding(fact, history) for fact in history.facts if fact.rule in _KNOWN]
 
 
-def _finding(fact: LoopFinding) -> Finding:
+def _finding(fact: LoopFinding, history: History) -> Finding:
     mistake = _KNOWN[fact.rule]
-    severity: Severity = mistake.severity
+    severity: Severity = history.learning.concern if fact.rule in _MATTERS_IF_STUCK else mistake.severity
     cause, advice = mistake.cause, mistake.advice
     if fact.rule == "not-in-optimizer" and fact.evidence.get("old parameters in the optimizer"):
         severity = "error"  # certain: these parameters are no longer part of the model

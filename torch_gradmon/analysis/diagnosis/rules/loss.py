@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..findings import Finding, NotMeasured
 from ..history import History
-from ..learning import rank_shift, spread
+from ..learning import rank_shift, spread, trend
 from ..precautions import Precautions
 from ..series import Series
 
@@ -15,6 +15,8 @@ _ABOVE, _RANKS, _SPREADS = 1.25, 3.0, 6.0
 _FAR_ABOVE = 2.0
 #: and so does one that ends this many times above its best.
 _LOST = 8.0
+#: Losses before they are compared with chance; the share of it that counts as learnt, and where another fault has to be.
+_LONG, _LEARNT, _NEAR = 50, 0.03, 1.2
 #: A learning rate below this share of its largest value moves nothing; it is too early if that holds for this share of the run.
 _SPENT, _TOO_EARLY = 1e-3, 0.3
 #: The plateau of a loss with more noise relative to its level means nothing, as with a policy gradient.
@@ -34,7 +36,28 @@ def check_loss(history: History) -> list[Finding]:
     loss = history.loss
     if history.learning.state == "unknown":
         raise NotMeasured('log the loss with monitor.log_scalar("loss", loss), twenty steps of it at least')
-    return _divergence(history, loss.finite) or _plateau(history, loss.finite)
+    return _divergence(history, loss.finite) or _at_chance(history, loss.finite) or _plateau(history, loss.finite)
+
+
+def _at_chance(history: History, loss: Series) -> list[Finding]:
+    """A loss that ends where that of the best constant answer lies."""
+    chance, tail = history.chance.get("loss", 0.0), loss.part(0.8, 1)
+    if not chance > 0 or len(loss) < _LONG or not 1 - _LEARNT < tail.median / chance < _NEAR:
+        return []
+    if trend(loss.part(0.5, 1))[0] == "falls" or _is_warming_up(history):
+        return []
+    what = "the mean square around the targets' mean" if history.chance.get("is square") else "the entropy of the labels"
+    return history.finding(
+        "loss-at-chance",
+        "",
+        {"loss at the end": tail.median, "of a constant answer": chance, "examples seen": history.chance["examples"]},
+        f"The loss ends where that of a model lies which gives all inputs the same answer, {what}: nothing about the targets is learnt.",
+        "Check that inputs and targets belong together, that no mask or reshape mixes examples, and that the loss depends on the inputs. "
+        "Overfit one batch, then try another learning rate.",
+        62.0,
+        severity="info" if history.is_resumed else "warning",
+        steps=(loss.steps[0], loss.steps[-1]),
+    )
 
 
 def _divergence(history: History, loss: Series) -> list[Finding]:

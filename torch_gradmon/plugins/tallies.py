@@ -1,16 +1,20 @@
-"""The number of times each mistake of the loop was seen, and when it becomes a fact."""
+"""The number of times each mistake was seen, and when it becomes a fact."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...core.errors import WarningLog
-from ...core.loop_findings import LoopFinding
-from ...core.loop_mistakes import MISTAKES
+from ..core.errors import WarningLog
+from ..core.loop_findings import LoopFinding
+from ..core.loop_mistakes import MISTAKES, Mistake
 
 #: Counts at which a fact is written to the run directory again.
 _WRITTEN = frozenset(factor * 10**power for power in range(9) for factor in (1, 3))
+
+
+#: Broken expectations are distinguished by what was expected.
+EXPECTATION = "expectation-broken"
 
 
 class Tally:
@@ -48,13 +52,23 @@ class Tallies:
         complaints: receives one warning about each fact.
         step: returns the number of the current step.
         note: writes facts about the run to the run directory.
+        mistakes: that can be seen, by their rules.
+        part: the name of the facts in the run directory.
 
     Attributes:
         is_empty: no mistake was ever seen, or those that were are retracted.
     """
 
-    def __init__(self, complaints: WarningLog, step: Callable[[], int], note: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        complaints: WarningLog,
+        step: Callable[[], int],
+        note: Callable[..., None],
+        mistakes: Mapping[str, Mistake] = MISTAKES,
+        part: str = "audit",
+    ) -> None:
         self._complaints, self._step, self._note = complaints, step, note
+        self._mistakes, self._part = mistakes, part
         self._tallies: dict[tuple[str, object], Tally] = {}
         self._written: list[dict[str, Any]] = []
         self.is_empty = True
@@ -70,13 +84,13 @@ class Tallies:
         """Count the mistake ``rule``, for an optimizer or other ``key``. ``warns``: False if the caller warns itself."""
         tally = self._tallies.get((rule, key))
         if tally is None:
-            tally = self._tallies[rule, key] = Tally(MISTAKES[rule].repeats)
+            tally = self._tallies[rule, key] = Tally(self._mistakes[rule].repeats)
             self.is_empty = False
         became = tally.seen(self._step(), where, evidence or {})
         if became or (tally.is_fact and tally.count in _WRITTEN):
             self.write_facts()
-        if became and warns and MISTAKES[rule].warns:
-            self._warn(rule, tally)
+        if became and warns and self._mistakes[rule].warns:
+            self._warn(rule, key, tally)
 
     def check(self, rule: str, key: object, is_so: bool, where: str, **evidence: float) -> None:
         """Count the mistake if ``is_so``, and otherwise record that it did not occur."""
@@ -121,13 +135,18 @@ class Tallies:
         facts = [fact.to_dict() for fact in self.facts()]
         if facts != self._written or begins:
             self._written = facts
-            self._note(audit=facts)
+            self._note(**{self._part: facts})
 
-    def _warn(self, rule: str, tally: Tally) -> None:
-        mistake = MISTAKES[rule]
+    def _warn(self, rule: str, key: object, tally: Tally) -> None:
+        mistake = self._mistakes[rule]
         of = f", {tally.where[0]}" if tally.where else ""
+        if rule == EXPECTATION:
+            of += "".join(f", {name} {value:g}" for name, value in tally.evidence.items())
         seen = f"seen {tally.count} times by step {tally.last}{of}" if tally.count > 1 else f"seen in step {tally.last}{of}"
-        self._complaints.add(f"audit:{rule}", f"{mistake.cause} ({seen}). {mistake.advice}")
+        self._complaints.add(
+            f"{self._part}:{rule}:{key}" if rule == EXPECTATION else f"{self._part}:{rule}",
+            f"{mistake.cause} ({seen}). {mistake.advice}",
+        )
 
 
 def _merged(one: LoopFinding, other: LoopFinding) -> LoopFinding:

@@ -1,0 +1,241 @@
+"""What the first batches and the gradient at the output show, with ``check_data=True``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torch_gradmon as gradmon
+from torch_gradmon import ModuleMonitor
+from torch_gradmon.plugins.data_check.head import Head, facts_of, output_of, recognised
+
+Batch = tuple[Tensor, Tensor]
+
+
+def head(loss_of: Callable[[Tensor], Tensor], output: Tensor) -> Head | None:
+    """What is recognised of a loss, from one output."""
+    output = output.clone().requires_grad_()
+    result = output * 1.0
+    kept: list[Tensor] = []
+    result.register_hook(lambda gradient: kept.append(gradient))
+    loss = loss_of(result)
+    loss.backward()
+    facts = facts_of(result, kept[0])
+    return None if facts is None else recognised(facts.tolist(), loss.item())
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    """Normal numbers."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def labels(rows: int, classes: int) -> Tensor:
+    """Random ones."""
+    return torch.randint(0, classes, (rows,), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("classes", [2, 3, 10])
+@pytest.mark.parametrize("scale", [1.0, 0.25, 32.0])
+def test_cross_entropy_is_recognised_with_its_scale_and_its_labels(classes: int, scale: float) -> None:
+    y = labels(32, classes)
+    found = head(lambda z: scale * F.cross_entropy(z, y), draw(32, classes))
+    assert found is not None
+    assert (found.kind, found.rows, found.temperature, found.is_distribution) == ("cross-entropy", 32, 1.0, False)
+    assert found.scale == pytest.approx(scale, rel=1e-4)
+    assert list(found.labels) == torch.bincount(y, minlength=classes).tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.01, 0.5, 1000.0])
+def test_a_temperature_between_output_and_loss(temperature: float) -> None:
+    found = head(lambda z: F.cross_entropy(z.double() / temperature, labels(32, 8)), draw(32, 8) * min(temperature, 1) * 3)
+    assert found is not None
+    assert found.temperature == pytest.approx(temperature, rel=1e-3)
+    assert found.scale == pytest.approx(1.0, rel=1e-2)
+
+
+def test_softmax_and_sigmoid_before_the_loss() -> None:
+    found = head(lambda z: F.cross_entropy(z, labels(32, 4)), draw(32, 4).softmax(1))
+    assert found is not None
+    assert found.is_distribution
+    found = head(lambda z: F.binary_cross_entropy_with_logits(z[:, 0], labels(32, 2).float()), draw(32, 1).sigmoid())
+    assert found is not None
+    assert (found.kind, found.is_distribution) == ("binary cross-entropy", True)
+    # as it should be
+    found = head(lambda z: F.binary_cross_entropy(z[:, 0], labels(32, 2).float()), draw(32, 1).sigmoid())
+    assert found is None or found.kind != "binary cross-entropy"
+    found = head(lambda z: F.nll_loss(z, labels(32, 4)), draw(32, 4).log_softmax(1))
+    assert found is None or not found.is_distribution
+
+
+def test_ignored_rows_images_and_sequences() -> None:
+    y = labels(32, 4)
+    y[:8] = -100
+    found = head(lambda z: F.cross_entropy(z, y), draw(32, 4))
+    assert found is not None
+    assert (found.rows, sum(found.labels)) == (24, 24)
+    assert found.scale == pytest.approx(1.0, rel=1e-4)
+    pixels = labels(2 * 36, 3).view(2, 6, 6)
+    found = head(lambda z: F.cross_entropy(z, pixels), draw(2, 3, 6, 6))
+    assert found is not None
+    assert (found.kind, found.rows) == ("cross-entropy", 72)
+    words = labels(2 * 9, 5)
+    found = head(lambda z: F.cross_entropy(z.flatten(0, 1), words), draw(2, 9, 5))
+    assert found is not None
+    assert (found.kind, found.rows) == ("cross-entropy", 18)
+
+
+def test_a_mean_square_and_its_targets() -> None:
+    y = 3 + 2 * draw(64, seed=5)
+    found = head(lambda z: F.mse_loss(z[:, 0], y), draw(64, 1))
+    assert found is not None
+    assert found.kind == "mean square"
+    assert found.mean == pytest.approx(y.mean().item(), rel=1e-4)
+    assert found.square - found.mean**2 == pytest.approx(y.var(correction=0).item(), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        lambda z: F.cross_entropy(z, labels(32, 4), label_smoothing=0.1),
+        lambda z: F.cross_entropy(z, labels(32, 4), weight=torch.tensor([1.0, 2.0, 3.0, 4.0])),
+        lambda z: z.square().mean(),
+        lambda z: F.smooth_l1_loss(z, draw(32, 4, seed=3)),
+        lambda z: -(z.log_softmax(1)[torch.arange(32), labels(32, 4)] * draw(32, seed=9)).mean(),
+    ],
+    ids=["label smoothing", "class weights", "a penalty", "smooth l1", "a policy gradient"],
+)
+def test_other_losses_are_left_alone(loss_of: Callable[[Tensor], Tensor]) -> None:
+    found = head(loss_of, draw(32, 4))
+    assert found is None or found.kind == "mean square"
+
+
+def test_the_output_of_a_loss() -> None:
+    x = torch.ones(2, 2, requires_grad=True) * 2
+    assert output_of(x) is x
+    assert output_of((x, 3)) is x
+    assert output_of({"logits": x}) is x
+    assert output_of(x.detach()) is None
+    assert output_of(3) is None
+    assert output_of(x.sum()) is None
+
+
+# --- in a loop -----------------------------------------------------------------------------------------------------------------
+
+
+def batch(step: int) -> Batch:
+    """Of three classes that can be learnt."""
+    x = draw(24, 6, seed=step)
+    return x, x[:, :3].argmax(1)
+
+
+def train(
+    data: Callable[[int], Batch] = batch,
+    loss_of: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
+    last: nn.Module | None = None,
+    steps: int = 80,
+    lr: float = 1e-2,
+    micro: int = 1,
+    watched: bool = True,
+    **options: Any,
+) -> tuple[ModuleMonitor | None, dict[str, Tensor]]:
+    """A small classifier."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 3), *([] if last is None else [last]))
+    optimizer = torch.optim.Adam(model.parameters(), lr)
+    monitor = gradmon.watch(model, optimizer, on_spike=None, check_data=True, **options) if watched else None
+    for step in range(steps):
+        optimizer.zero_grad()
+        for part in range(micro):
+            x, y = data(micro * step + part)
+            loss = loss_of(model(x), y)
+            loss.backward()
+        if monitor is not None:
+            monitor.log_scalar("loss", loss.detach())
+        optimizer.step()
+    return monitor, model.state_dict()
+
+
+def rules(monitor: ModuleMonitor | None) -> dict[str, str]:
+    """Severity by rule."""
+    assert monitor is not None
+    found = {finding.rule: finding.severity for finding in monitor.diagnose().findings}
+    monitor.detach()
+    return found
+
+
+def test_a_sound_loop_has_no_finding_and_the_same_bits() -> None:
+    monitor, state = train()
+    assert rules(monitor) == {}
+    _, alone = train(watched=False)
+    assert all(torch.equal(state[name], alone[name]) for name in alone)
+
+
+@pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning")
+@pytest.mark.parametrize(
+    ("rule", "severity", "settings"),
+    [
+        ("softmax-before-loss", "error", {"last": nn.Softmax(1)}),
+        (
+            "softmax-before-loss",
+            "error",
+            {"last": nn.Sigmoid(), "loss_of": lambda z, y: F.binary_cross_entropy_with_logits(z, F.one_hot(y, 3).float())},
+        ),
+        ("relu-before-loss", "warning", {"last": nn.ReLU()}),
+        ("labels-not-mixed", "warning", {"data": lambda step: (batch(step)[0], torch.full((24,), step // 20 % 3))}),
+        ("labels-constant", "warning", {"data": lambda step: (batch(step)[0], torch.zeros(24, dtype=torch.long))}),
+        ("loss-scale", "info", {"micro": 4}),
+        ("repeated-batch", "info", {"data": lambda step: batch(0)}),
+        ("repeated-batch", "info", {"data": lambda step: batch(step // 2)}),
+        ("loss-at-chance", "warning", {"data": lambda step: (batch(step)[0], batch(step + 500)[1]), "steps": 200, "lr": 1e-3}),
+        ("inputs-not-normalised", "info", {"data": lambda step: (100 + batch(step)[0], batch(step)[1]), "lr": 1e-3}),
+    ],
+)
+def test_what_is_wrong_between_data_model_and_loss(rule: str, severity: str, settings: dict[str, Any]) -> None:
+    monitor, _ = train(**settings)
+    found = rules(monitor)
+    assert rule in found
+    if severity != "info":  # which a loss that is stuck makes a warning
+        assert found[rule] == severity
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"micro": 4, "loss_of": lambda z, y: F.cross_entropy(z, y) / 4},
+        {"data": lambda step: batch(step % 6), "steps": 60},
+        {"every": 3},
+    ],
+    ids=["divided micro-batches", "a few batches in turn", "every third step"],
+)
+def test_what_is_right(settings: dict[str, Any]) -> None:
+    monitor, _ = train(**settings)
+    assert {rule for rule, severity in rules(monitor).items() if severity != "info"} == set()
+
+
+def test_the_loss_at_chance_is_that_of_the_labels() -> None:
+    monitor, _ = train(steps=50)
+    assert monitor is not None
+    assert monitor._runtime.plugin("data_check").chance["loss"] == pytest.approx(math.log(3), rel=0.02)
+    monitor.detach()
+
+
+def test_hooks_go_when_enough_was_seen_and_when_the_monitor_leaves() -> None:
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monitor = gradmon.watch(model, optimizer, on_spike=None, check_data=True)
+    before = len(model._forward_hooks)
+    for step in range(60):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert len(model._forward_hooks) == before - 1
+    monitor.detach()
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks

@@ -1,0 +1,271 @@
+"""Mistakes of the setup: each is found in a loop that makes it, and not in one that does the same on purpose."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torch_gradmon as gradmon
+from torch_gradmon import GradmonWarning, ModuleMonitor
+
+
+def rules(monitor: ModuleMonitor) -> list[str]:
+    """Of all findings."""
+    return [finding.rule for finding in monitor.diagnose().findings]
+
+
+def train(
+    model: nn.Module,
+    *optimizers: torch.optim.Optimizer,
+    steps: int = 24,
+    each: Callable[[], None] = lambda: None,
+    **options: Any,
+) -> ModuleMonitor:
+    """Some steps on random data; ``each`` is called in each."""
+    monitor = gradmon.watch(model, *optimizers, on_spike=None, **options)
+    loop(monitor, model, optimizers, steps, each)
+    return monitor
+
+
+def loop(
+    monitor: ModuleMonitor,
+    model: nn.Module,
+    optimizers: Iterable[torch.optim.Optimizer],
+    steps: int = 24,
+    each: Callable[[], None] = lambda: None,
+) -> None:
+    """The same with a monitor that is there already."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        each()
+        loss = model(torch.randn(8, 4, generator=generator)).square().mean()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        monitor.log_scalar("loss", loss.detach())
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def net(*layers: nn.Module) -> nn.Sequential:
+    """With these layers in the middle."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), *layers, nn.Linear(8, 2))
+
+
+def sgd(model: nn.Module, **settings: Any) -> torch.optim.SGD:
+    """Of a small rate."""
+    return torch.optim.SGD(model.parameters(), 0.01, **settings)
+
+
+@pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning")
+@pytest.mark.parametrize(
+    ("rule", "settings"),
+    [
+        ("eval-mode", {"layer": nn.Dropout(0.1), "eval": True}),
+        ("eval-mode", {"layer": nn.BatchNorm1d(8), "eval": True}),
+        ("dropout-high", {"layer": nn.Dropout(0.95)}),
+        ("batch-norm-frozen", {"layer": nn.BatchNorm1d(8, momentum=0.0)}),
+    ],
+)
+def test_modes_and_settings_of_modules(rule: str, settings: dict[str, Any]) -> None:
+    model = net(settings["layer"])
+    model.train(not settings.get("eval"))
+    monitor = train(model, sgd(model))
+    assert rule in rules(monitor)
+    monitor.detach()
+
+
+def _frozen_part() -> nn.Sequential:
+    model = net(nn.BatchNorm1d(8))
+    model[:2].requires_grad_(False)
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: net(nn.ReLU()).eval(), id="evaluation mode without anything that has modes"),
+        pytest.param(_frozen_part, id="a frozen part in evaluation mode"),
+        pytest.param(lambda: net(nn.Dropout(0.8)), id="much dropout"),
+        pytest.param(lambda: net(nn.BatchNorm1d(8, momentum=None)), id="a plain mean"),
+        pytest.param(lambda: net(nn.BatchNorm1d(8, track_running_stats=False)), id="no running statistics"),
+    ],
+)
+def test_what_is_meant_is_no_finding(make: Callable[[], nn.Sequential]) -> None:
+    model = make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        monitor = train(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.01))
+    assert not {"eval-mode", "dropout-high", "batch-norm-frozen", "unregistered-parameters"} & set(rules(monitor))
+    monitor.detach()
+
+
+def test_evaluation_between_steps_is_no_evaluation_mode() -> None:
+    model = net(nn.Dropout(0.1))
+    optimizer = sgd(model)
+    monitor = gradmon.watch(model, optimizer, on_spike=None)
+
+    def evaluate() -> None:
+        model.eval()
+        with torch.no_grad():
+            model(torch.randn(2, 4))
+        model.train()
+
+    loop(monitor, model, [optimizer], each=evaluate)
+    assert "eval-mode" not in rules(monitor)
+    monitor.detach()
+
+
+class _Hiding(nn.Module):
+    """Has layers in a plain container."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 4)
+        layer, scale = nn.Linear(4, 4), torch.ones(4, requires_grad=True)
+        self.kept: Any = {"list": [layer], "dict": {"a": layer}, "tensor": scale, "tuple of lists": ([layer],)}.get(kind)
+        if kind == "frozen":
+            self.kept = [layer.requires_grad_(False)]
+        if kind == "registered":
+            self.layer = layer
+            self.kept = [layer]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        kept = self.kept
+        while isinstance(kept, (list, tuple, dict)):
+            kept = next(iter(kept.values() if isinstance(kept, dict) else kept))
+        return x * kept if isinstance(kept, Tensor) else kept(x)
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "tensor", "tuple of lists"])
+def test_layers_that_are_no_part_of_the_model(kind: str, tmp_path: Path) -> None:
+    model = _Hiding(kind)
+    with pytest.warns(GradmonWarning, match="no part of the model"):
+        monitor = train(model, sgd(model), run_dir=tmp_path)
+    (finding,) = [each for each in monitor.diagnose().findings if each.rule == "unregistered-parameters"]
+    assert finding.where.startswith("kept")
+    monitor.detach()
+    assert "unregistered-parameters" in [each.rule for each in gradmon.diagnose(tmp_path).findings]
+
+
+@pytest.mark.parametrize("kind", ["frozen", "registered"])
+def test_frozen_or_registered_layers_in_a_list_are_sound(kind: str) -> None:
+    model = _Hiding(kind)
+    monitor = train(model, sgd(model))
+    assert "unregistered-parameters" not in rules(monitor)
+    monitor.detach()
+
+
+def test_hidden_layers_with_an_optimizer_are_trained() -> None:
+    model = _Hiding("list")
+    monitor = train(model, torch.optim.SGD([*model.parameters(), *model.kept[0].parameters()], 0.01))
+    assert "unregistered-parameters" not in rules(monitor)
+    monitor.detach()
+
+
+def test_parameters_of_two_optimizers_are_found_across_monitors() -> None:
+    first, second = net(nn.Tanh()), net(nn.Tanh())
+    own = sgd(first)
+    both = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.01)
+    watching = gradmon.watch(first, own, on_spike=None)
+    monitor = gradmon.watch(second, both, on_spike=None)
+    loop(watching, first, [own], 4)
+    assert "parameter-in-two-optimizers" in rules(watching)
+    for each in (watching, monitor):
+        each.detach()
+
+
+def test_an_optimizer_for_each_part_is_sound() -> None:
+    model = net(nn.Tanh())
+    monitor = train(model, sgd(model[0]), sgd(model[2]))
+    assert "parameter-in-two-optimizers" not in rules(monitor)
+    monitor.detach()
+
+
+def test_betas_that_are_swapped() -> None:
+    model = net()
+    with pytest.warns(GradmonWarning, match="first beta is larger"):
+        monitor = train(model, torch.optim.AdamW(model.parameters(), 1e-3, betas=(0.999, 0.9)))
+    assert "betas-swapped" in rules(monitor)
+    monitor.detach()
+    monitor = train(model, torch.optim.AdamW(model.parameters(), 1e-3, betas=(0.0, 0.9)))
+    assert "betas-swapped" not in rules(monitor)
+    monitor.detach()
+
+
+def test_groups_and_their_settings_are_in_the_run_directory(tmp_path: Path) -> None:
+    model = net()
+    groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.5, "weight_decay": 0.1}]
+    monitor = train(model, torch.optim.SGD(groups, 0.01, momentum=0.9), run_dir=tmp_path, steps=3)
+    monitor.detach()
+    found = gradmon.load_run(tmp_path).meta["optimizers"]
+    assert [(each["optimizer"], each["settings"]["lr"], each["settings"]["weight_decay"]) for each in found] == [
+        ("SGD", 0.01, 0),
+        ("SGD", 0.5, 0.1),
+    ]
+    assert [each["parameters"] for each in found] == [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
+
+
+# --- expectations ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_declared_and_holds_is_no_finding() -> None:
+    model = net(nn.Tanh())
+    model[0].requires_grad_(False)
+    optimizer = sgd(model[2])
+    monitor = gradmon.watch(model, optimizer, on_spike=None)
+    monitor.expect(frozen=r"^0\.", trains=r"^2\.", dtype={"2": torch.float32}, batch_varies=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loop(monitor, model, [optimizer])
+    assert "expectation-broken" not in rules(monitor)
+    monitor.detach()
+
+
+@pytest.mark.parametrize(
+    ("declared", "words"),
+    [
+        ({"frozen": r"^0\."}, "parameters that change, declared frozen 2"),
+        ({"trains": r"^2\."}, "declared to train 2"),
+        ({"dtype": {"^0$": torch.bfloat16}}, r"0 gives torch.float32, expected torch.bfloat16"),
+    ],
+)
+def test_what_was_declared_and_does_not_hold(declared: dict[str, Any], words: str) -> None:
+    model = net(nn.Tanh())
+    optimizer = sgd(model[0])
+    monitor = gradmon.watch(model, optimizer, on_spike=None)
+    monitor.expect(**declared)
+    with pytest.warns(GradmonWarning, match=words):
+        loop(monitor, model, [optimizer])
+    assert rules(monitor)[0] == "expectation-broken"
+    monitor.detach()
+
+
+@pytest.mark.parametrize(
+    ("declared", "error", "words"),
+    [
+        ({"frozen": "nothing"}, ValueError, "fits no parameter; the first ones are"),
+        ({"trains": "("}, ValueError, "is not a valid regular expression"),
+        ({"frozen": 3}, TypeError, "must be a regular expression"),
+        ({"dtype": {"nothing": torch.float32}}, ValueError, "fits no module"),
+        ({"dtype": {"0": "float32"}}, TypeError, "must have a torch.dtype"),
+        ({"dtype": 3}, TypeError, "must be a dict of dtypes"),
+        ({"batch_varies": 1}, TypeError, "must be True, False or None"),
+    ],
+)
+def test_what_cannot_be_declared(declared: dict[str, Any], error: type[Exception], words: str) -> None:
+    model = net()
+    monitor = ModuleMonitor(model)
+    with pytest.raises(error, match=words):
+        monitor.expect(**declared)
+    with pytest.raises(ValueError, match="there is no module yet"):
+        ModuleMonitor().expect(frozen="0")

@@ -1,0 +1,129 @@
+"""Mistakes in how a model, its optimizers, its data and its loss are put together: severity, cause, and what to change."""
+
+from __future__ import annotations
+
+from .loop_mistakes import Mistake
+
+SETUP_MISTAKES: dict[str, Mistake] = {
+    "eval-mode": Mistake(
+        "warning",
+        "The model trains in evaluation mode, so dropout is off and batch norm uses its running statistics",
+        "Call model.train() before the loop, and again after each evaluation",
+        repeats=20,
+        weight=110.0,
+    ),
+    "unregistered-parameters": Mistake(
+        "warning",
+        "Layers in a plain list, dict or attribute get gradients but are no part of the model: no optimizer has them, nor are they saved",
+        "Put them into nn.ModuleList, nn.ModuleDict, nn.ParameterList or nn.Parameter",
+        repeats=1,
+        weight=118.0,
+    ),
+    "parameter-in-two-optimizers": Mistake(
+        "warning",
+        "Several optimizers have the same parameters, so each moves what another one trains",
+        "Give each optimizer the parameters of its own part",
+        repeats=1,
+        warns=False,
+        weight=105.0,
+    ),
+    "betas-swapped": Mistake(
+        "warning",
+        "The first beta is larger than the second: the mean of the gradient is longer than that of its square, so steps overshoot",
+        "Pass betas=(0.9, 0.999), the longer mean second",
+        repeats=1,
+        weight=112.0,
+    ),
+    "dropout-high": Mistake(
+        "warning",
+        "A dropout drops nine of ten values or more",
+        "The argument is the share that is dropped, not the share that is kept: 0.1 to 0.5 is usual",
+        repeats=1,
+        warns=False,
+        weight=104.0,
+    ),
+    "batch-norm-frozen": Mistake(
+        "warning",
+        "A batch norm trains with the statistics of its batches, while its running statistics do not move, and evaluation uses these",
+        "Set momentum to 0.1, the share of the new batch, or to None for a plain mean",
+        repeats=1,
+        warns=False,
+        weight=103.0,
+    ),
+    "backward-twice": Mistake(
+        "warning",
+        "Two backward passes of one step bring the same gradient: it counts twice",
+        "Call loss.backward() once for each loss; a forgotten retain_graph=True is a sign of it",
+        warns=False,
+        weight=102.0,
+    ),
+    "softmax-before-loss": Mistake(
+        "error",
+        "The loss takes logits and applies softmax or sigmoid itself, and gets what has gone through one already: gradients are small and "
+        "the loss cannot reach zero",
+        "Return the output of the last linear layer, without softmax or sigmoid, and apply these for predictions only",
+        repeats=2,
+        weight=125.0,
+    ),
+    "relu-before-loss": Mistake(
+        "warning",
+        "The loss takes logits, and gets what has gone through a ReLU: no class can be ruled out, and many outputs get no gradient",
+        "Remove the activation behind the last linear layer",
+        repeats=2,
+        weight=106.0,
+    ),
+    "labels-not-mixed": Mistake(
+        "warning",
+        "Each batch has examples of one class only: the data are sorted, and the model forgets one class while it learns the next",
+        "Shuffle the data, DataLoader(..., shuffle=True), or mix shards",
+        repeats=1,
+        weight=116.0,
+    ),
+    "labels-constant": Mistake(
+        "warning",
+        "All examples so far have the same label, so there is nothing to distinguish",
+        "Look at the labels, and shuffle the data",
+        repeats=1,
+        warns=False,
+        weight=116.0,
+    ),
+    "loss-scale": Mistake(
+        "info",
+        "The gradient of the loss is not that of a mean over the examples of the step",
+        "Divide the loss by the number of micro-batches, and use reduction='mean'",
+        repeats=2,
+        warns=False,
+        weight=101.0,
+    ),
+    "repeated-batch": Mistake(
+        "info",
+        "The model gets the same batch again and again",
+        "Take the next batch in each step, for x, y in loader; next(iter(loader)) begins anew each time",
+        repeats=1,
+        warns=False,
+        weight=99.0,
+    ),
+    "constant-input": Mistake(
+        "info",
+        "All rows of the input are the same, so the model cannot distinguish examples",
+        "Look at the batch: a failed read, a mask that hides everything, a normalisation by zero",
+        repeats=2,
+        warns=False,
+        weight=108.0,
+    ),
+    "inputs-not-normalised": Mistake(
+        "info",
+        "The input is far from mean 0 and standard deviation 1",
+        "Normalise it, pixels by 1/255 and then by mean and standard deviation, features one by one",
+        repeats=2,
+        warns=False,
+        weight=86.0,
+    ),
+    "expectation-broken": Mistake(
+        "error",
+        "What monitor.expect() declared does not hold",
+        "Mend the training, or what is declared",
+        repeats=1,
+        weight=140.0,
+    ),
+}

@@ -1,0 +1,97 @@
+"""Fingerprints of batches, 8 bytes a step, and what the first batches look like."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..tallies import EXPECTATION, Tallies
+
+#: Elements of a batch that are looked at.
+_MOST = 1 << 16
+#: Batches before anything is reported, and how far back a batch is looked for.
+FEWEST, BACK = 16, 8
+#: Share of batches that came before, if workers draw the same random numbers.
+_COPIES = 0.3
+#: An input whose root mean square is larger, or whose mean is this many standard deviations, is not normalised.
+_LARGE, _OFF = 10.0, 5.0
+
+
+def batch_tensors(args: Sequence[object], kwargs: dict[str, object]) -> list[Tensor]:
+    """The tensors among the arguments of a model, and one level inside of lists and dicts."""
+    found: list[Tensor] = []
+    for value in (*args, *kwargs.values()):
+        for each in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,):
+            if type(each) is Tensor and each.layout is torch.strided and not each.is_nested and each.numel() > 1:
+                found.append(each)
+    return found
+
+
+@torch.no_grad()
+def look_of(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Mean, root mean square, and largest difference between rows, of the first input of floating point: float64 ``[3]``."""
+    first = next((each for each in tensors if torch.is_floating_point(each) and each.ndim >= 1), None)
+    if first is None or first.device.type == "mps":
+        return None
+    rows = first.detach()[: max(1, _MOST * len(first) // max(first.numel(), 1))].double() if len(first) else None
+    if rows is None or not rows.numel():
+        return None
+    apart = (rows - rows[:1]).abs().amax() if len(rows) > 1 else torch.full((), math.nan, dtype=torch.float64, device=rows.device)
+    return torch.stack([rows.mean(), rows.square().mean().sqrt(), apart])
+
+
+class Batches:
+    """The fingerprints of the last batches, and what follows from them.
+
+    Args:
+        tallies: receive what is odd.
+    """
+
+    def __init__(self, tallies: Tallies) -> None:
+        self._tallies = tallies
+        self._seen: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def add(self, fingerprint: int) -> None:
+        """One more batch."""
+        self._seen.append(fingerprint)
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether all batches so far, and enough of them, were the same."""
+        return len(self._seen) >= FEWEST and len(set(self._seen)) == 1
+
+    @property
+    def copies(self) -> float:
+        """The share of batches that one of the last ones was too, where there are more different ones than these."""
+        again = sum(each in self._seen[max(place - BACK + 1, 0) : place] for place, each in enumerate(self._seen))
+        return again / len(self._seen) if len(set(self._seen)) > BACK else 0.0
+
+    def judge(self, varies: bool | None) -> None:
+        """Report what is odd; ``varies``: what the user has declared."""
+        if len(self._seen) < FEWEST or varies is False:
+            return
+        if self.is_repeated:
+            self._tallies.seen("repeated-batch", evidence={"batches": float(len(self._seen)), "different ones": 1.0})
+        elif self.copies >= _COPIES:
+            evidence = {"batches": float(len(self._seen)), "different ones": float(len(set(self._seen)))}
+            self._tallies.seen("repeated-batch", evidence=evidence)
+        else:
+            return
+        if varies:
+            self._tallies.seen(EXPECTATION, "batch", ("batches that vary",), {"different ones": float(len(set(self._seen)))})
+
+    def looked(self, mean: float, rms: float, apart: float) -> None:
+        """Report what the first input of one batch looks like."""
+        if apart == 0:
+            self._tallies.seen("constant-input", evidence={"largest difference between rows": 0.0})
+        elif not self._tallies.is_empty:
+            self._tallies.missed("constant-input")
+        deviation = math.sqrt(max(rms**2 - mean**2, 0.0))
+        if rms > _LARGE or abs(mean) > _OFF * deviation > 0:
+            self._tallies.seen("inputs-not-normalised", evidence={"mean": mean, "standard deviation": deviation})

@@ -1,0 +1,173 @@
+"""What the gradient at the output of a model shows about its loss: its kind, its scale, and the targets.
+
+With logits z and p = softmax(z), the gradient of cross-entropy is c (p - y), y one-hot (Bridle 1990, "Probabilistic interpretation of
+feedforward classification network outputs", section 3); with p = sigmoid(z) that of the binary one is c (p - y), and that of the mean
+square is c (z - y). So from z and its gradient g alone the loss can be recognised, and the targets recovered. Nothing is assumed: what
+fits no formula is left alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Rows and classes that are looked at; more rows are left out, and outputs of more classes altogether.
+ROWS, CLASSES = 512, 4096
+#: Classes whose labels are counted.
+COUNTED = 256
+#: Relative deviation from a formula.
+_FITS = 0.02
+#: How well logarithms of gradients have to follow logits for a temperature to be read off them.
+_LINEAR = 0.995
+_FACTS = 24
+
+
+@dataclass(frozen=True)
+class Head:
+    """One output of a model and the gradient that came back to it.
+
+    Attributes:
+        kind: ``"cross-entropy"``, ``"binary cross-entropy"``, ``"mean square"`` or ``""`` for one that is not recognised.
+        rows: number of examples, tokens or pixels with a gradient.
+        scale: by what the loss, a mean over rows, is multiplied before the backward pass; ``rows`` for a sum over them.
+        temperature: by which the loss divides the output; 1 if it does not.
+        is_distribution: the output is positive and sums to 1, or lies between 0 and 1 where it is a single number.
+        zeros: share of outputs that are exactly 0, if none is negative.
+        labels: number of rows of each class; of the first COUNTED classes.
+        mean: of the targets of a mean square.
+        square: their mean square.
+    """
+
+    kind: str
+    rows: float
+    scale: float
+    temperature: float
+    is_distribution: bool
+    zeros: float
+    labels: tuple[float, ...]
+    mean: float = math.nan
+    square: float = math.nan
+
+
+def output_of(result: Any) -> Tensor | None:
+    """The output that a loss is taken of: a tensor, the logits of a Transformers model, or the first tensor of a tuple or dict."""
+    if isinstance(result, Tensor):
+        found: Any = result
+    elif isinstance(getattr(result, "logits", None), Tensor):
+        found = result.logits
+    else:
+        values = result.values() if isinstance(result, dict) else result if isinstance(result, (list, tuple)) else ()
+        found = next((value for value in values if isinstance(value, Tensor)), None)
+    if found is None or not found.requires_grad or not torch.is_floating_point(found) or found.layout is not torch.strided:
+        return None
+    return found if type(found) is Tensor and found.numel() > 1 else None
+
+
+def rows_of(tensor: Tensor) -> Tensor:
+    """As ``[rows, classes]``: of images ``[N, C, H, W]`` pixels are rows, otherwise the last dimension has the classes."""
+    if tensor.ndim == 4:
+        tensor = tensor.movedim(1, -1)
+    return tensor.reshape(-1, tensor.shape[-1]) if tensor.ndim > 1 else tensor.reshape(-1, 1)
+
+
+@torch.no_grad()
+def facts_of(output: Tensor, gradient: Tensor) -> Tensor | None:
+    """Numbers about an output and its gradient, float64 ``[_FACTS + classes]`` on their device. Does not synchronise."""
+    z, g = rows_of(output.detach()), rows_of(gradient)
+    if z.shape != g.shape or z.shape[1] > CLASSES or z.shape[0] < 2:
+        return None
+    count = torch.tensor(float(z.shape[0]), device=z.device)
+    z, g = z[:ROWS].double(), g[:ROWS].double()
+    if z.device.type == "mps":
+        return None
+    used = g.abs().sum(1) > 0
+    sums = torch.stack([z.sum(), z.square().sum(), g.sum(), g.square().sum(), (z * g).sum()])
+    one = _single(z, g) if z.shape[1] == 1 else _classes(z, g, used)
+    shape = torch.tensor([z.shape[0], z.shape[1]], dtype=torch.float64, device=z.device)
+    head = torch.cat([count.double().view(1), used.double().sum().view(1), shape, sums, one[0]])
+    return torch.cat([head, head.new_zeros(_FACTS - len(head)), one[1]])
+
+
+def _classes(z: Tensor, g: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
+    target = g.argmin(1)
+    hot = torch.zeros_like(z).scatter_(1, target[:, None], 1.0)
+    weight = used.double()
+    total = weight.sum().clamp(min=1)
+    expected = z.softmax(1) - hot
+    factor = (g * expected).sum(1) / expected.square().sum(1).clamp(min=1e-300)
+    mean = (factor * weight).sum() / total
+    deviation = ((factor - mean).square() * weight).sum().div(total).sqrt() / mean.abs().clamp(min=1e-300)
+    residual = (
+        (g - factor[:, None] * expected).square().sum(1).sqrt() / g.square().sum(1).sqrt().clamp(min=1e-300) * weight
+    ).amax()
+    # logarithms of the other entries follow z / temperature
+    others = (hot == 0) & (g > 0) & used[:, None]
+    logs = torch.where(others, g.clamp(min=1e-300).log(), 0.0)
+    number = others.double().sum(1, keepdim=True).clamp(min=1)
+    dz = torch.where(others, z - (z * others).sum(1, keepdim=True) / number, 0.0)
+    dl = torch.where(others, logs - logs.sum(1, keepdim=True) / number, 0.0)
+    slope = (dz * dl).sum() / dz.square().sum().clamp(min=1e-300)
+    fit = (dz * dl).sum().square() / (dz.square().sum() * dl.square().sum()).clamp(min=1e-300)
+    warm = (z * slope).softmax(1) - hot
+    factors = (g * warm).sum(1) / warm.square().sum(1).clamp(min=1e-300)
+    scale = (factors * weight).sum() / total
+    spread = ((factors - scale).square() * weight).sum().div(total).sqrt() / scale.abs().clamp(min=1e-300)
+    binary = _binary(z, g)
+    simplex = (z.sum(1) - 1).abs().amax()
+    one = torch.stack(
+        [deviation, residual, mean, slope, fit, scale, simplex, z.amin(), z.amax(), (z == 0).double().mean(), *binary, spread]
+    )
+    labels = torch.zeros(min(z.shape[1], COUNTED), dtype=torch.float64, device=z.device)
+    inside = target < len(labels)
+    labels.scatter_add_(0, target.clamp(max=len(labels) - 1), weight * inside)
+    return one, labels
+
+
+def _single(z: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    nothing = torch.full((6,), math.nan, dtype=torch.float64, device=z.device)
+    extremes = torch.stack([torch.zeros_like(z.sum()), z.amin(), z.amax(), (z == 0).double().mean()])
+    used = g != 0
+    ones = ((g < 0) & used).double().sum()
+    labels = torch.stack([used.double().sum() - ones, ones])
+    return torch.cat([nothing, extremes, torch.stack(_binary(z, g)), nothing[:1]]), labels
+
+
+def _binary(z: Tensor, g: Tensor) -> list[Tensor]:
+    """Deviation and mean of the factor, if each output is the logit of one binary cross-entropy."""
+    p = z.sigmoid()
+    used = (g != 0).double()
+    factor = g.abs() / torch.where(g < 0, 1 - p, p).clamp(min=1e-300)
+    total = used.sum().clamp(min=1)
+    mean = (factor * used).sum() / total
+    deviation = ((factor - mean).square() * used).sum().div(total).sqrt() / mean.clamp(min=1e-300)
+    return [deviation, mean]
+
+
+def recognised(facts: list[float], loss: float | None) -> Head | None:
+    """The head that these numbers, read back from the device, describe; ``loss``: the value that was logged in that step."""
+    count, used, rows, classes, z1, z2, g1, g2, zg = facts[:9]
+    deviation, residual, mean, slope, fit, scale, simplex, low, high, zeros, b_deviation, b_mean, spread = facts[9:22]
+    labels = tuple(facts[_FACTS:])
+    if used < 2 or not all(map(math.isfinite, (z2, g2))) or g2 == 0:
+        return None
+    every = count * used / rows  # rows with a gradient, among all of them
+    zeros = zeros if low == 0 else 0.0
+    if classes > 1 and deviation < _FITS and residual < _FITS:
+        is_distribution = low >= 0 and simplex < 1e-3
+        return Head("cross-entropy", every, mean * every, 1.0, is_distribution, zeros, labels)
+    if b_deviation < _FITS:
+        is_distribution = low >= 0 and high <= 1
+        return Head("binary cross-entropy", every * classes, b_mean * every * classes, 1.0, is_distribution, zeros, labels)
+    if classes > 2 and fit > _LINEAR and slope > 0 and spread < _FITS:
+        return Head("cross-entropy", every, scale * every / slope, 1 / slope, False, zeros, labels)
+    elements = rows * classes
+    factor = 2 / (count * classes)  # of a mean over all elements
+    if loss is not None and rows == count and abs(g2 / factor**2 / elements - loss) <= _FITS * abs(loss):
+        average = (z1 - g1 / factor) / elements
+        square = (z2 - 2 * zg / factor + g2 / factor**2) / elements
+        return Head("mean square", every, 1.0, 1.0, low >= 0 and high <= 1, zeros, (), average, square)
+    return None

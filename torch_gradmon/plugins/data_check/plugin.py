@@ -1,0 +1,205 @@
+"""The check of the data: looks at the first batches, and at what comes back to the model's output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...capture.hooks import Handles, Hook, ModuleHook, takes_hooks
+from ...core.errors import WarningLog
+from ...core.loop_findings import LoopFinding
+from ...core.loss_keys import loss_among
+from ...core.records import StepRecord
+from ...core.setup_mistakes import SETUP_MISTAKES
+from ...statistics.fingerprint import fingerprints
+from ...step.active_step import ActiveStep
+from ...step.device_transfer import DeviceToHostCopy
+from ...step.plugin import Plugin
+from ..setup_check.expectations import Expectations
+from ..tallies import Tallies
+from .batches import Batches, batch_tensors, look_of
+from .head import facts_of, output_of, recognised
+from .targets import Targets
+
+#: Monitored steps that are looked at, and those of them whose output is, too.
+STEPS = 48
+_HEADS = frozenset((0, 1, 2, 3, 5, 8, 11, 14, 18, 22, 26, 31, 36, 41, 46))
+
+
+class _Look:
+    """What is known of one step.
+
+    Args:
+        step: its number.
+        has_head: the output is looked at, too.
+    """
+
+    def __init__(self, step: int, has_head: bool) -> None:
+        self.step, self.has_head = step, has_head
+        self.forwards = 1
+        self._found: dict[str, Tensor] = {}
+        self._copy: DeviceToHostCopy | None = None
+
+    def called_again(self) -> None:
+        """Count another forward of the step."""
+        self.forwards += 1
+
+    def take_batch(self, tensors: Sequence[Tensor]) -> None:
+        """Look at the inputs of the first forward."""
+        if not tensors or len({tensor.device for tensor in tensors}) > 1:
+            return
+        # four numbers of 16 bits each, which a copy in floating point keeps
+        self._found["fingerprint"] = fingerprints(tensors).view(torch.int16)
+        if self.has_head and (look := look_of(tensors)) is not None:
+            self._found["look"] = look
+
+    def take_head(self, output: Tensor, gradient: Tensor) -> None:
+        """Look at the first gradient that comes back to the output."""
+        if "head" not in self._found and type(gradient) is Tensor and (facts := facts_of(output, gradient)) is not None:
+            self._found["head"] = facts
+
+    def send(self) -> None:
+        """Start the copy to the host."""
+        self._copy = DeviceToHostCopy(list(self._found.values())) if self._found else None
+
+    def land(self) -> dict[str, Tensor]:
+        """What was found, by name. Waits for the copy."""
+        return {} if self._copy is None else dict(zip(self._found, self._copy.land(), strict=True))
+
+
+class DataCheck(Plugin):
+    """Looks at the first batches of a training in STEPS monitored steps, and then takes its hooks away.
+
+    Args:
+        every: steps from one monitored step to the next.
+        expectations: what the user has declared.
+        complaints: receives a warning about each certain mistake.
+        note: writes facts about the run to the run directory.
+    """
+
+    name = "data_check"
+    stops_on_failure = True
+
+    def __init__(self, every: int, expectations: Expectations, complaints: WarningLog, note: Callable[..., None]) -> None:
+        self._every, self._expectations, self._note = every, expectations, note
+        self._tallies = Tallies(complaints, lambda: self.context.step or 0, note, SETUP_MISTAKES, "data")
+        self._batches, self._targets = Batches(self._tallies), Targets(self._tallies)
+        self._handles = Handles()
+        self._looked = 0
+        self._look: _Look | None = None
+        self._pending: dict[int, _Look] = {}
+        self._is_paused = False
+
+    def facts(self) -> list[LoopFinding]:
+        """What was found so far."""
+        return self._tallies.facts()
+
+    @property
+    def chance(self) -> dict[str, float]:
+        """See :attr:`Targets.chance`."""
+        return self._targets.chance
+
+    def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Begin to look, unless a compiler would have to trace the hooks."""
+        self.on_detach()
+        self._looked = 0
+        self._tallies.write_facts(begins=True)
+        is_compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        if takes_hooks(module) and not is_compiled:
+            self._handles.of_module(module.register_forward_pre_hook(ModuleHook(self._called), with_kwargs=True))
+            self._handles.of_module(module.register_forward_hook(ModuleHook(self._returned)))
+
+    def on_pause(self, is_paused: bool) -> None:
+        """What the model gets meanwhile is no batch of the training."""
+        self._is_paused = is_paused
+
+    def on_detach(self) -> None:
+        """Take the hooks away."""
+        self._handles.remove()
+        self._look = None
+        self._pending.clear()
+
+    def on_leave(self, last: int | None) -> None:
+        """Write the facts to the run directory, if they are new."""
+        self._tallies.write_facts()
+
+    # --- hooks ---------------------------------------------------------------------------------------------------------------
+
+    def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        if self._is_paused or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            return
+        step = self._coming()
+        if step % self._every:
+            return
+        if self._look is not None and self._look.step == step:
+            self._look.called_again()
+        else:
+            self.context.call(self._began, step, args, kwargs or {})
+
+    def _coming(self) -> int:
+        """The step that a call of the model belongs to, which may not be open yet."""
+        step = self.context.step
+        return 0 if step is None else step if self.context.is_step_open else step + 1
+
+    def _began(self, step: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._look = _Look(step, self._looked in _HEADS)
+        self._look.take_batch(batch_tensors(args, kwargs))
+
+    def _returned(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        look = self._look
+        if look is None or not look.has_head or look.forwards > 1 or self._is_paused or not torch.is_grad_enabled():
+            return
+        if (output := output_of(result)) is not None:
+            self.context.call(self._follow, look, output)
+
+    def _follow(self, look: _Look, output: Tensor) -> None:
+        copy = output.detach().clone()  # which a later layer of the loss may change in place
+        output.register_hook(_Once(self, look, copy))  # type: ignore[no-untyped-call]
+
+    def came_back(self, look: _Look, output: Tensor, gradient: Tensor) -> None:
+        """A gradient came back to the output of a step."""
+        look.take_head(output, gradient)
+
+    # --- steps ---------------------------------------------------------------------------------------------------------------
+
+    def on_step_closing(self, step: ActiveStep) -> None:
+        """Send what was seen in a monitored step to the host."""
+        look, self._look = self._look, None
+        if look is None or look.step != step.number or not step.is_monitored:
+            return
+        look.send()
+        self._pending[step.number] = look
+        self._looked += 1
+        if self._looked >= STEPS:
+            self._handles.remove()
+
+    def on_record(self, record: StepRecord) -> None:
+        """Judge a step once its values are on the host."""
+        look = self._pending.pop(record.step, None)
+        if look is None:
+            return
+        found = look.land()
+        if "fingerprint" in found:
+            words = found["fingerprint"].to(torch.int16).view(torch.int64).tolist()
+            self._batches.add(hash(tuple(words)))
+            self._batches.judge(self._expectations.batch_varies)
+        if "look" in found:
+            self._batches.looked(*found["look"].tolist())
+        if "head" in found:
+            key = loss_among(record.values)
+            head = recognised(found["head"].tolist(), None if key is None else record.values[key])
+            if head is not None:
+                scaled = self.context.scaler is not None
+                self._targets.add(head, look.forwards, scaled)
+                self._note(chance=self.chance)
+
+
+class _Once(Hook):
+    """Gives the gradient of an output to the check, once."""
+
+    def __init__(self, check: DataCheck, look: _Look, output: Tensor) -> None:
+        super().__init__(check.context.call, check.came_back, look, output)

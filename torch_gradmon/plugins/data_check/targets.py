@@ -1,0 +1,100 @@
+"""What the heads of several steps show together: targets, the value of the loss at chance, and mistakes between output and loss."""
+
+from __future__ import annotations
+
+import math
+
+from ..tallies import Tallies
+from .head import Head
+
+#: Rows of a batch, and heads, before labels are judged.
+_ROWS, _FEWEST = 8, 5
+#: Share of heads whose batch has one label, if the data are sorted.
+_MOSTLY = 0.8
+#: Share of outputs that a ReLU has set to 0.
+_ZEROS = 0.02
+#: A loss that is not divided by its micro-batches counts this share of them at least.
+_NEARLY = 0.9
+#: A temperature outside divides or multiplies logits far more than any that is learnt: CLIP stops at 100.
+_COLD, _HOT = 1 / 150.0, 10.0
+#: Labels counted for each class before their entropy is known.
+_PER_CLASS = 4
+
+
+class Targets:
+    """Collects heads.
+
+    Args:
+        tallies: receive mistakes.
+
+    Attributes:
+        chance: the loss of the best constant answer by ``"loss"``, and from how many ``"examples"`` it is known; empty without.
+    """
+
+    def __init__(self, tallies: Tallies) -> None:
+        self._tallies = tallies
+        self._heads: list[Head] = []
+        self._labels: list[float] = []
+        self._of_one_label = 0
+        self.chance: dict[str, float] = {}
+
+    def add(self, head: Head, forwards: int, is_scaled: bool) -> None:
+        """One more head, from the first of several ``forwards`` of a step; ``is_scaled``: gradients are multiplied by a loss scale."""
+        self._heads.append(head)
+        is_log = head.kind in ("cross-entropy", "binary cross-entropy")
+        self._count("softmax-before-loss", is_log and head.is_distribution and head.rows >= 4)
+        self._count("relu-before-loss", is_log and head.zeros > _ZEROS)
+        if is_log:
+            self._add_labels(head, forwards)
+        self._learn_chance(head)
+        if is_log and not is_scaled:
+            self._judge_scale(head, forwards)
+
+    def _count(self, rule: str, is_so: bool, **evidence: float) -> None:
+        if is_so:
+            self._tallies.seen(rule, evidence=evidence)
+        elif not self._tallies.is_empty:
+            self._tallies.missed(rule)
+
+    def _add_labels(self, head: Head, forwards: int) -> None:
+        if not head.labels or sum(head.labels) < 2:
+            return
+        if len(self._labels) != len(head.labels):
+            self._labels, self._of_one_label = [0.0] * len(head.labels), 0
+        self._labels = [a + b for a, b in zip(self._labels, head.labels, strict=True)]
+        self._of_one_label += sum(head.labels) >= _ROWS and max(head.labels) == sum(head.labels)
+        seen = [each for each in self._heads if each.labels]
+        if forwards > 1 or len(seen) < _FEWEST or self._of_one_label < _MOSTLY * len(seen):
+            return
+        rule = "labels-not-mixed" if sum(count > 0 for count in self._labels) > 1 else "labels-constant"
+        self._tallies.seen(rule, evidence={"batches of one class": float(self._of_one_label), "of": float(len(seen))})
+        if rule == "labels-not-mixed":
+            self._tallies.retract("labels-constant")
+
+    def _learn_chance(self, head: Head) -> None:
+        total = sum(self._labels)
+        if head.kind == "mean square":
+            known = [each for each in self._heads if each.kind == "mean square"]
+            rows = sum(each.rows for each in known)
+            mean = sum(each.mean * each.rows for each in known) / rows
+            square = sum(each.square * each.rows for each in known) / rows
+            self.chance = {"loss": max(square - mean**2, 0.0), "examples": rows, "is square": 1.0}
+        elif total >= _PER_CLASS * len(self._labels) and head.labels and abs(head.scale - 1) < 0.1:
+            shares = [count / total for count in self._labels if count]
+            self.chance = {"loss": -sum(share * math.log(share) for share in shares), "examples": total}
+
+    def _judge_scale(self, head: Head, forwards: int) -> None:
+        is_cold_or_hot = not _COLD < head.temperature < _HOT
+        is_sum = head.rows >= 4 and abs(head.scale / head.rows - 1) < 0.02
+        is_undivided = forwards > 1 and abs(head.scale - 1) < 1 - _NEARLY
+        evidence = {}
+        if is_cold_or_hot:
+            evidence = {"temperature between output and loss": head.temperature}
+        elif is_sum:
+            evidence = {"times the gradient of the mean": head.scale}
+        elif is_undivided:
+            evidence = {"micro-batches that each count as a whole": float(forwards)}
+        if evidence:
+            self._tallies.seen("loss-scale", evidence=evidence)
+        else:
+            self._tallies.missed("loss-scale")

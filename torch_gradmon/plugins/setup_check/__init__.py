@@ -1,0 +1,1 @@
+"""Checks of how a model, its optimizers and its data are put together."""

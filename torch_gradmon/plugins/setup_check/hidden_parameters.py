@@ -1,0 +1,61 @@
+"""Parameters that a model uses but does not have: of modules in plain lists and dicts, and tensors that are no ``nn.Parameter``."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+#: Containers within containers that are looked into.
+_DEPTH = 2
+#: Objects of a container that are looked at.
+_MOST = 1000
+
+
+class HiddenParameters:
+    """Those of one model, held weakly.
+
+    Args:
+        module: the watched model.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        registered = {id(tensor) for tensor in (*module.parameters(), *module.buffers())} | {
+            id(each) for each in module.modules()
+        }
+        self._found: dict[str, weakref.ref[Tensor]] = {}
+        for name, each in module.named_modules():
+            for attribute, value in list(vars(each).items()):
+                if not attribute.startswith(("_parameters", "_buffers", "_modules")):
+                    path = f"{name}.{attribute}" if name else attribute
+                    for place, tensor in _tensors_in(path, value, registered, _DEPTH):
+                        self._found.setdefault(place, weakref.ref(tensor))
+
+    def with_gradients(self, owned: Collection[int]) -> list[str]:
+        """Places of those that have a gradient now; ``owned``: ids of the tensors that optimizers have, which do not count."""
+        tensors = ((place, reference()) for place, reference in self._found.items())
+        return [place for place, tensor in tensors if tensor is not None and id(tensor) not in owned and tensor.grad is not None]
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+
+def _tensors_in(path: str, value: Any, registered: Collection[int], depth: int) -> Iterator[tuple[str, Tensor]]:
+    if id(value) in registered:
+        return
+    if isinstance(value, nn.Module):
+        for name, parameter in value.named_parameters():
+            if id(parameter) not in registered and parameter.requires_grad:
+                yield f"{path}.{name}", parameter
+    elif isinstance(value, Tensor):
+        if torch.is_floating_point(value) and value.is_leaf and value.requires_grad:
+            yield path, value
+    elif depth and isinstance(value, Mapping):
+        for key, each in list(value.items())[:_MOST]:
+            yield from _tensors_in(f"{path}[{key!r}]", each, registered, depth - 1)
+    elif depth and isinstance(value, (list, tuple)):
+        for number, each in enumerate(value[:_MOST]):
+            yield from _tensors_in(f"{path}[{number}]", each, registered, depth - 1)

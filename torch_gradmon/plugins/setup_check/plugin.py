@@ -1,0 +1,109 @@
+"""The check of the setup: what model, optimizers and data are, apart from what they do."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ...core.errors import WarningLog
+from ...core.keys import GRADIENT
+from ...core.loop_findings import LoopFinding
+from ...core.records import StepRecord
+from ...core.setup_mistakes import SETUP_MISTAKES
+from ...step.gradient_source import PLAIN_GRADIENTS
+from ...step.planner import Planner
+from ...step.plugin import Plugin
+from ..tallies import Tallies
+from .expectations import Expectations
+from .hidden_parameters import HiddenParameters
+from .modules import check_settings, has_modes, in_evaluation
+from .optimizers import card, check_optimizers, check_shared, follow
+
+#: Monitored steps after which hidden parameters are looked for, and parameters that another optimizer has meanwhile.
+_EARLY = (2, 8, 32)
+
+
+class SetupCheck(Plugin):
+    """Looks at modules and optimizers when they are attached, and at few things in monitored steps; it measures nothing.
+
+    Args:
+        planner: knows the model.
+        complaints: receives a warning about each certain mistake.
+        note: writes facts about the run to the run directory.
+    """
+
+    name = "setup_check"
+    stops_on_failure = True
+
+    def __init__(self, planner: Planner, complaints: WarningLog, note: Callable[..., None]) -> None:
+        self._planner, self._note = planner, note
+        self.tallies = Tallies(complaints, lambda: self.context.step or 0, note, SETUP_MISTAKES, "setup")
+        self.expectations = Expectations(self.tallies)
+        self._module: weakref.ref[nn.Module] | None = None
+        self._hidden: HiddenParameters | None = None
+        self._has_modes = False
+        self._steps = 0  # monitored ones
+        self.groups: list[dict[str, object]] = []
+
+    def facts(self) -> list[LoopFinding]:
+        """What was found so far."""
+        return self.tallies.facts()
+
+    def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Look at what is there."""
+        self._module, self._steps = weakref.ref(module), 0
+        names = self._names()
+        self.groups = card(optimizers, names)
+        self._note(optimizers=self.groups)
+        self._has_modes = has_modes(module)
+        self._hidden = HiddenParameters(module) if self._planner.source is PLAIN_GRADIENTS else None
+        follow(optimizers)
+        check_settings(module, self.tallies)
+        check_optimizers(optimizers, names, self.tallies)
+        self.tallies.write_facts(begins=True)
+        self.expectations.begin(self._planner)
+
+    def _names(self) -> Mapping[int, str]:
+        inventory, source = self._planner.inventory, self._planner.source
+        found = {}
+        for name, place in () if inventory is None else zip(inventory.names, inventory.references, strict=True):
+            if (parameter := place()) is not None:
+                found[id(source.stepped(parameter))] = name
+        return found
+
+    def on_record(self, record: StepRecord) -> None:
+        """Look at modes after each monitored step, and at parameters after few of them."""
+        module = None if self._module is None else self._module()
+        if module is None:
+            return
+        self._steps += 1
+        if self._has_modes and not module.training:
+            if in_evaluation(module):
+                self.tallies.seen("eval-mode")
+        elif not self.tallies.is_empty:
+            self.tallies.missed("eval-mode")
+        if self._steps in _EARLY:
+            check_shared(self.context.optimizers, self._names(), self.tallies)
+            self._check_hidden()
+        if self.expectations.is_declared:
+            self.expectations.look(self._owned, record.tables.get(GRADIENT))
+
+    def _owned(self) -> set[int]:
+        return {id(p) for optimizer in self.context.optimizers for group in optimizer.param_groups for p in group["params"]}
+
+    def _check_hidden(self) -> None:
+        places = [] if self._hidden is None else self._hidden.with_gradients(self._owned())
+        if places:
+            self.tallies.seen("unregistered-parameters", where=tuple(places), evidence={"tensors": float(len(places))})
+
+    def on_detach(self) -> None:
+        """Hold nothing of the model."""
+        self._hidden = self._module = None
+        self.expectations.end()
+
+    def on_leave(self, last: int | None) -> None:
+        """Write the facts to the run directory, if they are new."""
+        self.tallies.write_facts()
