@@ -29,7 +29,7 @@ torchtitan_tests := tests/test_integration_torchtune.py
 # tests of numbers and of unchanged training
 NUMBERS := tests/test_oracle.py tests/test_no_change.py tests/test_statistics.py
 
-.PHONY: demo test announce test-all test-gpu bench-gpu test-torch test-eager test-compiled test-wheel test-integrations lint bench bench-spikes bench-faults bench-widths bench-reports images docs gallery browser clean
+.PHONY: demo test announce test-all test-gpu bench-gpu test-torch test-eager test-compiled test-wheel test-integrations lint bench bench-spikes bench-faults bench-external bench-widths bench-reports images docs gallery browser clean
 
 demo: $(DEMO)/.ready
 	$(DEMO)/bin/gradmon demo
@@ -139,6 +139,10 @@ bench-spikes: $(BENCH)/.ready
 # recall and false alarms of the diagnosis on the zoo of faults
 bench-faults: $(VENV)/.ready
 	$(VENV)/bin/python -m benchmarks.faults.judging
+
+# the same on trainings that other people broke, and on sound ones
+bench-external: $(VENV)/.ready
+	$(VENV)/bin/python -m benchmarks.external.judging
 
 # size of reports, and time to open them
 bench-reports: $(VENV)/.ready browser

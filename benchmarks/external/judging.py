@@ -72,7 +72,7 @@ class Outcome:
         twin: whether it is the mended one.
         seed: of parameters and data.
         found: severity and rule of the findings, ranked; of several monitors, one after the other.
-        failed: rules that raised.
+        failed: rules that raised, and why ``watch`` refused the loop.
     """
 
     case: str
@@ -103,14 +103,17 @@ def judged(name: str, seed: int, twin: bool) -> Outcome:
     case = next(each for each in CASES if each.name == name)
     with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
-        watch = Watch(directory)
-        case.run(watch, seed, twin)
+        watch, refused = Watch(directory), tuple[str, ...]()
+        try:
+            case.run(watch, seed, twin)
+        except ValueError as error:  # of watch(), which takes no such loop; it is no finding
+            refused = (f"refused: {error}",)
         for monitor in watch.monitors:
             monitor.detach()
         diagnoses = [gradmon.diagnose(path) for path in sorted(Path(directory).iterdir())]
     found = tuple(tuple((finding.severity, finding.rule) for finding in each.findings) for each in diagnoses)
     failed = tuple(f"{rule}: {why}" for each in diagnoses for rule, why in each.unseen.items() if "failed" in why)
-    return Outcome(name, case.judge, () if twin else case.rules, case.held_back, twin, seed, found, failed)
+    return Outcome(name, case.judge, () if twin else case.rules, case.held_back, twin, seed, found, (*refused, *failed))
 
 
 def _one(job: tuple[str, int, bool]) -> Outcome:
@@ -203,7 +206,7 @@ def main() -> None:
     from concurrent.futures import ProcessPoolExecutor
 
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(arguments.jobs, mp_context=context, max_tasks_per_child=40) as pool:
+    with ProcessPoolExecutor(arguments.jobs, mp_context=context) as pool:
         outcomes = list(tqdm(pool.map(_one, todo), total=len(todo), disable=None))
     counted, faults = counts(outcomes), list(wrong(outcomes))
     print(*table(counted), *faults, sep="\n")

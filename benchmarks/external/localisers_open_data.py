@@ -100,7 +100,7 @@ def labels_out_of_order(watch: Watch, seed: int, healed: bool) -> float:
     order = torch.randperm(len(x))
     x, y = x[order], y[order if healed else torch.randperm(len(y))]
     model = dense([100, 64, 10], nn.ReLU)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     return fit(watch, model, optimizer, functional.cross_entropy, batches(x.flatten(1), y, 32, 300))
 
 

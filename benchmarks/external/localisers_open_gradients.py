@@ -47,7 +47,7 @@ def dying(watch: Watch, seed: int, healed: bool) -> float:
 
 
 def oscillating(watch: Watch, seed: int, healed: bool) -> float:
-    """Batches of four and long steps of plain descent: the loss swung up and down and went nowhere."""
+    """Batches of sixteen and long steps of plain descent: the loss swung up and down and went nowhere."""
     torch.manual_seed(seed)
     x, y = spirals(1500)
     model = dense([2, 48, 48, 3], nn.ReLU)
