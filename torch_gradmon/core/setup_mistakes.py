@@ -50,13 +50,6 @@ SETUP_MISTAKES: dict[str, Mistake] = {
         warns=False,
         weight=103.0,
     ),
-    "backward-twice": Mistake(
-        "warning",
-        "Two backward passes of one step bring the same gradient: it counts twice",
-        "Call loss.backward() once for each loss; a forgotten retain_graph=True is a sign of it",
-        warns=False,
-        weight=102.0,
-    ),
     "softmax-before-loss": Mistake(
         "error",
         "The loss takes logits and applies softmax or sigmoid itself, and gets what has gone through one already: gradients are small and "
