@@ -1,4 +1,4 @@
-"""Sound trainings that begin with a net that can do something: a frozen backbone, small additions, a careful second training."""
+"""Sound trainings that begin with a net that can do something: a frozen backbone, additions, a careful second training."""
 
 from __future__ import annotations
 
@@ -131,12 +131,12 @@ def reader(words: Tensor, topics: Tensor, steps: int) -> Reader:
 
 
 def fine_tuning(watch: Watch, seed: int, healed: bool) -> float:
-    """A transformer that knows topics gets three short epochs on sentences that lack words, at a small rate that falls to zero."""
+    """A transformer that knows topics gets a few short epochs on sentences that lack words, at a small rate."""
     torch.manual_seed(seed)
     words, topics, _ = texts(3000)
     model = reader(words[:1700], topics[:1700], steps=120)
     fewer = words[1700:].masked_fill(torch.rand(1300, 12) < 0.4, STOP)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.01)
     steps = 120
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 12, (steps - step) / (steps - 12)))
     monitor = watch(model, optimizer)
@@ -170,7 +170,7 @@ class LoRA(nn.Module):
 
 
 def lora(watch: Watch, seed: int, healed: bool) -> float:
-    """A transformer that knows topics learns lengths by adapters beside its layers and a new classifier, and this is declared."""
+    """A transformer that knows topics learns lengths by adapters and a new classifier, and this is declared."""
     torch.manual_seed(seed)
     words, topics, lengths = texts(3000)
     model = reader(words, topics, steps=120)
