@@ -17,6 +17,8 @@ class Mistake(NamedTuple):
         repeats: number of occurrences from which it counts.
         warns: warn during training. Others are reported only on request, since they are uncertain or may be intended.
         weight: of the finding. All are high, since a mistake in the loop causes what the statistics show.
+        matters_if_stuck: a warning where the model does not learn, and otherwise information, whatever ``severity`` is.
+        warns_for_each: warn for each key that it is counted for, with the evidence, and not once for all.
     """
 
     severity: Severity
@@ -25,6 +27,8 @@ class Mistake(NamedTuple):
     repeats: int = 3
     warns: bool = True
     weight: float = 120.0
+    matters_if_stuck: bool = False
+    warns_for_each: bool = False
 
 
 MISTAKES: dict[str, Mistake] = {

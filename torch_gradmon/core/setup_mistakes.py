@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from .loop_mistakes import Mistake
 
+#: What the user has declared does not hold.
+EXPECTATION = "expectation-broken"
+
 SETUP_MISTAKES: dict[str, Mistake] = {
     "eval-mode": Mistake(
         "warning",
@@ -87,6 +90,7 @@ SETUP_MISTAKES: dict[str, Mistake] = {
         repeats=2,
         warns=False,
         weight=101.0,
+        matters_if_stuck=True,
     ),
     "repeated-batch": Mistake(
         "info",
@@ -95,6 +99,7 @@ SETUP_MISTAKES: dict[str, Mistake] = {
         repeats=1,
         warns=False,
         weight=99.0,
+        matters_if_stuck=True,
     ),
     "constant-input": Mistake(
         "info",
@@ -103,6 +108,7 @@ SETUP_MISTAKES: dict[str, Mistake] = {
         repeats=2,
         warns=False,
         weight=108.0,
+        matters_if_stuck=True,
     ),
     "inputs-not-normalised": Mistake(
         "info",
@@ -111,12 +117,14 @@ SETUP_MISTAKES: dict[str, Mistake] = {
         repeats=2,
         warns=False,
         weight=86.0,
+        matters_if_stuck=True,
     ),
-    "expectation-broken": Mistake(
+    EXPECTATION: Mistake(
         "error",
         "What monitor.expect() declared does not hold",
         "Mend the training, or what is declared",
         repeats=1,
         weight=140.0,
+        warns_for_each=True,
     ),
 }

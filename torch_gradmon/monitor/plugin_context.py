@@ -58,6 +58,11 @@ class MonitorContext:
         return self._lifecycle.state.is_open
 
     @property
+    def coming_step(self) -> int:
+        step = self.step
+        return 0 if step is None else step if self.is_step_open else step + 1
+
+    @property
     def last_step(self) -> int | None:
         return self._lifecycle.state.clock.ended
 

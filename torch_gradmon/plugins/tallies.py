@@ -13,10 +13,6 @@ from ..core.loop_mistakes import MISTAKES, Mistake
 _WRITTEN = frozenset(factor * 10**power for power in range(9) for factor in (1, 3))
 
 
-#: Broken expectations are distinguished by what was expected.
-EXPECTATION = "expectation-broken"
-
-
 class Tally:
     """One mistake of one optimizer. It becomes a fact when it repeats without interruption."""
 
@@ -140,11 +136,11 @@ class Tallies:
     def _warn(self, rule: str, key: object, tally: Tally) -> None:
         mistake = self._mistakes[rule]
         of = f", {tally.where[0]}" if tally.where else ""
-        if rule == EXPECTATION:
+        if mistake.warns_for_each:
             of += "".join(f", {name} {value:g}" for name, value in tally.evidence.items())
         seen = f"seen {tally.count} times by step {tally.last}{of}" if tally.count > 1 else f"seen in step {tally.last}{of}"
         self._complaints.add(
-            f"{self._part}:{rule}:{key}" if rule == EXPECTATION else f"{self._part}:{rule}",
+            f"{self._part}:{rule}:{key}" if mistake.warns_for_each else f"{self._part}:{rule}",
             f"{mistake.cause} ({seen}). {mistake.advice}",
         )
 

@@ -62,6 +62,16 @@ def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
         return found
 
 
+def packed(found: Tensor) -> Tensor:
+    """Fingerprints as four numbers of 16 bits each, which a copy in floating point keeps."""
+    return found.view(torch.int16)
+
+
+def unpacked(copy: Tensor) -> Tensor:
+    """The inverse of :func:`packed`, from a copy of any dtype."""
+    return copy.to(torch.int16).view(torch.int64)
+
+
 def _words(tensor: Tensor) -> Iterator[Tensor]:
     """The words of a tensor in one or two parts. Only a tensor with gaps or another order of dimensions is copied."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)

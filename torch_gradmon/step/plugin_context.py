@@ -83,6 +83,10 @@ class PluginContext(Protocol):
     def is_step_open(self) -> bool:
         """Whether a step is open."""
 
+    @property
+    def coming_step(self) -> int:
+        """The step that a call of the model at this moment belongs to; it may not be open yet."""
+
     def make_metric(self, source: str, name: str, every: int = 1) -> Metric:
         """A built-in metric for :meth:`set_overlay`, such as ``("activation", "std")``.
 

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..tallies import EXPECTATION, Tallies
+from ...capture.modules.structure import tensors_of
+from ...core.setup_mistakes import EXPECTATION
+from ..tallies import Tallies
 
 #: Elements of a batch that are looked at.
 _MOST = 1 << 16
@@ -21,13 +23,13 @@ _LARGE, _OFF = 10.0, 5.0
 
 
 def batch_tensors(args: Sequence[object], kwargs: dict[str, object]) -> list[Tensor]:
-    """The tensors among the arguments of a model, and one level inside of lists and dicts."""
-    found: list[Tensor] = []
-    for value in (*args, *kwargs.values()):
-        for each in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,):
-            if type(each) is Tensor and each.layout is torch.strided and not each.is_nested and each.numel() > 1:
-                found.append(each)
-    return found
+    """The plain tensors among the arguments of a model, of more than one element."""
+    found = (tensor for _, tensor in tensors_of([*args, *kwargs.values()], ""))
+    return [
+        each
+        for each in found
+        if type(each) is Tensor and each.layout is torch.strided and not each.is_nested and each.numel() > 1
+    ]
 
 
 @torch.no_grad()
@@ -53,9 +55,6 @@ class Batches:
     def __init__(self, tallies: Tallies) -> None:
         self._tallies = tallies
         self._seen: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self._seen)
 
     def add(self, fingerprint: int) -> None:
         """One more batch."""

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from ...capture.hooks import Handles, Hook, ModuleHook, takes_hooks
 from ...core.errors import WarningLog
 from ...core.loop_findings import LoopFinding
-from ...core.loss_keys import loss_among
+from ...core.loss_keys import loss_in
 from ...core.records import StepRecord
 from ...core.setup_mistakes import SETUP_MISTAKES
-from ...statistics.fingerprint import fingerprints
+from ...statistics.fingerprint import fingerprints, packed, unpacked
 from ...step.active_step import ActiveStep
 from ...step.device_transfer import DeviceToHostCopy
 from ...step.plugin import Plugin
@@ -52,8 +52,7 @@ class _Look:
         """Look at the inputs of the first forward."""
         if not tensors or len({tensor.device for tensor in tensors}) > 1:
             return
-        # four numbers of 16 bits each, which a copy in floating point keeps
-        self._found["fingerprint"] = fingerprints(tensors).view(torch.int16)
+        self._found["fingerprint"] = packed(fingerprints(tensors))
         if self.has_head and (look := look_of(tensors)) is not None:
             self._found["look"] = look
 
@@ -132,18 +131,13 @@ class DataCheck(Plugin):
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         if self._is_paused or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
-        step = self._coming()
+        step = self.context.coming_step
         if step % self._every:
             return
         if self._look is not None and self._look.step == step:
             self._look.called_again()
         else:
             self.context.call(self._began, step, args, kwargs or {})
-
-    def _coming(self) -> int:
-        """The step that a call of the model belongs to, which may not be open yet."""
-        step = self.context.step
-        return 0 if step is None else step if self.context.is_step_open else step + 1
 
     def _began(self, step: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._look = _Look(step, self._looked in _HEADS)
@@ -184,14 +178,12 @@ class DataCheck(Plugin):
             return
         found = look.land()
         if "fingerprint" in found:
-            words = found["fingerprint"].to(torch.int16).view(torch.int64).tolist()
-            self._batches.add(hash(tuple(words)))
+            self._batches.add(hash(tuple(unpacked(found["fingerprint"]).tolist())))
             self._batches.judge(self._expectations.batch_varies)
         if "look" in found:
             self._batches.looked(*found["look"].tolist())
         if "head" in found:
-            key = loss_among(record.values)
-            head = recognised(found["head"].tolist(), None if key is None else record.values[key])
+            head = recognised(found["head"].tolist(), loss_in(record.values))
             if head is not None:
                 scaled = self.context.scaler is not None
                 self._targets.add(head, look.forwards, scaled)

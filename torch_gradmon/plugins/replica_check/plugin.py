@@ -171,21 +171,16 @@ class ReplicaCheck(Plugin):
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         self._brings_buffers = is_ddp(module) and is_broadcasting(module)
-        if self._has_own_batches and self._trains(module) and self._is_due(step := self._coming()):
+        if self._has_own_batches and self._trains(module) and self._is_due(step := self.context.coming_step):
             self.context.call(self._take_batch, step, args, kwargs or {})
 
     def _inner_called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         brings, self._brings_buffers = self._brings_buffers, False
-        if brings and self._trains(module) and self._is_due(step := self._coming()):
+        if brings and self._trains(module) and self._is_due(step := self.context.coming_step):
             self.context.call(self._take_buffers, step)
 
     def _trains(self, module: nn.Module) -> bool:
         return module.training and torch.is_grad_enabled() and not self._is_paused
-
-    def _coming(self) -> int:
-        """The step that a call of the model belongs to, which may not be open yet."""
-        step = self.context.step
-        return 0 if step is None else step if self.context.is_step_open else step + 1
 
     def _take_batch(self, step: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._begin(step).add_batch(batch_in(args, kwargs))

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ...statistics.fingerprint import fingerprints
+from ...statistics.fingerprint import fingerprints, packed, unpacked
 from ...step.device_transfer import DeviceToHostCopy
 from ...step.ranks import digest_of
 from .items import PARAMETER, Item
@@ -36,7 +36,7 @@ class Snapshot:
         """Take the fingerprints of this rank's first batch of the step."""
         if not self._batch and tensors and not self._parts and len({tensor.device for tensor in tensors}) == 1:
             self._batch = len(tensors)
-            self._parts.append(fingerprints(tensors).view(torch.int16))
+            self._parts.append(packed(fingerprints(tensors)))
 
     def add_buffers(self, items: Sequence[Item]) -> None:
         """Take the fingerprints of buffers as they are in the first pass of the step."""
@@ -51,8 +51,7 @@ class Snapshot:
             by_device.setdefault(item.tensor.device, []).append(item)
         for each in by_device.values():
             self._labels += [(item.share, item.kind, item.name) for item in each]
-            # four numbers of 16 bits each, which a copy in floating point keeps
-            self._parts.append(fingerprints([item.tensor for item in each]).view(torch.int16))
+            self._parts.append(packed(fingerprints([item.tensor for item in each])))
         parameters = [item for item in items if item.kind == PARAMETER]
         self._layout += [(item.share, item.name, tuple(item.tensor.shape), str(item.tensor.dtype)) for item in parameters]
 
@@ -67,7 +66,7 @@ class Snapshot:
     @cached_property
     def _values(self) -> list[int]:
         assert self._copy is not None
-        parts = [part.to(torch.int16).view(torch.int64) for part in self._copy.land()]
+        parts = [unpacked(part) for part in self._copy.land()]
         found: list[int] = torch.cat(parts).tolist() if parts else []
         return found
 

@@ -7,14 +7,16 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...capture.hooks import Handles, ModuleHook
+from ...capture.modules.structure import tensors_of
 from ...core.errors import display
 from ...core.keys import compile_pattern
 from ...core.records import StatsTable
+from ...core.setup_mistakes import EXPECTATION
 from ...step.planner import Planner
-from ..tallies import EXPECTATION, Tallies
+from ..tallies import Tallies
 
 #: Monitored steps after which a parameter that should train must have had a gradient.
 _PATIENCE = 8
@@ -91,7 +93,7 @@ class Expectations:
         self._planner = None
 
     def _called(self, name: str, wanted: torch.dtype, module: nn.Module, args: object, output: Any) -> None:
-        for tensor in [output] if isinstance(output, Tensor) else _tensors(output):
+        for _, tensor in tensors_of(output, name):
             if module.training and torch.is_floating_point(tensor) and tensor.dtype != wanted:
                 self._tallies.seen(EXPECTATION, ("dtype", name), (f"{name} gives {tensor.dtype}, expected {wanted}",))
                 return
@@ -130,11 +132,6 @@ class Expectations:
         if unowned and self._steps in (1, _PATIENCE):
             evidence = {"parameters without optimizer or gradient, declared to train": float(len(unowned))}
             self._tallies.seen(EXPECTATION, "trains", tuple(unowned), evidence)
-
-
-def _tensors(output: Any) -> Iterable[Tensor]:
-    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, (list, tuple)) else ()
-    return [value for value in values if isinstance(value, Tensor)]
 
 
 def _pattern(name: str, value: str | re.Pattern[str] | None, names: Iterable[str]) -> re.Pattern[str] | None:

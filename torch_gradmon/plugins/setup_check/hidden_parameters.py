@@ -39,9 +39,6 @@ class HiddenParameters:
         tensors = ((place, reference()) for place, reference in self._found.items())
         return [place for place, tensor in tensors if tensor is not None and id(tensor) not in owned and tensor.grad is not None]
 
-    def __len__(self) -> int:
-        return len(self._found)
-
 
 def _tensors_in(path: str, value: Any, registered: Collection[int], depth: int) -> Iterator[tuple[str, Tensor]]:
     if id(value) in registered:

@@ -67,12 +67,8 @@ class SetupCheck(Plugin):
         self.expectations.begin(self._planner)
 
     def _names(self) -> Mapping[int, str]:
-        inventory, source = self._planner.inventory, self._planner.source
-        found = {}
-        for name, place in () if inventory is None else zip(inventory.names, inventory.references, strict=True):
-            if (parameter := place()) is not None:
-                found[id(source.stepped(parameter))] = name
-        return found
+        inventory = self._planner.inventory
+        return {} if inventory is None else {key: inventory.names[place] for key, place in inventory.places().items()}
 
     def on_record(self, record: StepRecord) -> None:
         """Look at modes after each monitored step, and at parameters after few of them."""
@@ -92,7 +88,7 @@ class SetupCheck(Plugin):
             self.expectations.look(self._owned, record.tables.get(GRADIENT))
 
     def _owned(self) -> set[int]:
-        return {id(p) for optimizer in self.context.optimizers for group in optimizer.param_groups for p in group["params"]}
+        return {id(tensor) for optimizer in self.context.optimizers for tensor in self._planner.source.tensors_of(optimizer)}
 
     def _check_hidden(self) -> None:
         places = [] if self._hidden is None else self._hidden.with_gradients(self._owned())

@@ -11,8 +11,6 @@ from ..findings import Finding
 from ..history import History
 
 _KNOWN = {**MISTAKES, **RANK_FAULTS, **SETUP_MISTAKES}
-#: Information while the model learns, and warnings where it does not.
-_MATTERS_IF_STUCK = frozenset({"loss-scale", "repeated-batch", "constant-input", "inputs-not-normalised"})
 
 
 def check_loop(history: History) -> list[Finding]:
@@ -22,7 +20,7 @@ def check_loop(history: History) -> list[Finding]:
 
 def _finding(fact: LoopFinding, history: History) -> Finding:
     mistake = _KNOWN[fact.rule]
-    severity: Severity = history.learning.concern if fact.rule in _MATTERS_IF_STUCK else mistake.severity
+    severity: Severity = history.learning.concern if mistake.matters_if_stuck else mistake.severity
     cause, advice = mistake.cause, mistake.advice
     if fact.rule == "not-in-optimizer" and fact.evidence.get("old parameters in the optimizer"):
         severity = "error"  # certain: these parameters are no longer part of the model
