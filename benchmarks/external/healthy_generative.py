@@ -1,4 +1,4 @@
-"""Sound trainings of nets that make things: codes and images, images from noise, points by steps or by a flow, and a style."""
+"""Sound trainings of nets that make things: codes and images, images from noise, points by steps and by a flow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .case import Watch
-from .data_healthy import EXAMPLES, batches, digits, healthy, last, moons, shapes
+from .data_healthy import EXAMPLES, batches, digits, healthy, last, moons
 
 
 class VAE(nn.Module):
@@ -164,74 +164,32 @@ class Coupling(nn.Module):
         return torch.cat([moved, fixed] if self.flipped else [fixed, moved], 1), scale.squeeze(1)
 
 
+class Flow(nn.Module):
+    """Six coupling layers, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Coupling(bool(index % 2)) for index in range(6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The logarithm of each point's likelihood."""
+        volume = torch.zeros(len(x))
+        for layer in self.layers:
+            x, grown = layer(x)
+            volume = volume + grown
+        return volume - 0.5 * x.square().sum(1) - math.log(2 * math.pi)
+
+
 def flow(watch: Watch, seed: int, healed: bool) -> float:
-    """Six coupling layers turn two moons into a normal distribution, by the likelihood of the points."""
+    """Coupling layers turn two moons into a normal distribution, by the likelihood of points that are drawn anew."""
     torch.manual_seed(seed)
-    model = nn.ModuleList([Coupling(bool(index % 2)) for index in range(6)])
+    model = Flow()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=1e-5)
     monitor = watch(model, optimizer)
     losses = []
     for _ in range(400):
-        z, volume = moons(128), torch.zeros(128)
-        for layer in model:
-            z, grown = layer(z)
-            volume = volume + grown
-        loss = (0.5 * z.square().sum(1) + math.log(2 * math.pi) - volume).mean()
         optimizer.zero_grad()
-        loss.backward()
-        monitor.log_scalar("loss", loss.detach())
-        losses.append(loss.detach())
-        optimizer.step()
-    return last(losses)
-
-
-class Style:
-    """Losses of content and style in a classifier's features; an object that is no module, and trains nothing."""
-
-    def __init__(self, image: Tensor) -> None:
-        first, second = nn.Conv2d(3, 12, 3, padding=1), nn.Conv2d(12, 24, 3, 2, 1)
-        self.stages = [nn.Sequential(first, nn.ReLU()), nn.Sequential(second, nn.ReLU())]
-        features, end = nn.Sequential(*self.stages), nn.Linear(24, 4)
-        images, labels, _ = shapes(1000)
-        optimizer = torch.optim.Adam([*features.parameters(), *end.parameters()], lr=1e-2)
-        for x, y in batches(60, 32, images, labels):
-            optimizer.zero_grad()
-            F.cross_entropy(end(features(x).mean((2, 3))), y).backward()
-            optimizer.step()
-        features.requires_grad_(False)
-        self.grams = [self.gram(stage) for stage in self(image)]
-
-    def __call__(self, x: Tensor) -> list[Tensor]:
-        """Features of both stages."""
-        first = self.stages[0](x)
-        return [first, self.stages[1](first)]
-
-    @staticmethod
-    def gram(x: Tensor) -> Tensor:
-        """Which features come together."""
-        flat = x.flatten(2)
-        return flat @ flat.mT / flat[0].numel()
-
-
-def neural_style(watch: Watch, seed: int, healed: bool) -> float:
-    """A small net repaints images; its losses come from a fixed net and have the example's large weights."""
-    torch.manual_seed(seed)
-    stripes = torch.stack([torch.sin(torch.arange(16) * rate).expand(16, 16) for rate in (0.9, 1.7, 2.6)]) * 0.5 + 0.5
-    style = Style(stripes.unsqueeze(0))
-    model = nn.Sequential(
-        *(nn.Conv2d(3, 12, 5, padding=2, padding_mode="reflect"), nn.InstanceNorm2d(12, affine=True), nn.ReLU()),
-        *(nn.Conv2d(12, 12, 3, padding=1, padding_mode="reflect"), nn.InstanceNorm2d(12, affine=True), nn.ReLU()),
-        nn.Conv2d(12, 3, 5, padding=2, padding_mode="reflect"),
-    )
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    monitor = watch(model, optimizer)
-    losses = []
-    for (x,) in batches(250, 4, shapes(1000)[0]):
-        optimizer.zero_grad()
-        painted, wanted = style(model(x)), style(x)
-        content = 1e5 * F.mse_loss(painted[1], wanted[1])
-        likeness = sum((F.mse_loss(style.gram(p), g.expand(4, -1, -1)) for p, g in zip(painted, style.grams, strict=True)), 0.0)
-        loss = content + 1e7 * likeness
+        loss = -model(moons(128)).mean()
         loss.backward()
         monitor.log_scalar("loss", loss.detach())
         losses.append(loss.detach())
@@ -244,5 +202,4 @@ CASES = healthy(
     ("dcgan", f"{EXAMPLES}/dcgan", dcgan),
     ("diffusion", "https://arxiv.org/abs/2006.11239", diffusion),
     ("normalising-flow", "https://arxiv.org/abs/1605.08803", flow),
-    ("fast-neural-style", f"{EXAMPLES}/fast_neural_style", neural_style),
 )

@@ -1,4 +1,4 @@
-"""Sound trainings that begin with a net that can do something: a frozen backbone, additions, a careful second training."""
+"""Sound trainings that begin with a net that can do something: a frozen backbone, additions, a second training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sound trainings that compare: triplets, two views of an image, image and text, pupil and teacher."""
+"""Sound trainings that compare: triplets, two views of an image, image and text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .case import Watch
-from .data_healthy import TUTORIALS, WORDS, batches, digits, healthy, last, normalised, padded, sentences, shapes
+from .data_healthy import WORDS, batches, digits, healthy, last, normalised, padded, sentences, shapes
 
 
 def trunk(channels: int, features: int) -> nn.Sequential:
@@ -91,16 +91,30 @@ def simclr(watch: Watch, seed: int, healed: bool) -> float:
     return last(losses)
 
 
+def head(inputs: int) -> nn.Sequential:
+    """A layer with batch norm, and one behind it."""
+    return nn.Sequential(nn.Linear(inputs, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 24))
+
+
+class Online(nn.Module):
+    """An encoder with a projection, and a predictor behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.predictor = nn.Sequential(trunk(3, 48), head(48)), head(24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the copy will make of the other view."""
+        out: Tensor = self.predictor(self.encoder(x))
+        return out
+
+
 def byol(watch: Watch, seed: int, healed: bool) -> float:
     """A net predicts what a slow copy of itself makes of another view; the copy follows it and gets no gradients."""
     torch.manual_seed(seed)
     images = shapes(1600)[0]
-
-    def head(inputs: int) -> nn.Sequential:
-        return nn.Sequential(nn.Linear(inputs, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 24))
-
-    online = nn.ModuleDict({"encoder": nn.Sequential(trunk(3, 48), head(48)), "predictor": head(24)})
-    target = deepcopy(online["encoder"]).requires_grad_(False)
+    online = Online()
+    target = deepcopy(online.encoder).requires_grad_(False)
     optimizer = torch.optim.Adam(online.parameters(), lr=1e-3)
     monitor = watch(online, optimizer)
     losses = []
@@ -108,7 +122,7 @@ def byol(watch: Watch, seed: int, healed: bool) -> float:
         first, second = view(x), view(x)
         loss = torch.zeros(())
         for seen, wanted in ((first, second), (second, first)):
-            guess = online["predictor"](online["encoder"](seen))
+            guess = online(seen)
             with torch.no_grad():
                 goal = target(wanted)
             loss = loss + (2 - 2 * F.cosine_similarity(guess, goal, dim=1)).mean() / 2
@@ -118,7 +132,7 @@ def byol(watch: Watch, seed: int, healed: bool) -> float:
         losses.append(loss.detach())
         optimizer.step()
         with torch.no_grad():
-            for slow, fast in zip(target.parameters(), online["encoder"].parameters(), strict=True):
+            for slow, fast in zip(target.parameters(), online.encoder.parameters(), strict=True):
                 slow.lerp_(fast, 0.01)
     return last(losses)
 
@@ -165,43 +179,9 @@ def image_text(watch: Watch, seed: int, healed: bool) -> float:
     return last(losses)
 
 
-def distillation(watch: Watch, seed: int, healed: bool) -> float:
-    """A small net learns from labels and from a larger one, which was trained before and is now in eval mode."""
-    torch.manual_seed(seed)
-    images, labels = digits(2000)
-    images = normalised(images)
-    teacher = nn.Sequential(trunk(1, 64), nn.Linear(64, 10))
-    first = torch.optim.Adam(teacher.parameters(), lr=5e-3)
-    for x, y in batches(120, 64, images, labels):
-        first.zero_grad()
-        F.cross_entropy(teacher(x), y).backward()
-        first.step()
-    teacher.eval()
-    pupil = nn.Sequential(
-        *(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Flatten(), nn.Linear(128, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 10)),
-    )
-    optimizer = torch.optim.Adam(pupil.parameters(), lr=1e-3)
-    monitor = watch(pupil, optimizer)
-    losses = []
-    for x, y in batches(300, 64, images, labels):
-        with torch.no_grad():
-            goal = (teacher(x) / 2).softmax(1)
-        logits = pupil(x)
-        soft = F.kl_div((logits / 2).log_softmax(1), goal, reduction="batchmean") * 2**2
-        loss = 0.25 * soft + 0.75 * F.cross_entropy(logits, y)
-        optimizer.zero_grad()
-        loss.backward()
-        monitor.log_scalar("loss", loss.detach())
-        losses.append(loss.detach())
-        optimizer.step()
-    return last(losses)
-
-
 CASES = healthy(
     ("triplets", "https://github.com/adambielski/siamese-triplet", triplets),
     ("simclr", "https://github.com/sthalles/SimCLR", simclr),
     ("byol", "https://github.com/lucidrains/byol-pytorch", byol),
     ("clip-learnt-temperature", "https://github.com/mlfoundations/open_clip", image_text),
-    ("distillation", f"{TUTORIALS}/beginner/knowledge_distillation_tutorial.html", distillation),
 )

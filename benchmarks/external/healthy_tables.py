@@ -1,4 +1,4 @@
-"""Sound trainings on tables and sequences: ratings, experts, a rare class, quantiles, two tasks, an equation, letters, translation."""
+"""Sound trainings of other kinds: ratings, experts, a rare class, quantiles, two tasks, and an equation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .case import Watch
-from .data_healthy import TUTORIALS, batches, clusters, digits, healthy, last, normalised
+from .data_healthy import batches, clusters, digits, healthy, last, normalised
 
 
 class Factors(nn.Module):
@@ -102,11 +102,12 @@ def focal(watch: Watch, seed: int, healed: bool) -> float:
     torch.manual_seed(seed)
     x_all = torch.randn(6000, 20)
     positive = torch.rand(6000) < 0.04
-    x_all[positive] += 1.2 * torch.randn(20)
+    x_all[positive] += 0.6 * torch.randn(20)
     y_all = positive.float()
-    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
-    nn.init.normal_(model[4].weight, std=0.01)
-    nn.init.constant_(model[4].bias, -math.log((1 - 0.04) / 0.04))
+    end = nn.Linear(64, 1)
+    nn.init.normal_(end.weight, std=0.01)
+    nn.init.constant_(end.bias, -math.log((1 - 0.04) / 0.04))
+    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), end)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
     monitor = watch(model, optimizer)
     losses = []
