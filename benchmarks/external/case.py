@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-# watch(model, *optimizers, scaler=None) gives a monitor, or a stand-in for one with log_scalar, expect and no_monitor
-Watch = Callable[..., Any]
+from ..faults.training import Watch as Watch
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..faults.training import last as last
 from .case import Case, Watch
 
 EXAMPLES = "https://github.com/pytorch/examples/tree/main"
 TUTORIALS = "https://docs.pytorch.org/tutorials"
-TAIL = 10
 
 # rows of 5 x 7 pixels from the top, two hexadecimal digits for each row
 GLYPHS = (
@@ -32,11 +32,6 @@ def healthy(*rows: tuple[str, str, Callable[[Watch, int, bool], float]]) -> list
         Case(f"healthy-{name}", "examples", source, (), run, held_back=bool(index % 2))
         for index, (name, source, run) in enumerate(rows)
     ]
-
-
-def last(values: list[Tensor]) -> float:
-    """The mean of the last values."""
-    return float(torch.stack(values[-TAIL:]).float().mean())
 
 
 def batches(steps: int, size: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

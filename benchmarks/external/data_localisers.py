@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..faults.training import last as last
 from .case import Watch
 
 AUTOTRAINER = "AutoTrainer (ICSE 2021), https://github.com/shiningrain/AUTOTRAINER"
@@ -24,7 +25,6 @@ DEEPCRIME = "DeepCrime, whose mutants Humbatova et al. use, https://github.com/d
 TAXONOMY = "Humbatova et al. (ICSE 2020), https://arxiv.org/abs/1910.11015"
 
 PAD = 0
-TAIL = 10
 FONT = (  # rows of five pixels, from the top
     (14, 17, 19, 21, 25, 17, 14),
     (4, 12, 4, 4, 4, 4, 14),
@@ -152,11 +152,6 @@ def dense(sizes: list[int], activation: type[nn.Module]) -> nn.Sequential:
     for inputs, outputs in pairwise(sizes):
         layers += [nn.Linear(inputs, outputs), activation()]
     return nn.Sequential(*layers[:-1])
-
-
-def last(losses: list[Tensor]) -> float:
-    """The mean of the last ten losses."""
-    return float(torch.stack(losses[-TAIL:]).float().mean())
 
 
 def fit(

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-TAIL = 10
+from ..faults.training import last as last
+
 DIGITS = 10
 SIDE = 12
 # seven rows of five dots for each digit
@@ -33,11 +34,6 @@ WORDS = ["<start>", "the", "and", ".", *ADJECTIVES, *NOUNS, *VERBS]
 NUMBERS = {word: number for number, word in enumerate(WORDS)}
 SENTENCE = 7
 WIDTH = 32
-
-
-def last(losses: list[Tensor]) -> float:
-    """The mean of the last losses."""
-    return float(torch.stack(losses[-TAIL:]).float().mean())
 
 
 def generator(seed: int, part: int = 0) -> torch.Generator:
