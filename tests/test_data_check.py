@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor
-from torch_gradmon.plugins.data_check.head import Head, facts_of, output_of, recognised
+from torch_gradmon.plugins.data_check.head import CLASSES, ROWS, Head, facts_of, output_of, recognised, sample_of
 
 Batch = tuple[Tensor, Tensor]
 
@@ -26,7 +26,8 @@ def head(loss_of: Callable[[Tensor], Tensor], output: Tensor) -> Head | None:
     result.register_hook(lambda gradient: kept.append(gradient))
     loss = loss_of(result)
     loss.backward()
-    facts = facts_of(result, kept[0])
+    sample = sample_of(result)
+    facts = None if sample is None else facts_of(sample, kept[0])
     return None if facts is None else recognised(facts.tolist(), loss.item())
 
 
@@ -113,6 +114,18 @@ def test_a_mean_square_and_its_targets() -> None:
 def test_other_losses_are_left_alone(loss_of: Callable[[Tensor], Tensor]) -> None:
     found = head(loss_of, draw(32, 4))
     assert found is None or found.kind == "mean square"
+
+
+def test_no_more_of_an_output_is_kept_than_is_looked_at() -> None:
+    logits = draw(2000, 4)
+    sample = sample_of(logits)
+    assert sample is not None
+    assert sample.shape == (ROWS, 4)
+    assert sample.untyped_storage().nbytes() == ROWS * 4 * 4
+    assert sample_of(draw(2, CLASSES + 1)) is None
+    found = head(lambda z: F.cross_entropy(z, labels(2000, 4)), logits)
+    assert found is not None
+    assert (found.rows, round(found.scale, 3)) == (2000, 1.0)
 
 
 def test_the_output_of_a_loss() -> None:

@@ -74,21 +74,32 @@ def rows_of(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1]) if tensor.ndim > 1 else tensor.reshape(-1, 1)
 
 
-@torch.no_grad()
-def facts_of(output: Tensor, gradient: Tensor) -> Tensor | None:
-    """Numbers about an output and its gradient, float64 ``[_FACTS + classes]`` on their device. Does not synchronise."""
-    z, g = rows_of(output.detach()), rows_of(gradient)
-    if z.shape != g.shape or z.shape[1] > CLASSES or z.shape[0] < 2:
+def sample_of(output: Tensor) -> Tensor | None:
+    """A copy of the rows that are looked at, which a later layer of the loss may change in place; None where nothing is looked at."""
+    rows = rows_of(output.detach())
+    if rows.shape[1] > CLASSES or len(rows) < 2 or rows.device.type == "mps":  # which has no float64
         return None
-    count = torch.tensor(float(z.shape[0]), device=z.device)
-    z, g = z[:ROWS].double(), g[:ROWS].double()
-    if z.device.type == "mps":
+    return rows[:ROWS].clone()
+
+
+@torch.no_grad()
+def facts_of(sample: Tensor, gradient: Tensor) -> Tensor | None:
+    """Numbers about an output and its gradient, float64 ``[_FACTS + classes]`` on their device. Does not synchronise.
+
+    Args:
+        sample: the first rows of the output, or all of it.
+        gradient: of the whole output.
+    """
+    z, every = rows_of(sample.detach())[:ROWS].double(), rows_of(gradient)
+    g = every[:ROWS].double()
+    if z.shape != g.shape:
         return None
     used = g.abs().sum(1) > 0
     sums = torch.stack([z.sum(), z.square().sum(), g.sum(), g.square().sum(), (z * g).sum()])
     one = _single(z, g) if z.shape[1] == 1 else _classes(z, g, used)
-    shape = torch.tensor([z.shape[0], z.shape[1]], dtype=torch.float64, device=z.device)
-    head = torch.cat([count.double().view(1), used.double().sum().view(1), shape, sums, one[0]])
+    # filled on the device: a copy from the host would wait
+    count, rows, classes = (sums.new_full((1,), float(number)) for number in (len(every), *z.shape))
+    head = torch.cat([count, used.double().sum().view(1), rows, classes, sums, one[0]])
     return torch.cat([head, head.new_zeros(_FACTS - len(head)), one[1]])
 
 

@@ -22,7 +22,7 @@ from ...step.plugin import Plugin
 from ..setup_check.expectations import Expectations
 from ..tallies import Tallies
 from .batches import Batches, batch_tensors, look_of
-from .head import facts_of, output_of, recognised
+from .head import facts_of, output_of, recognised, sample_of
 from .targets import Targets
 
 #: Monitored steps that are looked at, and those of them whose output is, too.
@@ -56,9 +56,9 @@ class _Look:
         if self.has_head and (look := look_of(tensors)) is not None:
             self._found["look"] = look
 
-    def take_head(self, output: Tensor, gradient: Tensor) -> None:
+    def take_head(self, sample: Tensor, gradient: Tensor) -> None:
         """Look at the first gradient that comes back to the output."""
-        if "head" not in self._found and type(gradient) is Tensor and (facts := facts_of(output, gradient)) is not None:
+        if "head" not in self._found and type(gradient) is Tensor and (facts := facts_of(sample, gradient)) is not None:
             self._found["head"] = facts
 
     def send(self) -> None:
@@ -151,12 +151,12 @@ class DataCheck(Plugin):
             self.context.call(self._follow, look, output)
 
     def _follow(self, look: _Look, output: Tensor) -> None:
-        copy = output.detach().clone()  # which a later layer of the loss may change in place
-        output.register_hook(_Once(self, look, copy))  # type: ignore[no-untyped-call]
+        if (sample := sample_of(output)) is not None:
+            output.register_hook(_Once(self, look, sample))  # type: ignore[no-untyped-call]
 
-    def came_back(self, look: _Look, output: Tensor, gradient: Tensor) -> None:
+    def came_back(self, look: _Look, sample: Tensor, gradient: Tensor) -> None:
         """A gradient came back to the output of a step."""
-        look.take_head(output, gradient)
+        look.take_head(sample, gradient)
 
     # --- steps ---------------------------------------------------------------------------------------------------------------
 
@@ -186,12 +186,14 @@ class DataCheck(Plugin):
             head = recognised(found["head"].tolist(), loss_in(record.values))
             if head is not None:
                 scaled = self.context.scaler is not None
+                known = self.chance
                 self._targets.add(head, look.forwards, scaled)
-                self._note(chance=self.chance)
+                if self.chance != known:
+                    self._note(chance=self.chance)
 
 
 class _Once(Hook):
     """Gives the gradient of an output to the check, once."""
 
-    def __init__(self, check: DataCheck, look: _Look, output: Tensor) -> None:
-        super().__init__(check.context.call, check.came_back, look, output)
+    def __init__(self, check: DataCheck, look: _Look, sample: Tensor) -> None:
+        super().__init__(check.context.call, check.came_back, look, sample)
