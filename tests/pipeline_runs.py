@@ -91,10 +91,16 @@ def loss_of(out: Tensor, target: Tensor) -> Tensor:
     return (out - target).square().mean()
 
 
+def _total(x: Tensor) -> Tensor:
+    return x.abs().sum()
+
+
 def add_metrics(monitor: gradmon.ModuleMonitor) -> None:
     """Those that are compared."""
     for metric in ("norm", "mean", "max"):
         monitor.add_gradient_metric(metric, stages=["before_clip", "after_clip"])
+    monitor.add_gradient_metric("total", _total, metric_aggregation_fn="sum", shardwise=True)
+    monitor.add_optimizer_metric("exp_avg_norm")
     monitor.add_update_metric("norm")
     monitor.add_parameter_metric("norm")
     monitor.add_activation_metric("max", metric_regex=r"layers")

@@ -113,7 +113,7 @@ class Measurer:
         if self.ranks.has_parts:
             for position in plan.functions.keys() - set(due):
                 for metric in plan.functions[position]:
-                    wanted.buffer.absent[plan.source, f"{plan.names[position]}/{metric.name}"] = _NOT_HERE
+                    wanted.buffer.absent.setdefault((plan.source, f"{plan.names[position]}/{metric.name}"), _NOT_HERE)
         if not due:
             return
         spread = plan.spread if self.ranks.count > 1 else ()
@@ -182,7 +182,7 @@ class Measurer:
         if not due and not summable:
             return
         values = [wanted.tensors[position], None if wanted.second is None else wanted.second[position]]
-        inputs = [_each_tensor(x, lambda t: self.ranks.own_part(t, spread=True)) for x in values if x is not None]
+        inputs = [_each_tensor(x, lambda t: self.ranks.part_at(position, t)) for x in values if x is not None]
         part = inputs[0]["param"] if isinstance(inputs[0], Mapping) else inputs[0]
         if not (weight := part.numel()):  # another rank has it
             return

@@ -114,6 +114,10 @@ class Ranks:
             return tensors
         return {position: self.own_part(tensor, position in spread) for position, tensor in tensors.items()}
 
+    def part_at(self, position: int, tensor: Tensor) -> Tensor:
+        """:meth:`own_part` of one tensor whose values will be merged, of the parameter at ``position``."""
+        return self.own_part(tensor, True) if self._homes is None else self._part_at_home(tensor, True, self._homes[position])
+
     def _part_at_home(self, tensor: Tensor, spread: bool, home: int) -> Tensor:
         if spread and not is_dtensor(tensor):
             return tensor if home == torch.distributed.get_rank() else tensor.new_empty(0)
