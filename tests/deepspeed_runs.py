@@ -51,7 +51,7 @@ def plain(ranks: int) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
     """One process with the data of all ranks: the parameters at the end, and the values of each step."""
     model = make_model()
     optimizer = make_optimizer(model)
-    monitor = gradmon.watch(model, optimizer, on_spike=None)
+    monitor = gradmon.watch(model, optimizer, on_spike=None, layers="blocks")
     add_metrics(monitor)
     values = []
     for step in range(STEPS):
@@ -110,7 +110,7 @@ def train(rank: int, stage: int, watched: bool, config: dict[str, Any]) -> dict[
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 
-    monitor = gradmon.watch(engine, on_spike=None) if watched else None
+    monitor = gradmon.watch(engine, on_spike=None, layers="blocks") if watched else None
     if monitor is not None:
         add_metrics(monitor)
     values, norms, steps = [], [], []
@@ -241,6 +241,21 @@ def refused(rank: int) -> list[str]:
     messages = refusals(attempts)
     engine.destroy()
     return messages
+
+
+def refused_pipeline(rank: int) -> list[str]:
+    """The message for an engine that has a stage of a pipeline."""
+    _be_launched(rank)
+    import deepspeed
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    layers = [LayerSpec(nn.Linear, 4, 4) for _ in range(2)]
+    model = PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    config = {**settings(0), "gradient_clipping": 0.0}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return refusals([lambda: gradmon.watch(engine)])
 
 
 def nan_from(rank: int, stage: int, config: dict[str, Any]) -> list[str]:

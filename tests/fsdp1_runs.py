@@ -102,6 +102,29 @@ def train(rank: int, watched: bool, original: bool, strategy: str, micro: int = 
     return {"state": state, "values": values, "norms": norms, "names": names, "missing": missing, "warnings": messages}
 
 
+def unlike(rank: int) -> tuple[list[str], list[str]]:
+    """The second rank asks for one metric more: the keys of the values, and the complaints."""
+    from torch_gradmon.step import consensus
+
+    model = FullyShardedDataParallel(make_model(), use_orig_params=True, device_id=torch.device("cpu"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    monitor = gradmon.watch(model, optimizer)
+    if rank == 1:
+        monitor.add_update_metric("norm")
+    before, consensus.PATIENCE = consensus.PATIENCE, 1.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(3):
+            optimizer.zero_grad()
+            for batch in batches(step, 1, range(rank, rank + 1)):
+                model(batch).square().mean().backward()
+            optimizer.step()
+    consensus.PATIENCE = before
+    keys, complaints = list(monitor.get_step_metrics()), list(monitor.complaints())
+    monitor.detach()
+    return keys, complaints
+
+
 def refused(rank: int) -> list[str]:
     """The messages for what is not the outermost FSDP module, and for a clip by the monitor."""
     options: dict[str, Any] = {"use_orig_params": True, "device_id": torch.device("cpu")}

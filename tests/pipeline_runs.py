@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_gradmon as gradmon
+from torch_gradmon.monitor.pipelining import PipelineSource
 
 from .ranks import refusals
 
@@ -282,3 +283,112 @@ def functions(rank: int) -> tuple[list[dict[str, float]], dict[str, str]]:
     missing = {key: why for key, why in monitor.missing().items() if "spectral" in key}
     monitor.detach()
     return values, missing
+
+
+def _groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Weights and biases."""
+    of = [[p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim == 1]]
+    return [{"params": parameters, "weight_decay": 0.1 * (not number)} for number, parameters in enumerate(of)]
+
+
+def options(rank: int) -> dict[str, Any]:
+    """A pipeline of two ranks with names left out, sums over blocks and groups, and a metric of one stage; alone, the whole model."""
+    is_alone = dist.get_world_size() == 1
+    model = Model() if is_alone else Model().part(rank, 2)
+    runner: Any = None
+    if not is_alone:
+        runner = ScheduleGPipe(PipelineStage(model, rank, 2, torch.device("cpu")), MICRO, loss_fn=loss_of)
+    before = {} if runner is None else dict(vars(runner))
+    optimizer = torch.optim.AdamW(_groups_of(model), 1e-2, foreach=False)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        monitor = gradmon.watch(runner or model, optimizer, layers="blocks", excluded_modules_regex=r"layers\.[12]|^head$")
+        monitor.add_gradient_metric("norm")
+        monitor.add_activation_metric("max", metric_regex=r"^embedding$")
+        monitor.add_activation_metric("max", metric_regex=r"layers\.3\.down")
+        overlap = refusals([lambda: monitor.add_activation_metric("max", metric_regex=r"^layers\.3")])
+    values = []
+    for step in range(3):
+        optimizer.zero_grad()
+        x, y = batch(step, 0)
+        if runner is None:
+            loss_of(model(x), y).backward()
+        else:
+            runner.step(*([x] if rank == 0 else []), **({"target": y} if rank else {}))
+        optimizer.step()
+        values.append({key: value for key, value in monitor.get_step_metrics().items() if "overhead" not in key})
+    monitor.detach()
+    after = {} if runner is None else vars(runner)
+    left = {name for name in ("step", *PipelineSource.trials) if after.get(name) is not before.get(name)}
+    return {"values": values, "overlap": overlap, "warned": [str(each.message) for each in warned], "left": left}
+
+
+def frozen(rank: int) -> tuple[list[str], dict[str, float]]:
+    """The first stage is frozen: what is refused, and the values with an optimizer that changes nothing."""
+    part = Model().part(rank, 2).requires_grad_(rank == 1)
+    runner = ScheduleGPipe(PipelineStage(part, rank, 2, torch.device("cpu")), MICRO, loss_fn=loss_of)
+    refused = refusals([lambda: gradmon.watch(runner)]) if rank == 0 else []
+    optimizer = torch.optim.SGD(part.parameters(), 0.1)
+    monitor = gradmon.watch(runner, optimizer)
+    monitor.add_gradient_metric("norm")
+    x, y = batch(0, 0)
+    runner.step(*([x] if rank == 0 else []), **({"target": y} if rank else {}))
+    optimizer.step()
+    values = {key: value for key, value in monitor.get_step_metrics().items() if "overhead" not in key}
+    monitor.detach()
+    return refused, values
+
+
+def tied(rank: int) -> tuple[list[tuple[dict[str, float], float]], list[str]]:
+    """The first rank has the first and the last stage, which share a weight: the values of each step with the norm of all gradients, and
+    the keys of missing values.
+
+    torch divides the gradient of such a weight by the number of micro-batches twice, so one process is no comparison.
+    """
+    numbers = (0, 3) if rank == 0 else (1, 2)
+    parts = [Model().part(number, 4) for number in numbers]
+    if rank == 0:
+        parts[1].layers["3"].up.weight = parts[0].layers["0"].up.weight
+    stages = [PipelineStage(part, n, 4, torch.device("cpu")) for part, n in zip(parts, numbers, strict=True)]
+    runner = ScheduleZBVZeroBubble(stages, MICRO, loss_fn=loss_of)
+    own = dict.fromkeys(parameter for part in parts for parameter in part.parameters())
+    optimizer = torch.optim.SGD(own, 0.1)
+    monitor = gradmon.watch(runner, optimizer)
+    monitor.add_gradient_metric("norm")
+    found = []
+    for step in range(2):
+        optimizer.zero_grad()
+        x, y = batch(step, 0)
+        runner.step(*([x] if rank == 0 else []), **({"target": y} if rank == 0 else {}))
+        square = torch.stack([parameter.grad.double().square().sum() for parameter in own]).sum()
+        dist.all_reduce(square)
+        optimizer.step()
+        values = {key: value for key, value in monitor.get_step_metrics().items() if "overhead" not in key}
+        found.append((values, square.sqrt().item()))
+    missing = list(monitor.missing())
+    monitor.detach()
+    return found, missing
+
+
+def unlike(rank: int) -> tuple[list[str], list[str]]:
+    """The second rank asks for one metric more: the keys of the values, and the complaints."""
+    from torch_gradmon.step import consensus
+
+    part = Model().part(rank, 2)
+    runner = ScheduleGPipe(PipelineStage(part, rank, 2, torch.device("cpu")), MICRO, loss_fn=loss_of)
+    optimizer = torch.optim.SGD(part.parameters(), 0.1)
+    monitor = gradmon.watch(runner, optimizer)
+    if rank == 1:
+        monitor.add_update_metric("norm")
+    before, consensus.PATIENCE = consensus.PATIENCE, 1.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(3):
+            optimizer.zero_grad()
+            x, y = batch(step, 0)
+            runner.step(*([x] if rank == 0 else []), **({"target": y} if rank else {}))
+            optimizer.step()
+    consensus.PATIENCE = before
+    keys, complaints = list(monitor.get_step_metrics()), list(monitor.complaints())
+    monitor.detach()
+    return keys, complaints

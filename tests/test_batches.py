@@ -125,7 +125,10 @@ def test_a_spike_names_the_rank() -> None:
 
 def test_gradients_that_exist_only_reduced_are_said_to() -> None:
     for _, norms, _ in on_ranks(2, batches_of, "fsdp2"):
-        assert norms == "not every rank has reported its micro-batches: gradients of sharded tensors exist only reduced"
+        assert norms == (
+            "not every rank has reported its micro-batches: where ranks have parts of the model, gradients are measured only once they "
+            "are reduced"
+        )
 
 
 @pytest.mark.parametrize("size", [0, 1.5, True])

@@ -64,3 +64,10 @@ def test_what_is_not_the_outermost_module_is_refused_and_so_is_a_clip_of_parts()
         assert clip.startswith(
             "ValueError: monitor.clip_grad_norm_ does not know the norm of gradients that an engine has in parts"
         )
+
+
+@pytest.mark.filterwarnings("ignore:.*FullyShardedDataParallel")
+def test_ranks_with_other_metrics_are_named_and_train_on() -> None:
+    for keys, complaints in on_ranks(2, runs.unlike):
+        assert "ranks:tensors" in complaints
+        assert "gradmon/grad_norm" not in keys

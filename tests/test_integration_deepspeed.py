@@ -117,6 +117,11 @@ def test_what_does_not_belong_to_the_engine_is_refused() -> None:
         assert skips.startswith("ValueError: on_spike= of this monitor skips or undoes steps")
 
 
+def test_a_pipeline_of_deepspeed_is_refused() -> None:
+    for (message,) in on_ranks(2, runs.refused_pipeline):
+        assert message.startswith("ValueError: a PipelineEngine of DeepSpeed cannot be watched: each rank has some layers")
+
+
 def test_a_model_that_is_no_engine_is_taken_as_it_is() -> None:
     model = nn.Linear(2, 2)
     monitor = gradmon.watch(model, torch.optim.SGD(model.parameters(), 0.1))

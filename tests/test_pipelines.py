@@ -84,8 +84,51 @@ def test_what_a_pipeline_cannot_do_is_refused() -> None:
         )
 
 
+def test_patterns_see_the_names_of_the_whole_model_and_blocks_and_groups_are_those_of_all_stages() -> None:
+    (alone,) = on_ranks(1, runs.options)
+    for ours in on_ranks(2, runs.options):
+        assert ours["warned"] == alone["warned"] == []
+        assert ours["overlap"] == alone["overlap"]
+        assert "is already registered for 'layers.3.down'" in ours["overlap"][0]
+        assert ours["left"] == set(), "methods of the schedule are still wrapped"
+        for values, expected in zip(ours["values"], alone["values"], strict=True):
+            assert values.keys() == expected.keys()
+            assert values == pytest.approx(expected, rel=1e-5, abs=5e-8)
+    keys = alone["values"][0]
+    assert {
+        "gradient_before_clip/layers.2/norm",
+        "gradient_before_clip/group_1/norm",
+        "gradient/layers.3.up.weight/norm",
+    } <= keys.keys()
+    assert "gradient/layers.2.up.weight/norm" not in keys
+
+
+def test_a_frozen_stage_needs_an_optimizer_that_ends_its_steps() -> None:
+    (refused, first), (_, second) = on_ranks(2, runs.frozen)
+    assert refused[0].startswith("ValueError: the stages of this rank are frozen and have no optimizer")
+    assert first == second
+    assert first["gradient/head.weight/norm"] > 0
+
+
+def test_a_weight_that_two_stages_of_a_rank_share_counts_once() -> None:
+    first, second = on_ranks(2, runs.tied)
+    assert first == second
+    found, missing = first
+    assert not [key for key in missing if key.startswith("gradient/")]
+    for values, norm in found:
+        assert values["gradmon/grad_norm"] == pytest.approx(norm, rel=1e-6)
+        assert "gradient/layers.0.up.weight/norm" in values
+        assert "gradient/layers.3.up.weight/norm" not in values
+
+
+def test_ranks_with_other_metrics_are_named_and_train_on() -> None:
+    for keys, complaints in on_ranks(2, runs.unlike):
+        assert "ranks:tensors" in complaints
+        assert "gradmon/grad_norm" not in keys
+
+
 def _fact(stage: int, name: str) -> PartFacts:
-    return PartFacts(stage, name, (2, 3), "torch.float32", True, 3)
+    return PartFacts(stage, name, (2, 3), "torch.float32", True, 3, 0)
 
 
 def test_names_that_several_stages_have_begin_with_the_stage() -> None:

@@ -518,7 +518,7 @@ def test_parameters_that_are_spread_over_ranks_have_no_gradients_of_micro_batche
     inventory.spread.add("base.weight")
     situation = ReasonContext(inventory, {}, (), (), True, {})
     record = StepRecord(0, 0.0, True, {})
-    assert "exist only reduced" in situation.reason("gradient_local", "base.weight", record, None)
+    assert "only once they are reduced" in situation.reason("gradient_local", "base.weight", record, None)
     assert situation.reason("gradient_local", "low.weight", record, None) == ""
     # after detach() nobody knows which optimizers there were
     assert situation.reason("update", "low.weight", record, None) == ""

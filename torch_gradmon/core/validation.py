@@ -144,16 +144,16 @@ _ZERO_MARKS = ("_hp_mapping", "ds_id")
 
 def is_deepspeed(model: object) -> bool:
     """Whether this is a DeepSpeed engine."""
-    return _is_of(model, "DeepSpeedEngine", "deepspeed.")
+    return is_of(model, "DeepSpeedEngine", "deepspeed.")
 
 
 def is_schedule(model: object) -> bool:
     """Whether this is a schedule of ``torch.distributed.pipelining``."""
-    return _is_of(model, "_PipelineSchedule", "torch.distributed.pipelining")
+    return is_of(model, "_PipelineSchedule", "torch.distributed.pipelining")
 
 
-def _is_of(model: object, name: str, package: str) -> bool:
-    """Whether a class of this name is among its classes, without an import of the package."""
+def is_of(model: object, name: str, package: str) -> bool:
+    """Whether a class of this name is among the classes of ``model``, without an import of the package."""
     return any(kind.__name__ == name and kind.__module__.startswith(package) for kind in type(model).__mro__)
 
 

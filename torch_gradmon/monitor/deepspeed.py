@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..core import validation as check
 from ..core.errors import display
 from ..step.gradient_source import GradientSource
 
@@ -82,9 +83,9 @@ class ZeroSource(DeepSpeedSource):
         found = getattr(optimizer, "single_partition_of_fp32_groups", None)
         return getattr(optimizer, "fp32_groups_flat_partition", ()) if found is None else found
 
-    def tensors_of(self, optimizer: Optimizer) -> Sequence[Tensor]:
-        """The flat tensors: while one of them is stepped the others are out of the groups."""
-        return self._flats()
+    def groups_of(self, optimizer: Optimizer) -> Sequence[Sequence[Tensor]]:
+        """A flat tensor each: while one of them is stepped the others are out of the groups."""
+        return [[flat] for flat in self._flats()]
 
     def is_part(self, parameter: nn.Parameter) -> bool:
         """Of each parameter that is trained."""
@@ -131,9 +132,11 @@ class ZeroSource(DeepSpeedSource):
 class Zero3Source(DeepSpeedSource):
     """Under ZeRO 3 each rank has the same share of every parameter, filled up with zeros at the end."""
 
-    def tensors_of(self, optimizer: Optimizer) -> Sequence[Tensor]:
-        """The flat tensors, which are in the groups only while they are stepped."""
-        found: Sequence[Tensor] = self._optimizer.fp32_partitioned_groups_flat
+    def groups_of(self, optimizer: Optimizer) -> Sequence[Sequence[Tensor]]:
+        """Flat tensors, which are in the groups only while they are stepped."""
+        found: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
+        for number, flat in enumerate(self._optimizer.fp32_partitioned_groups_flat):
+            found[self._optimizer.sub_group_to_group_id[number]].append(flat)
         return found
 
     def is_part(self, parameter: nn.Parameter) -> bool:
@@ -217,13 +220,18 @@ def unpacked(engine: Any, optimizers: Sequence[Any]) -> tuple[nn.Module, Sequenc
     """The model of an engine, the optimizer inside, and where gradients are.
 
     Raises:
-        ValueError: another optimizer was given beside the engine, or it has none, or one that cannot be followed.
+        ValueError: another optimizer was given beside the engine, or it has none, or one that cannot be followed; or it is a pipeline.
     """
     inner = getattr(engine, "basic_optimizer", None)
     for each in optimizers:
         # Accelerate has a wrapper around it
         if not any(one is engine.optimizer or one is inner for one in (each, getattr(each, "optimizer", None))):
             raise ValueError(f"a DeepSpeed engine steps its own optimizer, not {display(each)}; call watch(engine) alone")
+    if check.is_of(engine, "PipelineEngine", "deepspeed."):
+        raise ValueError(
+            "a PipelineEngine of DeepSpeed cannot be watched: each rank has some layers of the model, and the engine shows neither their "
+            "names in the whole nor when their gradients are final; schedules of torch.distributed.pipelining can be watched"
+        )
     if inner is None or engine.optimizer is None:
         raise ValueError(
             "this DeepSpeed engine has no optimizer, so it does not train; pass optimizer= to deepspeed.initialize()"

@@ -48,6 +48,22 @@ def _between(before: _Method, after: _Method) -> Callable[..., Any]:
     return around
 
 
+def _without(reference: weakref.ref[StepLifecycle]) -> Callable[..., Any]:
+    """A function around a method, in which nothing is measured."""
+
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        lifecycle = reference()
+        if lifecycle is None:
+            return original(*args, **kwargs)
+        before = lifecycle.pause(True)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            lifecycle.pause(before)
+
+    return around
+
+
 class FollowedLoop(LoopDriver):
     """Follows one loop by hooks: torch's events in, the step machine's events out.
 
@@ -87,12 +103,16 @@ class FollowedLoop(LoopDriver):
         self.machine = StepMachine(cycle, self.measurement, order)
         self.is_orphaned, self.scaler, self._is_due = False, scaler, True
         self.hooks.optimizers.allow_skips(lifecycle.plugins.has("before_optimizer_step"))
-        self._boundary = self._around(lifecycle.planning.planner.source)
+        self._wrapped = self._around(lifecycle.planning.planner.source)
 
-    def _around(self, source: GradientSource) -> WrappedMethod | None:
-        """Follow the method that shows when gradients are final."""
-        began, ended = weakref.WeakMethod(self.passes_began), weakref.WeakMethod(self.passes_ended)
-        return None if source.boundary is None else WrappedMethod(source.boundary, "step", _between(began, ended))
+    def _around(self, source: GradientSource) -> list[WrappedMethod]:
+        """Follow the method that shows when gradients are final, and measure nothing in those that do not train."""
+        if (boundary := source.boundary) is None:
+            return []
+        step = _between(weakref.WeakMethod(self.passes_began), weakref.WeakMethod(self.passes_ended))
+        trials = [name for name in source.trials if hasattr(boundary, name)]
+        without = _without(weakref.ref(self._lifecycle))
+        return [WrappedMethod(boundary, "step", step), *(WrappedMethod(boundary, name, without) for name in trials)]
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -196,8 +216,8 @@ class FollowedLoop(LoopDriver):
     def remove_hooks(self) -> None:
         """Take all hooks away."""
         self.hooks.remove()
-        if self._boundary is not None:
-            self._boundary.remove()
+        for wrapped in self._wrapped:
+            wrapped.remove()
 
     def wrapper_began(self, optimizer: Optimizer) -> None:
         source = self._lifecycle.planning.planner.source

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from ..capture.hooks import WrappedMethod
+from ..core import validation as check
 from ..step.gradient_source import GradientSource
 from ..step.model_index import ModelIndex
 from ..step.whole_model import PartFacts, WholeModel
@@ -27,18 +26,30 @@ class PipelineParts(nn.Module):
         for stage, part in parts.items():
             self.add_module(str(stage), part)
 
-    @property
-    def part_facts(self) -> list[PartFacts]:
-        """What other ranks have to know of them."""
-        found = []
+    def facts(self, named: Sequence[Any]) -> list[PartFacts]:
+        """What other ranks have to know of them; ``named`` are the optimizers of this rank. A parameter that two parts share is one."""
+        found: dict[int, PartFacts] = {}
         for number, part in self.named_children():
-            index = ModelIndex(part)
-            for name, about in index.parameters.items():
-                is_trained = name in index.trainable.names
-                found.append(
-                    PartFacts(int(number), name, about["shape"], about["dtype"], is_trained, index.matrices.get(name, -1))
-                )
-        return found
+            index, groups = ModelIndex(part), _groups(part, named)
+            for (name, about), reference in zip(index.parameters.items(), index.references, strict=True):
+                place, is_trained = id(reference()), name in index.trainable.names
+                fan_in, group = index.matrices.get(name, -1), groups.get(place, -1)
+                found.setdefault(place, PartFacts(int(number), name, about["shape"], about["dtype"], is_trained, fan_in, group))
+        return list(found.values())
+
+    def kinds(self) -> list[tuple[int, str, str]]:
+        """The number of the stage, the name within it and the class of each module."""
+        kinds = {int(number): ModelIndex(part).kinds for number, part in self.named_children()}
+        return [(number, name, kind) for number, of in kinds.items() for name, kind in of.items()]
+
+
+def _groups(part: nn.Module, named: Sequence[Any]) -> dict[int, int]:
+    """The number of each parameter's group among those of the optimizers that have any parameter of this part, by id."""
+    own = set(map(id, part.parameters()))
+    optimizers = [check.bare_optimizer(each).param_groups for each in named]
+    members = [[set(map(id, group["params"])) for group in groups] for groups in optimizers]
+    groups = [group for of in members if not own.isdisjoint(set().union(*of)) for group in of]
+    return {place: number for number, group in enumerate(groups) for place in group}
 
 
 class PipelineSource(GradientSource):
@@ -50,56 +61,42 @@ class PipelineSource(GradientSource):
     """
 
     is_final_at_step = is_pipeline = True
+    # with empty tensors, to see the shapes of outputs; private, and one or the other may be missing
+    trials = ("eval", "_initialize_stage", "_initialize_stages")
 
     def __init__(self, schedule: Any, parts: PipelineParts) -> None:
         self.boundary = schedule
         self._parts = parts  # which nothing else keeps alive
-        self._wrapped: list[WrappedMethod] = []
-
-    def ignore_trials(self, runtime: Runtime) -> None:
-        """Measure nothing when the schedule evaluates, or calls its stages with empty tensors to see the shapes of their outputs."""
-        paused = _paused(weakref.ref(runtime))
-        for name in ("eval", "_initialize_stage", "_initialize_stages"):  # the latter two are private, and may be gone
-            if hasattr(self.boundary, name):
-                self._wrapped.append(WrappedMethod(self.boundary, name, paused))
 
 
-def _paused(reference: weakref.ref[Runtime]) -> Callable[..., Any]:
-    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        runtime = reference()
-        if runtime is None:
-            return original(*args, **kwargs)
-        before = runtime.pause(True)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            runtime.pause(before)
+def unpacked(schedule: Any, named: Sequence[Any]) -> tuple[PipelineParts, PipelineSource]:
+    """The modules of the schedule's stages on this rank, and where their gradients are.
 
-    return around
-
-
-def unpacked(schedule: Any) -> tuple[nn.Module, PipelineSource]:
-    """The modules of the schedule's stages on this rank, and where their gradients are."""
+    Raises:
+        ValueError: no optimizer ends the steps of this rank, whose stages are frozen.
+    """
     stages = getattr(schedule, "_stages", None) or [schedule._stage]
     parts = PipelineParts({stage.stage_index: stage.submod for stage in stages})
+    if not named and not any(parameter.requires_grad for parameter in parts.parameters()):
+        raise ValueError(
+            "the stages of this rank are frozen and have no optimizer, whose step would end the step of the monitor: pass one that changes "
+            "nothing, such as torch.optim.SGD(part.parameters()), and step it where other ranks step theirs"
+        )
     return parts, PipelineSource(schedule, parts)
 
 
-def meet(runtime: Runtime, parts: nn.Module) -> None:
-    """Exchange with other ranks which parameters each has. Collective.
+def meet(runtime: Runtime, parts: PipelineParts, named: Sequence[Any]) -> None:
+    """Exchange with other ranks which parameters and modules each has. Collective.
 
     Raises:
         ValueError: some ranks do not watch their stages.
     """
-    ranks, source = runtime.captures.measurer.ranks, runtime.planner.source
-    if isinstance(source, PipelineSource) and not runtime.fence.inert:
-        source.ignore_trials(runtime)
-    assert isinstance(parts, PipelineParts)
-    if runtime.fence.inert or ranks.count == 1:
+    ranks = runtime.captures.measurer.ranks
+    if runtime.fence.inert:
         return
     if not runtime.lifecycle.planning.exchange.exchange.all_take_part("stages"):
         raise ValueError(
             "some ranks do not watch their stages of the pipeline: call watch(schedule, optimizer) on every rank of it, in the same order "
             "as other monitors, or name its ranks by process_group="
         )
-    runtime.planner.widen(WholeModel.gathered(ranks, parts.part_facts))
+    runtime.planner.widen(WholeModel.gathered(ranks, parts.facts(named), parts.kinds()))

@@ -121,12 +121,7 @@ class Runtime:
 
     def pause(self, is_paused: bool) -> bool:
         """Measure nothing, or go on; whether nothing was measured before."""
-        before = self.captures.modules.paused
-        self.captures.modules.pause(is_paused)
-        self.state.pause(is_paused)
-        self.lifecycle.hooks.wake()
-        self.lifecycle.plugins.call("on_pause", is_paused)
-        return before
+        return self.lifecycle.pause(is_paused)
 
     @fenced
     def backfill(self) -> None:

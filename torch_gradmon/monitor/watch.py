@@ -19,6 +19,8 @@ from .options import MonitorOptions, OnSpike, check_names
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from .pipelining import PipelineParts
+
 
 def watch(
     model: nn.Module,
@@ -53,12 +55,13 @@ def watch(
     """
     check_names(options, ("scaler", "start_step", "preset", "on_spike"), "watch() has")
     named: Sequence[Any] = optimizers
-    if is_pipeline := check.is_schedule(model):
+    parts: PipelineParts | None = None
+    if check.is_schedule(model):
         from .pipelining import unpacked as stages_of
 
         if options.get("gradient_source") is not None:
             raise ValueError("a schedule brings a gradient_source of its own, so leave that argument out")
-        model, options["gradient_source"] = stages_of(model)
+        model, options["gradient_source"] = parts, _ = stages_of(model, named)
     check.module(model)
     if check.is_deepspeed(model):
         from .deepspeed import unpacked
@@ -72,11 +75,12 @@ def watch(
     check.optimizers(model, named, source_for(model, options.get("gradient_source")))
     # the user's function may raise, so it runs before the monitor exists
     check.cadence(options.get("every"), options.get("monitor_step_fn"))(start_step or 0)
-    monitor = prepared(model, preset=preset, on_spike=on_spike, **options)
-    if is_pipeline:
+    monitor = prepared(model if parts is None else None, preset=preset, on_spike=on_spike, **options)
+    if parts is not None:
         from .pipelining import meet
 
-        meet(monitor._runtime, model)
+        meet(monitor._runtime, parts, named)
+        monitor.set_module(parts)  # now that names in the whole model are known
     return replacing.attach(monitor, named, scaler=scaler, start_step=start_step)
 
 

@@ -68,7 +68,8 @@ class ExchangePolicy:
         if inventory is None:  # no model is watched, but gradients may be clipped
             return []
         metrics = [(m.source, m.name, m.pattern.pattern, m.every) for m in self._planner.registry.own]
-        return [inventory.names, sorted(inventory.spread), metrics, sorted(self._summary.choice.shown)]
+        of_model = inventory.names, *map(sorted, (inventory.spread, inventory.excluded, inventory.trainable.names))
+        return [*of_model, metrics, sorted(self._summary.choice.shown)]
 
     @property
     def _is_sharded(self) -> bool:

@@ -31,14 +31,20 @@ class GradientSource:
     #: An object whose ``step`` runs all passes of a step, after which gradients are final, such as the schedule of a pipeline; None where
     #: the loop runs them.
     boundary: Any = None
+    #: Names of its methods that call the model without training it; those that it lacks do not count.
+    trials: Sequence[str] = ()
     #: Whether a GradScaler leaves accumulated gradients scaled, since it unscales those that the optimizer uses, which are others.
     stays_scaled = False
     #: Ranks have other parts of the model, which clip and step together.
     is_pipeline = False
 
+    def groups_of(self, optimizer: Optimizer) -> Sequence[Sequence[Tensor]]:
+        """What the optimizer steps in each of its groups, whatever these have between two steps."""
+        return [group["params"] for group in optimizer.param_groups]
+
     def tensors_of(self, optimizer: Optimizer) -> Sequence[Tensor]:
-        """All that the optimizer steps, whatever its groups have between two steps."""
-        return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        """All that the optimizer steps."""
+        return [tensor for group in self.groups_of(optimizer) for tensor in group]
 
     def stepped(self, parameter: nn.Parameter) -> Tensor:
         """The tensor in the optimizer's groups that stands for the parameter: itself, a master copy, or a flat tensor of many."""

@@ -24,8 +24,8 @@ _DECAY = 0.99
 #: Factor above the median of the others from which on a micro-batch stands out.
 _STANDS_OUT = 3.0
 _NOT_SEEN = (
-    "no gradient of a micro-batch was seen: it takes a backward pass, the hooks that attach() installs, and gradients that are not "
-    "sharded over ranks"
+    "no gradient of a micro-batch was seen: it takes a backward pass, the hooks that attach() installs, and the whole model on "
+    "each rank"
 )
 
 
@@ -62,7 +62,10 @@ class MicroBatchStats:
             absent.update(dict.fromkeys(DOCUMENTATION, _NOT_SEEN))
             return {}
         if len(norms) != ranks or not every:
-            reason = "not every rank has reported its micro-batches: gradients of sharded tensors exist only reduced"
+            reason = (
+                "not every rank has reported its micro-batches: where ranks have parts of the model, gradients are measured only once they "
+                "are reduced"
+            )
             absent.update(dict.fromkeys(DOCUMENTATION, reason))
             return {}
         values = {"batch_norm_max": max(every) if not any(map(math.isnan, every)) else math.nan}

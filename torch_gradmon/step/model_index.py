@@ -83,8 +83,11 @@ class ModelIndex:
         short = canonical_names(raw)
         of_user = format_name or (lambda name: name)
 
-        def rename(name: str) -> str:
-            return of_user(name if whole is None else whole.name_of(module, name))
+        def in_whole(name: str) -> str:
+            return name if whole is None else whole.name_of(module, name)
+
+        def is_excluded(name: str) -> bool:
+            return excluded is not None and excluded.search(name) is not None
 
         self.names: list[str] = []
         self.parameters: dict[str, dict[str, Any]] = {}  # shape and dtype by name, for the run directory
@@ -96,7 +99,7 @@ class ModelIndex:
         self.aliases: dict[str, list[str]] = {}
         name_of: dict[int, str] = {}
         for raw_name, (parameter, place) in raw.items():
-            name = name_of[id(parameter)] = rename(short[raw_name])
+            name = name_of[id(parameter)] = of_user(in_whole(short[raw_name]))
             self.names.append(name)
             shape = source.shape(parameter)
             self.parameters[name] = {"shape": list(shape), "dtype": str(parameter.dtype)}
@@ -107,30 +110,33 @@ class ModelIndex:
             is_part = source is not PLAIN_GRADIENTS and source.is_part(parameter)
             if is_part or is_sharded(parameter) or (distinct is not None and distinct.search(name)):
                 self.spread.add(name)
-            if excluded is not None and excluded.search(short[raw_name]):
+            if is_excluded(in_whole(short[raw_name])):
                 self.excluded.add(name)
         self.homes: list[int] = []  # with other parts elsewhere: the first rank that has each parameter
+        self.groups: list[frozenset[str]] | None = None  # then also the parameters of each of the optimizers' groups
         self.trainable = TrainableNames(name_of[id(parameter)] for parameter, _ in raw.values() if parameter.requires_grad)
         if whole is not None:
-            self._widen(whole, of_user)
+            self._widen(whole, of_user, is_excluded)
         if len(set(self.names)) < len(self.names):
             twice = next(name for name in self.names if self.names.count(name) > 1)
             raise ValueError(f"format_module_name_fn gives the name {twice!r} to more than one parameter; names must differ")
         for raw_name, parameter, _ in refs.parameters(module, remove_duplicate=False):
             # torch leaves out modules that compare equal to others
             if raw_name not in raw and id(parameter) in name_of:
-                self.aliases.setdefault(name_of[id(parameter)], []).append(canonical_name(raw_name))
+                self.aliases.setdefault(name_of[id(parameter)], []).append(in_whole(canonical_name(raw_name)))
         modules = dict(module.named_modules())
         short = canonical_names(name for name in modules if not _is_wrapped(name, modules))
-        self.modules: dict[str, weakref.ref[nn.Module]] = {}
+        self.modules: dict[str, Callable[[], nn.Module | None]] = {}
         for raw_name, name in short.items():
-            child = modules[raw_name]
-            if excluded is None or name == ROOT or not excluded.search(name):
-                self.modules[rename(name)] = weakref.ref(child)
-        self.kinds = {rename(name): kind_of(modules[raw]) for raw, name in short.items()}
+            if name == ROOT or not is_excluded(in_whole(name)):
+                self.modules[of_user(in_whole(name))] = weakref.ref(modules[raw_name])
+        own = {of_user(in_whole(name)): kind_of(modules[raw]) for raw, name in short.items()}
+        others = {of_user(name): kind for name, kind in whole.kinds.items() if not is_excluded(name)} if whole is not None else {}
+        self.kinds = {**others, **own}
+        self.modules.update((name, _nowhere) for name in others if name not in own)
         self._shape = ModelShape(list(modules.values()), refs)
 
-    def _widen(self, whole: WholeModel, of_user: Callable[[str], str]) -> None:
+    def _widen(self, whole: WholeModel, of_user: Callable[[str], str], is_excluded: Callable[[str], bool]) -> None:
         """Take up the parameters of other ranks."""
         places, known = dict(zip(self.names, self.references, strict=True)), self.parameters
         facts = {of_user(name): fact for name, fact in whole.facts.items()}
@@ -149,6 +155,8 @@ class ModelIndex:
         }
         self.foreign = set(self.names) - places.keys()
         self.spread = set(self.names)
+        self.excluded = {of_user(name) for name in whole.facts if is_excluded(name)}
+        self.groups = [frozenset(map(of_user, names)) for names in whole.groups()]
         # as it was when ranks met: what one of them freezes or thaws later is not known to the others
         self.trainable = TrainableNames(name for name in self.names if facts[name].is_trained)
 
@@ -176,7 +184,7 @@ class ModelIndex:
 
 
 def _nowhere() -> None:
-    """The place of a parameter that only other ranks have."""
+    """The place of a parameter or module that only other ranks have."""
 
 
 #: Modules whose weights have the inputs of one output after the first dimension.

@@ -106,10 +106,8 @@ class Planner:
         self.changed()
 
     def widen(self, whole: WholeModel) -> None:
-        """The watched module is a part of this model."""
+        """The module that will be watched is a part of this model."""
         self._whole = whole
-        if (module := self.module) is not None:
-            self.watch(module)
 
     def use(self, source: GradientSource) -> None:
         """Gradients are there, unless the user has named another place."""

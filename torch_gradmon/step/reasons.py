@@ -62,7 +62,7 @@ class ReasonContext:
         if not self.attached and source in _NEEDS_HOOKS:
             return _NEEDS_HOOKS[source]
         if source == n.GRADIENT_LOCAL and name in self.inventory.spread:
-            return "it is sharded over ranks, and its gradients exist only reduced"
+            return "ranks have parts of it or of the model, whose gradients are measured only once they are reduced"
         if source in _OF_OPTIMIZERS and owned is not None:
             return "its optimizer did not step" if name in owned else self._unowned(name)
         if source == n.GRADIENT_BEFORE_CLIP and _has_others(record.tables.get(source)):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torch import nn
 
+from ..core.keys import ROOT
 from .ranks import Ranks
 
 
@@ -20,6 +21,7 @@ class PartFacts(NamedTuple):
         dtype: as text.
         is_trained: it requires a gradient.
         fan_in: see ``ModelIndex.matrices``; -1 for what is no matrix.
+        group: number of its group among those of the optimizers of its stage; -1 if none of them has it.
     """
 
     stage: int
@@ -28,6 +30,7 @@ class PartFacts(NamedTuple):
     dtype: str
     is_trained: bool
     fan_in: int
+    group: int
 
 
 class WholeModel:
@@ -36,14 +39,18 @@ class WholeModel:
     Args:
         by_rank: what each rank has, the ranks in ascending order.
         members: their numbers among all processes.
+        modules: stage, name and class of each module.
 
     Attributes:
         facts: by name, in the order of the stages.
         homes: by name, the first rank that has the parameter, among all processes.
         has_prefix: parts have parameters of equal names, so each name begins with the number of its stage.
+        kinds: the class of each module by name.
     """
 
-    def __init__(self, by_rank: Sequence[Sequence[PartFacts]], members: Sequence[int]) -> None:
+    def __init__(
+        self, by_rank: Sequence[Sequence[PartFacts]], members: Sequence[int], modules: Iterable[tuple[int, str, str]] = ()
+    ) -> None:
         stages: dict[str, set[int]] = {}
         for facts in by_rank:
             for fact in facts:
@@ -56,12 +63,21 @@ class WholeModel:
             name = self.prefix(fact.stage) + fact.name
             self.facts.setdefault(name, fact)
             self.homes.setdefault(name, rank)
+        ordered_modules = sorted(modules, key=lambda each: each[0])
+        self.kinds = {self.prefix(at) + name if name != ROOT else f"stage{at}": kind for at, name, kind in ordered_modules}
 
     @classmethod
-    def gathered(cls, ranks: Ranks, own: Sequence[PartFacts]) -> WholeModel:
+    def gathered(cls, ranks: Ranks, own: Sequence[PartFacts], kinds: Sequence[tuple[int, str, str]]) -> WholeModel:
         """From all ranks. Collective."""
-        found = [[PartFacts(*fact) for fact in facts] for facts in ranks.gathered([list(fact) for fact in own])]
-        return cls(found, ranks.members)
+        found = ranks.gathered([own, kinds])
+        return cls(
+            [[PartFacts(*fact) for fact in facts] for facts, _ in found], ranks.members, [kind for _, of in found for kind in of]
+        )
+
+    def groups(self) -> list[set[str]]:
+        """The parameters of each group of the optimizers; groups of one number in several stages are one."""
+        count = 1 + max((fact.group for fact in self.facts.values()), default=-1)
+        return [{name for name, fact in self.facts.items() if fact.group == number} for number in range(count)]
 
     def prefix(self, stage: int) -> str:
         """What names of this stage begin with."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -62,9 +61,11 @@ class CheckTerms:
         self._measurer = measurer
         self._buffer: StepBuffer | None = None
         self._metrics: tuple[Metric, ...] = ()
-        self._modules: Mapping[str, weakref.ref[nn.Module]] = {}
+        self._modules: Mapping[str, Callable[[], nn.Module | None]] = {}
 
-    def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], modules: Mapping[str, weakref.ref[nn.Module]]) -> None:
+    def begin(
+        self, buffer: StepBuffer, metrics: tuple[Metric, ...], modules: Mapping[str, Callable[[], nn.Module | None]]
+    ) -> None:
         """Start a step with the metrics of the check that are due in it; ``modules`` by name."""
         self._buffer, self._metrics, self._modules = buffer, metrics, modules
 

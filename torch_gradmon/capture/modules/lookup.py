@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -54,14 +53,14 @@ class MetricLookup:
     """
 
     def __init__(self) -> None:
-        self.modules: Mapping[str, weakref.ref[nn.Module]] = {}
+        self.modules: Mapping[str, Callable[[], nn.Module | None]] = {}
         self.owner: dict[tuple[str, str], tuple[str, bool]] = {}
         self.traced: dict[tuple[str, str], frozenset[Column]] = {}
         self._metrics: tuple[Metric, ...] = ()
         self._asked: dict[tuple[str, str], tuple[RequestedMetrics, ...]] = {}
         self._columns: dict[str, frozenset[Column]] = {}
 
-    def begin(self, metrics: tuple[Metric, ...], modules: Mapping[str, weakref.ref[nn.Module]]) -> None:
+    def begin(self, metrics: tuple[Metric, ...], modules: Mapping[str, Callable[[], nn.Module | None]]) -> None:
         """Start a step with the metrics due in it; ``modules`` by name."""
         if metrics != self._metrics or modules is not self.modules:
             self._metrics, self.modules, self._asked, self._columns = metrics, modules, {}, {}

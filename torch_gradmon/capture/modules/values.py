@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -50,7 +49,9 @@ class ModuleValues:
         self._rows = HostRows(measurer.built_in)
         self._device_rows: DeviceRows | None = None
 
-    def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], modules: Mapping[str, weakref.ref[nn.Module]]) -> None:
+    def begin(
+        self, buffer: StepBuffer, metrics: tuple[Metric, ...], modules: Mapping[str, Callable[[], nn.Module | None]]
+    ) -> None:
         """Start a step with the metrics due in it; ``modules`` by name."""
         self._buffer = buffer
         self._rows.begin(buffer)

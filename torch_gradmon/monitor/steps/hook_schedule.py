@@ -124,6 +124,6 @@ class HookSchedule:
         index = self._planner.inventory
         if self.loop is None or index is None:
             return []
-        groups = [group for optimizer in self.loop.optimizers for group in optimizer.param_groups]
-        members = [frozenset(index.names[p] for p in index.positions(group["params"])) for group in groups]
+        groups = [group for optimizer in self.loop.optimizers for group in index.source.groups_of(optimizer)]
+        members = index.groups or [frozenset(index.names[p] for p in index.positions(group)) for group in groups]
         return [(f"group_{number}", names) for number, names in enumerate(members)]

@@ -66,6 +66,15 @@ class StepLifecycle:
         if self.active is not None and self.active.buffer is not None:
             self.active.buffer.absent[source, ""] = reason
 
+    def pause(self, is_paused: bool) -> bool:
+        """Measure nothing, or go on; whether nothing was measured before."""
+        before = self.captures.modules.paused
+        self.captures.modules.pause(is_paused)
+        self.state.pause(is_paused)
+        self.hooks.wake()
+        self.plugins.call("on_pause", is_paused)
+        return before
+
     # --- opening -------------------------------------------------------------------------------------------------------------
 
     def seal(self, step: int) -> None:
