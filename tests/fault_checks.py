@@ -160,6 +160,7 @@ ABOVE: dict[str, list[tuple[Sign, float, float]]] = {
     ],
     "micro-batch-discarded": [(_times("backward zero backward"), 50, 0.5)],
     "stepped-twice": [(_times("step step"), 50, 0.5)],
+    "backward-twice": [(_times("backward backward"), 50, 0.5)],
     "never-stepped": [(lambda s: s.events.count("backward") / (len(s.steps) + 1), 100, 2)],
     "unattached-optimizer": [
         (lambda s: len(s.fired) / (len(s.steps) + 1), 100, 20),
@@ -181,6 +182,7 @@ FREE = {
     "non-finite-parameter",
     "gradient-dropped-to-zero",
     "stepped-twice",
+    "backward-twice",
     "unattached-optimizer",
     "clip-after-step",
     "clip-per-micro-batch",

@@ -304,10 +304,11 @@ def options(rank: int) -> dict[str, Any]:
         warnings.simplefilter("always")
         monitor = gradmon.watch(runner or model, optimizer, layers="blocks", excluded_modules_regex=r"layers\.[12]|^head$")
         monitor.add_gradient_metric("norm")
+        monitor.add_update_metric("norm")
         monitor.add_activation_metric("max", metric_regex=r"^embedding$")
         monitor.add_activation_metric("max", metric_regex=r"layers\.3\.down")
         overlap = refusals([lambda: monitor.add_activation_metric("max", metric_regex=r"^layers\.3")])
-    values = []
+    values, missing = [], {}
     for step in range(3):
         optimizer.zero_grad()
         x, y = batch(step, 0)
@@ -317,10 +318,16 @@ def options(rank: int) -> dict[str, Any]:
             runner.step(*([x] if rank == 0 else []), **({"target": y} if rank else {}))
         optimizer.step()
         values.append({key: value for key, value in monitor.get_step_metrics().items() if "overhead" not in key})
+        if step == 1:  # in which only the metric measures updates
+            missing = {key: why for key, why in monitor.missing().items() if key.startswith("update/layers.2")}
+    facts, setup = monitor._runtime.planner.inventory.facts, monitor._runtime.plugin("setup_check").groups
+    trains = [set(group["parameters"]) for group in setup]
+    kinds = {name: kind for name, kind in facts["kinds"].items() if kind in ("Linear", "Layer")}
     monitor.detach()
     after = {} if runner is None else vars(runner)
     left = {name for name in ("step", *PipelineSource.trials) if after.get(name) is not before.get(name)}
-    return {"values": values, "overlap": overlap, "warned": [str(each.message) for each in warned], "left": left}
+    found = {"values": values, "overlap": overlap, "warned": [str(each.message) for each in warned], "left": left}
+    return {**found, "trains": trains, "kinds": kinds, "missing": missing}
 
 
 def frozen(rank: int) -> tuple[list[str], dict[str, float]]:
@@ -370,15 +377,34 @@ def tied(rank: int) -> tuple[list[tuple[dict[str, float], float]], list[str]]:
     return found, missing
 
 
-def unlike(rank: int) -> tuple[list[str], list[str]]:
-    """The second rank asks for one metric more: the keys of the values, and the complaints."""
+def again(rank: int) -> tuple[list[str], list[int | None]]:
+    """A schedule is watched twice: what was warned of, and the last steps of both monitors."""
+    part = Model().part(rank, 2)
+    runner = ScheduleGPipe(PipelineStage(part, rank, 2, torch.device("cpu")), MICRO, loss_fn=loss_of)
+    optimizer = torch.optim.SGD(part.parameters(), 0.1)
+    monitors = []
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for step in range(4):
+            if step % 2 == 0:
+                monitors.append(gradmon.watch(runner, optimizer))
+            optimizer.zero_grad()
+            x, y = batch(step, 0)
+            runner.step(*([x] if rank == 0 else []), **({"target": y} if rank else {}))
+            optimizer.step()
+    monitors[-1].detach()
+    return [str(each.message) for each in warned], [monitor.last_step for monitor in monitors]
+
+
+def unlike(rank: int, what: str) -> tuple[list[str], list[str]]:
+    """The second rank asks for one metric more, or for every second step: the keys of the values, and the complaints."""
     from torch_gradmon.step import consensus
 
     part = Model().part(rank, 2)
     runner = ScheduleGPipe(PipelineStage(part, rank, 2, torch.device("cpu")), MICRO, loss_fn=loss_of)
     optimizer = torch.optim.SGD(part.parameters(), 0.1)
-    monitor = gradmon.watch(runner, optimizer)
-    if rank == 1:
+    monitor = gradmon.watch(runner, optimizer, every=1 + (rank == 1 and what == "cadence"))
+    if rank == 1 and what == "metric":
         monitor.add_update_metric("norm")
     before, consensus.PATIENCE = consensus.PATIENCE, 1.0
     with warnings.catch_warnings():

@@ -167,14 +167,7 @@ def test_a_clip_at_each_micro_batch_is_told_apart_from_clearing(clip: Any) -> No
     assert run(body) == ["clip-per-micro-batch"]
 
 
-def test_one_graph_that_is_used_twice_and_gradients_of_gradients() -> None:
-    def body(model: nn.Module, optimizer: Any) -> None:
-        optimizer.zero_grad()
-        loss = loss_of(model)
-        loss.backward(retain_graph=True)
-        loss.backward()
-        optimizer.step()
-
+def test_gradients_of_gradients() -> None:
     def penalised(model: nn.Module, optimizer: Any) -> None:
         optimizer.zero_grad()
         loss = loss_of(model)
@@ -182,7 +175,7 @@ def test_one_graph_that_is_used_twice_and_gradients_of_gradients() -> None:
         (loss + 0.1 * sum(g.square().sum() for g in gradients)).backward()
         optimizer.step()
 
-    assert run(body) == run(penalised) == []
+    assert run(penalised) == []
 
 
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
@@ -263,12 +256,99 @@ def test_a_step_with_nothing_to_use() -> None:
     model = net()
     optimizer = sgd(model)
     monitor = watched(model, optimizer)
-    with pytest.warns(gradmon.GradmonWarning, match=r"all gradients are None.*zero_grad\(\) before loss\.backward"):
+    with pytest.warns(gradmon.GradmonWarning, match=r"all gradients are None.*zero_grad\(\) before it"):
         for _ in range(4):
             loss_of(model).backward()
             optimizer.zero_grad()
             optimizer.step()
     assert rules(monitor) == ["step-without-gradients"]
+
+
+def test_a_loss_that_is_a_new_tensor_reaches_no_parameter() -> None:
+    model = net()
+    optimizer = sgd(model)
+    monitor = watched(model, optimizer, preset=None)
+    with pytest.warns(gradmon.GradmonWarning, match="all gradients are None.*not on a copy or a new tensor"):
+        for _ in range(14):
+            optimizer.zero_grad()
+            torch.tensor(loss_of(model).item(), requires_grad=True).backward()
+            optimizer.step()
+    assert rules(monitor) == ["step-without-gradients"]
+
+
+@pytest.mark.parametrize("kind", ["one of two optimizers waits", "an optimizer of one's own"])
+def test_steps_without_gradients_that_may_be_meant(kind: str) -> None:
+    class Perturbed(torch.optim.SGD):
+        """Takes no gradients."""
+
+        def step(self, closure: Any = None) -> None:
+            with torch.no_grad():
+                for parameter in self.param_groups[0]["params"]:
+                    parameter.add_(1e-3 * torch.randn_like(parameter))
+
+    model = net()
+    parts = [list(child.parameters()) for child in model if list(child.parameters())]
+    optimizers = [torch.optim.SGD(part, 0.1) for part in parts]
+    if kind == "an optimizer of one's own":
+        optimizers = [Perturbed(model.parameters(), 0.1)]
+    monitor = watched(model, *optimizers, preset=None)
+    for _ in range(30):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if len(optimizers) > 1:
+            grads = torch.autograd.grad(loss_of(model), parts[-1])
+            for parameter, gradient in zip(parts[-1], grads, strict=True):
+                parameter.grad = gradient
+        else:
+            loss_of(model)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert rules(monitor) == []
+
+
+@pytest.mark.parametrize("kind", ["twice", "stale"])
+def test_a_graph_that_goes_backward_again(kind: str) -> None:
+    torch.manual_seed(0)
+    model = net() if kind == "twice" else nn.Sequential(nn.Linear(4, 2))
+    optimizer = sgd(model)
+    monitor = watched(model, optimizer, preset=None)
+    loss = model(X).mean()
+    with pytest.warns(gradmon.GradmonWarning, match="goes backward more than once"):
+        for step in range(20):
+            optimizer.zero_grad()
+            if kind == "twice":
+                loss = loss_of(model, X + step)
+                loss.backward(retain_graph=True)
+            loss.backward(retain_graph=True)
+            optimizer.step()
+    assert rules(monitor) == ["backward-twice"]
+
+
+@pytest.mark.parametrize("kind", ["two losses", "accumulation", "weights alone", "no gradient"])
+def test_several_backward_passes_that_are_meant(kind: str) -> None:
+    model = net()
+    optimizer = sgd(model)
+    monitor = watched(model, optimizer, preset=None)
+    model(X)
+    for step in range(30):
+        optimizer.zero_grad()
+        if kind == "two losses":
+            out = model(X)
+            out.square().mean().backward(retain_graph=True)
+            out.mean().backward()
+        elif kind == "accumulation":
+            for part in (X, 2 * X, X + step):
+                loss_of(model, part).backward()
+        elif kind == "weights alone":
+            (
+                model[0].weight.square().sum() + model[0].bias.sin().sum() + model[2].weight.sum() + model[2].bias.square().sum()
+            ).backward()
+        else:
+            out = model(X) * 0
+            out.mean().backward(retain_graph=True)
+            out.mean().backward()
+        optimizer.step()
+    assert rules(monitor) == []
 
 
 def test_a_batch_that_is_left_out_now_and_then_is_no_mistake() -> None:

@@ -1,4 +1,4 @@
-"""What the first batches and the gradient at the output show, with ``check_data=True``."""
+"""What the first batches and the gradient at the output show."""
 
 from __future__ import annotations
 
@@ -74,6 +74,15 @@ def test_softmax_and_sigmoid_before_the_loss() -> None:
     assert found is None or not found.is_distribution
 
 
+@pytest.mark.parametrize("classes", [1, 2])
+@pytest.mark.parametrize(
+    "loss_of", [lambda z: z.mean(), lambda z: (z[:, 0] - z[:, -1]).mean() + z.sum(), lambda z: z[::2].sum() - z[1::2].sum()]
+)
+def test_gradients_that_are_all_alike_fit_no_formula(classes: int, loss_of: Callable[[Tensor], Tensor]) -> None:
+    found = head(loss_of, 0.5 + 0.01 * draw(32, classes))
+    assert found is None or found.kind == "mean square"
+
+
 def test_ignored_rows_images_and_sequences() -> None:
     y = labels(32, 4)
     y[:8] = -100
@@ -98,6 +107,23 @@ def test_a_mean_square_and_its_targets() -> None:
     assert found.kind == "mean square"
     assert found.mean == pytest.approx(y.mean().item(), rel=1e-4)
     assert found.square - found.mean**2 == pytest.approx(y.var(correction=0).item(), rel=1e-4)
+
+
+def test_a_square_of_each_output_with_each_target_has_the_variance_of_the_targets_as_chance() -> None:
+    y = 3 + 2 * draw(64, seed=5)
+    found = head(lambda z: (z - y[None]).square().mean(), draw(64, 1))
+    assert found is not None
+    assert found.kind == "mean square"
+    assert found.mean == pytest.approx(y.mean().item(), rel=1e-4)
+    assert found.square - found.mean**2 == pytest.approx(y.var(correction=0).item(), rel=1e-4)
+
+
+def test_targets_below_zero_of_an_output_that_never_is() -> None:
+    y = draw(64, seed=5)
+    found = head(lambda z: F.mse_loss(z[:, 0], y), draw(64, 1).relu())
+    assert found is not None
+    assert found.negative == pytest.approx((y < 0).double().mean().item())
+    assert found.zeros > 0.3
 
 
 @pytest.mark.parametrize(
@@ -161,7 +187,7 @@ def train(
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 3), *([] if last is None else [last]))
     optimizer = torch.optim.Adam(model.parameters(), lr)
-    monitor = gradmon.watch(model, optimizer, on_spike=None, check_data=True, **options) if watched else None
+    monitor = gradmon.watch(model, optimizer, on_spike=None, **options) if watched else None
     for step in range(steps):
         optimizer.zero_grad()
         for part in range(micro):
@@ -217,6 +243,55 @@ def test_what_is_wrong_between_data_model_and_loss(rule: str, severity: str, set
         assert found[rule] == severity
 
 
+@pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning")
+def test_a_relu_before_a_square_of_targets_below_zero() -> None:
+    monitor, _ = train(last=nn.ReLU(), loss_of=lambda z, y: F.mse_loss(z, F.one_hot(y, 3) - 0.5))
+    assert rules(monitor)["relu-before-loss"] == "warning"
+    monitor, _ = train(last=nn.ReLU(), loss_of=lambda z, y: F.mse_loss(z, F.one_hot(y, 3) + 0.5))
+    assert "relu-before-loss" not in rules(monitor)
+
+
+def test_one_odd_input_is_no_fault_of_all() -> None:
+    monitor, _ = train(data=lambda step: (batch(step)[0] + (100 if step in (3, 18) else 0), batch(step)[1]))
+    assert "inputs-not-normalised" not in rules(monitor)
+
+
+@pytest.mark.parametrize(
+    ("kind", "acts"),
+    [
+        ("policy", True),
+        ("validation", False),
+        ("accuracy", False),
+        ("tokens", False),
+        ("evaluation mode", False),
+        ("once", False),
+    ],
+)
+def test_a_model_that_acts_between_its_steps(kind: str, acts: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 6), nn.Flatten(), nn.Linear(12, 3)) if kind == "tokens" else nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    monitor = gradmon.watch(model, optimizer, on_spike=None)
+    held, y = draw(8, 6, seed=99), labels(64, 3)
+    for step in range(60):
+        x = torch.randint(0, 5, (64, 2)) if kind == "tokens" else draw(64, 6, seed=step)
+        with torch.no_grad():
+            model.train(kind != "evaluation mode")
+            for turn in range(8 if step % 4 == 0 and (step == 0 or kind != "once") else 0):
+                rows = {"validation": held, "accuracy": x, "tokens": torch.randint(0, 5, (8, 2))}.get(
+                    kind, draw(8, 6, seed=turn + 8 * step)
+                )
+                model(rows)
+            model.train()
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).mul(1 + step).backward()
+        optimizer.step()
+        monitor.log_scalar("loss", 1.0 + step)
+    found = {finding.rule: finding.severity for finding in monitor.diagnose().findings}
+    assert found["loss-divergence"] == ("info" if acts else "warning")
+    monitor.detach()
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -241,7 +316,7 @@ def test_the_loss_at_chance_is_that_of_the_labels() -> None:
 def test_hooks_go_when_enough_was_seen_and_when_the_monitor_leaves() -> None:
     model = nn.Linear(6, 3)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    monitor = gradmon.watch(model, optimizer, on_spike=None, check_data=True)
+    monitor = gradmon.watch(model, optimizer, on_spike=None)
     before = len(model._forward_hooks)
     for step in range(60):
         x, y = batch(step)

@@ -15,6 +15,7 @@ from torch_gradmon.analysis.diagnosis.findings import NotMeasured
 from torch_gradmon.analysis.diagnosis.rules.attention import check_attention
 from torch_gradmon.analysis.diagnosis.rules.clipping import check_clipping
 from torch_gradmon.analysis.diagnosis.rules.depth import check_depth
+from torch_gradmon.analysis.diagnosis.rules.latent import check_latent
 from torch_gradmon.analysis.diagnosis.rules.learning_rate import check_learning_rate
 from torch_gradmon.analysis.diagnosis.rules.loss import check_loss
 from torch_gradmon.analysis.diagnosis.rules.precision import check_precision
@@ -635,3 +636,111 @@ def test_a_rate_that_is_still_on_its_way_up_leaves_open_what_comes() -> None:
     assert _rules(check_loss(history(loss=flat, context=lambda step: {"lr": [1e-6 * min(step, 40)]}))) == [
         ("warning", "loss-plateau")
     ]
+
+
+# --- what a loss at chance, a head without gradients and a loss that begins far above make worse ----------------------------------
+
+
+def test_a_loss_that_falls_from_far_above_to_chance_has_learnt_nothing() -> None:
+    run = history(200, loss=lambda step: 1.1 + 20 * 0.7**step + _noise(step) / 10)
+    assert not run.learning.is_stuck
+    run.chance["loss"], run.chance["examples"] = 1.1, 500.0
+    del run.__dict__["learning"]
+    assert run.learning.is_at_chance
+    assert run.learning.is_stuck
+    assert _rules(check_loss(run)) == [("warning", "loss-at-chance")]
+    run.acts = True
+    del run.__dict__["learning"]
+    assert not run.learning.is_stuck
+
+
+@pytest.mark.parametrize(("ratio", "found"), [(1e-4, True), (1e-2, False)])
+def test_a_rate_is_too_low_for_a_run_that_ends_at_chance_if_all_its_updates_are_small(ratio: float, found: bool) -> None:
+    run = history(200, loss=flat, update={"a.weight": ratio}, parameter={"a.weight": 1.0})
+    run.chance["loss"] = 2.0
+    assert ([f.rule for f in check_learning_rate(run)] == ["learning-rate-low"]) == found
+
+
+@pytest.mark.parametrize(("loss", "severity"), [(flat, "warning"), (falls, "info")])
+def test_a_small_head_without_gradient_matters_where_nothing_is_learnt(loss: Callable[[int], float], severity: str) -> None:
+    body = {f"body.{place}.weight": 1.0 for place in range(20)}
+    run = history(loss=loss, gradient_before_clip=body, parameter={**body, "head.weight": 1.0})
+    assert _rules(check_unused_parameters(run)) == [(severity, "no-gradient")]
+    run.frozen = frozenset({"head.weight"})
+    assert check_unused_parameters(run) == []
+
+
+@pytest.mark.parametrize(("first", "severity"), [(600.0, "warning"), (6.0, "info")])
+def test_large_weights_are_a_fault_if_the_loss_begins_far_above(first: float, severity: str) -> None:
+    layers = dict.fromkeys(LAYERS, 1.0)  # with a fan in of 100, a gain of 10
+    run = history(loss=lambda step: first * 0.5**step + 0.5 + 0.5 * 0.97**step, gradient_before_clip=layers, parameter=layers)
+    assert _rules(check_depth(run)) == [(severity, "initialisation-scale")]
+
+
+@pytest.mark.parametrize(
+    ("names", "sizes", "found"),
+    [
+        (("mu", "logvar"), (0.06, 0.004), True),
+        (("mu", "logvar"), (0.06, 0.2), False),
+        (("mu", "logvar"), (0.004, 0.004), False),
+        (("one", "other"), (0.06, 0.004), False),
+    ],
+)
+def test_a_latent_has_collapsed_if_both_of_its_layers_fall_to_zero(
+    names: tuple[str, str], sizes: tuple[float, float], found: bool
+) -> None:
+    layers = ["encoder", *names, "decoder"]
+
+    def usual(step: int) -> float:
+        return sizes[0] if step < 10 else sizes[1]
+
+    run = history(
+        loss=falls,
+        activation={name: usual if name in names else 1.0 for name in layers},
+        parameter={f"{name}.weight": 1.0 for name in layers},
+        kinds=dict.fromkeys(layers, "Linear"),
+    )
+    assert _rules(check_latent(run)) == [("warning", "posterior-collapse")] * found
+    assert check_latent(history(loss=falls)) == []
+
+
+def _broken_at(step: int, after: float) -> float:
+    return 2.0 * 0.9**step + 0.1 if step < 50 else after
+
+
+@pytest.mark.parametrize(("after", "severity", "leads"), [(1.9, "warning", True), (0.11, "warning", False)])
+def test_a_spike_that_undoes_what_was_learnt_comes_first(after: float, severity: str, leads: bool) -> None:
+    norms = {"a.weight": lambda step: 500.0 if step == 50 else 0.1}
+    run = history(
+        loss=lambda step: _broken_at(step, after),
+        gradient_before_clip=norms,
+        parameter={"a.weight": 1.0},
+        values={"grad_norm": lambda step: 500.0 if step == 50 else 1.0},
+    )
+    run.events = [SpikeEvent(50, "gradmon/grad_norm", 500.0, 40.0, 8.0, "far above", usual=1.0)]
+    (found,) = check_spikes(run)
+    assert (found.severity, found.weight > 100) == (severity, leads)
+    assert ("It undid what was learnt: the loss, 1.72 at first, was" in found.cause) == leads
+
+
+def test_words_that_fit_their_numbers() -> None:
+    ratios = {"a.weight": 1e20}
+    run = history(loss=flat, update=ratios, parameter={"a.weight": 1.0}, gradient_before_clip={"a.weight": 1.0})
+    causes = " ".join(finding.cause for finding in check_learning_rate(run))
+    assert "1e+20 times their own size" in causes
+    assert "%" not in causes
+    run = history(200, loss=lambda step: 2.0 + 60 * (step < 50) + _noise(step))
+    assert [f.cause for f in check_loss(run) if "does not fall" in f.cause] == []
+    run = history(loss=lambda step: math.nan)
+    with pytest.raises(NotMeasured, match="finite in 0 steps of 100"):
+        check_loss(run)
+
+
+def test_zeros_in_gradients_are_no_dead_units_of_a_model_without_relu() -> None:
+    rows = {"max": 1.0, "rms": 1.0, "zeros": 0.9}
+    for kind, found in (("GELU", []), ("Tanh", []), ("ReLU", ["dead-units"]), ("Linear", ["dead-units"])):
+        run = history(gradient={"qkv.weight": rows, "qkv.bias": rows}, kinds={"qkv": "Linear", "after": kind})
+        try:
+            assert [finding.rule for finding in check_units(run)] == found
+        except NotMeasured:
+            assert found == []

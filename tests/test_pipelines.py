@@ -91,6 +91,9 @@ def test_patterns_see_the_names_of_the_whole_model_and_blocks_and_groups_are_tho
         assert ours["overlap"] == alone["overlap"]
         assert "is already registered for 'layers.3.down'" in ours["overlap"][0]
         assert ours["left"] == set(), "methods of the schedule are still wrapped"
+        assert {name: ours["kinds"].get(name) for name in alone["kinds"]} == alone["kinds"]
+        assert [set().union(*(of for of in ours["trains"][at::2])) for at in (0, 1)] == alone["trains"]
+        assert set(ours["missing"].values()) == {"excluded_modules_regex= leaves it out"}
         for values, expected in zip(ours["values"], alone["values"], strict=True):
             assert values.keys() == expected.keys()
             assert values == pytest.approx(expected, rel=1e-5, abs=5e-8)
@@ -121,8 +124,16 @@ def test_a_weight_that_two_stages_of_a_rank_share_counts_once() -> None:
         assert "gradient/layers.3.up.weight/norm" not in values
 
 
-def test_ranks_with_other_metrics_are_named_and_train_on() -> None:
-    for keys, complaints in on_ranks(2, runs.unlike):
+def test_a_second_monitor_of_a_schedule_replaces_the_first() -> None:
+    for warned, steps in on_ranks(2, runs.again):
+        assert len(warned) == 1
+        assert "this Model was watched already: the earlier monitor is detached after step 1" in warned[0]
+        assert steps == [1, 1]
+
+
+@pytest.mark.parametrize("what", ["metric", "cadence"])
+def test_ranks_with_other_metrics_or_steps_are_named_and_train_on(what: str) -> None:
+    for keys, complaints in on_ranks(2, runs.unlike, what):
         assert "ranks:tensors" in complaints
         assert "gradmon/grad_norm" not in keys
 

@@ -42,3 +42,33 @@ def test_one_without_an_optimizer_says_so_until_steps_begin_by_hand() -> None:
     assert "not attached" in repr(monitor)
     monitor.begin_step(0)
     assert repr(monitor) == "ModuleMonitor(Linear, 0 metrics, step 0)"
+
+
+def test_a_monitor_that_is_printed_shows_what_trains(tmp_path: Path) -> None:
+    model = nn.ModuleDict(
+        {"encoder": nn.Linear(3, 4), "body": nn.Linear(4, 4), "head": nn.Linear(4, 1), "spare": nn.Linear(2, 1)}
+    )
+    model["encoder"].requires_grad_(False)
+    groups = [{"params": model["body"].parameters()}, {"params": model["head"].parameters(), "lr": 0.5, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.25, weight_decay=0.1)
+    monitor = gradmon.watch(model, optimizer, preset="cheap", run_dir=tmp_path / "first", on_spike=None)
+    lines = [
+        "AdamW, group 0, lr 0.25, weight decay 0.1, 2 tensors of 20 elements (45.5%): body",
+        "AdamW, group 1, lr 0.5, 2 tensors of 5 elements (11.4%): head",
+        "frozen, 2 tensors of 16 elements (36.4%): encoder",
+        "in no optimizer, 2 tensors of 3 elements (6.8%): spare",
+    ]
+    assert str(monitor).splitlines() == [repr(monitor), *(f"  {line}" for line in lines)]
+    optimizer.param_groups[0]["lr"] = 0.125
+    model["encoder"].weight.requires_grad_(True)
+    assert "AdamW, group 0, lr 0.125" in str(monitor)
+    assert "frozen, 1 tensor of 4 elements (9.1%): encoder" in str(monitor)
+    assert "in no optimizer, 3 tensors of 15 elements" in str(monitor)
+    monitor.detach()
+    assert str(monitor) == repr(monitor)
+    run = gradmon.load_run(tmp_path / "first")
+    assert list(map(str, run.trained_parts)) == lines
+
+
+def test_one_without_a_model_is_printed_in_one_line() -> None:
+    assert str(gradmon.ModuleMonitor()) == repr(gradmon.ModuleMonitor())

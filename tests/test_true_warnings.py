@@ -25,7 +25,7 @@ def watched(count: int = 1) -> tuple[nn.Sequential, Optimizers, ModuleMonitor]:
     model = net()
     parts = [model] if count == 1 else [model[0], model[2]]
     optimizers: Optimizers = [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in parts]
-    return model, optimizers, gradmon.watch(model, *optimizers, on_spike=None)
+    return model, optimizers, gradmon.watch(model, *optimizers, on_spike=None, check_data=False)
 
 
 def norm(model: nn.Module) -> float:

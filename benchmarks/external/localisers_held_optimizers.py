@@ -178,7 +178,7 @@ CASES = [
         "learning-rate-low/halved-each-step",
         "localisers",
         f"{UMLAUT}, heuristic 'learning rate is low'; {TAXONOMY}, hyperparameters: suboptimal learning rate",
-        ("learning-rate-low", "loss-plateau"),
+        ("learning-rate-low", "loss-plateau", "zero-update"),
         halved_each_step,
         "schedule.step() in each step",
         "in each epoch",

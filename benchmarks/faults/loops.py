@@ -83,6 +83,24 @@ def _stepped_twice(family: str, watch: Watch, seed: int, healed: bool) -> float:
     return last(losses)
 
 
+def _backward_twice(family: str, watch: Watch, seed: int, healed: bool) -> float:
+    """Backward is called in a helper, which retains the graph, and once more in the loop."""
+    job = task(family, seed)
+    optimizer = adamw(job.model)
+    monitor = watch(job.model, optimizer)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = job.loss(job.model, next(job.batches))
+        if not healed:
+            loss.backward(retain_graph=True)
+        loss.backward()
+        monitor.log_scalar("loss", loss.detach())
+        losses.append(loss.detach())
+        optimizer.step()
+    return last(losses)
+
+
 def _never_stepped(family: str, watch: Watch, seed: int, healed: bool) -> float:
     """Forward, backward and the schedule, but no step; torch warns of the schedule alone, where there is one."""
     job = task(family, seed)
@@ -185,6 +203,9 @@ TRAININGS: list[Training] = [
         held_back="embedding",
     ),
     *over(["mlp", "gpt", "rnn"], "two-steps", "stepped-twice", _stepped_twice, "one step for each gradient", held_back="rnn"),
+    *over(
+        ["mlp", "gpt", "rnn"], "two-backward-passes", "backward-twice", _backward_twice, "one for each forward", held_back="rnn"
+    ),
     *over(["mlp", "autoencoder", "cnn"], "no-step", "never-stepped", _never_stepped, "optimizer.step()", held_back="cnn"),
     *over(
         ["mlp", "autoencoder", "cnn"],

@@ -130,6 +130,11 @@ WHY = {
         "A second `step()` on the same gradient moves the model again in the same direction, with momentum that counts "
         "the batch twice. The effective rate is doubled, and the second step is not where its gradient was computed."
     ),
+    "backward-twice": (
+        "Each backward pass adds its gradient to `.grad`, so two of them through one graph double it. `retain_graph=True` silences torch's "
+        "error, and the second call stays. SGD then steps twice as far; Adam divides most of it out, but a clip, a weight decay and an "
+        "epsilon see twice the gradient."
+    ),
     "never-stepped": (
         "Gradients are computed and cleared, and no optimizer applies them. The loss is that of the initial model on "
         "different batches."

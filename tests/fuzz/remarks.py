@@ -81,6 +81,7 @@ REMARKS: list[tuple[str, Fact]] = [
     (r"Gradients are changed after the optimizer's step and then dropped", lambda p, r, w: p.mistake == "clip_after_step"),
     (r"The optimizer steps twice on the same gradient", lambda p, r, w: p.mistake == "step_twice"),
     (r"The optimizer steps when all gradients are None", lambda p, r, w: p.mistake == "zero_before_step"),
+    (r"A forward pass goes backward more than once", lambda p, r, w: bool(p.twice)),
 ]
 
 
@@ -89,6 +90,7 @@ FINDINGS: dict[str, Callable[[Program], bool]] = {
     "missing-zero-grad": lambda p: p.zero == "never",
     "step-without-gradients": lambda p: p.mistake == "zero_before_step",
     "stepped-twice": lambda p: p.mistake == "step_twice",
+    "backward-twice": lambda p: bool(p.twice),
     "never-stepped": lambda p: False,
     "micro-batch-discarded": lambda p: (
         p.has_event("skip", "raise_backward", "raise_closure") or p.players in ("turns", "gan") or p.optimizer == "lbfgs"

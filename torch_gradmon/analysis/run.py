@@ -10,6 +10,7 @@ from typing import Any
 from ..core import keys as n
 from ..core.errors import display
 from ..core.progress import ProgressBar
+from ..core.trained_parts import TrainedPart, trained_parts
 from ..runs.export import files
 from ..runs.export.tables import TABLES, chosen_steps, frame_of, table_of
 from ..runs.reader import RunReader
@@ -43,6 +44,14 @@ class Run(RunReader):
             tables = {source: self.table(source, number) for source in (n.GRADIENT_BEFORE_CLIP, n.GRADIENT)}
             gradients.add(number, {source: table for source, table in tables.items() if table is not None})
         return gradients.suspects(step)
+
+    @property
+    def trained_parts(self) -> list[TrainedPart]:
+        """What trained when optimizers were attached last: each of their groups, frozen parameters, and those in no optimizer."""
+        meta = self.meta
+        if "optimizers" not in meta:
+            return []
+        return list(trained_parts(meta.get("parameters", {}), meta["optimizers"], meta.get("frozen", ())))
 
     def plot(self, kind: str = "heatmap", engine: str = "plotly", **options: Any) -> Any:
         """A figure of the run; see :meth:`ModuleMonitor.plot <torch_gradmon.ModuleMonitor.plot>`."""

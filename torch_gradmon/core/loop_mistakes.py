@@ -40,7 +40,8 @@ MISTAKES: dict[str, Mistake] = {
     "step-without-gradients": Mistake(
         "error",
         "The optimizer steps when all gradients are None, and changes nothing",
-        "Move optimizer.zero_grad() before loss.backward(), with nothing between that and optimizer.step()",
+        "Call backward() on the loss of this forward pass, not on a copy or a new tensor, and optimizer.zero_grad() before it, not "
+        "between it and optimizer.step()",
     ),
     "micro-batch-discarded": Mistake(
         "warning",
@@ -52,6 +53,13 @@ MISTAKES: dict[str, Mistake] = {
         "error",
         "The optimizer steps twice on the same gradient, with no forward or backward pass between the two",
         "Remove one of the two calls of optimizer.step(), such as one inside a helper",
+    ),
+    "backward-twice": Mistake(
+        "warning",
+        "A forward pass goes backward more than once: again in the same step, where its gradient counts several times, or in later ones, "
+        "where it is out of date",
+        "Compute the loss anew in each step, and call backward() on it once; retain_graph=True is for another loss of the same "
+        "forward pass",
     ),
     "never-stepped": Mistake(
         "error",
@@ -74,9 +82,9 @@ MISTAKES: dict[str, Mistake] = {
         weight=100.0,
     ),
     "clip-per-micro-batch": Mistake(
-        "info",
+        "warning",
         "Gradients are changed between the backward passes of one step: sums of micro-batches are clipped again and again",
-        "Clip once, after the last backward pass of the step, unless this is meant",
+        "Clip once, after the last backward pass of the step",
         warns=False,
         weight=100.0,
     ),

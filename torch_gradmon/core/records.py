@@ -80,6 +80,7 @@ class StepRecord:
         hidden: keys of values for the run directory only.
         logged: values that are no view of the tables, whatever their keys: of functions, or logged by the loop.
         rng: states of torch's random generators at the start of the step, by device; uint8 tensors.
+        extras: small float64 tensors of plugins, see ``StepBuffer.extras``.
     """
 
     step: int
@@ -92,6 +93,7 @@ class StepRecord:
     hidden: frozenset[Key] = frozenset()
     logged: Mapping[Key, float] = field(default_factory=dict)
     rng: Mapping[str, Tensor] = field(default_factory=dict)
+    extras: Mapping[str, Tensor] = field(default_factory=dict)
 
     def stored_values(self, among: Mapping[Key, float] | None = None) -> dict[Key, float]:
         """Those of the values, or of those ``among`` them, that do not follow from the tables."""

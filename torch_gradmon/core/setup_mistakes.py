@@ -63,7 +63,8 @@ SETUP_MISTAKES: dict[str, Mistake] = {
     ),
     "relu-before-loss": Mistake(
         "warning",
-        "The loss takes logits, and gets what has gone through a ReLU: no class can be ruled out, and many outputs get no gradient",
+        "The output has gone through a ReLU, but the loss takes logits, and cannot rule a class out, or has targets below 0: many outputs "
+        "are exactly 0 and get no gradient",
         "Remove the activation behind the last linear layer",
         repeats=2,
         weight=106.0,
@@ -99,7 +100,6 @@ SETUP_MISTAKES: dict[str, Mistake] = {
         repeats=1,
         warns=False,
         weight=99.0,
-        matters_if_stuck=True,
     ),
     "constant-input": Mistake(
         "info",

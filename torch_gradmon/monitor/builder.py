@@ -22,6 +22,7 @@ from ..core.fence import Fence, is_disabled
 from ..core.key_formatter import KeyFormatter
 from ..core.records import SpikeEvent
 from ..plugins.clipping.named import AdaptiveClips
+from ..plugins.data_check.plugin import DataCheck
 from ..plugins.flight_recorder import FlightRecorder
 from ..plugins.live_detail.plugin import LiveDetail, PresetOverlay
 from ..plugins.loop_audit.plugin import LoopAudit
@@ -80,7 +81,8 @@ def build(config: MonitorConfig, model: nn.Module | None = None) -> Runtime:
     detection = SpikeDetection(factory.summary, complaints)
     statistics = Statistics(complaints, float(config.eps), False if inert else config.compile_statistics)
     captures = Captures(Measurer(statistics, complaints, ranks), fence, config.sampled_updates)
-    exchange = ExchangePolicy(RankExchange(ranks, complaints), planner, factory.summary, detection.detector_set)
+    between = RankExchange(ranks, complaints)
+    exchange = ExchangePolicy(between, planner, factory.summary, detection.detector_set, config.interval)
     history = RecordHistory(config.history, detection.detector_set.history)
     built_in = _plugins(config, planner, factory, detection.detector_set, directory, exchange, fence)
     recorder = next(plugin for plugin in built_in if isinstance(plugin, FlightRecorder))
@@ -149,11 +151,9 @@ def _plugins(
 
 
 def _data_check(config: MonitorConfig, setup: SetupCheck, complaints: WarningLog, directory: RunDirectory) -> list[Plugin]:
-    """The plugin, if it is asked for."""
+    """The plugin, unless it is switched off."""
     if not config.check_data:
         return []
-    from ..plugins.data_check.plugin import DataCheck
-
     return [DataCheck(config.interval or 1, setup.expectations, complaints, directory.annotate)]
 
 

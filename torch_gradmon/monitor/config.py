@@ -67,7 +67,7 @@ class MonitorConfig:
     process_group: torch.distributed.ProcessGroup | None = None
     rank_distinct_regex: str | re.Pattern[str] | None = None
     gradient_source: GradientSource | None = None
-    check_data: bool = False
+    check_data: bool = True
     check_replicas: int = 100
     replicas_sync_every: int = 1
     log_on_all_ranks: bool = False

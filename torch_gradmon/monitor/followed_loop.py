@@ -169,11 +169,12 @@ class FollowedLoop(LoopDriver):
         if self.machine.moves_buffers():
             self._lifecycle.plugins.call("before_forward", module)
 
-    def forward_began(self, in_eval: bool, in_closure: bool) -> None:
+    def forward_began(self, in_eval: bool, in_closure: bool, counts: bool) -> None:
         if self.fence.is_captured:
             self.fence.left_graph()
         self.hooks.stretch.forward_followed()
-        self._lifecycle.plugins.call("on_forward")
+        if counts:
+            self._lifecycle.plugins.call("on_forward")
         self.machine.forward_began(in_eval, in_closure)
         if self.ownership.is_orphaned:
             self._optimizers_lost()

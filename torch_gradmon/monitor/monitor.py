@@ -133,7 +133,7 @@ class ModuleMonitor:
         check_data: look at the first 48 monitored steps of a loop: fingerprints of the model's inputs, and in some of these steps what they
             look like and the gradient that comes back to the output, which shows the kind and the scale of the loss and the targets. It
             finds a softmax before a loss that takes logits, data sorted by class, the same batch again, and a loss at chance. In each
-            of these steps it adds some launches and one small copy to the host, which nothing waits for. Off by default.
+            of these steps it adds some launches; its numbers go to the host with those of the step.
         check_replicas: steps between two checks that ranks have the same parameters, gradients, optimizer state and learning rates, bit
             for bit; 0 for none. What FSDP2 shards is compared with the copies of that shard, if there are any.
         replicas_sync_every: for ranks that train by themselves and average their parameters now and then: the number of steps between.
@@ -171,7 +171,7 @@ class ModuleMonitor:
         process_group: torch.distributed.ProcessGroup | None = None,
         rank_distinct_regex: str | re.Pattern[str] | None = None,
         gradient_source: GradientSource | None = None,
-        check_data: bool = False,
+        check_data: bool = True,
         check_replicas: int = 100,
         replicas_sync_every: int = 1,
         log_on_all_ranks: bool = False,
@@ -747,6 +747,21 @@ class ModuleMonitor:
         """
         ValuesService(self._runtime).log_tensor(key, tensor, aggregation_fn)
 
+    def log_rows(self, ids: Sequence[int | str] | Tensor, losses: Tensor) -> None:
+        """The loss of each row of the batch, before ``optimizer.step()``; again for each micro-batch. Only in monitored steps.
+
+        The eight largest losses of a step are kept with their ids: a spike names the rows that hold the loss, :meth:`why` and the run
+        directory (``run.context(step)["rows"]``) have them. The rows are those of this rank. Nothing waits for the device.
+
+        Args:
+            ids: what identifies each row in the data, ``[rows]``: integers, strings, or a tensor of integers.
+            losses: a tensor of real numbers, ``[rows]``.
+
+        Raises:
+            TypeError, ValueError: wrong types, or other shapes.
+        """
+        ValuesService(self._runtime).log_rows(ids, losses)
+
     def log_key(self, key: Key, value: Any, aggregation_fn: str | Callable[..., Any] | None = None, reducer: str = "") -> None:
         """Log a value under a key in parts; see :meth:`log_scalar` and :meth:`log_tensor`."""
         ValuesService(self._runtime).log_key(key, value, aggregation_fn, reducer)
@@ -898,3 +913,6 @@ class ModuleMonitor:
 
     def __repr__(self) -> str:
         return StateService(self._runtime).text()
+
+    def __str__(self) -> str:
+        return StateService(self._runtime).table()

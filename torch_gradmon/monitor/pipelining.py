@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..core import validation as check
+from ..plugins.setup_check.optimizers import card
 from ..step.gradient_source import GradientSource
 from ..step.model_index import ModelIndex
 from ..step.whole_model import PartFacts, WholeModel
@@ -26,8 +27,10 @@ class PipelineParts(nn.Module):
         for stage, part in parts.items():
             self.add_module(str(stage), part)
 
-    def facts(self, named: Sequence[Any]) -> list[PartFacts]:
-        """What other ranks have to know of them; ``named`` are the optimizers of this rank. A parameter that two parts share is one."""
+    def facts(self, named: Sequence[Any]) -> dict[int, PartFacts]:
+        """What other ranks have to know of each parameter, by its id; ``named`` are the optimizers of this rank. A parameter that two
+        parts share is one.
+        """
         found: dict[int, PartFacts] = {}
         for number, part in self.named_children():
             index, groups = ModelIndex(part), _groups(part, named)
@@ -35,12 +38,17 @@ class PipelineParts(nn.Module):
                 place, is_trained = id(reference()), name in index.trainable.names
                 fan_in, group = index.matrices.get(name, -1), groups.get(place, -1)
                 found.setdefault(place, PartFacts(int(number), name, about["shape"], about["dtype"], is_trained, fan_in, group))
-        return list(found.values())
+        return found
 
     def kinds(self) -> list[tuple[int, str, str]]:
         """The number of the stage, the name within it and the class of each module."""
         kinds = {int(number): ModelIndex(part).kinds for number, part in self.named_children()}
         return [(number, name, kind) for number, of in kinds.items() for name, kind in of.items()]
+
+
+def _cards(facts: Mapping[int, PartFacts], named: Sequence[Any]) -> list[dict[str, Any]]:
+    """The settings of each group of the optimizers, and stage and name of its parameters."""
+    return card([check.bare_optimizer(each) for each in named], {place: (fact.stage, fact.name) for place, fact in facts.items()})
 
 
 def _groups(part: nn.Module, named: Sequence[Any]) -> dict[int, int]:
@@ -99,4 +107,5 @@ def meet(runtime: Runtime, parts: PipelineParts, named: Sequence[Any]) -> None:
             "some ranks do not watch their stages of the pipeline: call watch(schedule, optimizer) on every rank of it, in the same order "
             "as other monitors, or name its ranks by process_group="
         )
-    runtime.planner.widen(WholeModel.gathered(ranks, parts.facts(named), parts.kinds()))
+    facts = parts.facts(named)
+    runtime.planner.widen(WholeModel.gathered(ranks, list(facts.values()), parts.kinds(), _cards(facts, named)))

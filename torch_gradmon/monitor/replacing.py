@@ -70,7 +70,9 @@ def attach(
         TypeError, ValueError: as :meth:`ModuleMonitor.attach`.
     """
 
-    def before(module: nn.Module) -> None:
+    def before(_: nn.Module) -> None:
+        module = monitor._runtime.planner.representative
+        assert module is not None
         for other in earlier(module, owner):
             _replace(other, type(unwrapped(module)).__name__)
         monitor._runtime.mark = Mark(unwrapped(module), monitor, owner)

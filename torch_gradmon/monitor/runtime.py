@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..core.fence import Fence, fenced
 from ..core.torch_modes import outside_dispatch_modes
@@ -118,6 +118,17 @@ class Runtime:
     def _publish(self) -> None:
         self.lifecycle.flush_pending()
         self.pipeline.finish()
+
+    @fenced
+    def log_rows(self, ids: Any, losses: Tensor) -> None:
+        """The losses of the rows of the open step, if it is measured."""
+        active = self.lifecycle.active
+        if self.state.is_open and active is not None and active.is_monitored and active.buffer is not None:
+            active.buffer.log_rows(ids, losses)
+        elif not self.state.is_open and active is not None:
+            self.fence.complaints.add(
+                "rows", "log_rows was called between two steps, and the rows are lost: call it before optimizer.step()"
+            )
 
     def pause(self, is_paused: bool) -> bool:
         """Measure nothing, or go on; whether nothing was measured before."""

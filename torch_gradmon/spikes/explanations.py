@@ -8,6 +8,7 @@ from dataclasses import replace
 from ..core.loss_keys import loss_in
 from ..core.records import SpikeEvent, StepRecord
 from ..step.micro_batches import rank_norms_text
+from ..step.worst_rows import rows_text
 from .attribution import spike_cause
 from .episodes import size
 from .follow_up import FollowUp
@@ -45,6 +46,7 @@ class Explanations:
         if any(map(self._follow_up.is_largest, events)):  # a spike that shrinks is explained already
             suspects = self._history.at_spike(record.step, max(map(size, events)))
             cause = spike_cause(suspects, record.step, loss_in(record.values))
-            causes = (cause.words, rank_norms_text(record.context.get("batch_norms", {})))
+            context = record.context
+            causes = (cause.words, rank_norms_text(context.get("batch_norms", {})), rows_text(context.get("rows", {})))
             events = [replace(event, where="; ".join(filter(None, causes))) for event in events]
         return [replace(event, action=record.context.get("action", "")) for event in events]

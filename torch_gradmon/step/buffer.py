@@ -7,7 +7,7 @@ to the host at once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 
 import torch
@@ -22,6 +22,7 @@ from .reduction import finished
 from .row_store import RowStore
 from .stream_join import StreamJoin
 from .value_store import ValueStore
+from .worst_rows import Identities, largest_of
 
 #: A fact: the difference between the steps of ranks that have exchanged values.
 SKEW = "ranks/skew"
@@ -40,6 +41,8 @@ class StepBuffer(RowStore, ValueStore):
         ValueStore.__init__(self)
         self.step = step
         self.noted: dict[str, Tensor | float] = {}  # facts about the step
+        self.extras: dict[str, Tensor] = {}  # small tensors for plugins, by a name that begins with theirs
+        self.rows: list[tuple[Identities, int]] = []  # logged ones, call by call; their losses are extras
         self.thawed: set[str] = set()  # parameters frozen only for a part of the step
         self.used: set[str] = set()  # parameters of the optimizers that stepped, with or without a gradient
         self.absent: dict[tuple[str, str], str] = {}
@@ -66,6 +69,7 @@ class StepBuffer(RowStore, ValueStore):
         yield from self._counts.values()
         yield from (sums for _, sums in self._contributions.values())
         yield from (fact for fact in self.noted.values() if isinstance(fact, Tensor))
+        yield from self.extras.values()
 
     def clear(self, source: str, names: Iterable[str] | None = None) -> None:
         """Remove the values of ``source``, or of some of its tensors."""
@@ -89,6 +93,14 @@ class StepBuffer(RowStore, ValueStore):
         reason = "the ranks are not in the same step: on one of them a step did not end, or ended twice"
         self._complaints.add("ranks:skew", f"values from step {self.step} on are dropped, because {reason}")
         self.absent.update(((source, ""), reason) for source in (*PARAMETER_SOURCES, *MODULE_SOURCES, *RCC_SOURCES))
+
+    def log_rows(self, ids: Identities, losses: Tensor) -> None:
+        """The losses of rows; the largest are kept."""
+        numbers, places = largest_of(losses)
+        if isinstance(ids, Tensor):
+            numbers = torch.cat([numbers, ids.detach().to(numbers.device)[places].to(numbers.dtype)])
+        self.extras[f"rows/{len(self.rows)}"] = numbers
+        self.rows.append((ids, len(losses)))
 
     def absorb(self, other: StepBuffer) -> None:
         """Merge the values of :meth:`merge_rows` and :meth:`merge_value` in ``other``."""
@@ -132,7 +144,8 @@ class StepBuffer(RowStore, ValueStore):
         reduced = self._reduced()
         noted = {name: fact for name, fact in self.noted.items() if isinstance(fact, Tensor)}
         vectors = [values for _, values in self._vectors]
-        arrival = DeviceToHostCopy([*self._blocks, *parts, *reduced.values(), *noted.values(), *self._counts.values(), *vectors])
+        facts, extras = noted.values(), self.extras.values()
+        arrival = DeviceToHostCopy([*self._blocks, *parts, *reduced.values(), *facts, *self._counts.values(), *vectors, *extras])
         merged = [(where, len(parts)) for where, parts in self._parts.items()]
         keys = [keys for keys, _ in self._vectors]
         return PendingReadback(self, arrival, merged, list(reduced), set(noted), list(self._counts), keys)
@@ -168,6 +181,7 @@ class PendingReadback:
         noted: the names of facts that are tensors.
         counted: the keys of values that may not exist.
         vectors: the keys of values that came together; None for one that was removed.
+        extras: what plugins have sent along, once the copy has landed: float64.
     """
 
     buffer: StepBuffer
@@ -177,6 +191,7 @@ class PendingReadback:
     noted: set[str]
     counted: list[Key]
     vectors: list[list[Key | None]]
+    extras: dict[str, Tensor] = field(default_factory=dict)
 
     def land(self) -> tuple[dict[str, StatsTable], dict[Key, float], dict[str, float]]:
         """Tables by source, custom values and facts, on the host. Waits for the copy, once per device."""
@@ -198,4 +213,5 @@ class PendingReadback:
         values = {key: value for key, value in values.items() if contributed.get(key, 1.0)}
         for keys in self.vectors:
             values.update((key, value) for key, value in zip(keys, next(host).tolist(), strict=True) if key is not None)
+        self.extras = dict(zip(self.buffer.extras, host, strict=True))
         return tables, values, facts

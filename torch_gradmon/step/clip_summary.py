@@ -36,7 +36,7 @@ class ClipSummary:
         """The values of a step by name; ``absent`` gets a reason for each missing one."""
         used_all = facts.used >= set(() if before is None else before.names)
         if after is None and facts.used and used_all:
-            reason = "all gradients were gone when the optimizers stepped"
+            reason = facts.refused.get(n.GRADIENT, "all gradients were gone when the optimizers stepped")
         elif after is None and not self.window.is_known:
             reason = (
                 "the gradients that the optimizer uses were not measured: attach the optimizer, or call monitor.monitor_gradients() "

@@ -36,12 +36,21 @@ class ValueDetectors(Protocol):
 class ExchangePolicy:
     """Merges the values of a step over ranks. The plan determines which, not what this rank has seen.
 
+    Args:
+        exchange: with the other ranks.
+        planner: knows the model and the metrics.
+        summary: knows the whole-model values.
+        detectors: use values.
+        every: steps from one monitored step to the next; None if a function decides.
+
     Attributes:
         exchange: with the other ranks.
     """
 
-    def __init__(self, exchange: RankExchange, planner: Planner, summary: Summary, detectors: ValueDetectors) -> None:
-        self.exchange = exchange
+    def __init__(
+        self, exchange: RankExchange, planner: Planner, summary: Summary, detectors: ValueDetectors, every: int | None = 1
+    ) -> None:
+        self.exchange, self._every = exchange, every
         self._reduces = self._is_leaving = False
         self._planner, self._summary, self._detectors = planner, summary, detectors
 
@@ -69,7 +78,7 @@ class ExchangePolicy:
             return []
         metrics = [(m.source, m.name, m.pattern.pattern, m.every) for m in self._planner.registry.own]
         of_model = inventory.names, *map(sorted, (inventory.spread, inventory.excluded, inventory.trainable.names))
-        return [*of_model, metrics, sorted(self._summary.choice.shown)]
+        return [*of_model, self._every, metrics, sorted(self._summary.choice.shown)]
 
     @property
     def _is_sharded(self) -> bool:

@@ -113,7 +113,9 @@ class ModelIndex:
             if is_excluded(in_whole(short[raw_name])):
                 self.excluded.add(name)
         self.homes: list[int] = []  # with other parts elsewhere: the first rank that has each parameter
-        self.groups: list[frozenset[str]] | None = None  # then also the parameters of each of the optimizers' groups
+        # then also the parameters of each of the optimizers' groups, and the settings of all of them
+        self.groups: list[frozenset[str]] | None = None
+        self.cards: list[dict[str, Any]] | None = None
         self.trainable = TrainableNames(name_of[id(parameter)] for parameter, _ in raw.values() if parameter.requires_grad)
         if whole is not None:
             self._widen(whole, of_user, is_excluded)
@@ -122,8 +124,9 @@ class ModelIndex:
             raise ValueError(f"format_module_name_fn gives the name {twice!r} to more than one parameter; names must differ")
         for raw_name, parameter, _ in refs.parameters(module, remove_duplicate=False):
             # torch leaves out modules that compare equal to others
-            if raw_name not in raw and id(parameter) in name_of:
-                self.aliases.setdefault(name_of[id(parameter)], []).append(in_whole(canonical_name(raw_name)))
+            known, alias = name_of.get(id(parameter)), in_whole(canonical_name(raw_name))
+            if raw_name not in raw and known not in (None, alias):
+                self.aliases.setdefault(known, []).append(alias)
         modules = dict(module.named_modules())
         short = canonical_names(name for name in modules if not _is_wrapped(name, modules))
         self.modules: dict[str, Callable[[], nn.Module | None]] = {}
@@ -131,9 +134,9 @@ class ModelIndex:
             if name == ROOT or not is_excluded(in_whole(name)):
                 self.modules[of_user(in_whole(name))] = weakref.ref(modules[raw_name])
         own = {of_user(in_whole(name)): kind_of(modules[raw]) for raw, name in short.items()}
-        others = {of_user(name): kind for name, kind in whole.kinds.items() if not is_excluded(name)} if whole is not None else {}
-        self.kinds = {**others, **own}
-        self.modules.update((name, _nowhere) for name in others if name not in own)
+        others = {} if whole is None else {of_user(name): (kind, is_excluded(name)) for name, kind in whole.kinds.items()}
+        self.kinds = {**{name: kind for name, (kind, _) in others.items()}, **own}
+        self.modules.update((name, _nowhere) for name, (_, is_out) in others.items() if not (is_out or name in own))
         self._shape = ModelShape(list(modules.values()), refs)
 
     def _widen(self, whole: WholeModel, of_user: Callable[[str], str], is_excluded: Callable[[str], bool]) -> None:
@@ -157,6 +160,7 @@ class ModelIndex:
         self.spread = set(self.names)
         self.excluded = {of_user(name) for name in whole.facts if is_excluded(name)}
         self.groups = [frozenset(map(of_user, names)) for names in whole.groups()]
+        self.cards = [{**card, "parameters": list(map(of_user, card["parameters"]))} for card in whole.cards]
         # as it was when ranks met: what one of them freezes or thaws later is not known to the others
         self.trainable = TrainableNames(name for name in self.names if facts[name].is_trained)
 

@@ -20,6 +20,7 @@ from .record_builder import assemble
 from .registry import Registry
 from .summary import Summary
 from .summary_keys import StepFacts
+from .worst_rows import merged
 
 
 @dataclass
@@ -113,7 +114,7 @@ class PendingStep:
             layers,
             buffer.absent,
         )
-        return replace(record, rng=buffer.rng), signals
+        return replace(record, rng=buffer.rng, extras=self.readback.extras), signals
 
     def _unplanned(self) -> dict[str, str]:
         """Sources that were not measured of the whole model in this step, although a whole-model value of them was requested since."""
@@ -127,6 +128,8 @@ class PendingStep:
         context.update(self.active.annotations)
         if self.tags:
             context["tags"] = self.tags
+        if rows := self.readback.buffer.rows:
+            context["rows"] = merged([(*row, self.readback.extras[f"rows/{call}"]) for call, row in enumerate(rows)])
         return context
 
 

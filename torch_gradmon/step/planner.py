@@ -87,6 +87,12 @@ class Planner:
         """The watched model while it is alive, else None."""
         return None if self._module is None else self._module()
 
+    @property
+    def representative(self) -> nn.Module | None:
+        """The watched model, or the first part of a pipeline on this rank."""
+        module = self.module
+        return next(module.children(), None) if module is not None and self.source.is_pipeline else module
+
     def rename(self, name: str) -> str:
         """A canonical name in the user's format."""
         return name if self._format_name is None else self._format_name(name)

@@ -59,6 +59,8 @@ class ReasonContext:
 
     def reason(self, source: str, name: str, record: StepRecord, owned: Set[str] | None) -> str:
         """Why nothing was measured of ``name``; empty if unknown. ``owned``: the parameters of attached optimizers."""
+        if name in self.inventory.excluded:
+            return "excluded_modules_regex= leaves it out"
         if not self.attached and source in _NEEDS_HOOKS:
             return _NEEDS_HOOKS[source]
         if source == n.GRADIENT_LOCAL and name in self.inventory.spread:

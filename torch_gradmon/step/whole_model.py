@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -40,16 +40,22 @@ class WholeModel:
         by_rank: what each rank has, the ranks in ascending order.
         members: their numbers among all processes.
         modules: stage, name and class of each module.
+        cards: settings of each group of the optimizers, and stage and name of its parameters.
 
     Attributes:
         facts: by name, in the order of the stages.
         homes: by name, the first rank that has the parameter, among all processes.
         has_prefix: parts have parameters of equal names, so each name begins with the number of its stage.
         kinds: the class of each module by name.
+        cards: as given, with names in the whole model, those of copies once.
     """
 
     def __init__(
-        self, by_rank: Sequence[Sequence[PartFacts]], members: Sequence[int], modules: Iterable[tuple[int, str, str]] = ()
+        self,
+        by_rank: Sequence[Sequence[PartFacts]],
+        members: Sequence[int],
+        modules: Iterable[tuple[int, str, str]] = (),
+        cards: Iterable[dict[str, Any]] = (),
     ) -> None:
         stages: dict[str, set[int]] = {}
         for facts in by_rank:
@@ -65,14 +71,24 @@ class WholeModel:
             self.homes.setdefault(name, rank)
         ordered_modules = sorted(modules, key=lambda each: each[0])
         self.kinds = {self.prefix(at) + name if name != ROOT else f"stage{at}": kind for at, name, kind in ordered_modules}
+        self.cards: list[dict[str, Any]] = []
+        for card in cards:
+            named = {**card, "parameters": [self.prefix(stage) + name for stage, name in card["parameters"]]}
+            if named not in self.cards:
+                self.cards.append(named)
 
     @classmethod
-    def gathered(cls, ranks: Ranks, own: Sequence[PartFacts], kinds: Sequence[tuple[int, str, str]]) -> WholeModel:
-        """From all ranks. Collective."""
-        found = ranks.gathered([own, kinds])
-        return cls(
-            [[PartFacts(*fact) for fact in facts] for facts, _ in found], ranks.members, [kind for _, of in found for kind in of]
-        )
+    def gathered(
+        cls,
+        ranks: Ranks,
+        own: Sequence[PartFacts],
+        modules: Sequence[tuple[int, str, str]],
+        cards: Sequence[dict[str, Any]],
+    ) -> WholeModel:
+        """From what each rank has. Collective."""
+        found = ranks.gathered([own, modules, cards])
+        by_rank = [[PartFacts(*fact) for fact in facts] for facts, _, _ in found]
+        return cls(by_rank, ranks.members, [each for _, of, _ in found for each in of], [each for *_, of in found for each in of])
 
     def groups(self) -> list[set[str]]:
         """The parameters of each group of the optimizers; groups of one number in several stages are one."""

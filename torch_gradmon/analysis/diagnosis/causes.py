@@ -29,6 +29,7 @@ CONSEQUENCES: Mapping[str, frozenset[str]] = {
     "constant-input": _STANDSTILL,
     "inputs-not-normalised": _DISORDER | _UNITS | _DEPTH | _RATES | {"always-clipped", "spike"},
     "missing-zero-grad": _DISORDER | _UNITS | _ATTENTION | _RATES | {"always-clipped"},
+    "backward-twice": _DISORDER | _UNITS | _ATTENTION | _RATES,
     "stepped-twice": _DISORDER | _UNITS | _ATTENTION | _RATES,
     "never-stepped": _STANDSTILL,
     "unattached-optimizer": frozenset({"not-in-optimizer"}),

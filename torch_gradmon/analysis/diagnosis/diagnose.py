@@ -12,6 +12,7 @@ from .rules.attention import check_attention
 from .rules.certain import check_certain
 from .rules.clipping import check_clipping
 from .rules.depth import check_depth
+from .rules.latent import check_latent
 from .rules.learning_rate import check_learning_rate
 from .rules.loop import check_loop
 from .rules.loss import check_loss
@@ -38,6 +39,7 @@ RULES: dict[str, Rule] = {
     "rates": check_learning_rate,
     "attention": check_attention,
     "weights": check_weights,
+    "latent": check_latent,
     "loss": check_loss,
     "spikes": check_spikes,
 }

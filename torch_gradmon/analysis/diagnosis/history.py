@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -20,11 +21,13 @@ from ...spikes.suspect_history import GradientNormHistory
 from ...spikes.suspects import ParameterAttribution
 from ..run import Run
 from .findings import Finding
-from .learning import Learning, learning
+from .learning import Learning, learning, spread
 from .series import Matrix, Series
 
 #: Steps of a long run that are looked at: the first, the last, those around spikes, and evenly spaced ones.
 MOST = 400
+#: The noise of a loss that rests, relative to it.
+_QUIET = 0.01
 #: The outputs that can be the loss of a model that computes its own.
 _OWN_LOSS = (f"{n.ROOT}.loss", n.ROOT, f"{n.ROOT}[0]")
 
@@ -43,6 +46,8 @@ class History:
         suspects: ranks the parameters of a step by suspicion; by default from the gradients in ``records``.
         chance: the loss of the best constant answer, see ``Targets.chance``; empty if it is unknown.
         groups: the groups of the optimizers, with their settings and the names of their parameters.
+        frozen: names of parameters that did not require a gradient when the optimizers were attached.
+        acts: between the steps of the training the model is called on fewer examples, without gradients, as a policy is.
     """
 
     def __init__(
@@ -57,6 +62,8 @@ class History:
         suspects: Callable[[int], Sequence[ParameterAttribution]] | None = None,
         chance: Mapping[str, float] | None = None,
         groups: Sequence[Mapping[str, Any]] = (),
+        frozen: Iterable[str] = (),
+        acts: bool = False,
     ) -> None:
         self.records = sorted(records, key=lambda record: record.step)
         self.events = list(events) or [event for record in self.records for event in record.events]
@@ -65,7 +72,7 @@ class History:
         self.kinds = dict(kinds or {})
         self.place = place
         self._recorded, self._suspects = steps, suspects
-        self.chance, self.groups = dict(chance or {}), list(groups)
+        self.chance, self.groups, self.frozen, self.acts = dict(chance or {}), list(groups), frozenset(frozen), acts
         self._matrices: dict[tuple[str, str], Matrix | None] = {}
 
     @classmethod
@@ -81,7 +88,13 @@ class History:
         records = (_record(run, step) for step in chosen)
         place = shlex.quote(str(run.path))
         known = run.meta.get("matrices"), run.meta.get("kinds"), place, run.steps, run.suspects
-        return cls(records, events, facts, *known, run.meta.get("chance"), run.meta.get("optimizers") or ())
+        of_setup = (
+            run.meta.get("chance"),
+            run.meta.get("optimizers") or (),
+            run.meta.get("frozen") or (),
+            bool(run.meta.get("acts")),
+        )
+        return cls(records, events, facts, *known, *of_setup)
 
     def before_nonfinite(self) -> History:
         """The part before parameters become NaN or infinite and stay so; itself if they never do."""
@@ -91,7 +104,7 @@ class History:
         if last == len(self.records):
             return self
         kept = self.records[:last], self.events, self.facts, self.matrices, self.kinds, self.place
-        return History(*kept, self._recorded, self._suspects, self.chance, self.groups)
+        return History(*kept, self._recorded, self._suspects, self.chance, self.groups, self.frozen, self.acts)
 
     @property
     def steps(self) -> list[int]:
@@ -139,8 +152,20 @@ class History:
 
     @cached_property
     def learning(self) -> Learning:
-        """The trend of the loss."""
-        return learning(self.loss, self.is_resumed)
+        """The trend of the loss. That of a model which gets other data when it is better need not fall."""
+        found = learning(self.loss, self.is_resumed, self.chance.get("loss", 0.0))
+        return replace(found, is_stuck=False, is_at_chance=False) if self.acts else found
+
+    @property
+    def rests_at_chance(self) -> bool:
+        """Whether the loss has come down to that of a constant answer and stays there without noise: no rate is at fault."""
+        tail = self.loss.finite.part(0.8, 1)
+        return self.learning.is_at_chance and spread(tail) < _QUIET * abs(tail.median)
+
+    @property
+    def need_not_fall(self) -> bool:
+        """Whether the loss means little: the model acts, or optimizers alternate, as in a GAN."""
+        return self.acts or sum("by_turns" in record.context for record in self.records) > len(self.records) / 2
 
     @property
     def is_resumed(self) -> bool:

@@ -25,6 +25,8 @@ _SHARE = 0.01
 _OF_MAD = 1.4826
 #: The share that a loss has to fall, and the start of the later part, in which a loss that has not should still fall.
 _THIRD, _LATER = 1 / 3, 0.3
+#: Losses before they are compared with chance; the share of it that counts as learnt, and where another fault has to be.
+_LONG, _LEARNT, _NEAR = 50, 0.03, 1.2
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Learning:
         is_stuck: whether it neither has fallen nor still falls. False if that is unknown, and for a resumed run whose loss was
             flat
             all the time: there may be nothing left to learn.
+        is_at_chance: whether it ends where the loss of the best constant answer lies, and does not fall in the second half.
     """
 
     state: State
@@ -46,6 +49,7 @@ class Learning:
     last: float = math.nan
     has_fallen: bool = False
     is_stuck: bool = False
+    is_at_chance: bool = False
 
     @property
     def is_learning(self) -> bool:
@@ -58,8 +62,14 @@ class Learning:
         return "warning" if self.is_stuck else "info"
 
 
-def learning(loss: Series, is_resumed: bool = False) -> Learning:
-    """The trend of the finite losses. ``is_resumed``: the training began earlier."""
+def learning(loss: Series, is_resumed: bool = False, chance: float = 0.0) -> Learning:
+    """The trend of the finite losses.
+
+    Args:
+        loss: of each step.
+        is_resumed: the training began earlier.
+        chance: the loss of the best constant answer; 0 if it is unknown.
+    """
     finite = loss.finite
     state, first, last = trend(finite)
     if state == "unknown":
@@ -67,8 +77,15 @@ def learning(loss: Series, is_resumed: bool = False) -> Learning:
     from_ = min(first, finite.values[0])
     has_fallen = state == "falls" and not 0 < from_ * (1 - _THIRD) < last
     is_at_rest = is_resumed and state == "flat"
+    is_at_chance = _is_at_chance(finite, chance)
+    has_fallen &= not is_at_chance  # from far above it, perhaps
     is_stuck = not has_fallen and not is_at_rest and trend(finite.part(_LATER, 1.0))[0] != "falls"
-    return Learning(state, first, last, has_fallen, is_stuck)
+    return Learning(state, first, last, has_fallen, is_stuck, is_at_chance)
+
+
+def _is_at_chance(finite: Series, chance: float) -> bool:
+    is_near = chance > 0 and len(finite) >= _LONG and 1 - _LEARNT < finite.part(1 - _TAIL, 1).median / chance < _NEAR
+    return is_near and trend(finite.part(0.5, 1))[0] != "falls"
 
 
 def trend(finite: Series) -> tuple[State, float, float]:

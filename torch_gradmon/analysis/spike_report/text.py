@@ -53,10 +53,13 @@ def _heading(report: SpikeReport) -> Iterator[str]:
         yield "  the step was not applied"
     if tuned := context.pop("tuned", None):
         yield f"  measured under a live change of detail (gradmon detail, number {tuned['number']}): {request_text(tuned)}"
-    tags, norms = context.pop("tags", {}), context.pop("batch_norms", {})
+    tags, norms, rows = context.pop("tags", {}), context.pop("batch_norms", {}), context.pop("rows", {})
     facts = {name: value for name, value in {**tags, **context}.items() if name not in ("time", "overhead_pct")}
     if facts:
         yield "  " + ", ".join(f"{name} {_fact(value)}" for name, value in facts.items())
+    if rows:
+        named = [f"{name} ({significant(float(loss))})" for name, loss in zip(rows["ids"], rows["losses"], strict=True)]
+        yield f"  rows with the largest losses, of {rows['count']} with a sum of {significant(rows['sum'])}: {', '.join(named)}"
     for rank, each in list(norms.items())[:_RANKS]:
         yield f"  norms of the micro-batches of rank {rank}: {_items(list(map(significant, each)))}"
     if len(norms) > _RANKS:

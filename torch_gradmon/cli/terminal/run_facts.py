@@ -11,6 +11,7 @@ from typing import Any
 from ...analysis.run import Run
 from ...analysis.spike_report.report import SpikeSummary
 from ...core.errors import nearest
+from ...core.trained_parts import TrainedPart
 from ...spikes.episodes import Episode, episodes, largest
 from . import layer_table
 from .layer_table import LayerRow
@@ -33,6 +34,7 @@ class RunSummary:
         rows: parameters or blocks.
         spikes: the largest ones, in order.
         spiked: all of them.
+        parts: what trained when the optimizers were attached.
     """
 
     name: str
@@ -43,6 +45,7 @@ class RunSummary:
     rows: Sequence[LayerRow]
     spikes: Sequence[SpikeSummary]
     spiked: Sequence[Episode]
+    parts: Sequence[TrainedPart]
 
     def to_dict(self) -> dict[str, Any]:
         """The summary for JSON: unknown values are None, values that are not finite are strings, as in the sinks."""
@@ -57,6 +60,7 @@ class RunSummary:
             },
             "time": None if not found.steps else {"first": found.began, "last": found.ended},
             "lr": None if found.rates is None else dict(zip(("smallest", "largest", "last"), found.rates, strict=True)),
+            "trains": [asdict(part) for part in self.parts],
             "not_applied": found.not_applied,
             "skipped": found.skipped,
             "values": [_value_dict(line) for line in self.lines],
@@ -112,6 +116,7 @@ def summarize(
         rows if sort is None else layer_table.sort_rows(rows, sort),
         [SpikeSummary.of(run, spike) for spike in largest(spiked, len(spiked) if everything else _SPIKES)],
         spiked,
+        run.trained_parts,
     )
 
 

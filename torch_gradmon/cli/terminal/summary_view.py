@@ -89,6 +89,8 @@ def _facts(summary: RunSummary) -> Table:
     if overview.rates is not None:
         low, high, now = overview.rates
         table.add_row("lr", f"{now:.3g}" if low == high else f"{low:.3g} to {high:.3g}, {now:.3g} at the end")
+    for place, part in enumerate(summary.parts):
+        table.add_row("" if place else "trains", printable(str(part)))
     if len(summary.segments) > 1:
         begins = [str(first) for first, _ in summary.segments[1:]]
         shown = f"{'..., ' if len(begins) > 5 else ''}{', '.join(begins[-5:])}"

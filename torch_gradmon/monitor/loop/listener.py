@@ -20,8 +20,8 @@ class LoopDriver:
     def moves_buffers(self, module: nn.Module) -> None:
         """The model is called in training mode, perhaps without gradients."""
 
-    def forward_began(self, in_eval: bool, in_closure: bool) -> None:
-        """The model is called in training, perhaps in evaluation mode."""
+    def forward_began(self, in_eval: bool, in_closure: bool, counts: bool) -> None:
+        """The model is called in training, perhaps in evaluation mode. ``counts``: no other hook reports this call."""
 
     def root_began(self) -> None:
         """The hook on the model itself reported that."""

@@ -48,17 +48,17 @@ class ModelHooks:
 
     def part_called(self, module: nn.Module) -> None:
         """A part of the model is called, by something else than the root."""
-        self._fence.run(self._forward_began, module)
+        self._fence.run(self._forward_began, module, True)
 
     def _root_called(self, module: nn.Module, by_own_hook: bool) -> None:
         driver = self._driver()
         if self._optimizers.may_skip and driver is not None and module.training and torch._C._current_graph_task_id() == -1:
             driver.moves_buffers(module)
-        if self._forward_began(module) and by_own_hook and driver is not None:
+        if self._forward_began(module, by_own_hook) and by_own_hook and driver is not None:
             driver.root_began()
 
-    def _forward_began(self, module: nn.Module) -> bool:
-        """Report a training forward, and no evaluation or recomputation; whether it is one."""
+    def _forward_began(self, module: nn.Module, counts: bool) -> bool:
+        """Report a training forward, and no evaluation or recomputation; whether it is one. ``counts``: nothing else reports it."""
         if not self._optimizers.steps.is_shielded:
             self._optimizers.steps.shield()
         driver = self._driver()
@@ -72,5 +72,5 @@ class ModelHooks:
         in_closure = self._optimizers.in_closure
         if not in_closure:
             self._optimizers.heal()
-        driver.forward_began(not module.training, in_closure)
+        driver.forward_began(not module.training, in_closure, counts)
         return True

@@ -86,6 +86,11 @@ class StateService:
         """The ``repr`` of the monitor."""
         return f"ModuleMonitor({', '.join(self._words())})"
 
+    def table(self) -> str:
+        """The monitor in one line, and a line for each part of the model that trains, is frozen, or has no optimizer."""
+        setup = self.runtime.plugin("setup_check")
+        return "\n  ".join([self.text(), *map(str, [] if setup is None else setup.parts())])
+
     def _words(self) -> Iterator[str]:
         runtime, module = self.runtime, self.runtime.planner.module
         count = len(runtime.planner.registry.metrics)

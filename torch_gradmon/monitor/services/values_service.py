@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from ...core import keys as n
@@ -68,6 +69,20 @@ class ValuesService:
             aggregation = checked_aggregation(aggregation_fn, "aggregation_fn")
             self.runtime.lifecycle.values.log(Key("", key, ""), tensor, aggregation, is_measured=True)
 
+    def log_rows(self, ids: Any, losses: Any) -> None:
+        """Log the loss of each row."""
+        if not isinstance(losses, Tensor) or losses.is_complex() or losses.dtype == torch.bool:
+            raise TypeError(f"log_rows takes the losses as a tensor of real numbers, got {display(losses)}")
+        if losses.ndim != 1 or not len(losses):
+            raise ValueError(
+                f"log_rows takes one loss for each row, [rows], got the shape {tuple(losses.shape)}; reduce other dimensions"
+            )
+        if isinstance(ids, Tensor) and (ids.is_floating_point() or ids.is_complex() or ids.ndim != 1):
+            raise TypeError(f"log_rows takes ids as a tensor of whole numbers, [rows], or as a list, got {display(ids)}")
+        if not hasattr(ids, "__len__") or len(ids) != len(losses):
+            raise ValueError(f"log_rows takes one id for each of the {len(losses)} losses, got {display(ids)}")
+        self.runtime.log_rows(ids, losses)
+
     def log_key(self, key: Key, value: Any, aggregation_fn: str | Callable[..., Any] | None, reducer: str) -> None:
         """Log a value under a key in parts."""
         self.runtime.lifecycle.values.log(key, value, checked_aggregation(aggregation_fn, "aggregation_fn"), reducer)
@@ -116,6 +131,7 @@ class ValuesService:
         pipeline, model = self.runtime.pipeline, self.runtime.factory.model
         audits = {name: self.runtime.plugin(name) for name in ("loop_audit", "replica_check", "setup_check", "data_check")}
         facts = [fact for plugin in audits.values() if plugin is not None for fact in plugin.facts()]
+        data, setup = audits["data_check"], audits["setup_check"]
         place, recent = pipeline.directory.path, pipeline.history.recent()
         history = History(
             pipeline.history.sample.records(),
@@ -126,8 +142,10 @@ class ValuesService:
             "" if place is None else shlex.quote(str(place)),
             recent.steps,
             recent.suspects,
-            {} if audits["data_check"] is None else audits["data_check"].chance,
-            [] if audits["setup_check"] is None else audits["setup_check"].groups,
+            {} if data is None else data.chance,
+            [] if setup is None else setup.groups,
+            [] if setup is None else setup.frozen,
+            data is not None and data.acts,
         )
         with outside_dispatch_modes():
             return diagnose_history(history)

@@ -19,7 +19,8 @@ FEWEST, BACK = 16, 8
 #: Share of batches that came before, if workers draw the same random numbers.
 _COPIES = 0.3
 #: An input whose root mean square is larger, or whose mean is this many standard deviations, is not normalised.
-_LARGE, _OFF = 10.0, 5.0
+#: Small numbers are left alone, whatever their mean: a bias takes it up.
+_LARGE, _OFF, _SMALL = 10.0, 5.0, 1.0
 
 
 def batch_tensors(args: Sequence[object], kwargs: dict[str, object]) -> list[Tensor]:
@@ -28,7 +29,11 @@ def batch_tensors(args: Sequence[object], kwargs: dict[str, object]) -> list[Ten
     return [
         each
         for each in found
-        if type(each) is Tensor and each.layout is torch.strided and not each.is_nested and each.numel() > 1
+        if type(each) is Tensor
+        and each.layout is torch.strided
+        and not each.is_nested
+        and each.device.type != "meta"
+        and each.numel() > 1
     ]
 
 
@@ -92,5 +97,7 @@ class Batches:
         elif not self._tallies.is_empty:
             self._tallies.missed("constant-input")
         deviation = math.sqrt(max(rms**2 - mean**2, 0.0))
-        if rms > _LARGE or abs(mean) > _OFF * deviation > 0:
+        if rms > _LARGE or (rms > _SMALL and abs(mean) > _OFF * deviation > 0):
             self._tallies.seen("inputs-not-normalised", evidence={"mean": mean, "standard deviation": deviation})
+        elif not self._tallies.is_empty:
+            self._tallies.missed("inputs-not-normalised")

@@ -21,8 +21,13 @@ ROWS, CLASSES = 512, 4096
 COUNTED = 256
 #: Relative deviation from a formula.
 _FITS = 0.02
+#: Relative deviation of gradients of two classes from each other. If they are all alike, as those of a mean are, they fit any such formula
+#: where outputs are alike.
+_VARIES = 0.1
 #: How well logarithms of gradients have to follow logits for a temperature to be read off them.
 _LINEAR = 0.995
+#: The fewest outputs that are drawn to one number, and the variance of these numbers over that of the targets.
+_MANY, _ONE = 8, 1e-6
 _FACTS = 24
 
 
@@ -39,7 +44,9 @@ class Head:
         zeros: share of outputs that are exactly 0, if none is negative.
         labels: number of rows of each class; of the first COUNTED classes.
         mean: of the targets of a mean square.
-        square: their mean square.
+        square: their mean square. Where the loss compares each output with each target, the gradient shows their mean alone, and the
+            rest of the loss gives this.
+        negative: the share of these targets that are below 0.
     """
 
     kind: str
@@ -51,6 +58,7 @@ class Head:
     labels: tuple[float, ...]
     mean: float = math.nan
     square: float = math.nan
+    negative: float = 0.0
 
 
 def output_of(result: Any) -> Tensor | None:
@@ -77,7 +85,7 @@ def rows_of(tensor: Tensor) -> Tensor:
 def sample_of(output: Tensor) -> Tensor | None:
     """A copy of the rows that are looked at, which a later layer of the loss may change in place; None where nothing is looked at."""
     rows = rows_of(output.detach())
-    if rows.shape[1] > CLASSES or len(rows) < 2 or rows.device.type == "mps":  # which has no float64
+    if rows.shape[1] > CLASSES or len(rows) < 2 or rows.device.type in ("meta", "mps"):  # the latter has no float64
         return None
     return rows[:ROWS].clone()
 
@@ -96,11 +104,12 @@ def facts_of(sample: Tensor, gradient: Tensor) -> Tensor | None:
         return None
     used = g.abs().sum(1) > 0
     sums = torch.stack([z.sum(), z.square().sum(), g.sum(), g.square().sum(), (z * g).sum()])
+    negative = (z - g * (every.numel() / 2) < 0).double().mean()
     one = _single(z, g) if z.shape[1] == 1 else _classes(z, g, used)
     # filled on the device: a copy from the host would wait
     count, rows, classes = (sums.new_full((1,), float(number)) for number in (len(every), *z.shape))
     head = torch.cat([count, used.double().sum().view(1), rows, classes, sums, one[0]])
-    return torch.cat([head, head.new_zeros(_FACTS - len(head)), one[1]])
+    return torch.cat([head, head.new_zeros(_FACTS - 1 - len(head)), negative.view(1), one[1]])
 
 
 def _classes(z: Tensor, g: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,37 +157,47 @@ def _single(z: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _binary(z: Tensor, g: Tensor) -> list[Tensor]:
-    """Deviation and mean of the factor, if each output is the logit of one binary cross-entropy."""
+    """Deviation and mean of the factor, if each output is the logit of one binary cross-entropy; and how much gradients vary."""
     p = z.sigmoid()
     used = (g != 0).double()
     factor = g.abs() / torch.where(g < 0, 1 - p, p).clamp(min=1e-300)
     total = used.sum().clamp(min=1)
     mean = (factor * used).sum() / total
     deviation = ((factor - mean).square() * used).sum().div(total).sqrt() / mean.clamp(min=1e-300)
-    return [deviation, mean]
+    sizes = g.abs()
+    usual = (sizes * used).sum() / total
+    varied = ((sizes - usual).square() * used).sum().div(total).sqrt() / usual.clamp(min=1e-300)
+    return [deviation, mean, varied]
 
 
 def recognised(facts: list[float], loss: float | None) -> Head | None:
     """The head that these numbers, read back from the device, describe; ``loss``: the value that was logged in that step."""
     count, used, rows, classes, z1, z2, g1, g2, zg = facts[:9]
-    deviation, residual, mean, slope, fit, scale, simplex, low, high, zeros, b_deviation, b_mean, spread = facts[9:22]
+    deviation, residual, mean, slope, fit, scale, simplex, low, high, zeros, b_deviation, b_mean, varied, spread = facts[9:23]
     labels = tuple(facts[_FACTS:])
     if used < 2 or not all(map(math.isfinite, (z2, g2))) or g2 == 0:
         return None
     every = count * used / rows  # rows with a gradient, among all of them
     zeros = zeros if low == 0 else 0.0
-    if classes > 1 and deviation < _FITS and residual < _FITS:
+    is_telling = varied > _VARIES
+    if (classes > 2 or (classes == 2 and is_telling)) and deviation < _FITS and residual < _FITS:
         is_distribution = low >= 0 and simplex < 1e-3
         return Head("cross-entropy", every, mean * every, 1.0, is_distribution, zeros, labels)
-    if b_deviation < _FITS:
+    if is_telling and b_deviation < _FITS:
         is_distribution = low >= 0 and high <= 1
         return Head("binary cross-entropy", every * classes, b_mean * every * classes, 1.0, is_distribution, zeros, labels)
     if classes > 2 and fit > _LINEAR and slope > 0 and spread < _FITS:
         return Head("cross-entropy", every, scale * every / slope, 1 / slope, False, zeros, labels)
     elements = rows * classes
     factor = 2 / (count * classes)  # of a mean over all elements
-    if loss is not None and rows == count and abs(g2 / factor**2 / elements - loss) <= _FITS * abs(loss):
-        average = (z1 - g1 / factor) / elements
-        square = (z2 - 2 * zg / factor + g2 / factor**2) / elements
-        return Head("mean square", every, 1.0, 1.0, low >= 0 and high <= 1, zeros, (), average, square)
+    if loss is None or rows != count:
+        return None
+    average, own = (z1 - g1 / factor) / elements, g2 / factor**2 / elements
+    square = (z2 - 2 * zg / factor + g2 / factor**2) / elements
+    is_distribution = low >= 0 and high <= 1
+    if abs(own - loss) <= _FITS * abs(loss):
+        return Head("mean square", every, 1.0, 1.0, is_distribution, zeros, (), average, square, facts[_FACTS - 1])
+    # all outputs are drawn to one number, from which the targets that the loss is taken of differ
+    if elements >= _MANY and square - average**2 < _ONE * (loss - own):
+        return Head("mean square", every, 1.0, 1.0, is_distribution, zeros, (), average, average**2 + loss - own)
     return None

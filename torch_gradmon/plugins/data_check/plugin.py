@@ -17,16 +17,16 @@ from ...core.records import StepRecord
 from ...core.setup_mistakes import SETUP_MISTAKES
 from ...statistics.fingerprint import fingerprints, packed, unpacked
 from ...step.active_step import ActiveStep
-from ...step.device_transfer import DeviceToHostCopy
 from ...step.plugin import Plugin
 from ..setup_check.expectations import Expectations
 from ..tallies import Tallies
+from .acting import Acting
 from .batches import Batches, batch_tensors, look_of
 from .head import facts_of, output_of, recognised, sample_of
 from .targets import Targets
 
-#: Monitored steps that are looked at, and those of them whose output is, too.
-STEPS = 48
+#: Monitored steps that are looked at, among this number of steps of any kind; and those of them whose output is, too.
+STEPS, SPAN = 48, 200
 _HEADS = frozenset((0, 1, 2, 3, 5, 8, 11, 14, 18, 22, 26, 31, 36, 41, 46))
 
 
@@ -36,13 +36,16 @@ class _Look:
     Args:
         step: its number.
         has_head: the output is looked at, too.
+
+    Attributes:
+        forwards: of the step.
+        found: numbers on their device.
     """
 
     def __init__(self, step: int, has_head: bool) -> None:
         self.step, self.has_head = step, has_head
         self.forwards = 1
-        self._found: dict[str, Tensor] = {}
-        self._copy: DeviceToHostCopy | None = None
+        self.found: dict[str, Tensor] = {}
 
     def called_again(self) -> None:
         """Count another forward of the step."""
@@ -52,26 +55,18 @@ class _Look:
         """Look at the inputs of the first forward."""
         if not tensors or len({tensor.device for tensor in tensors}) > 1:
             return
-        self._found["fingerprint"] = packed(fingerprints(tensors))
+        self.found["fingerprint"] = packed(fingerprints(tensors))
         if self.has_head and (look := look_of(tensors)) is not None:
-            self._found["look"] = look
+            self.found["look"] = look
 
     def take_head(self, sample: Tensor, gradient: Tensor) -> None:
         """Look at the first gradient that comes back to the output."""
-        if "head" not in self._found and type(gradient) is Tensor and (facts := facts_of(sample, gradient)) is not None:
-            self._found["head"] = facts
-
-    def send(self) -> None:
-        """Start the copy to the host."""
-        self._copy = DeviceToHostCopy(list(self._found.values())) if self._found else None
-
-    def land(self) -> dict[str, Tensor]:
-        """What was found, by name. Waits for the copy."""
-        return {} if self._copy is None else dict(zip(self._found, self._copy.land(), strict=True))
+        if "head" not in self.found and type(gradient) is Tensor and (facts := facts_of(sample, gradient)) is not None:
+            self.found["head"] = facts
 
 
 class DataCheck(Plugin):
-    """Looks at the first batches of a training in STEPS monitored steps, and then takes its hooks away.
+    """Looks at the first batches of a training, in STEPS monitored steps of the first SPAN, and then takes its hooks away.
 
     Args:
         every: steps from one monitored step to the next.
@@ -87,15 +82,22 @@ class DataCheck(Plugin):
         self._every, self._expectations, self._note = every, expectations, note
         self._tallies = Tallies(complaints, lambda: self.context.step or 0, note, SETUP_MISTAKES, "data")
         self._batches, self._targets = Batches(self._tallies), Targets(self._tallies)
+        self._acting, self._acts = Acting(), False
         self._handles = Handles()
         self._looked = 0
+        self._last: int | None = None  # the last step that is looked at
         self._look: _Look | None = None
-        self._pending: dict[int, _Look] = {}
+        self._forwards: dict[int, int] = {}  # of steps whose record is still to come
         self._is_paused = False
 
     def facts(self) -> list[LoopFinding]:
         """What was found so far."""
         return self._tallies.facts()
+
+    @property
+    def acts(self) -> bool:
+        """Whether the model acts between steps."""
+        return self._acts
 
     @property
     def chance(self) -> dict[str, float]:
@@ -105,7 +107,7 @@ class DataCheck(Plugin):
     def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Begin to look, unless a compiler would have to trace the hooks."""
         self.on_detach()
-        self._looked = 0
+        self._looked, self._last = 0, None
         self._tallies.write_facts(begins=True)
         is_compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
         if takes_hooks(module) and not is_compiled:
@@ -120,7 +122,7 @@ class DataCheck(Plugin):
         """Take the hooks away."""
         self._handles.remove()
         self._look = None
-        self._pending.clear()
+        self._forwards.clear()
 
     def on_leave(self, last: int | None) -> None:
         """Write the facts to the run directory, if they are new."""
@@ -129,10 +131,17 @@ class DataCheck(Plugin):
     # --- hooks ---------------------------------------------------------------------------------------------------------------
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        if self._is_paused or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+        if self._is_paused or torch._C._current_graph_task_id() != -1 or torch._C._functorch.peek_interpreter_stack() is not None:
+            return
+        if not torch.is_grad_enabled():
+            if module.training:
+                self.context.call(self._acted, args, kwargs or {})
             return
         step = self.context.coming_step
-        if step % self._every:
+        self._last = step + SPAN if self._last is None else self._last
+        if step > self._last:
+            self._handles.remove()
+        if step % self._every or step > self._last:
             return
         if self._look is not None and self._look.step == step:
             self._look.called_again()
@@ -140,18 +149,22 @@ class DataCheck(Plugin):
             self.context.call(self._began, step, args, kwargs or {})
 
     def _began(self, step: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._look = _Look(step, self._looked in _HEADS)
-        self._look.take_batch(batch_tensors(args, kwargs))
+        self._look, tensors = _Look(step, self._looked in _HEADS), batch_tensors(args, kwargs)
+        self._look.take_batch(tensors)
+        self._acting.trained(tensors)
+
+    def _acted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._acting.called(batch_tensors(args, kwargs))
 
     def _returned(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         look = self._look
         if look is None or not look.has_head or look.forwards > 1 or self._is_paused or not torch.is_grad_enabled():
             return
-        if (output := output_of(result)) is not None:
-            self.context.call(self._follow, look, output)
+        self.context.call(self._follow, look, result)
 
-    def _follow(self, look: _Look, output: Tensor) -> None:
-        if (sample := sample_of(output)) is not None:
+    def _follow(self, look: _Look, result: Any) -> None:
+        output = output_of(result)
+        if output is not None and (sample := sample_of(output)) is not None:
             output.register_hook(_Once(self, look, sample))  # type: ignore[no-untyped-call]
 
     def came_back(self, look: _Look, sample: Tensor, gradient: Tensor) -> None:
@@ -163,31 +176,34 @@ class DataCheck(Plugin):
     def on_step_closing(self, step: ActiveStep) -> None:
         """Send what was seen in a monitored step to the host."""
         look, self._look = self._look, None
-        if look is None or look.step != step.number or not step.is_monitored:
+        if look is None or look.step != step.number or not step.is_monitored or step.buffer is None:
             return
-        look.send()
-        self._pending[step.number] = look
+        step.buffer.extras.update((f"{self.name}/{name}", numbers) for name, numbers in look.found.items())
+        self._forwards[step.number] = look.forwards
         self._looked += 1
         if self._looked >= STEPS:
             self._handles.remove()
 
     def on_record(self, record: StepRecord) -> None:
         """Judge a step once its values are on the host."""
-        look = self._pending.pop(record.step, None)
-        if look is None:
+        forwards = self._forwards.pop(record.step, None)
+        if forwards is None:
             return
-        found = look.land()
-        if "fingerprint" in found:
-            self._batches.add(hash(tuple(unpacked(found["fingerprint"]).tolist())))
+        if self._acting.is_so != self._acts:
+            self._acts = not self._acts
+            self._note(acts=self._acts)
+        fingerprint, look, facts = (record.extras.get(f"{self.name}/{name}") for name in ("fingerprint", "look", "head"))
+        if fingerprint is not None:
+            self._batches.add(hash(tuple(unpacked(fingerprint).tolist())))
             self._batches.judge(self._expectations.batch_varies)
-        if "look" in found:
-            self._batches.looked(*found["look"].tolist())
-        if "head" in found:
-            head = recognised(found["head"].tolist(), loss_in(record.values))
+        if look is not None:
+            self._batches.looked(*look.tolist())
+        if facts is not None:
+            head = recognised(facts.tolist(), loss_in(record.values))
             if head is not None:
                 scaled = self.context.scaler is not None
                 known = self.chance
-                self._targets.add(head, look.forwards, scaled)
+                self._targets.add(head, forwards, scaled)
                 if self.chance != known:
                     self._note(chance=self.chance)
 

@@ -43,7 +43,7 @@ class Targets:
         self._heads.append(head)
         is_log = head.kind in ("cross-entropy", "binary cross-entropy")
         self._count("softmax-before-loss", is_log and head.is_distribution and head.rows >= 4)
-        self._count("relu-before-loss", is_log and head.zeros > _ZEROS)
+        self._count("relu-before-loss", head.zeros > _ZEROS and (is_log or head.negative > _ZEROS))
         if is_log:
             self._add_labels(head, forwards)
         self._learn_chance(head)

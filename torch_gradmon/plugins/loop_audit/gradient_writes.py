@@ -68,11 +68,9 @@ class GradientWrites:
         self.stays = bool(gradient.any())
         self.is_doubtful = not self.stays and self._doubts < _DOUBTS
 
-    def suspect_carried(self) -> bool:
-        """Record that a gradient's version indicates carrying over. Returns whether its values must be read from now on."""
-        begins = not (self.is_doubtful or self.stays or self._doubts)
-        self.is_doubtful |= begins
-        return begins
+    def suspect_carried(self) -> None:
+        """Record that a gradient's version indicates carrying over, so that its values must be read from now on."""
+        self.is_doubtful |= not (self.stays or self._doubts)
 
     def is_late_clip(self, dropped: Tensor) -> bool:
         """Whether a gradient that was written to after its step, then dropped, is not zero. Synchronises a few times."""

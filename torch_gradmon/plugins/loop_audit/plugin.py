@@ -137,7 +137,7 @@ class LoopAudit(Plugin):
             return
         self._steps += 1
         if not self._rest.is_on:
-            hooks.step_began(probed, optimizer, self._forwards > 0, has_closure)
+            hooks.step_began(probed, optimizer, self._forwards, has_closure)
         is_due = self._steps >= ownership.next_step or ownership.version != self._planner.version
         if is_due and ownership.step_began(self._steps):
             hooks.exchange.update()
@@ -159,7 +159,7 @@ class LoopAudit(Plugin):
         self._most_forwards, self._forwards = max(self._most_forwards, self._forwards), 0
         if self._rest.step_ended(is_clean):
             hooks.restart(probed)
-        if writes.is_doubtful and not hooks.is_current:
+        if not hooks.is_current and probed.checks.needs_values:
             hooks.register(self._rest.is_on)
 
     def on_optimizer_overflowed(self, optimizer: Optimizer) -> None:

@@ -63,7 +63,7 @@ class ProbeHooks:
         for key, probed in self.optimizers.items():
             if probed.probe is not None and not probed.probe.is_offloaded and not is_resting:
                 self._handles.on_accumulate(probed.probe.place, Hook(self._accumulated_hook, key))
-                if probed.checks.writes.needs_values:
+                if probed.checks.needs_values:
                     self._handles.on_gradient(probed.probe.place, Hook(self._incoming_hook, key))
 
     def remove(self) -> None:
@@ -122,19 +122,23 @@ class ProbeHooks:
         if probe is not None and (parameter := probe.place()) is not None:
             writes.read_written(probe, parameter, gradient)
             writes.read_carried(probe, parameter, gradient)
-            self.is_current &= writes.needs_values
+            probed.checks.repeated.read(probe, gradient)
+            self.is_current &= probed.checks.needs_values
 
     # --- steps -----------------------------------------------------------------------------------------------------------------
 
-    def step_began(self, probed: ProbedOptimizer, optimizer: Optimizer, has_forward: bool, has_closure: bool) -> None:
+    def step_began(self, probed: ProbedOptimizer, optimizer: Optimizer, forwards: int, has_closure: bool) -> None:
         """Judge an optimizer's step, and replace the probe if it has shown nothing."""
         self._clock += 1
         if self._clock == 1:
             self._tallies.retract("never-stepped")
-        if probed.step_began(optimizer, has_forward, has_closure or self.is_paused):
+        needed = probed.checks.needs_values
+        if probed.step_began(optimizer, forwards, len(self.optimizers) == 1, has_closure or self.is_paused):
             self._replace(probed)
-        elif probed.probe is not None and probed.probe.interval.carried and probed.checks.writes.suspect_carried():
-            self.is_current = False
+            return
+        if probed.probe is not None and probed.probe.interval.carried:
+            probed.checks.writes.suspect_carried()
+        self.is_current &= needed or not probed.checks.needs_values
 
     def _replace(self, probed: ProbedOptimizer) -> None:
         probed.choose_probe(self._planner.now(), with_gradient=True)

@@ -79,10 +79,11 @@ class ProbedOptimizer:
             return False
         return self.unattached.has_moved or (in_step and (self.probe.was_written() or self.unattached.has_changed))
 
-    def step_began(self, optimizer: Optimizer, has_forward: bool, is_unknown: bool) -> bool:
+    def step_began(self, optimizer: Optimizer, forwards: int, is_alone: bool, is_unknown: bool) -> bool:
         """Judge the step. Returns whether the probe has to be replaced.
 
-        ``has_forward``: there was a training forward since the last step of any optimizer; ``is_unknown``: gradients show nothing.
+        ``forwards``: number of training forwards since the last step of any optimizer; ``is_alone``: no other one is attached;
+        ``is_unknown``: gradients show nothing.
         """
         self.is_unknown, probe = is_unknown, self.probe
         if probe is None or is_unknown:
@@ -95,9 +96,9 @@ class ProbedOptimizer:
         gradient = probe.look(parameter)
         if gradient is not None:
             self._absent, self._had_gradients = 0, True
-            self.checks.step_with_gradient(probe, gradient, has_forward)
+            self.checks.step_with_gradient(probe, gradient, optimizer, forwards, is_alone)
             return False
-        if not self.checks.step_without_gradient(probe, optimizer):
+        if not self.checks.step_without_gradient(probe, optimizer, forwards > 0 and is_alone):
             return False
         self._absent += 1
         return self._absent >= PATIENCE or not self._had_gradients

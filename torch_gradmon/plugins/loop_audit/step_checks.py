@@ -10,7 +10,11 @@ from ...core.loop_mistakes import MISTAKES
 from ..tallies import Tallies
 from .gradient_writes import GradientWrites
 from .probe import Interval, Probe
+from .repeated_backward import RepeatedBackward
 
+#: Steps of torch's own optimizers after forwards that no backward pass followed, before they count: they change nothing for certain, but
+#: a loop may pretrain another part of the model.
+_FUTILE = 10
 #: The number of writes of one or two clips by norm or value; more writes have another cause.
 _CLIPS = 4
 
@@ -24,13 +28,15 @@ class StepChecks:
 
     Attributes:
         writes: the loop's writes to its gradients.
+        repeated: its backward passes of a graph that has had one.
     """
 
     def __init__(self, tallies: Tallies, key: int) -> None:
-        self.writes = GradientWrites()
+        self.writes, self.repeated = GradientWrites(), RepeatedBackward()
         self._tallies, self._key = tallies, key
         self._before: Tensor | None = None
         self._is_repeated = False  # the last step had the gradient of the one before
+        self._futile = 0  # steps in a row without any gradient, though the model was called
 
     def dropped_after_step(self, probe: Probe) -> None:
         """Judge the writes to a gradient between its step and its drop."""
@@ -40,12 +46,26 @@ class StepChecks:
             is_clip = dropped is not None and interval.late <= _CLIPS and self.writes.is_late_clip(dropped)
             self._tallies.check("clip-after-step", self._key, is_clip, probe.name)
 
-    def step_with_gradient(self, probe: Probe, gradient: Tensor, has_forward: bool) -> None:
+    @property
+    def needs_values(self) -> bool:
+        """Whether the values of gradients have to be read."""
+        return self.writes.needs_values or self.repeated.needs_values
+
+    def step_with_gradient(self, probe: Probe, gradient: Tensor, optimizer: Optimizer, forwards: int, is_alone: bool) -> None:
         """Judge the probe, whose parameter has ``gradient``, before the optimizer's step.
 
-        ``has_forward``: there was a training forward since the last step of any optimizer.
+        Args:
+            probe: of its optimizer.
+            gradient: of the probe.
+            optimizer: that is about to step.
+            forwards: number of training forwards since the last step of any optimizer.
+            is_alone: no other optimizer is attached, whose forwards they may be.
         """
         tallies, key, seen = self._tallies, self._key, probe.interval
+        self._futile = 0
+        if is_alone and seen.fired and (seen.fired != forwards or self.repeated.is_counting):
+            self.repeated.step_began(forwards, seen.fired, optimizer)
+            tallies.check("backward-twice", key, self.repeated.is_certain, probe.name)
         if tallies.is_empty and seen.fired and not (seen.carried or seen.drops or seen.writes or seen.synced > 1):
             self._is_repeated = False  # the usual case: no finding so far, and none now
             return
@@ -60,7 +80,7 @@ class StepChecks:
             return
         if seen.fired:
             self._check_accumulations(probe.name, seen)
-        elif seen.after_step and gradient._version == probe.version and not has_forward:
+        elif seen.after_step and gradient._version == probe.version and not forwards:
             # writes through .data change no version, so values have to confirm it
             is_same = self._before is None or torch.equal(self._before, gradient)
             tallies.check("stepped-twice", key, is_same, probe.name)
@@ -80,11 +100,16 @@ class StepChecks:
         if seen.writes and writes.clips:
             tallies.check("clip-per-micro-batch", key, True, name, **{"times in a step": seen.writes})
 
-    def step_without_gradient(self, probe: Probe, optimizer: Optimizer) -> bool:
-        """Judge a probe without a gradient before the optimizer's step. Returns whether other parameters have one."""
+    def step_without_gradient(self, probe: Probe, optimizer: Optimizer, has_forward: bool) -> bool:
+        """Judge a probe without a gradient before the optimizer's step. Returns whether other parameters have one.
+
+        ``has_forward``: as above, and no other optimizer is attached, whose turn it may be.
+        """
         if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
+            self._futile = 0
             return True
-        if probe.interval.fired and not probe.interval.doubtful:
+        self._futile += has_forward and type(optimizer).__module__.startswith("torch.optim.")
+        if (probe.interval.fired or self._futile >= _FUTILE) and not probe.interval.doubtful:
             self._tallies.check("step-without-gradients", self._key, True, probe.name)
         return False
 

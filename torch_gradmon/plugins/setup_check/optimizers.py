@@ -21,7 +21,7 @@ def follow(optimizers: Sequence[Optimizer]) -> None:
         _followed.add(optimizer)
 
 
-def card(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> list[dict[str, Any]]:
+def card(optimizers: Sequence[Optimizer], names: Mapping[int, Any]) -> list[dict[str, Any]]:
     """One entry for each group: class of the optimizer, settings, and names of the parameters that the model has.
 
     Args:

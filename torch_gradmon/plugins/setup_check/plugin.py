@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -13,6 +14,7 @@ from ...core.keys import GRADIENT
 from ...core.loop_findings import LoopFinding
 from ...core.records import StepRecord
 from ...core.setup_mistakes import SETUP_MISTAKES
+from ...core.trained_parts import TrainedPart, trained_parts
 from ...step.gradient_source import PLAIN_GRADIENTS
 from ...step.planner import Planner
 from ...step.plugin import Plugin
@@ -46,7 +48,8 @@ class SetupCheck(Plugin):
         self._hidden: HiddenParameters | None = None
         self._has_modes = False
         self._steps = 0  # monitored ones
-        self.groups: list[dict[str, object]] = []
+        self.groups: list[dict[str, Any]] = []
+        self.frozen: list[str] = []
 
     def facts(self) -> list[LoopFinding]:
         """What was found so far."""
@@ -56,8 +59,8 @@ class SetupCheck(Plugin):
         """Look at what is there."""
         self._module, self._steps = weakref.ref(module), 0
         names = self._names()
-        self.groups = card(optimizers, names)
-        self._note(optimizers=self.groups)
+        self.groups, self.frozen = self._cards(optimizers), self._frozen()
+        self._note(optimizers=self.groups, frozen=self.frozen)
         self._has_modes = has_modes(module)
         self._hidden = HiddenParameters(module) if self._planner.source is PLAIN_GRADIENTS else None
         follow(optimizers)
@@ -65,6 +68,22 @@ class SetupCheck(Plugin):
         check_optimizers(optimizers, names, self.tallies)
         self.tallies.write_facts(begins=True)
         self.expectations.begin(self._planner)
+
+    def _cards(self, optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
+        inventory = self._planner.inventory
+        known = None if inventory is None else inventory.cards  # of the stages of all ranks
+        return card(optimizers, self._names()) if known is None else known
+
+    def _frozen(self) -> list[str]:
+        inventory = self._planner.now()
+        return [] if inventory is None else [name for name in inventory.names if inventory.trainable.is_frozen(name)]
+
+    def parts(self) -> list[TrainedPart]:
+        """What trains now."""
+        inventory = self._planner.now()
+        if inventory is None or self._module is None:
+            return []
+        return list(trained_parts(inventory.parameters, self._cards(self.context.optimizers), self._frozen()))
 
     def _names(self) -> Mapping[int, str]:
         inventory = self._planner.inventory

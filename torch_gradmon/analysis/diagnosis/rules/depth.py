@@ -28,6 +28,8 @@ _OTHER_ACTIVATIONS = frozenset(
 _EXPLODES = 300.0
 #: Growth of outputs from the first modules to the last ones, and their least size; logits begin at about 1.
 _OUTPUTS, _SIZE = 100.0, 50.0
+#: A loss that begins this many times above where it ends was drowned by large weights.
+_DROWNED = 30.0
 #: Outputs of the whole model with this root mean square are loud if the loss then fell by this factor; logits begin at about 1.
 _LOUD, _CAME_DOWN = 8.0, 5.0
 #: Standard deviation times sqrt(fan in): 1 in Glorot and Bengio (2010), 1.41 in He et al. (2015), 0.55 and more in GPT-2.
@@ -53,6 +55,8 @@ def _initialisation(history: History) -> list[Finding]:
     if len(odd) <= len(gains) / 2:
         return []
     worst = sorted(odd, key=lambda name: -abs(math.log(odd[name])))
+    loss = history.loss.finite
+    is_drowned = odd is high and len(loss) >= _FEWEST and loss.values[0] > _DROWNED * history.learning.last > 0
     fate = "large: signals grow from layer to layer." if odd is high else "small: signals fade from layer to layer."
     return history.finding(
         "initialisation-scale",
@@ -62,6 +66,7 @@ def _initialisation(history: History) -> list[Finding]:
         "Draw them with a standard deviation of gain / sqrt(fan in), as kaiming_normal_ and xavier_normal_ do, "
         "with a gain of 1 to 1.41.",
         84.0,
+        severity="warning" if is_drowned else None,
         steps=(history.steps[0], history.steps[0]),
     )
 
@@ -149,6 +154,9 @@ def _vanishing(history: History) -> list[Finding]:
     ratios = history.ratio(n.GRADIENT_BEFORE_CLIP, n.PARAMETER) or history.ratio(n.GRADIENT, n.PARAMETER)
     if ratios is None or (history.learning.state != "unknown" and not history.learning.is_stuck):
         return []
+    # one without any gradient is the subject of another rule
+    reached = [name for name, largest in ratios.largest().items() if largest > 0]
+    ratios = ratios.of(ratios.steps, reached)
     # a loss that is stuck for lack of gradients leaves all of them small in the end
     usual, drop = max((_drop(history, part) for part in (ratios.part(0, 0.1), ratios)), key=lambda found: found[1])
     if not drop > _VANISHED:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 
 from ....core import keys as n
-from ....core.formatting import also_in
+from ....core.formatting import also_in, times
 from ..findings import Finding, NotMeasured
 from ..history import History
 from ..precautions import Precautions
@@ -22,8 +22,12 @@ from ..series import Matrix, lower_median
 
 #: The update over the weights, per step.
 _HIGH, _LOW = 0.2, 2e-5
+#: A loss at chance is the fault of the rate if all updates together would have moved no matrix by more than this part of itself.
+_TOGETHER = 0.1
 #: The same for single matrices, judged over the whole run.
 _PART_HIGH, _PART_LOW = 0.1, 1e-6
+#: From here on, no share but a multiple.
+_MANY_TIMES = 2.0
 #: A part is slow if the typical matrix moves this many times faster,
 _BEHIND = 1e3
 #: and only if its learning rate, not its gradient, makes it slow.
@@ -47,7 +51,7 @@ def _whole(history: History, ratios: Matrix) -> list[Finding]:
     typical = early[len(early) // 2] if early else 0.0
     steps = (history.steps[0], history.steps[-1])
     worst, fails = _harm(history)
-    if typical > _HIGH and (worst > _LEFT or history.learning.is_stuck):
+    if typical > _HIGH and (worst > _LEFT or (history.learning.is_stuck and not history.rests_at_chance)):
         return history.finding(
             "learning-rate-high",
             "",
@@ -60,7 +64,10 @@ def _whole(history: History, ratios: Matrix) -> list[Finding]:
             steps=steps,
         )
     largest = max(ratios.largest().values(), default=0.0)
-    if 0 < largest < _LOW and history.learning.state in ("flat", "rises"):
+    # updates may point one way, and are measured on some steps only
+    together = max(ratios.medians().values(), default=0.0) * (history.steps[-1] - history.steps[0] + 1)
+    is_slow = history.learning.is_at_chance and together < _TOGETHER
+    if largest > 0 and (is_slow or (largest < _LOW and history.learning.state in ("flat", "rises"))):
         return history.finding(
             "learning-rate-low",
             "",
@@ -93,11 +100,16 @@ def _high_parts(history: History, ratios: Matrix) -> list[Finding]:
         "update-ratio-high",
         high[0],
         {"update / weight": usual[high[0]], "typical of all": lower_median(usual.values())},
-        f"Each step changes these weights by {usual[high[0]]:.0%} of themselves, so they forget within a few steps.{also_in(high)}",
+        f"Each step changes these weights by {_part(usual[high[0]])}, so they forget within a few steps.{also_in(high)}",
         f"Lower the learning rate of {_group(history)}.",
         70.0,
+        severity="info" if history.rests_at_chance else None,
         steps=(ratios.steps[0], ratios.steps[-1]),
     )
+
+
+def _part(ratio: float) -> str:
+    return f"{ratio:.0%} of themselves" if ratio < _MANY_TIMES else f"{times(ratio)} their own size"
 
 
 def _low_parts(history: History, ratios: Matrix) -> list[Finding]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..findings import Finding, NotMeasured
 from ..history import History
-from ..learning import rank_shift, spread, trend
+from ..learning import rank_shift, spread
 from ..precautions import Precautions
 from ..series import Series
 
@@ -15,8 +15,6 @@ _ABOVE, _RANKS, _SPREADS = 1.25, 3.0, 6.0
 _FAR_ABOVE = 2.0
 #: and so does one that ends this many times above its best.
 _LOST = 8.0
-#: Losses before they are compared with chance; the share of it that counts as learnt, and where another fault has to be.
-_LONG, _LEARNT, _NEAR = 50, 0.03, 1.2
 #: A learning rate below this share of its largest value moves nothing; it is too early if that holds for this share of the run.
 _SPENT, _TOO_EARLY = 1e-3, 0.3
 #: The plateau of a loss with more noise relative to its level means nothing, as with a policy gradient.
@@ -24,7 +22,10 @@ _NOISE = 0.5
 #: A learning rate that ends at its largest value, this many times the usual one, is still warming up.
 _UP = 1.5
 #: A fall of the ranks by this many standard deviations happens by chance in one of twenty cases: the loss may well fall.
-_PERHAPS = 1.645
+#: unless it fell by less than this share of it, in as many losses: far too little.
+_PERHAPS, _LITTLE, _MANY = 1.645, 0.05, 200
+#: A loss whose last fifth lies below this part of its first one has fallen.
+_RESTS = 2 / 3
 #: The fewest losses in a fifth that can rank three standard deviations apart.
 _TELLING = 7
 #: A loss that still falls after this share of the run, and rests later, may have learnt all there is.
@@ -34,6 +35,10 @@ _BEGINNING = 0.1
 def check_loss(history: History) -> list[Finding]:
     """Divergence first; a loss that rises is not reported as a plateau too."""
     loss = history.loss
+    if loss and history.learning.state == "unknown":
+        raise NotMeasured(
+            f"the loss is known and finite in {len(loss.finite)} steps of {len(history.records)}, and has to be in twenty"
+        )
     if history.learning.state == "unknown":
         raise NotMeasured('log the loss with monitor.log_scalar("loss", loss), twenty steps of it at least')
     return _divergence(history, loss.finite) or _at_chance(history, loss.finite) or _plateau(history, loss.finite)
@@ -42,9 +47,7 @@ def check_loss(history: History) -> list[Finding]:
 def _at_chance(history: History, loss: Series) -> list[Finding]:
     """A loss that ends where that of the best constant answer lies."""
     chance, tail = history.chance.get("loss", 0.0), loss.part(0.8, 1)
-    if not chance > 0 or len(loss) < _LONG or not 1 - _LEARNT < tail.median / chance < _NEAR:
-        return []
-    if trend(loss.part(0.5, 1))[0] == "falls" or _is_warming_up(history):
+    if not history.learning.is_at_chance or _is_warming_up(history):
         return []
     what = "the mean square around the targets' mean" if history.chance.get("is square") else "the entropy of the labels"
     return history.finding(
@@ -78,7 +81,7 @@ def _divergence(history: History, loss: Series) -> list[Finding]:
         f"Lower the learning rate{', or end the schedule that raises it' if Precautions.of(history).raises else ''}; look at the sign "
         "of the loss and of each penalty, and for maximize=True.",
         75.5,
-        severity="warning" if not _alternates(history) and (_is_steady(loss) or is_far) else "info",
+        severity="warning" if not history.need_not_fall and (_is_steady(loss) or is_far) else "info",
         steps=(best.steps[-1], tail.steps[-1]),
     )
 
@@ -109,21 +112,26 @@ def _plateau(history: History, loss: Series) -> list[Finding]:
         return []
     head, tail = loss.part(0, 0.2), loss.part(0.8, 1)
     shift = rank_shift(head.values, tail.values) if tail.median < head.median else 0.0
-    is_open = history.learning.state == "flat" and (len(head) < _TELLING or shift < -_PERHAPS)
+    is_little = len(loss) >= _MANY and head.median - tail.median < _LITTLE * abs(head.median)
+    is_open = history.learning.state == "flat" and (len(head) < _TELLING or (shift < -_PERHAPS and not is_little))
     is_open |= _is_warming_up(history)
     at_rest = history.is_resumed and history.learning.state == "flat"
-    fell = history.learning.state == "falls"
+    fell, has_rested = history.learning.state == "falls", tail.median < _RESTS * head.median
     later = loss.part(_BEGINNING, 1)
     is_open |= fell and rank_shift(later.part(0, 0.2).values, later.part(0.8, 1).values) < -_PERHAPS
     return history.finding(
         "loss-plateau",
         "",
         {"loss at the beginning": head.median, "at the end": tail.median, "its noise": spread(tail)},
-        "The loss fell by less than a third, and does not fall any more." if fell else _cause(is_open, at_rest),
+        "The loss fell by less than a third, and does not fall any more."
+        if fell and not has_rested
+        else "The loss fell at the beginning, and rests since then."
+        if has_rested
+        else _cause(is_open, at_rest),
         "If nothing else is found, check that inputs and targets belong together and that the loss depends on the model. "
         "Overfit one batch, then try another learning rate.",
         20.0,
-        severity="warning" if not (_alternates(history) or is_open or at_rest) and _is_steady(loss) else "info",
+        severity="warning" if not (history.need_not_fall or is_open or at_rest) and _is_steady(loss) else "info",
         steps=(loss.steps[0], loss.steps[-1]),
     )
 
@@ -152,11 +160,6 @@ def _rate_ran_out(history: History) -> int | None:
 def _rates(history: History) -> list[float]:
     """The largest learning rate of each step; 0 if it is unknown."""
     return [max(record.context.get("lr") or [0.0]) for record in history.records]
-
-
-def _alternates(history: History) -> bool:
-    """Whether optimizers alternate, as in a GAN, where neither loss has to fall."""
-    return sum("by_turns" in record.context for record in history.records) > len(history.records) / 2
 
 
 def _is_warming_up(history: History) -> bool:

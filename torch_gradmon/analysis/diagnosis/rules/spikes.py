@@ -23,6 +23,8 @@ _GRAVE, _RARE, _AFTER = 10.0, 0.2, 20
 _ABOVE = 2.0
 #: A layer with a larger share of the squared norm is alone in it.
 _ALONE = 0.9
+#: What the first losses fell to before a spike, if something was learnt.
+_FIRST, _LEARNT = 5, 2 / 3
 #: A learning rate jumped if it was this many times the usual one, at most this many steps before a spike.
 _LEAP, _BEFORE = 2.0, 5
 
@@ -41,16 +43,32 @@ def check_spikes(history: History) -> list[Finding]:
     others = len(found) - 1
     more = "" if not others else f" There {'was 1 other spike' if others == 1 else f'were {others} other spikes'}, none larger."
     words = f"; {made.words}" if made.words else ""
+    undone = _undone(history, spike)
     return history.finding(
         "spike",
         made.layer,
         {event.signal: event.value, **({} if event.usual is None else {"usual": event.usual}), "score": event.score},
-        f"{event.signal} was {event.value:.4g}{when}{far}{words}.{more}",
+        f"{event.signal} was {event.value:.4g}{when}{far}{words}.{undone}{more}",
         _advice(history, spike, made, suspects),
-        15.0,
-        severity=_severity(history, spike, made),
+        128.0 if undone else 15.0,
+        severity="warning" if undone else _severity(history, spike, made),
         steps=(spike.first, spike.last),
     )
+
+
+def _undone(history: History, spike: Episode) -> str:
+    """A sentence, if the steps after the only grave spike have lost half of the progress before it."""
+    loss = history.loss.finite
+    until = len(loss) - len(loss.since(spike.first))
+    before, after = loss.values[:until][-_AFTER:], loss.since(spike.last + 1).values[:_AFTER]
+    if min(len(before), len(after)) < _AFTER or not _applied(history, spike.worst.step):
+        return ""
+    if sum(size(other.worst) >= _GRAVE for other in history.spikes) != 1 or size(spike.worst) < _GRAVE:
+        return ""
+    first, was, now = (lower_median(values) for values in (loss.values[:_FIRST], before, after))
+    if not (was < _LEARNT * first and now > was + (first - was) / 2):
+        return ""
+    return f" It undid what was learnt: the loss, {first:.3g} at first, was {was:.3g} before it and {now:.3g} after it."
 
 
 def _rate_jump(history: History, step: int) -> str:

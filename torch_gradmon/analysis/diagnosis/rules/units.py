@@ -44,6 +44,9 @@ def _dead(history: History) -> list[Finding]:
     }
     outputs = history.matrix(n.ACTIVATION, "sparsity")
     silent = {} if outputs is None else outputs.part(0.5, 1).medians()
+    kinds = set(history.kinds.values())
+    if kinds & (_NEVER_FLAT | _TANH | _SIGMOID) and not kinds & _RELU:  # zeros in gradients have other reasons
+        rows = {}
     found = {name: share for name, share in rows.items() if _DEAD < share < 1}  # all zeros may have other reasons
     found.update((name, share) for name, share in silent.items() if history.kinds.get(name) in _RELU and share > _SILENT)
     if not found:
@@ -54,15 +57,10 @@ def _dead(history: History) -> list[Finding]:
         worst[0],
         {"share of silent units": found[worst[0]], "layers like this": float(len(worst))},
         f"Most units of this layer are zero for all inputs; no gradient reaches them, so they stay so.{also_in(worst)}",
-        f"Start biases at 0{_other_units(history)} or lower the learning rate.",
+        "Start biases at 0, use LeakyReLU or GELU, or lower the learning rate.",
         76.0,
         steps=(history.steps[len(history.steps) // 2], history.steps[-1]),
     )
-
-
-def _other_units(history: History) -> str:
-    kinds = set(history.kinds.values())
-    return "" if kinds & _NEVER_FLAT and not kinds & _RELU else ", use LeakyReLU or GELU,"
 
 
 def _saturated(history: History) -> list[Finding]:

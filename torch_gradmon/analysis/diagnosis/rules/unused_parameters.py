@@ -44,15 +44,16 @@ def _never(history: History, norms: Matrix) -> list[Finding]:
     spoiled = history.gradients("nonfinite")  # NaN is a gradient too, but no norm
     if spoiled is not None:
         seen.update((name, count) for name, count in spoiled.largest().items() if count)
-    missed = [name for name, steps in zip(parameters.names, there, strict=True) if steps >= _FEWEST and not seen.get(name)]
-    if len(missed) == len(parameters.names):  # a mistake of the loop, which another rule reports
+    measured = {name: steps for name, steps in zip(parameters.names, there, strict=True) if name not in history.frozen}
+    missed = [name for name, steps in measured.items() if steps >= _FEWEST and not seen.get(name)]
+    if len(missed) == len(measured):  # a mistake of the loop, which another rule reports
         return []
     sizes = history.sizes(n.PARAMETER)
     share = sum(sizes[name] for name in missed) / max(sum(sizes.values()), 1)
     if not missed:
         return []
     missed.sort(key=lambda name: name not in history.matrices)
-    matters = share > _SHARE and not _is_routed(missed[0], norms)
+    matters = (share > _SHARE or history.learning.is_stuck) and not _is_routed(missed[0], norms)
     return history.finding(
         "no-gradient",
         missed[0],

@@ -1,0 +1,129 @@
+"""The losses of single rows: the largest of each step, and those that make a spike."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torch_gradmon as gradmon
+from torch_gradmon.step.worst_rows import KEPT, largest_of, merged, rows_text
+
+
+def _train(
+    *,
+    steps: int = 60,
+    bad: int = -1,
+    value: float = 300.0,
+    micro: int = 1,
+    names: str = "list",
+    watched: bool = True,
+    **options: Any,
+) -> tuple[list[Tensor], list[dict[int, float]], list[str], Any]:
+    """Parameters, true losses by row and step, spikes as text, and the monitor."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    x = torch.randn(1024, 4)
+    y = x.sum(1)
+    if bad >= 0:
+        y[bad] = value
+    spikes: list[str] = []
+    monitor = gradmon.watch(model, optimizer, on_spike=lambda e: spikes.append(str(e)), **options) if watched else None
+    true = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        rows: dict[int, float] = {}
+        for part in range(micro):
+            ids = torch.arange(16 * part, 16 * part + 16) + 16 * micro * step
+            each = (model(x[ids])[:, 0] - y[ids]).square()
+            (each.mean() / micro).backward()
+            rows.update(zip(ids.tolist(), each.detach().double().tolist(), strict=True))
+            if monitor is not None:
+                named: Any = ids if names == "tensor" else [f"row {i}" for i in ids.tolist()] if names == "text" else ids.tolist()
+                monitor.log_rows(named, each)
+                monitor.log_scalar("loss", each.mean())
+        true.append(rows)
+        optimizer.step()
+    if monitor is not None:
+        monitor.detach()
+    return [p.detach().clone() for p in model.parameters()], true, spikes, monitor
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("names", ["list", "tensor", "text"])
+def test_the_largest_losses_of_each_step_are_in_the_run_directory(micro: int, names: str, tmp_path: Path) -> None:
+    _, true, _, _ = _train(steps=6, micro=micro, names=names, run_dir=tmp_path / "run")
+    run = gradmon.load_run(tmp_path / "run")
+    for step, rows in enumerate(true):
+        found, expected = run.context(step)["rows"], sorted(rows.items(), key=lambda row: -row[1])[:KEPT]
+        assert found["ids"] == [f"row {i}" if names == "text" else i for i, _ in expected]
+        assert found["losses"] == pytest.approx([loss for _, loss in expected])
+        assert found["sum"] == pytest.approx(sum(rows.values()))
+        assert (found["count"], found["nonfinite"]) == (16 * micro, 0)
+
+
+def test_a_spike_names_the_row_that_makes_it() -> None:
+    _, true, spikes, monitor = _train(bad=666, steps=50)
+    share = true[41][666] / sum(true[41].values())
+    assert share > 0.9
+    assert any(f"of 16 rows the largest shares of the loss are those of 666 ({share:.1%})" in spike for spike in spikes)
+    assert "rows with the largest losses, of 16 with a sum of" in monitor.why(41)
+
+
+def test_rows_without_a_number_are_named() -> None:
+    _, _, spikes, _ = _train(bad=666, value=math.nan, steps=42)
+    assert any("of 16 rows 1 have a loss that is NaN or infinite: 666" in spike for spike in spikes)
+
+
+def test_training_is_the_same_with_and_without() -> None:
+    for ours, theirs in zip(_train(steps=5)[0], _train(steps=5, watched=False)[0], strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_nothing_is_kept_of_a_step_that_is_not_monitored(tmp_path: Path) -> None:
+    _train(steps=4, every=2, run_dir=tmp_path / "run")
+    run = gradmon.load_run(tmp_path / "run")
+    assert run.steps == [0, 2]
+    assert all("rows" in run.context(step) for step in run.steps)
+
+
+def test_rows_that_come_after_the_step_are_lost_with_a_warning() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monitor = gradmon.watch(model, optimizer)
+    each = model(torch.randn(3, 2)).square()[:, 0]
+    each.mean().backward()
+    optimizer.step()
+    with pytest.warns(gradmon.GradmonWarning, match=r"call it before optimizer\.step\(\)"):
+        monitor.log_rows([1, 2, 3], each)
+
+
+@pytest.mark.parametrize(
+    ("ids", "losses", "error", "words"),
+    [
+        ([1, 2], [1.0, 2.0], TypeError, "losses as a tensor"),
+        ([1, 2], torch.ones(2, 3), ValueError, r"\(2, 3\)"),
+        ([1], torch.ones(2), ValueError, "each of the 2 losses"),
+        (torch.ones(2), torch.ones(2), TypeError, "whole numbers"),
+        (7, torch.ones(2), ValueError, "each of the 2 losses"),
+        ([], torch.ones(0), ValueError, r"\(0,\)"),
+    ],
+)
+def test_wrong_arguments_are_refused(ids: Any, losses: Any, error: type[Exception], words: str) -> None:
+    model = nn.Linear(2, 1)
+    monitor = gradmon.watch(model, torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(error, match=words):
+        monitor.log_rows(ids, losses)
+
+
+def test_rows_alike_and_too_few() -> None:
+    rows = merged([(list("abcdef"), 6, largest_of(torch.tensor([1.0, 1.1, 0.9, 1.0, 1.0, 1.0]))[0])])
+    assert rows_text(rows) == "all 6 rows are alike: the largest share of the loss, of row b, is 18.3%"
+    assert rows_text(merged([(["a"], 1, largest_of(torch.ones(1))[0])])) == rows_text({}) == ""
+    negative = merged([(["a", "b"], 2, largest_of(torch.tensor([-1.0, -2.0]))[0])])
+    assert rows_text(negative) == ""
