@@ -457,7 +457,8 @@ def test_without_updates_rates_are_unseen() -> None:
     ("entropy", "loss", "expected"),
     [
         (0.1, flat, [("warning", "attention-entropy-collapse")]),
-        (0.1, falls, [("info", "attention-entropy-collapse")]),
+        (0.1, falls, [("warning", "attention-entropy-collapse")]),  # from the start on
+        (0.2, falls, [("info", "attention-entropy-collapse")]),
         (0.4, flat, []),
     ],
 )

@@ -27,6 +27,11 @@ _OF_MAD = 1.4826
 _THIRD, _LATER = 1 / 3, 0.3
 #: Losses before they are compared with chance; the share of it that counts as learnt, and where another fault has to be.
 _LONG, _LEARNT, _NEAR = 50, 0.03, 1.2
+#: After as many losses a fall that stays as near to chance is far too little.
+_VERY_LONG = 200
+#: In a shorter run the last quarter counts as lower than the one before it from this number of standard deviations of its ranks: by
+#: chance in one case of twenty.
+_PERHAPS = 1.645
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ class Learning:
         is_stuck: whether it neither has fallen nor still falls. False if that is unknown, and for a resumed run whose loss was
             flat
             all the time: there may be nothing left to learn.
-        is_at_chance: whether it ends where the loss of the best constant answer lies, and does not fall in the second half.
+        is_at_chance: whether it ends where the loss of the best constant answer lies, and does not fall in the second half of a short run.
     """
 
     state: State
@@ -79,13 +84,15 @@ def learning(loss: Series, is_resumed: bool = False, chance: float = 0.0) -> Lea
     is_at_rest = is_resumed and state == "flat"
     is_at_chance = _is_at_chance(finite, chance)
     has_fallen &= not is_at_chance  # from far above it, perhaps
-    is_stuck = not has_fallen and not is_at_rest and trend(finite.part(_LATER, 1.0))[0] != "falls"
+    is_stuck = not has_fallen and not is_at_rest and (is_at_chance or trend(finite.part(_LATER, 1.0))[0] != "falls")
     return Learning(state, first, last, has_fallen, is_stuck, is_at_chance)
 
 
 def _is_at_chance(finite: Series, chance: float) -> bool:
     is_near = chance > 0 and len(finite) >= _LONG and 1 - _LEARNT < finite.part(1 - _TAIL, 1).median / chance < _NEAR
-    return is_near and trend(finite.part(0.5, 1))[0] != "falls"
+    before, after = finite.part(0.5, 0.75), finite.part(0.75, 1)
+    may_fall = rank_shift(before.values, after.values) < -_PERHAPS and before.median - after.median > _SHARE * abs(before.median)
+    return is_near and (len(finite) >= _VERY_LONG or not may_fall)
 
 
 def trend(finite: Series) -> tuple[State, float, float]:

@@ -13,22 +13,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 #: Rows and classes that are looked at; more rows are left out, and outputs of more classes altogether.
 ROWS, CLASSES = 512, 4096
-#: Classes whose labels are counted.
+#: Elements that are looked at, in 32 rows at least.
+_ELEMENTS, _LEAST = 1 << 16, 32
+#: The most classes whose labels are counted.
 COUNTED = 256
 #: Relative deviation from a formula.
 _FITS = 0.02
 #: Relative deviation of gradients of two classes from each other. If they are all alike, as those of a mean are, they fit any such formula
-#: where outputs are alike.
+#: where outputs are alike, and the value of the loss has to fit as well.
 _VARIES = 0.1
 #: How well logarithms of gradients have to follow logits for a temperature to be read off them.
 _LINEAR = 0.995
 #: The fewest outputs that are drawn to one number, and the variance of these numbers over that of the targets.
 _MANY, _ONE = 8, 1e-6
-_FACTS = 24
+_FACTS = 26
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,12 @@ def sample_of(output: Tensor) -> Tensor | None:
     rows = rows_of(output.detach())
     if rows.shape[1] > CLASSES or len(rows) < 2 or rows.device.type in ("meta", "mps"):  # the latter has no float64
         return None
-    return rows[:ROWS].clone()
+    return rows[: _looked_at(rows)].clone()
+
+
+def _looked_at(rows: Tensor) -> int:
+    """How many rows are."""
+    return min(ROWS, max(_LEAST, _ELEMENTS // rows.shape[1]))
 
 
 @torch.no_grad()
@@ -95,11 +102,11 @@ def facts_of(sample: Tensor, gradient: Tensor) -> Tensor | None:
     """Numbers about an output and its gradient, float64 ``[_FACTS + classes]`` on their device. Does not synchronise.
 
     Args:
-        sample: the first rows of the output, or all of it.
+        sample: see :func:`sample_of`.
         gradient: of the whole output.
     """
-    z, every = rows_of(sample.detach())[:ROWS].double(), rows_of(gradient)
-    g = every[:ROWS].double()
+    z, every = sample.double(), rows_of(gradient)
+    g = every[: len(z)].double()
     if z.shape != g.shape:
         return None
     used = g.abs().sum(1) > 0
@@ -138,9 +145,9 @@ def _classes(z: Tensor, g: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
     spread = ((factors - scale).square() * weight).sum().div(total).sqrt() / scale.abs().clamp(min=1e-300)
     binary = _binary(z, g)
     simplex = (z.sum(1) - 1).abs().amax()
-    one = torch.stack(
-        [deviation, residual, mean, slope, fit, scale, simplex, z.amin(), z.amax(), (z == 0).double().mean(), *binary, spread]
-    )
+    extremes = simplex, z.amin(), z.amax(), (z == 0).double().mean()
+    loss = -(z.log_softmax(1).gather(1, target[:, None])[:, 0] * weight).sum() / total
+    one = torch.stack([deviation, residual, mean, slope, fit, scale, *extremes, *binary[:3], spread, loss, binary[3]])
     labels = torch.zeros(min(z.shape[1], COUNTED), dtype=torch.float64, device=z.device)
     inside = target < len(labels)
     labels.scatter_add_(0, target.clamp(max=len(labels) - 1), weight * inside)
@@ -153,11 +160,12 @@ def _single(z: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     used = g != 0
     ones = ((g < 0) & used).double().sum()
     labels = torch.stack([used.double().sum() - ones, ones])
-    return torch.cat([nothing, extremes, torch.stack(_binary(z, g)), nothing[:1]]), labels
+    *binary, loss = _binary(z, g)
+    return torch.cat([nothing, extremes, torch.stack(binary), nothing[:2], loss.view(1)]), labels
 
 
 def _binary(z: Tensor, g: Tensor) -> list[Tensor]:
-    """Deviation and mean of the factor, if each output is the logit of one binary cross-entropy; and how much gradients vary."""
+    """Deviation and mean of the factor, if each output is the logit of one binary cross-entropy; how much gradients vary; that loss."""
     p = z.sigmoid()
     used = (g != 0).double()
     factor = g.abs() / torch.where(g < 0, 1 - p, p).clamp(min=1e-300)
@@ -167,23 +175,28 @@ def _binary(z: Tensor, g: Tensor) -> list[Tensor]:
     sizes = g.abs()
     usual = (sizes * used).sum() / total
     varied = ((sizes - usual).square() * used).sum().div(total).sqrt() / usual.clamp(min=1e-300)
-    return [deviation, mean, varied]
+    loss = (torch.where(g < 0, nn.functional.softplus(-z), nn.functional.softplus(z)) * used).sum() / total
+    return [deviation, mean, varied, loss]
+
+
+def _is_near(value: float, loss: float | None) -> bool:
+    return loss is not None and abs(value - loss) <= _FITS * abs(loss)
 
 
 def recognised(facts: list[float], loss: float | None) -> Head | None:
     """The head that these numbers, read back from the device, describe; ``loss``: the value that was logged in that step."""
     count, used, rows, classes, z1, z2, g1, g2, zg = facts[:9]
     deviation, residual, mean, slope, fit, scale, simplex, low, high, zeros, b_deviation, b_mean, varied, spread = facts[9:23]
-    labels = tuple(facts[_FACTS:])
+    is_entropy, is_binary = (varied > _VARIES or _is_near(own, loss) for own in facts[23:25])
+    labels = tuple(facts[_FACTS:]) if classes <= COUNTED else ()
     if used < 2 or not all(map(math.isfinite, (z2, g2))) or g2 == 0:
         return None
     every = count * used / rows  # rows with a gradient, among all of them
     zeros = zeros if low == 0 else 0.0
-    is_telling = varied > _VARIES
-    if (classes > 2 or (classes == 2 and is_telling)) and deviation < _FITS and residual < _FITS:
+    if (classes > 2 or (classes == 2 and is_entropy)) and deviation < _FITS and residual < _FITS:
         is_distribution = low >= 0 and simplex < 1e-3
         return Head("cross-entropy", every, mean * every, 1.0, is_distribution, zeros, labels)
-    if is_telling and b_deviation < _FITS:
+    if is_binary and b_deviation < _FITS:
         is_distribution = low >= 0 and high <= 1
         return Head("binary cross-entropy", every * classes, b_mean * every * classes, 1.0, is_distribution, zeros, labels)
     if classes > 2 and fit > _LINEAR and slope > 0 and spread < _FITS:
@@ -195,7 +208,7 @@ def recognised(facts: list[float], loss: float | None) -> Head | None:
     average, own = (z1 - g1 / factor) / elements, g2 / factor**2 / elements
     square = (z2 - 2 * zg / factor + g2 / factor**2) / elements
     is_distribution = low >= 0 and high <= 1
-    if abs(own - loss) <= _FITS * abs(loss):
+    if _is_near(own, loss):
         return Head("mean square", every, 1.0, 1.0, is_distribution, zeros, (), average, square, facts[_FACTS - 1])
     # all outputs are drawn to one number, from which the targets that the loss is taken of differ
     if elements >= _MANY and square - average**2 < _ONE * (loss - own):

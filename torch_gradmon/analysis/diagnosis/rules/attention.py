@@ -12,6 +12,8 @@ from ..series import Series
 
 #: Entropy over the largest possible one, the log of the number of visible keys; mean over a layer's heads.
 _COLLAPSED = 0.25
+#: An entropy below this at the first step is no result of training.
+_BROKEN = 0.15
 #: The largest logit of a layer has grown by this factor, and beyond the size at which a softmax saturates.
 _GREW, _LARGE, _FAR_TOO_LARGE = 5.0, 30.0, 100.0
 #: The fewest steps that are judged.
@@ -42,6 +44,7 @@ def _collapse(history: History, entropies: Mapping[str, Series], low: Mapping[st
         f"The heads of this layer look at one or two keys only{since}.{also_in(worst)}",
         "Check that logits are divided by sqrt(width of a head); normalise queries and keys, or lower the learning rate.",
         64.5,
+        severity="warning" if first < _BROKEN and not history.is_resumed else None,
         steps=(series.steps[0], series.steps[-1]),
     )
 

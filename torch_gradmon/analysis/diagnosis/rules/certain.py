@@ -176,7 +176,7 @@ def _decay(history: History) -> list[Finding]:
     if weights is None or gradients is None or not settings:
         return []
     early, pull = weights.part(0, 0.1).medians(), gradients.part(0, 0.1).medians()
-    strong = {}
+    strong, forgets = {}, False
     for name in history.matrices:
         group, decay = settings.get(name, ({}, 0.0))
         if decay <= 0 or not early.get(name) or not pull.get(name):
@@ -185,6 +185,7 @@ def _decay(history: History) -> list[Finding]:
         per_step = decay * float(group["settings"].get("lr") or 0.0)
         is_decoupled = group["optimizer"] in _DECOUPLED or bool(group["settings"].get("decoupled_weight_decay"))
         strong[name] = per_step > _FORGET if is_decoupled else share > _DECAY
+        forgets |= is_decoupled and per_step > 2 * _FORGET
     names = [name for name, is_strong in strong.items() if is_strong]
     if not names or 2 * len(names) <= len(strong):
         return []
@@ -201,5 +202,5 @@ def _decay(history: History) -> list[Finding]:
         f"Weight decay moves the weights more than the gradient does.{also_in(names)}",
         "Lower weight_decay; 0.01 to 0.1 is usual with AdamW, 1e-4 to 1e-3 with SGD and Adam.",
         83.0,
-        severity="warning" if shrinks or history.learning.is_stuck else "info",
+        severity="warning" if shrinks or forgets or history.learning.is_stuck else "info",
     )

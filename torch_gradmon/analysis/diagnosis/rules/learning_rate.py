@@ -65,7 +65,7 @@ def _whole(history: History, ratios: Matrix) -> list[Finding]:
         )
     largest = max(ratios.largest().values(), default=0.0)
     # updates may point one way, and are measured on some steps only
-    together = max(ratios.medians().values(), default=0.0) * (history.steps[-1] - history.steps[0] + 1)
+    together = largest * (history.steps[-1] - history.steps[0] + 1)
     is_slow = history.learning.is_at_chance and together < _TOGETHER
     if largest > 0 and (is_slow or (largest < _LOW and history.learning.state in ("flat", "rises"))):
         return history.finding(

@@ -46,8 +46,8 @@ def _never(history: History, norms: Matrix) -> list[Finding]:
         seen.update((name, count) for name, count in spoiled.largest().items() if count)
     measured = {name: steps for name, steps in zip(parameters.names, there, strict=True) if name not in history.frozen}
     missed = [name for name, steps in measured.items() if steps >= _FEWEST and not seen.get(name)]
-    if len(missed) == len(measured):  # a mistake of the loop, which another rule reports
-        return []
+    if len(missed) == len(measured):
+        return _all_zero(history, norms)
     sizes = history.sizes(n.PARAMETER)
     share = sum(sizes[name] for name in missed) / max(sum(sizes.values()), 1)
     if not missed:
@@ -63,6 +63,22 @@ def _never(history: History, norms: Matrix) -> list[Finding]:
         "not be trained.",
         75.0,
         severity="warning" if matters else "info",
+        steps=(norms.steps[0], norms.steps[-1]),
+    )
+
+
+def _all_zero(history: History, norms: Matrix) -> list[Finding]:
+    """Gradients that are there, and zero. Without any there is a mistake of the loop, which another rule reports."""
+    if not bool(norms.values.isfinite().any()):
+        return []
+    return history.finding(
+        "no-gradient",
+        "",
+        {"parameters with a gradient of exactly 0": float(len(norms.names))},
+        "All gradients are exactly 0 in every step: the loss does not depend on the parameters.",
+        "Look for a softmax over a single output, an argmax, a rounding, a clamp that always acts, or a product with 0 before the loss.",
+        75.0,
+        severity="warning",
         steps=(norms.steps[0], norms.steps[-1]),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ....core import keys as n
@@ -17,6 +18,8 @@ _GROWN, _FAR, _FEWEST = 4.0, 8.0, 30
 #: fifth: no bound is near. Weights that only their own size holds back grow with the root of the steps, which gives 0.58;
 #: exponential growth gives 1.
 _STILL, _EXPONENTIAL, _LEAST = 0.6, 0.85, math.log(1.2)
+#: Layers begin with a gain of 0.5 to 1.4; one that reaches no more than this has grown to a usual size.
+_USUAL = 2.0
 #: Updates that make weights grow by this part of their own length point along the weights, as a decay with the wrong sign does.
 #: Updates of too high a rate point back and forth, and give a quarter of that or less.
 _OUTWARDS = 0.4
@@ -38,7 +41,14 @@ def check_weights(history: History) -> list[Finding]:
     norms = history.matrix(n.PARAMETER, "norm")
     if norms is None:
         return []
-    grown = {name: growth for name in norms.names if name in history.matrices and (growth := _growth(norms.column(name).finite))}
+    sizes = history.sizes(n.PARAMETER)
+    grown = {
+        name: growth
+        for name in norms.names
+        if name in history.matrices
+        and (growth := _growth(norms.column(name).finite))
+        and not _is_small(history, sizes, name, growth)
+    }
     if not grown:
         return []
     worst = sorted(grown, key=lambda name: -grown[name].factor)
@@ -60,6 +70,12 @@ def check_weights(history: History) -> list[Finding]:
         severity="warning" if harms or runs_away else "info",
         steps=(growth.series.steps[0], growth.series.steps[-1]),
     )
+
+
+def _is_small(history: History, sizes: Mapping[str, float], name: str, growth: _Growth) -> bool:
+    """Whether it began small, and still multiplies inputs by no more than usual: the root mean square times the root of the fan in."""
+    outputs = sizes.get(name, 0.0) / max(history.matrices[name], 1)
+    return history.matrices[name] > 0 and outputs > 0 and growth.series.values[-1] / math.sqrt(outputs) < _USUAL
 
 
 def _grows_by_itself(history: History, name: str, growth: _Growth) -> bool:
