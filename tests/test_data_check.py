@@ -261,6 +261,7 @@ def test_one_odd_input_is_no_fault_of_all() -> None:
     [
         ("policy", True),
         ("validation", False),
+        ("validation in parts", False),
         ("accuracy", False),
         ("tokens", False),
         ("evaluation mode", False),
@@ -278,9 +279,8 @@ def test_a_model_that_acts_between_its_steps(kind: str, acts: bool) -> None:
         with torch.no_grad():
             model.train(kind != "evaluation mode")
             for turn in range(8 if step % 4 == 0 and (step == 0 or kind != "once") else 0):
-                rows = {"validation": held, "accuracy": x, "tokens": torch.randint(0, 5, (8, 2))}.get(
-                    kind, draw(8, 6, seed=turn + 8 * step)
-                )
+                known = {"validation": held, "validation in parts": draw(8, 6, seed=turn), "accuracy": x}
+                rows = {**known, "tokens": torch.randint(0, 5, (8, 2))}.get(kind, draw(8, 6, seed=turn + 8 * step))
                 model(rows)
             model.train()
         optimizer.zero_grad()

@@ -9,8 +9,8 @@ from torch import Tensor
 
 #: The least share of rows in calls without gradients among all rows, and of steps before which there were some.
 _ROWS, _STEPS = 1 / 12, 1 / 32
-#: Elements of an input that is kept to compare the next one with.
-_KEPT = 4096
+#: Elements of an input that are compared with those of earlier ones, and how many of these are kept.
+_COMPARED, _KEPT = 16, 4096
 
 
 class Acting:
@@ -23,7 +23,7 @@ class Acting:
         self._small: dict[int, int] = {}  # calls by number of rows
         self._trained = self._batch = self._steps = self._repeats = self._calls = 0
         self._before = 0  # steps that such calls came before
-        self._last: Tensor | None = None
+        self._seen: set[tuple[float, ...]] = set()
         self._is_new = False
 
     def trained(self, tensors: Sequence[Tensor]) -> None:
@@ -39,9 +39,11 @@ class Acting:
             return
         self._calls, self._is_new = self._calls + 1, True
         self._small[len(first)] = self._small.get(len(first), 0) + 1
-        if first.device.type == "cpu" and first.numel() <= _KEPT:
-            self._repeats += self._last is not None and torch.equal(self._last, first)
-            self._last = first.detach().clone()
+        if first.device.type == "cpu":
+            beginning = tuple(first.detach().reshape(-1)[:_COMPARED].tolist())
+            self._repeats += beginning in self._seen
+            if len(self._seen) < _KEPT:
+                self._seen.add(beginning)
 
     @property
     def is_so(self) -> bool:
