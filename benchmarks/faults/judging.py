@@ -33,6 +33,8 @@ UNSEEN = (*UNSEEN_FAULTS, *UNSEEN_HEALTHY)
 ZOO = (*FAULTS, *HEALTHY)
 #: A fault counts as named where its rule is among this number of first findings.
 FIRST = 2
+#: A finding that the same check reports in place of the rule where it knows more.
+NARROWER = {"loss-plateau": "loss-at-chance"}
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,8 @@ class Outcome:
     @property
     def place(self) -> int | None:
         """Position of the rule among the findings, from 0."""
-        places = [
-            [rule for _, rule in found].index(self.rule) for found in self.found if self.rule in [rule for _, rule in found]
-        ]
-        return min(places, default=None)
+        fitting = {self.rule, NARROWER.get(self.rule)}
+        return min((place for found in self.found for place, (_, rule) in enumerate(found) if rule in fitting), default=None)
 
     @property
     def named(self) -> bool:

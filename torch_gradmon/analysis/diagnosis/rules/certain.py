@@ -22,6 +22,8 @@ _EQUAL, _LEAST = 1e-5, 16
 _DAMPED = 10.0
 #: The decay over the gradient of most matrices, and over one step: weights that lose half a percent in each are forgotten in 200.
 _DECAY, _FORGET = 3.0, 5e-3
+#: A decoupled decay up to this is in use.
+_USUAL = 0.5
 #: Optimizers whose weight decay is not part of the gradient.
 _DECOUPLED = frozenset({"AdamW", "NAdamW", "Adafactor", "Lion", "Muon", "SGDW"})
 
@@ -184,7 +186,8 @@ def _decay(history: History) -> list[Finding]:
         share = decay * early[name] / pull[name]
         per_step = decay * float(group["settings"].get("lr") or 0.0)
         is_decoupled = group["optimizer"] in _DECOUPLED or bool(group["settings"].get("decoupled_weight_decay"))
-        strong[name] = per_step > _FORGET if is_decoupled else share > _DECAY
+        # with a usual decay it is the rate that is too high
+        strong[name] = per_step > _FORGET and decay > _USUAL if is_decoupled else share > _DECAY
         forgets |= is_decoupled and per_step > 2 * _FORGET
     names = [name for name, is_strong in strong.items() if is_strong]
     if not names or 2 * len(names) <= len(strong):

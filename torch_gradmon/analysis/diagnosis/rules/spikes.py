@@ -25,6 +25,8 @@ _ABOVE = 2.0
 _ALONE = 0.9
 #: What the first losses fell to before a spike, if something was learnt.
 _FIRST, _LEARNT = 5, 2 / 3
+#: The loss of a bad batch is this many times that of the next one.
+_LOUD = 2.0
 #: A learning rate jumped if it was this many times the usual one, at most this many steps before a spike.
 _LEAP, _BEFORE = 2.0, 5
 
@@ -67,6 +69,8 @@ def _undone(history: History, spike: Episode) -> str:
         return ""
     first, was, now = (lower_median(values) for values in (loss.values[:_FIRST], before, after))
     if not (was < _LEARNT * first and now > was + (first - was) / 2):
+        return ""
+    if not loss.values[until] > _LOUD * loss.values[until + 1]:  # other data from here on, as in a curriculum
         return ""
     return f" It undid what was learnt: the loss, {first:.3g} at first, was {was:.3g} before it and {now:.3g} after it."
 
