@@ -18,6 +18,7 @@ from torch_gradmon.analysis.diagnosis.rules.depth import check_depth
 from torch_gradmon.analysis.diagnosis.rules.latent import check_latent
 from torch_gradmon.analysis.diagnosis.rules.learning_rate import check_learning_rate
 from torch_gradmon.analysis.diagnosis.rules.loss import check_loss
+from torch_gradmon.analysis.diagnosis.rules.nonfinite import check_nonfinite
 from torch_gradmon.analysis.diagnosis.rules.precision import check_precision
 from torch_gradmon.analysis.diagnosis.rules.spikes import check_spikes
 from torch_gradmon.analysis.diagnosis.rules.units import check_units
@@ -745,3 +746,17 @@ def test_zeros_in_gradients_are_no_dead_units_of_a_model_without_relu() -> None:
             assert [finding.rule for finding in check_units(run)] == found
         except NotMeasured:
             assert found == []
+
+
+@pytest.mark.parametrize(("growth", "found"), [(1.0, False), (2.0, True)])
+def test_a_loss_that_ran_away_before_the_first_nan_is_a_matter_of_the_rate(growth: float, found: bool) -> None:
+    run = history(
+        12,
+        loss=lambda step: growth**step if step < 8 else math.nan,
+        gradient_before_clip={"a.weight": 1.0},
+        parameter={"a.weight": 1.0},
+    )
+    (finding,) = check_nonfinite(run)
+    assert finding.rule == "non-finite-loss"
+    assert ("the loss had grown from 1 to 128 before" in finding.cause) == found
+    assert finding.advice.startswith("Lower the learning rate first") == found

@@ -11,7 +11,7 @@ import multiprocessing
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -169,13 +169,33 @@ def table(counted: Mapping[str, Mapping[str, Sequence[int]]]) -> Iterator[str]:
         yield f"| {JUDGES.get(judge, judge)} | {' | '.join(cells)} |"
 
 
+def _cases(outcomes: Iterable[Outcome]) -> str:
+    """The names of their cases, with seeds."""
+    seeds: dict[str, list[str]] = {}
+    for o in outcomes:
+        seeds.setdefault(f"`{o.case}`{', mended' if o.twin else ''}{', held back' if o.held_back else ''}", []).append(
+            str(o.seed)
+        )
+    return "; ".join(f"{name} (seed {', '.join(of)})" for name, of in sorted(seeds.items())) or "none"
+
+
 def markdown(result: Mapping[str, Any]) -> str:
     """The section of the documentation."""
+    outcomes = [Outcome(**{**each, "found": tuple(map(tuple, each["found"]))}) for each in result["outcomes"]]
+    faults = [o for o in outcomes if o.rules and not o.named()]
+    refused = [o for o in faults if any(why.startswith("refused") for why in o.failed)]
+    silent = [o for o in faults if o not in refused and not o.named(with_information=True)]
     blind = [f"`{name}` ({why})" for name, why in result["out of sight"].items()]
     many = f"{result['trainings']} trainings with seeds {', '.join(map(str, result['seeds']))}"
     return "\n".join(
         [
             *table(result["counts"]),
+            "",
+            f"Not named: {_cases(silent)}.",
+            "",
+            f"Named as information only: {_cases(o for o in faults if o not in refused and o not in silent)}.",
+            "",
+            f"Refused by `watch`, with the reason: {_cases(refused)}. Warnings without a fault: {_cases(o for o in outcomes if o.alarms)}.",
             "",
             f"Left out, since no monitor of gradients can see them: {'; '.join(blind) or 'none'}.",
             "",

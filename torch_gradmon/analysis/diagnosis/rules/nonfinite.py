@@ -16,6 +16,8 @@ from ..precautions import Precautions
 #: This many overflowed steps in a row at the end are no search for a loss scale: GradScaler starts at 2**16 and halves it, so
 #: that the scale is 1 after 16 of them.
 _STUCK = 16
+#: A loss that has grown this many times before the first NaN, in this number of steps at least, has run away.
+_GREW, _FEWEST = 5.0, 3
 
 
 class _Stage(NamedTuple):
@@ -72,6 +74,10 @@ def check_nonfinite(history: History) -> list[Finding]:
     if stage.source:
         evidence = {"tensors": float(len(places)), **evidence}
     where, (cause, advice) = _origin(stage, places, history), _words(stage, record, losses.get(record.step))
+    known = [loss for step, loss in losses.items() if step < record.step and math.isfinite(loss)]
+    if len(known) >= _FEWEST and known[-1] > _GREW * known[0] > 0:
+        cause += f"; the loss had grown from {known[0]:.3g} to {known[-1]:.3g} before"
+        advice = "lower the learning rate first, since the training had left its range; if that changes nothing, " + advice
     if stage.source == n.GRADIENT_BEFORE_CLIP and not Precautions.of(history).skips:
         advice += ", or skip such steps: on_spike='skip'"
     return [
