@@ -67,6 +67,9 @@ def test_softmax_and_sigmoid_before_the_loss() -> None:
     found = head(lambda z: F.binary_cross_entropy_with_logits(z[:, 0], labels(32, 2).float()), draw(32, 1).sigmoid())
     assert found is not None
     assert (found.kind, found.is_distribution) == ("binary cross-entropy", True)
+    # logits that happen to lie between 0 and 1
+    found = head(lambda z: F.binary_cross_entropy_with_logits(z[:, 0], labels(32, 2).float()), 0.3 + 0.1 * draw(32, 1).tanh())
+    assert found is None or not found.is_distribution
     # as it should be
     found = head(lambda z: F.binary_cross_entropy(z[:, 0], labels(32, 2).float()), draw(32, 1).sigmoid())
     assert found is None or found.kind != "binary cross-entropy"

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 ROWS, CLASSES = 512, 4096
 #: Elements that are looked at, in 32 rows at least.
 _ELEMENTS, _LEAST = 1 << 16, 32
+#: Numbers between 0 and 1 that are this far apart come out of a sigmoid.
+_WIDE = 0.5
 #: The most classes whose labels are counted.
 COUNTED = 256
 #: Relative deviation from a formula.
@@ -197,7 +199,7 @@ def recognised(facts: list[float], loss: float | None) -> Head | None:
         is_distribution = low >= 0 and simplex < 1e-3
         return Head("cross-entropy", every, mean * every, 1.0, is_distribution, zeros, labels)
     if is_binary and b_deviation < _FITS:
-        is_distribution = low >= 0 and high <= 1
+        is_distribution = low >= 0 and high <= 1 and high - low > _WIDE  # small logits may lie there, too
         return Head("binary cross-entropy", every * classes, b_mean * every * classes, 1.0, is_distribution, zeros, labels)
     if classes > 2 and fit > _LINEAR and slope > 0 and spread < _FITS:
         return Head("cross-entropy", every, scale * every / slope, 1 / slope, False, zeros, labels)
