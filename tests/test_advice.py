@@ -10,6 +10,7 @@ import pytest
 
 from tests.synthetic_run import history
 from torch_gradmon.analysis.diagnosis.findings import Finding
+from torch_gradmon.analysis.diagnosis.findings import NotMeasured
 from torch_gradmon.analysis.diagnosis.history import History
 from torch_gradmon.analysis.diagnosis.precautions import Precautions
 from torch_gradmon.analysis.diagnosis.rules.clipping import check_clipping
@@ -246,11 +247,13 @@ def test_the_bound_has_the_name_that_the_loop_gives_it(after: Callable[[int], fl
     assert ("bound" in finding.evidence) is (named == "max_norm")
 
 
-def test_units_that_cannot_be_flat_are_not_recommended_where_they_are() -> None:
+def test_units_that_cannot_be_flat_are_not_taken_for_dead() -> None:
     zeros = {"0.weight": {"rms": 0.1, "zeros": 0.8}, "0.bias": {"rms": 0.1, "zeros": 0.8}}
-    for kinds, is_told in (({}, True), ({"1": "ReLU"}, True), ({"1": "GELU"}, False)):
+    for kinds in ({}, {"1": "ReLU"}, {"1": "ReLU", "2": "GELU"}):
         (finding,) = check_units(history(loss=_flat, gradient_before_clip=zeros, kinds=kinds))
-        assert ("LeakyReLU or GELU" in finding.advice) is is_told
+        assert "LeakyReLU or GELU" in finding.advice
+    with pytest.raises(NotMeasured):
+        check_units(history(loss=_flat, gradient_before_clip=zeros, kinds={"1": "GELU"}))
 
 
 def test_what_is_there_is_told_from_records() -> None:
