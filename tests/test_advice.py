@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from tests.synthetic_run import history
-from torch_gradmon.analysis.diagnosis.findings import Finding
-from torch_gradmon.analysis.diagnosis.findings import NotMeasured
+from torch_gradmon.analysis.diagnosis.findings import Finding, NotMeasured
 from torch_gradmon.analysis.diagnosis.history import History
 from torch_gradmon.analysis.diagnosis.precautions import Precautions
 from torch_gradmon.analysis.diagnosis.rules.clipping import check_clipping
