@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import AdaGC, ModuleMonitor, ZClip
-from torch_gradmon.step import consensus as agreement
 
 from . import clip_oracle
 from .rank_runs import WRAPS, Net, full
+from .ranks import impatient
 
 #: By which the loss is multiplied in each step.
 SCALES = (1.0, 1.3, 0.8, 1.0, 40.0, 1.1, 300.0, 0.9)
@@ -97,6 +97,7 @@ def experts(rank: int, how: str) -> tuple[float, float, float]:
     return total, math.sqrt(15 * (4 + 4 + 9 + 9)), values["gradmon/grad_norm"]
 
 
+@impatient(0.5)
 def alone(rank: int) -> tuple[list[str], bool]:
     """What is said where the first rank alone has a monitor."""
     model = WRAPS["fsdp2"]().model
@@ -105,7 +106,6 @@ def alone(rank: int) -> tuple[list[str], bool]:
     unchanged = True
     if rank == 0:
         before = {name: p.grad.to_local().clone() for name, p in model.named_parameters() if p.grad is not None}
-        patience, agreement.PATIENCE = agreement.PATIENCE, 0.5
         monitor = ModuleMonitor(model)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -114,7 +114,6 @@ def alone(rank: int) -> tuple[list[str], bool]:
                     monitor.clip_grad_norm_(**_clip(how))
                 except ValueError as error:
                     said.append(str(error))
-        agreement.PATIENCE = patience
         unchanged = all(torch.equal(p.grad.to_local(), before[n]) for n, p in model.named_parameters() if p.grad is not None)
     dist.barrier()
     return said, unchanged

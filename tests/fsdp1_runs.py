@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 import torch_gradmon as gradmon
 
-from .ranks import refusals
+from .ranks import impatient, refusals
 
 MAX_NORM, STEPS, ROWS = 0.05, 5, 4
 
@@ -102,16 +102,14 @@ def train(rank: int, watched: bool, original: bool, strategy: str, micro: int = 
     return {"state": state, "values": values, "norms": norms, "names": names, "missing": missing, "warnings": messages}
 
 
+@impatient()
 def unlike(rank: int) -> tuple[list[str], list[str]]:
     """The second rank asks for one metric more: the keys of the values, and the complaints."""
-    from torch_gradmon.step import consensus
-
     model = FullyShardedDataParallel(make_model(), use_orig_params=True, device_id=torch.device("cpu"))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     monitor = gradmon.watch(model, optimizer)
     if rank == 1:
         monitor.add_update_metric("norm")
-    before, consensus.PATIENCE = consensus.PATIENCE, 1.0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for step in range(3):
@@ -119,7 +117,6 @@ def unlike(rank: int) -> tuple[list[str], list[str]]:
             for batch in batches(step, 1, range(rank, rank + 1)):
                 model(batch).square().mean().backward()
             optimizer.step()
-    consensus.PATIENCE = before
     keys, complaints = list(monitor.get_step_metrics()), list(monitor.complaints())
     monitor.detach()
     return keys, complaints

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_gradmon as gradmon
 from torch_gradmon.monitor.pipelining import PipelineSource
 
-from .ranks import refusals
+from .ranks import impatient, refusals
 
 WIDTH, LAYERS, ROWS, MICRO, STEPS, MAX_NORM = 8, 4, 8, 4, 5, 0.05
 SCHEDULES: dict[str, Any] = {
@@ -211,12 +211,31 @@ def refused(rank: int) -> list[str]:
     return refusals(attempts)
 
 
+def two_stages(part: nn.Module, rank: int) -> ScheduleGPipe:
+    """The schedule of a model that two ranks share."""
+    return ScheduleGPipe(PipelineStage(part, rank, 2, torch.device("cpu")), MICRO, loss_fn=loss_of)
+
+
+def compute_gradients(runner: nn.Module | ScheduleGPipe, rank: int, step: int) -> None:
+    """Of a model of one process, or by a schedule of two."""
+    x, y = batch(step, 0)
+    if isinstance(runner, nn.Module):
+        loss_of(runner(x), y).backward()
+    else:
+        runner.step(*([x] if rank == 0 else []), **({"target": y} if rank else {}))
+
+
+def values_of(monitor: gradmon.ModuleMonitor) -> dict[str, float]:
+    """Those of the last step that do not depend on time."""
+    return {key: value for key, value in monitor.get_step_metrics().items() if "overhead" not in key}
+
+
 def thaw(rank: int, watched: bool) -> dict[str, Any]:
     """A layer of the first rank is frozen at first, and thawed in the third step; the schedule evaluates before each step."""
     part = Model().part(rank, 2)
     if rank == 0:
         part.layers["1"].requires_grad_(False)
-    runner = ScheduleGPipe(PipelineStage(part, rank, 2, torch.device("cpu")), MICRO, loss_fn=loss_of)
+    runner = two_stages(part, rank)
     optimizer = torch.optim.SGD(part.parameters(), 0.1)
     monitor = gradmon.watch(runner, optimizer) if watched else None
     if monitor is not None:
@@ -234,7 +253,7 @@ def thaw(rank: int, watched: bool) -> dict[str, Any]:
         runner.step(*of_rank[0], **of_rank[1])
         optimizer.step()
         if monitor is not None:
-            values.append({key: value for key, value in monitor.get_step_metrics().items() if "overhead" not in key})
+            values.append(values_of(monitor))
     if monitor is not None:
         monitor.detach()
     return {"state": {name: tensor.clone() for name, tensor in part.state_dict().items()}, "values": values}
@@ -262,24 +281,18 @@ def functions(rank: int) -> tuple[list[dict[str, float]], dict[str, str]]:
     """Metric functions in a pipeline of two ranks; in a process alone those of the whole model."""
     is_alone = dist.get_world_size() == 1
     model = Model() if is_alone else Model().part(rank, 2)
-    runner = None
-    if not is_alone:
-        runner = ScheduleGPipe(PipelineStage(model, rank, 2, torch.device("cpu")), MICRO, loss_fn=loss_of)
+    runner = model if is_alone else two_stages(model, rank)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2, foreach=False)
-    monitor = gradmon.watch(runner or model, optimizer)
+    monitor = gradmon.watch(runner, optimizer)
     _add_functions(monitor)
     values = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the function that fails
         for step in range(3):
             optimizer.zero_grad()
-            x, y = batch(step, 0)
-            if runner is None:
-                loss_of(model(x), y).backward()
-            else:
-                runner.step(*([x] if rank == 0 else []), **({"target": y} if rank else {}))
+            compute_gradients(runner, rank, step)
             optimizer.step()
-            values.append({key: value for key, value in monitor.get_step_metrics().items() if "overhead" not in key})
+            values.append(values_of(monitor))
     missing = {key: why for key, why in monitor.missing().items() if "spectral" in key}
     monitor.detach()
     return values, missing
@@ -295,14 +308,12 @@ def options(rank: int) -> dict[str, Any]:
     """A pipeline of two ranks with names left out, sums over blocks and groups, and a metric of one stage; alone, the whole model."""
     is_alone = dist.get_world_size() == 1
     model = Model() if is_alone else Model().part(rank, 2)
-    runner: Any = None
-    if not is_alone:
-        runner = ScheduleGPipe(PipelineStage(model, rank, 2, torch.device("cpu")), MICRO, loss_fn=loss_of)
-    before = {} if runner is None else dict(vars(runner))
+    runner = model if is_alone else two_stages(model, rank)
+    before = dict(vars(runner))
     optimizer = torch.optim.AdamW(_groups_of(model), 1e-2, foreach=False)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        monitor = gradmon.watch(runner or model, optimizer, layers="blocks", excluded_modules_regex=r"layers\.[12]|^head$")
+        monitor = gradmon.watch(runner, optimizer, layers="blocks", excluded_modules_regex=r"layers\.[12]|^head$")
         monitor.add_gradient_metric("norm")
         monitor.add_update_metric("norm")
         monitor.add_activation_metric("max", metric_regex=r"^embedding$")
@@ -311,20 +322,16 @@ def options(rank: int) -> dict[str, Any]:
     values, missing = [], {}
     for step in range(3):
         optimizer.zero_grad()
-        x, y = batch(step, 0)
-        if runner is None:
-            loss_of(model(x), y).backward()
-        else:
-            runner.step(*([x] if rank == 0 else []), **({"target": y} if rank else {}))
+        compute_gradients(runner, rank, step)
         optimizer.step()
-        values.append({key: value for key, value in monitor.get_step_metrics().items() if "overhead" not in key})
+        values.append(values_of(monitor))
         if step == 1:  # in which only the metric measures updates
             missing = {key: why for key, why in monitor.missing().items() if key.startswith("update/layers.2")}
     facts, setup = monitor._runtime.planner.inventory.facts, monitor._runtime.plugin("setup_check").groups
     trains = [set(group["parameters"]) for group in setup]
     kinds = {name: kind for name, kind in facts["kinds"].items() if kind in ("Linear", "Layer")}
     monitor.detach()
-    after = {} if runner is None else vars(runner)
+    after = vars(runner)
     left = {name for name in ("step", *PipelineSource.trials) if after.get(name) is not before.get(name)}
     found = {"values": values, "overlap": overlap, "warned": [str(each.message) for each in warned], "left": left}
     return {**found, "trains": trains, "kinds": kinds, "missing": missing}
@@ -333,15 +340,14 @@ def options(rank: int) -> dict[str, Any]:
 def frozen(rank: int) -> tuple[list[str], dict[str, float]]:
     """The first stage is frozen: what is refused, and the values with an optimizer that changes nothing."""
     part = Model().part(rank, 2).requires_grad_(rank == 1)
-    runner = ScheduleGPipe(PipelineStage(part, rank, 2, torch.device("cpu")), MICRO, loss_fn=loss_of)
+    runner = two_stages(part, rank)
     refused = refusals([lambda: gradmon.watch(runner)]) if rank == 0 else []
     optimizer = torch.optim.SGD(part.parameters(), 0.1)
     monitor = gradmon.watch(runner, optimizer)
     monitor.add_gradient_metric("norm")
-    x, y = batch(0, 0)
-    runner.step(*([x] if rank == 0 else []), **({"target": y} if rank else {}))
+    compute_gradients(runner, rank, 0)
     optimizer.step()
-    values = {key: value for key, value in monitor.get_step_metrics().items() if "overhead" not in key}
+    values = values_of(monitor)
     monitor.detach()
     return refused, values
 
@@ -370,7 +376,7 @@ def tied(rank: int) -> tuple[list[tuple[dict[str, float], float]], list[str]]:
         square = torch.stack([parameter.grad.double().square().sum() for parameter in own]).sum()
         dist.all_reduce(square)
         optimizer.step()
-        values = {key: value for key, value in monitor.get_step_metrics().items() if "overhead" not in key}
+        values = values_of(monitor)
         found.append((values, square.sqrt().item()))
     missing = list(monitor.missing())
     monitor.detach()
@@ -380,7 +386,7 @@ def tied(rank: int) -> tuple[list[tuple[dict[str, float], float]], list[str]]:
 def again(rank: int) -> tuple[list[str], list[int | None]]:
     """A schedule is watched twice: what was warned of, and the last steps of both monitors."""
     part = Model().part(rank, 2)
-    runner = ScheduleGPipe(PipelineStage(part, rank, 2, torch.device("cpu")), MICRO, loss_fn=loss_of)
+    runner = two_stages(part, rank)
     optimizer = torch.optim.SGD(part.parameters(), 0.1)
     monitors = []
     with warnings.catch_warnings(record=True) as warned:
@@ -389,32 +395,27 @@ def again(rank: int) -> tuple[list[str], list[int | None]]:
             if step % 2 == 0:
                 monitors.append(gradmon.watch(runner, optimizer))
             optimizer.zero_grad()
-            x, y = batch(step, 0)
-            runner.step(*([x] if rank == 0 else []), **({"target": y} if rank else {}))
+            compute_gradients(runner, rank, step)
             optimizer.step()
     monitors[-1].detach()
     return [str(each.message) for each in warned], [monitor.last_step for monitor in monitors]
 
 
+@impatient()
 def unlike(rank: int, what: str) -> tuple[list[str], list[str]]:
     """The second rank asks for one metric more, or for every second step: the keys of the values, and the complaints."""
-    from torch_gradmon.step import consensus
-
     part = Model().part(rank, 2)
-    runner = ScheduleGPipe(PipelineStage(part, rank, 2, torch.device("cpu")), MICRO, loss_fn=loss_of)
+    runner = two_stages(part, rank)
     optimizer = torch.optim.SGD(part.parameters(), 0.1)
     monitor = gradmon.watch(runner, optimizer, every=1 + (rank == 1 and what == "cadence"))
     if rank == 1 and what == "metric":
         monitor.add_update_metric("norm")
-    before, consensus.PATIENCE = consensus.PATIENCE, 1.0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for step in range(3):
             optimizer.zero_grad()
-            x, y = batch(step, 0)
-            runner.step(*([x] if rank == 0 else []), **({"target": y} if rank else {}))
+            compute_gradients(runner, rank, step)
             optimizer.step()
-    consensus.PATIENCE = before
     keys, complaints = list(monitor.get_step_metrics()), list(monitor.complaints())
     monitor.detach()
     return keys, complaints

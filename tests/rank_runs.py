@@ -37,6 +37,7 @@ from torch_gradmon.step.exchange import RankExchange
 from torch_gradmon.step.ranks import Ranks
 
 from . import oracle
+from .ranks import impatient
 
 #: Of gradients, parameters and updates.
 METRICS = ("norm", "rms", "mean", "std", "max", "min_value", "max_value", "l1", "sparsity", "nonfinite")
@@ -395,13 +396,11 @@ def in_disorder(rank: int, what: str) -> list[dict[str, float]]:
     return found
 
 
+@impatient()
 def alone(rank: int, wrap: str) -> tuple[list[dict[str, float]], dict[str, str], dict[str, int]]:
     """A monitor on rank 0 only."""
-    from torch_gradmon.step import consensus as agreement
-
     model = wrapped(wrap)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    before, agreement.PATIENCE = agreement.PATIENCE, 1.0
     monitor = gradmon.watch(model, optimizer, on_spike=None) if rank == 0 else None
     if monitor is not None:
         monitor.add_detector(gradmon.SpikeDetector(signal="loss"))
@@ -415,7 +414,6 @@ def alone(rank: int, wrap: str) -> tuple[list[dict[str, float]], dict[str, str],
             monitor.log_scalar("loss", loss)
             found.append(monitor.get_step_metrics())
             missing = monitor.missing()
-    agreement.PATIENCE = before
     if monitor is None:
         return [], {}, {}
     monitor.detach()
@@ -843,11 +841,9 @@ def badly_aggregated(rank: int) -> list[dict[str, float]]:
     return found
 
 
+@impatient()
 def alone_with_partial_sums(rank: int) -> tuple[list[set[str]], dict[str, str]]:
     """A monitor on the first rank alone, of a model whose gradients have to be added up over ranks."""
-    from torch_gradmon.step import consensus as agreement
-
-    before, agreement.PATIENCE = agreement.PATIENCE, 1.0
     wrapped = WRAPS["tp"](sequence=True)
     optimizer = torch.optim.SGD(wrapped.model.parameters(), lr=0.1)
     monitor = gradmon.watch(wrapped.model, optimizer) if rank == 0 else None
@@ -861,7 +857,6 @@ def alone_with_partial_sums(rank: int) -> tuple[list[set[str]], dict[str, str]]:
             missing = monitor.missing()
     if monitor is not None:
         monitor.detach()
-    agreement.PATIENCE = before
     return keys, missing
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import multiprocessing
 import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -40,6 +41,18 @@ def on_ranks(count: int, function: Callable[..., Any], *args: Any, limit: float 
         if _NO_FSDP2_ON_CPU in str(error):
             pytest.skip("FSDP2 of this torch does not run on a CPU")
         raise
+
+
+@contextlib.contextmanager
+def impatient(seconds: float = 1.0) -> Iterator[None]:
+    """Wait no longer than this for other ranks."""
+    from torch_gradmon.step import consensus
+
+    before, consensus.PATIENCE = consensus.PATIENCE, seconds
+    try:
+        yield
+    finally:
+        consensus.PATIENCE = before
 
 
 def refusals(attempts: Iterable[Callable[[], object]]) -> list[str]:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from benchmarks.exchange import Collectives
 from torch_gradmon import ModuleMonitor, Rollback, Skip, SpikeDetector, SpikeError
 from torch_gradmon.spikes import Threshold
-from torch_gradmon.step import consensus as agreement
 
 from .rank_runs import WRAPS, Net
+from .ranks import impatient
 
 LIMIT, BAD = 1e4, 1e7
 #: Of the steps of a run those that are poisoned.
@@ -249,10 +249,10 @@ def with_other_snapshots(rank: int, what: str, directory: str) -> tuple[list[int
     return went, torch.equal(*gathered)
 
 
+@impatient()
 def disagreeing(rank: int, how: str) -> tuple[list[bool], dict[str, int]]:
     """Rank 1 has no monitor, one that does not skip, or one that skips otherwise; all have a spike."""
     warnings.simplefilter("ignore")
-    before, agreement.PATIENCE = agreement.PATIENCE, 1.0
     model = _model("ddp")
     optimizer = _optimizer(model)
     policies = {"none": None, "warns": "warn", "otherwise": Skip(limit=7)}
@@ -263,7 +263,6 @@ def disagreeing(rank: int, how: str) -> tuple[list[bool], dict[str, int]]:
         _backward(model, step, BAD if step == 2 else 1.0)
         optimizer.step()
         flags.append(monitor is not None and monitor.step_skipped)
-    agreement.PATIENCE = before
     found = {} if monitor is None else monitor.complaints()
     if monitor is not None:
         monitor.detach()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -65,8 +67,12 @@ def _cleared_within(family: str, watch: Watch, seed: int, healed: bool) -> float
     return last(losses)
 
 
-def _stepped_twice(family: str, watch: Watch, seed: int, healed: bool) -> float:
-    """The optimizer steps in a helper and once more in the loop, on the same gradient."""
+def _called(backward: int, steps: int, family: str, watch: Watch, seed: int, healed: bool) -> float:
+    """For each forward, this number of backward passes and of steps; one of each in the mended one.
+
+    A second one is in a helper, as a second step on the same gradient, or a backward pass that retains the graph for the other. Without
+    a step torch warns of the schedule alone, where there is one.
+    """
     job = task(family, seed)
     optimizer = adamw(job.model)
     monitor = watch(job.model, optimizer)
@@ -74,46 +80,11 @@ def _stepped_twice(family: str, watch: Watch, seed: int, healed: bool) -> float:
     for _ in range(STEPS):
         optimizer.zero_grad()
         loss = job.loss(job.model, next(job.batches))
-        loss.backward()
+        for left in reversed(range(1 if healed else backward)):
+            loss.backward(retain_graph=left > 0)
         monitor.log_scalar("loss", loss.detach())
         losses.append(loss.detach())
-        optimizer.step()
-        if not healed:
-            optimizer.step()
-    return last(losses)
-
-
-def _backward_twice(family: str, watch: Watch, seed: int, healed: bool) -> float:
-    """Backward is called in a helper, which retains the graph, and once more in the loop."""
-    job = task(family, seed)
-    optimizer = adamw(job.model)
-    monitor = watch(job.model, optimizer)
-    losses = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = job.loss(job.model, next(job.batches))
-        if not healed:
-            loss.backward(retain_graph=True)
-        loss.backward()
-        monitor.log_scalar("loss", loss.detach())
-        losses.append(loss.detach())
-        optimizer.step()
-    return last(losses)
-
-
-def _never_stepped(family: str, watch: Watch, seed: int, healed: bool) -> float:
-    """Forward, backward and the schedule, but no step; torch warns of the schedule alone, where there is one."""
-    job = task(family, seed)
-    optimizer = adamw(job.model)
-    monitor = watch(job.model, optimizer)
-    losses = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = job.loss(job.model, next(job.batches))
-        loss.backward()
-        monitor.log_scalar("loss", loss.detach())
-        losses.append(loss.detach())
-        if healed:
+        for _ in range(1 if healed else steps):
             optimizer.step()
     return last(losses)
 
@@ -202,11 +173,18 @@ TRAININGS: list[Training] = [
         "zero_grad() once for each step",
         held_back="embedding",
     ),
-    *over(["mlp", "gpt", "rnn"], "two-steps", "stepped-twice", _stepped_twice, "one step for each gradient", held_back="rnn"),
     *over(
-        ["mlp", "gpt", "rnn"], "two-backward-passes", "backward-twice", _backward_twice, "one for each forward", held_back="rnn"
+        ["mlp", "gpt", "rnn"], "two-steps", "stepped-twice", partial(_called, 1, 2), "one step for each gradient", held_back="rnn"
     ),
-    *over(["mlp", "autoencoder", "cnn"], "no-step", "never-stepped", _never_stepped, "optimizer.step()", held_back="cnn"),
+    *over(
+        ["mlp", "gpt", "rnn"],
+        "two-backward-passes",
+        "backward-twice",
+        partial(_called, 2, 1),
+        "one for each forward",
+        held_back="rnn",
+    ),
+    *over(["mlp", "autoencoder", "cnn"], "no-step", "never-stepped", partial(_called, 1, 0), "optimizer.step()", held_back="cnn"),
     *over(
         ["mlp", "autoencoder", "cnn"],
         "optimizer-made-anew",

@@ -136,6 +136,7 @@ def _plugins(
         summary.choice.require("grad_norm", "grad_nonfinite")
     audit = LoopAudit(planner, complaints, directory.annotate)
     setup = SetupCheck(planner, complaints, directory.annotate)
+    data = [DataCheck(config.interval or 1, setup.expectations, complaints, directory.annotate)] if config.check_data else []
     clips = AdaptiveClips(may_skip=bool(acting))
     return [
         *budget,
@@ -146,15 +147,8 @@ def _plugins(
         clips,
         audit,
         setup,
-        *_data_check(config, setup, complaints, directory),
+        *data,
     ]
-
-
-def _data_check(config: MonitorConfig, setup: SetupCheck, complaints: WarningLog, directory: RunDirectory) -> list[Plugin]:
-    """The plugin, unless it is switched off."""
-    if not config.check_data:
-        return []
-    return [DataCheck(config.interval or 1, setup.expectations, complaints, directory.annotate)]
 
 
 def _replica_check(

@@ -55,11 +55,8 @@ def _without(reference: weakref.ref[StepLifecycle]) -> Callable[..., Any]:
         lifecycle = reference()
         if lifecycle is None:
             return original(*args, **kwargs)
-        before = lifecycle.pause(True)
-        try:
+        with lifecycle.paused():
             return original(*args, **kwargs)
-        finally:
-            lifecycle.pause(before)
 
     return around
 

@@ -563,7 +563,7 @@ class ModuleMonitor:
 
     def no_monitor(self) -> AbstractContextManager[None]:
         """Measure nothing inside the ``with`` block: for evaluation in training mode and other passes that are not training."""
-        return LoopService(self._runtime).paused()
+        return self._runtime.lifecycle.paused()
 
     def expect(
         self,

@@ -130,10 +130,6 @@ class Runtime:
                 "rows", "log_rows was called between two steps, and the rows are lost: call it before optimizer.step()"
             )
 
-    def pause(self, is_paused: bool) -> bool:
-        """Measure nothing, or go on; whether nothing was measured before."""
-        return self.lifecycle.pause(is_paused)
-
     @fenced
     def backfill(self) -> None:
         """Take the records of unmonitored steps that plugins still have. Waits for the device."""

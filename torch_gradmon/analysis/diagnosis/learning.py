@@ -29,9 +29,8 @@ _THIRD, _LATER = 1 / 3, 0.3
 _LONG, _LEARNT, _NEAR = 50, 0.03, 1.2
 #: After as many losses a fall that stays as near to chance is far too little.
 _VERY_LONG = 200
-#: In a shorter run the last quarter counts as lower than the one before it from this number of standard deviations of its ranks: by
-#: chance in one case of twenty.
-_PERHAPS = 1.645
+#: A fall of the ranks by this many standard deviations happens by chance in one of twenty cases: the loss may well fall.
+PERHAPS = 1.645
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def learning(loss: Series, is_resumed: bool = False, chance: float = 0.0) -> Lea
 def _is_at_chance(finite: Series, chance: float) -> bool:
     is_near = chance > 0 and len(finite) >= _LONG and 1 - _LEARNT < finite.part(1 - _TAIL, 1).median / chance < _NEAR
     before, after = finite.part(0.5, 0.75), finite.part(0.75, 1)
-    may_fall = rank_shift(before.values, after.values) < -_PERHAPS and before.median - after.median > _SHARE * abs(before.median)
+    may_fall = rank_shift(before.values, after.values) < -PERHAPS and before.median - after.median > _SHARE * abs(before.median)
     return is_near and (len(finite) >= _VERY_LONG or not may_fall)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -85,15 +84,6 @@ class LoopService:
             raise ValueError(_NO_MODULE)
         return bool(self.runtime.begin_step(step))
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Measure nothing inside the block."""
-        before = self.runtime.pause(True)
-        try:
-            yield
-        finally:
-            self.runtime.pause(before)
-
     def replay(self, compute: Callable[[nn.Module], Tensor], times: int) -> Replay:
         """Run a pass of the model several times, and compare."""
         from ...plugins.replica_check.replay import Replay, replay
@@ -106,7 +96,7 @@ class LoopService:
             raise ValueError(_NO_MODULE)
         if self.runtime.fence.inert:
             return Replay((), (), (), 0, "equal")
-        with self.paused():
+        with self.runtime.lifecycle.paused():
             return replay(module, compute, times)
 
     def clip(

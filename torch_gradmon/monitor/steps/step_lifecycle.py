@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Set
+from collections.abc import Hashable, Iterator, Set
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -66,14 +67,21 @@ class StepLifecycle:
         if self.active is not None and self.active.buffer is not None:
             self.active.buffer.absent[source, ""] = reason
 
-    def pause(self, is_paused: bool) -> bool:
-        """Measure nothing, or go on; whether nothing was measured before."""
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Measure nothing inside the block."""
         before = self.captures.modules.paused
+        self._pause(True)
+        try:
+            yield
+        finally:
+            self._pause(before)
+
+    def _pause(self, is_paused: bool) -> None:
         self.captures.modules.pause(is_paused)
         self.state.pause(is_paused)
         self.hooks.wake()
         self.plugins.call("on_pause", is_paused)
-        return before
 
     # --- opening -------------------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..findings import Finding, NotMeasured
 from ..history import History
-from ..learning import rank_shift, spread
+from ..learning import PERHAPS, rank_shift, spread
 from ..precautions import Precautions
 from ..series import Series
 
@@ -21,9 +21,8 @@ _SPENT, _TOO_EARLY = 1e-3, 0.3
 _NOISE = 0.5
 #: A learning rate that ends at its largest value, this many times the usual one, is still warming up.
 _UP = 1.5
-#: A fall of the ranks by this many standard deviations happens by chance in one of twenty cases: the loss may well fall.
-#: unless it fell by less than this share of it, in as many losses: far too little.
-_PERHAPS, _LITTLE, _MANY = 1.645, 0.05, 200
+#: A loss that may well fall is no plateau, unless it fell by less than this share of it, in this many losses: far too little.
+_LITTLE, _MANY = 0.05, 200
 #: A loss whose last fifth lies below this part of its first one has fallen.
 _RESTS = 2 / 3
 #: The fewest losses in a fifth that can rank three standard deviations apart.
@@ -113,21 +112,17 @@ def _plateau(history: History, loss: Series) -> list[Finding]:
     head, tail = loss.part(0, 0.2), loss.part(0.8, 1)
     shift = rank_shift(head.values, tail.values) if tail.median < head.median else 0.0
     is_little = len(loss) >= _MANY and head.median - tail.median < _LITTLE * abs(head.median)
-    is_open = history.learning.state == "flat" and (len(head) < _TELLING or (shift < -_PERHAPS and not is_little))
+    is_open = history.learning.state == "flat" and (len(head) < _TELLING or (shift < -PERHAPS and not is_little))
     is_open |= _is_warming_up(history)
     at_rest = history.is_resumed and history.learning.state == "flat"
     fell, has_rested = history.learning.state == "falls", tail.median < _RESTS * head.median
     later = loss.part(_BEGINNING, 1)
-    is_open |= fell and rank_shift(later.part(0, 0.2).values, later.part(0.8, 1).values) < -_PERHAPS
+    is_open |= fell and rank_shift(later.part(0, 0.2).values, later.part(0.8, 1).values) < -PERHAPS
     return history.finding(
         "loss-plateau",
         "",
         {"loss at the beginning": head.median, "at the end": tail.median, "its noise": spread(tail)},
-        "The loss fell by less than a third, and does not fall any more."
-        if fell and not has_rested
-        else "The loss fell at the beginning, and rests since then."
-        if has_rested
-        else _cause(is_open, at_rest),
+        _cause(fell, has_rested, is_open, at_rest),
         "If nothing else is found, check that inputs and targets belong together and that the loss depends on the model. "
         "Overfit one batch, then try another learning rate.",
         20.0,
@@ -136,7 +131,11 @@ def _plateau(history: History, loss: Series) -> list[Finding]:
     )
 
 
-def _cause(is_open: bool, at_rest: bool) -> str:
+def _cause(fell: bool, has_rested: bool, is_open: bool, at_rest: bool) -> str:
+    if has_rested:
+        return "The loss fell at the beginning, and rests since then."
+    if fell:
+        return "The loss fell by less than a third, and does not fall any more."
     noise = ", as far as its noise and the few steps show" if is_open else ""
     rest = "; the training began earlier, and may have converged" if at_rest else ""
     return f"The loss does not fall{noise}{rest}."
