@@ -306,7 +306,7 @@ def test_steps_without_gradients_that_may_be_meant(kind: str) -> None:
     assert rules(monitor) == []
 
 
-@pytest.mark.parametrize("kind", ["twice", "stale"])
+@pytest.mark.parametrize("kind", ["twice", "scaled", "again in a sum", "checkpointed", "stale"])
 def test_a_graph_that_goes_backward_again(kind: str) -> None:
     torch.manual_seed(0)
     model = net() if kind == "twice" else nn.Sequential(nn.Linear(4, 2))
@@ -319,9 +319,56 @@ def test_a_graph_that_goes_backward_again(kind: str) -> None:
             if kind == "twice":
                 loss = loss_of(model, X + step)
                 loss.backward(retain_graph=True)
+            elif kind == "scaled":
+                loss = loss_of(model, X + step)
+                (2 * loss).backward(retain_graph=True)
+            elif kind == "again in a sum":
+                out = model(X + step)
+                loss = out.square().mean()
+                loss.backward(retain_graph=True)
+                loss = out.mean() / 2 + 3 * loss
+            elif kind == "checkpointed":
+                loss = torch.utils.checkpoint.checkpoint(model, X + step, use_reentrant=False).square().mean()
+                loss.backward(retain_graph=True)
             loss.backward(retain_graph=True)
             optimizer.step()
     assert rules(monitor) == ["backward-twice"]
+
+
+@pytest.mark.parametrize("kind", ["two absolute errors", "forward()", "functional", "no model", "inputs", "rows", "cleared"])
+def test_equal_gradients_are_no_proof_of_a_second_backward_pass(kind: str) -> None:
+    """Those of absolute errors and linear losses are equal for many targets, parts of parameters have their own passes, and so do the
+    outputs of a loss that is no number."""
+    model = nn.Sequential(nn.Linear(4, 2))
+    optimizer = sgd(model)
+    monitor = watched(model, optimizer, preset=None)
+    for step in range(40):
+        optimizer.zero_grad()
+        if kind in ("forward()", "functional"):
+            out = model.forward(X) if kind == "forward()" else nn.functional.linear(X, model[0].weight, model[0].bias)
+            (out - 50).abs().mean().backward()
+        elif kind == "no model":
+            model[0].bias.sum().backward()
+            (model[0].weight.sum() + 3 * model[0].bias.sum()).backward()
+        else:
+            out = model(X)
+            loss = (out - 50).abs().mean()
+            if kind == "two absolute errors":
+                loss.backward(retain_graph=True)
+                (out - 60).abs().mean().backward()
+            elif kind == "inputs":
+                loss.backward(inputs=[model[0].bias], retain_graph=True)
+                loss.backward(inputs=[model[0].weight])
+            elif kind == "rows":
+                rows = out.mean(0)
+                rows.backward(torch.tensor([1.0, 0.0]), retain_graph=True)
+                rows.backward(torch.tensor([0.0, 2.0]))
+            else:
+                loss.backward(retain_graph=True)
+                optimizer.zero_grad()
+                loss.backward()
+        optimizer.step()
+    assert rules(monitor) == []
 
 
 @pytest.mark.parametrize("kind", ["two losses", "accumulation", "weights alone", "no gradient"])

@@ -87,6 +87,7 @@ class ProbeHooks:
         if probed.stepped_in != torch._C._current_graph_task_id():
             self._backward_ended(probed)
         interval, writes = probe.interval, probed.checks.writes
+        probed.checks.repeated.accumulated(interval)
         if interval.late >= 0:
             probed.checks.dropped_after_step(probe)
         if probed.scaler.is_unscaled:
@@ -122,7 +123,6 @@ class ProbeHooks:
         if probe is not None and (parameter := probe.place()) is not None:
             writes.read_written(probe, parameter, gradient)
             writes.read_carried(probe, parameter, gradient)
-            probed.checks.repeated.read(probe, gradient)
             self.is_current &= probed.checks.needs_values
 
     # --- steps -----------------------------------------------------------------------------------------------------------------

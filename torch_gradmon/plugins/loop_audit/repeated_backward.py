@@ -1,75 +1,92 @@
-"""Backward passes through a graph that has had one: in the same step, or in later ones."""
+"""Backward passes from a loss that has had one: in the same step, or in later ones."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from itertools import islice
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from .probe import LARGEST, Probe
+from .probe import Interval
 
-#: Steps in a row before values are read, and the times that these are read.
-_STEPS, _LOOKS = 5, 3
-#: Gradients that are compared with those of the step before.
-_COMPARED = 8
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
+
+#: Steps in a row before losses are looked at, the backward passes in which these are, and how many have to be from an old loss.
+_STEPS, _LOOKS, _SAME = 5, 8, 3
+#: The most nodes of a loss that are visited.
+_NODES = 32
+#: Nodes that add losses, and those that multiply one by a number.
+_SUMS, _MULTIPLES = frozenset(("AddBackward0", "SubBackward0")), frozenset(("MulBackward0", "DivBackward0", "NegBackward0"))
 
 
 class RepeatedBackward:
-    """Compares gradients of one optimizer where there are more accumulations than forwards.
+    """Recognises losses that go backward again, where there are more accumulations than forwards.
+
+    Equal gradients would prove nothing: those of an absolute error are equal for many targets. So the nodes of a loss get a mark in their
+    ``metadata``, which autograd keeps for such notes and drops with the graph.
 
     Attributes:
         is_counting: the last step had more accumulations than forwards.
-        needs_values: so did several, each with a forward, and gradients as they come will show whether they are of one graph.
-        is_certain: they are.
+        is_certain: losses went backward again and again.
     """
 
     def __init__(self) -> None:
-        self.is_counting = self.needs_values = self.is_certain = False
-        self._steps = self._same = 0
-        self._is_other = False
-        self._last: Sequence[Tensor] = ()
+        self.is_counting = self.is_certain = False
+        self._steps = self._looks = self._same = 0
+        self._mark = f"torch_gradmon {id(self)}"
 
-    def step_began(self, forwards: int, fired: int, optimizer: Optimizer) -> None:
-        """Count the forwards and the accumulations since the last step; there were some of the latter. May synchronise, a few times."""
+    def step_began(self, forwards: int, fired: int) -> None:
+        """Count the forwards and the accumulations since the last step; there were some of the latter."""
         self.is_counting = forwards < fired
         self._steps = self._steps + 1 if self.is_counting else 0
-        is_doubtful = self._steps >= _STEPS and not self._is_other and self._same < _LOOKS
-        self.needs_values = is_doubtful and forwards > 0
-        if not is_doubtful:
-            self._last = ()
-        elif not forwards:
-            self._compare(optimizer)
-        self.is_certain = self.is_counting and self._same >= _LOOKS
+        self.is_certain = self.is_counting and self._same >= _SAME
 
-    def _compare(self, optimizer: Optimizer) -> None:
-        """Without a forward, with those of the step before. Forwards may be hidden, and a bias may have the same gradient for all inputs:
-        all that are compared have to be the same.
-        """
-        every = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-        now = [gradient for gradient in islice(every, _COMPARED) if type(gradient) is Tensor and gradient.numel() <= LARGEST]
-        if not any(bool(gradient.any()) for gradient in now):
+    def accumulated(self, interval: Interval) -> None:
+        """Look at the loss of the running backward pass, a few times. Synchronises nothing."""
+        if self._steps < _STEPS or self._looks >= _LOOKS or self._same >= _SAME:
             return
-        if self._last:
-            self._judge(len(now) == len(self._last) and all(map(_equal, now, self._last)))
-        self._last = [gradient.clone() for gradient in now]
-
-    def read(self, probe: Probe, incoming: Tensor | None) -> None:
-        """Compare the second gradient of a step with the first one. Synchronises, a few times."""
-        fired = probe.interval.fired
-        if not self.needs_values or fired > 1 or type(incoming) is not Tensor or not bool(incoming.any()):
-            return
-        if fired and self._last:
-            self._judge(_equal(incoming, self._last[0]))
-        self._last = [incoming.detach().clone()]
-        self.needs_values = not self._is_other and self._same < _LOOKS
-
-    def _judge(self, is_same: bool) -> None:
-        self._same += is_same
-        self._is_other |= not is_same
+        self._looks += 1
+        nodes = [node for loss in _losses() for node in _terms(loss)]
+        # a loop that clears the gradient in between may well look at it and begin again
+        self._same += any(self._mark in node.metadata for node in nodes) and not (interval.drops or interval.writes)
+        for node in nodes:
+            node.metadata[self._mark] = True
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one, other)
+def _losses() -> Sequence[Tensor]:
+    """The losses from which ``torch.autograd.backward`` goes backward now, in this thread or in one that waits for it.
+
+    None if they are no single numbers, if it is asked for some gradients alone, or if it runs within another one, as those of checkpoints
+    do, which accumulate the gradient of one loss in parts.
+    """
+    running: list[dict[str, Any]] = []
+    for innermost in sys._current_frames().values():
+        frame: FrameType | None = innermost
+        while frame is not None:
+            if frame.f_code is torch.autograd.backward.__code__:
+                running.append(frame.f_locals)
+            frame = frame.f_back
+    if len(running) != 1 or running[0].get("grad_tensors") is not None or running[0].get("inputs") is not None:
+        return ()
+    tensors = running[0].get("tensors")
+    losses = [tensors] if isinstance(tensors, Tensor) else list(tensors or ())
+    return losses if all(loss.numel() == 1 for loss in losses) else ()
+
+
+def _terms(loss: Tensor) -> list[Node]:
+    """The nodes of a loss, and of the losses that it is a weighted sum of."""
+    found: list[Node] = []
+    waiting = [loss.grad_fn]
+    while waiting and len(found) < _NODES:
+        node = waiting.pop()
+        if node is None or node in found:
+            continue
+        found.append(node)
+        nodes = [each for each, _ in node.next_functions if each is not None]
+        if node.name() in _SUMS or (node.name() in _MULTIPLES and len(nodes) == 1):
+            waiting += nodes
+    return found

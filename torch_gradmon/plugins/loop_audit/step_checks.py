@@ -28,7 +28,7 @@ class StepChecks:
 
     Attributes:
         writes: the loop's writes to its gradients.
-        repeated: its backward passes of a graph that has had one.
+        repeated: its backward passes from a loss that has had one.
     """
 
     def __init__(self, tallies: Tallies, key: int) -> None:
@@ -49,7 +49,7 @@ class StepChecks:
     @property
     def needs_values(self) -> bool:
         """Whether the values of gradients have to be read."""
-        return self.writes.needs_values or self.repeated.needs_values
+        return self.writes.needs_values
 
     def step_with_gradient(self, probe: Probe, gradient: Tensor, optimizer: Optimizer, forwards: int, is_alone: bool) -> None:
         """Judge the probe, whose parameter has ``gradient``, before the optimizer's step.
@@ -64,7 +64,7 @@ class StepChecks:
         tallies, key, seen = self._tallies, self._key, probe.interval
         self._futile = 0
         if is_alone and seen.fired and (seen.fired != forwards or self.repeated.is_counting):
-            self.repeated.step_began(forwards, seen.fired, optimizer)
+            self.repeated.step_began(forwards, seen.fired)
             tallies.check("backward-twice", key, self.repeated.is_certain, probe.name)
         if tallies.is_empty and seen.fired and not (seen.carried or seen.drops or seen.writes or seen.synced > 1):
             self._is_repeated = False  # the usual case: no finding so far, and none now
