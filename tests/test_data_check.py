@@ -13,22 +13,22 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor
-from torch_gradmon.plugins.data_check.head import CLASSES, ROWS, Head, facts_of, output_of, recognised, sample_of
+from torch_gradmon.plugins.data_check.head import CLASSES, ROWS, Head, facts_of, is_squashed, output_of, recognised, sample_of
 
 Batch = tuple[Tensor, Tensor]
 
 
-def head(loss_of: Callable[[Tensor], Tensor], output: Tensor) -> Head | None:
-    """What is recognised of a loss, from one output."""
+def head(loss_of: Callable[[Tensor], Tensor], output: Tensor, last: nn.Module | None = None) -> Head | None:
+    """What is recognised of a loss, from one output, or from what the ``last`` module makes of it."""
     output = output.clone().requires_grad_()
-    result = output * 1.0
+    result = output * 1.0 if last is None else last(output)
     kept: list[Tensor] = []
     result.register_hook(lambda gradient: kept.append(gradient))
     loss = loss_of(result)
     loss.backward()
     sample = sample_of(result)
     facts = None if sample is None else facts_of(sample, kept[0])
-    return None if facts is None else recognised(facts.tolist(), loss.item())
+    return None if facts is None else recognised(facts.tolist(), loss.item(), is_squashed(result))
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -64,12 +64,13 @@ def test_softmax_and_sigmoid_before_the_loss() -> None:
     found = head(lambda z: F.cross_entropy(z, labels(32, 4)), draw(32, 4).softmax(1))
     assert found is not None
     assert found.is_distribution
-    found = head(lambda z: F.binary_cross_entropy_with_logits(z[:, 0], labels(32, 2).float()), draw(32, 1).sigmoid())
+    found = head(lambda z: F.binary_cross_entropy_with_logits(z[:, 0], labels(32, 2).float()), draw(32, 1), nn.Sigmoid())
     assert found is not None
     assert (found.kind, found.is_distribution) == ("binary cross-entropy", True)
-    # logits that happen to lie between 0 and 1
-    found = head(lambda z: F.binary_cross_entropy_with_logits(z[:, 0], labels(32, 2).float()), 0.3 + 0.1 * draw(32, 1).tanh())
-    assert found is None or not found.is_distribution
+    # logits that lie between 0 and 1, as those of a weak signal in labels of which more are 1
+    found = head(lambda z: F.binary_cross_entropy_with_logits(z[:, 0], labels(32, 2).float()), draw(32, 1).sigmoid())
+    assert found is not None
+    assert (found.kind, found.is_distribution) == ("binary cross-entropy", False)
     # as it should be
     found = head(lambda z: F.binary_cross_entropy(z[:, 0], labels(32, 2).float()), draw(32, 1).sigmoid())
     assert found is None or found.kind != "binary cross-entropy"
@@ -125,7 +126,7 @@ def test_targets_below_zero_of_an_output_that_never_is() -> None:
     y = draw(64, seed=5)
     found = head(lambda z: F.mse_loss(z[:, 0], y), draw(64, 1).relu())
     assert found is not None
-    assert found.negative == pytest.approx((y < 0).double().mean().item())
+    assert found.negative == pytest.approx((y.clamp(max=0).square().sum() / y.square().sum()).item())
     assert found.zeros > 0.3
 
 
@@ -252,6 +253,33 @@ def test_a_relu_before_a_square_of_targets_below_zero() -> None:
     assert rules(monitor)["relu-before-loss"] == "warning"
     monitor, _ = train(last=nn.ReLU(), loss_of=lambda z, y: F.mse_loss(z, F.one_hot(y, 3) + 0.5))
     assert "relu-before-loss" not in rules(monitor)
+    noise = draw(24, 3, seed=7)
+    monitor, _ = train(last=nn.ReLU(), loss_of=lambda z, y: F.mse_loss(z, F.one_hot(y, 3) + 0.1 * noise))
+    assert "relu-before-loss" not in rules(monitor)
+
+
+@pytest.mark.parametrize(
+    ("move", "is_so"),
+    [
+        (lambda z: z.sigmoid(), True),
+        (lambda z: z.softmax(1).clamp(1e-6, 1 - 1e-6).t(), True),
+        (lambda z: z.sigmoid().squeeze(-1)[:4].double(), True),
+        (lambda z: F.hardsigmoid(z).view(-1), True),
+        (lambda z: z.sigmoid() + z, False),
+        (lambda z: z.relu(), False),
+        (lambda z: z.sigmoid().log(), False),
+    ],
+)
+def test_what_comes_out_of_a_sigmoid(move: Callable[[Tensor], Tensor], is_so: bool) -> None:
+    assert is_squashed(move(draw(8, 1).requires_grad_() * 2)) is is_so
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_an_output_that_is_a_leaf_or_nested_gets_no_hook() -> None:
+    kept = draw(6, 3).requires_grad_()
+    assert output_of(kept) is None
+    nested = torch.nested.nested_tensor([draw(2, 3), draw(4, 3)], requires_grad=True) * 2
+    assert output_of(nested) is None
 
 
 def test_one_odd_input_is_no_fault_of_all() -> None:
@@ -263,8 +291,12 @@ def test_one_odd_input_is_no_fault_of_all() -> None:
     ("kind", "acts"),
     [
         ("policy", True),
+        ("replay", True),
+        ("policy of images", True),
         ("validation", False),
-        ("validation in parts", False),
+        ("validation on new rows", False),
+        ("validation on padded rows", False),
+        ("validation in parts of what is trained", False),
         ("accuracy", False),
         ("tokens", False),
         ("evaluation mode", False),
@@ -272,20 +304,42 @@ def test_one_odd_input_is_no_fault_of_all() -> None:
     ],
 )
 def test_a_model_that_acts_between_its_steps(kind: str, acts: bool) -> None:
+    """It is trained on rows that it was called on before, for the first time."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(5, 6), nn.Flatten(), nn.Linear(12, 3)) if kind == "tokens" else nn.Linear(6, 3)
+    if kind == "policy of images":
+        model = nn.Sequential(nn.Flatten(), nn.Linear(24, 3))
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     monitor = gradmon.watch(model, optimizer, on_spike=None)
-    held, y = draw(8, 6, seed=99), labels(64, 3)
+    held, y, shape = draw(8, 6, seed=99), labels(64, 3), (2, 3, 4) if kind == "policy of images" else (6,)
+    known = [draw(8, *shape, seed=1000 + each) for each in range(8)]
     for step in range(60):
-        x = torch.randint(0, 5, (64, 2)) if kind == "tokens" else draw(64, 6, seed=step)
+        x = torch.randint(0, 5, (64, 2)) if kind == "tokens" else draw(64, *shape, seed=step)
+        if "padded" in kind:
+            x[:20] = 0
         with torch.no_grad():
             model.train(kind != "evaluation mode")
             for turn in range(8 if step % 4 == 0 and (step == 0 or kind != "once") else 0):
-                known = {"validation": held, "validation in parts": draw(8, 6, seed=turn), "accuracy": x}
-                rows = {**known, "tokens": torch.randint(0, 5, (8, 2))}.get(kind, draw(8, 6, seed=turn + 8 * step))
+                rows = draw(8, *shape, seed=1000 + turn + 8 * step)
+                if kind == "validation":
+                    rows = held
+                elif kind == "validation on padded rows":
+                    rows[:4] = 0
+                elif kind == "validation in parts of what is trained":
+                    rows = draw(64, 6, seed=0)[8 * turn : 8 * turn + 8]
+                elif kind == "accuracy":
+                    rows = x
+                elif kind == "tokens":
+                    rows = torch.randint(0, 5, (8, 2))
                 model(rows)
+                known.append(rows)
             model.train()
+        if kind in ("policy", "policy of images", "evaluation mode"):
+            x = torch.cat(known[-8:])
+        elif kind == "replay":
+            x = torch.cat([known[(7 * each + 3 * step) % len(known)] for each in range(8)])
+        elif kind == "validation in parts of what is trained":
+            x = draw(64, 6, seed=step % 3)
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).mul(1 + step).backward()
         optimizer.step()

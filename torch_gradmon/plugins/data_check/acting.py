@@ -7,51 +7,79 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-#: The least share of rows in calls without gradients among all rows, and of steps before which there were some.
-_ROWS, _STEPS = 1 / 12, 1 / 32
-#: Elements of an input that are compared with those of earlier ones, and how many of these are kept.
-_COMPARED, _KEPT = 16, 4096
+#: Elements of a row that are compared, and rows that are kept.
+_COMPARED, _KEPT = 64, 4096
+#: The least share of rows in the training that the model has acted on, and the largest share of calls on rows that had one before.
+_TRAINED, _REPEATED = 0.05, 0.1
+#: The fewest rows of a training with acted ones.
+_FEWEST = 8
 
 
 class Acting:
-    """Counts calls in training mode without gradients, of fewer rows of floating point than a batch of the training has.
+    """Looks for rows that the model was called on without gradients, in training mode and for the first time, and that it trains on later.
 
-    A validation on the same rows each time is none, nor are tokens, which a language model samples.
+    Such calls are of fewer rows than a batch: others prepare a step. A validation is on rows that are never trained on, or again and
+    again. All is compared on the device, and nothing is synchronised.
     """
 
     def __init__(self) -> None:
-        self._small: dict[int, int] = {}  # calls by number of rows
-        self._trained = self._batch = self._steps = self._repeats = self._calls = 0
-        self._before = 0  # steps that such calls came before
-        self._seen: set[tuple[float, ...]] = set()
-        self._is_new = False
+        self._batch = 0  # the most rows of a step
+        self._kept: Tensor | None = None  # identities of rows that it was called on, [_KEPT]
+        self._next = 0
+        self._called: list[Tensor] = []  # by call since the last step: rows, and those of them that had a call before
+        self._sums = [0.0, 0.0, 0.0, 0.0]
 
-    def trained(self, tensors: Sequence[Tensor]) -> None:
-        """A step of the training begins, with these inputs."""
-        rows = _rows(tensors)
-        self._trained, self._batch, self._steps = self._trained + rows, max(self._batch, rows), self._steps + 1
-        self._before, self._is_new = self._before + self._is_new, False
-
+    @torch.no_grad()
     def called(self, tensors: Sequence[Tensor]) -> None:
-        """The model is called without gradients. Synchronises nothing: inputs on a device are taken for new ones."""
-        first = next((tensor for tensor in tensors if torch.is_floating_point(tensor)), None)
-        if first is None or not first.ndim:
+        """The model is called without gradients."""
+        rows = _identities(tensors)
+        if rows is None or 2 * len(rows) >= max(self._batch, 2) or (self._kept is not None and self._kept.device != rows.device):
             return
-        self._calls, self._is_new = self._calls + 1, True
-        self._small[len(first)] = self._small.get(len(first), 0) + 1
-        if first.device.type == "cpu":
-            beginning = tuple(first.detach().reshape(-1)[:_COMPARED].tolist())
-            self._repeats += beginning in self._seen
-            if len(self._seen) < _KEPT:
-                self._seen.add(beginning)
+        if self._kept is None:
+            self._kept = torch.full((_KEPT,), -1, dtype=torch.int64, device=rows.device)
+        rows = rows[:_KEPT]
+        again = torch.isin(rows, self._kept).sum()
+        self._called.append(torch.stack([torch.full_like(again, len(rows)), again]))
+        places = (torch.arange(len(rows), device=rows.device) + self._next) % _KEPT
+        self._kept[places] = rows
+        self._next = (self._next + len(rows)) % _KEPT
+
+    @torch.no_grad()
+    def trained(self, tensors: Sequence[Tensor]) -> Tensor | None:
+        """A step of the training begins, with these inputs.
+
+        Returns:
+            Numbers of rows, int64 ``[4]``: in this step, of these acted on, in calls since the last step, of these called on before. None
+            without any calls.
+        """
+        rows = _identities(tensors)
+        if rows is None:
+            return None
+        self._batch = max(self._batch, len(rows))
+        if self._kept is None or self._kept.device != rows.device:
+            return None
+        acted = (torch.isin(rows, self._kept) & (rows != 0)).sum()  # rows of zeros are padding
+        calls = torch.stack(self._called).sum(0) if self._called else torch.zeros(2, dtype=torch.int64, device=rows.device)
+        self._called.clear()
+        return torch.cat([torch.stack([torch.full_like(acted, len(rows)), acted]), calls])
+
+    def add(self, numbers: Sequence[float]) -> None:
+        """Count what one step returned, once it is on the host."""
+        self._sums = [one + other for one, other in zip(self._sums, numbers, strict=True)]
 
     @property
     def is_so(self) -> bool:
         """Whether it acts, as far as is known."""
-        rows = sum(rows * calls for rows, calls in self._small.items() if 2 * rows < self._batch)
-        is_often = rows > _ROWS * (rows + self._trained) and self._before > max(1.0, _STEPS * self._steps)
-        return is_often and 10 * self._repeats < self._calls
+        trained, acted, called, again = self._sums
+        return acted >= max(_FEWEST, _TRAINED * trained) and again <= _REPEATED * called
 
 
-def _rows(tensors: Sequence[Tensor]) -> int:
-    return max((len(tensor) for tensor in tensors if tensor.ndim), default=0)
+def _identities(tensors: Sequence[Tensor]) -> Tensor | None:
+    """One number for each row of the first input of floating point, int64 ``[rows]``; of images, a row is an image."""
+    first = next((tensor for tensor in tensors if torch.is_floating_point(tensor) and tensor.ndim), None)
+    if first is None or not first.numel():
+        return None
+    rows = first.detach().flatten(1) if first.ndim >= 4 else first.detach().reshape(-1, first.shape[-1])
+    bits = rows[:, :_COMPARED].float().contiguous().view(torch.int32).long()
+    odd = torch.arange(1, bits.shape[1] + 1, device=bits.device) * 2654435761 % 2**31 * 2 + 1  # Knuth's multiplier
+    return (bits * odd).sum(1)  # whole numbers: the same in any order and shape

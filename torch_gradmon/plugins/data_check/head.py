@@ -19,8 +19,15 @@ from torch import Tensor, nn
 ROWS, CLASSES = 512, 4096
 #: Elements that are looked at, in 32 rows at least.
 _ELEMENTS, _LEAST = 1 << 16, 32
-#: Numbers between 0 and 1 that are this far apart come out of a sigmoid.
-_WIDE = 0.5
+#: Nodes of autograd whose outputs lie between 0 and 1, and those that only move, copy or bound what they get.
+_SQUASHES = frozenset(("SigmoidBackward0", "SoftmaxBackward0", "HardsigmoidBackward0"))
+_MOVES = frozenset(
+    f"{name}Backward{number}"
+    for name in (
+        "Alias Clamp Clone Expand Permute ReshapeAlias Select Slice Squeeze T ToCopy Transpose UnsafeView Unsqueeze View _DDPSink"
+    ).split()
+    for number in ("", 0, 1, 2)
+)
 #: The most classes whose labels are counted.
 COUNTED = 256
 #: Relative deviation from a formula.
@@ -44,13 +51,13 @@ class Head:
         rows: number of examples, tokens or pixels with a gradient.
         scale: by what the loss, a mean over rows, is multiplied before the backward pass; ``rows`` for a sum over them.
         temperature: by which the loss divides the output; 1 if it does not.
-        is_distribution: the output is positive and sums to 1, or lies between 0 and 1 where it is a single number.
+        is_distribution: the output is positive and sums to 1, or where each number stands for itself is known to come out of a sigmoid.
         zeros: share of outputs that are exactly 0, if none is negative.
         labels: number of rows of each class; of the first COUNTED classes.
         mean: of the targets of a mean square.
         square: their mean square. Where the loss compares each output with each target, the gradient shows their mean alone, and the
             rest of the loss gives this.
-        negative: the share of these targets that are below 0.
+        negative: the share of their mean square that those below 0 have.
     """
 
     kind: str
@@ -74,9 +81,17 @@ def output_of(result: Any) -> Tensor | None:
     else:
         values = result.values() if isinstance(result, dict) else result if isinstance(result, (list, tuple)) else ()
         found = next((value for value in values if isinstance(value, Tensor)), None)
-    if found is None or not found.requires_grad or not torch.is_floating_point(found) or found.layout is not torch.strided:
+    if found is None or found.grad_fn is None or not torch.is_floating_point(found):  # a leaf would keep its hook
         return None
-    return found if type(found) is Tensor and found.numel() > 1 else None
+    return found if type(found) is Tensor and found.layout is torch.strided and not found.is_nested and found.numel() > 1 else None
+
+
+def is_squashed(output: Tensor) -> bool:
+    """Whether an output comes out of a sigmoid or softmax, as autograd knows; logits may lie between 0 and 1, too."""
+    node = output.grad_fn
+    while node is not None and node.name() in _MOVES:
+        node = node.next_functions[0][0]
+    return node is not None and node.name() in _SQUASHES
 
 
 def rows_of(tensor: Tensor) -> Tensor:
@@ -113,7 +128,8 @@ def facts_of(sample: Tensor, gradient: Tensor) -> Tensor | None:
         return None
     used = g.abs().sum(1) > 0
     sums = torch.stack([z.sum(), z.square().sum(), g.sum(), g.square().sum(), (z * g).sum()])
-    negative = (z - g * (every.numel() / 2) < 0).double().mean()
+    targets = z - g * (every.numel() / 2)  # of a mean square
+    negative = targets.clamp(max=0).square().sum() / targets.square().sum().clamp(min=1e-300)
     one = _single(z, g) if z.shape[1] == 1 else _classes(z, g, used)
     # filled on the device: a copy from the host would wait
     count, rows, classes = (sums.new_full((1,), float(number)) for number in (len(every), *z.shape))
@@ -185,8 +201,14 @@ def _is_near(value: float, loss: float | None) -> bool:
     return loss is not None and abs(value - loss) <= _FITS * abs(loss)
 
 
-def recognised(facts: list[float], loss: float | None) -> Head | None:
-    """The head that these numbers, read back from the device, describe; ``loss``: the value that was logged in that step."""
+def recognised(facts: list[float], loss: float | None, is_squashed: bool = False) -> Head | None:
+    """The head that these numbers, read back from the device, describe.
+
+    Args:
+        facts: the numbers.
+        loss: the value that was logged in that step.
+        is_squashed: see the function of this name.
+    """
     count, used, rows, classes, z1, z2, g1, g2, zg = facts[:9]
     deviation, residual, mean, slope, fit, scale, simplex, low, high, zeros, b_deviation, b_mean, varied, spread = facts[9:23]
     is_entropy, is_binary = (varied > _VARIES or _is_near(own, loss) for own in facts[23:25])
@@ -199,7 +221,7 @@ def recognised(facts: list[float], loss: float | None) -> Head | None:
         is_distribution = low >= 0 and simplex < 1e-3
         return Head("cross-entropy", every, mean * every, 1.0, is_distribution, zeros, labels)
     if is_binary and b_deviation < _FITS:
-        is_distribution = low >= 0 and high <= 1 and high - low > _WIDE  # small logits may lie there, too
+        is_distribution = low >= 0 and high <= 1 and is_squashed
         return Head("binary cross-entropy", every * classes, b_mean * every * classes, 1.0, is_distribution, zeros, labels)
     if classes > 2 and fit > _LINEAR and slope > 0 and spread < _FITS:
         return Head("cross-entropy", every, scale * every / slope, 1 / slope, False, zeros, labels)

@@ -22,7 +22,7 @@ from ..setup_check.expectations import Expectations
 from ..tallies import Tallies
 from .acting import Acting
 from .batches import Batches, batch_tensors, look_of
-from .head import facts_of, output_of, recognised, sample_of
+from .head import facts_of, is_squashed, output_of, recognised, sample_of
 from .targets import Targets
 
 #: Monitored steps that are looked at, among this number of steps of any kind; and those of them whose output is, too.
@@ -39,12 +39,13 @@ class _Look:
 
     Attributes:
         forwards: of the step.
+        is_squashed: its output comes out of a sigmoid or softmax.
         found: numbers on their device.
     """
 
     def __init__(self, step: int, has_head: bool) -> None:
         self.step, self.has_head = step, has_head
-        self.forwards = 1
+        self.forwards, self.is_squashed = 1, False
         self.found: dict[str, Tensor] = {}
 
     def called_again(self) -> None:
@@ -87,7 +88,7 @@ class DataCheck(Plugin):
         self._looked = 0
         self._last: int | None = None  # the last step that is looked at
         self._look: _Look | None = None
-        self._forwards: dict[int, int] = {}  # of steps whose record is still to come
+        self._open: dict[int, _Look] = {}  # of steps whose record is still to come
         self._is_paused = False
 
     def facts(self) -> list[LoopFinding]:
@@ -122,7 +123,7 @@ class DataCheck(Plugin):
         """Take the hooks away."""
         self._handles.remove()
         self._look = None
-        self._forwards.clear()
+        self._open.clear()
 
     def on_leave(self, last: int | None) -> None:
         """Write the facts to the run directory, if they are new."""
@@ -133,25 +134,27 @@ class DataCheck(Plugin):
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         if self._is_paused or torch._C._current_graph_task_id() != -1 or torch._C._functorch.peek_interpreter_stack() is not None:
             return
-        if not torch.is_grad_enabled():
-            if module.training:
-                self.context.call(self._acted, args, kwargs or {})
-            return
         step = self.context.coming_step
         self._last = step + SPAN if self._last is None else self._last
         if step > self._last:
             self._handles.remove()
-        if step % self._every or step > self._last:
-            return
+        elif not torch.is_grad_enabled():
+            if module.training:
+                self.context.call(self._acted, args, kwargs or {})
+        elif step % self._every == 0:
+            self._train(step, args, kwargs or {})
+
+    def _train(self, step: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._look is not None and self._look.step == step:
             self._look.called_again()
         else:
-            self.context.call(self._began, step, args, kwargs or {})
+            self.context.call(self._began, step, args, kwargs)
 
     def _began(self, step: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._look, tensors = _Look(step, self._looked in _HEADS), batch_tensors(args, kwargs)
         self._look.take_batch(tensors)
-        self._acting.trained(tensors)
+        if (rows := self._acting.trained(tensors)) is not None:
+            self._look.found["rows"] = rows
 
     def _acted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._acting.called(batch_tensors(args, kwargs))
@@ -165,6 +168,7 @@ class DataCheck(Plugin):
     def _follow(self, look: _Look, result: Any) -> None:
         output = output_of(result)
         if output is not None and (sample := sample_of(output)) is not None:
+            look.is_squashed = is_squashed(output)
             output.register_hook(_Once(self, look, sample))  # type: ignore[no-untyped-call]
 
     def came_back(self, look: _Look, sample: Tensor, gradient: Tensor) -> None:
@@ -179,31 +183,34 @@ class DataCheck(Plugin):
         if look is None or look.step != step.number or not step.is_monitored or step.buffer is None:
             return
         step.buffer.extras.update((f"{self.name}/{name}", numbers) for name, numbers in look.found.items())
-        self._forwards[step.number] = look.forwards
+        look.found.clear()
+        self._open[step.number] = look
         self._looked += 1
         if self._looked >= STEPS:
             self._handles.remove()
 
     def on_record(self, record: StepRecord) -> None:
         """Judge a step once its values are on the host."""
-        forwards = self._forwards.pop(record.step, None)
-        if forwards is None:
+        seen = self._open.pop(record.step, None)
+        if seen is None:
             return
-        if self._acting.is_so != self._acts:
-            self._acts = not self._acts
-            self._note(acts=self._acts)
-        fingerprint, look, facts = (record.extras.get(f"{self.name}/{name}") for name in ("fingerprint", "look", "head"))
+        fingerprint, look, rows, facts = (record.extras.get(f"{self.name}/{name}") for name in ("fingerprint", "look", "rows", "head"))
+        if rows is not None:
+            self._acting.add(rows.tolist())
+            if self._acting.is_so != self._acts:
+                self._acts = not self._acts
+                self._note(acts=self._acts)
         if fingerprint is not None:
             self._batches.add(hash(tuple(unpacked(fingerprint).tolist())))
             self._batches.judge(self._expectations.batch_varies)
         if look is not None:
             self._batches.looked(*look.tolist())
         if facts is not None:
-            head = recognised(facts.tolist(), loss_in(record.values))
+            head = recognised(facts.tolist(), loss_in(record.values), seen.is_squashed)
             if head is not None:
                 scaled = self.context.scaler is not None
                 known = self.chance
-                self._targets.add(head, forwards, scaled)
+                self._targets.add(head, seen.forwards, scaled)
                 if self.chance != known:
                     self._note(chance=self.chance)
 

@@ -11,8 +11,8 @@ from .head import Head
 _ROWS, _FEWEST = 8, 5
 #: Share of heads whose batch has one label, if the data are sorted.
 _MOSTLY = 0.8
-#: Share of outputs that a ReLU has set to 0.
-_ZEROS = 0.02
+#: Share of outputs that a ReLU has set to 0, and share of the targets' mean square that lies below 0: more than noise around 0.
+_ZEROS, _BELOW = 0.02, 0.1
 #: A loss that is not divided by its micro-batches counts this share of them at least.
 _NEARLY = 0.9
 #: A temperature outside divides or multiplies logits far more than any that is learnt: CLIP stops at 100.
@@ -43,7 +43,7 @@ class Targets:
         self._heads.append(head)
         is_log = head.kind in ("cross-entropy", "binary cross-entropy")
         self._count("softmax-before-loss", is_log and head.is_distribution and head.rows >= 4)
-        self._count("relu-before-loss", head.zeros > _ZEROS and (is_log or head.negative > _ZEROS))
+        self._count("relu-before-loss", head.zeros > _ZEROS and (is_log or head.negative > _BELOW))
         if is_log:
             self._add_labels(head, forwards)
         self._learn_chance(head)
