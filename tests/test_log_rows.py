@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +109,17 @@ def test_rows_that_come_after_the_step_are_lost_with_a_warning() -> None:
     ("ids", "losses", "error", "words"),
     [
         ([1, 2], [1.0, 2.0], TypeError, "losses as a tensor"),
-        ([1, 2], torch.ones(2, 3), ValueError, r"\(2, 3\)"),
+        ([1, 2], torch.ones(2, 3), ValueError, r"a dense tensor \[rows\]"),
+        ([1, 2], torch.ones(2).to_sparse(), ValueError, r"a dense tensor \[rows\]"),
         ([1], torch.ones(2), ValueError, "each of the 2 losses"),
         (torch.ones(2), torch.ones(2), TypeError, "whole numbers"),
-        (7, torch.ones(2), ValueError, "each of the 2 losses"),
-        ([], torch.ones(0), ValueError, r"\(0,\)"),
+        (torch.ones(2, dtype=torch.bool), torch.ones(2), TypeError, "whole numbers"),
+        (7, torch.ones(2), TypeError, "or as a list"),
+        ("ab", torch.ones(2), TypeError, "or as a list"),
+        ({1, 2}, torch.ones(2), TypeError, "or as a list"),
+        ({1: 0, 2: 0}, torch.ones(2), TypeError, "or as a list"),
+        ({1: 0, 2: 0}.keys(), torch.ones(2), TypeError, "or as a list"),
+        ([], torch.ones(0), ValueError, r"a dense tensor \[rows\]"),
     ],
 )
 def test_wrong_arguments_are_refused(ids: Any, losses: Any, error: type[Exception], words: str) -> None:
@@ -121,9 +129,81 @@ def test_wrong_arguments_are_refused(ids: Any, losses: Any, error: type[Exceptio
         monitor.log_rows(ids, losses)
 
 
+def rows_of(losses: Sequence[float], ids: Any = None, dtype: torch.dtype = torch.float64) -> tuple[Any, int, Tensor]:
+    """One call, as it arrives on the host."""
+    ids = list(range(len(losses))) if ids is None else ids
+    return ids, len(losses), largest_of(torch.tensor(losses, dtype=dtype), ids)
+
+
 def test_rows_alike_and_too_few() -> None:
-    rows = merged([(list("abcdef"), 6, largest_of(torch.tensor([1.0, 1.1, 0.9, 1.0, 1.0, 1.0]))[0])])
+    rows = merged([rows_of([1.0, 1.1, 0.9, 1.0, 1.0, 1.0], list("abcdef"))])
     assert rows_text(rows) == "all 6 rows are alike: the largest share of the loss, of row b, is 18.3%"
-    assert rows_text(merged([(["a"], 1, largest_of(torch.ones(1))[0])])) == rows_text({}) == ""
-    negative = merged([(["a", "b"], 2, largest_of(torch.tensor([-1.0, -2.0]))[0])])
-    assert rows_text(negative) == ""
+    assert rows_text(merged([rows_of([1.0])])) == rows_text({}) == ""
+    assert rows_text(merged([rows_of([-1.0, -2.0])])) == ""
+    assert rows_text(merged([rows_of([0.0] * 16)])) == ""
+
+
+def test_shares_of_losses_below_zero_mean_nothing() -> None:
+    assert rows_text(merged([rows_of([-5.0] * 40 + [1000.0] + [1.0] * 10)])) == ""
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 64])
+def test_a_row_stands_out_among_few_and_among_many(count: int) -> None:
+    rows = merged([rows_of([1.0] * (count - 1) + [100.0])])
+    assert rows_text(rows) == f"of {count} rows the largest shares of the loss are those of {count - 1} ({100 / (count + 99):.1%})"
+
+
+def test_several_rows_stand_out_together_but_none_for_being_the_first_of_the_rest() -> None:
+    assert "those of 0 (98.1%)" in rows_text(merged([rows_of([1e3, 10.0] + [1.0] * 9)]))
+    rows = merged([rows_of([1.0, 50.0, 1.0, 60.0, 1.0])])
+    assert rows_text(rows) == "of 5 rows the largest shares of the loss are those of 3 (53.1%), 1 (44.2%)"
+
+
+def test_all_rows_without_a_number_are_counted() -> None:
+    rows = merged([rows_of([math.nan, 3.0] * 50), rows_of([math.inf], ["last"])])
+    assert re.fullmatch(r"of 101 rows 51 have a loss that is NaN or infinite: \w+, \w+, \w+ and 48 more", rows_text(rows))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_identities_are_exact(dtype: torch.dtype) -> None:
+    """Also where numbers travel as float32."""
+    ids = torch.tensor([2**53 + 1, -1, 2**63 - 1, -(2**63), 2**24 + 1, 0])
+    numbers = largest_of(torch.arange(6.0), ids).to(dtype)
+    assert merged([(ids, 6, numbers)])["ids"] == ids.flip(0).tolist()
+
+
+def test_numpy_and_other_lists() -> None:
+    numpy = pytest.importorskip("numpy")
+    for ids in (numpy.arange(5, 8), range(5, 8), (5, 6, 7), [torch.tensor(5), torch.tensor(6), torch.tensor(7)]):
+        monitor = _monitor(lambda monitor, each, ids=ids: monitor.log_rows(ids, each))
+        assert monitor["ids"] == [7, 6, 5]
+
+
+def test_a_list_or_tensor_that_is_filled_anew() -> None:
+    for buffer in ([0, 0, 0], torch.zeros(3, dtype=torch.int64)):
+
+        def log(monitor: Any, each: Tensor, buffer: Any = buffer) -> None:
+            for part in range(2):
+                buffer[:] = torch.arange(3) + 3 * part if isinstance(buffer, Tensor) else [3 * part, 3 * part + 1, 3 * part + 2]
+                monitor.log_rows(buffer, each + 3 * part)
+            buffer[:] = torch.zeros(3) if isinstance(buffer, Tensor) else [0, 0, 0]
+
+        assert _monitor(log)["ids"] == [5, 4, 3, 2, 1, 0]
+
+
+def test_a_row_of_several_calls_has_the_sum() -> None:
+    rows = merged([rows_of([1.0, 5.0, 2.0]), rows_of([1.0, 4.0, 2.0])])
+    assert (rows["ids"], rows["losses"], rows["sum"], rows["count"]) == ([1, 2, 0], [9.0, 4.0, 2.0], 15.0, 6)
+
+
+def _monitor(log: Callable[[Any, Tensor], None]) -> dict[str, Any]:
+    """The rows of one step."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monitor = gradmon.watch(model, optimizer)
+    model(torch.ones(3, 2)).sum().backward()
+    log(monitor, torch.arange(1.0, 4.0))
+    optimizer.step()
+    monitor.detach()
+    found: dict[str, Any] = monitor._runtime.pipeline.history.sample.records()[-1].context["rows"]
+    return found

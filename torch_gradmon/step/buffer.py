@@ -96,11 +96,9 @@ class StepBuffer(RowStore, ValueStore):
 
     def log_rows(self, ids: Identities, losses: Tensor) -> None:
         """The losses of rows; the largest are kept."""
-        numbers, places = largest_of(losses)
-        if isinstance(ids, Tensor):
-            numbers = torch.cat([numbers, ids.detach().to(numbers.device)[places].to(numbers.dtype)])
-        self.extras[f"rows/{len(self.rows)}"] = numbers
-        self.rows.append((ids, len(losses)))
+        self.extras[f"rows/{len(self.rows)}"] = largest_of(losses, ids)
+        # a list may be filled anew before the numbers are on the host
+        self.rows.append((ids if isinstance(ids, Tensor) else list(ids), len(losses)))
 
     def absorb(self, other: StepBuffer) -> None:
         """Merge the values of :meth:`merge_rows` and :meth:`merge_value` in ``other``."""

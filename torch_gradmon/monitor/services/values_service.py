@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -73,13 +73,18 @@ class ValuesService:
         """Log the loss of each row."""
         if not isinstance(losses, Tensor) or losses.is_complex() or losses.dtype == torch.bool:
             raise TypeError(f"log_rows takes the losses as a tensor of real numbers, got {display(losses)}")
-        if losses.ndim != 1 or not len(losses):
+        if losses.layout is not torch.strided or losses.ndim != 1 or not len(losses):
             raise ValueError(
-                f"log_rows takes one loss for each row, [rows], got the shape {tuple(losses.shape)}; reduce other dimensions"
+                f"log_rows takes one loss for each row, a dense tensor [rows], got {display(losses)}; reduce other dimensions"
             )
-        if isinstance(ids, Tensor) and (ids.is_floating_point() or ids.is_complex() or ids.ndim != 1):
+        if isinstance(ids, Tensor):
+            is_list = ids.ndim == 1 and not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+        else:
+            ids = ids.tolist() if hasattr(ids, "tolist") else ids  # of numpy
+            is_list = isinstance(ids, Sequence) and not isinstance(ids, (str, bytes))
+        if not is_list:
             raise TypeError(f"log_rows takes ids as a tensor of whole numbers, [rows], or as a list, got {display(ids)}")
-        if not hasattr(ids, "__len__") or len(ids) != len(losses):
+        if len(ids) != len(losses):
             raise ValueError(f"log_rows takes one id for each of the {len(losses)} losses, got {display(ids)}")
         self.runtime.log_rows(ids, losses)
 
