@@ -167,6 +167,22 @@ def test_a_clip_at_each_micro_batch_is_told_apart_from_clearing(clip: Any) -> No
     assert run(body) == ["clip-per-micro-batch"]
 
 
+@pytest.mark.parametrize("kind", ["mean", "decay"])
+def test_a_fixed_factor_at_each_micro_batch_is_no_clip(kind: str) -> None:
+    """A running mean over micro-batches multiplies by 1/2, 2/3, 3/4."""
+
+    def body(model: nn.Module, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        for count, x in enumerate(X.chunk(4)):
+            if count:
+                for p in model.parameters():
+                    p.grad.mul_(count / (count + 1) if kind == "mean" else 0.9)
+            (loss_of(model, x) / (count + 1)).backward()
+        optimizer.step()
+
+    assert run(body) == []
+
+
 def test_gradients_of_gradients() -> None:
     def penalised(model: nn.Module, optimizer: Any) -> None:
         optimizer.zero_grad()
@@ -733,6 +749,26 @@ def test_what_happens_under_no_monitor_is_not_judged() -> None:
         loss_of(model).backward()
         optimizer.step()
     assert rules(monitor) == []
+
+
+@pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning")
+@pytest.mark.parametrize("cleared", [False, True])
+def test_steps_without_gradients_before_the_training_are_forgotten(cleared: bool) -> None:
+    """As while a replay buffer fills; unless gradients were there and were cleared."""
+    model = net()
+    optimizer = sgd(model)
+    monitor = watched(model, optimizer)
+    for step in range(30):
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        if step >= 15 or cleared:
+            loss.backward()
+        if step < 15 and cleared:
+            optimizer.zero_grad()
+        optimizer.step()
+        if step == 14:
+            assert rules(monitor) == ["step-without-gradients"]
+    assert rules(monitor) == ["step-without-gradients"] * cleared
 
 
 @pytest.mark.filterwarnings("ignore:torch_gradmon. (after the spike|step)")

@@ -349,6 +349,37 @@ def test_a_model_that_acts_between_its_steps(kind: str, acts: bool) -> None:
     monitor.detach()
 
 
+@pytest.mark.parametrize("kind", ["generator", "generator and frozen", "part behind another"])
+def test_a_discriminator_that_is_watched_alone(kind: str) -> None:
+    """Its loss need not fall, and what goes back through it to the generator shows nothing about its own labels."""
+    torch.manual_seed(0)
+    model, generator = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 1)), nn.Linear(2, 2)
+    ours, theirs = torch.optim.Adam(model.parameters(), 2e-3), torch.optim.Adam(generator.parameters(), 2e-3)
+    monitor = gradmon.watch(model, ours, on_spike=None)
+    bce = F.binary_cross_entropy_with_logits
+    for step in range(120):
+        real = 0.7 * draw(64, 2, seed=step) + 0.3
+        made = generator(draw(64, 2, seed=500 + step))
+        if kind != "part behind another":
+            made = made.detach()
+        loss = bce(model(torch.cat([real, made]))[:, 0], torch.cat([torch.ones(64), torch.zeros(64)]))
+        ours.zero_grad()
+        loss.backward()
+        monitor.log_scalar("loss", loss.detach())
+        ours.step()
+        if kind != "part behind another":
+            model.requires_grad_(kind != "generator and frozen")
+            theirs.zero_grad()
+            bce(model(generator(draw(64, 2, seed=900 + step)))[:, 0], torch.ones(64)).backward()
+            theirs.step()
+            model.requires_grad_(True)
+    check = monitor._runtime.plugin("data_check")
+    assert check.acts == (kind != "part behind another")
+    assert check.chance.get("loss", math.log(2)) == pytest.approx(math.log(2), rel=0.01)
+    assert {finding.rule for finding in monitor.diagnose().findings if finding.severity != "info"} == set()
+    monitor.detach()
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -663,6 +663,28 @@ def test_a_rate_is_too_low_for_a_run_that_ends_at_chance_if_all_its_updates_are_
     assert ([f.rule for f in check_learning_rate(run)] == ["learning-rate-low"]) == found
 
 
+@pytest.mark.parametrize(("loss", "is_so"), [(1.98, True), (2.02, True), (1.9, False), (2.5, False)])
+def test_a_loss_is_at_chance_within_a_few_percent(loss: float, is_so: bool) -> None:
+    run = history(120, loss=lambda step: loss + 0.01 * math.sin(step), gradient_before_clip={"a.weight": 1.0})
+    run.chance["loss"], run.chance["examples"] = 2.0, 500.0
+    assert ("loss-at-chance" in [finding.rule for finding in check_loss(run)]) == is_so
+
+
+def test_a_loss_below_chance_that_still_falls_a_little_is_learning() -> None:
+    run = history(120, loss=lambda step: 1.99 - 1e-4 * step + 0.005 * math.sin(step), gradient_before_clip={"a.weight": 1.0})
+    run.chance["loss"], run.chance["examples"] = 2.0, 500.0
+    assert not run.learning.is_at_chance
+    run = history(120, loss=lambda step: 2.03 - 1e-4 * step + 0.005 * math.sin(step), gradient_before_clip={"a.weight": 1.0})
+    run.chance["loss"], run.chance["examples"] = 2.0, 500.0
+    assert run.learning.is_at_chance
+
+
+@pytest.mark.parametrize(("loss", "severity"), [(0.0, "info"), (1.0, "warning")])
+def test_gradients_of_zero_beside_a_loss_of_zero_are_a_solved_margin(loss: float, severity: str) -> None:
+    run = history(60, loss=lambda step: loss, gradient_before_clip={"a.weight": 0.0}, parameter={"a.weight": 1.0})
+    assert _rules(check_unused_parameters(run)) == [(severity, "no-gradient")]
+
+
 @pytest.mark.parametrize(("loss", "severity"), [(flat, "warning"), (falls, "info")])
 def test_a_small_head_without_gradient_matters_where_nothing_is_learnt(loss: Callable[[int], float], severity: str) -> None:
     body = {f"body.{place}.weight": 1.0 for place in range(20)}
@@ -672,10 +694,13 @@ def test_a_small_head_without_gradient_matters_where_nothing_is_learnt(loss: Cal
     assert check_unused_parameters(run) == []
 
 
-@pytest.mark.parametrize(("first", "severity"), [(600.0, "warning"), (6.0, "info")])
-def test_large_weights_are_a_fault_if_the_loss_begins_far_above(first: float, severity: str) -> None:
+@pytest.mark.parametrize(
+    ("first", "chance", "severity"), [(600.0, 0.0, "warning"), (6.0, 0.0, "info"), (600.0, 550.0, "info"), (600.0, 20.0, "warning")]
+)
+def test_large_weights_are_a_fault_if_the_loss_begins_far_above_its_end_and_chance(first: float, chance: float, severity: str) -> None:
     layers = dict.fromkeys(LAYERS, 1.0)  # with a fan in of 100, a gain of 10
     run = history(loss=lambda step: first * 0.5**step + 0.5 + 0.5 * 0.97**step, gradient_before_clip=layers, parameter=layers)
+    run.chance["loss"] = chance
     assert _rules(check_depth(run)) == [(severity, "initialisation-scale")]
 
 

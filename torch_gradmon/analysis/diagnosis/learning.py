@@ -31,6 +31,8 @@ _LONG, _LEARNT, _NEAR = 50, 0.03, 1.2
 _VERY_LONG = 200
 #: A fall of the ranks by this many standard deviations happens by chance in one of twenty cases: the loss may well fall.
 PERHAPS = 1.645
+#: By this many it does so in one of a hundred, which is proof enough for a loss that is below chance already.
+_PROBABLY = 2.33
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,9 @@ def learning(loss: Series, is_resumed: bool = False, chance: float = 0.0) -> Lea
 def _is_at_chance(finite: Series, chance: float) -> bool:
     is_near = chance > 0 and len(finite) >= _LONG and 1 - _LEARNT < finite.part(1 - _TAIL, 1).median / chance < _NEAR
     before, after = finite.part(0.5, 0.75), finite.part(0.75, 1)
-    may_fall = rank_shift(before.values, after.values) < -PERHAPS and before.median - after.median > _SHARE * abs(before.median)
+    shift = rank_shift(before.values, after.values)
+    may_fall = shift < -PERHAPS and before.median - after.median > _SHARE * abs(before.median)
+    may_fall |= shift < -_PROBABLY and after.median < chance  # from above it, it would fall by itself
     return is_near and (len(finite) >= _VERY_LONG or not may_fall)
 
 

@@ -1,4 +1,4 @@
-"""Whether a model acts between the steps of its training, as a policy does: its data then depend on it, and its loss need not fall."""
+"""Whether the data of a training depend on its model, as those of a policy or of a GAN do: the loss need not fall then."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ _COMPARED, _KEPT = 64, 4096
 _TRAINED, _REPEATED = 0.05, 0.1
 #: The fewest rows of a training with acted ones.
 _FEWEST = 8
+#: The least share of steps, and their fewest number, in which another model trains through this one.
+_THROUGH, _STEPS = 1 / 16, 4
 
 
 class Acting:
-    """Looks for rows that the model was called on without gradients, in training mode and for the first time, and that it trains on later.
+    """Looks for rows that the model was called on without gradients, in training mode and for the first time, and that it trains on later;
+    and for other models that train through it, and that make its data.
 
-    Such calls are of fewer rows than a batch: others prepare a step. A validation is on rows that are never trained on, or again and
+    Calls of the first kind are of fewer rows than a batch: others prepare a step. A validation is on rows that are never trained on, or again and
     again. All is compared on the device, and nothing is synchronised.
     """
 
@@ -28,6 +31,7 @@ class Acting:
         self._next = 0
         self._called: list[Tensor] = []  # by call since the last step: rows, and those of them that had a call before
         self._sums = [0.0, 0.0, 0.0, 0.0]
+        self._steps = self._through = 0
 
     @torch.no_grad()
     def called(self, tensors: Sequence[Tensor]) -> None:
@@ -55,7 +59,7 @@ class Acting:
         rows = _identities(tensors)
         if rows is None:
             return None
-        self._batch = max(self._batch, len(rows))
+        self._batch, self._steps = max(self._batch, len(rows)), self._steps + 1
         if self._kept is None or self._kept.device != rows.device:
             return None
         acted = (torch.isin(rows, self._kept) & (rows != 0)).sum()  # rows of zeros are padding
@@ -63,14 +67,20 @@ class Acting:
         self._called.clear()
         return torch.cat([torch.stack([torch.full_like(acted, len(rows)), acted]), calls])
 
+    def passed_through(self) -> None:
+        """The first input of a step has a graph of its own: another model is trained through this one."""
+        self._through += 1
+
     def add(self, numbers: Sequence[float]) -> None:
         """Count what one step returned, once it is on the host."""
         self._sums = [one + other for one, other in zip(self._sums, numbers, strict=True)]
 
     @property
     def is_so(self) -> bool:
-        """Whether it acts, as far as is known."""
+        """Whether they do, as far as is known."""
         trained, acted, called, again = self._sums
+        if self._through >= max(_STEPS, _THROUGH * self._steps) and self._steps >= _STEPS:
+            return True
         return acted >= max(_FEWEST, _TRAINED * trained) and again <= _REPEATED * called
 
 

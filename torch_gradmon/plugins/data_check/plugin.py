@@ -151,7 +151,12 @@ class DataCheck(Plugin):
             self.context.call(self._began, step, args, kwargs)
 
     def _began(self, step: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._look, tensors = _Look(step, self._looked in _HEADS), batch_tensors(args, kwargs)
+        tensors = batch_tensors(args, kwargs)
+        if tensors and tensors[0].grad_fn is not None:
+            self._look = None
+            self._acting.passed_through()
+            return
+        self._look = _Look(step, self._looked in _HEADS)
         self._look.take_batch(tensors)
         if (rows := self._acting.trained(tensors)) is not None:
             self._look.found["rows"] = rows
@@ -197,9 +202,9 @@ class DataCheck(Plugin):
         fingerprint, look, rows, facts = (record.extras.get(f"{self.name}/{name}") for name in ("fingerprint", "look", "rows", "head"))
         if rows is not None:
             self._acting.add(rows.tolist())
-            if self._acting.is_so != self._acts:
-                self._acts = not self._acts
-                self._note(acts=self._acts)
+        if self._acting.is_so != self._acts:
+            self._acts = not self._acts
+            self._note(acts=self._acts)
         if fingerprint is not None:
             self._batches.add(hash(tuple(unpacked(fingerprint).tolist())))
             self._batches.judge(self._expectations.batch_varies)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from .probe import Probe
@@ -10,6 +12,8 @@ from .probe import Probe
 _LOOKS = 3
 #: The number of times that its values have to be zero to be proof of clearing: a gradient may be zero by itself.
 _DOUBTS = 9
+#: Elements whose factor shows whether a write multiplies, and the relative deviation of factors that are the same.
+_ELEMENTS, _EXACT = 64, 1e-3
 
 
 class GradientWrites:
@@ -18,7 +22,7 @@ class GradientWrites:
     Attributes:
         is_unclear: the loop writes between two accumulations, and the kind of write is not known yet.
         clears: those writes set gradients to zero; False while the kind is not known.
-        clips: those writes do not.
+        clips: those writes do neither that nor multiply gradients by fixed numbers, as a running mean over micro-batches does.
         is_doubtful: gradients seem to be carried over from step to step, which their values have to confirm.
         stays: the values have confirmed it.
     """
@@ -27,6 +31,8 @@ class GradientWrites:
         self.is_unclear = self.clears = self.clips = False
         self.is_doubtful = self.stays = False
         self._zeros = self._others = self._late = self._doubts = 0
+        self._accumulated: Tensor | None = None  # the first elements after the last accumulation
+        self._factors: list[tuple[int, float]] = []  # of writes, by the number of accumulations before
 
     @property
     def needs_values(self) -> bool:
@@ -39,6 +45,10 @@ class GradientWrites:
         self.is_unclear |= begins
         return begins
 
+    def keep(self, probe: Probe) -> None:
+        """Keep some elements of the gradient after an accumulation, while the kind of write is not known."""
+        self._accumulated = probe.gradient.flatten()[:_ELEMENTS].clone() if self.is_unclear and probe.gradient is not None else None
+
     def read_written(self, probe: Probe, parameter: Tensor, incoming: Tensor | None) -> None:
         """Read the gradient just before another one is added to it. Synchronises only if the loop has written to it."""
         gradient = parameter.grad
@@ -50,12 +60,19 @@ class GradientWrites:
             return
         if bool(gradient.any()):
             self._others += 1
+            self._factors.append((probe.interval.fired, _factor(self._accumulated, gradient)))
         else:
             self._zeros += 1
         if self._others + self._zeros >= _LOOKS:
             self.is_unclear = False
             self.clears = self._zeros > self._others
-            self.clips = not self.clears
+            self.clips = not (self.clears or self._scales())
+
+    def _scales(self) -> bool:
+        """Whether all factors are those of a running mean, or one number; 1 is a clip that does not act."""
+        factors = [factor for _, factor in self._factors]
+        is_mean = all(_is_near(factor, count / (count + 1)) for count, factor in self._factors)
+        return is_mean or (all(_is_near(factor, factors[0]) for factor in factors) and not _is_near(factors[0], 1.0))
 
     def read_carried(self, probe: Probe, parameter: Tensor, incoming: Tensor | None) -> None:
         """Read a gradient that seems to be carried over: ``.data.zero_()`` does not change its version. Synchronises."""
@@ -81,3 +98,17 @@ class GradientWrites:
             return True
         self._late = 0
         return False
+
+
+def _factor(before: Tensor | None, after: Tensor) -> float:
+    """By what a gradient was multiplied, all elements alike; NaN if it was not. Synchronises."""
+    if before is None:
+        return math.nan
+    now = after.detach().flatten()[:_ELEMENTS].double()
+    old = before.double()
+    factor = (now * old).sum() / old.square().sum()
+    return factor.item() if bool((now - factor * old).norm() < _EXACT * now.norm()) else math.nan
+
+
+def _is_near(one: float, other: float) -> bool:
+    return abs(one - other) < _EXACT * abs(other)

@@ -94,6 +94,7 @@ class ProbeHooks:
             probed.scaler.accumulated_unscaled()
         if interval.writes and writes.begin():
             self.is_current = False
+        writes.keep(probe)
         if self.exchange.is_active or probe.is_sharded:
             self.exchange.accumulated(probe)
         if not self._clock and self._unused.are_certain(parameter, probe, writes.clears):

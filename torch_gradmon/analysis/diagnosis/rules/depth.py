@@ -28,8 +28,9 @@ _OTHER_ACTIVATIONS = frozenset(
 _EXPLODES = 300.0
 #: Growth of outputs from the first modules to the last ones, and their least size; logits begin at about 1.
 _OUTPUTS, _SIZE = 100.0, 50.0
-#: A loss that begins this many times above where it ends was drowned by large weights.
-_DROWNED = 30.0
+#: A loss that begins this many times above where it ends was drowned by large weights, unless it begins below this many times the loss of
+#: the best constant answer.
+_DROWNED, _PLAIN = 30.0, 3.0
 #: Outputs of the whole model with this root mean square are loud if the loss then fell by this factor; logits begin at about 1.
 _LOUD, _CAME_DOWN = 8.0, 5.0
 #: Standard deviation times sqrt(fan in): 1 in Glorot and Bengio (2010), 1.41 in He et al. (2015), 0.55 and more in GPT-2.
@@ -57,6 +58,7 @@ def _initialisation(history: History) -> list[Finding]:
     worst = sorted(odd, key=lambda name: -abs(math.log(odd[name])))
     loss = history.loss.finite
     is_drowned = odd is high and len(loss) >= _FEWEST and loss.values[0] > _DROWNED * history.learning.last > 0
+    is_drowned &= not loss.values[0] < _PLAIN * history.chance.get("loss", 0.0)  # a model may scale its weights in its forward
     fate = "large: signals grow from layer to layer." if odd is high else "small: signals fade from layer to layer."
     return history.finding(
         "initialisation-scale",

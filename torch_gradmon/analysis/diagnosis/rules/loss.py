@@ -53,9 +53,10 @@ def _at_chance(history: History, loss: Series) -> list[Finding]:
         "loss-at-chance",
         "",
         {"loss at the end": tail.median, "of a constant answer": chance, "examples seen": history.chance["examples"]},
-        f"The loss ends where that of a model lies which gives all inputs the same answer, {what}: nothing about the targets is learnt.",
+        f"The loss ends where that of a model lies which gives all inputs the same answer, {what}: little "
+        "or nothing is learnt about the targets.",
         "Check that inputs and targets belong together, that no mask or reshape mixes examples, and that the loss depends on the inputs. "
-        "Overfit one batch, then try another learning rate.",
+        "Overfit one batch, then try another learning rate. If the targets are mostly noise, this may be all there is to learn.",
         62.0,
         severity="info" if history.is_resumed else "warning",
         steps=(loss.steps[0], loss.steps[-1]),

@@ -71,6 +71,18 @@ def _all_zero(history: History, norms: Matrix) -> list[Finding]:
     """Gradients that are there, and zero. Without any there is a mistake of the loop, which another rule reports."""
     if not bool(norms.values.isfinite().any()):
         return []
+    loss = history.loss.finite
+    if len(loss) and not any(loss.values):
+        return history.finding(
+            "no-gradient",
+            "",
+            {"parameters with a gradient of exactly 0": float(len(norms.names))},
+            "The loss is exactly 0 in every step, and all gradients with it: nothing is left to learn.",
+            "Look for harder examples, or a larger margin; if the task cannot be that easy, look at the sign of the loss.",
+            75.0,
+            severity="info",
+            steps=(norms.steps[0], norms.steps[-1]),
+        )
     return history.finding(
         "no-gradient",
         "",
