@@ -380,6 +380,29 @@ def test_a_discriminator_that_is_watched_alone(kind: str) -> None:
     monitor.detach()
 
 
+def test_two_players_that_are_watched_each_for_itself() -> None:
+    """The generator hears from the discriminator that its output goes there; two parts of one model are no players."""
+    for is_game in (True, False):
+        torch.manual_seed(0)
+        first, second = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2)), nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
+        optimizers = [torch.optim.SGD(model.parameters(), 1e-3) for model in (first, second)]
+        monitors = [gradmon.watch(model, o, on_spike=None) for model, o in zip((first, second), optimizers, strict=True)]
+        for step in range(60):
+            made = first(draw(16, 2, seed=step))
+            if is_game:
+                optimizers[1].zero_grad()
+                (second(draw(16, 2, seed=900 + step)).mean() - second(made.detach()).mean()).backward()
+                optimizers[1].step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            second(made).square().mean().backward()
+            for optimizer in optimizers[: 1 if is_game else 2]:
+                optimizer.step()
+        assert [monitor._runtime.plugin("data_check").acts for monitor in monitors] == [is_game] * 2
+        for monitor in monitors:
+            monitor.detach()
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -670,6 +670,13 @@ def test_a_loss_is_at_chance_within_a_few_percent(loss: float, is_so: bool) -> N
     assert ("loss-at-chance" in [finding.rule for finding in check_loss(run)]) == is_so
 
 
+@pytest.mark.parametrize(("loss", "is_stuck"), [(0.15, False), (0.3, True)])
+def test_a_loss_far_below_chance_was_learnt_at_once(loss: float, is_stuck: bool) -> None:
+    run = history(40, loss=lambda step: loss + 0.001 * math.sin(step), gradient_before_clip={"a.weight": 1.0})
+    run.chance["loss"], run.chance["examples"] = 2.0, 500.0
+    assert run.learning.is_stuck == is_stuck
+
+
 def test_a_loss_below_chance_that_still_falls_a_little_is_learning() -> None:
     run = history(120, loss=lambda step: 1.99 - 1e-4 * step + 0.005 * math.sin(step), gradient_before_clip={"a.weight": 1.0})
     run.chance["loss"], run.chance["examples"] = 2.0, 500.0

@@ -47,7 +47,7 @@ class History:
         chance: the loss of the best constant answer, see ``Targets.chance``; empty if it is unknown.
         groups: the groups of the optimizers, with their settings and the names of their parameters.
         frozen: names of parameters that did not require a gradient when the optimizers were attached.
-        acts: between the steps of the training the model is called on fewer examples, without gradients, as a policy is.
+        acts: the data depend on the model, as those of a policy or of a GAN do.
     """
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -15,11 +16,14 @@ _TRAINED, _REPEATED = 0.05, 0.1
 _FEWEST = 8
 #: The least share of steps, and their fewest number, in which another model trains through this one.
 _THROUGH, _STEPS = 1 / 16, 4
+#: What the node of an output has in its ``metadata``, which autograd keeps for such notes and drops with the graph.
+_MADE_BY = "torch_gradmon made by"
 
 
 class Acting:
     """Looks for rows that the model was called on without gradients, in training mode and for the first time, and that it trains on later;
-    and for other models that train through it, and that make its data.
+    and for two players: models that train through it beside its own steps, and that make its data. Where these are watched, too, they hear
+    of it.
 
     Calls of the first kind are of fewer rows than a batch: others prepare a step. A validation is on rows that are never trained on, or again and
     again. All is compared on the device, and nothing is synchronised.
@@ -31,7 +35,7 @@ class Acting:
         self._next = 0
         self._called: list[Tensor] = []  # by call since the last step: rows, and those of them that had a call before
         self._sums = [0.0, 0.0, 0.0, 0.0]
-        self._steps = self._through = 0
+        self._steps = self._through = self._opposed = 0
 
     @torch.no_grad()
     def called(self, tensors: Sequence[Tensor]) -> None:
@@ -67,9 +71,22 @@ class Acting:
         self._called.clear()
         return torch.cat([torch.stack([torch.full_like(acted, len(rows)), acted]), calls])
 
-    def passed_through(self) -> None:
+    def made(self, output: Tensor) -> None:
+        """The model made this output, which has a graph."""
+        if output.grad_fn is not None:
+            output.grad_fn.metadata[_MADE_BY] = weakref.ref(self)
+
+    def passed_through(self, data: Tensor) -> None:
         """The first input of a step has a graph of its own: another model is trained through this one."""
         self._through += 1
+        if self._has_opponent and data.grad_fn is not None:
+            maker = data.grad_fn.metadata.get(_MADE_BY, lambda: None)()
+            if maker is not None:
+                maker._opposed += 1
+
+    @property
+    def _has_opponent(self) -> bool:
+        return self._through >= max(_STEPS, _THROUGH * self._steps) and self._steps >= _STEPS
 
     def add(self, numbers: Sequence[float]) -> None:
         """Count what one step returned, once it is on the host."""
@@ -79,7 +96,7 @@ class Acting:
     def is_so(self) -> bool:
         """Whether they do, as far as is known."""
         trained, acted, called, again = self._sums
-        if self._through >= max(_STEPS, _THROUGH * self._steps) and self._steps >= _STEPS:
+        if self._has_opponent or self._opposed >= _STEPS:
             return True
         return acted >= max(_FEWEST, _TRAINED * trained) and again <= _REPEATED * called
 

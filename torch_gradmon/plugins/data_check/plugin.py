@@ -154,7 +154,7 @@ class DataCheck(Plugin):
         tensors = batch_tensors(args, kwargs)
         if tensors and tensors[0].grad_fn is not None:
             self._look = None
-            self._acting.passed_through()
+            self._acting.passed_through(tensors[0])
             return
         self._look = _Look(step, self._looked in _HEADS)
         self._look.take_batch(tensors)
@@ -174,6 +174,7 @@ class DataCheck(Plugin):
         output = output_of(result)
         if output is not None and (sample := sample_of(output)) is not None:
             look.is_squashed = is_squashed(output)
+            self._acting.made(output)
             output.register_hook(_Once(self, look, sample))  # type: ignore[no-untyped-call]
 
     def came_back(self, look: _Look, sample: Tensor, gradient: Tensor) -> None:
