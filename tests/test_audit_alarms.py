@@ -358,7 +358,7 @@ def test_equal_gradients_are_no_proof_of_a_second_backward_pass(kind: str) -> No
     model = nn.Sequential(nn.Linear(4, 2))
     optimizer = sgd(model)
     monitor = watched(model, optimizer, preset=None)
-    for step in range(40):
+    for _ in range(40):
         optimizer.zero_grad()
         if kind in ("forward()", "functional"):
             out = model.forward(X) if kind == "forward()" else nn.functional.linear(X, model[0].weight, model[0].bias)

@@ -282,6 +282,11 @@ def test_an_output_that_is_a_leaf_or_nested_gets_no_hook() -> None:
     assert output_of(nested) is None
 
 
+def test_one_label_in_one_batch_is_a_goal() -> None:
+    monitor, _ = train(data=lambda step: (batch(0)[0], torch.zeros(24, dtype=torch.long)))
+    assert "labels-constant" not in rules(monitor)
+
+
 def test_one_odd_input_is_no_fault_of_all() -> None:
     monitor, _ = train(data=lambda step: (batch(step)[0] + (100 if step in (3, 18) else 0), batch(step)[1]))
     assert "inputs-not-normalised" not in rules(monitor)

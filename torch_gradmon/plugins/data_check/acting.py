@@ -21,12 +21,13 @@ _MADE_BY = "torch_gradmon made by"
 
 
 class Acting:
-    """Looks for rows that the model was called on without gradients, in training mode and for the first time, and that it trains on later;
-    and for two players: models that train through it beside its own steps, and that make its data. Where these are watched, too, they hear
-    of it.
+    """Looks for rows that the model was called on without gradients, in training mode and for the first time, and that it trains on later.
 
-    Calls of the first kind are of fewer rows than a batch: others prepare a step. A validation is on rows that are never trained on, or again and
+    Such calls are of fewer rows than a batch: others prepare a step. A validation is on rows that are never trained on, or again and
     again. All is compared on the device, and nothing is synchronised.
+
+    It also looks for an opponent: another model that trains through this one, between the steps of this one. If that is watched, too, it
+    hears of it.
     """
 
     def __init__(self) -> None:

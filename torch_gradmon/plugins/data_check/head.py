@@ -21,13 +21,11 @@ ROWS, CLASSES = 512, 4096
 _ELEMENTS, _LEAST = 1 << 16, 32
 #: Nodes of autograd whose outputs lie between 0 and 1, and those that only move, copy or bound what they get.
 _SQUASHES = frozenset(("SigmoidBackward0", "SoftmaxBackward0", "HardsigmoidBackward0"))
-_MOVES = frozenset(
-    f"{name}Backward{number}"
-    for name in (
-        "Alias Clamp Clone Expand Permute ReshapeAlias Select Slice Squeeze T ToCopy Transpose UnsafeView Unsqueeze View _DDPSink"
-    ).split()
-    for number in ("", 0, 1, 2)
+_MOVERS = (
+    *("Alias", "Clamp", "Clone", "Expand", "Permute", "ReshapeAlias", "Select", "Slice", "Squeeze", "T", "ToCopy", "Transpose"),
+    *("UnsafeView", "Unsqueeze", "View", "_DDPSink"),
 )
+_MOVES = frozenset(f"{name}Backward{number}" for name in _MOVERS for number in ("", 0, 1, 2))
 #: The most classes whose labels are counted.
 COUNTED = 256
 #: Relative deviation from a formula.

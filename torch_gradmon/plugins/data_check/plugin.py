@@ -219,6 +219,8 @@ class DataCheck(Plugin):
                 self._targets.add(head, seen.forwards, scaled)
                 if self.chance != known:
                     self._note(chance=self.chance)
+        if self._batches.is_repeated:  # one example, or one goal for all of them, is all there is
+            self._tallies.retract("labels-constant")
 
 
 class _Once(Hook):
