@@ -389,7 +389,10 @@ def test_two_players_that_are_watched_each_for_itself() -> None:
     """The generator hears from the discriminator that its output goes there; two parts of one model are no players."""
     for is_game in (True, False):
         torch.manual_seed(0)
-        first, second = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2)), nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
+        first, second = (
+            nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2)),
+            nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1)),
+        )
         optimizers = [torch.optim.SGD(model.parameters(), 1e-3) for model in (first, second)]
         monitors = [gradmon.watch(model, o, on_spike=None) for model, o in zip((first, second), optimizers, strict=True)]
         for step in range(60):

@@ -702,9 +702,12 @@ def test_a_small_head_without_gradient_matters_where_nothing_is_learnt(loss: Cal
 
 
 @pytest.mark.parametrize(
-    ("first", "chance", "severity"), [(600.0, 0.0, "warning"), (6.0, 0.0, "info"), (600.0, 550.0, "info"), (600.0, 20.0, "warning")]
+    ("first", "chance", "severity"),
+    [(600.0, 0.0, "warning"), (6.0, 0.0, "info"), (600.0, 550.0, "info"), (600.0, 20.0, "warning")],
 )
-def test_large_weights_are_a_fault_if_the_loss_begins_far_above_its_end_and_chance(first: float, chance: float, severity: str) -> None:
+def test_large_weights_are_a_fault_if_the_loss_begins_far_above_its_end_and_chance(
+    first: float, chance: float, severity: str
+) -> None:
     layers = dict.fromkeys(LAYERS, 1.0)  # with a fan in of 100, a gain of 10
     run = history(loss=lambda step: first * 0.5**step + 0.5 + 0.5 * 0.97**step, gradient_before_clip=layers, parameter=layers)
     run.chance["loss"] = chance

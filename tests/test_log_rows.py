@@ -150,7 +150,9 @@ def test_shares_of_losses_below_zero_mean_nothing() -> None:
 @pytest.mark.parametrize("count", [2, 3, 5, 64])
 def test_a_row_stands_out_among_few_and_among_many(count: int) -> None:
     rows = merged([rows_of([1.0] * (count - 1) + [100.0])])
-    assert rows_text(rows) == f"of {count} rows the largest shares of the loss are those of {count - 1} ({100 / (count + 99):.1%})"
+    assert (
+        rows_text(rows) == f"of {count} rows the largest shares of the loss are those of {count - 1} ({100 / (count + 99):.1%})"
+    )
 
 
 def test_several_rows_stand_out_together_but_none_for_being_the_first_of_the_rest() -> None:

@@ -76,9 +76,9 @@ def rows_text(rows: Mapping[str, Any]) -> str:
         return ""
     ids, losses, count, total = list(map(str, rows["ids"])), rows["losses"], rows["count"], rows["sum"]
     if rows["nonfinite"]:
-        named = [name for name, loss in zip(ids, losses, strict=True) if not math.isfinite(loss)][:_NAMED]
-        more = max(0, rows["nonfinite"] - len(named))
-        names = ", ".join(named) + (f" and {more} more" if more else "")
+        odd = [name for name, loss in zip(ids, losses, strict=True) if not math.isfinite(loss)][:_NAMED]
+        more = rows["nonfinite"] - len(odd)
+        names = ", ".join(odd) + (f" and {more} more" if more > 0 else "")
         return f"of {count} rows {rows['nonfinite']} have a loss that is NaN or infinite: {names}"
     if not total > 0 or rows.get("negative"):
         return ""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+from ...capture.hooks import notes_of
 
 #: Elements of a row that are compared, and rows that are kept.
 _COMPARED, _KEPT = 64, 4096
@@ -16,7 +18,7 @@ _TRAINED, _REPEATED = 0.05, 0.1
 _FEWEST = 8
 #: The least share of steps, and their fewest number, in which another model trains through this one.
 _THROUGH, _STEPS = 1 / 16, 4
-#: What the node of an output has in its ``metadata``, which autograd keeps for such notes and drops with the graph.
+#: The note at an output.
 _MADE_BY = "torch_gradmon made by"
 
 
@@ -27,10 +29,18 @@ class Acting:
     again. All is compared on the device, and nothing is synchronised.
 
     It also looks for an opponent: another model that trains through this one, between the steps of this one. If that is watched, too, it
-    hears of it.
+    gets a note.
+
+    Args:
+        note: writes facts about the run to the run directory.
+
+    Attributes:
+        is_so: the data depend on the model, as far as is known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, note: Callable[..., None]) -> None:
+        self._note = note
+        self.is_so = False
         self._batch = 0  # the most rows of a step
         self._kept: Tensor | None = None  # identities of rows that it was called on, [_KEPT]
         self._next = 0
@@ -75,15 +85,17 @@ class Acting:
     def made(self, output: Tensor) -> None:
         """The model made this output, which has a graph."""
         if output.grad_fn is not None:
-            output.grad_fn.metadata[_MADE_BY] = weakref.ref(self)
+            notes_of(output.grad_fn)[_MADE_BY] = weakref.ref(self)
 
     def passed_through(self, data: Tensor) -> None:
         """The first input of a step has a graph of its own: another model is trained through this one."""
         self._through += 1
         if self._has_opponent and data.grad_fn is not None:
-            maker = data.grad_fn.metadata.get(_MADE_BY, lambda: None)()
+            maker = notes_of(data.grad_fn).get(_MADE_BY, lambda: None)()
             if maker is not None:
                 maker._opposed += 1
+                maker._judge()
+        self._judge()
 
     @property
     def _has_opponent(self) -> bool:
@@ -92,14 +104,15 @@ class Acting:
     def add(self, numbers: Sequence[float]) -> None:
         """Count what one step returned, once it is on the host."""
         self._sums = [one + other for one, other in zip(self._sums, numbers, strict=True)]
+        self._judge()
 
-    @property
-    def is_so(self) -> bool:
-        """Whether they do, as far as is known."""
+    def _judge(self) -> None:
         trained, acted, called, again = self._sums
-        if self._has_opponent or self._opposed >= _STEPS:
-            return True
-        return acted >= max(_FEWEST, _TRAINED * trained) and again <= _REPEATED * called
+        is_so = acted >= max(_FEWEST, _TRAINED * trained) and again <= _REPEATED * called
+        is_so |= self._has_opponent or self._opposed >= _STEPS
+        if is_so != self.is_so:
+            self.is_so = is_so
+            self._note(acts=is_so)
 
 
 def _identities(tensors: Sequence[Tensor]) -> Tensor | None:

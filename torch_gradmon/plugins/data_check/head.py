@@ -81,7 +81,9 @@ def output_of(result: Any) -> Tensor | None:
         found = next((value for value in values if isinstance(value, Tensor)), None)
     if found is None or found.grad_fn is None or not torch.is_floating_point(found):  # a leaf would keep its hook
         return None
-    return found if type(found) is Tensor and found.layout is torch.strided and not found.is_nested and found.numel() > 1 else None
+    return (
+        found if type(found) is Tensor and found.layout is torch.strided and not found.is_nested and found.numel() > 1 else None
+    )
 
 
 def is_squashed(output: Tensor) -> bool:

@@ -83,7 +83,7 @@ class DataCheck(Plugin):
         self._every, self._expectations, self._note = every, expectations, note
         self._tallies = Tallies(complaints, lambda: self.context.step or 0, note, SETUP_MISTAKES, "data")
         self._batches, self._targets = Batches(self._tallies), Targets(self._tallies)
-        self._acting, self._acts = Acting(), False
+        self._acting = Acting(note)
         self._handles = Handles()
         self._looked = 0
         self._last: int | None = None  # the last step that is looked at
@@ -97,8 +97,8 @@ class DataCheck(Plugin):
 
     @property
     def acts(self) -> bool:
-        """Whether the model acts between steps."""
-        return self._acts
+        """Whether the data depend on the model."""
+        return self._acting.is_so
 
     @property
     def chance(self) -> dict[str, float]:
@@ -200,12 +200,11 @@ class DataCheck(Plugin):
         seen = self._open.pop(record.step, None)
         if seen is None:
             return
-        fingerprint, look, rows, facts = (record.extras.get(f"{self.name}/{name}") for name in ("fingerprint", "look", "rows", "head"))
+        fingerprint, look, rows, facts = (
+            record.extras.get(f"{self.name}/{name}") for name in ("fingerprint", "look", "rows", "head")
+        )
         if rows is not None:
             self._acting.add(rows.tolist())
-        if self._acting.is_so != self._acts:
-            self._acts = not self._acts
-            self._note(acts=self._acts)
         if fingerprint is not None:
             self._batches.add(hash(tuple(unpacked(fingerprint).tolist())))
             self._batches.judge(self._expectations.batch_varies)
@@ -219,7 +218,7 @@ class DataCheck(Plugin):
                 self._targets.add(head, seen.forwards, scaled)
                 if self.chance != known:
                     self._note(chance=self.chance)
-        if self._batches.is_repeated:  # one example, or one goal for all of them, is all there is
+        if not self._tallies.is_empty and self._batches.is_repeated:  # one example, or one goal for all of them, is all there is
             self._tallies.retract("labels-constant")
 
 

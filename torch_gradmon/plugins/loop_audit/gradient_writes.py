@@ -46,8 +46,8 @@ class GradientWrites:
         return begins
 
     def keep(self, probe: Probe) -> None:
-        """Keep some elements of the gradient after an accumulation, while the kind of write is not known."""
-        self._accumulated = probe.gradient.flatten()[:_ELEMENTS].clone() if self.is_unclear and probe.gradient is not None else None
+        """Keep some elements of the gradient after an accumulation."""
+        self._accumulated = None if probe.gradient is None else probe.gradient.flatten()[:_ELEMENTS].clone()
 
     def read_written(self, probe: Probe, parameter: Tensor, incoming: Tensor | None) -> None:
         """Read the gradient just before another one is added to it. Synchronises only if the loop has written to it."""

@@ -87,14 +87,16 @@ class ProbeHooks:
         if probed.stepped_in != torch._C._current_graph_task_id():
             self._backward_ended(probed)
         interval, writes = probe.interval, probed.checks.writes
-        probed.checks.repeated.accumulated(interval)
+        if probed.checks.repeated.is_counting:
+            probed.checks.repeated.accumulated(interval)
         if interval.late >= 0:
             probed.checks.dropped_after_step(probe)
         if probed.scaler.is_unscaled:
             probed.scaler.accumulated_unscaled()
         if interval.writes and writes.begin():
             self.is_current = False
-        writes.keep(probe)
+        if writes.is_unclear:
+            writes.keep(probe)
         if self.exchange.is_active or probe.is_sharded:
             self.exchange.accumulated(probe)
         if not self._clock and self._unused.are_certain(parameter, probe, writes.clears):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ...capture.hooks import notes_of
 from .probe import Interval
 
 if TYPE_CHECKING:
@@ -26,8 +27,7 @@ _SUMS, _MULTIPLES = frozenset(("AddBackward0", "SubBackward0")), frozenset(("Mul
 class RepeatedBackward:
     """Recognises losses that go backward again, where there are more accumulations than forwards.
 
-    Equal gradients would prove nothing: those of an absolute error are equal for many targets. So the nodes of a loss get a mark in their
-    ``metadata``, which autograd keeps for such notes and drops with the graph.
+    Equal gradients would prove nothing: those of an absolute error are equal for many targets. So the nodes of a loss get a mark.
 
     Attributes:
         is_counting: the last step had more accumulations than forwards.
@@ -52,9 +52,9 @@ class RepeatedBackward:
         self._looks += 1
         nodes = [node for loss in _losses() for node in _terms(loss)]
         # a loop that clears the gradient in between may well look at it and begin again
-        self._same += any(self._mark in node.metadata for node in nodes) and not (interval.drops or interval.writes)
+        self._same += any(self._mark in notes_of(node) for node in nodes) and not (interval.drops or interval.writes)
         for node in nodes:
-            node.metadata[self._mark] = True
+            notes_of(node)[self._mark] = True
 
 
 def _losses() -> Sequence[Tensor]:

@@ -113,7 +113,9 @@ class StepChecks:
             return True
         self._futile += has_forward and type(optimizer).__module__.startswith("torch.optim.")
         if (probe.interval.fired or self._futile >= _FUTILE) and not probe.interval.doubtful:
-            self._is_futile = not probe.interval.fired and (self._is_futile or not self._tallies.count("step-without-gradients", self._key))
+            self._is_futile = not probe.interval.fired and (
+                self._is_futile or not self._tallies.count("step-without-gradients", self._key)
+            )
             self._tallies.check("step-without-gradients", self._key, True, probe.name)
         return False
 
