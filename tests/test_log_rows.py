@@ -15,6 +15,8 @@ from torch import Tensor, nn
 import torch_gradmon as gradmon
 from torch_gradmon.step.worst_rows import KEPT, largest_of, merged, rows_text
 
+from .ranks import on_ranks
+
 
 def _train(
     *,
@@ -127,6 +129,37 @@ def test_wrong_arguments_are_refused(ids: Any, losses: Any, error: type[Exceptio
     monitor = gradmon.watch(model, torch.optim.SGD(model.parameters(), 0.1))
     with pytest.raises(error, match=words):
         monitor.log_rows(ids, losses)
+
+
+def _on_a_rank(rank: int, directory: str) -> tuple[Any, list[str]]:
+    """A broken row on rank 1, which alone logs its rows; what rank 0 has in its record, and the spikes that a rank reports."""
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    spikes: list[str] = []
+    run_dir = Path(directory) / "run" if not rank else None
+    monitor = gradmon.watch(model, optimizer, on_spike=lambda e: spikes.append(str(e)), run_dir=run_dir)
+    x = torch.randn(2, 60, 8, 4, generator=torch.Generator().manual_seed(3))[rank]
+    for step in range(60):
+        each = (model(x[step])[:, 0] - x[step].sum(1)).square()
+        if rank and step == 50:
+            each = each * torch.tensor([1.0] * 7 + [1e6])
+        if rank:
+            monitor.log_rows(torch.arange(8) + 8 * step, each)
+        optimizer.zero_grad()
+        each.mean().backward()
+        optimizer.step()
+    monitor.detach()
+    records = monitor._runtime.pipeline.history.sample.records()
+    return [record.context.get("rows", {}).get("ids", [])[:1] for record in records if record.step == 50], spikes
+
+
+def test_each_rank_names_its_own_rows(tmp_path: Path) -> None:
+    (first, spikes), (second, others) = on_ranks(2, _on_a_rank, str(tmp_path))
+    assert (first, second) == ([[]], [[407]])
+    assert any("step 50" in spike for spike in spikes)
+    assert not any("row" in spike for spike in spikes)
+    assert any("those of 407" in spike for spike in others)
 
 
 def rows_of(losses: Sequence[float], ids: Any = None, dtype: torch.dtype = torch.float64) -> tuple[Any, int, Tensor]:
