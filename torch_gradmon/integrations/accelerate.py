@@ -18,17 +18,13 @@ from ..monitor.monitor import ModuleMonitor
 class GradMonTracker(GeneralTracker):  # type: ignore[misc]
     """Adds what a loop logs by ``accelerator.log`` to the monitor's record of the step.
 
-    The values are then in the run directory and in the report on a spike, and ``SpikeDetector(signal="loss")`` watches them. They
-    belong
-    to the open step or, between its end and the next forward, to the step that just ended; ``step=`` is for the other trackers.
-    Accelerate logs on the main process only. If several processes judge a loss together, or a loss decides about a skip, log it
-    by
+    The values are then in the run directory and in the report on a spike, and ``SpikeDetector(signal="loss")`` watches them. They belong to
+    the open step or, between its end and the next forward, to the step that just ended; ``step=`` is for the other trackers. Accelerate
+    logs on the main process only. If several processes judge a loss together, or a loss decides about a skip, log it by
     ``monitor.log_scalar`` on each of them before the optimizer steps.
 
-    Values that are not numbers are left out, with one warning, and so are values of the monitor. Name this tracker first: at the
-    end of
-    training it sends waiting values to the other trackers before they close. The configuration given to ``init_trackers`` is not
-    used.
+    Values that are not numbers are left out, with one warning, and so are values of the monitor. Name this tracker first: at the end of
+    training it sends waiting values to the other trackers before they close. The configuration given to ``init_trackers`` is not used.
 
     Args:
         monitor: may get its model and its optimizer later, by ``set_module`` and ``attach``.

@@ -32,8 +32,7 @@ class AdapterMonitor:
 
     Args:
         monitor: not attached yet, with any metrics, sinks and detectors; None to have one made.
-        arguments: those of :func:`torch_gradmon.watch` and :class:`torch_gradmon.ModuleMonitor` but the model, the optimizers and
-            the
+        arguments: those of :func:`torch_gradmon.watch` and :class:`torch_gradmon.ModuleMonitor` but the model, the optimizers and the
             scaler, which the trainer has; only without ``monitor``.
         detectors: of a monitor that is made, in addition to those of its preset; only without ``monitor``.
 
@@ -141,9 +140,8 @@ class AdapterMonitor:
 class SchedulerRollback:
     """Undoes the moves of learning rate schedulers in skipped steps, in which the trainer moves them all the same.
 
-    Right after a skipped step, the states of schedulers and the options of their optimizers are stored; they are restored after
-    the
-    trainer has moved its schedulers. Other steps copy nothing.
+    Right after a skipped step, the states of schedulers and the options of their optimizers are stored; they are restored after the trainer
+    has moved its schedulers. Other steps copy nothing.
 
     Args:
         monitor: knows whether a step was skipped.

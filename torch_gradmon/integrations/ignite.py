@@ -28,22 +28,17 @@ class GradMonHandler:
     """Watches what an Ignite trainer trains, whatever its update function does.
 
     After each iteration ``engine.state.unhealthy_spike`` is whether a step that ended in it was a spike, on all ranks alike, and
-    ``engine.state.metrics`` has the values of that step, if it was monitored, for loggers that are attached later; this waits for
-    the
-    device. Steps are numbered from 1: without accumulation, a step has the number of its iteration, and ``every=10`` means the
-    iterations
-    of ``Events.ITERATION_COMPLETED(every=10)``. With accumulation over 3 iterations, step n ends in iteration 3 n. A second run
-    of the same
+    ``engine.state.metrics`` has the values of that step, if it was monitored, for loggers that are attached later; this waits for the
+    device. Steps are numbered from 1: without accumulation, a step has the number of its iteration, and ``every=10`` means the iterations
+    of ``Events.ITERATION_COMPLETED(every=10)``. With accumulation over 3 iterations, step n ends in iteration 3 n. A second run of the same
     model continues the count.
 
     Args:
         monitor: your monitor, with any metrics, sinks and detectors; by default one is made with ``watch_arguments``.
-        rule: for the norm of all gradients before clipping: one of :mod:`torch_gradmon.spikes`, a custom rule, a function of the
-            norm that
+        rule: for the norm of all gradients before clipping: one of :mod:`torch_gradmon.spikes`, a custom rule, a function of the norm that
             returns whether it is a spike, or a :class:`SpikeDetector` for any signal. By default a limit that follows the signal.
         callback: called as ``callback(engine, event)`` for each spike, at the end of its iteration.
-        keys: a pattern for the keys of values in ``engine.state.metrics``. By default those of the whole model; ``keys="."`` adds
-            per-layer
+        keys: a pattern for the keys of values in ``engine.state.metrics``. By default those of the whole model; ``keys="."`` adds per-layer
             values, if the monitor has them (``layers="all"``).
         watch_arguments: of :func:`torch_gradmon.watch` and :class:`torch_gradmon.ModuleMonitor`: ``on_spike="skip"``,
             ``layers="blocks"``, ``run_dir=...``.

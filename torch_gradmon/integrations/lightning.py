@@ -22,29 +22,23 @@ if TYPE_CHECKING:
 class GradMonCallback(Callback):
     """Watches what a Lightning ``Trainer`` trains.
 
-    Gradients are those of the optimizer's step: accumulated, reduced over ranks, unscaled; ``grad_norm`` is before clipping. Rows
-    of values
-    go directly to the trainer's loggers, at a fraction of the cost of ``log_dict``; only ``summary`` goes through ``self.log``,
-    for the
-    progress bar and ``ModelCheckpoint(monitor="gradmon/grad_norm")``. Rows are numbered by optimizer steps from 0, as Lightning's
-    own; if
+    Gradients are those of the optimizer's step: accumulated, reduced over ranks, unscaled; ``grad_norm`` is before clipping. Rows of values
+    go directly to the trainer's loggers, at a fraction of the cost of ``log_dict``; only ``summary`` goes through ``self.log``, for the
+    progress bar and ``ModelCheckpoint(monitor="gradmon/grad_norm")``. Rows are numbered by optimizer steps from 0, as Lightning's own; if
     several optimizers alternate, all of them make one step.
 
     Args:
         monitor: your monitor, with any metrics and detectors; by default one is made with ``watch_arguments``.
         log_every_n_steps: steps from one row to the next; by default the trainer's ``log_every_n_steps``; 0 for no rows of steps.
-        track_epochs: log the mean over all steps of each epoch, and the largest ``grad_norm``, whatever the cadence of rows.
-            Values that
+        track_epochs: log the mean over all steps of each epoch, and the largest ``grad_norm``, whatever the cadence of rows. Values that
             are not finite, as in an overflowed step of a GradScaler, are left out of the means.
         summary: names of whole-model values for ``self.log``, in steps that have a row; this waits for the device.
         prog_bar: those of them on the progress bar.
-        explosion_threshold: warn the first time that the gradient norm before clipping is larger, or not finite; None for never.
-            The spike
+        explosion_threshold: warn the first time that the gradient norm before clipping is larger, or not finite; None for never. The spike
             detector, which is active anyway, needs no such number.
         step_prefix: replaces ``gradmon/`` in the keys of rows; ``"train/"`` gives those of Lightning's ``GradientStatsMonitor``.
-        epoch_prefix: the same for the values of an epoch. If a trainer has two callbacks, one needs another ``prefix=`` or other
-            values
-            of these two, which distinguish their keys and their states in checkpoints.
+        epoch_prefix: the same for the values of an epoch. If a trainer has two callbacks, one needs another ``prefix=`` or other values of
+            these two, which distinguish their keys and their states in checkpoints.
         watch_arguments: of :func:`torch_gradmon.watch` and :class:`torch_gradmon.ModuleMonitor`: ``on_spike="skip"``,
             ``layers="all"``,
             ``run_dir=...``.

@@ -170,8 +170,7 @@ class GradMonCallback(TrainerCallback, ExportableState):  # type: ignore[misc]  
     def _saved(self, kept: Any) -> Any:
         """The monitor's state in a checkpoint.
 
-        The Trainer stores the states of several callbacks of one name as a list, later checkpoints after earlier ones. The state
-        of this
+        The Trainer stores the states of several callbacks of one name as a list, later checkpoints after earlier ones. The state of this
         callback is the last one with its arguments.
         """
         if isinstance(kept, list):

@@ -58,8 +58,7 @@ class Order:
     """Ranks keys: by stage, then by place (forward for activations, backward for gradients), then by metric.
 
     Args:
-        tensors: names by source. Outputs are in the order of the calls. Parameters are taken to be used in the order of their
-            modules'
+        tensors: names by source. Outputs are in the order of the calls. Parameters are taken to be used in the order of their modules'
             calls if those are known, otherwise in model order.
     """
 

@@ -42,22 +42,16 @@ def diff(
 ) -> Difference:
     """Compare two runs, such as of one seed before and after a change of the code, and find where they diverge.
 
-    Everything recorded in the common steps is compared, up to the first step that diverges: the built-in statistics of all
-    tensors,
-    other metrics, logged values, learning rates, the loss scale, and whether the step was applied. NaN equals NaN. Clocks, speeds
-    and
-    memory are not compared. If one run has steps that the other lacks, values that follow from earlier steps, such as spike
-    scores,
-    are not compared either.
+    Everything recorded in the common steps is compared, up to the first step that diverges: the built-in statistics of all tensors, other
+    metrics, logged values, learning rates, the loss scale, and whether the step was applied. NaN equals NaN. Clocks, speeds and memory are
+    not compared. If one run has steps that the other lacks, values that follow from earlier steps, such as spike scores, are not compared
+    either.
 
-    Two values are equal if they differ by at most ``atol + rtol * scale``. The scale is the larger absolute value. It is at least
-    the
-    rms for a mean, a hundredth of it for a standard deviation, and 1 for shares, cosines, scores, entropies and logits, which may
-    be
-    close to zero. Unless ``rtol`` is 0, two elements may lie on the other side of the threshold for near-zero elements.
+    Two values are equal if they differ by at most ``atol + rtol * scale``. The scale is the larger absolute value. It is at least the rms
+    for a mean, a hundredth of it for a standard deviation, and 1 for shares, cosines, scores, entropies and logits, which may be close to
+    zero. Unless ``rtol`` is 0, two elements may lie on the other side of the threshold for near-zero elements.
 
-    Statistics of tensors are stored as float32, so ``rtol=0`` compares the bits of the statistics, not of the tensors. While it
-    works,
+    Statistics of tensors are stored as float32, so ``rtol=0`` compares the bits of the statistics, not of the tensors. While it works,
     torch is set to one thread, which is faster here.
 
     Args:

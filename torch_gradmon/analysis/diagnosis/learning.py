@@ -47,9 +47,8 @@ class Learning:
         last: median of the last fifth.
         has_fallen: whether it fell by a third at least, also from its first value if that is below the first few, or is negative, or is far
             below chance.
-        is_stuck: whether it neither has fallen nor still falls. False if that is unknown, and for a resumed run whose loss was
-            flat
-            all the time: there may be nothing left to learn.
+        is_stuck: whether it neither has fallen nor still falls. False if that is unknown, and for a resumed run whose loss was flat all the
+            time: there may be nothing left to learn.
         is_at_chance: whether it ends where the loss of the best constant answer lies, and does not fall in the second half of a short run.
     """
 
@@ -105,8 +104,7 @@ def _is_at_chance(finite: Series, chance: float) -> bool:
 def trend(finite: Series) -> tuple[State, float, float]:
     """The trend of the losses against their own noise, and the medians of the beginning and the end.
 
-    The first and the last fifth are compared by their ranks (Mann and Whitney 1947, Ann. Math. Stat. 18, 50-60), a test that
-    assumes
+    The first and the last fifth are compared by their ranks (Mann and Whitney 1947, Ann. Math. Stat. 18, 50-60), a test that assumes
     nothing about the noise.
     """
     if len(finite) < _FEWEST:

@@ -39,9 +39,8 @@ def shades(values: Tensor, is_log: bool) -> Tensor:
 def deviations(values: Tensor, usual: Tensor, is_log: bool) -> Tensor:
     """The distance of values from the median of their layer: the logarithm of the ratio, or the difference on a linear scale.
 
-    If a layer is mostly zero, its median is zero: zeros have no deviation and all else has the largest. NaN where there is no
-    finite
-    value, or no median.
+    If a layer is mostly zero, its median is zero: zeros have no deviation and all else has the largest. NaN where there is no finite value,
+    or no median.
     """
     if not is_log:
         return (values - usual).where(values.isfinite(), math.nan)

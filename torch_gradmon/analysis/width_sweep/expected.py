@@ -13,8 +13,7 @@ proportional to width^c. Sources: Yang & Hu 2021 (arXiv 2011.14522), who count t
 their
   product adds up, n entries of n^-1/2 each, and gains n^1/2.
 
-These are the exponents of the first step. If one is above 0, later steps may differ. If only that of the output is, and the loss
-is a
+These are the exponents of the first step. If one is above 0, later steps may differ. If only that of the output is, and the loss is a
 cross-entropy, hidden layers stay as they are ("controlled divergence"). In muP (arXiv 2203.03466, table 8) all exponents are 0.
 """
 

@@ -36,15 +36,11 @@ class Slope:
 def fit_slope(points: Mapping[int, Sequence[tuple[int, float]]], confidence: float = 0.95) -> Slope:
     """Fit one exponent to the runs of all seeds, with an offset for each seed.
 
-    Runs of one seed share their data, so their values are high or low together; the offset removes that. The interval is that of
-    ordinary
-    least squares: exponent -+ t * s / sqrt(Sxx), with s^2 the sum of squared residuals over the degrees of freedom (points -
-    seeds - 1),
-    Sxx the sum of squares of log2(width) about the mean of its seed, and t the quantile of Student's distribution (Draper &
-    Smith,
-    Applied Regression Analysis, section 1.4). It covers the scatter of initialisations. The bend of the line at small widths is
-    not
-    scatter; a tolerance has to cover that.
+    Runs of one seed share their data, so their values are high or low together; the offset removes that. The interval is that of ordinary
+    least squares: exponent -+ t * s / sqrt(Sxx), with s^2 the sum of squared residuals over the degrees of freedom (points - seeds - 1),
+    Sxx the sum of squares of log2(width) about the mean of its seed, and t the quantile of Student's distribution (Draper & Smith, Applied
+    Regression Analysis, section 1.4). It covers the scatter of initialisations. The bend of the line at small widths is not scatter; a
+    tolerance has to cover that.
 
     Args:
         points: by seed, pairs of a width and a positive, finite value.

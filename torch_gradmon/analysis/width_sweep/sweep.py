@@ -37,39 +37,32 @@ def width_sweep(
 ) -> WidthSweep:
     """Fit, for each layer, the exponents over the width of the two terms of the refined coordinate check.
 
-    After t steps a layer's output has changed by its own update, (W_t - W_0) x_t, and by changes from below, W_0 (x_t - x_0)
-    (Haas et al.
-    2025, arXiv 2505.22491). If the learning rate and the initialisation suit all widths, the root mean squares of both are
-    independent of
+    After t steps a layer's output has changed by its own update, (W_t - W_0) x_t, and by changes from below, W_0 (x_t - x_0) (Haas et al.
+    2025, arXiv 2505.22491). If the learning rate and the initialisation suit all widths, the root mean squares of both are independent of
     the width. The mean of ``|output|`` of every module is recorded too, as in the coordinate check of microsoft/mup.
 
-    Wrong arguments are found before the sweep starts, on the first batch of the first seed. The global random generators of torch
-    are
-    left as they were. Every measurement synchronises the device.
+    Wrong arguments are found before the sweep starts, on the first batch of the first seed. The global random generators of torch are left
+    as they were. Every measurement synchronises the device.
 
     Modules with their own parameters that return a tensor are measured. Parameters used outside of such a module are listed in
     :attr:`WidthSweep.unmeasured`; the verdict names them, but does not depend on them.
 
     Args:
         factory: called with a width, returns a new model, or a pair (model, optimizer).
-        data: a batch, a list of batches (or another re-iterable, such as a DataLoader), or a function of the seed that returns
-            either;
-            fewer batches than steps are repeated. A batch is a pair (inputs, targets), or an argument of ``loss``. All widths get
-            the
-            same. The terms are measured on the first batch.
+        data: a batch, a list of batches (or another re-iterable, such as a DataLoader), or a function of the seed that returns either;
+            fewer batches than steps are repeated. A batch is a pair (inputs, targets), or an argument of ``loss``. All widths get the same.
+            The terms are measured on the first batch.
         widths: three or more.
         seeds: how many, from 0, or which.
         steps: of training in each run; the verdict is on the state after the last.
         optimizer: "sgd", "adam" or "adamw", or a function of the model and the width. Unused if the factory returns one.
         lr: learning rate of a named optimizer at the smallest width.
         lr_exponent: a named optimizer has ``lr * (width / smallest width) ** lr_exponent``.
-        loss: a function of the model and a batch that returns a scalar; by default cross-entropy for integer targets, squared
-            error for
+        loss: a function of the model and a batch that returns a scalar; by default cross-entropy for integer targets, squared error for
             others, or the loss that the model returns.
-        expected: "stable" (the default: all exponents about 0, as in muP); "standard": the theory of the standard parametrisation
-            after one
-            step; or a dict from patterns of module names to an exponent, a pair (update, propagated), or None for terms that are
-            not judged.
+        expected: "stable" (the default: all exponents about 0, as in muP); "standard": the theory of the standard parametrisation after one
+            step; or a dict from patterns of module names to an exponent, a pair (update, propagated), or None for terms that are not
+            judged.
         tolerance: how far from the expected exponent a whole confidence interval may reach. Theoretical exponents are halves.
         confidence: of the interval.
         probe_dtype: of the copies on which the terms are measured. In float32, terms below about 1e-6 of the output are noise.

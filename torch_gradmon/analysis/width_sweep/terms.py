@@ -60,8 +60,7 @@ class _RecordedCall:
 class TermProbe:
     """Compares a model with its state at the creation of the probe, on copies: the model itself is never run or changed.
 
-    The copies are of ``dtype``. In float32 the difference of two outputs is noise below a relative 1e-7, and noise has its own
-    exponent: at
+    The copies are of ``dtype``. In float32 the difference of two outputs is noise below a relative 1e-7, and noise has its own exponent: at
     large widths and small learning rates it would hide a vanishing term.
 
     Raises:
@@ -87,10 +86,8 @@ class TermProbe:
 def terms(model: nn.Module, reference: nn.Module, run: Callable[[nn.Module], object]) -> dict[str, LayerTerms]:
     """The terms of all modules that return one tensor, by name, in the order of their first calls.
 
-    A module that returns a tuple is measured by the first item. One that is called several times has the root mean square over
-    all calls.
-    Both models see the same random numbers, and are left as they were, with their buffers. Gradients can be taken with respect to
-    values
+    A module that returns a tuple is measured by the first item. One that is called several times has the root mean square over all calls.
+    Both models see the same random numbers, and are left as they were, with their buffers. Gradients can be taken with respect to values
     that ``run`` creates, as in the loss of a differential equation, but not with respect to parameters.
 
     Args:

@@ -24,13 +24,11 @@ class LayerVerdict:
         module: its name; empty for a model that is one layer.
         kind: of the layer, see :class:`~torch_gradmon.analysis.width_sweep.expected.Layer`.
         term: ``update``, (W_t - W_0) x_t, or ``propagated``, W_0 (x_t - x_0).
-        state: how the term depends on the width: ``stable``, ``grows`` or ``vanishes`` if the whole confidence interval of the
-            exponent
+        state: how the term depends on the width: ``stable``, ``grows`` or ``vanishes`` if the whole confidence interval of the exponent
             lies within the tolerance about 0, above, or below; otherwise ``undecided``.
         slope: the exponent with its interval; None without a power law.
         expected: expected exponent; None if the term is not judged.
-        as_expected: True if the whole interval is within the tolerance about ``expected``, False if it is outside, None if it is
-            neither,
+        as_expected: True if the whole interval is within the tolerance about ``expected``, False if it is outside, None if it is neither,
             or not judged.
         reason: why there is no slope; empty if there is one.
     """
@@ -60,12 +58,9 @@ def judge(
 ) -> list[LayerVerdict]:
     """Verdicts on both terms of every layer, in execution order, after ``step`` steps.
 
-    The tolerance covers the bend of lines at small widths, where an exponent differs from that of the limit. Theoretical
-    exponents are
-    multiples of one half, which a tolerance of a quarter distinguishes. A layer has to be *shown* to be within it: an interval
-    that is too
-    wide passes nothing (a test of equivalence: Schuirmann 1987, J. Pharmacokinet. Biopharm. 15, 657-680, with an interval of
-    ``confidence``
+    The tolerance covers the bend of lines at small widths, where an exponent differs from that of the limit. Theoretical exponents are
+    multiples of one half, which a tolerance of a quarter distinguishes. A layer has to be *shown* to be within it: an interval that is too
+    wide passes nothing (a test of equivalence: Schuirmann 1987, J. Pharmacokinet. Biopharm. 15, 657-680, with an interval of ``confidence``
     on both sides).
     """
     found = []

@@ -1,12 +1,9 @@
 """Learning rates, judged by the size of updates relative to the weights, and by the loss.
 
-A rate is too high if, at the beginning, the updates of half of all matrices are a fifth or more of the weights and the loss
-either
-rises or does not fall. It is too low if no matrix ever moves by more than a fifty-thousandth in a step and the loss does not
-fall.
-About a thousandth works for most models (Karpathy, "A recipe for training neural networks", 2019), but small models learn well
-with
-a hundredth, so the loss has to confirm it.
+A rate is too high if, at the beginning, the updates of half of all matrices are a fifth or more of the weights and the loss either rises or
+does not fall. It is too low if no matrix ever moves by more than a fifty-thousandth in a step and the loss does not fall. About a
+thousandth works for most models (Karpathy, "A recipe for training neural networks", 2019), but small models learn well with a hundredth, so
+the loss has to confirm it.
 """
 
 from __future__ import annotations
