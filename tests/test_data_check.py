@@ -13,22 +13,22 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor
-from torch_gradmon.plugins.data_check.head import CLASSES, ROWS, Head, facts_of, is_squashed, output_of, recognised, sample_of
+from torch_gradmon.plugins.data_check.head import CLASSES, ROWS, Head, facts_of, output_of, recognised, sample_of
 
 Batch = tuple[Tensor, Tensor]
 
 
-def head(loss_of: Callable[[Tensor], Tensor], output: Tensor, last: nn.Module | None = None) -> Head | None:
-    """What is recognised of a loss, from one output, or from what the ``last`` module makes of it."""
+def head(loss_of: Callable[[Tensor], Tensor], output: Tensor) -> Head | None:
+    """What is recognised of a loss, from one output."""
     output = output.clone().requires_grad_()
-    result = output * 1.0 if last is None else last(output)
+    result = output * 1.0
     kept: list[Tensor] = []
     result.register_hook(lambda gradient: kept.append(gradient))
     loss = loss_of(result)
     loss.backward()
     sample = sample_of(result)
     facts = None if sample is None else facts_of(sample, kept[0])
-    return None if facts is None else recognised(facts.tolist(), loss.item(), is_squashed(result))
+    return None if facts is None else recognised(facts.tolist(), loss.item())
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -64,13 +64,6 @@ def test_softmax_and_sigmoid_before_the_loss() -> None:
     found = head(lambda z: F.cross_entropy(z, labels(32, 4)), draw(32, 4).softmax(1))
     assert found is not None
     assert found.is_distribution
-    found = head(lambda z: F.binary_cross_entropy_with_logits(z[:, 0], labels(32, 2).float()), draw(32, 1), nn.Sigmoid())
-    assert found is not None
-    assert (found.kind, found.is_distribution) == ("binary cross-entropy", True)
-    # logits that lie between 0 and 1, as those of a weak signal in labels of which more are 1
-    found = head(lambda z: F.binary_cross_entropy_with_logits(z[:, 0], labels(32, 2).float()), draw(32, 1).sigmoid())
-    assert found is not None
-    assert (found.kind, found.is_distribution) == ("binary cross-entropy", False)
     # as it should be
     found = head(lambda z: F.binary_cross_entropy(z[:, 0], labels(32, 2).float()), draw(32, 1).sigmoid())
     assert found is None or found.kind != "binary cross-entropy"
@@ -258,20 +251,39 @@ def test_a_relu_before_a_square_of_targets_below_zero() -> None:
     assert "relu-before-loss" not in rules(monitor)
 
 
+BINARY = F.binary_cross_entropy_with_logits
+
+
+@pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning")
 @pytest.mark.parametrize(
-    ("move", "is_so"),
+    ("last", "loss_of", "is_so"),
     [
-        (lambda z: z.sigmoid(), True),
-        (lambda z: z.softmax(1).clamp(1e-6, 1 - 1e-6).t(), True),
-        (lambda z: z.sigmoid().squeeze(-1)[:4].double(), True),
-        (lambda z: F.hardsigmoid(z).view(-1), True),
-        (lambda z: z.sigmoid() + z, False),
-        (lambda z: z.relu(), False),
-        (lambda z: z.sigmoid().log(), False),
+        (nn.Identity(), lambda z, y: F.cross_entropy(z.softmax(1), y), True),
+        (nn.Identity(), lambda z, y: F.cross_entropy(z.sigmoid() * 1.0, y), False),  # a temperature
+        (nn.Softmax(1), lambda z, y: 0.5 * F.cross_entropy(z.clamp(1e-6, 1), y) + 0.1 * z.square().mean(), True),
+        (nn.Identity(), lambda z, y: BINARY(z.sigmoid().double(), F.one_hot(y, 3).double()), True),
+        (nn.Sigmoid(), lambda z, y: BINARY(z[:4, 0], (y[:4] > 0).float()), True),
+        (nn.Hardsigmoid(), lambda z, y: F.multilabel_soft_margin_loss(z, F.one_hot(y, 3).float()), True),
+        (nn.Sigmoid(), lambda z, y: F.binary_cross_entropy(z, F.one_hot(y, 3).float()), False),
+        (nn.Sigmoid(), lambda z, y: F.mse_loss(z, F.one_hot(y, 3).float()), False),
+        (nn.LogSoftmax(1), F.nll_loss, False),
+        (nn.LogSoftmax(1), F.cross_entropy, False),  # twice is the same as once
+        (nn.Softmax(1), lambda z, y: F.nll_loss((z + 1e-9).log(), y), False),
+        (nn.Sigmoid(), lambda z, y: F.cross_entropy(z @ torch.ones(3, 3), y), False),  # gates of a head in the loss
     ],
 )
-def test_what_comes_out_of_a_sigmoid(move: Callable[[Tensor], Tensor], is_so: bool) -> None:
-    assert is_squashed(move(draw(8, 1).requires_grad_() * 2)) is is_so
+def test_a_loss_that_takes_logits_gets_what_was_squashed(last: nn.Module, loss_of: Callable[..., Tensor], is_so: bool) -> None:
+    monitor, _ = train(last=last, loss_of=loss_of, steps=30)
+    assert ("softmax-before-loss" in rules(monitor)) == is_so
+
+
+def test_gates_within_the_model_are_its_own() -> None:
+    class Gated(nn.Module):
+        def forward(self, z: Tensor) -> Tensor:
+            return z + z.sigmoid().log_softmax(1)
+
+    monitor, _ = train(last=Gated(), steps=30)
+    assert "softmax-before-loss" not in rules(monitor)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -12,7 +12,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -22,9 +22,6 @@ from ..core.compat import is_exporting
 from ..core.pickling import BareState
 from ..core.torch_modes import is_traced
 from ..step.parameter_refs import Place
-
-if TYPE_CHECKING:
-    from torch.autograd.graph import Node
 
 
 def compiled_graphs() -> int:
@@ -240,10 +237,3 @@ def _replace(hooks: Any, items: list[tuple[int, Any]]) -> None:
     """Make ``items`` the whole of ``hooks``, inserted in this order."""
     hooks.clear()
     hooks.update(items)
-
-
-def notes_of(node: Node) -> dict[str, Any]:
-    """The dict of a node of autograd that is there for notes. It goes with the graph, and must hold nothing of the model."""
-    notes: Any = node.metadata  # a method in the stubs
-    found: dict[str, Any] = notes
-    return found

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ...capture.hooks import notes_of
+from ...capture.loss_graph import notes_of
+from .head import OUTPUT
 
 #: Elements of a row that are compared, and rows that are kept.
 _COMPARED, _KEPT = 64, 4096
@@ -18,8 +19,6 @@ _TRAINED, _REPEATED = 0.05, 0.1
 _FEWEST = 8
 #: The least share of steps, and their fewest number, in which another model trains through this one.
 _THROUGH, _STEPS = 1 / 16, 4
-#: The note at an output.
-_MADE_BY = "torch_gradmon made by"
 
 
 class Acting:
@@ -85,16 +84,20 @@ class Acting:
     def made(self, output: Tensor) -> None:
         """The model made this output, which has a graph."""
         if output.grad_fn is not None:
-            notes_of(output.grad_fn)[_MADE_BY] = weakref.ref(self)
+            notes_of(output.grad_fn)[OUTPUT] = weakref.ref(self)
 
     def passed_through(self, data: Tensor) -> None:
         """The first input of a step has a graph of its own: another model is trained through this one."""
         self._through += 1
         if self._has_opponent and data.grad_fn is not None:
-            maker = notes_of(data.grad_fn).get(_MADE_BY, lambda: None)()
+            maker = notes_of(data.grad_fn).get(OUTPUT, lambda: None)()
             if maker is not None:
-                maker._opposed += 1
-                maker._judge()
+                maker.meet_opponent()
+        self._judge()
+
+    def meet_opponent(self) -> None:
+        """What the model made went through its opponent."""
+        self._opposed += 1
         self._judge()
 
     @property

@@ -9,23 +9,24 @@ fits no formula is left alone.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...capture.loss_graph import is_made_by, nodes_of, operation_of
+
 #: Rows and classes that are looked at; more rows are left out, and outputs of more classes altogether.
 ROWS, CLASSES = 512, 4096
 #: Elements that are looked at, in 32 rows at least.
 _ELEMENTS, _LEAST = 1 << 16, 32
-#: Nodes of autograd whose outputs lie between 0 and 1, and those that only move, copy or bound what they get.
-_SQUASHES = frozenset(("SigmoidBackward0", "SoftmaxBackward0", "HardsigmoidBackward0"))
-_MOVERS = (
-    *("Alias", "Clamp", "Clone", "Expand", "Permute", "ReshapeAlias", "Select", "Slice", "Squeeze", "T", "ToCopy", "Transpose"),
-    *("UnsafeView", "Unsqueeze", "View", "_DDPSink"),
-)
-_MOVES = frozenset(f"{name}Backward{number}" for name in _MOVERS for number in ("", 0, 1, 2))
+#: Operations whose outputs lie between 0 and 1, and those that take logits.
+_SQUASHES = frozenset(("Sigmoid", "Softmax", "Hardsigmoid"))
+_TAKE_LOGITS = frozenset(("LogSoftmax", "LogSigmoid", "BinaryCrossEntropyWithLogits"))
+#: The note at an output, and how far from 1 probabilities may sum up to.
+OUTPUT, _FROM_ONE = "torch_gradmon output", 1e-3
 #: The most classes whose labels are counted.
 COUNTED = 256
 #: Relative deviation from a formula.
@@ -49,7 +50,7 @@ class Head:
         rows: number of examples, tokens or pixels with a gradient.
         scale: by what the loss, a mean over rows, is multiplied before the backward pass; ``rows`` for a sum over them.
         temperature: by which the loss divides the output; 1 if it does not.
-        is_distribution: the output is positive and sums to 1, or where each number stands for itself is known to come out of a sigmoid.
+        is_distribution: the output is positive and sums to 1.
         zeros: share of outputs that are exactly 0, if none is negative.
         labels: number of rows of each class; of the first COUNTED classes.
         mean: of the targets of a mean square.
@@ -86,12 +87,12 @@ def output_of(result: Any) -> Tensor | None:
     )
 
 
-def is_squashed(output: Tensor) -> bool:
-    """Whether an output comes out of a sigmoid or softmax, as autograd knows; logits may lie between 0 and 1, too."""
-    node = output.grad_fn
-    while node is not None and node.name() in _MOVES:
-        node = node.next_functions[0][0]
-    return node is not None and node.name() in _SQUASHES
+def takes_squashed(losses: Sequence[Tensor]) -> bool:
+    """Whether these losses take logits and get what comes out of a sigmoid or softmax, in the model or behind it."""
+    return any(
+        operation_of(node) in _TAKE_LOGITS and is_made_by(node.next_functions[0][0], _SQUASHES)
+        for node in nodes_of(losses, OUTPUT)
+    )
 
 
 def rows_of(tensor: Tensor) -> Tensor:
@@ -201,16 +202,10 @@ def _is_near(value: float, loss: float | None) -> bool:
     return loss is not None and abs(value - loss) <= _FITS * abs(loss)
 
 
-def recognised(facts: list[float], loss: float | None, is_squashed: bool = False) -> Head | None:
-    """The head that these numbers, read back from the device, describe.
-
-    Args:
-        facts: the numbers.
-        loss: the value that was logged in that step.
-        is_squashed: see the function of this name.
-    """
+def recognised(facts: list[float], loss: float | None) -> Head | None:
+    """The head that these numbers, read back from the device, describe; ``loss``: the value that was logged in that step."""
     count, used, rows, classes, z1, z2, g1, g2, zg = facts[:9]
-    deviation, residual, mean, slope, fit, scale, simplex, low, high, zeros, b_deviation, b_mean, varied, spread = facts[9:23]
+    deviation, residual, mean, slope, fit, scale, simplex, low, _, zeros, b_deviation, b_mean, varied, spread = facts[9:23]
     is_entropy, is_binary = (varied > _VARIES or _is_near(own, loss) for own in facts[23:25])
     labels = tuple(facts[_FACTS:]) if classes <= COUNTED else ()
     if used < 2 or not all(map(math.isfinite, (z2, g2))) or g2 == 0:
@@ -218,11 +213,9 @@ def recognised(facts: list[float], loss: float | None, is_squashed: bool = False
     every = count * used / rows  # rows with a gradient, among all of them
     zeros = zeros if low == 0 else 0.0
     if (classes > 2 or (classes == 2 and is_entropy)) and deviation < _FITS and residual < _FITS:
-        is_distribution = low >= 0 and simplex < 1e-3
-        return Head("cross-entropy", every, mean * every, 1.0, is_distribution, zeros, labels)
+        return Head("cross-entropy", every, mean * every, 1.0, low >= 0 and simplex < _FROM_ONE, zeros, labels)
     if is_binary and b_deviation < _FITS:
-        is_distribution = low >= 0 and high <= 1 and is_squashed
-        return Head("binary cross-entropy", every * classes, b_mean * every * classes, 1.0, is_distribution, zeros, labels)
+        return Head("binary cross-entropy", every * classes, b_mean * every * classes, 1.0, False, zeros, labels)
     if classes > 2 and fit > _LINEAR and slope > 0 and spread < _FITS:
         return Head("cross-entropy", every, scale * every / slope, 1 / slope, False, zeros, labels)
     elements = rows * classes
@@ -231,10 +224,9 @@ def recognised(facts: list[float], loss: float | None, is_squashed: bool = False
         return None
     average, own = (z1 - g1 / factor) / elements, g2 / factor**2 / elements
     square = (z2 - 2 * zg / factor + g2 / factor**2) / elements
-    is_distribution = low >= 0 and high <= 1
     if _is_near(own, loss):
-        return Head("mean square", every, 1.0, 1.0, is_distribution, zeros, (), average, square, facts[_FACTS - 1])
+        return Head("mean square", every, 1.0, 1.0, False, zeros, (), average, square, facts[_FACTS - 1])
     # all outputs are drawn to one number, from which the targets that the loss is taken of differ
     if elements >= _MANY and square - average**2 < _ONE * (loss - own):
-        return Head("mean square", every, 1.0, 1.0, is_distribution, zeros, (), average, average**2 + loss - own)
+        return Head("mean square", every, 1.0, 1.0, False, zeros, (), average, average**2 + loss - own)
     return None

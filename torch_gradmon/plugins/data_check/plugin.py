@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...capture.hooks import Handles, Hook, ModuleHook, takes_hooks
+from ...capture.loss_graph import losses_going_backward
 from ...core.errors import WarningLog
 from ...core.loop_findings import LoopFinding
 from ...core.loss_keys import loss_in
@@ -22,7 +23,7 @@ from ..setup_check.expectations import Expectations
 from ..tallies import Tallies
 from .acting import Acting
 from .batches import Batches, batch_tensors, look_of
-from .head import facts_of, is_squashed, output_of, recognised, sample_of
+from .head import facts_of, output_of, recognised, sample_of, takes_squashed
 from .targets import Targets
 
 #: Monitored steps that are looked at, among this number of steps of any kind; and those of them whose output is, too.
@@ -39,7 +40,7 @@ class _Look:
 
     Attributes:
         forwards: of the step.
-        is_squashed: its output comes out of a sigmoid or softmax.
+        is_squashed: its loss takes logits, and gets what comes out of a sigmoid or softmax.
         found: numbers on their device.
     """
 
@@ -61,7 +62,8 @@ class _Look:
             self.found["look"] = look
 
     def take_head(self, sample: Tensor, gradient: Tensor) -> None:
-        """Look at the first gradient that comes back to the output."""
+        """Look at the first gradient that comes back to the output, and at its loss."""
+        self.is_squashed |= takes_squashed(losses_going_backward())
         if "head" not in self.found and type(gradient) is Tensor and (facts := facts_of(sample, gradient)) is not None:
             self.found["head"] = facts
 
@@ -173,7 +175,6 @@ class DataCheck(Plugin):
     def _follow(self, look: _Look, result: Any) -> None:
         output = output_of(result)
         if output is not None and (sample := sample_of(output)) is not None:
-            look.is_squashed = is_squashed(output)
             self._acting.made(output)
             output.register_hook(_Once(self, look, sample))  # type: ignore[no-untyped-call]
 
@@ -211,13 +212,10 @@ class DataCheck(Plugin):
         if look is not None:
             self._batches.looked(*look.tolist())
         if facts is not None:
-            head = recognised(facts.tolist(), loss_in(record.values), seen.is_squashed)
-            if head is not None:
-                scaled = self.context.scaler is not None
-                known = self.chance
-                self._targets.add(head, seen.forwards, scaled)
-                if self.chance != known:
-                    self._note(chance=self.chance)
+            known, head = self.chance, recognised(facts.tolist(), loss_in(record.values))
+            self._targets.add(head, seen.forwards, self.context.scaler is not None, seen.is_squashed)
+            if self.chance != known:
+                self._note(chance=self.chance)
         if not self._tallies.is_empty and self._batches.is_repeated:  # one example, or one goal for all of them, is all there is
             self._tallies.retract("labels-constant")
 

@@ -9,6 +9,8 @@ from .head import Head
 
 #: Rows of a batch, and heads, before labels are judged.
 _ROWS, _FEWEST = 8, 5
+#: Rows that may have a property by chance.
+_FEW = 4
 #: Share of heads whose batch has one label, if the data are sorted.
 _MOSTLY = 0.8
 #: Share of outputs that a ReLU has set to 0, and share of the targets' mean square that lies below 0: more than noise around 0.
@@ -38,11 +40,21 @@ class Targets:
         self._of_one_label = 0
         self.chance: dict[str, float] = {}
 
-    def add(self, head: Head, forwards: int, is_scaled: bool) -> None:
-        """One more head, from the first of several ``forwards`` of a step; ``is_scaled``: gradients are multiplied by a loss scale."""
+    def add(self, head: Head | None, forwards: int, is_scaled: bool, is_squashed: bool) -> None:
+        """One more head.
+
+        Args:
+            head: from the first of several ``forwards`` of a step; None for one that is not recognised.
+            forwards: of the step.
+            is_scaled: gradients are multiplied by a loss scale.
+            is_squashed: the loss takes logits, and gets what comes out of a sigmoid or softmax.
+        """
+        is_log = head is not None and head.kind in ("cross-entropy", "binary cross-entropy")
+        is_distribution = head is not None and is_log and head.is_distribution and head.rows >= _FEW
+        self._count("softmax-before-loss", is_squashed or is_distribution)
+        if head is None:
+            return
         self._heads.append(head)
-        is_log = head.kind in ("cross-entropy", "binary cross-entropy")
-        self._count("softmax-before-loss", is_log and head.is_distribution and head.rows >= 4)
         self._count("relu-before-loss", head.zeros > _ZEROS and (is_log or head.negative > _BELOW))
         if is_log:
             self._add_labels(head, forwards)
@@ -85,7 +97,7 @@ class Targets:
 
     def _judge_scale(self, head: Head, forwards: int) -> None:
         is_cold_or_hot = not _COLD < head.temperature < _HOT
-        is_sum = head.rows >= 4 and abs(head.scale / head.rows - 1) < 0.02
+        is_sum = head.rows >= _FEW and abs(head.scale / head.rows - 1) < 0.02
         is_undivided = forwards > 1 and abs(head.scale - 1) < 1 - _NEARLY
         evidence = {}
         if is_cold_or_hot:

@@ -14,7 +14,7 @@ from ...step.planner import Planner
 from ..tallies import Tallies
 from .gradient_exchange import GradientExchange
 from .probed_optimizer import ProbedOptimizer
-from .unused_gradients import UnusedGradients
+from .unattached_updates import UnusedGradients
 
 #: The most optimizers that get a probe. More are usually those of single parameters, which step within the backward pass.
 _OPTIMIZERS = 3

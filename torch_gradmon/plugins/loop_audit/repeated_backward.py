@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from ...capture.hooks import notes_of
+from ...capture.loss_graph import losses_going_backward, notes_of
 from .probe import Interval
 
 if TYPE_CHECKING:
@@ -50,31 +46,11 @@ class RepeatedBackward:
         if self._steps < _STEPS or self._looks >= _LOOKS or self._same >= _SAME:
             return
         self._looks += 1
-        nodes = [node for loss in _losses() for node in _terms(loss)]
+        nodes = [node for loss in losses_going_backward() for node in _terms(loss)]
         # a loop that clears the gradient in between may well look at it and begin again
         self._same += any(self._mark in notes_of(node) for node in nodes) and not (interval.drops or interval.writes)
         for node in nodes:
             notes_of(node)[self._mark] = True
-
-
-def _losses() -> Sequence[Tensor]:
-    """The losses from which ``torch.autograd.backward`` goes backward now, in this thread or in one that waits for it.
-
-    None if they are no single numbers, if it is asked for some gradients alone, or if it runs within another one, as those of checkpoints
-    do, which accumulate the gradient of one loss in parts.
-    """
-    running: list[dict[str, Any]] = []
-    for innermost in sys._current_frames().values():
-        frame: FrameType | None = innermost
-        while frame is not None:
-            if frame.f_code is torch.autograd.backward.__code__:
-                running.append(frame.f_locals)
-            frame = frame.f_back
-    if len(running) != 1 or running[0].get("grad_tensors") is not None or running[0].get("inputs") is not None:
-        return ()
-    tensors = running[0].get("tensors")
-    losses = [tensors] if isinstance(tensors, Tensor) else list(tensors or ())
-    return losses if all(loss.numel() == 1 for loss in losses) else ()
 
 
 def _terms(loss: Tensor) -> list[Node]:

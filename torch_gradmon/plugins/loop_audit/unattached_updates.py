@@ -1,4 +1,4 @@
-"""Parameters of an optimizer that change although it does not step: another optimizer or the loop itself updates them."""
+"""Loops whose optimizer does not step: another one or the loop itself updates its parameters, or nothing does."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from torch import Tensor
 
 from ...step.parameter_refs import Place
 from ...step.ranks import is_dtensor
+from .probe import Probe
 
 #: The parameters have to change between this many backward passes in a row, beyond the usual number between two steps. Methods that
 #: move the parameters within a step do so less often.
 _PASSES = 5
 #: The approximate number of elements of each parameter that are compared.
 _COMPARED = 4096
+#: The number of gradients cleared without a step that rules out a mere inspection before training.
+_CLEARED = 30
+#: The number of backward passes into one sum of gradients that would be an implausibly large batch.
+_SUMMED = 1000
 
 
 class UnattachedUpdates:
@@ -115,3 +120,29 @@ def local_values(parameter: Tensor | None) -> Tensor | None:
 
 def _differ(one: Tensor | None, other: Tensor | None) -> bool:
     return one is not None and other is not None and one.shape == other.shape and not torch.equal(one, other)
+
+
+class UnusedGradients:
+    """Detects a loop that runs backward passes without a step while the parameter does not change."""
+
+    def __init__(self) -> None:
+        self._value: Tensor | None = None
+        self._is_other = False
+        self._next = 0
+
+    def are_certain(self, parameter: Tensor, probe: Probe, clears: bool) -> bool:
+        """Whether the loop still has no step after too many backward passes for a coincidence.
+
+        ``clears``: in-place writes to gradients set them to zero. Synchronises after the 30th, 100th, 300th pass and so on.
+        """
+        fired, cleared = probe.interval.fired, probe.interval.cleared(clears)
+        enough = cleared >= _CLEARED or fired >= _SUMMED
+        if self._is_other or (not enough and cleared < _CLEARED // 3 and fired < _SUMMED // 2):
+            return False
+        if self._value is None:
+            self._value = parameter.detach().clone()
+        elif enough and fired >= self._next:
+            self._next = 3 * fired
+            # something other than the watched optimizers moves it, so the loop does train
+            self._is_other = self._value.shape != parameter.shape or not torch.equal(self._value, parameter.detach())
+        return enough and not self._is_other
