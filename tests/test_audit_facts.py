@@ -218,7 +218,7 @@ def test_a_step_that_is_not_monitored_has_one_hook_on_a_parameter_and_reads_noth
     assert _hooks(model) == 0
 
 
-@pytest.mark.parametrize("mistake", ["clip", "clear", "late"])
+@pytest.mark.parametrize("mistake", ["clip", "mean", "clear", "late"])
 def test_a_suspicion_reads_a_few_values_and_then_no_more(mistake: str) -> None:
     model = net()
     optimizer = sgd(model)
@@ -226,13 +226,17 @@ def test_a_suspicion_reads_a_few_values_and_then_no_more(mistake: str) -> None:
     parameters = list(model.parameters())
 
     def one() -> None:
-        for _ in range(3):
+        for count in range(1, 4):
             if mistake == "clear":
                 optimizer.zero_grad(set_to_none=False)
             loss_of(model).backward()
             if mistake == "clip":
+                norm = nn.utils.get_total_norm([p.grad for p in parameters])
                 for p in parameters:
-                    p.grad.mul_(0.5)
+                    p.grad.mul_(0.01 / norm)
+            elif mistake == "mean":  # which is none
+                for p in parameters:
+                    p.grad.mul_(count / (count + 1))
         optimizer.step()
         if mistake == "late":
             for p in parameters:
@@ -247,9 +251,8 @@ def test_a_suspicion_reads_a_few_values_and_then_no_more(mistake: str) -> None:
             counts.append(reads.counts["scalar"])
     assert 1 <= sum(counts[1:]) <= 12
     assert not any(counts[10:])
-    assert rules(monitor) == [
-        {"clip": "clip-per-micro-batch", "clear": "micro-batch-discarded", "late": "clip-after-step"}[mistake]
-    ]
+    found = {"clip": ["clip-per-micro-batch"], "mean": [], "clear": ["micro-batch-discarded"], "late": ["clip-after-step"]}
+    assert rules(monitor) == found[mistake]
     assert _hooks(model) == 1
 
 

@@ -12,7 +12,7 @@ from .probe import Probe
 _LOOKS = 3
 #: The number of times that its values have to be zero to be proof of clearing: a gradient may be zero by itself.
 _DOUBTS = 9
-#: Elements whose factor shows whether a write multiplies, and the relative deviation of factors that are the same.
+#: Elements whose factor shows whether a write multiplies, and its relative deviation.
 _ELEMENTS, _EXACT = 64, 1e-3
 
 
@@ -22,17 +22,17 @@ class GradientWrites:
     Attributes:
         is_unclear: the loop writes between two accumulations, and the kind of write is not known yet.
         clears: those writes set gradients to zero; False while the kind is not known.
-        clips: those writes do neither that nor multiply gradients by fixed numbers, as a running mean over micro-batches does.
+        clips: those writes do neither that nor keep the mean of k micro-batches, by the factor (k - 1) / k before each.
         is_doubtful: gradients seem to be carried over from step to step, which their values have to confirm.
         stays: the values have confirmed it.
     """
 
     def __init__(self) -> None:
-        self.is_unclear = self.clears = self.clips = False
+        self.is_unclear = self.clears = self.clips = self._is_settled = False
         self.is_doubtful = self.stays = False
         self._zeros = self._others = self._late = self._doubts = 0
         self._accumulated: Tensor | None = None  # the first elements after the last accumulation
-        self._factors: list[tuple[int, float]] = []  # of writes, by the number of accumulations before
+        self._are_means = True  # so far
 
     @property
     def needs_values(self) -> bool:
@@ -41,7 +41,7 @@ class GradientWrites:
 
     def begin(self) -> bool:
         """Record a write. Returns whether the values must be read from now on."""
-        begins = not (self.is_unclear or self.clears or self.clips)
+        begins = not (self.is_unclear or self._is_settled)
         self.is_unclear |= begins
         return begins
 
@@ -60,19 +60,14 @@ class GradientWrites:
             return
         if bool(gradient.any()):
             self._others += 1
-            self._factors.append((probe.interval.fired, _factor(self._accumulated, gradient)))
+            count = probe.interval.fired
+            self._are_means &= abs(_factor(self._accumulated, gradient) * (count + 1) / count - 1) < _EXACT
         else:
             self._zeros += 1
         if self._others + self._zeros >= _LOOKS:
-            self.is_unclear = False
+            self.is_unclear, self._is_settled = False, True
             self.clears = self._zeros > self._others
-            self.clips = not (self.clears or self._scales())
-
-    def _scales(self) -> bool:
-        """Whether all factors are those of a running mean, or one number; 1 is a clip that does not act."""
-        factors = [factor for _, factor in self._factors]
-        is_mean = all(_is_near(factor, count / (count + 1)) for count, factor in self._factors)
-        return is_mean or (all(_is_near(factor, factors[0]) for factor in factors) and not _is_near(factors[0], 1.0))
+            self.clips = not (self.clears or self._are_means)
 
     def read_carried(self, probe: Probe, parameter: Tensor, incoming: Tensor | None) -> None:
         """Read a gradient that seems to be carried over: ``.data.zero_()`` does not change its version. Synchronises."""
@@ -108,7 +103,3 @@ def _factor(before: Tensor | None, after: Tensor) -> float:
     old = before.double()
     factor = (now * old).sum() / old.square().sum()
     return factor.item() if bool((now - factor * old).norm() < _EXACT * now.norm()) else math.nan
-
-
-def _is_near(one: float, other: float) -> bool:
-    return abs(one - other) < _EXACT * abs(other)
