@@ -8,7 +8,7 @@ import pkgutil
 from .case import Case
 
 #: Modules with cases; the others hold data and parts.
-_KINDS = ("traincheck_", "questions_", "localisers_", "healthy_")
+_KINDS = ("traincheck_", "questions_", "localisers_", "healthy_", "unseen_")
 
 CASES: list[Case] = [
     case
