@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -321,10 +323,10 @@ def test_steps_without_gradients_that_may_be_meant(kind: str) -> None:
     assert rules(monitor) == []
 
 
-@pytest.mark.parametrize("kind", ["twice", "scaled", "again in a sum", "checkpointed", "stale"])
+@pytest.mark.parametrize("kind", ["twice", "scaled", "again in a sum", "mean", "weighted", "checkpointed", "running", "stale"])
 def test_a_graph_that_goes_backward_again(kind: str) -> None:
     torch.manual_seed(0)
-    model = net() if kind == "twice" else nn.Sequential(nn.Linear(4, 2))
+    model = nn.Sequential(nn.Linear(4, 2)) if kind in ("stale", "running") else net()
     optimizer = sgd(model)
     monitor = watched(model, optimizer, preset=None)
     loss = model(X).mean()
@@ -341,7 +343,16 @@ def test_a_graph_that_goes_backward_again(kind: str) -> None:
                 out = model(X + step)
                 loss = out.square().mean()
                 loss.backward(retain_graph=True)
-                loss = out.mean() / 2 + 3 * loss
+                loss = out.mean() / 2 + loss
+            elif kind == "mean":
+                each = model(X + step).square()
+                each.mean().backward(retain_graph=True)
+                loss = each.mean()
+            elif kind == "weighted":
+                loss = loss_of(model, X + step)
+                loss.backward(torch.ones_like(loss), retain_graph=True)
+            elif kind == "running":
+                loss = loss + 1e-3 * loss_of(model, X + step)
             elif kind == "checkpointed":
                 loss = torch.utils.checkpoint.checkpoint(model, X + step, use_reentrant=False).square().mean()
                 loss.backward(retain_graph=True)
@@ -350,7 +361,10 @@ def test_a_graph_that_goes_backward_again(kind: str) -> None:
     assert rules(monitor) == ["backward-twice"]
 
 
-@pytest.mark.parametrize("kind", ["two absolute errors", "forward()", "functional", "no model", "inputs", "rows", "cleared"])
+@pytest.mark.parametrize(
+    "kind",
+    ["two absolute errors", "forward()", "functional", "no model", "inputs", "rows", "cleared", "shared", "advantages", "edge"],
+)
 def test_equal_gradients_are_no_proof_of_a_second_backward_pass(kind: str) -> None:
     """Those of absolute errors and linear losses are equal for many targets, parts of parameters have their own passes, and so do the
     outputs of a loss that is no number."""
@@ -374,6 +388,16 @@ def test_equal_gradients_are_no_proof_of_a_second_backward_pass(kind: str) -> No
             elif kind == "inputs":
                 loss.backward(inputs=[model[0].bias], retain_graph=True)
                 loss.backward(inputs=[model[0].weight])
+            elif kind == "shared":
+                penalty = out.square().mean()
+                ((loss + penalty) / 2).backward(retain_graph=True)
+                (((out - 60).abs().mean() + penalty) / 2).backward()
+            elif kind == "advantages":
+                (out * torch.rand(out.shape)).sum().backward(retain_graph=True)
+                (out * torch.rand(out.shape)).sum().backward()
+            elif kind == "edge":
+                loss.backward(retain_graph=True)
+                torch.autograd.backward(torch.autograd.graph.get_gradient_edge((out - 60).abs().mean()))
             elif kind == "rows":
                 rows = out.mean(0)
                 rows.backward(torch.tensor([1.0, 0.0]), retain_graph=True)
@@ -384,6 +408,33 @@ def test_equal_gradients_are_no_proof_of_a_second_backward_pass(kind: str) -> No
                 loss.backward()
         optimizer.step()
     assert rules(monitor) == []
+
+
+def test_looking_for_the_loss_keeps_nothing_alive() -> None:
+    """Frames of Python refer to all that a caller holds, and to themselves if they are kept."""
+    model = net()
+    optimizer = sgd(model)
+    monitor = watched(model, optimizer, preset=None)
+    kept: list[weakref.ref[Tensor]] = []
+
+    def one(step: int) -> None:
+        x = X + step
+        loss = loss_of(model, x)
+        loss.backward(retain_graph=True)
+        loss.square().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        kept.extend((weakref.ref(x), weakref.ref(loss)))
+
+    gc.collect()
+    gc.disable()
+    try:
+        for step in range(20):
+            one(step)
+        assert [each for each in kept if each() is not None] == []
+    finally:
+        gc.enable()
+    monitor.detach()
 
 
 @pytest.mark.parametrize("kind", ["two losses", "accumulation", "weights alone", "no gradient"])
@@ -408,7 +459,7 @@ def test_several_backward_passes_that_are_meant(kind: str) -> None:
         else:
             out = model(X) * 0
             out.mean().backward(retain_graph=True)
-            out.mean().backward()
+            out.square().mean().backward()
         optimizer.step()
     assert rules(monitor) == []
 

@@ -17,8 +17,22 @@ if TYPE_CHECKING:
 _NODES = 64
 #: Operations that only move, choose, copy or bound what they get.
 _MOVES = (
-    *("Alias", "Cat", "Clamp", "Clone", "Expand", "Gather", "Index", "IndexSelect", "MaskedSelect", "Permute", "ReshapeAlias"),
-    *("Select", "Slice", "Squeeze", "Stack", "T", "ToCopy", "Transpose", "UnsafeView", "Unsqueeze", "View", "_DDPSink"),
+    *(
+        "Alias",
+        "Cat",
+        "Clamp",
+        "ClampMax",
+        "ClampMin",
+        "Clone",
+        "Expand",
+        "Gather",
+        "Index",
+        "IndexSelect",
+        "MaskedSelect",
+        "NanToNum",
+    ),
+    *("Permute", "ReshapeAlias", "Select", "Slice", "Split", "SplitWithSizes", "Squeeze", "Stack", "T", "ToCopy", "Transpose"),
+    *("Unbind", "UnsafeSplit", "UnsafeView", "Unsqueeze", "View", "_DDPSink"),
 )
 
 
@@ -35,18 +49,20 @@ def losses_going_backward() -> Sequence[Tensor]:
     None if they are no single numbers, if it is asked for some gradients alone, or if it runs within another one, as those of checkpoints
     do, which accumulate the gradient of one loss in parts.
     """
-    running: list[dict[str, Any]] = []
-    for innermost in sys._current_frames().values():
-        frame: FrameType | None = innermost
+    running = []
+    frames = list(sys._current_frames().values())
+    while frames:  # none is kept, this function's own least of all: it would keep all that its callers hold
+        frame: FrameType | None = frames.pop()
         while frame is not None:
             if frame.f_code is torch.autograd.backward.__code__:
-                running.append(frame.f_locals)
+                running.append((frame.f_locals.get("tensors"), frame.f_locals.get("inputs")))
             frame = frame.f_back
-    if len(running) != 1 or running[0].get("grad_tensors") is not None or running[0].get("inputs") is not None:
+    if len(running) != 1:
         return ()
-    tensors = running[0].get("tensors")
+    (tensors, inputs), *_ = running
     losses = [tensors] if isinstance(tensors, Tensor) else list(tensors or ())
-    return losses if all(loss.numel() == 1 for loss in losses) else ()
+    is_whole = inputs is None or (isinstance(inputs, tuple) and not inputs)  # older releases make it a tuple
+    return losses if is_whole and all(isinstance(loss, Tensor) and loss.numel() == 1 for loss in losses) else ()
 
 
 def nodes_of(losses: Sequence[Tensor], until: str) -> Iterator[Node]:
@@ -64,10 +80,12 @@ def nodes_of(losses: Sequence[Tensor], until: str) -> Iterator[Node]:
 
 
 def is_made_by(node: Node | None, operations: Container[str]) -> bool:
-    """Whether what the node gives is that of one of these operations, such as ``"Sigmoid"``, but moved."""
-    while node is not None and operation_of(node) in _MOVES:
-        node = node.next_functions[0][0]
-    return node is not None and operation_of(node) in operations
+    """Whether what the node gives is that of one of these operations, such as ``"Sigmoid"``, but moved, or with a number added."""
+    while node is not None and operation_of(node) not in operations:
+        inputs = [each for each, _ in node.next_functions if each is not None]
+        operation = operation_of(node)
+        node = inputs[0] if operation in _MOVES or (operation in ("Add", "Sub") and len(inputs) == 1) else None
+    return node is not None
 
 
 def operation_of(node: Node) -> str:

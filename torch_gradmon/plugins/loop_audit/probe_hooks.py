@@ -87,7 +87,7 @@ class ProbeHooks:
         if probed.stepped_in != torch._C._current_graph_task_id():
             self._backward_ended(probed)
         interval, writes = probe.interval, probed.checks.writes
-        if probed.checks.repeated.is_counting:
+        if probed.checks.repeated.is_looking:
             probed.checks.repeated.accumulated(interval)
         if interval.late >= 0:
             probed.checks.dropped_after_step(probe)

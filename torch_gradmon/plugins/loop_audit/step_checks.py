@@ -66,7 +66,7 @@ class StepChecks:
         if self._is_futile:  # the steps before pretrained another part, or waited for data
             tallies.retract("step-without-gradients", key)
         self._futile, self._is_futile = 0, False
-        if is_alone and seen.fired and (seen.fired != forwards or self.repeated.is_counting):
+        if is_alone and seen.fired and (seen.fired != forwards or not self.repeated.is_idle):
             self.repeated.step_began(forwards, seen.fired)
             tallies.check("backward-twice", key, self.repeated.is_certain, probe.name)
         if tallies.is_empty and seen.fired and not (seen.carried or seen.drops or seen.writes or seen.synced > 1):
