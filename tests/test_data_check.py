@@ -309,6 +309,8 @@ def test_one_odd_input_is_no_fault_of_all() -> None:
     [
         ("policy", True),
         ("replay", True),
+        ("policy in inference mode", True),
+        ("a preview of some rows", False),
         ("policy of images", True),
         ("validation", False),
         ("validation on new rows", False),
@@ -334,7 +336,7 @@ def test_a_model_that_acts_between_its_steps(kind: str, acts: bool) -> None:
         x = torch.randint(0, 5, (64, 2)) if kind == "tokens" else draw(64, *shape, seed=step)
         if "padded" in kind:
             x[:20] = 0
-        with torch.no_grad():
+        with torch.inference_mode() if "inference" in kind and step % 8 else torch.no_grad():
             model.train(kind != "evaluation mode")
             for turn in range(8 if step % 4 == 0 and (step == 0 or kind != "once") else 0):
                 rows = draw(8, *shape, seed=1000 + turn + 8 * step)
@@ -346,12 +348,14 @@ def test_a_model_that_acts_between_its_steps(kind: str, acts: bool) -> None:
                     rows = draw(64, 6, seed=0)[8 * turn : 8 * turn + 8]
                 elif kind == "accuracy":
                     rows = x
+                elif kind == "a preview of some rows":
+                    rows = x[turn : turn + 1]
                 elif kind == "tokens":
                     rows = torch.randint(0, 5, (8, 2))
                 model(rows)
                 known.append(rows)
             model.train()
-        if kind in ("policy", "policy of images", "evaluation mode"):
+        if "policy" in kind or kind == "evaluation mode":
             x = torch.cat(known[-8:])
         elif kind == "replay":
             x = torch.cat([known[(7 * each + 3 * step) % len(known)] for each in range(8)])
@@ -366,7 +370,7 @@ def test_a_model_that_acts_between_its_steps(kind: str, acts: bool) -> None:
     monitor.detach()
 
 
-@pytest.mark.parametrize("kind", ["generator", "generator and frozen", "part behind another"])
+@pytest.mark.parametrize("kind", ["generator", "generator and frozen", "part behind another", "adversarial examples"])
 def test_a_discriminator_that_is_watched_alone(kind: str) -> None:
     """Its loss need not fall, and what goes back through it to the generator shows nothing about its own labels."""
     torch.manual_seed(0)
@@ -379,19 +383,24 @@ def test_a_discriminator_that_is_watched_alone(kind: str) -> None:
         made = generator(draw(64, 2, seed=500 + step))
         if kind != "part behind another":
             made = made.detach()
+        if kind == "adversarial examples":
+            x = torch.cat([real, made])
+            away = torch.zeros_like(x, requires_grad=True)
+            bce(model(x + away)[:, 0], torch.cat([torch.ones(64), torch.zeros(64)])).backward()
+            real, made = (x + 0.01 * away.grad.sign()).chunk(2)
         loss = bce(model(torch.cat([real, made]))[:, 0], torch.cat([torch.ones(64), torch.zeros(64)]))
         ours.zero_grad()
         loss.backward()
         monitor.log_scalar("loss", loss.detach())
         ours.step()
-        if kind != "part behind another":
+        if "generator" in kind:
             model.requires_grad_(kind != "generator and frozen")
             theirs.zero_grad()
             bce(model(generator(draw(64, 2, seed=900 + step)))[:, 0], torch.ones(64)).backward()
             theirs.step()
             model.requires_grad_(True)
     check = monitor._runtime.plugin("data_check")
-    assert check.acts == (kind != "part behind another")
+    assert check.acts == ("generator" in kind)
     assert check.chance.get("loss", math.log(2)) == pytest.approx(math.log(2), rel=0.01)
     assert {finding.rule for finding in monitor.diagnose().findings if finding.severity != "info"} == set()
     monitor.detach()
@@ -415,7 +424,7 @@ def test_two_players_that_are_watched_each_for_itself() -> None:
                 optimizers[1].step()
             for optimizer in optimizers:
                 optimizer.zero_grad()
-            second(made).square().mean().backward()
+            second(made.clamp(-5, 5) + 0.01 if is_game else made).square().mean().backward()
             for optimizer in optimizers[: 1 if is_game else 2]:
                 optimizer.step()
         assert [monitor._runtime.plugin("data_check").acts for monitor in monitors] == [is_game] * 2

@@ -170,7 +170,7 @@ def rows_of(losses: Sequence[float], ids: Any = None, dtype: torch.dtype = torch
 
 def test_rows_alike_and_too_few() -> None:
     rows = merged([rows_of([1.0, 1.1, 0.9, 1.0, 1.0, 1.0], list("abcdef"))])
-    assert rows_text(rows) == "all 6 rows are alike: the largest share of the loss, of row b, is 18.3%"
+    assert rows_text(rows) == "no row of 6 stands out: the largest share of the loss, of row b, is 18.3%"
     assert rows_text(merged([rows_of([1.0])])) == rows_text({}) == ""
     assert rows_text(merged([rows_of([-1.0, -2.0])])) == ""
     assert rows_text(merged([rows_of([0.0] * 16)])) == ""
@@ -229,6 +229,30 @@ def test_a_list_or_tensor_that_is_filled_anew() -> None:
 def test_a_row_of_several_calls_has_the_sum() -> None:
     rows = merged([rows_of([1.0, 5.0, 2.0]), rows_of([1.0, 4.0, 2.0])])
     assert (rows["ids"], rows["losses"], rows["sum"], rows["count"]) == ([1, 2, 0], [9.0, 4.0, 2.0], 15.0, 6)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SGD])
+def test_of_a_closure_the_last_rows_count(kind: type[torch.optim.Optimizer]) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = kind(model.parameters(), 0.1)
+    monitor = gradmon.watch(model, optimizer)
+    x, evaluations = torch.randn(6, 2), []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        each = (model(x)[:, 0] - x.sum(1)).square()
+        for part in (slice(0, 3), slice(3, 6)):
+            monitor.log_rows(torch.arange(6)[part], each[part])
+        evaluations.append(each.detach().double())
+        each.mean().backward()
+        return each.mean()
+
+    optimizer.step(closure)
+    monitor.detach()
+    found = monitor._runtime.pipeline.history.sample.records()[-1].context["rows"]
+    assert (found["count"], sorted(found["ids"])) == (6, [0, 1, 2, 3, 4, 5])
+    assert found["sum"] == pytest.approx(evaluations[-1].sum().item())
+    assert (len(evaluations) > 1) == (kind is torch.optim.LBFGS)
 
 
 def _monitor(log: Callable[[Any, Tensor], None]) -> dict[str, Any]:

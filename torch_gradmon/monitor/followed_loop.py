@@ -247,6 +247,8 @@ class FollowedLoop(LoopDriver):
         return self.machine.optimizers.step_began(id(optimizer), has_closure, within)
 
     def closure_ended(self, optimizer: Optimizer) -> bool:
+        if (active := self._lifecycle.active) is not None and active.buffer is not None:
+            active.buffer.end_rows()
         return self.machine.optimizers.closure_ended(id(optimizer))
 
     def closure_raised(self, optimizer: Optimizer) -> None:

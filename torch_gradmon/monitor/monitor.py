@@ -754,8 +754,8 @@ class ModuleMonitor:
         directory (``run.context(step)["rows"]``) have them. The rows are those of this rank. Nothing waits for the device.
 
         Args:
-            ids: what identifies each row in the data, ``[rows]``: integers, strings, or a tensor of integers. A row that is logged
-                again, as by each call of a closure, has the sum of its losses.
+            ids: what identifies each row in the data, ``[rows]``: integers, strings, or a tensor of integers. Of a
+                closure that is evaluated several times, the last rows count; a row that is logged twice has the sum.
             losses: a tensor of real numbers, ``[rows]``.
 
         Raises:

@@ -43,6 +43,7 @@ class StepBuffer(RowStore, ValueStore):
         self.noted: dict[str, Tensor | float] = {}  # facts about the step
         self.extras: dict[str, Tensor] = {}  # small tensors for plugins, by a name that begins with theirs
         self.rows: list[tuple[Identities, int]] = []  # logged ones, call by call; their losses are extras
+        self._are_rows_over = False  # the next ones are those of another evaluation
         self.thawed: set[str] = set()  # parameters frozen only for a part of the step
         self.used: set[str] = set()  # parameters of the optimizers that stepped, with or without a gradient
         self.absent: dict[tuple[str, str], str] = {}
@@ -96,9 +97,17 @@ class StepBuffer(RowStore, ValueStore):
 
     def log_rows(self, ids: Identities, losses: Tensor) -> None:
         """The losses of rows; the largest are kept."""
+        if self._are_rows_over:
+            for call in range(len(self.rows)):
+                del self.extras[f"rows/{call}"]
+            self.rows, self._are_rows_over = [], False
         self.extras[f"rows/{len(self.rows)}"] = largest_of(losses, ids)
         # a list may be filled anew before the numbers are on the host
         self.rows.append((ids if isinstance(ids, Tensor) else list(ids), len(losses)))
+
+    def end_rows(self) -> None:
+        """All rows of the batch are logged; where a closure is evaluated again, they come anew."""
+        self._are_rows_over = True
 
     def absorb(self, other: StepBuffer) -> None:
         """Merge the values of :meth:`merge_rows` and :meth:`merge_value` in ``other``."""

@@ -45,7 +45,7 @@ def largest_of(losses: Tensor, identities: Identities) -> Tensor:
 
 def merged(calls: Sequence[tuple[Identities, int, Tensor]]) -> dict[str, Any]:
     """The worst rows of a step, for its context: ``ids`` and ``losses``, the largest first, their ``sum``, the ``count`` of all rows,
-    and how many losses are ``nonfinite`` and ``negative``. A row of several calls, as of those of a closure, has the sum of its losses.
+    and how many losses are ``nonfinite`` and ``negative``. A row of several calls has the sum of its losses.
 
     Args:
         calls: identities, number of rows, and the numbers of :func:`largest_of` on the host, for each call in the step.
@@ -88,7 +88,7 @@ def rows_text(rows: Mapping[str, Any]) -> str:
         far = place if loss > max(_STANDS_OUT * others, total / count) else far
     shares = [loss / total for loss in losses]
     if not far:
-        return f"all {count} rows are alike: the largest share of the loss, of row {ids[0]}, is {percent(shares[0])}"
+        return f"no row of {count} stands out: the largest share of the loss, of row {ids[0]}, is {percent(shares[0])}"
     named = listed([f"{name} ({percent(share)})" for name, share in zip(ids[:far], shares, strict=False)], _NAMED)
     return f"of {count} rows the largest shares of the loss are those of {named}"
 

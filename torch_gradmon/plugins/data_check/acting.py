@@ -6,15 +6,15 @@ import weakref
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ...capture.loss_graph import notes_of
+from ...capture.loss_graph import nodes_of, notes_of
 from .head import OUTPUT
 
 #: Elements of a row that are compared, and rows that are kept.
 _COMPARED, _KEPT = 64, 4096
 #: The least share of rows in the training that the model has acted on, and the largest share of calls on rows that had one before.
-_TRAINED, _REPEATED = 0.05, 0.1
+_TRAINED, _REPEATED = 0.2, 0.1
 #: The fewest rows of a training with acted ones.
 _FEWEST = 8
 #: The least share of steps, and their fewest number, in which another model trains through this one.
@@ -47,15 +47,16 @@ class Acting:
         self._sums = [0.0, 0.0, 0.0, 0.0]
         self._steps = self._through = self._opposed = 0
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def called(self, tensors: Sequence[Tensor]) -> None:
-        """The model is called without gradients."""
-        rows = _identities(tensors)
-        if rows is None or 2 * len(rows) >= max(self._batch, 2) or (self._kept is not None and self._kept.device != rows.device):
+        """The model is called without gradients, in inference mode perhaps."""
+        data = _rows(tensors)
+        if data is None or 2 * len(data) >= max(self._batch, 2) or (self._kept is not None and self._kept.device != data.device):
             return
+        rows = _identities(data)
         if self._kept is None:
             self._kept = torch.full((_KEPT,), -1, dtype=torch.int64, device=rows.device)
-        rows = rows[:_KEPT]
         again = torch.isin(rows, self._kept).sum()
         self._called.append(torch.stack([torch.full_like(again, len(rows)), again]))
         places = (torch.arange(len(rows), device=rows.device) + self._next) % _KEPT
@@ -70,12 +71,13 @@ class Acting:
             Numbers of rows, int64 ``[4]``: in this step, of these acted on, in calls since the last step, of these called on before. None
             without any calls.
         """
-        rows = _identities(tensors)
-        if rows is None:
+        data = _rows(tensors)
+        if data is None:
             return None
-        self._batch, self._steps = max(self._batch, len(rows)), self._steps + 1
-        if self._kept is None or self._kept.device != rows.device:
+        self._batch, self._steps = max(self._batch, len(data)), self._steps + 1
+        if self._kept is None or self._kept.device != data.device:
             return None
+        rows = _identities(data)
         acted = (torch.isin(rows, self._kept) & (rows != 0)).sum()  # rows of zeros are padding
         calls = torch.stack(self._called).sum(0) if self._called else torch.zeros(2, dtype=torch.int64, device=rows.device)
         self._called.clear()
@@ -86,14 +88,19 @@ class Acting:
         if output.grad_fn is not None:
             notes_of(output.grad_fn)[OUTPUT] = weakref.ref(self)
 
-    def passed_through(self, data: Tensor) -> None:
-        """The first input of a step has a graph of its own: another model is trained through this one."""
+    def pass_through(self, data: Tensor) -> bool:
+        """Whether the first input of a step comes from another model that is trained through this one, and not only from other tensors
+        with a gradient, as adversarial ones do.
+        """
+        nodes = list(nodes_of([data], OUTPUT))
+        makers = [maker for node in nodes if (maker := notes_of(node).get(OUTPUT, _nothing)()) is not None]
+        if not makers and not any(isinstance(getattr(node, "variable", None), nn.Parameter) for node in nodes):
+            return False
         self._through += 1
-        if self._has_opponent and data.grad_fn is not None:
-            maker = notes_of(data.grad_fn).get(OUTPUT, lambda: None)()
-            if maker is not None:
-                maker.meet_opponent()
+        for maker in makers if self._has_opponent else ():
+            maker.meet_opponent()
         self._judge()
+        return True
 
     def meet_opponent(self) -> None:
         """What the model made went through its opponent."""
@@ -118,12 +125,20 @@ class Acting:
             self._note(acts=is_so)
 
 
-def _identities(tensors: Sequence[Tensor]) -> Tensor | None:
-    """One number for each row of the first input of floating point, int64 ``[rows]``; of images, a row is an image."""
+def _nothing() -> None:
+    """Of a node without a note."""
+
+
+def _rows(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The first input of floating point as ``[rows, elements]``; of images, a row is an image."""
     first = next((tensor for tensor in tensors if torch.is_floating_point(tensor) and tensor.ndim), None)
     if first is None or not first.numel():
         return None
-    rows = first.detach().flatten(1) if first.ndim >= 4 else first.detach().reshape(-1, first.shape[-1])
-    bits = rows[:, :_COMPARED].float().contiguous().view(torch.int32).long()
+    return first.detach().flatten(1) if first.ndim >= 4 else first.detach().reshape(-1, first.shape[-1])
+
+
+def _identities(rows: Tensor) -> Tensor:
+    """One number for each of the first rows, int64 ``[rows]``."""
+    bits = rows[:_KEPT, :_COMPARED].float().contiguous().view(torch.int32).long()
     odd = torch.arange(1, bits.shape[1] + 1, device=bits.device) * 2654435761 % 2**31 * 2 + 1  # Knuth's multiplier
     return (bits * odd).sum(1)  # whole numbers: the same in any order and shape

@@ -25,6 +25,8 @@ _ELEMENTS, _LEAST = 1 << 16, 32
 #: Operations whose outputs lie between 0 and 1, and those that take logits.
 _SQUASHES = frozenset(("Sigmoid", "Softmax", "Hardsigmoid"))
 _TAKE_LOGITS = frozenset(("LogSoftmax", "LogSigmoid", "BinaryCrossEntropyWithLogits"))
+#: Operations whose outputs are never negative, and often 0.
+_RECTIFIES = frozenset(("Relu", "Threshold", "Hardtanh", "ClampMin", "Clamp"))
 #: The note at an output, and how far from 1 probabilities may sum up to.
 OUTPUT, _FROM_ONE = "torch_gradmon output", 1e-3
 #: The most classes whose labels are counted.
@@ -70,6 +72,11 @@ class Head:
     square: float = math.nan
     negative: float = 0.0
 
+    @property
+    def is_log(self) -> bool:
+        """Whether the loss takes logarithms of probabilities."""
+        return self.kind in ("cross-entropy", "binary cross-entropy")
+
 
 def output_of(result: Any) -> Tensor | None:
     """The output that a loss is taken of: a tensor, the logits of a Transformers model, or the first tensor of a tuple or dict."""
@@ -93,6 +100,11 @@ def takes_squashed(losses: Sequence[Tensor]) -> bool:
         operation_of(node) in _TAKE_LOGITS and is_made_by(node.next_functions[0][0], _SQUASHES)
         for node in nodes_of(losses, OUTPUT)
     )
+
+
+def is_rectified(output: Tensor) -> bool:
+    """Whether an output comes out of a ReLU or the like; means of such numbers may be 0 as well."""
+    return is_made_by(output.grad_fn, _RECTIFIES)
 
 
 def rows_of(tensor: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from ..setup_check.expectations import Expectations
 from ..tallies import Tallies
 from .acting import Acting
 from .batches import Batches, batch_tensors, look_of
-from .head import facts_of, output_of, recognised, sample_of, takes_squashed
+from .head import facts_of, is_rectified, output_of, recognised, sample_of, takes_squashed
 from .targets import Targets
 
 #: Monitored steps that are looked at, among this number of steps of any kind; and those of them whose output is, too.
@@ -41,12 +41,14 @@ class _Look:
     Attributes:
         forwards: of the step.
         is_squashed: its loss takes logits, and gets what comes out of a sigmoid or softmax.
+        is_rectified: its output comes out of a ReLU.
         found: numbers on their device.
     """
 
     def __init__(self, step: int, has_head: bool) -> None:
         self.step, self.has_head = step, has_head
-        self.forwards, self.is_squashed = 1, False
+        self.forwards = 1
+        self.is_squashed = self.is_rectified = False
         self.found: dict[str, Tensor] = {}
 
     def called_again(self) -> None:
@@ -60,6 +62,10 @@ class _Look:
         self.found["fingerprint"] = packed(fingerprints(tensors))
         if self.has_head and (look := look_of(tensors)) is not None:
             self.found["look"] = look
+
+    def take_output(self, output: Tensor) -> None:
+        """Look at what the output was made by."""
+        self.is_rectified = is_rectified(output)
 
     def take_head(self, sample: Tensor, gradient: Tensor) -> None:
         """Look at the first gradient that comes back to the output, and at its loss."""
@@ -154,9 +160,8 @@ class DataCheck(Plugin):
 
     def _began(self, step: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = batch_tensors(args, kwargs)
-        if tensors and tensors[0].grad_fn is not None:
+        if tensors and tensors[0].grad_fn is not None and self._acting.pass_through(tensors[0]):
             self._look = None
-            self._acting.passed_through(tensors[0])
             return
         self._look = _Look(step, self._looked in _HEADS)
         self._look.take_batch(tensors)
@@ -175,6 +180,7 @@ class DataCheck(Plugin):
     def _follow(self, look: _Look, result: Any) -> None:
         output = output_of(result)
         if output is not None and (sample := sample_of(output)) is not None:
+            look.take_output(output)
             self._acting.made(output)
             output.register_hook(_Once(self, look, sample))  # type: ignore[no-untyped-call]
 
@@ -213,7 +219,9 @@ class DataCheck(Plugin):
             self._batches.looked(*look.tolist())
         if facts is not None:
             known, head = self.chance, recognised(facts.tolist(), loss_in(record.values))
-            self._targets.add(head, seen.forwards, self.context.scaler is not None, seen.is_squashed)
+            self._targets.squashed(head, seen.is_squashed)
+            if head is not None:
+                self._targets.add(head, seen.forwards, self.context.scaler is not None, seen.is_rectified)
             if self.chance != known:
                 self._note(chance=self.chance)
         if not self._tallies.is_empty and self._batches.is_repeated:  # one example, or one goal for all of them, is all there is

@@ -40,26 +40,26 @@ class Targets:
         self._of_one_label = 0
         self.chance: dict[str, float] = {}
 
-    def add(self, head: Head | None, forwards: int, is_scaled: bool, is_squashed: bool) -> None:
+    def squashed(self, head: Head | None, is_squashed: bool) -> None:
+        """Whether a loss that takes logits gets probabilities: by its graph, or by the values of the output."""
+        is_distribution = head is not None and head.is_log and head.is_distribution and head.rows >= _FEW
+        self._count("softmax-before-loss", is_squashed or is_distribution)
+
+    def add(self, head: Head, forwards: int, is_scaled: bool, is_rectified: bool) -> None:
         """One more head.
 
         Args:
-            head: from the first of several ``forwards`` of a step; None for one that is not recognised.
+            head: from the first of several ``forwards`` of a step.
             forwards: of the step.
             is_scaled: gradients are multiplied by a loss scale.
-            is_squashed: the loss takes logits, and gets what comes out of a sigmoid or softmax.
+            is_rectified: the output comes out of a ReLU.
         """
-        is_log = head is not None and head.kind in ("cross-entropy", "binary cross-entropy")
-        is_distribution = head is not None and is_log and head.is_distribution and head.rows >= _FEW
-        self._count("softmax-before-loss", is_squashed or is_distribution)
-        if head is None:
-            return
         self._heads.append(head)
-        self._count("relu-before-loss", head.zeros > _ZEROS and (is_log or head.negative > _BELOW))
-        if is_log:
+        self._count("relu-before-loss", is_rectified and head.zeros > _ZEROS and (head.is_log or head.negative > _BELOW))
+        if head.is_log:
             self._add_labels(head, forwards)
         self._learn_chance(head)
-        if is_log and not is_scaled:
+        if head.is_log and not is_scaled:
             self._judge_scale(head, forwards)
 
     def _count(self, rule: str, is_so: bool, **evidence: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 from .probe import Probe
@@ -12,8 +13,9 @@ from .probe import Probe
 _LOOKS = 3
 #: The number of times that its values have to be zero to be proof of clearing: a gradient may be zero by itself.
 _DOUBTS = 9
-#: Elements whose factor shows whether a write multiplies, and its relative deviation.
-_ELEMENTS, _EXACT = 64, 1e-3
+#: The most elements whose factor shows whether a write multiplies, and its deviation in units of the precision of the gradient, and at
+#: least.
+_ELEMENTS, _UNITS, _EXACT = 1 << 14, 4, 1e-3
 
 
 class GradientWrites:
@@ -61,7 +63,8 @@ class GradientWrites:
         if bool(gradient.any()):
             self._others += 1
             count = probe.interval.fired
-            self._are_means &= abs(_factor(self._accumulated, gradient) * (count + 1) / count - 1) < _EXACT
+            exact = max(_EXACT, _UNITS * torch.finfo(gradient.dtype).eps)
+            self._are_means &= abs(_factor(self._accumulated, gradient, exact) * (count + 1) / count - 1) < exact
         else:
             self._zeros += 1
         if self._others + self._zeros >= _LOOKS:
@@ -95,11 +98,11 @@ class GradientWrites:
         return False
 
 
-def _factor(before: Tensor | None, after: Tensor) -> float:
+def _factor(before: Tensor | None, after: Tensor, exact: float) -> float:
     """By what a gradient was multiplied, all elements alike; NaN if it was not. Synchronises."""
     if before is None:
         return math.nan
     now = after.detach().flatten()[:_ELEMENTS].double()
     old = before.double()
     factor = (now * old).sum() / old.square().sum()
-    return factor.item() if bool((now - factor * old).norm() < _EXACT * now.norm()) else math.nan
+    return factor.item() if bool((now - factor * old).norm() < exact * now.norm()) else math.nan

@@ -37,7 +37,7 @@ class StepChecks:
         self._before: Tensor | None = None
         self._is_repeated = False  # the last step had the gradient of the one before
         self._futile = 0  # steps in a row without any gradient, though the model was called
-        self._is_futile = False  # these alone are the mistake
+        self._with = 0  # steps with gradients, once there were some without
 
     def dropped_after_step(self, probe: Probe) -> None:
         """Judge the writes to a gradient between its step and its drop."""
@@ -63,9 +63,11 @@ class StepChecks:
             is_alone: no other optimizer is attached, whose forwards they may be.
         """
         tallies, key, seen = self._tallies, self._key, probe.interval
-        if self._is_futile:  # the steps before pretrained another part, or waited for data
-            tallies.retract("step-without-gradients", key)
-        self._futile, self._is_futile = 0, False
+        self._futile = 0
+        if not tallies.is_empty and (count := tallies.count("step-without-gradients", key)):
+            self._with += 1
+            if self._with > count:  # the steps before pretrained another part, or waited for data
+                tallies.retract("step-without-gradients", key)
         if is_alone and seen.fired and (seen.fired != forwards or not self.repeated.is_idle):
             self.repeated.step_began(forwards, seen.fired)
             tallies.check("backward-twice", key, self.repeated.is_certain, probe.name)
@@ -113,9 +115,6 @@ class StepChecks:
             return True
         self._futile += has_forward and type(optimizer).__module__.startswith("torch.optim.")
         if (probe.interval.fired or self._futile >= _FUTILE) and not probe.interval.doubtful:
-            self._is_futile = not probe.interval.fired and (
-                self._is_futile or not self._tallies.count("step-without-gradients", self._key)
-            )
             self._tallies.check("step-without-gradients", self._key, True, probe.name)
         return False
 

@@ -72,23 +72,16 @@ def _all_zero(history: History, norms: Matrix) -> list[Finding]:
     if not bool(norms.values.isfinite().any()):
         return []
     loss = history.loss.finite
-    if len(loss) and not any(loss.values):
-        return history.finding(
-            "no-gradient",
-            "",
-            {"parameters with a gradient of exactly 0": float(len(norms.names))},
-            "The loss is exactly 0 in every step, and all gradients with it: nothing is left to learn.",
-            "Look for harder examples, or a larger margin; if the task cannot be that easy, look at the sign of the loss.",
-            75.0,
-            severity="info",
-            steps=(norms.steps[0], norms.steps[-1]),
-        )
+    is_nothing = len(loss) > 0 and not any(loss.values)
     return history.finding(
         "no-gradient",
         "",
         {"parameters with a gradient of exactly 0": float(len(norms.names))},
-        "All gradients are exactly 0 in every step: the loss does not depend on the parameters.",
-        "Look for a softmax over a single output, an argmax, a rounding, a clamp that always acts, or a product with 0 before the loss.",
+        "All gradients are exactly 0 in every step, "
+        f"{'and so is the loss: nothing counts in it' if is_nothing else 'the loss does not depend on the parameters'}.",
+        "Look for labels that are all ignored, a mask of zeros, or a margin with the wrong sign; or the task was solved before."
+        if is_nothing
+        else "Look for a softmax over a single output, an argmax, a rounding, a clamp that always acts, or a product with 0.",
         75.0,
         severity="warning",
         steps=(norms.steps[0], norms.steps[-1]),
