@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor
+from torch_gradmon.plugins.data_check.acting import _identities
+from torch_gradmon.plugins.data_check.batches import sampled
 from torch_gradmon.plugins.data_check.head import CLASSES, ROWS, Head, facts_of, output_of, recognised, sample_of
 
 Batch = tuple[Tensor, Tensor]
@@ -292,6 +294,17 @@ def test_an_output_that_is_a_leaf_or_nested_gets_no_hook() -> None:
     assert output_of(kept) is None
     nested = torch.nested.nested_tensor([draw(2, 3), draw(4, 3)], requires_grad=True) * 2
     assert output_of(nested) is None
+
+
+def test_of_large_inputs_a_part_is_looked_at() -> None:
+    """So that the check costs the same, whatever the size."""
+    large = torch.randn(1 << 10, 1 << 10)
+    assert (1 << 15) < sampled(large).numel() <= (1 << 16)
+    assert sampled(large[:8, :8]).shape == (8, 8)
+    assert torch.equal(sampled(large), sampled(large.clone()))
+    assert not torch.equal(sampled(large), sampled(large.roll(1, 0)))
+    few = _identities(large.repeat(8, 1))
+    assert few.numel() == 4096
 
 
 def test_one_label_in_one_batch_is_a_goal() -> None:

@@ -38,6 +38,13 @@ def batch_tensors(args: Sequence[object], kwargs: dict[str, object]) -> list[Ten
 
 
 @torch.no_grad()
+def sampled(tensor: Tensor) -> Tensor:
+    """Some elements of a large one, in one distance, for a fingerprint: two batches that differ hardly agree in all of them."""
+    step = tensor.numel() // _MOST
+    return tensor if step < 2 else tensor.detach().reshape(-1)[:: step | 1]
+
+
+@torch.no_grad()
 def look_of(tensors: Sequence[Tensor]) -> Tensor | None:
     """Mean, root mean square, and largest difference between rows, of the first input of floating point: float64 ``[3]``."""
     first = next((each for each in tensors if torch.is_floating_point(each) and each.ndim >= 1), None)

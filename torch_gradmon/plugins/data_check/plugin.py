@@ -22,7 +22,7 @@ from ...step.plugin import Plugin
 from ..setup_check.expectations import Expectations
 from ..tallies import Tallies
 from .acting import Acting
-from .batches import Batches, batch_tensors, look_of
+from .batches import Batches, batch_tensors, look_of, sampled
 from .head import facts_of, is_rectified, output_of, recognised, sample_of, takes_squashed
 from .targets import Targets
 
@@ -59,7 +59,7 @@ class _Look:
         """Look at the inputs of the first forward."""
         if not tensors or len({tensor.device for tensor in tensors}) > 1:
             return
-        self.found["fingerprint"] = packed(fingerprints(tensors))
+        self.found["fingerprint"] = packed(fingerprints(list(map(sampled, tensors))))
         if self.has_head and (look := look_of(tensors)) is not None:
             self.found["look"] = look
 

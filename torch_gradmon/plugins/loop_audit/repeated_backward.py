@@ -63,7 +63,7 @@ class RepeatedBackward:
 
 
 def _terms(loss: Tensor) -> list[Node]:
-    """The node of a loss and those that it is a multiple, a mean or a sum of. Terms with factors are left out: these may add up to what is meant."""
+    """The node of a loss and those that it is a multiple, a mean or a sum of. Terms with factors may add up to what is meant: left out."""
     found: list[Node] = []
     node, is_number = loss.grad_fn, True
     while node is not None and len(found) < _NODES:
