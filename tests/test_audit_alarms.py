@@ -566,6 +566,20 @@ def test_never_stepped_is_said_only_as_long_as_it_is_true() -> None:
     assert rules(monitor) == []
 
 
+@pytest.mark.parametrize("clears", [True, False])
+def test_sums_that_are_cleared_before_the_step_that_never_comes(clears: bool) -> None:
+    """A window of accumulation that is longer than an epoch; one long window may be a large batch."""
+    model = net()
+    optimizer = sgd(model)
+    monitor = watched(model, optimizer)
+    for step in range(120):
+        if clears and step % 40 == 0:
+            optimizer.zero_grad()
+        loss_of(model).backward()
+    assert rules(monitor) == ["never-stepped"] * clears
+    assert ("never-stepped" in str(monitor.diagnose())) == clears
+
+
 def test_a_training_by_hand_steps_without_the_attached_optimizer_and_is_not_idle() -> None:
     model = net()
     optimizer = sgd(model)
@@ -696,9 +710,15 @@ def test_a_second_loss_behind_unscale_may_be_unscaled() -> None:
         scaler.unscale_(optimizer)
         scaler.scale(0.1 * sum(p.square().sum() for p in model.parameters())).backward()
 
+    def wrong_for_a_part(model: nn.Module, optimizer: Any, scaler: Any, step: int) -> None:
+        scaler.scale(loss_of(model)).backward()
+        scaler.unscale_(optimizer)
+        scaler.scale(0.1 * model[0].weight.square().sum()).backward()
+
     assert _scaled(right) == []
-    with pytest.warns(gradmon.GradmonWarning, match=r"after scaler\.unscale_\(\)"):
-        assert _scaled(wrong) == ["backward-after-unscale"]
+    for each in (wrong, wrong_for_a_part):
+        with pytest.warns(gradmon.GradmonWarning, match=r"after scaler\.unscale_\(\)"):
+            assert _scaled(each) == ["backward-after-unscale"]
 
 
 # --- whose parameters

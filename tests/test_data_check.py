@@ -225,6 +225,9 @@ def test_a_sound_loop_has_no_finding_and_the_same_bits() -> None:
             {"last": nn.Sigmoid(), "loss_of": lambda z, y: F.binary_cross_entropy_with_logits(z, F.one_hot(y, 3).float())},
         ),
         ("relu-before-loss", "warning", {"last": nn.ReLU()}),
+        ("log-softmax-missing", "error", {"loss_of": F.nll_loss}),
+        ("loss-scale", "info", {"loss_of": lambda z, y: F.cross_entropy(z, y) / 500}),
+        ("inputs-not-normalised", "info", {"data": lambda step: (0.01 * batch(step)[0] - 1, batch(step)[1])}),
         ("labels-not-mixed", "warning", {"data": lambda step: (batch(step)[0], torch.full((24,), step // 20 % 3))}),
         ("labels-constant", "warning", {"data": lambda step: (batch(step)[0], torch.zeros(24, dtype=torch.long))}),
         ("loss-scale", "info", {"micro": 4}),
@@ -269,6 +272,7 @@ BINARY = F.binary_cross_entropy_with_logits
         (nn.Sigmoid(), lambda z, y: F.binary_cross_entropy(z, F.one_hot(y, 3).float()), False),
         (nn.Sigmoid(), lambda z, y: F.mse_loss(z, F.one_hot(y, 3).float()), False),
         (nn.LogSoftmax(1), F.nll_loss, False),
+        (nn.Identity(), lambda z, y: F.nll_loss(z - z.logsumexp(1, True), y), False),
         (nn.LogSoftmax(1), F.cross_entropy, False),  # twice is the same as once
         (nn.Softmax(1), lambda z, y: F.nll_loss((z + 1e-9).log(), y), False),
         (nn.Sigmoid(), lambda z, y: F.cross_entropy(z @ torch.ones(3, 3), y), False),  # gates of a head in the loss
@@ -276,7 +280,9 @@ BINARY = F.binary_cross_entropy_with_logits
 )
 def test_a_loss_that_takes_logits_gets_what_was_squashed(last: nn.Module, loss_of: Callable[..., Tensor], is_so: bool) -> None:
     monitor, _ = train(last=last, loss_of=loss_of, steps=30)
-    assert ("softmax-before-loss" in rules(monitor)) == is_so
+    found = rules(monitor)
+    assert ("softmax-before-loss" in found) == is_so
+    assert "log-softmax-missing" not in found
 
 
 def test_gates_within_the_model_are_its_own() -> None:

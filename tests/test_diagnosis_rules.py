@@ -280,6 +280,25 @@ def test_gradients_that_are_all_zero_are_underflow_only_where_outputs_are_float1
     assert _rules(check_precision(run)) == [("warning", "low-precision-underflow")] * found
 
 
+@pytest.mark.parametrize(
+    ("largest", "update", "gradient", "found"),
+    [
+        (0.5, 0.9, 0.0, True),
+        (0.5, 0.5, 0.0, False),  # half of the elements move
+        (0.5, 0.9, 0.8, False),  # rows of an embedding that no batch has
+        (0.1234567, 0.9, 0.0, False),  # float32
+    ],
+)
+def test_updates_that_half_precision_rounds_to_nothing(largest: float, update: float, gradient: float, found: bool) -> None:
+    weights = {"rms": 0.1, "min": -largest, "max": largest}
+    run = history(
+        parameter={"a.weight": weights, "b.weight": weights},
+        update={name: {"rms": 1e-5, "zeros": update} for name in ("a.weight", "b.weight")},
+        gradient_before_clip={name: {"rms": 0.1, "zeros": gradient} for name in ("a.weight", "b.weight")},
+    )
+    assert _rules(check_precision(run)) == [("warning", "low-precision-underflow")] * found
+
+
 # --- units -------------------------------------------------------------------------------------------------------------------
 
 
@@ -640,6 +659,21 @@ def test_a_rate_that_is_still_on_its_way_up_leaves_open_what_comes() -> None:
     ]
 
 
+@pytest.mark.parametrize(("chance", "severity"), [(0.0, "warning"), (5.0, "info"), (0.4, "warning")])
+def test_a_loss_that_rises_a_little_far_below_chance_has_hardly_forgotten_anything(chance: float, severity: str) -> None:
+    run = history(loss=lambda step: 0.1 + 0.0006 * step + 0.001 * math.sin(step))
+    run.chance["loss"] = chance
+    assert _rules(check_loss(run)) == [(severity, "loss-divergence")]
+
+
+@pytest.mark.parametrize(("fallen", "chance", "severity"), [(0.3, 0.0, "info"), (0.2, 0.0, "warning"), (0.3, 2.0, "warning")])
+def test_an_unusual_loss_may_have_a_floor(fallen: float, chance: float, severity: str) -> None:
+    """That of a kind which is recognised has the loss of a constant answer to compare with."""
+    run = history(loss=lambda step: 1.8 * (1 - fallen * min(step / 6, 1)) + 0.01 * math.sin(step))
+    run.chance["loss"] = chance
+    assert _rules(check_loss(run)) == [(severity, "loss-plateau")]
+
+
 # --- what a loss at chance, a head without gradients and a loss that begins far above make worse ----------------------------------
 
 
@@ -714,6 +748,35 @@ def test_large_weights_are_a_fault_if_the_loss_begins_far_above_its_end_and_chan
     run = history(loss=lambda step: first * 0.5**step + 0.5 + 0.5 * 0.97**step, gradient_before_clip=layers, parameter=layers)
     run.chance["loss"] = chance
     assert _rules(check_depth(run)) == [(severity, "initialisation-scale")]
+
+
+@pytest.mark.parametrize(("is_square", "first", "severity"), [(0.0, 8.0, "warning"), (0.0, 3.0, "info"), (1.0, 8.0, "info")])
+def test_a_loss_of_logarithms_begins_near_chance(is_square: float, first: float, severity: str) -> None:
+    """The mean of the targets is far from that of the first outputs perhaps, which the square of their difference shows."""
+    layers = dict.fromkeys(LAYERS, 1.0)
+    run = history(loss=lambda step: 1 + (first - 1) * 0.5**step, gradient_before_clip=layers, parameter=layers)
+    run.chance.update({"loss": 2.0, "is square": is_square})
+    assert _rules(check_depth(run)) == [(severity, "initialisation-scale")]
+
+
+@pytest.mark.parametrize("worst", [1.0, 8.0])
+def test_a_part_whose_first_updates_throw_the_loss_up(worst: float) -> None:
+    layers = dict.fromkeys(LAYERS, 1.0)
+    run = history(
+        loss=lambda step: 1.5 * 0.97**step * (worst if step == 3 else 1.0),
+        parameter=layers,
+        update={**dict.fromkeys(LAYERS, 0.001), "7.weight": lambda step: 5.0 if step < 3 else 0.01},
+    )
+    found = check_learning_rate(run)
+    assert [(f.severity, f.rule, f.where) for f in found] == [("warning", "update-ratio-high", "7.weight")] * (worst > 3)
+
+
+@pytest.mark.parametrize(("share", "found"), [(1, True), (10, False)])
+def test_a_gradient_that_is_gone_from_the_second_step_on(share: int, found: bool) -> None:
+    run = history(
+        loss=flat, gradient_before_clip={"a.weight": lambda step: float(step == 0 or (share > 1 and step % share == 0))}
+    )
+    assert ("gradient-dropped-to-zero" in [f.rule for f in check_unused_parameters(run)]) == found
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -162,6 +163,39 @@ def test_frozen_or_registered_layers_in_a_list_are_sound(kind: str) -> None:
     model = _Hiding(kind)
     monitor = train(model, sgd(model))
     assert "unregistered-parameters" not in rules(monitor)
+    monitor.detach()
+
+
+class _Copied(nn.Module):
+    """A parameter that was moved or copied before it became an attribute, or the last output."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.kind = nn.Linear(4, 4), kind
+        if kind != "output":
+            moved = nn.Parameter(torch.ones(4)).double().float() if kind == "tensor" else nn.Parameter(torch.ones(4)) * 1.0
+            self.scale = [moved] if kind == "list" else moved
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.kind == "output":
+            self.scale = x
+        return x * (self.scale[0] if isinstance(self.scale, list) else self.scale)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "product", "output"])
+def test_a_copy_of_a_parameter_is_no_parameter(kind: str) -> None:
+    model = _Copied(kind)
+    if kind == "output":
+        model(torch.ones(2, 4))
+    optimizer = sgd(model)
+    monitor = gradmon.watch(model, optimizer, on_spike=None)
+    with pytest.warns(GradmonWarning, match="no part of the model") if kind != "output" else contextlib.nullcontext():
+        for _ in range(40):
+            optimizer.zero_grad()
+            model(torch.randn(3, 4)).square().mean().backward(retain_graph=True)
+            optimizer.step()
+    assert ("unregistered-parameters" in rules(monitor)) == (kind != "output")
     monitor.detach()
 
 

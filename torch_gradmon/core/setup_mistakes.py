@@ -61,6 +61,13 @@ SETUP_MISTAKES: dict[str, Mistake] = {
         repeats=2,
         weight=125.0,
     ),
+    "log-softmax-missing": Mistake(
+        "error",
+        "nll_loss takes logarithms of probabilities, and gets other numbers: the loss is below 0, and falls without bound",
+        "Use cross_entropy, or return log_softmax of the last linear layer",
+        repeats=2,
+        weight=125.0,
+    ),
     "relu-before-loss": Mistake(
         "warning",
         "The output has gone through a ReLU, but the loss takes logits, and cannot rule a class out, or has targets below 0: many outputs "

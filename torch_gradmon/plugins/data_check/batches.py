@@ -19,8 +19,8 @@ FEWEST, BACK = 16, 8
 #: Share of batches that came before, if workers draw the same random numbers.
 _COPIES = 0.3
 #: An input whose root mean square is larger, or whose mean is this many standard deviations, is not normalised.
-#: Small numbers are left alone, whatever their mean: a bias takes it up.
-_LARGE, _OFF, _SMALL = 10.0, 5.0, 1.0
+#: Small numbers are left alone, whatever their mean, since a bias takes it up; unless hardly anything else is in them.
+_LARGE, _OFF, _SMALL, _FAR_OFF = 10.0, 5.0, 1.0, 50.0
 
 
 def batch_tensors(args: Sequence[object], kwargs: dict[str, object]) -> list[Tensor]:
@@ -104,7 +104,8 @@ class Batches:
         elif not self._tallies.is_empty:
             self._tallies.missed("constant-input")
         deviation = math.sqrt(max(rms**2 - mean**2, 0.0))
-        if rms > _LARGE or (rms > _SMALL and abs(mean) > _OFF * deviation > 0):
+        off = abs(mean) / deviation if deviation else 0.0
+        if rms > _LARGE or off > (_OFF if rms > _SMALL else _FAR_OFF):
             self._tallies.seen("inputs-not-normalised", evidence={"mean": mean, "standard deviation": deviation})
         elif not self._tallies.is_empty:
             self._tallies.missed("inputs-not-normalised")

@@ -25,6 +25,9 @@ _ELEMENTS, _LEAST = 1 << 16, 32
 #: Operations whose outputs lie between 0 and 1, and those that take logits.
 _SQUASHES = frozenset(("Sigmoid", "Softmax", "Hardsigmoid"))
 _TAKE_LOGITS = frozenset(("LogSoftmax", "LogSigmoid", "BinaryCrossEntropyWithLogits"))
+#: Operations that take logarithms of probabilities, and those that give them.
+_TAKE_LOGARITHMS = frozenset(("NllLoss", "NllLoss2D", "NllLossNd"))
+_GIVE_LOGARITHMS = frozenset(("Log", "Log1P", "LogSigmoid", "LogSoftmax", "Logaddexp", "Sub"))
 #: Operations whose outputs are never negative, and often 0.
 _RECTIFIES = frozenset(("Relu", "Threshold", "Hardtanh", "ClampMin", "Clamp"))
 #: The note at an output, and how far from 1 probabilities may sum up to.
@@ -98,6 +101,14 @@ def takes_squashed(losses: Sequence[Tensor]) -> bool:
     """Whether these losses take logits and get what comes out of a sigmoid or softmax, in the model or behind it."""
     return any(
         operation_of(node) in _TAKE_LOGITS and is_made_by(node.next_functions[0][0], _SQUASHES)
+        for node in nodes_of(losses, OUTPUT)
+    )
+
+
+def takes_no_logarithms(losses: Sequence[Tensor]) -> bool:
+    """Whether these losses take logarithms of probabilities, and get something that no logarithm has made."""
+    return any(
+        operation_of(node) in _TAKE_LOGARITHMS and not is_made_by(node.next_functions[0][0], _GIVE_LOGARITHMS)
         for node in nodes_of(losses, OUTPUT)
     )
 

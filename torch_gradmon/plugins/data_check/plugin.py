@@ -23,7 +23,7 @@ from ..setup_check.expectations import Expectations
 from ..tallies import Tallies
 from .acting import Acting
 from .batches import Batches, batch_tensors, look_of, sampled
-from .head import facts_of, is_rectified, output_of, recognised, sample_of, takes_squashed
+from .head import facts_of, is_rectified, output_of, recognised, sample_of, takes_no_logarithms, takes_squashed
 from .targets import Targets
 
 #: Monitored steps that are looked at, among this number of steps of any kind; and those of them whose output is, too.
@@ -42,13 +42,14 @@ class _Look:
         forwards: of the step.
         is_squashed: its loss takes logits, and gets what comes out of a sigmoid or softmax.
         is_rectified: its output comes out of a ReLU.
+        lacks_logarithm: its loss takes logarithms of probabilities, and gets other numbers.
         found: numbers on their device.
     """
 
     def __init__(self, step: int, has_head: bool) -> None:
         self.step, self.has_head = step, has_head
         self.forwards = 1
-        self.is_squashed = self.is_rectified = False
+        self.is_squashed = self.is_rectified = self.lacks_logarithm = False
         self.found: dict[str, Tensor] = {}
 
     def called_again(self) -> None:
@@ -69,7 +70,9 @@ class _Look:
 
     def take_head(self, sample: Tensor, gradient: Tensor) -> None:
         """Look at the first gradient that comes back to the output, and at its loss."""
-        self.is_squashed |= takes_squashed(losses_going_backward())
+        losses = losses_going_backward()
+        self.is_squashed |= takes_squashed(losses)
+        self.lacks_logarithm |= takes_no_logarithms(losses)
         if "head" not in self.found and type(gradient) is Tensor and (facts := facts_of(sample, gradient)) is not None:
             self.found["head"] = facts
 
@@ -218,8 +221,10 @@ class DataCheck(Plugin):
         if look is not None:
             self._batches.looked(*look.tolist())
         if facts is not None:
-            known, head = self.chance, recognised(facts.tolist(), loss_in(record.values))
+            loss = loss_in(record.values)
+            known, head = self.chance, recognised(facts.tolist(), loss)
             self._targets.squashed(head, seen.is_squashed)
+            self._targets.unbounded(seen.lacks_logarithm and loss is not None and loss < 0)
             if head is not None:
                 self._targets.add(head, seen.forwards, self.context.scaler is not None, seen.is_rectified)
             if self.chance != known:

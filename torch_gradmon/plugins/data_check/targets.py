@@ -17,6 +17,8 @@ _MOSTLY = 0.8
 _ZEROS, _BELOW = 0.02, 0.1
 #: A loss that is not divided by its micro-batches counts this share of them at least.
 _NEARLY = 0.9
+#: A loss that counts less than this share of its mean is divided by too much.
+_HARDLY = 1 / 30.0
 #: A temperature outside divides or multiplies logits far more than any that is learnt: CLIP stops at 100.
 _COLD, _HOT = 1 / 150.0, 10.0
 #: Labels counted for each class before their entropy is known.
@@ -44,6 +46,10 @@ class Targets:
         """Whether a loss that takes logits gets probabilities: by its graph, or by the values of the output."""
         is_distribution = head is not None and head.is_log and head.is_distribution and head.rows >= _FEW
         self._count("softmax-before-loss", is_squashed or is_distribution)
+
+    def unbounded(self, is_so: bool) -> None:
+        """Whether a loss that takes logarithms of probabilities gets other numbers, and is below 0."""
+        self._count("log-softmax-missing", is_so)
 
     def add(self, head: Head, forwards: int, is_scaled: bool, is_rectified: bool) -> None:
         """One more head.
@@ -98,11 +104,12 @@ class Targets:
     def _judge_scale(self, head: Head, forwards: int) -> None:
         is_cold_or_hot = not _COLD < head.temperature < _HOT
         is_sum = head.rows >= _FEW and abs(head.scale / head.rows - 1) < 0.02
+        is_tiny = 0 < head.scale * forwards < _HARDLY
         is_undivided = forwards > 1 and abs(head.scale - 1) < 1 - _NEARLY
         evidence = {}
         if is_cold_or_hot:
             evidence = {"temperature between output and loss": head.temperature}
-        elif is_sum:
+        elif is_sum or is_tiny:
             evidence = {"times the gradient of the mean": head.scale}
         elif is_undivided:
             evidence = {"micro-batches that each count as a whole": float(forwards)}

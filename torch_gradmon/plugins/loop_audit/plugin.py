@@ -178,7 +178,7 @@ class LoopAudit(Plugin):
                 if not self._tallies.is_empty:
                     self._tallies.retract("unattached-optimizer", other.key)
         if not self._rest.is_on:
-            probed.step_ended(has_stepped)
+            probed.step_ended(has_stepped, len(hooks.optimizers) == 1)
 
     # --- scaler ----------------------------------------------------------------------------------------------------------------
 

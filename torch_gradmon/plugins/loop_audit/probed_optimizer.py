@@ -108,13 +108,13 @@ class ProbedOptimizer:
         if self.probe is not None and (parameter := self.probe.place()) is not None:
             self.scaler.unscaling(parameter, self.probe, optimizer)
 
-    def step_ended(self, has_stepped: bool) -> None:
-        """Begin an interval after the step, or with ``has_stepped`` False after the scaler prevented it."""
+    def step_ended(self, has_stepped: bool, is_alone: bool) -> None:
+        """Begin an interval after the step, or with ``has_stepped`` False after the scaler prevented it; ``is_alone``: as above."""
         if has_stepped:
             self.stepped_in = torch._C._current_graph_task_id()
         probe = self.probe
         if self.scaler.is_active:
-            self.scaler.step_ended(probe)
+            self.scaler.step_ended(probe, is_alone)
         if probe is not None:
             probe.stepped(None if self.is_unknown else probe.place())
             self.checks.step_ended(probe.gradient)

@@ -60,10 +60,14 @@ class ScalerChecks:
         self.is_active = self.is_unscaled = True
         self._is_scaled_since = False
 
-    def step_ended(self, probe: Probe | None) -> None:
-        """Judge the attempt after the optimizer's step, or after the scaler prevented it."""
+    def step_ended(self, probe: Probe | None, is_alone: bool) -> None:
+        """Judge the attempt after the optimizer's step, or after the scaler prevented it.
+
+        ``is_alone``: no other optimizer is attached, for which a loss may be scaled in between.
+        """
         if probe is not None and self.is_unscaled:
-            self._tallies.check("backward-after-unscale", self._key, self._is_mixed, probe.name)
+            is_mixed = self._is_mixed or (is_alone and self._is_scaled_since)
+            self._tallies.check("backward-after-unscale", self._key, is_mixed, probe.name)
         self.end_attempt()
 
     def end_attempt(self) -> None:

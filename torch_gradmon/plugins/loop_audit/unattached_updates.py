@@ -18,6 +18,8 @@ _PASSES = 5
 _COMPARED = 4096
 #: The number of gradients cleared without a step that rules out a mere inspection before training.
 _CLEARED = 30
+#: The number of backward passes after which a few cleared sums are proof, too.
+_MANY, _TWICE = 100, 2
 #: The number of backward passes into one sum of gradients that would be an implausibly large batch.
 _SUMMED = 1000
 
@@ -136,8 +138,8 @@ class UnusedGradients:
         ``clears``: in-place writes to gradients set them to zero. Synchronises after the 30th, 100th, 300th pass and so on.
         """
         fired, cleared = probe.interval.fired, probe.interval.cleared(clears)
-        enough = cleared >= _CLEARED or fired >= _SUMMED
-        if self._is_other or (not enough and cleared < _CLEARED // 3 and fired < _SUMMED // 2):
+        enough = cleared >= _CLEARED or fired >= _SUMMED or (cleared >= _TWICE and fired >= _MANY)
+        if self._is_other or (not enough and cleared < _CLEARED // 3 and fired < _MANY // 2):
             return False
         if self._value is None:
             self._value = parameter.detach().clone()

@@ -27,17 +27,26 @@ class HiddenParameters:
             id(each) for each in module.modules()
         }
         self._found: dict[str, weakref.ref[Tensor]] = {}
+        self._results: dict[str, weakref.ref[Tensor]] = {}  # of operations, before the training begins
         for name, each in module.named_modules():
             for attribute, value in list(vars(each).items()):
                 if not attribute.startswith(("_parameters", "_buffers", "_modules")):
                     path = f"{name}.{attribute}" if name else attribute
                     for place, tensor in _tensors_in(path, value, registered, _DEPTH):
-                        self._found.setdefault(place, weakref.ref(tensor))
+                        (self._found if tensor.is_leaf else self._results).setdefault(place, weakref.ref(tensor))
 
     def with_gradients(self, owned: Collection[int]) -> list[str]:
         """Places of those that have a gradient now; ``owned``: ids of the tensors that optimizers have, which do not count."""
         tensors = ((place, reference()) for place, reference in self._found.items())
         return [place for place, tensor in tensors if tensor is not None and id(tensor) not in owned and tensor.grad is not None]
+
+    def results(self, module: nn.Module) -> list[str]:
+        """Places of tensors that were computed with a graph before the training began, and are still there, as ``nn.Parameter(...).to()``
+        is: no optimizer can have them. ``module``: the model.
+        """
+        kept = ((place, reference()) for place, reference in self._results.items())
+        now = {id(value) for each in module.modules() for value in vars(each).values()}
+        return [place for place, tensor in kept if tensor is not None and id(tensor) in now]
 
 
 def _tensors_in(path: str, value: Any, registered: Collection[int], depth: int) -> Iterator[tuple[str, Tensor]]:
@@ -48,7 +57,7 @@ def _tensors_in(path: str, value: Any, registered: Collection[int], depth: int) 
             if id(parameter) not in registered and parameter.requires_grad:
                 yield f"{path}.{name}", parameter
     elif isinstance(value, Tensor):
-        if torch.is_floating_point(value) and value.is_leaf and value.requires_grad:
+        if torch.is_floating_point(value) and value.requires_grad:
             yield path, value
     elif depth and isinstance(value, Mapping):
         for key, each in list(value.items())[:_MOST]:

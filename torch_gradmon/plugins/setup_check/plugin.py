@@ -110,8 +110,10 @@ class SetupCheck(Plugin):
         return {id(tensor) for optimizer in self.context.optimizers for tensor in self._planner.source.tensors_of(optimizer)}
 
     def _check_hidden(self) -> None:
-        places = [] if self._hidden is None else self._hidden.with_gradients(self._owned())
-        if places:
+        module = None if self._module is None else self._module()
+        if self._hidden is None or module is None:
+            return
+        if places := [*self._hidden.with_gradients(self._owned()), *self._hidden.results(module)]:
             self.tallies.seen("unregistered-parameters", where=tuple(places), evidence={"tensors": float(len(places))})
 
     def on_detach(self) -> None:

@@ -59,6 +59,7 @@ def _initialisation(history: History) -> list[Finding]:
     loss = history.loss.finite
     is_drowned = odd is high and len(loss) >= _FEWEST and loss.values[0] > _DROWNED * history.learning.last > 0
     is_drowned &= not loss.values[0] < _PLAIN * history.chance.get("loss", 0.0)  # a model may scale its weights in its forward
+    is_drowned |= odd is high and _begins_high(history)
     fate = "large: signals grow from layer to layer." if odd is high else "small: signals fade from layer to layer."
     return history.finding(
         "initialisation-scale",
@@ -67,7 +68,7 @@ def _initialisation(history: History) -> list[Finding]:
         f"Most matrices begin with weights that are too {fate}{also_in(worst)}",
         "Draw them with a standard deviation of gain / sqrt(fan in), as kaiming_normal_ and xavier_normal_ do, "
         "with a gain of 1 to 1.41.",
-        84.0,
+        85.5,
         severity="warning" if is_drowned else None,
         steps=(history.steps[0], history.steps[0]),
     )
@@ -98,9 +99,16 @@ def _loud(history: History) -> list[Finding]:
         {"root mean square of the first outputs": largest, "first loss": loss.values[0], "loss now": history.learning.last},
         "The first outputs of the model are far too large, and the loss has to fall from there first.",
         "Draw the last layer, or the embedding that it is tied to, with a standard deviation of 0.02 or 1 / sqrt(its width).",
-        84.0,
+        85.5,
+        severity="warning" if _begins_high(history) else None,
         steps=(history.steps[0], history.steps[0]),
     )
+
+
+def _begins_high(history: History) -> bool:
+    """Whether a loss of logarithms begins far above that of a constant answer: the model is sure of what it cannot know."""
+    loss, is_entropy = history.loss.finite, history.chance and not history.chance.get("is square")
+    return bool(is_entropy) and len(loss) > 0 and not history.is_resumed and loss.values[0] > _PLAIN * history.chance["loss"] > 0
 
 
 def _exploding(history: History) -> list[Finding]:

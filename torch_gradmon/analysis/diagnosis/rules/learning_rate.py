@@ -91,16 +91,22 @@ def _harm(history: History) -> tuple[float, bool]:
 def _high_parts(history: History, ratios: Matrix) -> list[Finding]:
     usual = ratios.part(0.25, 1).medians()
     high = sorted((name for name, value in usual.items() if value > _PART_HIGH), key=lambda name: -usual[name])
+    is_early = not high and _harm(history)[0] > _FAR  # the loss left upwards at the beginning
+    if is_early:
+        usual = ratios.part(0, 0.1).largest()
+        high = sorted((name for name, value in usual.items() if value > _HIGH), key=lambda name: -usual[name])
     if not high:
         return []
     return history.finding(
         "update-ratio-high",
         high[0],
         {"update / weight": usual[high[0]], "typical of all": lower_median(usual.values())},
-        f"Each step changes these weights by {_part(usual[high[0]])}, so they forget within a few steps.{also_in(high)}",
+        f"The first steps change these weights by {_part(usual[high[0]])}, and the loss rises.{also_in(high)}"
+        if is_early
+        else f"Each step changes these weights by {_part(usual[high[0]])}, so they forget within a few steps.{also_in(high)}",
         f"Lower the learning rate of {_group(history)}.",
         70.0,
-        severity="info" if history.rests_at_chance else None,
+        severity="warning" if is_early else "info" if history.rests_at_chance else None,
         steps=(ratios.steps[0], ratios.steps[-1]),
     )
 

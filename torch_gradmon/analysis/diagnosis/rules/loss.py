@@ -23,8 +23,11 @@ _NOISE = 0.5
 _UP = 1.5
 #: A loss that may well fall is no plateau, unless it fell by less than this share of it, in this many losses: far too little.
 _LITTLE, _MANY = 0.05, 200
-#: A loss whose last fifth lies below this part of its first one has fallen.
-_RESTS = 2 / 3
+#: A loss whose last fifth lies below this part of its first one has fallen; one of a kind that is not recognised, which may have a floor,
+#: from this part of its beginning on.
+_RESTS, _FELL = 2 / 3, 0.75
+#: A loss that rises, and ends below this share of chance, has hardly forgotten anything.
+_HARDLY = 0.2
 #: The fewest losses in a fifth that can rank three standard deviations apart.
 _TELLING = 7
 #: A loss that still falls after this share of the run, and rests later, may have learnt all there is.
@@ -73,6 +76,7 @@ def _divergence(history: History, loss: Series) -> list[Finding]:
         return []
     best = best or fifth
     is_far = tail.median > _FAR_ABOVE * first or tail.median > _LOST * best.median > 0
+    is_lost = is_far or (_is_steady(loss) and not tail.median < _HARDLY * history.chance.get("loss", 0.0))
     return history.finding(
         "loss-divergence",
         "",
@@ -81,7 +85,7 @@ def _divergence(history: History, loss: Series) -> list[Finding]:
         f"Lower the learning rate{', or end the schedule that raises it' if Precautions.of(history).raises else ''}; look at the sign "
         "of the loss and of each penalty, and for maximize=True.",
         75.5,
-        severity="warning" if not history.need_not_fall and (_is_steady(loss) or is_far) else "info",
+        severity="warning" if not history.need_not_fall and is_lost else "info",
         steps=(best.steps[-1], tail.steps[-1]),
     )
 
@@ -118,6 +122,9 @@ def _plateau(history: History, loss: Series) -> list[Finding]:
     at_rest = history.is_resumed and history.learning.state == "flat"
     fell, has_rested = history.learning.state == "falls", tail.median < _RESTS * head.median
     later = loss.part(_BEGINNING, 1)
+    is_open |= (
+        fell and not history.chance.get("loss") and tail.median < _FELL * max(loss.values[0], head.median)
+    )  # of an unusual loss
     is_open |= fell and rank_shift(later.part(0, 0.2).values, later.part(0.8, 1).values) < -PERHAPS
     return history.finding(
         "loss-plateau",

@@ -18,6 +18,8 @@ from ..precautions import Precautions
 _SMALLEST, _SMALLEST_NORMAL = 2.0**-24, 2.0**-14
 #: Share of the matrices whose gradients were float16 and that small, and share of zeros in the worst of them.
 _TENSORS, _ZEROS = 0.25, 0.3
+#: Share of the elements whose update is lost, and of those whose gradient is zero at most.
+_LOST, _REACHED = 0.7, 0.3
 #: Share of the modules whose outputs are all float16 numbers.
 _HALF = 0.5
 
@@ -37,6 +39,8 @@ def check_precision(history: History) -> list[Finding]:
         name = max(matrices, key=lambda each: zeros.get(each, 1.0))
         if zeros.get(name, 1.0) >= _ZEROS:
             return [_finding(history, name, tiny[name], zeros.get(name, math.nan), len(matrices))]
+    elif lost := _lost_updates(history):
+        return [_lost_finding(history, lost)]
     elif all(not (table.rows[:, [Column.MIN, Column.MAX]] != 0).any() for table in tables) and _computes_in_float16(history):
         return [_finding(history, "", 0.0, 1.0, len(known))]
     return []
@@ -53,6 +57,41 @@ def _finding(history: History, where: str, largest: float, zeros: float, matrice
         "Scale the loss with torch.amp.GradScaler, or use bfloat16."
         if (scale := Precautions.of(history).scale) is None
         else f"Raise the GradScaler's scale, {scale:g} at the end, by init_scale or growth_interval, or use bfloat16.",
+        82.0,
+    )
+
+
+def _lost_updates(history: History) -> dict[str, float]:
+    """The usual share of zeros in the update of matrices that are kept in half precision, and whose gradients have few; empty if these are
+    a small part of all.
+    """
+    updates, gradients = history.matrix(n.UPDATE, "sparsity"), history.gradients("sparsity")
+    tables = [record.tables[n.PARAMETER] for record in history.records if n.PARAMETER in record.tables]
+    tables = [table for table in tables if {Column.MIN, Column.MAX} <= table.columns]
+    if updates is None or gradients is None or not tables:
+        return {}
+    halves = dict.fromkeys(tables[0].names, True)
+    for table in tables:
+        extremes = table.rows[:, [Column.MIN, Column.MAX]]
+        either = [any(holds) for holds in zip(_holds(extremes, torch.bfloat16), _holds(extremes, torch.float16), strict=True)]
+        halves.update((name, halves.get(name, False) and is_half) for name, is_half in zip(table.names, either, strict=True))
+    lost, reached = updates.part(0.25, 1).medians(), gradients.medians()
+    known = [name for name in history.matrices if halves.get(name) and reached.get(name, 1.0) < _REACHED]
+    found = {name: lost[name] for name in known if lost.get(name, 0.0) > _LOST}
+    return found if len(found) >= max(_TENSORS * len(history.matrices), 1) else {}
+
+
+def _lost_finding(history: History, lost: dict[str, float]) -> Finding:
+    worst = max(lost, key=lambda name: lost[name])
+    return Finding(
+        "low-precision-underflow",
+        "warning",
+        worst,
+        (history.steps[0], history.steps[-1]),
+        {"share of elements that do not move": lost[worst], "matrices like this": float(len(lost))},
+        "Parameters are kept in half precision, and most of their elements do not move in a step: updates below half a unit of the last "
+        "digit are rounded to nothing.",
+        "Keep parameters in float32 and compute under torch.autocast, or use an optimizer with float32 copies or stochastic rounding.",
         82.0,
     )
 

@@ -20,6 +20,8 @@ _FEWEST = 20
 _SHARE = 0.1
 #: A gradient below this part of its median norm is none; for most of the last quarter of the run it has vanished.
 _GONE, _MOSTLY = 1e-6, 0.5
+#: A gradient that is exactly 0 in this share of all steps is gone, however early.
+_NEARLY_ALL = 0.95
 #: A loss that has fallen to this part of the first one has nothing left to learn from.
 _SOLVED = 1e-3
 #: Steps without gradients are chance, as for an expert that few batches reach, unless they are less likely than this.
@@ -126,7 +128,8 @@ def _gone_since(norms: torch.Tensor, must_stay: bool = False) -> int | None:
     quarter = max(len(norms) // 4, 1)
     share = gone[-quarter:].double().mean().item()
     before = gone[: len(norms) // 5].double().mean().item()
-    if share < (1.0 if must_stay else _MOSTLY) or before > 0.1:
+    is_early = not must_stay and (norms == 0).double().mean().item() >= _NEARLY_ALL
+    if share < (1.0 if must_stay else _MOSTLY) or (before > 0.1 and not is_early):
         return None
     usual = max(gone[:-quarter].double().mean().item(), 0.01)
     if must_stay and usual**quarter > _CHANCE:
