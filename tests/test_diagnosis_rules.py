@@ -580,7 +580,11 @@ def test_without_spikes_or_without_gradients_of_them_nothing_is_claimed() -> Non
         (falls, []),
         (rises, [("warning", "loss-divergence")]),
         (lambda step: falls(step) if step < 50 else 0.5 + (step - 50) / 10, [("warning", "loss-divergence")]),
-        (lambda step: falls(step) if step < 50 else 0.5 + (step - 50) / 50, []),  # it ends below where it began
+        (
+            lambda step: falls(step) if step < 50 else 0.5 + (step - 50) / 50,
+            [("warning", "loss-divergence")],
+        ),  # below its beginning
+        (lambda step: falls(step) if step < 50 else falls(50) + (step - 50) / 250, []),  # it loses an eighth of its fall
         (lambda step: 10 * _noise(step), [("info", "loss-plateau")]),
         (
             lambda step: 1.4 + _noise(step) if step > 10 else 1.0 + _noise(step),

@@ -32,7 +32,8 @@ class Targets:
         tallies: receive mistakes.
 
     Attributes:
-        chance: the loss of the best constant answer by ``"loss"``, and from how many ``"examples"`` it is known; empty without.
+        chance: the loss of the best constant answer by ``"loss"``, and from how many ``"examples"`` it is known; of a mean square also
+            that of the answer 0, by ``"of zero"``; empty without.
     """
 
     def __init__(self, tallies: Tallies) -> None:
@@ -96,7 +97,7 @@ class Targets:
             rows = sum(each.rows for each in known)
             mean = sum(each.mean * each.rows for each in known) / rows
             square = sum(each.square * each.rows for each in known) / rows
-            self.chance = {"loss": max(square - mean**2, 0.0), "examples": rows, "is square": 1.0}
+            self.chance = {"loss": max(square - mean**2, 0.0), "examples": rows, "is square": 1.0, "of zero": square}
         elif total >= _PER_CLASS * len(self._labels) and head.labels and abs(head.scale - 1) < 0.1:
             shares = [count / total for count in self._labels if count]
             self.chance = {"loss": -sum(share * math.log(share) for share in shares), "examples": total}

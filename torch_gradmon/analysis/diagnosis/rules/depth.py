@@ -31,6 +31,8 @@ _OUTPUTS, _SIZE = 100.0, 50.0
 #: A loss that begins this many times above where it ends was drowned by large weights, unless it begins below this many times the loss of
 #: the best constant answer.
 _DROWNED, _PLAIN = 30.0, 3.0
+#: For mean squares as many times the loss of the answer 0, whatever the mean of the targets is.
+_PLAIN_SQUARE = 100.0
 #: Outputs of the whole model with this root mean square are loud if the loss then fell by this factor; logits begin at about 1.
 _LOUD, _CAME_DOWN = 8.0, 5.0
 #: Standard deviation times sqrt(fan in): 1 in Glorot and Bengio (2010), 1.41 in He et al. (2015), 0.55 and more in GPT-2.
@@ -88,7 +90,10 @@ def _loud(history: History) -> list[Finding]:
     """Initial outputs that are so large that the loss first has to fall because of them."""
     outputs, loss = history.matrix(n.ACTIVATION, "rms"), history.loss.finite
     names = [] if outputs is None else [name for name in outputs.names if name.startswith(n.ROOT)]
-    if outputs is None or not names or len(loss) < _FEWEST or not loss.values[0] > _CAME_DOWN * history.learning.last > 0:
+    if outputs is None or not names:
+        return []
+    came_down = len(loss) >= _FEWEST and loss.values[0] > _CAME_DOWN * history.learning.last > 0
+    if not (came_down or _begins_high(history)):  # such a run may end in NaN at once
         return []
     largest = max(outputs.of(outputs.steps[:1], names).values[0].nan_to_num(0.0).tolist())
     if not largest > _LOUD:
@@ -106,9 +111,10 @@ def _loud(history: History) -> list[Finding]:
 
 
 def _begins_high(history: History) -> bool:
-    """Whether a loss of logarithms begins far above that of a constant answer: the model is sure of what it cannot know."""
-    loss, is_entropy = history.loss.finite, history.chance and not history.chance.get("is square")
-    return bool(is_entropy) and len(loss) > 0 and not history.is_resumed and loss.values[0] > _PLAIN * history.chance["loss"] > 0
+    """Whether the first loss is far above that of an untrained answer: logarithms show that the model is sure where it knows nothing."""
+    loss, chance = history.loss.finite, history.chance.get("loss", 0.0)
+    plain = _PLAIN_SQUARE * history.chance.get("of zero", 0.0) if history.chance.get("is square") else _PLAIN * chance
+    return len(loss) > 0 and not history.is_resumed and loss.values[0] > plain > 0
 
 
 def _exploding(history: History) -> list[Finding]:

@@ -15,6 +15,8 @@ _ABOVE, _RANKS, _SPREADS = 1.25, 3.0, 6.0
 _FAR_ABOVE = 2.0
 #: and so does one that ends this many times above its best.
 _LOST = 8.0
+#: A loss that loses this share of its fall again diverges, too.
+_AGAIN = 0.25
 #: A learning rate below this share of its largest value moves nothing; it is too early if that holds for this share of the run.
 _SPENT, _TOO_EARLY = 1e-3, 0.3
 #: The plateau of a loss with more noise relative to its level means nothing, as with a policy gradient.
@@ -71,23 +73,30 @@ def _divergence(history: History, loss: Series) -> list[Finding]:
     fifth, tenth = (min((loss.part(at / of, (at + 1) / of) for at in range(of - of // 5)), key=_level) for of in (5, 10))
     # for example, a wrong sign makes the loss rise at once and then rest
     rose = tail.median - first > max((_ABOVE - 1) * first, _SPREADS * spread(tail)) and first > 0
-    best = next((part for part in (fifth, tenth) if _is_above(tail, part) and tail.median > first), None)
+    best = next((part for part in (fifth, tenth) if _is_above(tail, part) and tail.median > _forgotten(first, part)), None)
     if best is None and not rose:
         return []
-    best = best or fifth
+    best, is_back = best or fifth, tail.median <= first
     is_far = tail.median > _FAR_ABOVE * first or tail.median > _LOST * best.median > 0
-    is_lost = is_far or (_is_steady(loss) and not tail.median < _HARDLY * history.chance.get("loss", 0.0))
+    is_lost = is_far or is_back or (_is_steady(loss) and not tail.median < _HARDLY * history.chance.get("loss", 0.0))
     return history.finding(
         "loss-divergence",
         "",
         {"loss at the beginning": first, "at its best": best.median, "at the end": tail.median},
-        "The loss rises, and ends above where it began.",
+        "The loss rises again, and loses a good part of its fall."
+        if is_back
+        else "The loss rises, and ends above where it began.",
         f"Lower the learning rate{', or end the schedule that raises it' if Precautions.of(history).raises else ''}; look at the sign "
         "of the loss and of each penalty, and for maximize=True.",
         75.5,
         severity="warning" if not history.need_not_fall and is_lost else "info",
         steps=(best.steps[-1], tail.steps[-1]),
     )
+
+
+def _forgotten(first: float, best: Series) -> float:
+    """What a loss ends above if it has lost a good part of its fall."""
+    return best.median + _AGAIN * max(first - best.median, 0.0)
 
 
 def _level(part: Series) -> float:
