@@ -85,17 +85,25 @@ class Outcome:
     failed: tuple[str, ...] = ()
 
     def named(self, with_information: bool = False) -> bool:
-        """Whether the fault is among the first findings."""
-        return any(
+        """Whether the fault is among the first findings, or ``watch`` has refused the loop with the reason."""
+        return self.is_refused or any(
             rule in self.rules and (with_information or severity != "info")
             for found in self.found
             for severity, rule in found[:FIRST]
         )
 
     @property
+    def is_refused(self) -> bool:
+        """Whether ``watch`` has refused a faulty loop."""
+        return bool(self.rules) and any(why.startswith("refused") for why in self.failed)
+
+    @property
     def alarms(self) -> list[str]:
         """Rules that warn without a fault."""
-        return [] if self.rules else [rule for found in self.found for severity, rule in found if severity != "info"]
+        if self.rules:
+            return []
+        refused = ["refused"] if any(why.startswith("refused") for why in self.failed) else []
+        return refused + [rule for found in self.found for severity, rule in found if severity != "info"]
 
 
 def judged(name: str, seed: int, twin: bool) -> Outcome:
@@ -183,8 +191,8 @@ def markdown(result: Mapping[str, Any]) -> str:
     """The section of the documentation."""
     outcomes = [Outcome(**{**each, "found": tuple(map(tuple, each["found"]))}) for each in result["outcomes"]]
     faults = [o for o in outcomes if o.rules and not o.named()]
-    refused = [o for o in faults if any(why.startswith("refused") for why in o.failed)]
-    silent = [o for o in faults if o not in refused and not o.named(with_information=True)]
+    refused = [o for o in outcomes if o.is_refused]
+    silent = [o for o in faults if not o.named(with_information=True)]
     blind = [f"`{name}` ({why})" for name, why in result["out of sight"].items()]
     many = f"{result['trainings']} trainings with seeds {', '.join(map(str, result['seeds']))}"
     return "\n".join(
@@ -193,9 +201,11 @@ def markdown(result: Mapping[str, Any]) -> str:
             "",
             f"Not named: {_cases(silent)}.",
             "",
-            f"Named as information only: {_cases(o for o in faults if o not in refused and o not in silent)}.",
+            f"Named as information only: {_cases(o for o in faults if o not in silent)}.",
             "",
-            f"Refused by `watch`, with the reason: {_cases(refused)}. Warnings without a fault: {_cases(o for o in outcomes if o.alarms)}.",
+            f"Refused by `watch` with the reason, which counts as named: {_cases(refused)}.",
+            "",
+            f"Warnings without a fault: {_cases(o for o in outcomes if o.alarms)}.",
             "",
             f"Left out, since no monitor of gradients can see them: {'; '.join(blind) or 'none'}.",
             "",

@@ -183,7 +183,6 @@ CASES = [
         bytes_row_by_row,
         "bytes as floats",
         "bytes / 255",
-        held_back=True,
     ),
     Case(
         "nan-in-inputs/logarithm-of-counts",
@@ -193,7 +192,6 @@ CASES = [
         logarithm_of_nothing,
         "torch.log(counts)",
         "torch.log1p(counts)",
-        held_back=True,
     ),
     Case(
         "numerical-error-in-layer/root-at-zero",
@@ -203,7 +201,6 @@ CASES = [
         root_at_zero,
         "squares.sum().sqrt()",
         "(squares.sum() + 1e-6).sqrt()",
-        held_back=True,
     ),
     Case(
         "not-shuffled/loader-in-order",
@@ -213,7 +210,6 @@ CASES = [
         loader_in_order,
         "shuffle=False",
         "shuffle=True",
-        held_back=True,
     ),
     Case(
         "labels-out-of-order/sorted-by-length",
@@ -223,7 +219,6 @@ CASES = [
         sorted_by_length,
         "labels",
         "labels[order]",
-        held_back=True,
     ),
     Case(
         "one-batch/window-stands-still",
@@ -233,6 +228,5 @@ CASES = [
         window_stands_still,
         "start",
         "start + 32",
-        held_back=True,
     ),
 ]

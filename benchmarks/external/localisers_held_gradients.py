@@ -128,7 +128,6 @@ CASES = [
         sigmoid_convolutions,
         "nn.Identity between convolution and sigmoid",
         "nn.BatchNorm2d",
-        held_back=True,
     ),
     Case(
         "exploding-gradients/relu-recurrence",
@@ -138,7 +137,6 @@ CASES = [
         loud_recurrence,
         "recurrent weights of deviation 0.35",
         "of deviation 0.12",
-        held_back=True,
     ),
     Case(
         "dying-relu/first-steps-too-long",
@@ -148,7 +146,6 @@ CASES = [
         killed_by_first_steps,
         "SGD(lr=2.0, momentum=0.9)",
         "lr=0.05",
-        held_back=True,
     ),
     Case(
         "oscillating-loss/momentum",
@@ -158,7 +155,6 @@ CASES = [
         swinging,
         "momentum=0.995",
         "momentum=0.9",
-        held_back=True,
     ),
     Case(
         "slow-convergence/adadelta-default",
@@ -168,7 +164,6 @@ CASES = [
         other_default,
         "Adadelta(lr=0.001)",
         "lr=1.0",
-        held_back=True,
     ),
     Case(
         "not-converging/embeddings",
@@ -178,7 +173,6 @@ CASES = [
         rare_words_left_behind,
         "SGD(lr=3e-3)",
         "RMSprop(lr=3e-3)",
-        held_back=True,
     ),
     Case(
         "saturated-units/raw-sensor-into-lstm",
@@ -188,6 +182,5 @@ CASES = [
         raw_sensor,
         "readings about 1000",
         "(readings - 1000) / 200",
-        held_back=True,
     ),
 ]

@@ -151,7 +151,6 @@ CASES = [
         zero_kernels,
         "nn.init.zeros_",
         "nn.init.kaiming_uniform_",
-        held_back=True,
     ),
     Case(
         "constant-initialisation/kernels-of-ones",
@@ -161,7 +160,6 @@ CASES = [
         ones_in_the_middle,
         "nn.init.ones_",
         "nn.init.xavier_uniform_",
-        held_back=True,
     ),
     Case(
         "bias-missing/prices",
@@ -171,7 +169,6 @@ CASES = [
         prices_through_the_origin,
         "bias=False",
         "bias=True",
-        held_back=True,
         out_of_sight="A layer without a bias is a choice; the loss falls, only more slowly and less far.",
     ),
     Case(
@@ -182,7 +179,6 @@ CASES = [
         all_of_the_past,
         "momentum=1 - 1.0",
         "momentum=1 - 0.9",
-        held_back=True,
     ),
     Case(
         "too-few-units/narrow-waist",
@@ -192,7 +188,6 @@ CASES = [
         narrow_waist,
         "1 unit in the middle",
         "16 units",
-        held_back=True,
         out_of_sight="A small model learns what it can; nothing tells its floor from that of a hard task.",
     ),
     Case(
@@ -203,6 +198,5 @@ CASES = [
         evaluated_and_left,
         "no net.train() after net.eval()",
         "net.train()",
-        held_back=True,
     ),
 ]

@@ -160,7 +160,6 @@ CASES = [
         accumulated_sum,
         "loss.backward()",
         "(loss / accumulate).backward()",
-        held_back=True,
     ),
     Case(
         "clip-within-accumulation/words",
@@ -170,7 +169,6 @@ CASES = [
         clipped_before_the_if,
         "clip in each micro-batch",
         "clip when a step is due",
-        held_back=True,
     ),
     Case(
         "backward-twice/term-and-sum",
@@ -180,7 +178,6 @@ CASES = [
         first_term_twice,
         "which.backward(retain_graph=True) before total.backward()",
         "total.backward()",
-        held_back=True,
     ),
     Case(
         "layers-in-a-list/windows-of-words",
@@ -190,7 +187,6 @@ CASES = [
         windows_unknown,
         "self.windows = windows",
         "nn.ModuleList(windows)",
-        held_back=True,
     ),
     Case(
         "gradients-cleared/set-to-zero",
@@ -200,7 +196,6 @@ CASES = [
         set_to_nought,
         "zero_grad(set_to_none=False) between backward and step",
         "before the forward pass",
-        held_back=True,
     ),
     Case(
         "loss-in-a-new-tensor/outputs-copied",
@@ -210,6 +205,5 @@ CASES = [
         copied_outputs,
         "torch.tensor(outputs.tolist(), requires_grad=True)",
         "outputs",
-        held_back=True,
     ),
 ]

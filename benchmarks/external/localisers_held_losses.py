@@ -169,7 +169,6 @@ CASES = [
         broadcast_targets,
         "net(past) - following",
         "net(past) - following[:, None]",
-        held_back=True,
     ),
     Case(
         "softmax-before-cross-entropy/words",
@@ -179,7 +178,6 @@ CASES = [
         probabilities_of_words,
         "functional.softmax(scores)",
         "scores",
-        held_back=True,
     ),
     Case(
         "sigmoid-before-bce-with-logits/several-labels",
@@ -189,7 +187,6 @@ CASES = [
         sigmoid_of_several,
         "torch.sigmoid(net(x))",
         "net(x)",
-        held_back=True,
     ),
     Case(
         "relu-ends-regression/forecast",
@@ -199,7 +196,6 @@ CASES = [
         relu_ends_forecast,
         "nn.ReLU behind the output",
         "nn.Identity",
-        held_back=True,
     ),
     Case(
         "relu-before-cross-entropy/built-in-a-loop",
@@ -209,7 +205,6 @@ CASES = [
         relu_in_every_round,
         "nn.ReLU behind the last layer too",
         "none behind the last layer",
-        held_back=True,
     ),
     Case(
         "missing-activations/product",
@@ -219,7 +214,6 @@ CASES = [
         linear_throughout,
         "layers[::2]",
         "layers with nn.Tanh between them",
-        held_back=True,
     ),
     Case(
         "logits-divided/contrastive-pairs",
@@ -229,7 +223,6 @@ CASES = [
         warm_pairs,
         "cosine * 0.01",
         "cosine / 0.1",
-        held_back=True,
     ),
     Case(
         "logits-multiplied/distances",
@@ -239,6 +232,5 @@ CASES = [
         sharp_distances,
         "-100 * distance",
         "-distance",
-        held_back=True,
     ),
 ]

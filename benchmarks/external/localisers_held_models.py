@@ -203,7 +203,6 @@ CASES = [
         products_as_they_are,
         "query @ key / 1.0",
         "query @ key / 96**0.5",
-        held_back=True,
     ),
     Case(
         "posterior-collapse/weight-of-the-divergence",
@@ -213,7 +212,6 @@ CASES = [
         divergence_above_all,
         "2.0 * divergence",
         "0.002 * divergence",
-        held_back=True,
     ),
     Case(
         "mask-inverted/looks-ahead",
@@ -223,7 +221,6 @@ CASES = [
         looks_ahead,
         "everything.triu()",
         "everything.tril()",
-        held_back=True,
         out_of_sight="The model sees what it should foretell: its loss is only lower, as that of a better model would be.",
     ),
     Case(
@@ -234,7 +231,6 @@ CASES = [
         targets_in_other_order,
         "following.reshape(-1)",
         "following.t().reshape(-1)",
-        held_back=True,
     ),
     Case(
         "head-without-gradient/two-words-ahead",
@@ -244,6 +240,5 @@ CASES = [
         detached_second,
         "second.detach()",
         "second",
-        held_back=True,
     ),
 ]

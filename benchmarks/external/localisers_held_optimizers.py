@@ -172,7 +172,6 @@ CASES = [
         half_as_rate,
         "AdamW(lr=0.5)",
         "lr=5e-3",
-        held_back=True,
     ),
     Case(
         "learning-rate-low/halved-each-step",
@@ -182,7 +181,6 @@ CASES = [
         halved_each_step,
         "schedule.step() in each step",
         "in each epoch",
-        held_back=True,
     ),
     Case(
         "betas-swapped/words",
@@ -192,7 +190,6 @@ CASES = [
         swapped_in_configuration,
         "betas=(0.999, 0.9)",
         "betas=(0.9, 0.999)",
-        held_back=True,
     ),
     Case(
         "epsilon-above-gradients/small-targets",
@@ -202,7 +199,6 @@ CASES = [
         epsilon_above_gradients,
         "Adam(eps=1e-1)",
         "eps=1e-8",
-        held_back=True,
     ),
     Case(
         "rate-rounds-to-zero/configuration",
@@ -212,7 +208,6 @@ CASES = [
         rate_printed_short,
         'f"{rate:.3f}"',
         'f"{rate:.4f}"',
-        held_back=True,
     ),
     Case(
         "optimizers-share-parameters/probe",
@@ -222,7 +217,6 @@ CASES = [
         probe_moves_encoder,
         "second optimizer of net.parameters()",
         "of net.probe.parameters()",
-        held_back=True,
     ),
     Case(
         "clipped-to-a-thousandth/words",
@@ -232,6 +226,5 @@ CASES = [
         clipped_to_milli,
         "max_norm=1.0 / 1000",
         "max_norm=1.0",
-        held_back=True,
     ),
 ]

@@ -70,7 +70,6 @@ CASES = [
         words_dropped,
         "nn.Dropout(0.95)",
         "nn.Dropout(0.1)",
-        held_back=True,
     ),
     Case(
         "penalty-too-strong/forecast",
@@ -80,7 +79,6 @@ CASES = [
         squares_in_the_loss,
         "1.0 * sum of squares",
         "1e-5 *",
-        held_back=True,
     ),
     Case(
         "weight-decay-of-ten/sgd",
@@ -90,6 +88,5 @@ CASES = [
         decay_in_descent,
         "SGD(weight_decay=10)",
         "weight_decay=1e-4",
-        held_back=True,
     ),
 ]

@@ -187,7 +187,6 @@ CASES: list[Case] = [
         _built_of_numbers,
         bug="the coefficient is detached before means are made of it",
         fix="it is not",
-        held_back=True,
     ),
     Case(
         "loss-before-the-loop",
@@ -206,6 +205,5 @@ CASES: list[Case] = [
         _detached_adjacency,
         bug="detach() on the adjacency that is learned",
         fix="without it",
-        held_back=True,
     ),
 ]

@@ -177,7 +177,6 @@ CASES: list[Case] = [
         _not_scaled,
         bug="lengths in cm",
         fix="of mean 0 and deviation 1",
-        held_back=True,
     ),
     Case(
         "left-in-eval-mode",
@@ -196,6 +195,5 @@ CASES: list[Case] = [
         _in_order,
         bug="shuffle=False, and the data are sorted by class",
         fix="shuffle=True",
-        held_back=True,
     ),
 ]

@@ -170,7 +170,6 @@ CASES: list[Case] = [
         _four_sigmoids,
         bug="sigmoids in four hidden layers",
         fix="ReLU",
-        held_back=True,
     ),
     Case(
         "difference-of-each-with-each",
@@ -189,6 +188,5 @@ CASES: list[Case] = [
         _mean_over_pixels,
         bug="the mean over pixels as the reconstruction",
         fix="the sum over pixels",
-        held_back=True,
     ),
 ]

@@ -220,7 +220,6 @@ CASES: list[Case] = [
         _not_cast,
         bug="autocast does not cover the compiler's own linear operation",
         fix="autocast covers it",
-        held_back=True,
     ),
     Case(
         "baichuan2-86",

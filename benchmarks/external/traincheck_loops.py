@@ -185,7 +185,6 @@ CASES: list[Case] = [
         _never_zeroed,
         bug="no zero_grad()",
         fix="optimizer.zero_grad() in each step",
-        held_back=True,
     ),
     Case(
         "pytorch-115607",
@@ -204,6 +203,5 @@ CASES: list[Case] = [
         _same_workers,
         bug="all workers and epochs have the seed of the parent",
         fix="a seed for each worker and epoch",
-        held_back=True,
     ),
 ]

@@ -217,7 +217,6 @@ CASES: list[Case] = [
         ("ranks-not-synchronised", "ranks-diverged"),
         "every second step calls the model without DDP around it",
         "always call the wrapped model",
-        held_back=True,
     ),
     _case(
         "pytorch-84803",
@@ -232,7 +231,6 @@ CASES: list[Case] = [
         ("ranks-not-synchronised", "ranks-diverged"),
         "1 % of the reduced gradients arrive as zeros on one rank",
         "all arrive whole",
-        held_back=True,
     ),
     _case(
         "deepspeed-1801",

@@ -15,7 +15,7 @@ from .unseen_losses import unseen
 
 
 def sound(name: str, source: str, run: Callable[[Watch, int, bool], float]) -> Case:
-    """A healthy training that no rule was tuned on."""
+    """A healthy training."""
     return unseen(f"healthy-{name}", "examples", source, (), run, "", "")
 
 

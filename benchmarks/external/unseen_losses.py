@@ -197,8 +197,8 @@ def drawn_without_gradient(watch: Watch, seed: int, healed: bool) -> float:
 def unseen(
     name: str, judge: str, source: str, rules: tuple[str, ...], run: Callable[[Watch, int, bool], float], bug: str, fix: str
 ) -> Case:
-    """A broken training that no rule was tuned on."""
-    return Case(name, judge, source, rules, run, bug, fix, held_back=True)
+    """A broken training."""
+    return Case(name, judge, source, rules, run, bug, fix)
 
 
 CASES = [
