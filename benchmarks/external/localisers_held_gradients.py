@@ -142,7 +142,7 @@ CASES = [
         "dying-relu/first-steps-too-long",
         "localisers",
         f"{AUTOTRAINER}, problem 'dying ReLU'",
-        ("dead-units", "learning-rate-high"),
+        ("dead-units", "learning-rate-high", "update-ratio-high"),
         killed_by_first_steps,
         "SGD(lr=2.0, momentum=0.9)",
         "lr=0.05",

@@ -168,7 +168,7 @@ CASES = [
         "learning-rate-high/adamw-of-one-half",
         "localisers",
         f"{HUMBATOVA}, mutants R3 and M3 (learning rate, HLR); 'learning rate' among the fault types of {DEEPFD}",
-        ("learning-rate-high",),
+        ("learning-rate-high", "update-ratio-high"),
         half_as_rate,
         "AdamW(lr=0.5)",
         "lr=5e-3",

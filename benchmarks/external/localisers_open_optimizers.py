@@ -157,7 +157,7 @@ CASES = [
         "learning-rate-high/adam-of-one",
         "localisers",
         f"{HUMBATOVA}, mutant M3 (learning rate, HLR) of the MNIST model; {UMLAUT}, heuristic 'learning rate is high'",
-        ("learning-rate-high",),
+        ("learning-rate-high", "update-ratio-high"),
         rate_of_one,
         "Adam(lr=1.0)",
         "lr=3e-3",

@@ -251,7 +251,7 @@ CASES = [
         "nll-of-logits/digits",
         "questions",
         "https://github.com/yanx27/Pointnet_Pointnet2_pytorch/issues/30",
-        ("weight-growth",),
+        ("weight-growth", "log-softmax-missing"),
         likelihood_of_logits,
         "nll_loss(scores)",
         "nll_loss(scores.log_softmax(1))",

@@ -225,7 +225,7 @@ CASES = [
         "plateau-mode-max/digits",
         "questions",
         "https://github.com/FunctionLab/selene/issues/115",
-        ("learning-rate-low",),
+        ("learning-rate-low", "loss-plateau"),
         plateau_of_the_wrong_kind,
         'ReduceLROnPlateau(mode="max") with the loss',
         'mode="min"',
