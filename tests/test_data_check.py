@@ -313,6 +313,24 @@ def test_of_large_inputs_a_part_is_looked_at() -> None:
     assert few.numel() == 4096
 
 
+def test_a_transformation_after_the_forward_of_a_step_is_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    monitor = gradmon.watch(model, optimizer, on_spike=None)
+
+    def f(row: Tensor) -> Tensor:
+        found: Tensor = torch.func.functional_call(model, dict(model.named_parameters()), (row,))
+        return found
+
+    for step in range(4):  # a failure of the monitor would be a warning, which fails the test
+        x, y = batch(step)
+        loss = F.cross_entropy(model(x), y) + 0.1 * torch.func.vmap(torch.func.jacrev(f))(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    monitor.detach()
+
+
 def test_one_label_in_one_batch_is_a_goal() -> None:
     monitor, _ = train(data=lambda step: (batch(0)[0], torch.zeros(24, dtype=torch.long)))
     assert "labels-constant" not in rules(monitor)

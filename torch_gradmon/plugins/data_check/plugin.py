@@ -178,6 +178,8 @@ class DataCheck(Plugin):
         look = self._look
         if look is None or not look.has_head or look.forwards > 1 or self._is_paused or not torch.is_grad_enabled():
             return
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # a transformation within the step
+            return
         self.context.call(self._follow, look, result)
 
     def _follow(self, look: _Look, result: Any) -> None:
