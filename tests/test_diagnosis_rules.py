@@ -810,6 +810,18 @@ def test_a_latent_has_collapsed_if_both_of_its_layers_fall_to_zero(
     assert check_latent(history(loss=falls)) == []
 
 
+@pytest.mark.parametrize(("fan_in", "end", "found"), [(5, 0.004, True), (10, 0.004, False), (5, 0.2, False)])
+def test_a_latent_whose_mean_and_variance_are_halves_of_one_output(fan_in: int, end: float, found: bool) -> None:
+    run = history(
+        loss=falls,
+        activation={"encoder": lambda step: 0.3 if step < 10 else end, "decoder": 1.0},
+        parameter={"encoder.weight": {"rms": 1.0, "count": 160}, "decoder.weight": {"rms": 1.0, "count": 8 * fan_in}},
+        matrices={"encoder.weight": 16, "decoder.weight": fan_in},
+        kinds={"encoder": "Linear", "decoder": "Linear"},
+    )
+    assert _rules(check_latent(run)) == [("warning", "posterior-collapse")] * found
+
+
 @pytest.mark.parametrize(
     ("at", "after", "leads"),
     [(30.0, 1.9, True), (30.0, 0.11, False), (1.9, 1.9, False)],

@@ -41,15 +41,19 @@ def check_latent(history: History) -> list[Finding]:
 
 
 def _pairs(history: History, outputs: Matrix) -> Iterator[tuple[str, str]]:
-    """Neighbouring layers of one kind and shape, with others behind them, that are named or returned like the parameters of a latent."""
+    """Neighbouring layers of one kind and shape, with others behind them, that are named or returned like the parameters of a latent; or
+    a layer twice whose output has two halves, since the next layer takes half as many numbers.
+    """
     layers = [name for name in outputs.names if f"{name}.weight" in history.matrices]
     sizes, fans = history.sizes(n.PARAMETER), history.matrices
     usual = outputs.medians()
     returned = {usual[name] for name in outputs.names if name.startswith(f"{n.ROOT}[")}
-    for one, other in pairwise(layers[:-1]):
+    for one, other in pairwise(layers):
         weights = f"{one}.weight", f"{other}.weight"
         is_alike = sizes.get(weights[0]) == sizes.get(weights[1]) and fans[weights[0]] == fans[weights[1]]
         is_sibling = one.rpartition(".")[0] == other.rpartition(".")[0] and history.kinds.get(one) == history.kinds.get(other)
         is_named = any(_NAMES.search(name.rpartition(".")[2]) for name in (one, other))
-        if is_alike and is_sibling and (is_named or {usual[one], usual[other]} <= returned):
+        if other != layers[-1] and is_alike and is_sibling and (is_named or {usual[one], usual[other]} <= returned):
             yield one, other
+        if fans[weights[0]] and sizes.get(weights[0], 0.0) / fans[weights[0]] == 2 * fans[weights[1]]:
+            yield one, one
