@@ -810,6 +810,25 @@ def test_a_latent_has_collapsed_if_both_of_its_layers_fall_to_zero(
     assert check_latent(history(loss=falls)) == []
 
 
+@pytest.mark.parametrize(
+    ("rate", "turn", "found"),
+    [
+        (lambda step: 1e-4 * (step + 1), 40, True),
+        (lambda step: 1e-4 * (step + 1), 99, False),  # the loss falls to the end
+        (lambda step: 1e-4 * min(step + 1, 40), 40, False),  # it is the same for the longer part
+        (lambda step: 1e-4 * (step % 50 + 1), 40, False),  # cycles
+    ],
+)
+def test_a_rate_that_rises_on_though_the_loss_has_turned(rate: Callable[[int], float], turn: int, found: bool) -> None:
+    run = history(
+        loss=lambda step: 2.0 * 0.97 ** min(step, 2 * turn - step) + 0.001 * math.sin(step),
+        context=lambda step: {"lr": [rate(step)]},
+        parameter={"a.weight": 1.0},
+        update={"a.weight": 0.001},
+    )
+    assert _rules(check_learning_rate(run)) == [("warning", "learning-rate-high")] * found
+
+
 @pytest.mark.parametrize(("fan_in", "end", "found"), [(5, 0.004, True), (10, 0.004, False), (5, 0.2, False)])
 def test_a_latent_whose_mean_and_variance_are_halves_of_one_output(fan_in: int, end: float, found: bool) -> None:
     run = history(
