@@ -88,6 +88,11 @@ def is_made_by(node: Node | None, operations: Container[str]) -> bool:
     return node is not None
 
 
+def is_move(node: Node) -> bool:
+    """Whether it only moves, chooses, copies or bounds numbers."""
+    return operation_of(node) in _MOVES
+
+
 def operation_of(node: Node) -> str:
     """Its name without number and ending."""
     return node.name().partition("Backward")[0]

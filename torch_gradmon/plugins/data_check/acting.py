@@ -14,7 +14,9 @@ from .head import OUTPUT
 #: Elements of a row that are compared, and rows that are kept.
 _COMPARED, _KEPT = 64, 4096
 #: The least share of rows in the training that the model has acted on, and the largest share of calls on rows that had one before.
-_TRAINED, _REPEATED = 0.2, 0.1
+_TRAINED, _REPEATED = 0.05, 0.1
+#: The least share of rows that it has acted on just before their step, as it also does for a look at some of them.
+_AT_ONCE = 0.5
 #: The fewest rows of a training with acted ones.
 _FEWEST = 8
 #: The least share of steps, and their fewest number, in which another model trains through this one.
@@ -43,8 +45,9 @@ class Acting:
         self._batch = 0  # the most rows of a step
         self._kept: Tensor | None = None  # identities of rows that it was called on, [_KEPT]
         self._next = 0
+        self._new: list[Tensor] = []  # of the calls since the last step
         self._called: list[Tensor] = []  # by call since the last step: rows, and those of them that had a call before
-        self._sums = [0.0, 0.0, 0.0, 0.0]
+        self._sums = [0.0] * 5
         self._steps = self._through = self._opposed = 0
 
     @torch.inference_mode(False)
@@ -57,19 +60,25 @@ class Acting:
         rows = _identities(data)
         if self._kept is None:
             self._kept = torch.full((_KEPT,), -1, dtype=torch.int64, device=rows.device)
-        again = torch.isin(rows, self._kept).sum()
+        again = torch.isin(rows, torch.cat([self._kept, *self._new])).sum()
         self._called.append(torch.stack([torch.full_like(again, len(rows)), again]))
-        places = (torch.arange(len(rows), device=rows.device) + self._next) % _KEPT
-        self._kept[places] = rows
-        self._next = (self._next + len(rows)) % _KEPT
+        self._new.append(rows)
+        if sum(map(len, self._new)) > _KEPT:
+            self._keep_new(self._kept)
+
+    def _keep_new(self, kept: Tensor) -> None:
+        for rows in self._new:
+            kept[(torch.arange(len(rows), device=rows.device) + self._next) % _KEPT] = rows
+            self._next = (self._next + len(rows)) % _KEPT
+        self._new.clear()
 
     @torch.no_grad()
     def trained(self, tensors: Sequence[Tensor]) -> Tensor | None:
         """A step of the training begins, with these inputs.
 
         Returns:
-            Numbers of rows, int64 ``[4]``: in this step, of these acted on, in calls since the last step, of these called on before. None
-            without any calls.
+            Numbers of rows, int64 ``[5]``: in this step, of these acted on before the last one and since then, in calls since the last
+            step, and of these called on before. None without any calls.
         """
         data = _rows(tensors)
         if data is None:
@@ -78,10 +87,12 @@ class Acting:
         if self._kept is None or self._kept.device != data.device:
             return None
         rows = _identities(data)
-        acted = (torch.isin(rows, self._kept) & (rows != 0)).sum()  # rows of zeros are padding
+        is_data = rows != 0  # rows of zeros are padding
+        acted, at_once = ((torch.isin(rows, known) & is_data).sum() for known in (self._kept, torch.cat([rows[:0], *self._new])))
         calls = torch.stack(self._called).sum(0) if self._called else torch.zeros(2, dtype=torch.int64, device=rows.device)
         self._called.clear()
-        return torch.cat([torch.stack([torch.full_like(acted, len(rows)), acted]), calls])
+        self._keep_new(self._kept)
+        return torch.cat([torch.stack([torch.full_like(acted, len(rows)), acted, at_once]), calls])
 
     def made(self, output: Tensor) -> None:
         """The model made this output, which has a graph."""
@@ -117,8 +128,9 @@ class Acting:
         self._judge()
 
     def _judge(self) -> None:
-        trained, acted, called, again = self._sums
-        is_so = acted >= max(_FEWEST, _TRAINED * trained) and again <= _REPEATED * called
+        trained, acted, at_once, called, again = self._sums
+        is_so = acted >= max(_FEWEST, _TRAINED * trained) or acted + at_once >= max(_FEWEST, _AT_ONCE * trained)
+        is_so &= again <= _REPEATED * called
         is_so |= self._has_opponent or self._opposed >= _STEPS
         if is_so != self.is_so:
             self.is_so = is_so

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...capture.loss_graph import is_made_by, nodes_of, operation_of
+from ...capture.loss_graph import is_made_by, is_move, nodes_of, notes_of, operation_of
 
 #: Rows and classes that are looked at; more rows are left out, and outputs of more classes altogether.
 ROWS, CLASSES = 512, 4096
@@ -25,6 +25,8 @@ _ELEMENTS, _LEAST = 1 << 16, 32
 #: Operations whose outputs lie between 0 and 1, and those that take logits.
 _SQUASHES = frozenset(("Sigmoid", "Softmax", "Hardsigmoid"))
 _TAKE_LOGITS = frozenset(("LogSoftmax", "LogSigmoid", "BinaryCrossEntropyWithLogits"))
+#: Operations that change nothing but the scale, beside those that move.
+_SCALES = frozenset(("Add", "Div", "Mean", "Mul", "Neg", "Sub", "Sum"))
 #: Operations that take logarithms of probabilities, and those that give them.
 _TAKE_LOGARITHMS = frozenset(("NllLoss", "NllLoss2D", "NllLossNd"))
 _GIVE_LOGARITHMS = frozenset(("Log", "Log1P", "LogSigmoid", "LogSoftmax", "Logaddexp", "Sub"))
@@ -95,6 +97,12 @@ def output_of(result: Any) -> Tensor | None:
     return (
         found if type(found) is Tensor and found.layout is torch.strided and not found.is_nested and found.numel() > 1 else None
     )
+
+
+def is_linear(losses: Sequence[Tensor]) -> bool:
+    """Whether these losses are means of the output: their gradients are all alike, and may fit a formula by chance."""
+    nodes = [node for node in nodes_of(losses, OUTPUT) if OUTPUT not in notes_of(node)]
+    return bool(losses) and all(is_move(node) or operation_of(node) in _SCALES for node in nodes)
 
 
 def takes_squashed(losses: Sequence[Tensor]) -> bool:

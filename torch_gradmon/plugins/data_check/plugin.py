@@ -23,7 +23,7 @@ from ..setup_check.expectations import Expectations
 from ..tallies import Tallies
 from .acting import Acting
 from .batches import Batches, batch_tensors, look_of, sampled
-from .head import facts_of, is_rectified, output_of, recognised, sample_of, takes_no_logarithms, takes_squashed
+from .head import facts_of, is_linear, is_rectified, output_of, recognised, sample_of, takes_no_logarithms, takes_squashed
 from .targets import Targets
 
 #: Monitored steps that are looked at, among this number of steps of any kind; and those of them whose output is, too.
@@ -73,7 +73,8 @@ class _Look:
         losses = losses_going_backward()
         self.is_squashed |= takes_squashed(losses)
         self.lacks_logarithm |= takes_no_logarithms(losses)
-        if "head" not in self.found and type(gradient) is Tensor and (facts := facts_of(sample, gradient)) is not None:
+        is_plain = type(gradient) is Tensor and "head" not in self.found
+        if is_plain and not is_linear(losses) and (facts := facts_of(sample, gradient)) is not None:
             self.found["head"] = facts
 
 

@@ -113,7 +113,10 @@ def _loud(history: History) -> list[Finding]:
 def _begins_high(history: History) -> bool:
     """Whether the first loss is far above that of an untrained answer: logarithms show that the model is sure where it knows nothing."""
     loss, chance = history.loss.finite, history.chance.get("loss", 0.0)
-    plain = _PLAIN_SQUARE * history.chance.get("of zero", 0.0) if history.chance.get("is square") else _PLAIN * chance
+    is_square = bool(history.chance.get("is square"))
+    if is_square and history.learning.has_fallen:  # outputs that feed themselves may begin so
+        return False
+    plain = _PLAIN_SQUARE * history.chance.get("of zero", 0.0) if is_square else _PLAIN * chance
     return len(loss) > 0 and not history.is_resumed and loss.values[0] > plain > 0
 
 
