@@ -323,13 +323,16 @@ def test_steps_without_gradients_that_may_be_meant(kind: str) -> None:
     assert rules(monitor) == []
 
 
-@pytest.mark.parametrize("kind", ["twice", "scaled", "again in a sum", "mean", "weighted", "checkpointed", "running", "stale"])
+@pytest.mark.parametrize(
+    "kind", ["twice", "scaled", "again in a sum", "mean", "weighted", "checkpointed", "running", "shared", "stale"]
+)
 def test_a_graph_that_goes_backward_again(kind: str) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 2)) if kind in ("stale", "running") else net()
+    model = nn.Sequential(nn.Linear(4, 2)) if kind in ("stale", "running", "shared") else net()
     optimizer = sgd(model)
     monitor = watched(model, optimizer, preset=None)
     loss = model(X).mean()
+    once = model(X)
     with pytest.warns(gradmon.GradmonWarning, match="goes backward more than once"):
         for step in range(20):
             optimizer.zero_grad()
@@ -351,6 +354,8 @@ def test_a_graph_that_goes_backward_again(kind: str) -> None:
             elif kind == "weighted":
                 loss = loss_of(model, X + step)
                 loss.backward(torch.ones_like(loss), retain_graph=True)
+            elif kind == "shared":  # computed once, as an embedding that is propagated before the loop
+                loss = (once - step).square().mean()
             elif kind == "running":
                 loss = loss + 1e-3 * loss_of(model, X + step)
             elif kind == "checkpointed":

@@ -49,7 +49,7 @@ def test_cross_entropy_is_recognised_with_its_scale_and_its_labels(classes: int,
     y = labels(32, classes)
     found = head(lambda z: scale * F.cross_entropy(z, y), draw(32, classes))
     assert found is not None
-    assert (found.kind, found.rows, found.temperature, found.is_distribution) == ("cross-entropy", 32, 1.0, False)
+    assert (found.kind, found.rows, found.temperature) == ("cross-entropy", 32, 1.0)
     assert found.scale == pytest.approx(scale, rel=1e-4)
     assert list(found.labels) == torch.bincount(y, minlength=classes).tolist()
 
@@ -60,17 +60,6 @@ def test_a_temperature_between_output_and_loss(temperature: float) -> None:
     assert found is not None
     assert found.temperature == pytest.approx(temperature, rel=1e-3)
     assert found.scale == pytest.approx(1.0, rel=1e-2)
-
-
-def test_softmax_and_sigmoid_before_the_loss() -> None:
-    found = head(lambda z: F.cross_entropy(z, labels(32, 4)), draw(32, 4).softmax(1))
-    assert found is not None
-    assert found.is_distribution
-    # as it should be
-    found = head(lambda z: F.binary_cross_entropy(z[:, 0], labels(32, 2).float()), draw(32, 1).sigmoid())
-    assert found is None or found.kind != "binary cross-entropy"
-    found = head(lambda z: F.nll_loss(z, labels(32, 4)), draw(32, 4).log_softmax(1))
-    assert found is None or not found.is_distribution
 
 
 @pytest.mark.parametrize("classes", [1, 2])
@@ -264,6 +253,8 @@ BINARY = F.binary_cross_entropy_with_logits
     ("last", "loss_of", "is_so"),
     [
         (nn.Identity(), lambda z, y: F.cross_entropy(z.softmax(1), y), True),
+        (nn.Identity(), lambda z, y: -torch.distributions.Categorical(logits=z.softmax(1)).log_prob(y).mean(), True),
+        (nn.Identity(), lambda z, y: -torch.distributions.Categorical(logits=z).log_prob(y).mean(), False),
         (nn.Identity(), lambda z, y: F.cross_entropy(z.sigmoid() * 1.0, y), False),  # a temperature
         (nn.Softmax(1), lambda z, y: 0.5 * F.cross_entropy(z.clamp(1e-6, 1), y) + 0.1 * z.square().mean(), True),
         (nn.Identity(), lambda z, y: BINARY(z.sigmoid().double(), F.one_hot(y, 3).double()), True),

@@ -13,8 +13,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
-#: The most nodes of a loss that are visited.
-_NODES = 64
+#: The most nodes of a loss that are visited, and those of a loss and its model.
+_NODES, _MANY = 64, 1024
+#: The note at the output of a watched model.
+OUTPUT = "torch_gradmon output"
 #: Operations that only move, choose, copy or bound what they get.
 _MOVES = (
     *(
@@ -66,17 +68,32 @@ def losses_going_backward() -> Sequence[Tensor]:
 
 
 def nodes_of(losses: Sequence[Tensor], until: str) -> Iterator[Node]:
-    """The nodes of losses, the last ones first, and none behind those with the note ``until``."""
+    """The nodes of losses, the last ones first, and none behind those with the note ``until`` or with parameters of their own."""
+    for node, inputs in _walk(losses, _NODES):
+        yield node
+        if until in notes_of(node):
+            inputs.clear()
+        if own := [each for each in inputs if not each.next_functions]:
+            inputs[:] = own
+
+
+def all_nodes_of(losses: Sequence[Tensor]) -> list[Node]:
+    """The nodes of losses and of the model before them, the last ones first, without parameters; not all of a large model."""
+    return [node for node, _ in _walk(losses, _MANY) if node.next_functions]
+
+
+def _walk(losses: Sequence[Tensor], most: int) -> Iterator[tuple[Node, list[Node]]]:
+    """Nodes and their inputs, breadth first; the caller may take some of these away."""
     waiting = [loss.grad_fn for loss in losses]
     seen: set[Node] = set()
-    while waiting and len(seen) < _NODES:
+    while waiting and len(seen) < most:
         node = waiting.pop(0)
         if node is None or node in seen:
             continue
         seen.add(node)
-        yield node
-        if until not in notes_of(node):
-            waiting += [each for each, _ in node.next_functions]
+        inputs = [each for each, _ in node.next_functions if each is not None]
+        yield node, inputs
+        waiting += inputs
 
 
 def is_made_by(node: Node | None, operations: Container[str]) -> bool:

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from ...capture.loss_graph import nodes_of, notes_of
-from .head import OUTPUT
+from ...capture.loss_graph import OUTPUT, nodes_of, notes_of
 
 #: Elements of a row that are compared, and rows that are kept.
 _COMPARED, _KEPT = 64, 4096

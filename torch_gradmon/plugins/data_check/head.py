@@ -16,24 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...capture.loss_graph import is_made_by, is_move, nodes_of, notes_of, operation_of
+from ...capture.loss_graph import OUTPUT, is_made_by, is_move, nodes_of, notes_of, operation_of
 
 #: Rows and classes that are looked at; more rows are left out, and outputs of more classes altogether.
 ROWS, CLASSES = 512, 4096
 #: Elements that are looked at, in 32 rows at least.
 _ELEMENTS, _LEAST = 1 << 16, 32
-#: Operations whose outputs lie between 0 and 1, and those that take logits.
-_SQUASHES = frozenset(("Sigmoid", "Softmax", "Hardsigmoid"))
-_TAKE_LOGITS = frozenset(("LogSoftmax", "LogSigmoid", "BinaryCrossEntropyWithLogits"))
 #: Operations that change nothing but the scale, beside those that move.
 _SCALES = frozenset(("Add", "Div", "Mean", "Mul", "Neg", "Sub", "Sum"))
-#: Operations that take logarithms of probabilities, and those that give them.
-_TAKE_LOGARITHMS = frozenset(("NllLoss", "NllLoss2D", "NllLossNd"))
-_GIVE_LOGARITHMS = frozenset(("Log", "Log1P", "LogSigmoid", "LogSoftmax", "Logaddexp", "Sub"))
 #: Operations whose outputs are never negative, and often 0.
 _RECTIFIES = frozenset(("Relu", "Threshold", "Hardtanh", "ClampMin", "Clamp"))
-#: The note at an output, and how far from 1 probabilities may sum up to.
-OUTPUT, _FROM_ONE = "torch_gradmon output", 1e-3
 #: The most classes whose labels are counted.
 COUNTED = 256
 #: Relative deviation from a formula.
@@ -57,7 +49,6 @@ class Head:
         rows: number of examples, tokens or pixels with a gradient.
         scale: by what the loss, a mean over rows, is multiplied before the backward pass; ``rows`` for a sum over them.
         temperature: by which the loss divides the output; 1 if it does not.
-        is_distribution: the output is positive and sums to 1.
         zeros: share of outputs that are exactly 0, if none is negative.
         labels: number of rows of each class; of the first COUNTED classes.
         mean: of the targets of a mean square.
@@ -70,7 +61,6 @@ class Head:
     rows: float
     scale: float
     temperature: float
-    is_distribution: bool
     zeros: float
     labels: tuple[float, ...]
     mean: float = math.nan
@@ -103,22 +93,6 @@ def is_linear(losses: Sequence[Tensor]) -> bool:
     """Whether these losses are means of the output: their gradients are all alike, and may fit a formula by chance."""
     nodes = [node for node in nodes_of(losses, OUTPUT) if OUTPUT not in notes_of(node)]
     return bool(losses) and all(is_move(node) or operation_of(node) in _SCALES for node in nodes)
-
-
-def takes_squashed(losses: Sequence[Tensor]) -> bool:
-    """Whether these losses take logits and get what comes out of a sigmoid or softmax, in the model or behind it."""
-    return any(
-        operation_of(node) in _TAKE_LOGITS and is_made_by(node.next_functions[0][0], _SQUASHES)
-        for node in nodes_of(losses, OUTPUT)
-    )
-
-
-def takes_no_logarithms(losses: Sequence[Tensor]) -> bool:
-    """Whether these losses take logarithms of probabilities, and get something that no logarithm has made."""
-    return any(
-        operation_of(node) in _TAKE_LOGARITHMS and not is_made_by(node.next_functions[0][0], _GIVE_LOGARITHMS)
-        for node in nodes_of(losses, OUTPUT)
-    )
 
 
 def is_rectified(output: Tensor) -> bool:
@@ -236,7 +210,7 @@ def _is_near(value: float, loss: float | None) -> bool:
 def recognised(facts: list[float], loss: float | None) -> Head | None:
     """The head that these numbers, read back from the device, describe; ``loss``: the value that was logged in that step."""
     count, used, rows, classes, z1, z2, g1, g2, zg = facts[:9]
-    deviation, residual, mean, slope, fit, scale, simplex, low, _, zeros, b_deviation, b_mean, varied, spread = facts[9:23]
+    deviation, residual, mean, slope, fit, scale, _, low, _, zeros, b_deviation, b_mean, varied, spread = facts[9:23]
     is_entropy, is_binary = (varied > _VARIES or _is_near(own, loss) for own in facts[23:25])
     labels = tuple(facts[_FACTS:]) if classes <= COUNTED else ()
     if used < 2 or not all(map(math.isfinite, (z2, g2))) or g2 == 0:
@@ -244,11 +218,11 @@ def recognised(facts: list[float], loss: float | None) -> Head | None:
     every = count * used / rows  # rows with a gradient, among all of them
     zeros = zeros if low == 0 else 0.0
     if (classes > 2 or (classes == 2 and is_entropy)) and deviation < _FITS and residual < _FITS:
-        return Head("cross-entropy", every, mean * every, 1.0, low >= 0 and simplex < _FROM_ONE, zeros, labels)
+        return Head("cross-entropy", every, mean * every, 1.0, zeros, labels)
     if is_binary and b_deviation < _FITS:
-        return Head("binary cross-entropy", every * classes, b_mean * every * classes, 1.0, False, zeros, labels)
+        return Head("binary cross-entropy", every * classes, b_mean * every * classes, 1.0, zeros, labels)
     if classes > 2 and fit > _LINEAR and slope > 0 and spread < _FITS:
-        return Head("cross-entropy", every, scale * every / slope, 1 / slope, False, zeros, labels)
+        return Head("cross-entropy", every, scale * every / slope, 1 / slope, zeros, labels)
     elements = rows * classes
     factor = 2 / (count * classes)  # of a mean over all elements
     if loss is None or rows != count:
@@ -256,8 +230,8 @@ def recognised(facts: list[float], loss: float | None) -> Head | None:
     average, own = (z1 - g1 / factor) / elements, g2 / factor**2 / elements
     square = (z2 - 2 * zg / factor + g2 / factor**2) / elements
     if _is_near(own, loss):
-        return Head("mean square", every, 1.0, 1.0, False, zeros, (), average, square, facts[_FACTS - 1])
+        return Head("mean square", every, 1.0, 1.0, zeros, (), average, square, facts[_FACTS - 1])
     # all outputs are drawn to one number, from which the targets that the loss is taken of differ
     if elements >= _MANY and square - average**2 < _ONE * (loss - own):
-        return Head("mean square", every, 1.0, 1.0, False, zeros, (), average, average**2 + loss - own)
+        return Head("mean square", every, 1.0, 1.0, zeros, (), average, average**2 + loss - own)
     return None

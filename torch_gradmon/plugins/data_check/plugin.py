@@ -23,7 +23,7 @@ from ..setup_check.expectations import Expectations
 from ..tallies import Tallies
 from .acting import Acting
 from .batches import Batches, batch_tensors, look_of, sampled
-from .head import facts_of, is_linear, is_rectified, output_of, recognised, sample_of, takes_no_logarithms, takes_squashed
+from .head import facts_of, is_linear, is_rectified, output_of, recognised, sample_of
 from .targets import Targets
 
 #: Monitored steps that are looked at, among this number of steps of any kind; and those of them whose output is, too.
@@ -40,16 +40,14 @@ class _Look:
 
     Attributes:
         forwards: of the step.
-        is_squashed: its loss takes logits, and gets what comes out of a sigmoid or softmax.
         is_rectified: its output comes out of a ReLU.
-        lacks_logarithm: its loss takes logarithms of probabilities, and gets other numbers.
         found: numbers on their device.
     """
 
     def __init__(self, step: int, has_head: bool) -> None:
         self.step, self.has_head = step, has_head
         self.forwards = 1
-        self.is_squashed = self.is_rectified = self.lacks_logarithm = False
+        self.is_rectified = False
         self.found: dict[str, Tensor] = {}
 
     def called_again(self) -> None:
@@ -69,12 +67,9 @@ class _Look:
         self.is_rectified = is_rectified(output)
 
     def take_head(self, sample: Tensor, gradient: Tensor) -> None:
-        """Look at the first gradient that comes back to the output, and at its loss."""
-        losses = losses_going_backward()
-        self.is_squashed |= takes_squashed(losses)
-        self.lacks_logarithm |= takes_no_logarithms(losses)
+        """Look at the first gradient that comes back to the output."""
         is_plain = type(gradient) is Tensor and "head" not in self.found
-        if is_plain and not is_linear(losses) and (facts := facts_of(sample, gradient)) is not None:
+        if is_plain and not is_linear(losses_going_backward()) and (facts := facts_of(sample, gradient)) is not None:
             self.found["head"] = facts
 
 
@@ -177,17 +172,18 @@ class DataCheck(Plugin):
 
     def _returned(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         look = self._look
-        if look is None or not look.has_head or look.forwards > 1 or self._is_paused or not torch.is_grad_enabled():
+        if look is None or look.forwards > 1 or self._is_paused or not torch.is_grad_enabled():
             return
         if torch._C._functorch.peek_interpreter_stack() is not None:  # a transformation within the step
             return
         self.context.call(self._follow, look, result)
 
     def _follow(self, look: _Look, result: Any) -> None:
-        output = output_of(result)
-        if output is not None and (sample := sample_of(output)) is not None:
+        if (output := output_of(result)) is None:
+            return
+        self._acting.made(output)
+        if look.has_head and (sample := sample_of(output)) is not None:
             look.take_output(output)
-            self._acting.made(output)
             output.register_hook(_Once(self, look, sample))  # type: ignore[no-untyped-call]
 
     def came_back(self, look: _Look, sample: Tensor, gradient: Tensor) -> None:
@@ -224,10 +220,7 @@ class DataCheck(Plugin):
         if look is not None:
             self._batches.looked(*look.tolist())
         if facts is not None:
-            loss = loss_in(record.values)
-            known, head = self.chance, recognised(facts.tolist(), loss)
-            self._targets.squashed(head, seen.is_squashed)
-            self._targets.unbounded(seen.lacks_logarithm and loss is not None and loss < 0)
+            known, head = self.chance, recognised(facts.tolist(), loss_in(record.values))
             if head is not None:
                 self._targets.add(head, seen.forwards, self.context.scaler is not None, seen.is_rectified)
             if self.chance != known:

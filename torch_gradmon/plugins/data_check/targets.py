@@ -43,15 +43,6 @@ class Targets:
         self._of_one_label = 0
         self.chance: dict[str, float] = {}
 
-    def squashed(self, head: Head | None, is_squashed: bool) -> None:
-        """Whether a loss that takes logits gets probabilities: by its graph, or by the values of the output."""
-        is_distribution = head is not None and head.is_log and head.is_distribution and head.rows >= _FEW
-        self._count("softmax-before-loss", is_squashed or is_distribution)
-
-    def unbounded(self, is_so: bool) -> None:
-        """Whether a loss that takes logarithms of probabilities gets other numbers, and is below 0."""
-        self._count("log-softmax-missing", is_so)
-
     def add(self, head: Head, forwards: int, is_scaled: bool, is_rectified: bool) -> None:
         """One more head.
 

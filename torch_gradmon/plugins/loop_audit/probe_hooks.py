@@ -87,8 +87,8 @@ class ProbeHooks:
         if probed.stepped_in != torch._C._current_graph_task_id():
             self._backward_ended(probed)
         interval, writes = probe.interval, probed.checks.writes
-        if probed.checks.repeated.is_looking:
-            probed.checks.repeated.accumulated(interval)
+        if probed.checks.losses.is_looking:
+            probed.checks.losses.accumulated(interval)
         if interval.late >= 0:
             probed.checks.dropped_after_step(probe)
         if probed.scaler.is_unscaled:

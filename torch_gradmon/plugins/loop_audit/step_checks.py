@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 from ...core.loop_mistakes import MISTAKES
 from ..tallies import Tallies
 from .gradient_writes import GradientWrites
+from .losses import LossChecks
 from .probe import Interval, Probe
-from .repeated_backward import RepeatedBackward
 
 #: Steps of torch's own optimizers after forwards that no backward pass followed, before they count: they change nothing for certain, but
 #: a loop may pretrain another part of the model.
@@ -28,11 +28,11 @@ class StepChecks:
 
     Attributes:
         writes: the loop's writes to its gradients.
-        repeated: its backward passes from a loss that has had one.
+        losses: those that go backward to its parameters.
     """
 
     def __init__(self, tallies: Tallies, key: int) -> None:
-        self.writes, self.repeated = GradientWrites(), RepeatedBackward()
+        self.writes, self.losses = GradientWrites(), LossChecks(tallies, key)
         self._tallies, self._key = tallies, key
         self._before: Tensor | None = None
         self._is_repeated = False  # the last step had the gradient of the one before
@@ -68,9 +68,8 @@ class StepChecks:
             self._with += 1
             if self._with > count:  # the steps before pretrained another part, or waited for data
                 tallies.retract("step-without-gradients", key)
-        if is_alone and seen.fired and (seen.fired != forwards or not self.repeated.is_idle):
-            self.repeated.step_began(forwards, seen.fired)
-            tallies.check("backward-twice", key, self.repeated.is_certain, probe.name)
+        if seen.fired and (seen.fired != forwards or not self.losses.is_idle):
+            self.losses.step_began(forwards, seen.fired, is_alone, probe.name)
         if tallies.is_empty and seen.fired and not (seen.carried or seen.drops or seen.writes or seen.synced > 1):
             self._is_repeated = False  # the usual case: no finding so far, and none now
             return
