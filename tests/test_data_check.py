@@ -216,6 +216,7 @@ def test_a_sound_loop_has_no_finding_and_the_same_bits() -> None:
         ("relu-before-loss", "warning", {"last": nn.ReLU()}),
         ("log-softmax-missing", "error", {"loss_of": F.nll_loss}),
         ("loss-scale", "info", {"loss_of": lambda z, y: F.cross_entropy(z, y) / 500}),
+        ("inputs-not-normalised", "info", {"data": lambda step: (0.004 * batch(step)[0], batch(step)[1]), "steps": 30}),
         ("inputs-not-normalised", "info", {"data": lambda step: (0.01 * batch(step)[0] - 1, batch(step)[1])}),
         ("labels-not-mixed", "warning", {"data": lambda step: (batch(step)[0], torch.full((24,), step // 20 % 3))}),
         ("labels-constant", "warning", {"data": lambda step: (batch(step)[0], torch.zeros(24, dtype=torch.long))}),

@@ -670,6 +670,22 @@ def test_a_loss_that_rises_a_little_far_below_chance_has_hardly_forgotten_anythi
     assert _rules(check_loss(run)) == [(severity, "loss-divergence")]
 
 
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [
+        (lambda step: 0.5 - 0.003 * step**2, True),
+        (lambda step: 70.0 - 10.0 ** (step / 10), True),
+        (lambda step: 3.0 - 9.0 * (1 - 0.95**step), False),  # a density's logarithm
+        (lambda step: -(0.99 - 0.95**step), False),  # a cosine
+        (lambda step: math.sin(step) - 0.01, False),  # a policy's gradient
+        (lambda step: 20.0 - 0.003 * step**2, False),  # not far yet
+    ],
+)
+def test_a_loss_that_falls_below_zero_without_bound(loss: Callable[[int], float], found: bool) -> None:
+    run = history(loss=loss)
+    assert any("nothing bounds it" in finding.cause for finding in check_loss(run)) == found
+
+
 @pytest.mark.parametrize(("fallen", "chance", "severity"), [(0.3, 0.0, "info"), (0.2, 0.0, "warning"), (0.3, 2.0, "warning")])
 def test_an_unusual_loss_may_have_a_floor(fallen: float, chance: float, severity: str) -> None:
     """That of a kind which is recognised has the loss of a constant answer to compare with."""

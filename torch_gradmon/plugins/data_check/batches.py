@@ -21,6 +21,8 @@ _COPIES = 0.3
 #: An input whose root mean square is larger, or whose mean is this many standard deviations, is not normalised.
 #: Small numbers are left alone, whatever their mean, since a bias takes it up; unless hardly anything else is in them.
 _LARGE, _OFF, _SMALL, _FAR_OFF = 10.0, 5.0, 1.0, 50.0
+#: Numbers this small drown in the biases.
+_TINY = 0.02
 
 
 def batch_tensors(args: Sequence[object], kwargs: dict[str, object]) -> list[Tensor]:
@@ -105,7 +107,7 @@ class Batches:
             self._tallies.missed("constant-input")
         deviation = math.sqrt(max(rms**2 - mean**2, 0.0))
         off = abs(mean) / deviation if deviation else 0.0
-        if rms > _LARGE or off > (_OFF if rms > _SMALL else _FAR_OFF):
+        if rms > _LARGE or 0 < rms < _TINY or off > (_OFF if rms > _SMALL else _FAR_OFF):
             self._tallies.seen("inputs-not-normalised", evidence={"mean": mean, "standard deviation": deviation})
         elif not self._tallies.is_empty:
             self._tallies.missed("inputs-not-normalised")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from ..findings import Finding, NotMeasured
 from ..history import History
 from ..learning import PERHAPS, rank_shift, spread
@@ -17,6 +19,9 @@ _FAR_ABOVE = 2.0
 _LOST = 8.0
 #: A loss that loses this share of its fall again diverges, too.
 _AGAIN = 0.25
+#: A loss below 0 has no bound if it falls no slower in the end than in the middle, by this part at least, and ends this many times as far
+#: from 0 as it began.
+_NO_SLOWER, _AWAY = 0.8, 10.0
 #: A learning rate below this share of its largest value moves nothing; it is too early if that holds for this share of the run.
 _SPENT, _TOO_EARLY = 1e-3, 0.3
 #: The plateau of a loss with more noise relative to its level means nothing, as with a policy gradient.
@@ -45,7 +50,12 @@ def check_loss(history: History) -> list[Finding]:
         )
     if history.learning.state == "unknown":
         raise NotMeasured('log the loss with monitor.log_scalar("loss", loss), twenty steps of it at least')
-    return _divergence(history, loss.finite) or _at_chance(history, loss.finite) or _plateau(history, loss.finite)
+    return (
+        _unbounded(history, loss.finite)
+        or _divergence(history, loss.finite)
+        or _at_chance(history, loss.finite)
+        or _plateau(history, loss.finite)
+    )
 
 
 def _at_chance(history: History, loss: Series) -> list[Finding]:
@@ -64,6 +74,25 @@ def _at_chance(history: History, loss: Series) -> list[Finding]:
         "Overfit one batch, then try another learning rate. If the targets are mostly noise, this may be all there is to learn.",
         62.0,
         severity="info" if history.is_resumed else "warning",
+        steps=(loss.steps[0], loss.steps[-1]),
+    )
+
+
+def _unbounded(history: History, loss: Series) -> list[Finding]:
+    """A loss that falls below 0, faster and faster."""
+    fifths = [loss.part(at / 5, (at + 1) / 5).median for at in range(5)]
+    falls = [before - after for before, after in pairwise(fifths)]
+    is_slower = min(falls) <= 0 or falls[-1] < _NO_SLOWER * max(falls[:-1])
+    if fifths[-1] >= 0 or is_slower or -fifths[-1] < _AWAY * max(abs(fifths[0]), abs(loss.values[0])):
+        return []
+    return history.finding(
+        "loss-divergence",
+        "",
+        {"loss at the beginning": fifths[0], "in the middle": fifths[2], "at the end": fifths[4]},
+        "The loss falls below 0, and ever faster: nothing bounds it.",
+        "Look at the sign of each term, at a penalty that is subtracted, and at a loss that takes logarithms of probabilities.",
+        86.0,
+        severity="info" if history.need_not_fall else "warning",
         steps=(loss.steps[0], loss.steps[-1]),
     )
 
