@@ -675,6 +675,7 @@ def test_a_loss_that_rises_a_little_far_below_chance_has_hardly_forgotten_anythi
     [
         (lambda step: 0.5 - 0.003 * step**2, True),
         (lambda step: 70.0 - 10.0 ** (step / 10), True),
+        (lambda step: 70.0 - 10.0 ** min(step / 8, 7), True),
         (lambda step: 3.0 - 9.0 * (1 - 0.95**step), False),  # a density's logarithm
         (lambda step: -(0.99 - 0.95**step), False),  # a cosine
         (lambda step: math.sin(step) - 0.01, False),  # a policy's gradient

@@ -20,8 +20,8 @@ _LOST = 8.0
 #: A loss that loses this share of its fall again diverges, too.
 _AGAIN = 0.25
 #: A loss below 0 has no bound if it falls no slower in the end than in the middle, by this part at least, and ends this many times as far
-#: from 0 as it began.
-_NO_SLOWER, _AWAY = 0.8, 10.0
+#: from 0 as it began; or so many times.
+_NO_SLOWER, _AWAY, _FAR_AWAY = 0.8, 10.0, 1e4
 #: A learning rate below this share of its largest value moves nothing; it is too early if that holds for this share of the run.
 _SPENT, _TOO_EARLY = 1e-3, 0.3
 #: The plateau of a loss with more noise relative to its level means nothing, as with a policy gradient.
@@ -50,12 +50,8 @@ def check_loss(history: History) -> list[Finding]:
         )
     if history.learning.state == "unknown":
         raise NotMeasured('log the loss with monitor.log_scalar("loss", loss), twenty steps of it at least')
-    return (
-        _unbounded(history, loss.finite)
-        or _divergence(history, loss.finite)
-        or _at_chance(history, loss.finite)
-        or _plateau(history, loss.finite)
-    )
+    rules = _unbounded, _divergence, _at_chance, _plateau
+    return next((found for rule in rules if (found := rule(history, loss.finite))), [])
 
 
 def _at_chance(history: History, loss: Series) -> list[Finding]:
@@ -83,7 +79,7 @@ def _unbounded(history: History, loss: Series) -> list[Finding]:
     fifths = [loss.part(at / 5, (at + 1) / 5).median for at in range(5)]
     falls = [before - after for before, after in pairwise(fifths)]
     is_slower = min(falls) <= 0 or falls[-1] < _NO_SLOWER * max(falls[:-1])
-    if fifths[-1] >= 0 or is_slower or -fifths[-1] < _AWAY * max(abs(fifths[0]), abs(loss.values[0])):
+    if -fifths[-1] < (_FAR_AWAY if is_slower else _AWAY) * max(abs(fifths[0]), abs(loss.values[0])):
         return []
     return history.finding(
         "loss-divergence",
