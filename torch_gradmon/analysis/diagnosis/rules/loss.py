@@ -20,7 +20,7 @@ _LOST = 8.0
 #: A loss that loses this share of its fall again diverges, too.
 _AGAIN = 0.25
 #: A loss below 0 has no bound if it falls no slower in the end than in the middle, by this part at least, and ends this many times as far
-#: from 0 as it began; or so many times.
+#: from 0 as it began; or, however it falls, this many times.
 _NO_SLOWER, _AWAY, _FAR_AWAY = 0.8, 10.0, 1e4
 #: A learning rate below this share of its largest value moves nothing; it is too early if that holds for this share of the run.
 _SPENT, _TOO_EARLY = 1e-3, 0.3
