@@ -656,6 +656,20 @@ def test_a_schedule_that_runs_out_early(until: int, found: bool) -> None:
         assert check_loss(run)[0].steps[0] == until
 
 
+@pytest.mark.parametrize(
+    ("rate", "loss", "found"),
+    [
+        (1e-5, lambda step: 2.0 + _noise(step), True),
+        (1e-4, lambda step: 2.0 + _noise(step), False),  # a tenth is usual
+        (1e-5, lambda step: 2.0 - step / 200 + _noise(step), False),  # it still falls
+        (1e-5, lambda step: 0.5 + 1.5 * 0.8**step + _noise(step), False),  # it has fallen
+    ],
+)
+def test_a_schedule_that_leaves_little(rate: float, loss: Callable[[int], float], found: bool) -> None:
+    run = history(loss=loss, context=lambda step: {"lr": [1e-3 if step < 20 else rate]})
+    assert any("below a fiftieth" in finding.cause for finding in check_loss(run)) == found
+
+
 def test_a_rate_that_is_still_on_its_way_up_leaves_open_what_comes() -> None:
     assert _rules(check_loss(history(loss=flat, context=lambda step: {"lr": [1e-6 * step]}))) == [("info", "loss-plateau")]
     assert _rules(check_loss(history(loss=flat, context=lambda step: {"lr": [1e-6 * min(step, 40)]}))) == [

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from ..findings import Finding, NotMeasured
 from ..history import History
-from ..learning import PERHAPS, rank_shift, spread
+from ..learning import PERHAPS, rank_shift, spread, trend
 from ..precautions import Precautions
 from ..series import Series
 
@@ -24,6 +24,8 @@ _AGAIN = 0.25
 _NO_SLOWER, _AWAY, _FAR_AWAY = 0.8, 10.0, 1e4
 #: A learning rate below this share of its largest value moves nothing; it is too early if that holds for this share of the run.
 _SPENT, _TOO_EARLY = 1e-3, 0.3
+#: Below this share it moves too little for a loss that has not fallen by a third, and does not fall any more.
+_LITTLE_LEFT = 0.02
 #: The plateau of a loss with more noise relative to its level means nothing, as with a policy gradient.
 _NOISE = 0.5
 #: A learning rate that ends at its largest value, this many times the usual one, is still warming up.
@@ -135,12 +137,17 @@ def _is_above(tail: Series, best: Series) -> bool:
 
 
 def _plateau(history: History, loss: Series) -> list[Finding]:
-    if (since := _rate_ran_out(history)) is not None:
+    share, since = _SPENT, _rate_ran_out(history, _SPENT)
+    if since is None and not history.learning.has_fallen:
+        share, since = _LITTLE_LEFT, _rate_ran_out(history, _LITTLE_LEFT)
+        since = None if since is None or trend(loss.since(since))[0] == "falls" else since
+    if since is not None:
         return history.finding(
             "loss-plateau",
             "",
             {"loss then": loss.since(since).part(0, 0.2).median, "loss at the end": loss.part(0.8, 1).median},
-            "The learning rate fell below a thousandth of its largest value long before the end, and nothing moves any more.",
+            f"The learning rate fell below a {'thousandth' if share == _SPENT else 'fiftieth'} of its largest value long before the end, "
+            f"and {'nothing moves' if share == _SPENT else 'the loss does not fall'} any more.",
             "Step the schedule less often, once per epoch if it was made for epochs, or let it end higher.",
             30.0,
             severity="warning",
@@ -189,12 +196,12 @@ def _is_steady(loss: Series) -> bool:
     return min(loss.values) >= 0 and spread(tail) < _NOISE * abs(tail.median)
 
 
-def _rate_ran_out(history: History) -> int | None:
-    """The step from which all learning rates were next to nothing, if that is a large part of the run."""
+def _rate_ran_out(history: History, share: float) -> int | None:
+    """The step from which all learning rates were below this ``share`` of the largest, if that is a large part of the run."""
     rates = list(zip(history.steps, _rates(history), strict=True))
     largest = max((rate for _, rate in rates), default=0.0)
-    spent = [step for step, rate in rates if rate < _SPENT * largest]
-    at_the_end = [step for step in spent if step > max((s for s, rate in rates if rate >= _SPENT * largest), default=-1)]
+    spent = [step for step, rate in rates if rate < share * largest]
+    at_the_end = [step for step in spent if step > max((s for s, rate in rates if rate >= share * largest), default=-1)]
     return at_the_end[0] if len(at_the_end) > _TOO_EARLY * len(rates) else None
 
 
