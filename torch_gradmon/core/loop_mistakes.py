@@ -61,21 +61,6 @@ MISTAKES: dict[str, Mistake] = {
         "Compute the loss anew in each step, and call backward() on it once; retain_graph=True is for another loss of the same "
         "forward pass",
     ),
-    "softmax-before-loss": Mistake(
-        "error",
-        "The loss takes logits and applies softmax or sigmoid itself, and gets what has gone through one already: gradients are small and "
-        "the loss cannot reach zero",
-        "Return the output of the last linear layer, without softmax or sigmoid, and apply these for predictions only",
-        repeats=2,
-        weight=125.0,
-    ),
-    "log-softmax-missing": Mistake(
-        "error",
-        "nll_loss takes logarithms of probabilities, and gets other numbers: the loss is below 0, and falls without bound",
-        "Use cross_entropy, or return log_softmax of the last linear layer",
-        repeats=2,
-        weight=125.0,
-    ),
     "never-stepped": Mistake(
         "error",
         "Gradients are computed and cleared again and again, and no optimizer has stepped so far",

@@ -53,6 +53,21 @@ SETUP_MISTAKES: dict[str, Mistake] = {
         warns=False,
         weight=103.0,
     ),
+    "softmax-before-loss": Mistake(
+        "error",
+        "The loss takes logits and applies softmax or sigmoid itself, and gets what has gone through one already: gradients are small and "
+        "the loss cannot reach zero",
+        "Return the output of the last linear layer, without softmax or sigmoid, and apply these for predictions only",
+        repeats=2,
+        weight=125.0,
+    ),
+    "log-softmax-missing": Mistake(
+        "error",
+        "nll_loss takes logarithms of probabilities, and gets other numbers: the loss is below 0, and falls without bound",
+        "Use cross_entropy, or return log_softmax of the last linear layer",
+        repeats=2,
+        weight=125.0,
+    ),
     "relu-before-loss": Mistake(
         "warning",
         "The output has gone through a ReLU, but the loss takes logits, and cannot rule a class out, or has targets below 0: many outputs "

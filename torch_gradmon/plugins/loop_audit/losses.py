@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ...capture.loss_graph import OUTPUT, all_nodes_of, is_made_by, losses_going_backward, nodes_of, notes_of, operation_of
+from ...capture.loss_graph import (
+    OUTPUT,
+    all_nodes_of,
+    is_made_by,
+    is_move,
+    losses_going_backward,
+    nodes_of,
+    notes_of,
+    operation_of,
+)
 from ..tallies import Tallies
 from .probe import Interval
 
@@ -75,7 +84,7 @@ class LossChecks:
         nodes = all_nodes_of(losses)
         # a loop that clears the gradient in between may well look at it and begin again
         is_again = any(self._mark in notes_of(node) for node in terms) and not (interval.drops or interval.writes)
-        is_old = any(notes_of(node).get(self._visited, self._steps) < self._steps for node in nodes)
+        is_old = any(notes_of(node).get(self._visited, self._steps) < self._steps for node in nodes if not _is_cast(node))
         self._same += is_again or is_old
         for node in terms:
             notes_of(node)[self._mark] = True
@@ -120,6 +129,11 @@ def _terms(loss: Tensor) -> list[Node]:
             terms = [each for each in _inputs(node) if each not in found]
             found, waiting = [*found, *terms], [*waiting, *terms]
     return found
+
+
+def _is_cast(node: Node) -> bool:
+    """Whether it casts or moves a parameter, which autocast does once for all calls within it."""
+    return is_move(node) and not any(each.next_functions for each, _ in node.next_functions if each is not None)
 
 
 def _inputs(node: Node) -> list[Node]:

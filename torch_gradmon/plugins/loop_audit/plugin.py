@@ -9,6 +9,8 @@ from torch.optim import Optimizer
 
 from ...core.errors import WarningLog
 from ...core.loop_findings import LoopFinding
+from ...core.loop_mistakes import MISTAKES
+from ...core.setup_mistakes import SETUP_MISTAKES
 from ...step.gradient_source import PLAIN_GRADIENTS
 from ...step.planner import Planner
 from ...step.plugin import Plugin
@@ -33,7 +35,7 @@ class LoopAudit(Plugin):
 
     def __init__(self, planner: Planner, complaints: WarningLog, note: Callable[..., None]) -> None:
         self._planner = planner
-        self._tallies = Tallies(complaints, self._step, note)
+        self._tallies = Tallies(complaints, self._step, note, {**MISTAKES, **SETUP_MISTAKES})
         self._hooks: ProbeHooks | None = None
         self._ownership: OwnershipChecks | None = None
         self._rest = Rest()

@@ -47,7 +47,8 @@ def check_learning_rate(history: History) -> list[Finding]:
         raise NotMeasured("updates were not measured: attach the optimizer, and use the preset standard or full")
     names = [name for name in ratios.names if name in history.matrices] or list(ratios.names)
     ratios = ratios.of(ratios.steps, names)
-    return [*_whole(history, ratios), *_high_parts(history, ratios), *_low_parts(history, ratios)]
+    whole = _whole(history, ratios)
+    return [*whole, *_high_parts(history, ratios, is_alone=not whole), *_low_parts(history, ratios)]
 
 
 def _whole(history: History, ratios: Matrix) -> list[Finding]:
@@ -122,10 +123,11 @@ def _harm(history: History) -> tuple[float, bool]:
     return max(early) / loss.values[0], fails
 
 
-def _high_parts(history: History, ratios: Matrix) -> list[Finding]:
+def _high_parts(history: History, ratios: Matrix, is_alone: bool) -> list[Finding]:
+    """``is_alone``: no rate of the whole model is at fault."""
     usual = ratios.part(0.25, 1).medians()
     high = sorted((name for name, value in usual.items() if value > _PART_HIGH), key=lambda name: -usual[name])
-    is_early = not high and _harm(history)[0] > _FAR  # the loss left upwards at the beginning
+    is_early = not high and is_alone and _harm(history)[0] > _FAR  # the loss left upwards at the beginning
     if is_early:
         usual = ratios.part(0, 0.1).largest()
         high = sorted((name for name, value in usual.items() if value > _HIGH), key=lambda name: -usual[name])
