@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from ...core.records import Severity
@@ -23,6 +24,9 @@ _SPREADS = 6.0
 _SHARE = 0.01
 #: The standard deviation over the median absolute deviation, for a normal distribution.
 _OF_MAD = 1.4826
+#: A loss below 0 has no bound if it falls no slower in the end than in the middle, by this part at least, and ends this many times as far
+#: from 0 as it began; or, however it falls, this many times.
+_NO_SLOWER, _AWAY, _FAR_AWAY = 0.8, 10.0, 1e4
 #: The share that a loss has to fall, and the start of the later part, in which a loss that has not should still fall.
 _THIRD, _LATER = 1 / 3, 0.3
 #: Losses before they are compared with chance; the share of it that counts as learnt, and where another fault has to be.
@@ -119,6 +123,14 @@ def trend(finite: Series) -> tuple[State, float, float]:
     if abs(shift) > _RANKS and abs(change) > least:
         state = "falls" if shift < 0 else "rises"
     return state, head.median, tail.median
+
+
+def falls_without_bound(loss: Series) -> bool:
+    """Whether the losses fall below 0, ever faster or very far."""
+    fifths = [loss.part(at / 5, (at + 1) / 5).median for at in range(5)]
+    falls = [before - after for before, after in pairwise(fifths)]
+    is_slower = min(falls) <= 0 or falls[-1] < _NO_SLOWER * max(falls[:-1])
+    return -fifths[-1] > (_FAR_AWAY if is_slower else _AWAY) * max(abs(fifths[0]), abs(loss.values[0]))
 
 
 def spread(part: Series) -> float:

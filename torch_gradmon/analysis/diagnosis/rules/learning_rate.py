@@ -9,15 +9,13 @@ the loss has to confirm it.
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
 from ....core import keys as n
 from ....core.formatting import also_in, times
 from ..findings import Finding, NotMeasured
 from ..history import History
-from ..learning import rank_shift
 from ..precautions import Precautions
-from ..series import Matrix, Series, lower_median
+from ..series import Matrix, lower_median
 
 #: The update over the weights, per step.
 _HIGH, _LOW = 0.2, 2e-5
@@ -33,11 +31,6 @@ _BEHIND = 1e3
 _OWN_RATE = 1e-2
 #: The largest early loss over the first one if the loss rises, and if it rises far; the fewest losses looked at.
 _LEFT, _FAR, _FIRST = 1.5, 3.0, 5
-#: The fewest rates that have a course.
-_MANY_RATES = 20
-#: How far a loss ends above its best, by its level and in standard deviations of ranks, while the rate never fell and ends this many times
-#: above the middle of the run.
-_ABOVE, _RANKS, _RAISED = 1.25, 3.0, 1.5
 
 
 def check_learning_rate(history: History) -> list[Finding]:
@@ -68,21 +61,6 @@ def _whole(history: History, ratios: Matrix) -> list[Finding]:
             severity="warning" if worst > _FAR or fails else "info",
             steps=steps,
         )
-    if (best := _rises_on(history)) is not None:
-        return history.finding(
-            "learning-rate-high",
-            "",
-            {
-                "learning rate": _largest_rate(history),
-                "loss at its best": best.median,
-                "at the end": history.loss.finite.part(0.8, 1).median,
-            },
-            "The loss has stopped falling, and the learning rate still rises.",
-            "End the warm-up, or the schedule that raises the rate, about where the loss was at its best.",
-            85.0,
-            severity="warning",
-            steps=(best.steps[-1], history.steps[-1]),
-        )
     largest = max(ratios.largest().values(), default=0.0)
     # updates may point one way, and are measured on some steps only
     together = largest * (history.steps[-1] - history.steps[0] + 1)
@@ -99,18 +77,6 @@ def _whole(history: History, ratios: Matrix) -> list[Finding]:
             steps=steps,
         )
     return []
-
-
-def _rises_on(history: History) -> Series | None:
-    """The best fifth of the losses, if these have risen since then with a rate that never fell."""
-    rates = [max(rates) for record in history.records if (rates := record.context.get("lr"))]
-    loss = history.loss.finite
-    if len(rates) < _MANY_RATES or history.need_not_fall or history.learning.state == "unknown":
-        return None
-    if any(later < rate for rate, later in pairwise(rates)) or not rates[-1] > _RAISED * rates[len(rates) // 2] > 0:
-        return None
-    best, tail = min((loss.part(at / 5, (at + 1) / 5) for at in range(5)), key=lambda part: part.median), loss.part(0.8, 1)
-    return best if tail.median > _ABOVE * best.median > 0 and rank_shift(best.values, tail.values) > _RANKS else None
 
 
 def _harm(history: History) -> tuple[float, bool]:

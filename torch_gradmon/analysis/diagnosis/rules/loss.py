@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from ..findings import Finding, NotMeasured
 from ..history import History
-from ..learning import PERHAPS, rank_shift, spread, trend
+from ..learning import PERHAPS, falls_without_bound, rank_shift, spread, trend
 from ..precautions import Precautions
 from ..series import Series
 
@@ -19,9 +19,10 @@ _FAR_ABOVE = 2.0
 _LOST = 8.0
 #: A loss that loses this share of its fall again diverges, too.
 _AGAIN = 0.25
-#: A loss below 0 has no bound if it falls no slower in the end than in the middle, by this part at least, and ends this many times as far
-#: from 0 as it began; or, however it falls, this many times.
-_NO_SLOWER, _AWAY, _FAR_AWAY = 0.8, 10.0, 1e4
+#: The fewest rates that have a course.
+_MANY_RATES = 20
+#: A rate that never fell, and ends this many times above the middle of the run.
+_RAISED = 1.5
 #: A learning rate below this share of its largest value moves nothing; it is too early if that holds for this share of the run.
 _SPENT, _TOO_EARLY = 1e-3, 0.3
 #: Below this share it moves too little for a loss that has not fallen by a third, and does not fall any more.
@@ -52,7 +53,7 @@ def check_loss(history: History) -> list[Finding]:
         )
     if history.learning.state == "unknown":
         raise NotMeasured('log the loss with monitor.log_scalar("loss", loss), twenty steps of it at least')
-    rules = _unbounded, _divergence, _at_chance, _plateau
+    rules = _unbounded, _raised, _divergence, _at_chance, _plateau
     return next((found for rule in rules if (found := rule(history, loss.finite))), [])
 
 
@@ -78,21 +79,49 @@ def _at_chance(history: History, loss: Series) -> list[Finding]:
 
 def _unbounded(history: History, loss: Series) -> list[Finding]:
     """A loss that falls below 0, faster and faster."""
-    fifths = [loss.part(at / 5, (at + 1) / 5).median for at in range(5)]
-    falls = [before - after for before, after in pairwise(fifths)]
-    is_slower = min(falls) <= 0 or falls[-1] < _NO_SLOWER * max(falls[:-1])
-    if -fifths[-1] < (_FAR_AWAY if is_slower else _AWAY) * max(abs(fifths[0]), abs(loss.values[0])):
+    if not falls_without_bound(loss):
         return []
     return history.finding(
         "loss-divergence",
         "",
-        {"loss at the beginning": fifths[0], "in the middle": fifths[2], "at the end": fifths[4]},
+        {
+            f"loss {when}": loss.part(at, at + 0.2).median
+            for when, at in (("at the beginning", 0.0), ("in the middle", 0.4), ("at the end", 0.8))
+        },
         "The loss falls below 0, and ever faster: nothing bounds it.",
         "Look at the sign of each term, at a penalty that is subtracted, and at a loss that takes logarithms of probabilities.",
         86.0,
         severity="info" if history.need_not_fall else "warning",
         steps=(loss.steps[0], loss.steps[-1]),
     )
+
+
+def _raised(history: History, loss: Series) -> list[Finding]:
+    """A loss that has turned while the learning rate still rises."""
+    if (best := _best_before_the_rate_rose(history, loss)) is None:
+        return []
+    rate = max(rate for record in history.records for rate in record.context["lr"])
+    return history.finding(
+        "loss-divergence",
+        "",
+        {"learning rate": rate, "loss at its best": best.median, "at the end": loss.part(0.8, 1).median},
+        "The loss has stopped falling, and the learning rate still rises.",
+        "End the warm-up, or the schedule that raises the rate, about where the loss was at its best.",
+        86.0,
+        severity="warning",
+        steps=(best.steps[-1], history.steps[-1]),
+    )
+
+
+def _best_before_the_rate_rose(history: History, loss: Series) -> Series | None:
+    """The best fifth of the losses, if these have risen since then with a rate that never fell."""
+    rates = [max(rates) for record in history.records if (rates := record.context.get("lr"))]
+    if len(rates) < _MANY_RATES or history.need_not_fall or history.learning.state == "unknown":
+        return None
+    if any(later < rate for rate, later in pairwise(rates)) or not rates[-1] > _RAISED * rates[len(rates) // 2] > 0:
+        return None
+    best, tail = min((loss.part(at / 5, (at + 1) / 5) for at in range(5)), key=lambda part: part.median), loss.part(0.8, 1)
+    return best if tail.median > _ABOVE * best.median > 0 and rank_shift(best.values, tail.values) > _RANKS else None
 
 
 def _divergence(history: History, loss: Series) -> list[Finding]:

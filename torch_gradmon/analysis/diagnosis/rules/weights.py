@@ -10,6 +10,7 @@ from ....core import keys as n
 from ....core.formatting import also_in
 from ..findings import Finding
 from ..history import History
+from ..learning import falls_without_bound
 from ..series import Series
 
 #: Growth of a matrix, far growth, and the fewest steps that show it.
@@ -55,6 +56,7 @@ def check_weights(history: History) -> list[Finding]:
     growth = grown[worst[0]]
     runs_away = growth.factor > _FAR and growth.steadiness > _EXPONENTIAL
     harms = history.learning.is_stuck or history.learning.state == "rises"
+    harms |= history.learning.state != "unknown" and falls_without_bound(history.loss.finite)
     is_cause = runs_away and _grows_by_itself(history, worst[0], growth)  # it kills units and makes the loss rise
     return history.finding(
         "weight-growth",
