@@ -106,7 +106,7 @@ def _raised(history: History, loss: Series) -> list[Finding]:
         "",
         {"learning rate": rate, "loss at its best": best.median, "at the end": loss.part(0.8, 1).median},
         "The loss has stopped falling, and the learning rate still rises.",
-        "End the warm-up, or the schedule that raises the rate, about where the loss was at its best.",
+        "End the warm-up, or end the schedule that raises it, about where the loss was at its best.",
         86.0,
         severity="warning",
         steps=(best.steps[-1], history.steps[-1]),
