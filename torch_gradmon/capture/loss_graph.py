@@ -18,23 +18,12 @@ _NODES, _MANY = 64, 1024
 #: The note at the output of a watched model.
 OUTPUT = "torch_gradmon output"
 #: Operations that only move, choose, copy or bound what they get.
-_MOVES = (
-    *(
-        "Alias",
-        "Cat",
-        "Clamp",
-        "ClampMax",
-        "ClampMin",
-        "Clone",
-        "Expand",
-        "Gather",
-        "Index",
-        "IndexSelect",
-        "MaskedSelect",
-        "NanToNum",
-    ),
-    *("Permute", "ReshapeAlias", "Select", "Slice", "Split", "SplitWithSizes", "Squeeze", "Stack", "T", "ToCopy", "Transpose"),
-    *("Unbind", "UnsafeSplit", "UnsafeView", "Unsqueeze", "View", "_DDPSink"),
+_MOVES = frozenset(
+    (
+        *("Alias", "Cat", "Clamp", "ClampMax", "ClampMin", "Clone", "Expand", "Gather", "Index", "IndexSelect", "MaskedSelect"),
+        *("NanToNum", "Permute", "ReshapeAlias", "Select", "Slice", "Split", "SplitWithSizes", "Squeeze", "Stack", "T", "ToCopy"),
+        *("Transpose", "Unbind", "UnsafeSplit", "UnsafeView", "Unsqueeze", "View", "_DDPSink"),
+    )
 )
 
 
@@ -91,16 +80,20 @@ def _walk(losses: Sequence[Tensor], most: int) -> Iterator[tuple[Node, list[Node
         if node is None or node in seen:
             continue
         seen.add(node)
-        inputs = [each for each, _ in node.next_functions if each is not None]
+        inputs = inputs_of(node)
         yield node, inputs
         waiting += inputs
+
+
+def inputs_of(node: Node) -> list[Node]:
+    """Those with a gradient."""
+    return [each for each, _ in node.next_functions if each is not None]
 
 
 def is_made_by(node: Node | None, operations: Container[str]) -> bool:
     """Whether what the node gives is that of one of these operations, such as ``"Sigmoid"``, but moved, or with a number added."""
     while node is not None and operation_of(node) not in operations:
-        inputs = [each for each, _ in node.next_functions if each is not None]
-        operation = operation_of(node)
+        inputs, operation = inputs_of(node), operation_of(node)
         node = inputs[0] if operation in _MOVES or (operation in ("Add", "Sub") and len(inputs) == 1) else None
     return node is not None
 

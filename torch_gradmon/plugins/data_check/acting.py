@@ -43,9 +43,8 @@ class Acting:
         self.is_so = False
         self._batch = 0  # the most rows of a step
         self._kept: Tensor | None = None  # identities of rows that it was called on, [_KEPT]
-        self._next = 0
-        self._new: list[Tensor] = []  # of the calls since the last step
-        self._called: list[Tensor] = []  # by call since the last step: rows, and those of them that had a call before
+        self._again: Tensor | None = None  # how many of the rows since the last step had a call before
+        self._next = self._fresh = 0  # the place of the next row, and how many came since the last step
         self._sums = [0.0] * 5
         self._steps = self._through = self._opposed = 0
 
@@ -59,17 +58,10 @@ class Acting:
         rows = _identities(data)
         if self._kept is None:
             self._kept = torch.full((_KEPT,), -1, dtype=torch.int64, device=rows.device)
-        again = torch.isin(rows, torch.cat([self._kept, *self._new])).sum()
-        self._called.append(torch.stack([torch.full_like(again, len(rows)), again]))
-        self._new.append(rows)
-        if sum(map(len, self._new)) > _KEPT:
-            self._keep_new(self._kept)
-
-    def _keep_new(self, kept: Tensor) -> None:
-        for rows in self._new:
-            kept[(torch.arange(len(rows), device=rows.device) + self._next) % _KEPT] = rows
-            self._next = (self._next + len(rows)) % _KEPT
-        self._new.clear()
+        again = torch.isin(rows, self._kept).sum()
+        self._again = again if self._again is None else self._again + again
+        self._kept[(torch.arange(len(rows), device=rows.device) + self._next) % _KEPT] = rows
+        self._next, self._fresh = (self._next + len(rows)) % _KEPT, self._fresh + len(rows)
 
     @torch.no_grad()
     def trained(self, tensors: Sequence[Tensor]) -> Tensor | None:
@@ -87,11 +79,13 @@ class Acting:
             return None
         rows = _identities(data)
         is_data = rows != 0  # rows of zeros are padding
-        acted, at_once = ((torch.isin(rows, known) & is_data).sum() for known in (self._kept, torch.cat([rows[:0], *self._new])))
-        calls = torch.stack(self._called).sum(0) if self._called else torch.zeros(2, dtype=torch.int64, device=rows.device)
-        self._called.clear()
-        self._keep_new(self._kept)
-        return torch.cat([torch.stack([torch.full_like(acted, len(rows)), acted, at_once]), calls])
+        in_turn = self._kept.roll(-self._next)  # the oldest first
+        at = max(_KEPT - self._fresh, 0)
+        acted, at_once = ((torch.isin(rows, known) & is_data).sum() for known in (in_turn[:at], in_turn[at:]))
+        counts = [torch.full_like(acted, number) for number in (len(rows), self._fresh)]
+        again = torch.zeros_like(acted) if self._again is None else self._again
+        self._again, self._fresh = None, 0
+        return torch.stack([counts[0], acted, at_once, counts[1], again])
 
     def made(self, output: Tensor) -> None:
         """The model made this output, which has a graph."""

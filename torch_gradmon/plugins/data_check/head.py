@@ -37,7 +37,7 @@ _VARIES = 0.1
 _LINEAR = 0.995
 #: The fewest outputs that are drawn to one number, and the variance of these numbers over that of the targets.
 _MANY, _ONE = 8, 1e-6
-_FACTS = 26
+_FACTS = 24
 
 
 @dataclass(frozen=True)
@@ -168,8 +168,7 @@ def _classes(z: Tensor, g: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
     scale = (factors * weight).sum() / total
     spread = ((factors - scale).square() * weight).sum().div(total).sqrt() / scale.abs().clamp(min=1e-300)
     binary = _binary(z, g)
-    simplex = (z.sum(1) - 1).abs().amax()
-    extremes = simplex, z.amin(), z.amax(), (z == 0).double().mean()
+    extremes = z.amin(), (z == 0).double().mean()
     loss = -(z.log_softmax(1).gather(1, target[:, None])[:, 0] * weight).sum() / total
     one = torch.stack([deviation, residual, mean, slope, fit, scale, *extremes, *binary[:3], spread, loss, binary[3]])
     labels = torch.zeros(min(z.shape[1], COUNTED), dtype=torch.float64, device=z.device)
@@ -180,7 +179,7 @@ def _classes(z: Tensor, g: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
 
 def _single(z: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     nothing = torch.full((6,), math.nan, dtype=torch.float64, device=z.device)
-    extremes = torch.stack([torch.zeros_like(z.sum()), z.amin(), z.amax(), (z == 0).double().mean()])
+    extremes = torch.stack([z.amin(), (z == 0).double().mean()])
     used = g != 0
     ones = ((g < 0) & used).double().sum()
     labels = torch.stack([used.double().sum() - ones, ones])
@@ -210,8 +209,8 @@ def _is_near(value: float, loss: float | None) -> bool:
 def recognised(facts: list[float], loss: float | None) -> Head | None:
     """The head that these numbers, read back from the device, describe; ``loss``: the value that was logged in that step."""
     count, used, rows, classes, z1, z2, g1, g2, zg = facts[:9]
-    deviation, residual, mean, slope, fit, scale, _, low, _, zeros, b_deviation, b_mean, varied, spread = facts[9:23]
-    is_entropy, is_binary = (varied > _VARIES or _is_near(own, loss) for own in facts[23:25])
+    deviation, residual, mean, slope, fit, scale, low, zeros, b_deviation, b_mean, varied, spread = facts[9:21]
+    is_entropy, is_binary = (varied > _VARIES or _is_near(own, loss) for own in facts[21:23])
     labels = tuple(facts[_FACTS:]) if classes <= COUNTED else ()
     if used < 2 or not all(map(math.isfinite, (z2, g2))) or g2 == 0:
         return None

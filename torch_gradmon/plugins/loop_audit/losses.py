@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from ...capture.loss_graph import (
     OUTPUT,
     all_nodes_of,
+    inputs_of,
     is_made_by,
     is_move,
     losses_going_backward,
@@ -91,25 +92,16 @@ class LossChecks:
         for node in nodes:
             notes_of(node)[self._visited] = self._steps
         if losses:
-            self._tallies.check("softmax-before-loss", self._key, takes_squashed(losses), "")
-            is_below = takes_no_logarithms(losses) and any(bool(loss < 0) for loss in losses)
+            is_squashed = any(is_made_by(each, _SQUASHES) for each in _taken_by(_TAKE_LOGITS, losses))
+            self._tallies.check("softmax-before-loss", self._key, is_squashed, "")
+            is_raw = not all(is_made_by(each, _GIVE_LOGARITHMS) for each in _taken_by(_TAKE_LOGARITHMS, losses))
+            is_below = is_raw and any(bool(loss < 0) for loss in losses)
             self._tallies.check("log-softmax-missing", self._key, is_below, "")
 
 
-def takes_squashed(losses: Sequence[Tensor]) -> bool:
-    """Whether these losses take logits and get what comes out of a sigmoid or softmax, in the model or behind it."""
-    return any(
-        operation_of(node) in _TAKE_LOGITS and is_made_by(node.next_functions[0][0], _SQUASHES)
-        for node in nodes_of(losses, OUTPUT)
-    )
-
-
-def takes_no_logarithms(losses: Sequence[Tensor]) -> bool:
-    """Whether these losses take logarithms of probabilities, and get something that no logarithm has made."""
-    return any(
-        operation_of(node) in _TAKE_LOGARITHMS and not is_made_by(node.next_functions[0][0], _GIVE_LOGARITHMS)
-        for node in nodes_of(losses, OUTPUT)
-    )
+def _taken_by(operations: Container[str], losses: Sequence[Tensor]) -> Iterator[Node | None]:
+    """What goes into these operations of losses."""
+    return (node.next_functions[0][0] for node in nodes_of(losses, OUTPUT) if operation_of(node) in operations)
 
 
 def _terms(loss: Tensor) -> list[Node]:
@@ -133,9 +125,9 @@ def _terms(loss: Tensor) -> list[Node]:
 
 def _is_cast(node: Node) -> bool:
     """Whether it casts or moves a parameter, which autocast does once for all calls within it."""
-    return is_move(node) and not any(each.next_functions for each, _ in node.next_functions if each is not None)
+    return is_move(node) and not _inputs(node)
 
 
 def _inputs(node: Node) -> list[Node]:
     """Those with a gradient, without parameters."""
-    return [each for each, _ in node.next_functions if each is not None and each.next_functions]
+    return [each for each in inputs_of(node) if each.next_functions]

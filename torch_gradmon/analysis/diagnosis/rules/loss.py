@@ -100,11 +100,10 @@ def _raised(history: History, loss: Series) -> list[Finding]:
     """A loss that has turned while the learning rate still rises."""
     if (best := _best_before_the_rate_rose(history, loss)) is None:
         return []
-    rate = max(rate for record in history.records for rate in record.context["lr"])
     return history.finding(
         "loss-divergence",
         "",
-        {"learning rate": rate, "loss at its best": best.median, "at the end": loss.part(0.8, 1).median},
+        {"learning rate": max(_rates(history)), "loss at its best": best.median, "at the end": loss.part(0.8, 1).median},
         "The loss has stopped falling, and the learning rate still rises.",
         "End the warm-up, or end the schedule that raises it, about where the loss was at its best.",
         86.0,
@@ -120,13 +119,13 @@ def _best_before_the_rate_rose(history: History, loss: Series) -> Series | None:
         return None
     if any(later < rate for rate, later in pairwise(rates)) or not rates[-1] > _RAISED * rates[len(rates) // 2] > 0:
         return None
-    best, tail = min((loss.part(at / 5, (at + 1) / 5) for at in range(5)), key=lambda part: part.median), loss.part(0.8, 1)
+    best, tail = _best(loss, 5), loss.part(0.8, 1)
     return best if tail.median > _ABOVE * best.median > 0 and rank_shift(best.values, tail.values) > _RANKS else None
 
 
 def _divergence(history: History, loss: Series) -> list[Finding]:
     tail, first = loss.part(0.8, 1), Series(loss.steps[:5], loss.values[:5]).median
-    fifth, tenth = (min((loss.part(at / of, (at + 1) / of) for at in range(of - of // 5)), key=_level) for of in (5, 10))
+    fifth, tenth = _best(loss, 5), _best(loss, 10)
     # for example, a wrong sign makes the loss rise at once and then rest
     rose = tail.median - first > max((_ABOVE - 1) * first, _SPREADS * spread(tail)) and first > 0
     best = next((part for part in (fifth, tenth) if _is_above(tail, part) and tail.median > _forgotten(first, part)), None)
@@ -155,8 +154,9 @@ def _forgotten(first: float, best: Series) -> float:
     return best.median + _AGAIN * max(first - best.median, 0.0)
 
 
-def _level(part: Series) -> float:
-    return part.median
+def _best(loss: Series, parts: int) -> Series:
+    """The part with the lowest level, among equal ones before the last fifth."""
+    return min((loss.part(at / parts, (at + 1) / parts) for at in range(parts - parts // 5)), key=lambda part: part.median)
 
 
 def _is_above(tail: Series, best: Series) -> bool:
