@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -202,6 +203,31 @@ def test_hidden_layers_with_an_optimizer_are_trained() -> None:
     model = _Hiding("list")
     monitor = train(model, torch.optim.SGD([*model.parameters(), *model.kept[0].parameters()], 0.01))
     assert "unregistered-parameters" not in rules(monitor)
+    monitor.detach()
+
+
+class _Anew(nn.Module):
+    """A layer that is made in forward, or once; or the copy of all, that a learner of learning makes for one step."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.second, self.kind = nn.Linear(4, 4), nn.Linear(4, 2), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "copy":
+            return copy.deepcopy(nn.Sequential(self.first, self.second))(x) + 0 * self.first(x).detach().mean()
+        last = nn.Linear(4, 2) if self.kind == "anew" else self.second
+        out: Tensor = last(self.first(x))
+        return out
+
+
+@pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning")
+@pytest.mark.parametrize("kind", ["anew", "once", "copy"])
+def test_a_layer_that_is_made_in_forward(kind: str) -> None:
+    torch.manual_seed(0)
+    model = _Anew(kind)
+    monitor = train(model, sgd(model))
+    assert ("unregistered-parameters" in rules(monitor)) == (kind == "anew")
     monitor.detach()
 
 

@@ -67,8 +67,8 @@ def nodes_of(losses: Sequence[Tensor], until: str) -> Iterator[Node]:
 
 
 def all_nodes_of(losses: Sequence[Tensor]) -> list[Node]:
-    """The nodes of losses and of the model before them, the last ones first, without parameters; not all of a large model."""
-    return [node for node, _ in _walk(losses, _MANY) if node.next_functions]
+    """The nodes of losses and of the model before them, the last ones first, with parameters; not all of a large model."""
+    return [node for node, _ in _walk(losses, _MANY)]
 
 
 def _walk(losses: Sequence[Tensor], most: int) -> Iterator[tuple[Node, list[Node]]]:

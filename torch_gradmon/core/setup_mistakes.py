@@ -6,6 +6,8 @@ from .loop_mistakes import Mistake
 
 #: What the user has declared does not hold.
 EXPECTATION = "expectation-broken"
+#: Evidence that a loop with one batch has more data: batches of its loader, or rows of a tensor.
+IN_LOADER, IN_LOOP = "batches that the loader has", "rows that the loop has"
 
 SETUP_MISTAKES: dict[str, Mistake] = {
     "eval-mode": Mistake(
@@ -17,8 +19,9 @@ SETUP_MISTAKES: dict[str, Mistake] = {
     ),
     "unregistered-parameters": Mistake(
         "warning",
-        "Layers in a plain list, dict or attribute get gradients but are no part of the model: no optimizer has them, nor are they saved",
-        "Put them into nn.ModuleList, nn.ModuleDict, nn.ParameterList or nn.Parameter",
+        "Layers in a plain list, dict or attribute, or made in forward, get gradients but are no part of the model: no optimizer has them, "
+        "nor are they saved",
+        "Make them in __init__, and put them into nn.ModuleList, nn.ModuleDict, nn.ParameterList or nn.Parameter",
         repeats=1,
         weight=118.0,
     ),
@@ -76,6 +79,13 @@ SETUP_MISTAKES: dict[str, Mistake] = {
         repeats=2,
         weight=106.0,
     ),
+    "targets-out-of-range": Mistake(
+        "warning",
+        "The output comes out of a sigmoid or a tanh, and part of the targets lies beyond what these can give",
+        "Remove the function behind the last linear layer, or bring the targets into its range",
+        repeats=2,
+        weight=106.0,
+    ),
     "labels-not-mixed": Mistake(
         "warning",
         "Each batch has examples of one class only: the data are sorted, and the model forgets one class while it learns the next",
@@ -103,7 +113,8 @@ SETUP_MISTAKES: dict[str, Mistake] = {
     "repeated-batch": Mistake(
         "info",
         "The model gets the same batch again and again",
-        "Take the next batch in each step, for x, y in loader; next(iter(loader)) begins anew each time",
+        "Take the next batch in each step, for x, y in loader; next(iter(loader)) begins anew each time, as does a seed that "
+        "is set in the loop",
         repeats=1,
         warns=False,
         weight=99.0,

@@ -156,6 +156,11 @@ class History:
         found = learning(self.loss, self.is_resumed, self.chance.get("loss", 0.0))
         return replace(found, is_stuck=False, is_at_chance=False) if self.acts else found
 
+    @cached_property
+    def rates(self) -> list[float]:
+        """The largest learning rate of each step; 0 if it is unknown."""
+        return [max(record.context.get("lr") or [0.0]) for record in self.records]
+
     @property
     def rests_at_chance(self) -> bool:
         """Whether the loss has come down to that of a constant answer and stays there without noise: no rate is at fault."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ...capture.loss_graph import OUTPUT, is_made_by, is_move, nodes_of, notes_of, operation_of
 
-#: Rows and classes that are looked at; more rows are left out, and outputs of more classes altogether.
+#: Rows and classes that are looked at; of more rows, some are, and outputs of more classes altogether.
 ROWS, CLASSES = 512, 4096
 #: Elements that are looked at, in 32 rows at least.
 _ELEMENTS, _LEAST = 1 << 16, 32
@@ -26,6 +26,11 @@ _ELEMENTS, _LEAST = 1 << 16, 32
 _SCALES = frozenset(("Add", "Div", "Mean", "Mul", "Neg", "Sub", "Sum"))
 #: Operations whose outputs are never negative, and often 0.
 _RECTIFIES = frozenset(("Relu", "Threshold", "Hardtanh", "ClampMin", "Clamp"))
+#: Operations with bounded outputs, and the bounds.
+_BOUNDED = (
+    (frozenset(("Sigmoid", "Hardsigmoid", "Softmax")), (0.0, 1.0)),
+    (frozenset(("Tanh",)), (-1.0, 1.0)),
+)
 #: The most classes whose labels are counted.
 COUNTED = 256
 #: Relative deviation from a formula.
@@ -37,7 +42,7 @@ _VARIES = 0.1
 _LINEAR = 0.995
 #: The fewest outputs that are drawn to one number, and the variance of these numbers over that of the targets.
 _MANY, _ONE = 8, 1e-6
-_FACTS = 24
+_FACTS = 27
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class Head:
         square: their mean square. Where the loss compares each output with each target, the gradient shows their mean alone, and the
             rest of the loss gives this.
         negative: the share of their mean square that those below 0 have.
+        beyond: the share of it that lies below -1, and the share that lies above 1.
     """
 
     kind: str
@@ -66,6 +72,11 @@ class Head:
     mean: float = math.nan
     square: float = math.nan
     negative: float = 0.0
+    beyond: tuple[float, float] = (0.0, 0.0)
+
+    def outside(self, low: float) -> float:
+        """The share of the targets' mean square that lies outside of ``low``, 0 or -1, and 1."""
+        return self.beyond[1] + (self.negative if low == 0 else self.beyond[0])
 
     @property
     def is_log(self) -> bool:
@@ -100,6 +111,11 @@ def is_rectified(output: Tensor) -> bool:
     return is_made_by(output.grad_fn, _RECTIFIES)
 
 
+def bounds_of(output: Tensor) -> tuple[float, float] | None:
+    """The bounds of an output that comes out of a sigmoid, a softmax or a tanh; None if no bounds are known."""
+    return next((bounds for operations, bounds in _BOUNDED if is_made_by(output.grad_fn, operations)), None)
+
+
 def rows_of(tensor: Tensor) -> Tensor:
     """As ``[rows, classes]``: of images ``[N, C, H, W]`` pixels are rows, otherwise the last dimension has the classes."""
     if tensor.ndim == 4:
@@ -112,12 +128,13 @@ def sample_of(output: Tensor) -> Tensor | None:
     rows = rows_of(output.detach())
     if rows.shape[1] > CLASSES or len(rows) < 2 or rows.device.type in ("meta", "mps"):  # the latter has no float64
         return None
-    return rows[: _looked_at(rows)].clone()
+    return _looked_at(rows).clone()
 
 
-def _looked_at(rows: Tensor) -> int:
-    """How many rows are."""
-    return min(ROWS, max(_LEAST, _ELEMENTS // rows.shape[1]))
+def _looked_at(rows: Tensor) -> Tensor:
+    """Some of many rows, in one distance: the first pixels of an image are all of its border."""
+    most = min(ROWS, max(_LEAST, _ELEMENTS // rows.shape[1]))
+    return rows if len(rows) <= most else rows[:: -(-len(rows) // most) | 1]
 
 
 @torch.no_grad()
@@ -129,18 +146,20 @@ def facts_of(sample: Tensor, gradient: Tensor) -> Tensor | None:
         gradient: of the whole output.
     """
     z, every = sample.double(), rows_of(gradient)
-    g = every[: len(z)].double()
+    g = _looked_at(every).double()
     if z.shape != g.shape:
         return None
     used = g.abs().sum(1) > 0
     sums = torch.stack([z.sum(), z.square().sum(), g.sum(), g.square().sum(), (z * g).sum()])
     targets = z - g * (every.numel() / 2)  # of a mean square
-    negative = targets.clamp(max=0).square().sum() / targets.square().sum().clamp(min=1e-300)
+    outside = targets.clamp(max=0), (targets + 1).clamp(max=0), (targets - 1).clamp(min=0)
+    shares = torch.stack([part.square().sum() for part in outside]) / targets.square().sum().clamp(min=1e-300)
+    whole = torch.linalg.vector_norm(every, dtype=torch.float32).double().square().view(1)  # of all rows
     one = _single(z, g) if z.shape[1] == 1 else _classes(z, g, used)
     # filled on the device: a copy from the host would wait
     count, rows, classes = (sums.new_full((1,), float(number)) for number in (len(every), *z.shape))
     head = torch.cat([count, used.double().sum().view(1), rows, classes, sums, one[0]])
-    return torch.cat([head, head.new_zeros(_FACTS - 1 - len(head)), negative.view(1), one[1]])
+    return torch.cat([head, shares, whole, one[1]])
 
 
 def _classes(z: Tensor, g: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
@@ -224,13 +243,14 @@ def recognised(facts: list[float], loss: float | None) -> Head | None:
         return Head("cross-entropy", every, scale * every / slope, 1 / slope, zeros, labels)
     elements = rows * classes
     factor = 2 / (count * classes)  # of a mean over all elements
-    if loss is None or rows != count:
+    if loss is None:
         return None
-    average, own = (z1 - g1 / factor) / elements, g2 / factor**2 / elements
+    negative, below, above, whole = facts[_FACTS - 4 : _FACTS]
+    average, own = (z1 - g1 / factor) / elements, whole / factor**2 / (count * classes)
     square = (z2 - 2 * zg / factor + g2 / factor**2) / elements
     if _is_near(own, loss):
-        return Head("mean square", every, 1.0, 1.0, zeros, (), average, square, facts[_FACTS - 1])
+        return Head("mean square", every, 1.0, 1.0, zeros, (), average, square, negative, (below, above))
     # all outputs are drawn to one number, from which the targets that the loss is taken of differ
-    if elements >= _MANY and square - average**2 < _ONE * (loss - own):
+    if rows == count and elements >= _MANY and square - average**2 < _ONE * (loss - own):
         return Head("mean square", every, 1.0, 1.0, zeros, (), average, average**2 + loss - own)
     return None

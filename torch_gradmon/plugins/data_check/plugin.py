@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from ..setup_check.expectations import Expectations
 from ..tallies import Tallies
 from .acting import Acting
 from .batches import Batches, batch_tensors, look_of, sampled
-from .head import facts_of, is_linear, is_rectified, output_of, recognised, sample_of
+from .head import bounds_of, facts_of, is_linear, is_rectified, output_of, recognised, sample_of
 from .targets import Targets
 
 #: Monitored steps that are looked at, among this number of steps of any kind; and those of them whose output is, too.
@@ -37,22 +37,25 @@ class _Look:
     Args:
         step: its number.
         has_head: the output is looked at, too.
+        module: that began it.
 
     Attributes:
         forwards: of the step.
         is_rectified: its output comes out of a ReLU.
+        bounds: of its output, if it comes out of a function with these.
         found: numbers on their device.
     """
 
-    def __init__(self, step: int, has_head: bool) -> None:
-        self.step, self.has_head = step, has_head
+    def __init__(self, step: int, has_head: bool, module: nn.Module) -> None:
+        self.step, self.has_head, self._module = step, has_head, id(module)
         self.forwards = 1
         self.is_rectified = False
+        self.bounds: tuple[float, float] | None = None
         self.found: dict[str, Tensor] = {}
 
-    def called_again(self) -> None:
+    def called_again(self, module: nn.Module) -> None:
         """Count another forward of the step."""
-        self.forwards += 1
+        self.forwards += id(module) == self._module
 
     def take_batch(self, tensors: Sequence[Tensor]) -> None:
         """Look at the inputs of the first forward."""
@@ -64,7 +67,7 @@ class _Look:
 
     def take_output(self, output: Tensor) -> None:
         """Look at what the output was made by."""
-        self.is_rectified = is_rectified(output)
+        self.is_rectified, self.bounds = is_rectified(output), bounds_of(output)
 
     def take_head(self, sample: Tensor, gradient: Tensor) -> None:
         """Look at the first gradient that comes back to the output."""
@@ -96,7 +99,7 @@ class DataCheck(Plugin):
         self._last: int | None = None  # the last step that is looked at
         self._look: _Look | None = None
         self._open: dict[int, _Look] = {}  # of steps whose record is still to come
-        self._is_paused = False
+        self._is_paused, self._has_root = False, True
 
     def facts(self) -> list[LoopFinding]:
         """What was found so far."""
@@ -117,10 +120,12 @@ class DataCheck(Plugin):
         self.on_detach()
         self._looked, self._last = 0, None
         self._tallies.write_facts(begins=True)
-        is_compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-        if takes_hooks(module) and not is_compiled:
-            self._handles.of_module(module.register_forward_pre_hook(ModuleHook(self._called), with_kwargs=True))
-            self._handles.of_module(module.register_forward_hook(ModuleHook(self._returned)))
+        self._has_root = _has_forward(module)
+        for called in _called_modules(module):
+            is_compiled = hasattr(called, "_orig_mod") or getattr(called, "_compiled_call_impl", None) is not None
+            if takes_hooks(called) and not is_compiled:
+                self._handles.of_module(called.register_forward_pre_hook(ModuleHook(self._called), with_kwargs=True))
+                self._handles.of_module(called.register_forward_hook(ModuleHook(self._returned)))
 
     def on_pause(self, is_paused: bool) -> None:
         """What the model gets meanwhile is no batch of the training."""
@@ -146,24 +151,25 @@ class DataCheck(Plugin):
         if step > self._last:
             self._handles.remove()
         elif not torch.is_grad_enabled():
-            if module.training:
+            if module.training and self._has_root:  # one part of several may be a teacher
                 self.context.call(self._acted, args, kwargs or {})
         elif step % self._every == 0:
-            self._train(step, args, kwargs or {})
+            self._train(module, step, args, kwargs or {})
 
-    def _train(self, step: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _train(self, module: nn.Module, step: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._look is not None and self._look.step == step:
-            self._look.called_again()
+            self._look.called_again(module)
         else:
-            self.context.call(self._began, step, args, kwargs)
+            self.context.call(self._began, module, step, args, kwargs)
 
-    def _began(self, step: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _began(self, module: nn.Module, step: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = batch_tensors(args, kwargs)
         if tensors and tensors[0].grad_fn is not None and self._acting.pass_through(tensors[0]):
             self._look = None
             return
-        self._look = _Look(step, self._looked in _HEADS)
+        self._look = _Look(step, self._looked in _HEADS, module)
         self._look.take_batch(tensors)
+        self._batches.came(tensors)
         if (rows := self._acting.trained(tensors)) is not None:
             self._look.found["rows"] = rows
 
@@ -222,11 +228,25 @@ class DataCheck(Plugin):
         if facts is not None:
             known, head = self.chance, recognised(facts.tolist(), loss_in(record.values))
             if head is not None:
-                self._targets.add(head, seen.forwards, self.context.scaler is not None, seen.is_rectified)
+                self._targets.add(head, seen.forwards, self.context.scaler is not None, seen.is_rectified, seen.bounds)
             if self.chance != known:
                 self._note(chance=self.chance)
         if not self._tallies.is_empty and self._batches.is_repeated:  # one example, or one goal for all of them, is all there is
             self._tallies.retract("labels-constant")
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether it can be called itself; a ``ModuleDict`` of parts cannot."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _called_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """The module, or those in it that are called in its place."""
+    if _has_forward(module):
+        yield module
+    else:
+        for part in module.children():
+            yield from _called_modules(part)
 
 
 class _Once(Hook):

@@ -13,7 +13,8 @@ _ROWS, _FEWEST = 8, 5
 _FEW = 4
 #: Share of heads whose batch has one label, if the data are sorted.
 _MOSTLY = 0.8
-#: Share of outputs that a ReLU has set to 0, and share of the targets' mean square that lies below 0: more than noise around 0.
+#: Share of outputs that a ReLU has set to 0, and share of the targets' mean square that lies below 0,
+#: or beyond what the output can be: more than noise around the bound.
 _ZEROS, _BELOW = 0.02, 0.1
 #: A loss that is not divided by its micro-batches counts this share of them at least.
 _NEARLY = 0.9
@@ -43,7 +44,9 @@ class Targets:
         self._of_one_label = 0
         self.chance: dict[str, float] = {}
 
-    def add(self, head: Head, forwards: int, is_scaled: bool, is_rectified: bool) -> None:
+    def add(
+        self, head: Head, forwards: int, is_scaled: bool, is_rectified: bool, bounds: tuple[float, float] | None = None
+    ) -> None:
         """One more head.
 
         Args:
@@ -51,9 +54,13 @@ class Targets:
             forwards: of the step.
             is_scaled: gradients are multiplied by a loss scale.
             is_rectified: the output comes out of a ReLU.
+            bounds: of the output, if its last function has these.
         """
         self._heads.append(head)
         self._count("relu-before-loss", is_rectified and head.zeros > _ZEROS and (head.is_log or head.negative > _BELOW))
+        if head.kind == "mean square":
+            outside = head.outside(bounds[0]) if bounds else 0.0
+            self._count("targets-out-of-range", outside > _BELOW, **{"share of their mean square outside": outside})
         if head.is_log:
             self._add_labels(head, forwards)
         self._learn_chance(head)

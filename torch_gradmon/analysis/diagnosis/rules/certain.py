@@ -18,6 +18,8 @@ from ..history import History
 _FEWEST, _MOSTLY = 3, 0.9
 #: Deviation of elements from their mean, relative to it, that is rounding; and the smallest matrix that counts.
 _EQUAL, _LEAST = 1e-5, 16
+#: A gradient that is this small a part of its weights has vanished on its way: no optimizer is at fault.
+_VANISHED = 1e-12
 #: The epsilon over the root mean square of the gradient.
 _DAMPED = 10.0
 #: The decay over the gradient of most matrices, and over one step: weights that lose half a percent in each are forgotten in 200.
@@ -68,10 +70,12 @@ def _no_update(history: History) -> list[Finding]:
         return []
     values = updates.values[rows]
     still = (values == 0).double().sum(0) / (~values.isnan()).double().sum(0).clamp(min=1)
+    pulls = history.ratio(n.GRADIENT_BEFORE_CLIP, n.PARAMETER) or history.ratio(n.GRADIENT, n.PARAMETER)
+    usual = {} if pulls is None else pulls.medians()
     names = [
         name
         for name, share in zip(updates.names, still.tolist(), strict=True)
-        if share >= _MOSTLY and live.get(name, 0.0) >= _MOSTLY and name in history.matrices
+        if share >= _MOSTLY and live.get(name, 0.0) >= _MOSTLY and name in history.matrices and usual.get(name, 1.0) > _VANISHED
     ]
     if not names:
         return []

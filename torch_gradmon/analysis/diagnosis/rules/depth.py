@@ -180,7 +180,7 @@ def _vanishing(history: History) -> list[Finding]:
     usual, drop = max((_drop(history, part) for part in (ratios.part(0, 0.1), ratios)), key=lambda found: found[1])
     if not drop > _VANISHED:
         return []
-    names = [name for name in usual if history.matrices[name]] or list(usual)  # a layer rather than an embedding
+    names = [name for name in usual if history.matrices[name]] or list(usual)
     came = _drop(history, ratios.of(ratios.steps[:1], ratios.names))[1] < _EVEN
     made = _MADE_BY_TRAINING if came else ""
     return history.finding(
@@ -205,9 +205,11 @@ def _advice_for_faded(history: History, came: bool) -> str:
 
 def _drop(history: History, ratios: Matrix) -> tuple[dict[str, float], float]:
     """The usual gradients relative to weights, and those of the last third of the matrices over those of the first third."""
-    usual = {name: value for name, value in ratios.medians().items() if name in history.matrices}
+    known = {name: value for name, value in ratios.medians().items() if name in history.matrices}
+    # a step reaches few rows of an embedding, and its weights are large
+    usual = {name: value for name, value in known.items() if "Embedding" not in history.kinds.get(name.rpartition(".")[0], "")}
     values, third = list(usual.values()), max(len(usual) // 3, 1)
-    if len(usual) < _FEWEST or not (last := lower_median(values[-third:])) > 0:
-        return usual, 1.0
+    if len(known) < _FEWEST or not usual or not (last := lower_median(values[-third:])) > 0:
+        return usual or known, 1.0
     first = lower_median(values[:third])
     return usual, last / first if first > 0 else math.inf

@@ -14,11 +14,15 @@ from ....core import keys as n
 from ....core.formatting import also_in, times
 from ..findings import Finding, NotMeasured
 from ..history import History
+from ..learning import trend
 from ..precautions import Precautions
 from ..series import Matrix, lower_median
 
 #: The update over the weights, per step.
 _HIGH, _LOW = 0.2, 2e-5
+#: Updates that are this large a part of the weights are too large as well if they leave this share of the units of each ReLU silent, and
+#: no more than this share was so at the first step.
+_KILLS, _SILENT, _LIVE = 0.05, 0.99, 0.9
 #: A loss at chance is the fault of the rate if all updates together would have moved no matrix by more than this part of itself.
 _TOGETHER = 0.1
 #: The same for single matrices, judged over the whole run.
@@ -31,36 +35,81 @@ _BEHIND = 1e3
 _OWN_RATE = 1e-2
 #: The largest early loss over the first one if the loss rises, and if it rises far; the fewest losses looked at.
 _LEFT, _FAR, _FIRST = 1.5, 3.0, 5
+#: A learning rate below this share of its largest value moves nothing; it is too early if that holds for this share of the run.
+_SPENT, _TOO_EARLY = 1e-3, 0.3
+#: Below this share it moves too little for a loss that has not fallen by a third, and hardly falls any more: by less than this share.
+_LITTLE_LEFT, _LITTLE = 0.02, 0.05
 
 
 def check_learning_rate(history: History) -> list[Finding]:
     """The whole model first; a part is named if the rest is fine."""
-    ratios = history.ratio(n.UPDATE, n.PARAMETER)
+    ran_out, ratios = _ran_out(history), history.ratio(n.UPDATE, n.PARAMETER)
     if ratios is None:
+        if ran_out:
+            return ran_out
         raise NotMeasured("updates were not measured: attach the optimizer, and use the preset standard or full")
     names = [name for name in ratios.names if name in history.matrices] or list(ratios.names)
     ratios = ratios.of(ratios.steps, names)
-    whole = _whole(history, ratios)
+    whole = _high(history, ratios) or ran_out or _low(history, ratios)
     return [*whole, *_high_parts(history, ratios, is_alone=not whole), *_low_parts(history, ratios)]
 
 
-def _whole(history: History, ratios: Matrix) -> list[Finding]:
+def _ran_out(history: History) -> list[Finding]:
+    """A schedule that has brought the rate down long before the end."""
+    loss = history.loss.finite
+    if history.learning.state == "unknown":
+        return []
+    share, since = _SPENT, _below(history, _SPENT)
+    if since is None and not history.learning.has_fallen:
+        share, since = _LITTLE_LEFT, _below(history, _LITTLE_LEFT)
+        rest = loss if since is None else loss.since(since)
+        fell = 1 - rest.part(0.8, 1).median / rest.part(0, 0.2).median if rest and rest.part(0, 0.2).median > 0 else 0.0
+        since = None if trend(rest)[0] == "falls" and fell > _LITTLE else since
+    if since is None:
+        return []
+    return history.finding(
+        "learning-rate-low",
+        "",
+        {"loss then": loss.since(since).part(0, 0.2).median, "loss at the end": loss.part(0.8, 1).median},
+        f"The learning rate fell below a {'thousandth' if share == _SPENT else 'fiftieth'} of its largest value long before the end, "
+        f"and {'nothing moves' if share == _SPENT else 'the loss hardly falls'} any more.",
+        "Step the schedule less often, once per epoch if it was made for epochs, or let it end higher.",
+        60.0,
+        severity="warning",
+        steps=(since, loss.steps[-1]),
+    )
+
+
+def _below(history: History, share: float) -> int | None:
+    """The step from which all learning rates were below this ``share`` of the largest, if that is a large part of the run."""
+    rates = list(zip(history.steps, history.rates, strict=True))
+    largest = max(history.rates, default=0.0)
+    spent = [step for step, rate in rates if rate < share * largest]
+    at_the_end = [step for step in spent if step > max((s for s, rate in rates if rate >= share * largest), default=-1)]
+    return at_the_end[0] if len(at_the_end) > _TOO_EARLY * len(rates) else None
+
+
+def _high(history: History, ratios: Matrix) -> list[Finding]:
     early = sorted(ratios.part(0, 0.1).largest().values())
     typical = early[len(early) // 2] if early else 0.0
-    steps = (history.steps[0], history.steps[-1])
     worst, fails = _harm(history)
-    if typical > _HIGH and (worst > _LEFT or (history.learning.is_stuck and not history.rests_at_chance)):
+    is_high = typical > _HIGH and (worst > _LEFT or (history.learning.is_stuck and not history.rests_at_chance))
+    if is_high or (typical > _KILLS and history.learning.is_stuck and _died(history)):
         return history.finding(
             "learning-rate-high",
             "",
-            {"update / weight": typical, "learning rate": _largest_rate(history), "worst loss / first loss": worst},
+            {"update / weight": typical, "learning rate": (max(history.rates) or math.nan), "worst loss / first loss": worst},
             "The first updates are a large part of the weights themselves, and the loss suffers.",
             "Lower the learning rate, by ten to begin with, until updates are about a thousandth of the weights"
             f"{Precautions.of(history).warm_up_advice}.",
             85.0,
             severity="warning" if worst > _FAR or fails else "info",
-            steps=steps,
+            steps=(history.steps[0], history.steps[-1]),
         )
+    return []
+
+
+def _low(history: History, ratios: Matrix) -> list[Finding]:
     largest = max(ratios.largest().values(), default=0.0)
     # updates may point one way, and are measured on some steps only
     together = largest * (history.steps[-1] - history.steps[0] + 1)
@@ -69,14 +118,25 @@ def _whole(history: History, ratios: Matrix) -> list[Finding]:
         return history.finding(
             "learning-rate-low",
             "",
-            {"update / weight": largest, "learning rate": _largest_rate(history)},
+            {"update / weight": largest, "learning rate": (max(history.rates) or math.nan)},
             "No weight moves by more than a tiny part of itself in a step, and the loss does not fall.",
             f"{'It still rises, which may not be enough: raise' if Precautions.of(history).raises else 'Raise'} the learning rate, "
             "by ten at a time, until updates are about a thousandth of the weights.",
             60.0,
-            steps=steps,
+            steps=(history.steps[0], history.steps[-1]),
         )
     return []
+
+
+def _died(history: History) -> bool:
+    """Whether units of all ReLUs, live at the first step, were soon silent."""
+    silent = history.matrix(n.ACTIVATION, "sparsity")
+    names = [] if silent is None else [name for name in silent.names if history.kinds.get(name) == "ReLU"]
+    if silent is None or not names:
+        return False
+    shares = silent.of(silent.steps, names)
+    first = shares.values[0].tolist()
+    return max(first) < _LIVE and min(shares.part(0.1, 1).medians().values()) > _SILENT
 
 
 def _harm(history: History) -> tuple[float, bool]:
@@ -146,8 +206,3 @@ def _low_parts(history: History, ratios: Matrix) -> list[Finding]:
 
 def _group(history: History) -> str:
     return "this parameter's group" if Precautions.of(history).groups > 1 else "this parameter, in a group of its own"
-
-
-def _largest_rate(history: History) -> float:
-    """The largest rate of all steps and groups; NaN if no rate is known."""
-    return max((max(rates) for record in history.records if (rates := record.context.get("lr"))), default=math.nan)

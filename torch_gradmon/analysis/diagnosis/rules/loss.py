@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from ..findings import Finding, NotMeasured
 from ..history import History
-from ..learning import PERHAPS, falls_without_bound, rank_shift, spread, trend
+from ..learning import PERHAPS, falls_without_bound, rank_shift, spread
 from ..precautions import Precautions
 from ..series import Series
 
@@ -23,10 +23,6 @@ _AGAIN = 0.25
 _MANY_RATES = 20
 #: A rate that never fell, and ends this many times above the middle of the run.
 _RAISED = 1.5
-#: A learning rate below this share of its largest value moves nothing; it is too early if that holds for this share of the run.
-_SPENT, _TOO_EARLY = 1e-3, 0.3
-#: Below this share it moves too little for a loss that has not fallen by a third, and does not fall any more.
-_LITTLE_LEFT = 0.02
 #: The plateau of a loss with more noise relative to its level means nothing, as with a policy gradient.
 _NOISE = 0.5
 #: A learning rate that ends at its largest value, this many times the usual one, is still warming up.
@@ -103,7 +99,7 @@ def _raised(history: History, loss: Series) -> list[Finding]:
     return history.finding(
         "loss-divergence",
         "",
-        {"learning rate": max(_rates(history)), "loss at its best": best.median, "at the end": loss.part(0.8, 1).median},
+        {"learning rate": max(history.rates), "loss at its best": best.median, "at the end": loss.part(0.8, 1).median},
         "The loss has stopped falling, and the learning rate still rises.",
         "End the warm-up, or end the schedule that raises it, about where the loss was at its best.",
         86.0,
@@ -166,22 +162,6 @@ def _is_above(tail: Series, best: Series) -> bool:
 
 
 def _plateau(history: History, loss: Series) -> list[Finding]:
-    share, since = _SPENT, _rate_ran_out(history, _SPENT)
-    if since is None and not history.learning.has_fallen:
-        share, since = _LITTLE_LEFT, _rate_ran_out(history, _LITTLE_LEFT)
-        since = None if since is None or trend(loss.since(since))[0] == "falls" else since
-    if since is not None:
-        return history.finding(
-            "loss-plateau",
-            "",
-            {"loss then": loss.since(since).part(0, 0.2).median, "loss at the end": loss.part(0.8, 1).median},
-            f"The learning rate fell below a {'thousandth' if share == _SPENT else 'fiftieth'} of its largest value long before the end, "
-            f"and {'nothing moves' if share == _SPENT else 'the loss does not fall'} any more.",
-            "Step the schedule less often, once per epoch if it was made for epochs, or let it end higher.",
-            30.0,
-            severity="warning",
-            steps=(since, loss.steps[-1]),
-        )
     if history.learning.state not in ("flat", "rises") and not history.learning.is_stuck:
         return []
     head, tail = loss.part(0, 0.2), loss.part(0.8, 1)
@@ -225,22 +205,8 @@ def _is_steady(loss: Series) -> bool:
     return min(loss.values) >= 0 and spread(tail) < _NOISE * abs(tail.median)
 
 
-def _rate_ran_out(history: History, share: float) -> int | None:
-    """The step from which all learning rates were below this ``share`` of the largest, if that is a large part of the run."""
-    rates = list(zip(history.steps, _rates(history), strict=True))
-    largest = max((rate for _, rate in rates), default=0.0)
-    spent = [step for step, rate in rates if rate < share * largest]
-    at_the_end = [step for step in spent if step > max((s for s, rate in rates if rate >= share * largest), default=-1)]
-    return at_the_end[0] if len(at_the_end) > _TOO_EARLY * len(rates) else None
-
-
-def _rates(history: History) -> list[float]:
-    """The largest learning rate of each step; 0 if it is unknown."""
-    return [max(record.context.get("lr") or [0.0]) for record in history.records]
-
-
 def _is_warming_up(history: History) -> bool:
     """Whether the learning rate still rises."""
-    rates = _rates(history)
+    rates = history.rates
     usual = sorted(rates)[len(rates) // 2] if rates else 0.0
     return len(rates) >= _TELLING and rates[-1] == max(rates) > _UP * usual
