@@ -153,7 +153,7 @@ ABOVE: dict[str, list[tuple[Sign, float, float]]] = {
     "loss-divergence": [(lambda s: mean(_tail(s.losses)) / min(s.losses), 1.5, math.inf), (_change, 1.05, 0.9)],
     "low-precision-underflow": [(_zeros, 0.5, 0.5)],
     "learning-rate-high": [(_early_updates, 0.3, 0.3), (lambda s: mean(_tail(s.losses)) / s.losses[0], 0.65, 0.65)],
-    "learning-rate-low": [(lambda s: 1 / max(s.ratios().values()), 1e4, 1e4), (_change, 0.95, 0.8)],
+    "learning-rate-low": [(lambda s: 1 / max(*s.ratios(-5).values(), 1e-30), 1e4, 1e4), (_change, 0.8, 0.8)],
     "missing-zero-grad": [(lambda s: float("zero" not in s.events), 0.5, 0.5)],
     "step-without-gradients": [
         (lambda s: mean([float(all(g is None for g in x.gradient.values())) for x in s.steps]), 0.99, 0.01)

@@ -211,6 +211,16 @@ def test_a_parameter_that_was_seen_too_seldom_is_not_judged() -> None:
     assert check_unused_parameters(history(gradient_before_clip=gradients, parameter=parameters)) == []
 
 
+@pytest.mark.parametrize(("last", "found"), [(20, True), (3, False), (90, False)])
+def test_parameters_that_are_frozen_on_the_way_are_information(last: int, found: bool) -> None:
+    gradients = {LAYERS[0]: lambda step: 0.1 if step <= last else None, LAYERS[1]: 0.1}
+    run = history(loss=falls, gradient_before_clip=gradients, parameter=dict.fromkeys(LAYERS[:2], 0.1))
+    assert _rules(check_unused_parameters(run)) == [("info", "gradient-dropped-to-zero")] * found
+    if found:
+        assert check_unused_parameters(run)[0].steps[0] == last + 1
+
+
+
 @pytest.mark.parametrize(
     ("gradient", "expected"),
     [
@@ -236,14 +246,12 @@ def test_a_gradient_may_be_gone_after_the_first_fifth() -> None:
     assert _rules(check_unused_parameters(run)) == [("warning", "gradient-dropped-to-zero")]
 
 
-def test_one_layer_that_drops_to_zero_is_named_and_one_that_is_frozen_is_not() -> None:
+def test_one_layer_that_drops_to_zero_is_named() -> None:
     gradients = {"a.weight": 1.0, "b.weight": lambda step: 1.0 if step < 50 else 0.0}
     (finding,) = check_unused_parameters(
         history(loss=flat, gradient_before_clip=gradients, parameter=dict.fromkeys(gradients, 0.1))
     )
     assert (finding.rule, finding.where, finding.steps[0]) == ("gradient-dropped-to-zero", "b.weight", 50)
-    frozen = {"a.weight": 1.0, "b.weight": lambda step: 1.0 if step < 50 else None}
-    assert check_unused_parameters(history(loss=flat, gradient_before_clip=frozen, parameter=dict.fromkeys(gradients, 0.1))) == []
 
 
 def test_a_loss_that_is_solved_may_have_no_gradient() -> None:

@@ -16,7 +16,7 @@ from .unseen_second_loops import second
 
 
 def sound_too(name: str, source: str, run: Callable[[Watch, int, bool], float]) -> Case:
-    """A healthy training of the second round, which no rule was tuned on."""
+    """A healthy training of the second round."""
     return second(f"healthy-{name}", "examples", source, (), run, "", "")
 
 

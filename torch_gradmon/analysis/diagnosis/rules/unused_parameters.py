@@ -22,6 +22,8 @@ _SHARE = 0.1
 _GONE, _MOSTLY = 1e-6, 0.5
 #: A gradient that is exactly 0 in this share of all steps is gone, however early.
 _NEARLY_ALL = 0.95
+#: Steps before a parameter that was frozen on the way.
+_BEFORE = 5
 #: A loss that has fallen to this part of the first one has nothing left to learn from.
 _SOLVED = 1e-3
 #: Steps without gradients are chance, as for an expert that few batches reach, unless they are less likely than this.
@@ -113,10 +115,28 @@ def _vanished(history: History, norms: Matrix) -> list[Finding]:
                 history.learning.concern, name, norms.steps[at], norms.steps[-1], column[:at].nanmedian().item()
             )
     if not found:
-        return []
+        return _frozen(history, norms)
     name, finding = min(found.items(), key=lambda item: (item[0] not in history.matrices, item[1].steps[0]))
     others = [name, *(other for other in found if other != name)]
     return [replace(finding, cause=finding.cause + also_in(others))]
+
+
+def _frozen(history: History, norms: Matrix) -> list[Finding]:
+    """Parameters that had a gradient in nearly all steps, and from one step on have none at all."""
+    there = norms.values.isfinite()
+    ends = {}
+    for name, column in zip(norms.names, there.unbind(1), strict=True):
+        last = int(column.nonzero()[-1]) if bool(column.any()) else 0
+        is_long = len(column) - last > max(len(column) // 4, _FEWEST)
+        if is_long and last >= _BEFORE and column[: last + 1].double().mean().item() > _NEARLY_ALL:
+            ends[name] = last + 1
+    if not ends or len(ends) == len(norms.names):
+        return []
+    name = min(ends, key=lambda each: (ends[each], each not in history.matrices))
+    finding = _vanished_finding("info", name, norms.steps[ends[name]], norms.steps[-1], norms.column(name).median)
+    others = [name, *(other for other in ends if other != name)]
+    cause = f"There was a gradient, and from here on there is none: it was frozen, or nothing uses it any more.{also_in(others)}"
+    return [replace(finding, cause=cause, advice="If it is meant to train, look for requires_grad_(False) on the way, in a test perhaps.")]
 
 
 def _gone_since(norms: torch.Tensor, must_stay: bool = False) -> int | None:
