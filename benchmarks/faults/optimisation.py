@@ -135,7 +135,14 @@ TRAININGS: list[Training] = [
     *over(["mlp", "rnn", "cnn"], "bound-of-0.001", "always-clipped", _always_clipped, "max_norm=5", held_back="cnn"),
     *over(["mlp"], "bound-above-outliers", "never-clipped", _never_clipped, "max_norm=1"),
     *over(["rnn"], "bound-above-heavy-batches", "never-clipped", _never_clipped_weights, "max_norm=1", held_back="rnn"),
-    *over(["mlp", "gpt"], "scheduled-by-batch", "learning-rate-low", _decay_of_the_rate, "step the schedule less often", held_back=""),
+    *over(
+        ["mlp", "gpt"],
+        "scheduled-by-batch",
+        "learning-rate-low",
+        _decay_of_the_rate,
+        "step the schedule less often",
+        held_back="",
+    ),
     *over(["mlp", "cnn"], "factor-above-1", "loss-divergence", _growing_rate, "a factor below 1"),
     *over(["mlp", "rnn", "autoencoder"], "maximised", "loss-divergence", _maximised, "maximize=False", held_back="rnn"),
     *over(
