@@ -220,7 +220,6 @@ def test_parameters_that_are_frozen_on_the_way_are_information(last: int, found:
         assert check_unused_parameters(run)[0].steps[0] == last + 1
 
 
-
 @pytest.mark.parametrize(
     ("gradient", "expected"),
     [

@@ -136,7 +136,11 @@ def _frozen(history: History, norms: Matrix) -> list[Finding]:
     finding = _vanished_finding("info", name, norms.steps[ends[name]], norms.steps[-1], norms.column(name).median)
     others = [name, *(other for other in ends if other != name)]
     cause = f"There was a gradient, and from here on there is none: it was frozen, or nothing uses it any more.{also_in(others)}"
-    return [replace(finding, cause=cause, advice="If it is meant to train, look for requires_grad_(False) on the way, in a test perhaps.")]
+    return [
+        replace(
+            finding, cause=cause, advice="If it is meant to train, look for requires_grad_(False) on the way, in a test perhaps."
+        )
+    ]
 
 
 def _gone_since(norms: torch.Tensor, must_stay: bool = False) -> int | None:
