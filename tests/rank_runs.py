@@ -766,7 +766,7 @@ def shardwise(rank: int, wrap: str) -> tuple[dict[str, float], dict[str, float],
         for add in (monitor.add_gradient_metric, monitor.add_parameter_metric, monitor.add_update_metric):
             add(name, function, metric_aggregation_fn=reducer, shardwise=True)
     monitor.add_gradient_metric("median", lambda x: x.median())
-    for built_in in ("exp_avg_norm", "exp_avg_sq_norm", "grad_momentum_cosine"):
+    for built_in in ("exp_avg_norm", "exp_avg_sq_norm", "grad_momentum_cosine", "out_of_step"):
         monitor.add_optimizer_metric(built_in)
     monitor.attach(optimizer)
     features = 5 if isinstance(model, Net) else 8
@@ -789,6 +789,10 @@ def shardwise(rank: int, wrap: str) -> tuple[dict[str, float], dict[str, float],
             expected[f"optimizer/{name}/exp_avg_norm"] = float(first.norm())
             expected[f"optimizer/{name}/exp_avg_sq_norm"] = float(second.norm())
             expected[f"optimizer/{name}/grad_momentum_cosine"] = float((first * gradient).sum() / first.norm() / gradient.norm())
+            if "betas" in optimizer.param_groups[0]:
+                corrected = second / (1 - optimizer.param_groups[0]["betas"][1] ** float(state["step"]))
+                ratios = gradient.square() / corrected.clamp(min=optimizer.param_groups[0]["eps"] ** 2)
+                expected[f"optimizer/{name}/out_of_step"] = float(ratios.mean().sqrt())
     values, missing = monitor.get_step_metrics(), monitor.missing()
     monitor.detach()
     return values, expected, missing

@@ -158,7 +158,7 @@ def _cosine(a: Tensor, b: Tensor) -> float:
 def test_the_optimizers_state(family: str, make: Callable, first: str | None, second: str | None) -> None:
     model = BY_NAME[family].model()
     optimizer, monitor = make(model.parameters()), ModuleMonitor(model, on_metric_error="raise")
-    for metric in ("exp_avg_norm", "exp_avg_sq_norm", "grad_momentum_cosine"):
+    for metric in ("exp_avg_norm", "exp_avg_sq_norm", "grad_momentum_cosine", "out_of_step"):
         monitor.add_optimizer_metric(metric)
     monitor.attach(optimizer)
     for _ in range(3):
@@ -172,7 +172,15 @@ def test_the_optimizers_state(family: str, make: Callable, first: str | None, se
                     expected[f"optimizer/{name}/grad_momentum_cosine"] = _cosine(p.grad, state[first])
             if second and second in state:
                 expected[f"optimizer/{name}/exp_avg_sq_norm"] = norm(state[second])
+                if second == "exp_avg_sq" and not p.is_complex():
+                    expected[f"optimizer/{name}/out_of_step"] = _out_of_step(p.grad, state, 0.999, 1e-8)
         check_tables(seen.metrics, {}, expected, family)
+
+
+def _out_of_step(gradient: Tensor, state: dict, beta: float, eps: float) -> float:
+    """The formula, in float64."""
+    g, v = oracle.reals(gradient), oracle.reals(state["exp_avg_sq"]) / (1 - beta ** float(state["step"]))
+    return float((g.square() / torch.maximum(v, torch.full_like(v, eps**2))).mean().sqrt())
 
 
 def test_a_cosine_with_a_zero_gradient_does_not_exist_and_is_absent_with_a_reason() -> None:

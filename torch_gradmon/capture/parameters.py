@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..core.keys import OPTIMIZER, PARAMETER, PARAMETER_DIFFERENCE, UPDATE, UPDATE_BASE
 from ..core.moments import SQUARES
 from ..statistics.on_device import copies
-from ..statistics.precise import inner_product
+from ..statistics.precise import inner_product, sum_of_squared_ratios
 from ..step.buffer import StepBuffer
 from ..step.built_ins import BuiltIn
 from ..step.gradient_source import PLAIN_GRADIENTS, GradientSource
@@ -74,6 +74,36 @@ class Cosine:
         return ("cosine", _products(pairs)) if pairs else None
 
 
+class OutOfStep:
+    """How far the gradient has left Adam's second moment behind: ``sqrt(mean(g^2 / max(v, eps^2)))``, v with Adam's correction for the
+    first steps. StableAdamW divides its rate by this number where it is above 1; its authors saw that spikes of the loss come one to eight steps
+    after it has risen (Wortsman et al. 2023, arXiv 2304.13013, abstract).
+    """
+
+    def _sums(self, state: State) -> Tensor | None:
+        """The sum over the elements and their number, ``[2]``; None without a second moment of Adam."""
+        gradient, moment, step, group = (state.get(name) for name in ("grad", "exp_avg_sq", "step", "group"))
+        if gradient is None or not isinstance(moment, Tensor) or moment.shape != gradient.shape or gradient.is_complex():
+            return None
+        if not group or step is None or not {"betas", "eps"} <= group.keys():
+            return None
+        # the counter is on the CPU unless the optimizer is fused or capturable: nothing waits for the device
+        count = float(step) if not isinstance(step, Tensor) or step.device.type == "cpu" else step
+        corrected = 1 - float(group["betas"][1]) ** count
+        sums = sum_of_squared_ratios(gradient, moment, corrected, float(group["eps"]) ** 2)
+        return torch.stack([sums, sums.new_full((), moment.numel())])
+
+    def __call__(self, state: State) -> Tensor | None:
+        """0-d, or None without a second moment of Adam."""
+        sums = self._sums(state)
+        return None if sums is None else (sums[0] / sums[1]).sqrt()
+
+    def contribution(self, state: State) -> tuple[str, Tensor] | None:
+        """What one rank's part of a tensor contributes, and how contributions merge."""
+        sums = self._sums(state)
+        return None if sums is None else ("rms", sums)
+
+
 def _products(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     return torch.stack([inner_product(a, b) for a, b in pairs])
 
@@ -91,7 +121,19 @@ OPTIMIZER_BUILT_INS = {
         frozenset(), "1", "norm of the second moment of Adam and its kin", StateNorm("exp_avg_sq", "square_avg")
     ),
     "grad_momentum_cosine": BuiltIn(frozenset(), "1", "cosine between the gradient and the momentum", Cosine()),
+    "out_of_step": BuiltIn(
+        frozenset(), "1", "root mean square of the gradient over the root of Adam's second moment", OutOfStep()
+    ),
 }
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+    """By identity of each parameter, the settings of its group."""
+    found = {}
+    for group in optimizer.param_groups:
+        settings = {name: value for name, value in group.items() if name != "params"}
+        found.update((id(parameter), settings) for parameter in group["params"])
+    return found
 
 
 class ParameterCapture:
@@ -231,7 +273,11 @@ class ParameterCapture:
         states = self._plans[OPTIMIZER]
         if not states.empty:
             owned = {p: whole for p in positions if (whole := self._whole(p, states.names[p])) is not None}
-            kept = {p: {**optimizer.state.get(q, {}), "param": q.detach(), "grad": q.grad} for p, q in owned.items()}
+            groups = _settings(optimizer)
+            kept = {
+                p: {**optimizer.state.get(q, {}), "param": q.detach(), "grad": q.grad, "group": groups.get(id(q), {})}
+                for p, q in owned.items()
+            }
             self._measurer.run_functions(Measurement(self._buffer, states, kept))
 
     def _whole(self, position: int, name: str) -> Tensor | None:

@@ -310,8 +310,8 @@ class ModuleMonitor:
         n.OPTIMIZER,
         """Of the optimizer's state for a parameter, after its step: ``optimizer/{param}/{metric}``. Needs :meth:`attach`.
 
-    Built-in, instead of the usual ones: ``exp_avg_norm``, ``exp_avg_sq_norm``, ``grad_momentum_cosine``. A function gets a
-    dict: the state, and ``param`` and ``grad``. If it returns None, there is no key.
+    Built-in, instead of the usual ones: ``exp_avg_norm``, ``exp_avg_sq_norm``, ``grad_momentum_cosine``, ``out_of_step``. A function gets
+    a dict: the state, ``param``, ``grad``, and ``group``, the settings of the parameter's group. If it returns None, there is no key.
     """,
     )
 

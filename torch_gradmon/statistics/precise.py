@@ -120,3 +120,17 @@ def inner_product(a: Tensor, b: Tensor) -> Tensor:
         for start in range(0, left.numel(), _PRODUCT_BLOCK):
             total += torch.dot(left[start : start + _PRODUCT_BLOCK].to(wide), right[start : start + _PRODUCT_BLOCK].to(wide))
         return total
+
+
+def sum_of_squared_ratios(a: Tensor, b: Tensor, divisor: float | Tensor, least: float) -> Tensor:
+    """Sum of ``a^2 / max(b / divisor, least)`` over all elements, in float64 block by block: 0-d, on the tensors' device. Does not
+    synchronise.
+    """
+    with torch.no_grad():
+        above, below = flat_pair(a, b)
+        wide = accumulator_dtype(a.device)
+        total = torch.zeros((), dtype=wide, device=a.device)
+        for start in range(0, above.numel(), _PRODUCT_BLOCK):
+            part, other = (flat[start : start + _PRODUCT_BLOCK].to(wide) for flat in (above, below))
+            total += (part.square() / (other / divisor).clamp(min=least)).sum()
+        return total

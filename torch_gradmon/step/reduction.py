@@ -112,6 +112,8 @@ def part_from(row: Tensor, reducer: str) -> Tensor:
         return torch.stack([row[Column.SUM], row[Column.COUNT]])
     if reducer == "norm":
         return row[Column.SUM].sqrt().reshape(1)
+    if reducer == "rms":
+        return (row[Column.SUM] / row[Column.SUM + 1]).sqrt().reshape(1)
     if reducer == "cosine":
         return cosine(*row[Column.SUM : Column.SUM + 3].unbind()).reshape(1)
     if reducer in _EXTREMES:
