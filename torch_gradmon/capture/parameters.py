@@ -13,6 +13,7 @@ from ..core.keys import OPTIMIZER, PARAMETER, PARAMETER_DIFFERENCE, UPDATE, UPDA
 from ..core.moments import SQUARES
 from ..statistics.on_device import copies
 from ..statistics.precise import inner_product, sum_of_squared_ratios
+from ..statistics.tensor_access import accumulator_dtype
 from ..step.buffer import StepBuffer
 from ..step.built_ins import BuiltIn
 from ..step.gradient_source import PLAIN_GRADIENTS, GradientSource
@@ -76,8 +77,8 @@ class Cosine:
 
 class OutOfStep:
     """How far the gradient has left Adam's second moment behind: ``sqrt(mean(g^2 / max(v, eps^2)))``, v with Adam's correction for the
-    first steps. StableAdamW divides its rate by this number where it is above 1; its authors saw that spikes of the loss come one to eight steps
-    after it has risen (Wortsman et al. 2023, arXiv 2304.13013, abstract).
+    first steps. StableAdamW divides its rate by this number where it is above 1; its authors saw that spikes of the loss come one to
+    eight steps after it has risen (Wortsman et al. 2023, arXiv 2304.13013, abstract).
     """
 
     def _sums(self, state: State) -> Tensor | None:
@@ -87,10 +88,10 @@ class OutOfStep:
             return None
         if not group or step is None or not {"betas", "eps"} <= group.keys():
             return None
-        # the counter is on the CPU unless the optimizer is fused or capturable: nothing waits for the device
-        count = float(step) if not isinstance(step, Tensor) or step.device.type == "cpu" else step
-        corrected = 1 - float(group["betas"][1]) ** count
-        sums = sum_of_squared_ratios(gradient, moment, corrected, float(group["eps"]) ** 2)
+        if isinstance(step, Tensor):  # on the CPU, unless the optimizer is fused or capturable
+            step = step.to(accumulator_dtype(step.device))
+        corrected = 1 - group["betas"][1] ** step
+        sums = sum_of_squared_ratios(gradient, moment, corrected, group["eps"] ** 2)
         return torch.stack([sums, sums.new_full((), moment.numel())])
 
     def __call__(self, state: State) -> Tensor | None:
@@ -129,7 +130,7 @@ OPTIMIZER_BUILT_INS = {
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
     """By identity of each parameter, the settings of its group."""
-    found = {}
+    found: dict[int, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         settings = {name: value for name, value in group.items() if name != "params"}
         found.update((id(parameter), settings) for parameter in group["params"])
