@@ -666,10 +666,20 @@ def _ran_out(run: History) -> list[Finding]:
 
 @pytest.mark.parametrize(("until", "found"), [(40, True), (68, True), (72, False)])
 def test_a_schedule_that_runs_out_early(until: int, found: bool) -> None:
-    run = history(loss=falls, context=lambda step: {"lr": [1e-3 if step < until else 1e-7]})
+    run = history(loss=lambda step: falls(min(step, until)), context=lambda step: {"lr": [1e-3 if step < until else 1e-7]})
     assert _rules(_ran_out(run)) == [("warning", "learning-rate-low")] * found
     if found:
         assert _ran_out(run)[0].steps[0] == until
+
+
+def test_the_rates_of_all_groups_have_to_run_out() -> None:
+    def run(first: float, second: float, **context: float) -> list[int]:
+        rates = lambda step: [1.0 if step < 20 else first, 9e-4 if step < 25 else second]  # noqa: E731
+        return [found.steps[0] for found in _ran_out(history(loss=flat, context=lambda step: {"lr": rates(step), **context}))]
+
+    assert run(0.0, 9e-4) == []
+    assert run(0.0, 9e-8) == [25]
+    assert run(0.0, 9e-8, by_turns=1.0) == []  # no loss has to fall
 
 
 @pytest.mark.parametrize(
@@ -679,6 +689,7 @@ def test_a_schedule_that_runs_out_early(until: int, found: bool) -> None:
         (1e-4, lambda step: 2.0 + _noise(step), False),  # a tenth is usual
         (1e-5, lambda step: 2.0 - step / 200 + _noise(step), False),  # it still falls
         (1e-5, lambda step: 2.0 - step / 2000 + _noise(step) / 10, True),  # by a hair
+        (1e-7, lambda step: 2.0 - step / 100 + _noise(step), False),  # the rest is enough
         (1e-5, lambda step: 0.5 + 1.5 * 0.8**step + _noise(step), False),  # it has fallen
     ],
 )

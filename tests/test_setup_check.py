@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -207,28 +206,61 @@ def test_hidden_layers_with_an_optimizer_are_trained() -> None:
 
 
 class _Anew(nn.Module):
-    """A layer that is made in forward, or once; or the copy of all, that a learner of learning makes for one step."""
+    """A layer that is made in forward, in the first one, or outside."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.first, self.second, self.kind = nn.Linear(4, 4), nn.Linear(4, 2), kind
+        self.first, self.kind = nn.Linear(4, 4), kind
+        self.second = nn.LazyLinear(2) if kind == "lazy" else nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.kind == "copy":
-            return copy.deepcopy(nn.Sequential(self.first, self.second))(x) + 0 * self.first(x).detach().mean()
+        if self.kind == "as an attribute":
+            self.second = nn.Linear(4, 2)
         last = nn.Linear(4, 2) if self.kind == "anew" else self.second
         out: Tensor = last(self.first(x))
         return out
 
 
-@pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning")
-@pytest.mark.parametrize("kind", ["anew", "once", "copy"])
+@pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("kind", ["anew", "as an attribute", "once", "lazy"])
 def test_a_layer_that_is_made_in_forward(kind: str) -> None:
     torch.manual_seed(0)
     model = _Anew(kind)
-    monitor = train(model, sgd(model))
-    assert ("unregistered-parameters" in rules(monitor)) == (kind == "anew")
+    if kind == "lazy":
+        model(torch.ones(1, 4))
+    optimizer = sgd(model.first) if "a" in kind and kind != "lazy" else sgd(model)
+    monitor = train(model, optimizer)
+    assert ("unregistered-parameters" in rules(monitor)) == (kind in ("anew", "as an attribute"))
     monitor.detach()
+    assert not nn.modules.module._global_parameter_registration_hooks
+
+
+@pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning")
+def test_parameters_that_a_loop_makes_for_each_step_are_its_own() -> None:
+    model = net(nn.Tanh())
+    optimizer = sgd(model)
+    monitor = gradmon.watch(model, optimizer, on_spike=None)
+    for _ in range(24):
+        x = torch.randn(8, 4)
+        delta = nn.Parameter(torch.zeros_like(x))
+        probe = nn.Linear(2, 2)
+        optimizer.zero_grad()
+        loss = probe(model(x + delta)).square().mean()
+        loss.backward()
+        optimizer.step()
+    assert "unregistered-parameters" not in rules(monitor)
+    monitor.detach()
+
+
+def test_a_forward_that_raises_leaves_no_hook_behind() -> None:
+    model = net(nn.Tanh())
+    optimizer = sgd(model)
+    monitor = gradmon.watch(model, optimizer, on_spike=None)
+    with pytest.raises(RuntimeError):
+        model(torch.randn(8, 5))
+    loop(monitor, model, [optimizer], 2)
+    monitor.detach()
+    assert not nn.modules.module._global_parameter_registration_hooks
 
 
 def test_parameters_of_two_optimizers_are_found_across_monitors() -> None:

@@ -67,8 +67,8 @@ def nodes_of(losses: Sequence[Tensor], until: str) -> Iterator[Node]:
 
 
 def all_nodes_of(losses: Sequence[Tensor]) -> list[Node]:
-    """The nodes of losses and of the model before them, the last ones first, with parameters; not all of a large model."""
-    return [node for node, _ in _walk(losses, _MANY)]
+    """The nodes of losses and of the model before them, the last ones first, without parameters; not all of a large model."""
+    return [node for node, _ in _walk(losses, _MANY) if node.next_functions]
 
 
 def _walk(losses: Sequence[Tensor], most: int) -> Iterator[tuple[Node, list[Node]]]:
@@ -90,11 +90,15 @@ def inputs_of(node: Node) -> list[Node]:
     return [each for each, _ in node.next_functions if each is not None]
 
 
-def is_made_by(node: Node | None, operations: Container[str]) -> bool:
-    """Whether what the node gives is that of one of these operations, such as ``"Sigmoid"``, but moved, or with a number added."""
+def is_made_by(node: Node | None, operations: Container[str], is_exact: bool = False) -> bool:
+    """Whether what the node gives is that of one of these operations, such as ``"Sigmoid"``, but moved; or, unless ``is_exact``, with a
+    number added, or joined by others.
+    """
     while node is not None and operation_of(node) not in operations:
         inputs, operation = inputs_of(node), operation_of(node)
-        node = inputs[0] if operation in _MOVES or (operation in ("Add", "Sub") and len(inputs) == 1) else None
+        is_moved, is_single = operation in _MOVES, len(inputs) == 1
+        is_passed = is_moved and is_single if is_exact else is_moved or (operation in ("Add", "Sub") and is_single)
+        node = inputs[0] if is_passed else None
     return node is not None
 
 

@@ -6,8 +6,6 @@ from .loop_mistakes import Mistake
 
 #: What the user has declared does not hold.
 EXPECTATION = "expectation-broken"
-#: Evidence that a loop with one batch has more data: batches of its loader, or rows of a tensor.
-IN_LOADER, IN_LOOP = "batches that the loader has", "rows that the loop has"
 
 SETUP_MISTAKES: dict[str, Mistake] = {
     "eval-mode": Mistake(
@@ -80,10 +78,11 @@ SETUP_MISTAKES: dict[str, Mistake] = {
         weight=106.0,
     ),
     "targets-out-of-range": Mistake(
-        "warning",
+        "info",
         "The output comes out of a sigmoid or a tanh, and part of the targets lies beyond what these can give",
         "Remove the function behind the last linear layer, or bring the targets into its range",
         repeats=2,
+        warns=False,
         weight=106.0,
     ),
     "labels-not-mixed": Mistake(

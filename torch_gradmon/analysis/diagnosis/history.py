@@ -26,6 +26,8 @@ from .series import Matrix, Series
 
 #: Steps of a long run that are looked at: the first, the last, those around spikes, and evenly spaced ones.
 MOST = 400
+#: By how much the logged loss may differ from the one that goes backward.
+_AGREES = 0.1
 #: The noise of a loss that rests, relative to it.
 _QUIET = 0.01
 #: The outputs that can be the loss of a model that computes its own.
@@ -72,7 +74,7 @@ class History:
         self.kinds = dict(kinds or {})
         self.place = place
         self._recorded, self._suspects = steps, suspects
-        self.chance, self.groups, self.frozen, self.acts = dict(chance or {}), list(groups), frozenset(frozen), acts
+        self._chance, self.groups, self.frozen, self.acts = dict(chance or {}), list(groups), frozenset(frozen), acts
         self._matrices: dict[tuple[str, str], Matrix | None] = {}
 
     @classmethod
@@ -104,7 +106,7 @@ class History:
         if last == len(self.records):
             return self
         kept = self.records[:last], self.events, self.facts, self.matrices, self.kinds, self.place
-        return History(*kept, self._recorded, self._suspects, self.chance, self.groups, self.frozen, self.acts)
+        return History(*kept, self._recorded, self._suspects, self._chance, self.groups, self.frozen, self.acts)
 
     @property
     def steps(self) -> list[int]:
@@ -151,10 +153,18 @@ class History:
         return _returned_loss(self) if chosen is None else self._of_keys(chosen)
 
     @cached_property
+    def chance(self) -> dict[str, float]:
+        """As given, unless another loss is logged than the one that goes backward, such as a sum for a mean."""
+        known, step = self._chance.get("went backward"), self._chance.get("step")
+        logged = next((value for at, value in zip(self.loss.steps, self.loss.values, strict=True) if at == step), known)
+        is_other = known is not None and logged is not None and abs(logged - known) > _AGREES * abs(known)
+        return {} if is_other else self._chance
+
+    @cached_property
     def learning(self) -> Learning:
         """The trend of the loss. That of a model which gets other data when it is better need not fall."""
         found = learning(self.loss, self.is_resumed, self.chance.get("loss", 0.0))
-        return replace(found, is_stuck=False, is_at_chance=False) if self.acts else found
+        return replace(found, is_stuck=False, is_at_chance=False, is_worse=False) if self.acts else found
 
     @cached_property
     def rates(self) -> list[float]:

@@ -54,6 +54,7 @@ class Learning:
         is_stuck: whether it neither has fallen nor still falls. False if that is unknown, and for a resumed run whose loss was flat all the
             time: there may be nothing left to learn.
         is_at_chance: whether it ends where the loss of the best constant answer lies, and does not fall in the second half of a short run.
+        is_worse: whether it ends above that, however far it has fallen, and does not fall any more, or has had long enough.
     """
 
     state: State
@@ -62,6 +63,7 @@ class Learning:
     has_fallen: bool = False
     is_stuck: bool = False
     is_at_chance: bool = False
+    is_worse: bool = False
 
     @property
     def is_learning(self) -> bool:
@@ -71,7 +73,7 @@ class Learning:
     @property
     def concern(self) -> Severity:
         """The severity of a problem that matters only if the model does not learn."""
-        return "warning" if self.is_stuck else "info"
+        return "warning" if self.is_stuck or self.is_worse else "info"
 
 
 def learning(loss: Series, is_resumed: bool = False, chance: float = 0.0) -> Learning:
@@ -93,7 +95,9 @@ def learning(loss: Series, is_resumed: bool = False, chance: float = 0.0) -> Lea
     is_at_chance = _is_at_chance(finite, chance)
     has_fallen &= not is_at_chance  # from far above it, perhaps
     is_stuck = not has_fallen and not is_at_rest and (is_at_chance or trend(finite.part(_LATER, 1.0))[0] != "falls")
-    return Learning(state, first, last, has_fallen, is_stuck, is_at_chance)
+    is_worse = len(finite) >= _LONG and last > _NEAR * chance > 0
+    is_worse &= len(finite) >= _VERY_LONG or trend(finite.part(0.5, 1.0))[0] != "falls"
+    return Learning(state, first, last, has_fallen, is_stuck, is_at_chance, is_worse)
 
 
 def _is_at_chance(finite: Series, chance: float) -> bool:

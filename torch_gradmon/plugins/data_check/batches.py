@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
 
 import torch
@@ -70,21 +69,6 @@ class Batches:
     def __init__(self, tallies: Tallies) -> None:
         self._tallies = tallies
         self._seen: list[int] = []
-        self._left_out: dict[str, float] | None = None  # what the loop holds beside a batch that it has had all the time
-        self._last: weakref.ref[Tensor] | None = None
-        self._is_renewed = True  # each batch was a new tensor
-
-    def came(self, tensors: Sequence[Tensor]) -> None:
-        """A batch goes into the model. Where the same one has come again and again, but as a new tensor, look for others."""
-        if not tensors:
-            return
-        owner = tensors[0] if tensors[0]._base is None else tensors[0]._base
-        self._is_renewed &= self._last is None or self._last() is not owner
-        self._last = weakref.ref(owner)
-        if self._is_renewed and self.is_repeated and self._left_out is None:
-            from .left_out import left_out
-
-            self._left_out = left_out(tensors)
 
     def add(self, fingerprint: int) -> None:
         """One more batch."""
@@ -106,8 +90,7 @@ class Batches:
         if len(self._seen) < FEWEST or varies is False:
             return
         if self.is_repeated:
-            evidence = {"batches": float(len(self._seen)), "different ones": 1.0, **(self._left_out or {})}
-            self._tallies.seen("repeated-batch", evidence=evidence)
+            self._tallies.seen("repeated-batch", evidence={"batches": float(len(self._seen)), "different ones": 1.0})
         elif self.copies >= _COPIES:
             evidence = {"batches": float(len(self._seen)), "different ones": float(len(set(self._seen)))}
             self._tallies.seen("repeated-batch", evidence=evidence)

@@ -43,6 +43,8 @@ _LINEAR = 0.995
 #: The fewest outputs that are drawn to one number, and the variance of these numbers over that of the targets.
 _MANY, _ONE = 8, 1e-6
 _FACTS = 27
+#: Multiples of it are spread evenly over the fractions.
+_GOLDEN = 0.618
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Head:
             rest of the loss gives this.
         negative: the share of their mean square that those below 0 have.
         beyond: the share of it that lies below -1, and the share that lies above 1.
+        error: the mean square of the differences between output and targets.
     """
 
     kind: str
@@ -73,6 +76,7 @@ class Head:
     square: float = math.nan
     negative: float = 0.0
     beyond: tuple[float, float] = (0.0, 0.0)
+    error: float = 0.0
 
     def outside(self, low: float) -> float:
         """The share of the targets' mean square that lies outside of ``low``, 0 or -1, and 1."""
@@ -106,14 +110,24 @@ def is_linear(losses: Sequence[Tensor]) -> bool:
     return bool(losses) and all(is_move(node) or operation_of(node) in _SCALES for node in nodes)
 
 
-def is_rectified(output: Tensor) -> bool:
-    """Whether an output comes out of a ReLU or the like; means of such numbers may be 0 as well."""
-    return is_made_by(output.grad_fn, _RECTIFIES)
+@dataclass(frozen=True)
+class Origin:
+    """What an output was made by.
+
+    Attributes:
+        is_rectified: a ReLU or the like; means of such numbers may be 0 as well.
+        bounds: of a sigmoid, a softmax or a tanh; None if no bounds are known.
+    """
+
+    is_rectified: bool = False
+    bounds: tuple[float, float] | None = None
 
 
-def bounds_of(output: Tensor) -> tuple[float, float] | None:
-    """The bounds of an output that comes out of a sigmoid, a softmax or a tanh; None if no bounds are known."""
-    return next((bounds for operations, bounds in _BOUNDED if is_made_by(output.grad_fn, operations)), None)
+def origin_of(output: Tensor) -> Origin:
+    """What this output, which has a graph, was made by."""
+    node = output.grad_fn
+    bounds = next((bounds for operations, bounds in _BOUNDED if is_made_by(node, operations, is_exact=True)), None)
+    return Origin(is_made_by(node, _RECTIFIES), bounds)
 
 
 def rows_of(tensor: Tensor) -> Tensor:
@@ -132,9 +146,12 @@ def sample_of(output: Tensor) -> Tensor | None:
 
 
 def _looked_at(rows: Tensor) -> Tensor:
-    """Some of many rows, in one distance: the first pixels of an image are all of its border."""
-    most = min(ROWS, max(_LEAST, _ELEMENTS // rows.shape[1]))
-    return rows if len(rows) <= most else rows[:: -(-len(rows) // most) | 1]
+    """Some of many rows, from all over them: the first pixels of an image are its border, and those in one distance may be a column."""
+    most, many = min(ROWS, max(_LEAST, _ELEMENTS // rows.shape[1])), len(rows)
+    if many <= most:
+        return rows
+    stride = next(step for step in range(int(_GOLDEN * many), many) if math.gcd(step, many) == 1)
+    return rows[torch.arange(most, device=rows.device) * stride % many]
 
 
 @torch.no_grad()
@@ -154,7 +171,9 @@ def facts_of(sample: Tensor, gradient: Tensor) -> Tensor | None:
     targets = z - g * (every.numel() / 2)  # of a mean square
     outside = targets.clamp(max=0), (targets + 1).clamp(max=0), (targets - 1).clamp(min=0)
     shares = torch.stack([part.square().sum() for part in outside]) / targets.square().sum().clamp(min=1e-300)
-    whole = torch.linalg.vector_norm(every, dtype=torch.float32).double().square().view(1)  # of all rows
+    whole = (
+        torch.linalg.vector_norm(every, dtype=torch.promote_types(every.dtype, torch.float32)).double().square().view(1)
+    )  # of all rows
     one = _single(z, g) if z.shape[1] == 1 else _classes(z, g, used)
     # filled on the device: a copy from the host would wait
     count, rows, classes = (sums.new_full((1,), float(number)) for number in (len(every), *z.shape))
@@ -248,8 +267,8 @@ def recognised(facts: list[float], loss: float | None) -> Head | None:
     negative, below, above, whole = facts[_FACTS - 4 : _FACTS]
     average, own = (z1 - g1 / factor) / elements, whole / factor**2 / (count * classes)
     square = (z2 - 2 * zg / factor + g2 / factor**2) / elements
-    if _is_near(own, loss):
-        return Head("mean square", every, 1.0, 1.0, zeros, (), average, square, negative, (below, above))
+    if varied > _VARIES and _is_near(own, loss):
+        return Head("mean square", every, 1.0, 1.0, zeros, (), average, square, negative, (below, above), own)
     # all outputs are drawn to one number, from which the targets that the loss is taken of differ
     if rows == count and elements >= _MANY and square - average**2 < _ONE * (loss - own):
         return Head("mean square", every, 1.0, 1.0, zeros, (), average, average**2 + loss - own)

@@ -20,10 +20,11 @@ from ...statistics.fingerprint import fingerprints, packed, unpacked
 from ...step.active_step import ActiveStep
 from ...step.plugin import Plugin
 from ..setup_check.expectations import Expectations
+from ..setup_check.hidden_parameters import MadeInForward
 from ..tallies import Tallies
 from .acting import Acting
 from .batches import Batches, batch_tensors, look_of, sampled
-from .head import bounds_of, facts_of, is_linear, is_rectified, output_of, recognised, sample_of
+from .head import Origin, facts_of, is_linear, origin_of, output_of, recognised, sample_of
 from .targets import Targets
 
 #: Monitored steps that are looked at, among this number of steps of any kind; and those of them whose output is, too.
@@ -41,16 +42,14 @@ class _Look:
 
     Attributes:
         forwards: of the step.
-        is_rectified: its output comes out of a ReLU.
-        bounds: of its output, if it comes out of a function with these.
+        output: what the output was made by, from which the first gradient came back.
         found: numbers on their device.
     """
 
     def __init__(self, step: int, has_head: bool, module: nn.Module) -> None:
         self.step, self.has_head, self._module = step, has_head, id(module)
         self.forwards = 1
-        self.is_rectified = False
-        self.bounds: tuple[float, float] | None = None
+        self.output = Origin()
         self.found: dict[str, Tensor] = {}
 
     def called_again(self, module: nn.Module) -> None:
@@ -65,15 +64,15 @@ class _Look:
         if self.has_head and (look := look_of(tensors)) is not None:
             self.found["look"] = look
 
-    def take_output(self, output: Tensor) -> None:
-        """Look at what the output was made by."""
-        self.is_rectified, self.bounds = is_rectified(output), bounds_of(output)
-
-    def take_head(self, sample: Tensor, gradient: Tensor) -> None:
-        """Look at the first gradient that comes back to the output."""
-        is_plain = type(gradient) is Tensor and "head" not in self.found
-        if is_plain and not is_linear(losses_going_backward()) and (facts := facts_of(sample, gradient)) is not None:
-            self.found["head"] = facts
+    def take_head(self, output: Origin, sample: Tensor, gradient: Tensor) -> None:
+        """Look at the first gradient that comes back to an output."""
+        if type(gradient) is not Tensor or "head" in self.found:
+            return
+        losses = losses_going_backward()
+        if not is_linear(losses) and (facts := facts_of(sample, gradient)) is not None:
+            self.found["head"], self.output = facts, output
+            if len(losses) == 1 and losses[0].device == gradient.device:
+                self.found["loss"] = losses[0].detach().double().reshape(1)
 
 
 class DataCheck(Plugin):
@@ -93,8 +92,9 @@ class DataCheck(Plugin):
         self._every, self._expectations, self._note = every, expectations, note
         self._tallies = Tallies(complaints, lambda: self.context.step or 0, note, SETUP_MISTAKES, "data")
         self._batches, self._targets = Batches(self._tallies), Targets(self._tallies)
-        self._acting = Acting(note)
+        self._acting, self._new_layers = Acting(note), MadeInForward()
         self._handles = Handles()
+        self._first_loss: dict[str, float] = {}
         self._looked = 0
         self._last: int | None = None  # the last step that is looked at
         self._look: _Look | None = None
@@ -112,8 +112,8 @@ class DataCheck(Plugin):
 
     @property
     def chance(self) -> dict[str, float]:
-        """See :attr:`Targets.chance`."""
-        return self._targets.chance
+        """See :attr:`Targets.chance`; with the first loss that went backward, and its step, which a logged one has to agree with."""
+        return {**self._targets.chance, **self._first_loss} if self._targets.chance else {}
 
     def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Begin to look, unless a compiler would have to trace the hooks."""
@@ -121,7 +121,7 @@ class DataCheck(Plugin):
         self._looked, self._last = 0, None
         self._tallies.write_facts(begins=True)
         self._has_root = _has_forward(module)
-        for called in _called_modules(module):
+        for called in dict.fromkeys(_called_modules(module)):
             is_compiled = hasattr(called, "_orig_mod") or getattr(called, "_compiled_call_impl", None) is not None
             if takes_hooks(called) and not is_compiled:
                 self._handles.of_module(called.register_forward_pre_hook(ModuleHook(self._called), with_kwargs=True))
@@ -134,6 +134,7 @@ class DataCheck(Plugin):
     def on_detach(self) -> None:
         """Take the hooks away."""
         self._handles.remove()
+        self._new_layers.end()
         self._look = None
         self._open.clear()
 
@@ -163,20 +164,27 @@ class DataCheck(Plugin):
             self.context.call(self._began, module, step, args, kwargs)
 
     def _began(self, module: nn.Module, step: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._look = _Look(step, self._looked in _HEADS, module)
+        if not self._has_root:  # what goes into one part of several is no batch
+            return
         tensors = batch_tensors(args, kwargs)
         if tensors and tensors[0].grad_fn is not None and self._acting.pass_through(tensors[0]):
             self._look = None
             return
-        self._look = _Look(step, self._looked in _HEADS, module)
         self._look.take_batch(tensors)
-        self._batches.came(tensors)
         if (rows := self._acting.trained(tensors)) is not None:
             self._look.found["rows"] = rows
+        if self._look.has_head:
+            self._new_layers.begin(module)
 
     def _acted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._acting.called(batch_tensors(args, kwargs))
 
     def _returned(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        if made := self._new_layers.end():
+            self.context.call(
+                self._tallies.seen, "unregistered-parameters", None, (), {"tensors made anew in each forward": made}
+            )
         look = self._look
         if look is None or look.forwards > 1 or self._is_paused or not torch.is_grad_enabled():
             return
@@ -189,12 +197,11 @@ class DataCheck(Plugin):
             return
         self._acting.made(output)
         if look.has_head and (sample := sample_of(output)) is not None:
-            look.take_output(output)
-            output.register_hook(_Once(self, look, sample))  # type: ignore[no-untyped-call]
+            output.register_hook(_Once(self, look, origin_of(output), sample))  # type: ignore[no-untyped-call]
 
-    def came_back(self, look: _Look, sample: Tensor, gradient: Tensor) -> None:
-        """A gradient came back to the output of a step."""
-        look.take_head(sample, gradient)
+    def came_back(self, look: _Look, output: Origin, sample: Tensor, gradient: Tensor) -> None:
+        """A gradient came back to an output of a step."""
+        look.take_head(output, sample, gradient)
 
     # --- steps ---------------------------------------------------------------------------------------------------------------
 
@@ -215,8 +222,8 @@ class DataCheck(Plugin):
         seen = self._open.pop(record.step, None)
         if seen is None:
             return
-        fingerprint, look, rows, facts = (
-            record.extras.get(f"{self.name}/{name}") for name in ("fingerprint", "look", "rows", "head")
+        fingerprint, look, rows, facts, loss = (
+            record.extras.get(f"{self.name}/{name}") for name in ("fingerprint", "look", "rows", "head", "loss")
         )
         if rows is not None:
             self._acting.add(rows.tolist())
@@ -226,9 +233,12 @@ class DataCheck(Plugin):
         if look is not None:
             self._batches.looked(*look.tolist())
         if facts is not None:
-            known, head = self.chance, recognised(facts.tolist(), loss_in(record.values))
+            known = self.chance
+            head = recognised(facts.tolist(), loss_in(record.values) if loss is None else loss.item())
+            if loss is not None and not self._first_loss:
+                self._first_loss = {"step": float(record.step), "went backward": loss.item()}
             if head is not None:
-                self._targets.add(head, seen.forwards, self.context.scaler is not None, seen.is_rectified, seen.bounds)
+                self._targets.add(head, seen.forwards, self.context.scaler is not None, seen.output)
             if self.chance != known:
                 self._note(chance=self.chance)
         if not self._tallies.is_empty and self._batches.is_repeated:  # one example, or one goal for all of them, is all there is
@@ -252,5 +262,5 @@ def _called_modules(module: nn.Module) -> Iterator[nn.Module]:
 class _Once(Hook):
     """Gives the gradient of an output to the check, once."""
 
-    def __init__(self, check: DataCheck, look: _Look, sample: Tensor) -> None:
-        super().__init__(check.context.call, check.came_back, look, sample)
+    def __init__(self, check: DataCheck, look: _Look, output: Origin, sample: Tensor) -> None:
+        super().__init__(check.context.call, check.came_back, look, output, sample)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from ..tallies import Tallies
-from .head import Head
+from .head import Head, Origin
 
 #: Rows of a batch, and heads, before labels are judged.
 _ROWS, _FEWEST = 8, 5
@@ -22,6 +22,8 @@ _NEARLY = 0.9
 _HARDLY = 1 / 30.0
 #: A temperature outside divides or multiplies logits far more than any that is learnt: CLIP stops at 100.
 _COLD, _HOT = 1 / 150.0, 10.0
+#: Targets are differences; where they are this small a part of the error, rounding is all that is left of them.
+_CANCELS = 1e-6
 #: Labels counted for each class before their entropy is known.
 _PER_CLASS = 4
 
@@ -44,22 +46,19 @@ class Targets:
         self._of_one_label = 0
         self.chance: dict[str, float] = {}
 
-    def add(
-        self, head: Head, forwards: int, is_scaled: bool, is_rectified: bool, bounds: tuple[float, float] | None = None
-    ) -> None:
+    def add(self, head: Head, forwards: int, is_scaled: bool, output: Origin) -> None:
         """One more head.
 
         Args:
             head: from the first of several ``forwards`` of a step.
             forwards: of the step.
             is_scaled: gradients are multiplied by a loss scale.
-            is_rectified: the output comes out of a ReLU.
-            bounds: of the output, if its last function has these.
+            output: what the output was made by.
         """
         self._heads.append(head)
-        self._count("relu-before-loss", is_rectified and head.zeros > _ZEROS and (head.is_log or head.negative > _BELOW))
+        self._count("relu-before-loss", output.is_rectified and head.zeros > _ZEROS and (head.is_log or head.negative > _BELOW))
         if head.kind == "mean square":
-            outside = head.outside(bounds[0]) if bounds else 0.0
+            outside = head.outside(output.bounds[0]) if output.bounds else 0.0
             self._count("targets-out-of-range", outside > _BELOW, **{"share of their mean square outside": outside})
         if head.is_log:
             self._add_labels(head, forwards)
@@ -91,7 +90,9 @@ class Targets:
     def _learn_chance(self, head: Head) -> None:
         total = sum(self._labels)
         if head.kind == "mean square":
-            known = [each for each in self._heads if each.kind == "mean square"]
+            known = [each for each in self._heads if each.kind == "mean square" and each.square > _CANCELS * each.error]
+            if not known:
+                return
             rows = sum(each.rows for each in known)
             mean = sum(each.mean * each.rows for each in known) / rows
             square = sum(each.square * each.rows for each in known) / rows

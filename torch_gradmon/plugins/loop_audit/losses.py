@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Container, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...capture.loss_graph import (
     OUTPUT,
@@ -60,8 +59,7 @@ class LossChecks:
     def __init__(self, tallies: Tallies, key: int) -> None:
         self.is_looking = self.is_idle = False
         self._tallies, self._key = tallies, key
-        self._steps = self._counting = self._looks = self._same = self._deaths = 0
-        self._leaves: list[weakref.ref[Tensor]] = []  # of the last look
+        self._steps = self._counting = self._looks = self._same = 0
         self._mark, self._visited = f"torch_gradmon loss {id(self)}", f"torch_gradmon step {id(self)}"
 
     def step_began(self, forwards: int, fired: int, is_alone: bool, name: str) -> None:
@@ -84,9 +82,7 @@ class LossChecks:
         self.is_looking = self._looks < _LOOKS and self._same < _SAME
         losses = losses_going_backward()
         terms = [node for loss in losses for node in _terms(loss)]
-        reached = all_nodes_of(losses)
-        nodes = [node for node in reached if node.next_functions]
-        self._look_for_new_layers([node.variable for node in reached if not node.next_functions and hasattr(node, "variable")])
+        nodes = all_nodes_of(losses)
         # a loop that clears the gradient in between may well look at it and begin again
         is_again = any(self._mark in notes_of(node) for node in terms) and not (interval.drops or interval.writes)
         is_old = any(notes_of(node).get(self._visited, self._steps) < self._steps for node in nodes if not _is_cast(node))
@@ -101,14 +97,6 @@ class LossChecks:
             is_raw = not all(is_made_by(each, _GIVE_LOGARITHMS) for each in _taken_by(_TAKE_LOGARITHMS, losses))
             is_below = is_raw and any(bool(loss < 0) for loss in losses)
             self._tallies.check("log-softmax-missing", self._key, is_below, "")
-
-    def _look_for_new_layers(self, leaves: Sequence[Tensor]) -> None:
-        """Parameters that are made for one graph and die with it, beside those of the model, as a layer that is made in forward has."""
-        died = sum(leaf() is None for leaf in self._leaves)
-        self._deaths = self._deaths + 1 if 0 < died < len(self._leaves) else 0
-        self._leaves = [weakref.ref(leaf) for leaf in leaves if isinstance(leaf, nn.Parameter)]
-        if self._deaths >= _SAME:
-            self._tallies.seen("unregistered-parameters", self._key, evidence={"tensors made anew in each step": float(died)})
 
 
 def _taken_by(operations: Container[str], losses: Sequence[Tensor]) -> Iterator[Node | None]:

@@ -8,11 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.hooks import RemovableHandle
 
 #: Containers within containers that are looked into.
 _DEPTH = 2
 #: Objects of a container that are looked at.
 _MOST = 1000
+#: Forwards in turn that make layers: a lazy one is made once.
+_IN_TURN = 3
 
 
 class HiddenParameters:
@@ -65,3 +69,30 @@ def _tensors_in(path: str, value: Any, registered: Collection[int], depth: int) 
     elif depth and isinstance(value, (list, tuple)):
         for number, each in enumerate(value[:_MOST]):
             yield from _tensors_in(f"{path}[{number}]", each, registered, depth - 1)
+
+
+class MadeInForward:
+    """Looks for layers that a forward makes: parameters that are registered while it runs, by modules that the model does not have yet."""
+
+    def __init__(self) -> None:
+        self._handle: RemovableHandle | None = None
+        self._made = self._in_turn = 0
+
+    def begin(self, module: nn.Module) -> None:
+        """A forward of ``module`` begins."""
+        self.end()
+        known = {id(each) for each in module.modules()}
+
+        def registered(owner: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            self._made += parameter is not None and parameter.requires_grad and id(owner) not in known
+
+        self._handle = register_module_parameter_registration_hook(registered)
+
+    def end(self) -> float:
+        """The forward is over. How many it made, if the last ones all made some; else 0."""
+        if self._handle is None:
+            return 0.0
+        self._handle.remove()
+        self._handle, made, self._made = None, self._made, 0
+        self._in_turn = self._in_turn + 1 if made else 0
+        return float(made) if self._in_turn >= _IN_TURN else 0.0

@@ -6,6 +6,7 @@ import math
 
 from ..findings import Finding, NotMeasured
 from ..history import History
+from ..learning import trend
 from ..precautions import Precautions
 from ..series import Series
 
@@ -13,6 +14,8 @@ from ..series import Series
 _ALWAYS = 0.95
 #: The median norm over the bound if the bound is too low, and if it is far too low.
 _LOW, _FAR_TOO_LOW = 10.0, 100.0
+#: And if it is for plain SGD, whose loss still falls: Adam divides by the size of the gradient anyway.
+_SHORT = 30.0
 #: An outlier has this many times the median norm of this many steps before and after it,
 _OUTLIER, _AROUND = 10.0, 20
 #: and this many times that of the first steps: norms jump where the loss is near zero.
@@ -41,6 +44,8 @@ def _always(history: History, norms: Series, shares: Series) -> list[Finding]:
         return []
     run = Precautions.of(history)
     costs = history.learning.is_stuck or (usual > _FAR_TOO_LOW and not history.learning.is_learning)
+    is_plain = bool(history.groups) and all(group["optimizer"] == "SGD" for group in history.groups)
+    costs |= is_plain and usual > _SHORT and trend(history.loss.finite.part(0.5, 1))[0] == "falls"
     return history.finding(
         "always-clipped",
         "",

@@ -55,16 +55,16 @@ def check_learning_rate(history: History) -> list[Finding]:
 
 
 def _ran_out(history: History) -> list[Finding]:
-    """A schedule that has brought the rate down long before the end."""
+    """A schedule that has brought all rates down long before the end, from where the loss hardly falls."""
     loss = history.loss.finite
-    if history.learning.state == "unknown":
+    if history.learning.state == "unknown" or history.need_not_fall:
         return []
-    share, since = _SPENT, _below(history, _SPENT)
+    share, since = _SPENT, _below(history, _SPENT, _TOO_EARLY)
     if since is None and not history.learning.has_fallen:
-        share, since = _LITTLE_LEFT, _below(history, _LITTLE_LEFT)
-        rest = loss if since is None else loss.since(since)
-        fell = 1 - rest.part(0.8, 1).median / rest.part(0, 0.2).median if rest and rest.part(0, 0.2).median > 0 else 0.0
-        since = None if trend(rest)[0] == "falls" and fell > _LITTLE else since
+        share, since = _LITTLE_LEFT, _below(history, _LITTLE_LEFT, 1 - _TOO_EARLY)
+    if since is not None and trend(rest := loss.since(since))[0] == "falls":
+        head = rest.part(0, 0.2).median
+        since = None if head - rest.part(0.8, 1).median > _LITTLE * abs(head) else since
     if since is None:
         return []
     return history.finding(
@@ -72,7 +72,7 @@ def _ran_out(history: History) -> list[Finding]:
         "",
         {"loss then": loss.since(since).part(0, 0.2).median, "loss at the end": loss.part(0.8, 1).median},
         f"The learning rate fell below a {'thousandth' if share == _SPENT else 'fiftieth'} of its largest value long before the end, "
-        f"and {'nothing moves' if share == _SPENT else 'the loss hardly falls'} any more.",
+        f"and since then the loss hardly falls.",
         "Step the schedule less often, once per epoch if it was made for epochs, or let it end higher.",
         60.0,
         severity="warning",
@@ -80,13 +80,15 @@ def _ran_out(history: History) -> list[Finding]:
     )
 
 
-def _below(history: History, share: float) -> int | None:
-    """The step from which all learning rates were below this ``share`` of the largest, if that is a large part of the run."""
-    rates = list(zip(history.steps, history.rates, strict=True))
-    largest = max(history.rates, default=0.0)
-    spent = [step for step, rate in rates if rate < share * largest]
-    at_the_end = [step for step in spent if step > max((s for s, rate in rates if rate >= share * largest), default=-1)]
-    return at_the_end[0] if len(at_the_end) > _TOO_EARLY * len(rates) else None
+def _below(history: History, share: float, least: float) -> int | None:
+    """The step from which the rate of each group was below this ``share`` of its largest one, for the ``least`` share of the run."""
+    rates = [record.context.get("lr") or [0.0] for record in history.records]
+    if len(set(map(len, rates))) != 1:
+        rates = [[max(each)] for each in rates]
+    largest = [max(of) for of in zip(*rates, strict=True)]
+    left = [max(rate / most if most else 0.0 for rate, most in zip(each, largest, strict=True)) for each in rates]
+    since = next((place for place in reversed(range(len(left))) if left[place] >= share), -1) + 1
+    return history.steps[since] if 0 < since < (1 - least) * len(left) else None
 
 
 def _high(history: History, ratios: Matrix) -> list[Finding]:
@@ -113,7 +115,7 @@ def _low(history: History, ratios: Matrix) -> list[Finding]:
     largest = max(ratios.largest().values(), default=0.0)
     # updates may point one way, and are measured on some steps only
     together = largest * (history.steps[-1] - history.steps[0] + 1)
-    is_slow = history.learning.is_at_chance and together < _TOGETHER
+    is_slow = (history.learning.is_at_chance or history.learning.is_worse) and together < _TOGETHER
     if largest > 0 and (is_slow or (largest < _LOW and history.learning.state in ("flat", "rises"))):
         return history.finding(
             "learning-rate-low",

@@ -6,9 +6,10 @@ from ....core.loop_findings import LoopFinding
 from ....core.loop_mistakes import MISTAKES
 from ....core.rank_faults import RANK_FAULTS
 from ....core.records import Severity
-from ....core.setup_mistakes import IN_LOADER, IN_LOOP, SETUP_MISTAKES
+from ....core.setup_mistakes import SETUP_MISTAKES
 from ..findings import Finding
 from ..history import History
+from .units import saturated
 
 _KNOWN = {**MISTAKES, **RANK_FAULTS, **SETUP_MISTAKES}
 
@@ -28,9 +29,8 @@ def _finding(fact: LoopFinding, history: History) -> Finding:
         advice = (
             "Make the optimizer after the last change of the model, or call optimizer.add_param_group() with the new parameters"
         )
-    if fact.rule == "repeated-batch" and {IN_LOADER, IN_LOOP} & set(fact.evidence):
-        severity = "warning"  # it is no training on all data at once
-        cause = f"{cause}, and there are more"
+    if fact.rule == "targets-out-of-range" and saturated(history):
+        severity = "warning"  # it is not their noise alone that lies there
     return Finding(
         rule=fact.rule,
         severity=severity,

@@ -63,7 +63,8 @@ def _dead(history: History) -> list[Finding]:
     )
 
 
-def _saturated(history: History) -> list[Finding]:
+def saturated(history: History) -> dict[str, float]:
+    """The mean square of the outputs of layers that lie at the ends of their range; empty where outputs were not measured."""
     sums: dict[str, list[float]] = {}
     for record in history.records[len(history.records) // 4 :]:
         table = record.tables.get(n.ACTIVATION)
@@ -78,7 +79,12 @@ def _saturated(history: History) -> list[Finding]:
             if kind in _TANH | _SIGMOID:
                 sums.setdefault(name, []).append(value)
     usual = {name: sorted(values)[len(values) // 2] for name, values in sums.items()}
-    worst = sorted((name for name, value in usual.items() if value > _SATURATED), key=lambda name: -usual[name])
+    return {name: value for name, value in usual.items() if value > _SATURATED}
+
+
+def _saturated(history: History) -> list[Finding]:
+    usual = saturated(history)
+    worst = sorted(usual, key=lambda name: -usual[name])
     if not worst:
         return []
     return history.finding(

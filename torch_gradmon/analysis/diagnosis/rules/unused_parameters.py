@@ -123,6 +123,9 @@ def _vanished(history: History, norms: Matrix) -> list[Finding]:
 
 def _frozen(history: History, norms: Matrix) -> list[Finding]:
     """Parameters that had a gradient in nearly all steps, and from one step on have none at all."""
+    spoiled = history.gradients("nonfinite")
+    if spoiled is not None and any(spoiled.largest().values()):
+        return []  # NaN is no missing gradient
     there = norms.values.isfinite()
     ends = {}
     for name, column in zip(norms.names, there.unbind(1), strict=True):
