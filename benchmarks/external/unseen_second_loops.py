@@ -292,7 +292,7 @@ CASES: list[Case] = [
         "cleared-in-the-window/spirals",
         "questions",
         "https://github.com/ultralytics/ultralytics/pull/11217",
-        ("micro-batch-discarded", "gradients-cleared"),
+        ("micro-batch-discarded",),
         cleared_in_the_window,
         "zero_grad() at the top of each micro-batch",
         "of the first of eight",

@@ -209,7 +209,7 @@ CASES: list[Case] = [
         "divergence-subtracted/vae",
         "questions",
         "https://github.com/hhb072/IntroVAE/issues/5; https://github.com/FluxML/model-zoo/pull/147",
-        ("weight-growth", "exploding-gradients"),
+        ("loss-divergence",),
         divergence_subtracted,
         "error - divergence",
         "error + divergence",

@@ -376,7 +376,7 @@ CASES: list[Case] = [
         name="adam-with-a-rate-of-descent/shape-cnn",
         judge="questions",
         source="https://github.com/keras-team/keras/issues/4066",
-        rules=("learning-rate-high", "dead-units", "update-ratio-high"),
+        rules=("learning-rate-high", "update-ratio-high"),
         run=rate_of_adam_too_high,
         bug="Adam(lr=0.05)",
         fix="Adam(lr=2e-3)",

@@ -1,0 +1,1 @@
+"""How far the learning rate is from the one at which the loss rises."""

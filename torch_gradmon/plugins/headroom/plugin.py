@@ -1,0 +1,143 @@
+"""The plugin that measures the head-room of the learning rate."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...core import accelerator
+from ...core.keys import SUMMARY, Key
+from ...core.torch_modes import rng_states
+from ...step.active_step import ActiveStep
+from ...step.plugin import Plugin
+from .line_search import CriticalStep, critical_step
+
+_KEY = Key(SUMMARY, "", "lr_over_critical")
+
+
+class Headroom(Plugin):
+    """Measures the learning rate over the critical one, from which on the loss would rise: ``gradmon/lr_over_critical``, below 1 while
+    there is head-room. The quantity is that of Kalra and others (2026, arXiv 2601.16979), whose critical sharpness is 2 over the critical
+    learning rate; here along the step that the optimizers take, of all parameters together.
+
+    Every so many steps the loss of the batch is computed after multiples of that step, without gradients, and compared with the one before
+    it. Parameters, buffers and torch's random generators are put back bit for bit; the same random numbers are drawn in each evaluation. What
+    else a forward changes, such as a counter in Python or numpy's generator, is not.
+
+    Memory in these steps: two copies of the trained parameters and one of the buffers. Time: ``evaluations`` forwards, each of which
+    waits for the device. With several ranks, all have to use it: they take the mean of their losses.
+
+    Args:
+        loss: computes the loss of the current batch as the loop does, with its autocast; called without gradients, right after the step.
+        every: measured on steps divisible by it.
+        evaluations: the most forwards of one search, 3 at least; 8 find the critical rate to a fifth or so.
+
+    Attributes:
+        last: what was found last, in multiples of the learning rate; None before the first time.
+
+    Raises:
+        ValueError: ``every`` or ``evaluations`` is too small.
+    """
+
+    name = "headroom"
+    watches_idle_steps = True
+
+    def __init__(self, loss: Callable[[], Tensor], every: int = 50, evaluations: int = 8) -> None:
+        if not callable(loss):
+            raise ValueError(f"loss has to be a function that computes the loss of the current batch, got {loss!r}")
+        if every < 1 or evaluations < 3:
+            raise ValueError(f"every has to be 1 at least and evaluations 3, got every={every!r}, evaluations={evaluations!r}")
+        self._loss, self._every, self._evaluations = loss, every, evaluations
+        self.last: CriticalStep | None = None
+        self._optimizers: Sequence[Optimizer] = ()
+        self._before: dict[Tensor, Tensor] = {}
+        self._is_due = False
+        self._ratio: float | None = None
+
+    def wants(self, step: int, asked: bool) -> bool:
+        """The steps that it measures in are monitored."""
+        return asked or step % self._every == 0
+
+    def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Measure the steps of these optimizers."""
+        self._optimizers = optimizers
+        self.on_drop()
+
+    def on_detach(self) -> None:
+        """Hold nothing of the model."""
+        self._optimizers = ()
+        self.on_drop()
+
+    def on_drop(self) -> None:
+        """Nothing was stepped."""
+        self._before, self._is_due = {}, False
+
+    def on_step_open(self, step: ActiveStep) -> None:
+        """Decide whether this step is measured."""
+        self._before, self._ratio = {}, None
+        self._is_due = step.number % self._every == 0
+
+    def on_optimizer_step(self, optimizer: Optimizer, has_closure: bool) -> None:
+        """Copy what the step will change."""
+        if self._is_due:
+            trained = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+            self._before.update((p, p.detach().clone()) for p in trained if p not in self._before)
+
+    def after_attempt(self, step: ActiveStep, applied: bool) -> None:
+        """Search along the step that was taken."""
+        before, self._before, self._is_due = self._before, {}, False
+        if before and applied:
+            guess = self.last.size if self.last is not None else 1.0
+            with self._restoring(before) as loss_after:
+                self.last = critical_step(loss_after, guess, self._evaluations)
+            self._ratio = 1 / self.last.size
+
+    def annotate(self, step: ActiveStep) -> None:
+        """Add what was found to the record."""
+        if self._ratio is not None:
+            step.values[_KEY], self._ratio = self._ratio, None
+
+    @contextlib.contextmanager
+    def _restoring(self, before: dict[Tensor, Tensor]) -> Iterator[Callable[[float], float]]:
+        """Gives the loss after multiples of the step, and puts everything back afterwards."""
+        module = self.context.module
+        buffers = [] if module is None else list(module.buffers())
+        kept = [(tensor, tensor.detach().clone()) for tensor in (*before, *buffers)]
+        states = rng_states()
+
+        def loss_after(multiple: float) -> float:
+            for parameter, after in kept[: len(before)]:
+                parameter.copy_(torch.lerp(before[parameter].float(), after.float(), multiple))
+            _set_generators(states)
+            found = self._loss().detach().float()
+            for buffer, value in kept[len(before) :]:
+                buffer.copy_(value)
+            return float(_mean_of_ranks(found))
+
+        with torch.no_grad():
+            try:
+                yield loss_after
+            finally:
+                for tensor, value in kept:
+                    tensor.copy_(value)
+                _set_generators(states)
+
+
+def _set_generators(states: dict[str, Tensor]) -> None:
+    for device, state in states.items():
+        if device == "cpu":
+            torch.set_rng_state(state)
+        else:
+            accelerator.set_rng_state(torch.device(device), state)
+
+
+def _mean_of_ranks(loss: Tensor) -> Tensor:
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        loss = loss.clone()
+        torch.distributed.all_reduce(loss)
+        loss /= torch.distributed.get_world_size()
+    return loss
