@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .monitor.watch import watch
     from .plugins.clipping.adagc import AdaGC
     from .plugins.clipping.zclip import ZClip
+    from .plugins.headroom.plugin import Headroom
     from .plugins.replica_check.replay import Replay
     from .plugins.spike_policy.policy import Counts, Rollback, RolledBack, Skip
     from .sinks import JsonlSink, TensorBoardSink, TrackioSink, WandbSink
@@ -36,6 +37,7 @@ __all__ = [
     "Finding",
     "GradientSource",
     "GradmonWarning",
+    "Headroom",
     "JsonlSink",
     "MainGradSource",
     "ModuleMonitor",
@@ -69,6 +71,7 @@ _HOMES = {
     "Finding": "analysis.diagnosis",
     "GradientSource": "step.gradient_source",
     "GradmonWarning": "core.errors",
+    "Headroom": "plugins.headroom.plugin",
     "JsonlSink": "sinks",
     "MainGradSource": "step.gradient_source",
     "ModuleMonitor": "monitor.monitor",

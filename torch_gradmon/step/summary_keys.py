@@ -34,6 +34,7 @@ DOCUMENTATION = {
 #: Keys of features that are not part of a preset; present if in use.
 ON_REQUEST = {
     "steps_skipped": "steps so far that were skipped because of a spike",
+    "lr_over_critical": "learning rate over the smallest one at which this step would raise the loss of its batch",
     "clip_limit": "norm above which an adaptive clip of the total norm clips this step; absent in its warm-up",
     "clipped_parameters": "parameters whose gradients an adaptive clip has scaled down in this step",
 }

@@ -28,7 +28,7 @@ class CriticalStep:
     @property
     def size(self) -> float:
         """The best guess: the geometric mean of both bounds, or the one that is known."""
-        return math.sqrt(self.low * self.high) if 0 < self.low and self.high < math.inf else self.low or self.high
+        return math.sqrt(self.low * self.high) if self.low > 0 and self.high < math.inf else self.low or self.high
 
 
 def critical_step(loss: Callable[[float], float], guess: float = 1.0, evaluations: int = 8) -> CriticalStep:
@@ -50,7 +50,7 @@ def critical_step(loss: Callable[[float], float], guess: float = 1.0, evaluation
         else:
             high = step
         count += 1
-        step = math.sqrt(low * high) if 0 < low and high < math.inf else 2 * low if low else high / 2
+        step = math.sqrt(low * high) if low > 0 and high < math.inf else 2 * low if low else high / 2
         if not _LEAST <= step <= _MOST:
             break
     return CriticalStep(low, high, count)

@@ -24,11 +24,11 @@ class Headroom(Plugin):
     there is head-room. The quantity is that of Kalra and others (2026, arXiv 2601.16979), whose critical sharpness is 2 over the critical
     learning rate; here along the step that the optimizers take, of all parameters together.
 
-    Every so many steps the loss of the batch is computed after multiples of that step, without gradients, and compared with the one before
-    it. Parameters, buffers and torch's random generators are put back bit for bit; the same random numbers are drawn in each evaluation. What
-    else a forward changes, such as a counter in Python or numpy's generator, is not.
+    In some steps the loss of the batch is computed after multiples of that step, without gradients, and compared with the one before it.
+    Parameters, buffers and torch's random generators are restored bit for bit; each evaluation draws the same random numbers. What else a
+    forward changes, such as a counter in Python or numpy's generator, is not restored.
 
-    Memory in these steps: two copies of the trained parameters and one of the buffers. Time: ``evaluations`` forwards, each of which
+    Memory in these steps: two copies of the trained parameters and one of the buffers. Time: ``evaluations`` forwards, and each
     waits for the device. With several ranks, all have to use it: they take the mean of their losses.
 
     Args:
@@ -103,7 +103,7 @@ class Headroom(Plugin):
 
     @contextlib.contextmanager
     def _restoring(self, before: dict[Tensor, Tensor]) -> Iterator[Callable[[float], float]]:
-        """Gives the loss after multiples of the step, and puts everything back afterwards."""
+        """Gives the loss after multiples of the step, and restores everything afterwards."""
         module = self.context.module
         buffers = [] if module is None else list(module.buffers())
         kept = [(tensor, tensor.detach().clone()) for tensor in (*before, *buffers)]

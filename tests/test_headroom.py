@@ -1,0 +1,190 @@
+"""How far the learning rate is from the critical one."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torch_gradmon as gradmon
+from tests.ranks import on_ranks
+from torch_gradmon.plugins.headroom.line_search import critical_step
+
+KEY = "gradmon/lr_over_critical"
+
+
+@pytest.mark.parametrize("critical", [0.003, 0.3, 0.99, 1.01, 2.0, 17.0, 600.0])
+@pytest.mark.parametrize("guess", [1.0, 0.01, 64.0])
+def test_a_parabola_rises_at_twice_its_minimum(critical: float, guess: float) -> None:
+    found = critical_step(lambda s: (s - critical / 2) ** 2, guess, evaluations=40)
+    assert found.low <= critical <= found.high <= found.low * 2**0.25 * 1.0001
+    assert found.evaluations <= 20
+
+
+def test_few_evaluations_are_enough_from_a_good_guess() -> None:
+    for critical in (0.5, 0.8, 1.0, 1.4, 2.0):
+        found = critical_step(lambda s: (s - critical / 2) ** 2, 1.0, evaluations=8)  # noqa: B023
+        assert found.evaluations <= 8
+        assert found.size == pytest.approx(critical, rel=0.2)
+
+
+def test_a_loss_that_always_rises_or_never_does() -> None:
+    assert critical_step(lambda s: s, evaluations=30).low == 0
+    found = critical_step(lambda s: -s, evaluations=30)
+    assert (found.high, found.size) == (math.inf, 1024.0)
+    assert critical_step(lambda s: math.nan if s > 3 else -s, evaluations=30).high == pytest.approx(3, rel=0.2)
+
+
+def model_of(kind: str) -> nn.Module:
+    """With dropout and batch norm, or without."""
+    layers: list[nn.Module] = [nn.Linear(6, 24), nn.Tanh()]
+    layers += [nn.BatchNorm1d(24), nn.Dropout(0.2)] if kind == "random" else []
+    return nn.Sequential(*layers, nn.Linear(24, 3))
+
+
+def train(
+    make: Callable[[Any], torch.optim.Optimizer],
+    kind: str = "plain",
+    watched: bool = True,
+    steps: int = 21,
+    loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None,
+    **options: Any,
+) -> tuple[nn.Module, gradmon.Headroom, list[float | None], Tensor]:
+    """The values of each step, and the state of the generator."""
+    torch.manual_seed(0)
+    model, x, y = model_of(kind), torch.empty(0), torch.empty(0)
+    optimizer, values = make(model.parameters()), list[float | None]()
+    headroom = gradmon.Headroom(lambda: (loss_of or plain)(model, x, y), **{"every": 10, **options})
+    monitor = gradmon.watch(model, optimizer, plugins=[headroom]) if watched else None
+    for _ in range(steps):
+        x = torch.randn(32, 6)
+        y = x[:, :3].argmax(1)
+        optimizer.zero_grad()
+        plain(model, x, y).backward()
+        optimizer.step()
+        values.append(None if monitor is None else monitor.get_step_metrics().get(KEY))
+    if monitor is not None:
+        monitor.detach()
+    return model, headroom, values, torch.get_rng_state()
+
+
+def plain(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The loss of the loop."""
+    return F.cross_entropy(model(x), y)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    """Of a usual rate."""
+    return torch.optim.Adam(parameters, 1e-2)
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    """Of a high rate."""
+    return torch.optim.SGD(parameters, 0.5, momentum=0.9)
+
+
+@pytest.mark.parametrize("make", [adam, momentum])
+@pytest.mark.parametrize("kind", ["plain", "random"])
+def test_the_training_keeps_its_bits(make: Callable[[Any], torch.optim.Optimizer], kind: str) -> None:
+    watched, headroom, values, state = train(make, kind)
+    alone, _, _, untouched = train(make, kind, watched=False)
+    assert all(torch.equal(value, alone.state_dict()[name]) for name, value in watched.state_dict().items())
+    assert torch.equal(state, untouched)
+    assert [step for step, value in enumerate(values) if value is not None] == [0, 10, 20]
+    assert headroom.last is not None
+    assert values[-1] == 1 / headroom.last.size
+
+
+def test_it_is_the_rate_at_which_the_loss_rises_by_a_search_on_a_grid() -> None:
+    torch.manual_seed(0)
+    model = model_of("plain").double()
+    x = torch.randn(256, 6, dtype=torch.float64)
+    y = x[:, :3].argmax(1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.2)
+    headroom = gradmon.Headroom(lambda: plain(model, x, y), every=1, evaluations=12)
+    monitor = gradmon.watch(model, optimizer, plugins=[headroom])
+    for _ in range(5):
+        before = copy.deepcopy(model)
+        optimizer.zero_grad()
+        plain(model, x, y).backward()
+        optimizer.step()
+
+        def loss_after(multiple: float, before: nn.Module = before) -> float:
+            probe = copy.deepcopy(before)
+            with torch.no_grad():
+                for p, q in zip(probe.parameters(), model.parameters(), strict=True):
+                    p += multiple * (q - p)
+                return plain(probe, x, y).item()
+
+        begin = loss_after(0.0)
+        rising = next(2 ** (k / 32) for k in range(-320, 321) if loss_after(2 ** (k / 32)) > begin)
+        assert headroom.last is not None
+        assert headroom.last.low <= rising <= headroom.last.high * 2 ** (1 / 32)
+    monitor.detach()
+
+
+def test_a_loss_that_fails_costs_one_warning_and_no_bits() -> None:
+    calls = []
+
+    def broken(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) > 2:
+            raise KeyError("batch")
+        return plain(model, x, y)
+
+    with pytest.warns(gradmon.GradmonWarning, match="headroom") as caught:
+        watched, _, values, _ = train(adam, loss_of=broken)
+    assert len(caught) == 1
+    alone = train(adam, watched=False)[0]
+    assert all(torch.equal(value, alone.state_dict()[name]) for name, value in watched.state_dict().items())
+    assert set(values) == {None}
+
+
+def test_no_more_forwards_than_are_allowed() -> None:
+    calls = []
+
+    def counted(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        calls.append(torch.is_grad_enabled())
+        return plain(model, x, y)
+
+    train(adam, loss_of=counted, evaluations=5, steps=20)
+    assert 4 <= len(calls) <= 10
+    assert not any(calls)
+
+
+@pytest.mark.parametrize("options", [{"every": 0}, {"evaluations": 2}, {"loss": 3.0}])
+def test_bad_arguments(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=str(next(iter(options.values())))):
+        gradmon.Headroom(**{"loss": lambda: torch.zeros(()), **options})
+
+
+def of_two_ranks(rank: int) -> tuple[float | None, float]:
+    """What a rank finds, whose batches differ from those of the other."""
+    torch.manual_seed(0)
+    net = model_of("plain")
+    model = nn.parallel.DistributedDataParallel(net)
+    optimizer, x, y = momentum(model.parameters()), torch.empty(0), torch.empty(0)
+    headroom = gradmon.Headroom(lambda: plain(model, x, y), every=5)
+    monitor = gradmon.watch(model, optimizer, plugins=[headroom])
+    torch.manual_seed(rank)
+    for _ in range(11):
+        x = torch.randn(16, 6)
+        y = x[:, :3].argmax(1)
+        optimizer.zero_grad()
+        plain(model, x, y).backward()
+        optimizer.step()
+    value = monitor.get_step_metrics().get(KEY)
+    monitor.detach()
+    return value, float(sum(p.double().sum() for p in net.parameters()))
+
+
+def test_ranks_agree() -> None:
+    (value, total), other = on_ranks(2, of_two_ranks)
+    assert value is not None
+    assert other == (value, total)
