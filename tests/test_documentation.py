@@ -384,7 +384,9 @@ def test_pages_name_no_key_that_does_not_exist() -> None:
 def test_what_is_there_on_request_is_described() -> None:
     model = BY_NAME["mlp"].model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    monitor = gradmon.watch(model, optimizer, preset="cheap", on_spike="skip")
+    batch = BY_NAME["mlp"].batches(1)[0]
+    headroom = gradmon.Headroom(lambda: BY_NAME["mlp"].loss(model, batch), every=1)
+    monitor = gradmon.watch(model, optimizer, preset="cheap", on_spike="skip", plugins=[headroom])
     for batch in BY_NAME["mlp"].batches(2):
         BY_NAME["mlp"].loss(model, batch).backward()
         monitor.clip_grad_norm_(gradmon.ZClip(max_norm=1.0))
