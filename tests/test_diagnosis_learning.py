@@ -76,3 +76,16 @@ def test_the_rank_sum_of_a_worked_example() -> None:
     # 4, 5, 6 above 1, 2, 3: all 9 pairs, against 4.5 expected, with a standard deviation of sqrt(9 * 7 / 12)
     assert rank_shift([1, 2, 3], [4, 5, 6]) == pytest.approx(4.5 / math.sqrt(5.25))
     assert rank_shift([1, 2], [1, 2]) == 0.0
+
+
+@pytest.mark.parametrize(("chance", "is_worse"), [(0.0, False), (0.2, True), (0.9, False), (5.0, False)])
+def test_a_loss_that_has_fallen_far_and_ends_above_chance_has_learnt_nothing(chance: float, is_worse: bool) -> None:
+    found = learning(_series([1e6 * 0.5**i + 1 + 0.01 * (i % 3) for i in range(200)]), chance=chance)
+    assert found.is_worse == is_worse
+    assert found.concern == ("warning" if is_worse else "info")
+
+
+def test_a_short_run_that_still_falls_may_end_below_chance() -> None:
+    falls = _series([100.0 - i for i in range(60)])
+    assert not learning(falls, chance=1.0).is_worse
+    assert learning(_series([100.0 - i / 10 for i in range(300)]), chance=1.0).is_worse

@@ -211,6 +211,12 @@ def test_a_parameter_that_was_seen_too_seldom_is_not_judged() -> None:
     assert check_unused_parameters(history(gradient_before_clip=gradients, parameter=parameters)) == []
 
 
+def test_a_branch_whose_gradient_is_nan_is_not_frozen() -> None:
+    gradients = {LAYERS[0]: lambda step: {"rms": math.nan, "nonfinite": 3} if step > 40 else 0.1, LAYERS[1]: 0.1}
+    run = history(loss=falls, gradient_before_clip=gradients, parameter=dict.fromkeys(LAYERS[:2], 0.1))
+    assert "gradient-dropped-to-zero" not in [finding.rule for finding in check_unused_parameters(run)]
+
+
 @pytest.mark.parametrize(("last", "found"), [(20, True), (3, False), (90, False)])
 def test_parameters_that_are_frozen_on_the_way_are_information(last: int, found: bool) -> None:
     gradients = {LAYERS[0]: lambda step: 0.1 if step <= last else None, LAYERS[1]: 0.1}
@@ -735,6 +741,25 @@ def test_an_unusual_loss_may_have_a_floor(fallen: float, chance: float, severity
     run = history(loss=lambda step: 1.8 * (1 - fallen * min(step / 6, 1)) + 0.01 * math.sin(step))
     run.chance["loss"] = chance
     assert _rules(check_loss(run)) == [(severity, "loss-plateau")]
+
+
+@pytest.mark.parametrize(("logged", "is_known"), [(2.0, True), (2.05, True), (128.0, False), (0.5, False)])
+def test_chance_is_that_of_the_loss_that_goes_backward(logged: float, is_known: bool) -> None:
+    run = history(loss=lambda step: logged - step / 1000)
+    run = History(run.records, chance={"loss": 1.5, "step": 0.0, "went backward": 2.0})
+    assert bool(run.chance) == is_known
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "ratio", "severity"), [("SGD", 50.0, "warning"), ("SGD", 20.0, "info"), ("Adam", 50.0, "info")]
+)
+def test_a_clip_sets_the_pace_of_plain_sgd(optimizer: str, ratio: float, severity: str) -> None:
+    run = history(
+        loss=falls,
+        values={"grad_norm": lambda step: ratio, "grad_norm_clipped": lambda step: 1.0, "clipped_share": lambda step: 1.0},
+    )
+    run.groups = [{"optimizer": optimizer, "settings": {}, "parameters": []}]
+    assert _rules(check_clipping(run)) == [(severity, "always-clipped")]
 
 
 # --- what a loss at chance, a head without gradients and a loss that begins far above make worse ----------------------------------
