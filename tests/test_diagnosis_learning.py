@@ -78,7 +78,7 @@ def test_the_rank_sum_of_a_worked_example() -> None:
     assert rank_shift([1, 2], [1, 2]) == 0.0
 
 
-@pytest.mark.parametrize(("chance", "is_worse"), [(0.0, False), (0.2, True), (0.9, False), (5.0, False)])
+@pytest.mark.parametrize(("chance", "is_worse"), [(0.0, False), (0.2, True), (5.0, False)])
 def test_a_loss_that_has_fallen_far_and_ends_above_chance_has_learnt_nothing(chance: float, is_worse: bool) -> None:
     found = learning(_series([1e6 * 0.5**i + 1 + 0.01 * (i % 3) for i in range(200)]), chance=chance)
     assert found.is_worse == is_worse
