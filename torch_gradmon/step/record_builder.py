@@ -12,7 +12,7 @@ from ..core.metric import ASKED_LATE, Metric
 from ..core.moments import VIEWS
 from ..core.records import StatsTable, StepRecord
 from ..core.step_values import StepValues
-from ..statistics import histogram, kurtosis
+from ..statistics import histogram, kurtosis, spectrum
 from .layer_values import LayerSelection
 from .micro_batches import norms_by_rank
 from .plan import SourcePlan
@@ -21,7 +21,11 @@ from .summary import Summary
 from .summary_keys import StepFacts
 from .summary_keys import key as summary_key
 
-_UNDEFINED = {"grad_momentum_cosine": "the gradient or the momentum is zero", kurtosis.NAME: "all its elements are equal"}
+_UNDEFINED = {
+    "grad_momentum_cosine": "the gradient or the momentum is zero",
+    kurtosis.NAME: "all its elements are equal",
+    spectrum.STABLE_RANK: "all its elements are zero",
+}
 _CLASS_OF_HISTOGRAM = f"{histogram.NAME}."
 
 
