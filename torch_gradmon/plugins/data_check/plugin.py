@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -38,23 +39,23 @@ class _Look:
     Args:
         step: its number.
         has_head: the output is looked at, too.
-        module: that began it.
 
     Attributes:
-        forwards: of the step.
+        calls: number of forwards of the step by the module's identity.
         output: what the output was made by, from which the first gradient came back.
         found: numbers on their device.
     """
 
-    def __init__(self, step: int, has_head: bool, module: nn.Module) -> None:
-        self.step, self.has_head, self._module = step, has_head, id(module)
-        self.forwards = 1
-        self.output = Origin()
+    def __init__(self, step: int, has_head: bool) -> None:
+        self.step, self.has_head = step, has_head
+        self.calls: Counter[int] = Counter()
+        self.output, self._module = Origin(), 0
         self.found: dict[str, Tensor] = {}
 
-    def called_again(self, module: nn.Module) -> None:
-        """Count another forward of the step."""
-        self.forwards += id(module) == self._module
+    @property
+    def forwards(self) -> int:
+        """Those of the module that made the output."""
+        return self.calls[self._module]
 
     def take_batch(self, tensors: Sequence[Tensor]) -> None:
         """Look at the inputs of the first forward."""
@@ -64,13 +65,13 @@ class _Look:
         if self.has_head and (look := look_of(tensors)) is not None:
             self.found["look"] = look
 
-    def take_head(self, output: Origin, sample: Tensor, gradient: Tensor) -> None:
-        """Look at the first gradient that comes back to an output."""
+    def take_head(self, module: int, output: Origin, sample: Tensor, gradient: Tensor) -> None:
+        """Look at the first gradient that comes back to an output, of the ``module`` with this identity."""
         if type(gradient) is not Tensor or "head" in self.found:
             return
         losses = losses_going_backward()
         if not is_linear(losses) and (facts := facts_of(sample, gradient)) is not None:
-            self.found["head"], self.output = facts, output
+            self.found["head"], self.output, self._module = facts, output, module
             if len(losses) == 1 and losses[0].device == gradient.device:
                 self.found["loss"] = losses[0].detach().double().reshape(1)
 
@@ -158,13 +159,13 @@ class DataCheck(Plugin):
             self._train(module, step, args, kwargs or {})
 
     def _train(self, module: nn.Module, step: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._look is not None and self._look.step == step:
-            self._look.called_again(module)
-        else:
+        if self._look is None or self._look.step != step:
             self.context.call(self._began, module, step, args, kwargs)
+        if self._look is not None:
+            self._look.calls[id(module)] += 1
 
     def _began(self, module: nn.Module, step: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._look = _Look(step, self._looked in _HEADS, module)
+        self._look = _Look(step, self._looked in _HEADS)
         if not self._has_root:  # what goes into one part of several is no batch
             return
         tensors = batch_tensors(args, kwargs)
@@ -186,22 +187,22 @@ class DataCheck(Plugin):
                 self._tallies.seen, "unregistered-parameters", None, (), {"tensors made anew in each forward": made}
             )
         look = self._look
-        if look is None or look.forwards > 1 or self._is_paused or not torch.is_grad_enabled():
+        if look is None or look.calls[id(module)] > 1 or self._is_paused or not torch.is_grad_enabled():
             return
         if torch._C._functorch.peek_interpreter_stack() is not None:  # a transformation within the step
             return
-        self.context.call(self._follow, look, result)
+        self.context.call(self._follow, look, id(module), result)
 
-    def _follow(self, look: _Look, result: Any) -> None:
+    def _follow(self, look: _Look, module: int, result: Any) -> None:
         if (output := output_of(result)) is None:
             return
         self._acting.made(output)
         if look.has_head and (sample := sample_of(output)) is not None:
-            output.register_hook(_Once(self, look, origin_of(output), sample))  # type: ignore[no-untyped-call]
+            output.register_hook(_Once(self, look, module, origin_of(output), sample))  # type: ignore[no-untyped-call]
 
-    def came_back(self, look: _Look, output: Origin, sample: Tensor, gradient: Tensor) -> None:
+    def came_back(self, look: _Look, module: int, output: Origin, sample: Tensor, gradient: Tensor) -> None:
         """A gradient came back to an output of a step."""
-        look.take_head(output, sample, gradient)
+        look.take_head(module, output, sample, gradient)
 
     # --- steps ---------------------------------------------------------------------------------------------------------------
 
@@ -262,5 +263,5 @@ def _called_modules(module: nn.Module) -> Iterator[nn.Module]:
 class _Once(Hook):
     """Gives the gradient of an output to the check, once."""
 
-    def __init__(self, check: DataCheck, look: _Look, output: Origin, sample: Tensor) -> None:
-        super().__init__(check.context.call, check.came_back, look, output, sample)
+    def __init__(self, check: DataCheck, look: _Look, module: int, output: Origin, sample: Tensor) -> None:
+        super().__init__(check.context.call, check.came_back, look, module, output, sample)

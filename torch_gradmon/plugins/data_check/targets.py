@@ -22,7 +22,7 @@ _NEARLY = 0.9
 _HARDLY = 1 / 30.0
 #: A temperature outside divides or multiplies logits far more than any that is learnt: CLIP stops at 100.
 _COLD, _HOT = 1 / 150.0, 10.0
-#: Targets are differences; where they are this small a part of the error, rounding is all that is left of them.
+#: Targets are differences; where they are this small a part of the error, rounding is all that is left of them but their order.
 _CANCELS = 1e-6
 #: Labels counted for each class before their entropy is known.
 _PER_CLASS = 4
@@ -90,13 +90,13 @@ class Targets:
     def _learn_chance(self, head: Head) -> None:
         total = sum(self._labels)
         if head.kind == "mean square":
-            known = [each for each in self._heads if each.kind == "mean square" and each.square > _CANCELS * each.error]
-            if not known:
-                return
-            rows = sum(each.rows for each in known)
-            mean = sum(each.mean * each.rows for each in known) / rows
-            square = sum(each.square * each.rows for each in known) / rows
-            self.chance = {"loss": max(square - mean**2, 0.0), "examples": rows, "is square": 1.0, "of zero": square}
+            known = [each for each in self._heads if each.kind == "mean square"]
+            exact = [each for each in known if each.square > _CANCELS * each.error]
+            rows = sum(each.rows for each in exact or known)
+            mean = sum(each.mean * each.rows for each in exact or known) / rows
+            square = sum(each.square * each.rows for each in exact or known) / rows
+            chance = {"loss": max(square - mean**2, 0.0)} if exact else {}
+            self.chance = {**chance, "examples": rows, "is square": 1.0, "of zero": square}
         elif total >= _PER_CLASS * len(self._labels) and head.labels and abs(head.scale - 1) < 0.1:
             shares = [count / total for count in self._labels if count]
             self.chance = {"loss": -sum(share * math.log(share) for share in shares), "examples": total}

@@ -98,7 +98,7 @@ class ProbedOptimizer:
             self._absent, self._had_gradients = 0, True
             self.checks.step_with_gradient(probe, gradient, optimizer, forwards, is_alone)
             return False
-        if not self.checks.step_without_gradient(probe, optimizer, forwards > 0 and is_alone):
+        if not self.checks.step_without_gradient(probe, optimizer, forwards, is_alone):
             return False
         self._absent += 1
         return self._absent >= PATIENCE or not self._had_gradients

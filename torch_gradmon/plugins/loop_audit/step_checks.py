@@ -12,9 +12,9 @@ from .gradient_writes import GradientWrites
 from .losses import LossChecks
 from .probe import Interval, Probe
 
-#: Steps of torch's own optimizers after forwards that no backward pass followed, before they count: they change nothing for certain, but
-#: a loop may pretrain another part of the model.
-_FUTILE = 10
+#: Steps of torch's own optimizers that no backward pass preceded, before they count: they change nothing for certain, but a loop may
+#: pretrain another part of the model, or wait for data. Where there was a forward, one counts as several.
+_FUTILE, _WITH_FORWARD = 100, 10
 #: The number of writes of one or two clips by norm or value; more writes have another cause.
 _CLIPS = 4
 
@@ -104,15 +104,16 @@ class StepChecks:
         if seen.writes and writes.clips:
             tallies.check("clip-per-micro-batch", key, True, name, **{"times in a step": seen.writes})
 
-    def step_without_gradient(self, probe: Probe, optimizer: Optimizer, has_forward: bool) -> bool:
+    def step_without_gradient(self, probe: Probe, optimizer: Optimizer, forwards: int, is_alone: bool) -> bool:
         """Judge a probe without a gradient before the optimizer's step. Returns whether other parameters have one.
 
-        ``has_forward``: as above, and no other optimizer is attached, whose turn it may be.
+        ``forwards``, ``is_alone``: as above; it may be the turn of another optimizer.
         """
         if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
             self._futile = 0
             return True
-        self._futile += has_forward and type(optimizer).__module__.startswith("torch.optim.")
+        if is_alone and type(optimizer).__module__.startswith("torch.optim."):
+            self._futile += _WITH_FORWARD if forwards else 1
         if (probe.interval.fired or self._futile >= _FUTILE) and not probe.interval.doubtful:
             self._tallies.check("step-without-gradients", self._key, True, probe.name)
         return False

@@ -22,6 +22,8 @@ _EQUAL, _LEAST = 1e-5, 16
 _VANISHED = 1e-12
 #: The epsilon over the root mean square of the gradient.
 _DAMPED = 10.0
+#: An epsilon above all defaults is a mistake, whatever the loss does, if it outweighs the first gradients, too.
+_CHOSEN = 1e-5
 #: The decay over the gradient of most matrices, and over one step: weights that lose half a percent in each are forgotten in 200.
 _DECAY, _FORGET = 3.0, 5e-3
 #: A decoupled decay up to this is in use.
@@ -163,11 +165,15 @@ def _epsilon(history: History) -> list[Finding]:
     ]
     if not damped or 2 * len(damped) <= len(usual):
         return []
-    learns = history.learning.has_fallen
+    epsilon = settings[damped[0]][1]
+    # one that was chosen, and outweighs gradients from the beginning, slows down what it does not stop
+    early = sizes.part(0, 0.1).medians()
+    is_chosen = epsilon > _CHOSEN and all(epsilon > _DAMPED * early.get(name, math.inf) for name in damped)
+    learns = history.learning.has_fallen and not is_chosen
     return history.finding(
         "epsilon-dominates",
         damped[0],
-        {"epsilon": settings[damped[0]][1], "root mean square of the gradient": usual[damped[0]]},
+        {"epsilon": epsilon, "root mean square of the gradient": usual[damped[0]]},
         f"The optimizer divides by a root of the mean square of gradients plus epsilon, and epsilon is far larger: steps shrink with the "
         f"gradient.{also_in(damped)}",
         "Lower eps, 1e-8 is usual, or scale up the loss if gradients are this small.",
