@@ -360,6 +360,13 @@ def test_noise_of_targets_beyond_the_range_is_information() -> None:
     assert rules(monitor)["targets-out-of-range"] == "info"
 
 
+@pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning")
+@pytest.mark.parametrize(("size", "severity"), [(1e5, "warning"), (100.0, "warning"), (3.0, None)])
+def test_targets_that_are_large_numbers(size: float, severity: str | None) -> None:
+    monitor, _ = train(loss_of=lambda z, y: F.mse_loss(z, size * (5 + F.one_hot(y, 3).float())), lr=1e-3, steps=220)
+    assert rules(monitor).get("targets-not-normalised") == severity
+
+
 BINARY = F.binary_cross_entropy_with_logits
 
 

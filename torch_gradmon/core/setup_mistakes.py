@@ -136,6 +136,15 @@ SETUP_MISTAKES: dict[str, Mistake] = {
         weight=86.0,
         matters_if_stuck=True,
     ),
+    "targets-not-normalised": Mistake(
+        "info",
+        "The targets of a mean square are large numbers, and a model begins with outputs of about 1",
+        "Subtract their mean and divide by their standard deviation, and undo this for predictions",
+        repeats=2,
+        warns=False,
+        weight=85.0,
+        matters_if_stuck=True,
+    ),
     EXPECTATION: Mistake(
         "error",
         "What monitor.expect() declared does not hold",

@@ -28,6 +28,7 @@ CONSEQUENCES: Mapping[str, frozenset[str]] = {
     "zero-update": _STANDSTILL | {"learning-rate-low", "update-ratio-low"},
     "constant-input": _STANDSTILL,
     "inputs-not-normalised": _DISORDER | _UNITS | _DEPTH | _RATES | {"always-clipped", "spike"},
+    "targets-not-normalised": _DISORDER | {"learning-rate-low", "always-clipped"},
     "missing-zero-grad": _DISORDER | _UNITS | _ATTENTION | _RATES | {"always-clipped"},
     "backward-twice": _DISORDER | _UNITS | _ATTENTION | _RATES,
     "stepped-twice": _DISORDER | _UNITS | _ATTENTION | _RATES,

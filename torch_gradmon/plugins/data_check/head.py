@@ -38,6 +38,8 @@ _FITS = 0.02
 #: Relative deviation of gradients of two classes from each other. If they are all alike, as those of a mean are, they fit any such formula
 #: where outputs are alike, and the value of the loss has to fit as well.
 _VARIES = 0.1
+#: The same where they are those of absolute errors, which fit a mean square if their mean is a quarter.
+_ALIKE = 1e-3
 #: How well logarithms of gradients have to follow logits for a temperature to be read off them.
 _LINEAR = 0.995
 #: The fewest outputs that are drawn to one number, and the variance of these numbers over that of the targets.
@@ -267,7 +269,7 @@ def recognised(facts: list[float], loss: float | None) -> Head | None:
     negative, below, above, whole = facts[_FACTS - 4 : _FACTS]
     average, own = (z1 - g1 / factor) / elements, whole / factor**2 / (count * classes)
     square = (z2 - 2 * zg / factor + g2 / factor**2) / elements
-    if varied > _VARIES and _is_near(own, loss):
+    if varied > _ALIKE and _is_near(own, loss):
         return Head("mean square", every, 1.0, 1.0, zeros, (), average, square, negative, (below, above), own)
     # all outputs are drawn to one number, from which the targets that the loss is taken of differ
     if rows == count and elements >= _MANY and square - average**2 < _ONE * (loss - own):

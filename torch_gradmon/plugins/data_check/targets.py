@@ -16,6 +16,8 @@ _MOSTLY = 0.8
 #: Share of outputs that a ReLU has set to 0, and share of the targets' mean square that lies below 0,
 #: or beyond what the output can be: more than noise around the bound.
 _ZEROS, _BELOW = 0.02, 0.1
+#: The root mean square of targets that are not normalised.
+_LARGE = 30.0
 #: A loss that is not divided by its micro-batches counts this share of them at least.
 _NEARLY = 0.9
 #: A loss that counts less than this share of its mean is divided by too much.
@@ -60,6 +62,8 @@ class Targets:
         if head.kind == "mean square":
             outside = head.outside(output.bounds[0]) if output.bounds else 0.0
             self._count("targets-out-of-range", outside > _BELOW, **{"share of their mean square outside": outside})
+            size = {"mean": head.mean, "root mean square": math.sqrt(max(head.square, 0.0))}
+            self._count("targets-not-normalised", size["root mean square"] > _LARGE, **size)
         if head.is_log:
             self._add_labels(head, forwards)
         self._learn_chance(head)
