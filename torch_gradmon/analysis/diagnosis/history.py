@@ -26,8 +26,8 @@ from .series import Matrix, Series
 
 #: Steps of a long run that are looked at: the first, the last, those around spikes, and evenly spaced ones.
 MOST = 400
-#: By how much the logged loss may differ from the one that goes backward.
-_AGREES = 0.1
+#: By how much the logged loss may differ from the one that goes backward, the first of several where a closure is called again.
+_AGREES = 0.4
 #: The noise of a loss that rests, relative to it.
 _QUIET = 0.01
 #: The outputs that can be the loss of a model that computes its own.

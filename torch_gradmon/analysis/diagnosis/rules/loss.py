@@ -31,7 +31,7 @@ _UP = 1.5
 _LITTLE, _MANY = 0.05, 200
 #: A loss whose last fifth lies below this part of its first one has fallen; one of a kind that is not recognised, which may have a floor,
 #: from this part of its beginning on.
-_RESTS, _FELL = 2 / 3, 0.75
+_RESTS, _FELL = 2 / 3, 0.85
 #: A loss that rises, and ends below this share of chance, has hardly forgotten anything.
 _HARDLY = 0.2
 #: The fewest losses in a fifth that can rank three standard deviations apart.
