@@ -145,7 +145,7 @@ ABOVE: dict[str, list[tuple[Sign, float, float]]] = {
         (lambda s: max(s.logit[-20:]) / max(s.logit[:4]), 10.0, math.inf),
         (lambda s: max(s.logit), 50.0, 50.0),
     ],
-    "loss-plateau": [
+    "loss-at-chance": [
         (_level, 0.3, math.inf),
         (lambda s: s.steps[-1].norm, 1e-3, math.inf),
         (_change, 0.8, 0.75),

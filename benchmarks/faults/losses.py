@@ -53,7 +53,7 @@ TRAININGS: list[Training] = [
     *over(
         ["cnn", "mlp", "embedding"],
         "targets-not-shuffled-along",
-        "loss-plateau",
+        "loss-at-chance",
         _shuffled,
         "the same permutation for inputs and targets",
         held_back="embedding",

@@ -83,9 +83,9 @@ WHY = {
         "A bound above the largest outliers never acts. The clip looks like a protection in the code, and the spikes that "
         "it was meant for pass through."
     ),
-    "loss-plateau": (
-        "The loss does not fall, or stops falling far from the end. Here the schedule was written for epochs and is "
-        "stepped for each batch: the rate runs out in the first part of the run, and the rest changes nothing."
+    "loss-at-chance": (
+        "The model gives all inputs the same answer, the best that is possible without a look at them. Here inputs are shuffled and "
+        "targets are not, so nothing connects them; a mask, a reshape or a swapped axis that mixes examples has the same effect."
     ),
     "loss-divergence": (
         "The loss falls first and then rises above where it has been. A schedule that multiplies the rate by a factor "
