@@ -248,7 +248,7 @@ class DataCheck(Plugin):
 
 def _has_forward(module: nn.Module) -> bool:
     """Whether it can be called itself; a ``ModuleDict`` of parts cannot."""
-    return type(module).forward is not nn.Module.forward
+    return getattr(type(module), "forward", None) is not nn.Module.forward  # modules of TorchScript have none
 
 
 def _called_modules(module: nn.Module) -> Iterator[nn.Module]:
