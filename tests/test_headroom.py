@@ -129,6 +129,39 @@ def test_it_is_the_rate_at_which_the_loss_rises_by_a_search_on_a_grid() -> None:
     monitor.detach()
 
 
+def test_a_step_with_a_closure_is_left_out() -> None:
+    torch.manual_seed(0)
+    model, x = model_of("plain"), torch.randn(32, 6)
+    optimizer = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=3)
+    headroom = gradmon.Headroom(lambda: plain(model, x, x[:, :3].argmax(1)), every=1)
+    monitor = gradmon.watch(model, optimizer, plugins=[headroom])
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = plain(model, x, x[:, :3].argmax(1))
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    assert headroom.last is None
+    assert KEY not in monitor.get_step_metrics()
+    monitor.detach()
+
+
+def test_a_step_that_is_skipped_is_left_out() -> None:
+    torch.manual_seed(0)
+    model, x = model_of("plain"), torch.randn(32, 6)
+    optimizer, scaler = adam(model.parameters()), torch.amp.GradScaler("cpu", init_scale=2.0**126)
+    headroom = gradmon.Headroom(lambda: plain(model, x, x[:, :3].argmax(1)), every=1)
+    monitor = gradmon.watch(model, optimizer, scaler=scaler, plugins=[headroom], on_spike=None)
+    scaler.scale(1e3 * plain(model, x, x[:, :3].argmax(1))).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert headroom.last is None
+    monitor.detach()
+
+
 def test_a_loss_that_fails_costs_one_warning_and_no_bits() -> None:
     calls = []
 

@@ -28,8 +28,9 @@ class Headroom(Plugin):
     Parameters, buffers and torch's random generators are restored bit for bit; each evaluation draws the same random numbers. What else a
     forward changes, such as a counter in Python or numpy's generator, is not restored.
 
-    Memory in these steps: two copies of the trained parameters and one of the buffers. Time: ``evaluations`` forwards, and each
-    waits for the device. With several ranks, all have to use it: they take the mean of their losses.
+    Memory in these steps: two copies of the trained parameters and one of the buffers. Time: ``evaluations`` forwards, and each waits for
+    the device. Steps that a scaler or a policy skips are left out, and those with a closure. With several ranks, all have to use it: they
+    take the mean of their losses.
 
     Args:
         loss: computes the loss of the current batch as the loop does, with its autocast; called without gradients, right after the step.
@@ -44,7 +45,6 @@ class Headroom(Plugin):
     """
 
     name = "headroom"
-    watches_idle_steps = True
 
     def __init__(self, loss: Callable[[], Tensor], every: int = 50, evaluations: int = 8) -> None:
         if not callable(loss):
@@ -83,7 +83,7 @@ class Headroom(Plugin):
 
     def on_optimizer_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         """Copy what the step will change."""
-        if self._is_due:
+        if self._is_due and not has_closure:
             trained = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
             self._before.update((p, p.detach().clone()) for p in trained if p not in self._before)
 
@@ -111,7 +111,9 @@ class Headroom(Plugin):
 
         def loss_after(multiple: float) -> float:
             for parameter, after in kept[: len(before)]:
-                parameter.copy_(torch.lerp(before[parameter].float(), after.float(), multiple))
+                wide = torch.promote_types(after.dtype, torch.float32)
+                begin = before[parameter].to(wide)
+                parameter.copy_(begin + multiple * (after.to(wide) - begin))
             _set_generators(states)
             found = self._loss().detach().float()
             for buffer, value in kept[len(before) :]:
