@@ -351,6 +351,23 @@ def test_absolute_errors_whose_mean_is_a_quarter_are_no_mean_square() -> None:
     assert found is None
 
 
+@pytest.mark.parametrize("is_joint", [True, False])
+def test_two_forwards_with_one_backward_are_no_micro_batches(is_joint: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monitor = gradmon.watch(model, optimizer, on_spike=None)
+    for step in range(40):
+        optimizer.zero_grad()
+        losses = [F.cross_entropy(model(x), y) for x, y in (batch(2 * step), batch(2 * step + 1))] if is_joint else []
+        if is_joint:
+            sum(losses).backward()
+        for x, y in () if is_joint else (batch(2 * step), batch(2 * step + 1)):
+            F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert ("loss-scale" in rules(monitor)) != is_joint
+
+
 @pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning")
 def test_noise_of_targets_beyond_the_range_is_information() -> None:
     def loss_of(z: Tensor, y: Tensor) -> Tensor:

@@ -49,13 +49,18 @@ class _Look:
     def __init__(self, step: int, has_head: bool) -> None:
         self.step, self.has_head = step, has_head
         self.calls: Counter[int] = Counter()
-        self.output, self._module = Origin(), 0
+        self.output, self._module, self._is_joint = Origin(), 0, False
         self.found: dict[str, Tensor] = {}
 
     @property
     def forwards(self) -> int:
         """Those of the module that made the output."""
         return self.calls[self._module]
+
+    @property
+    def micro_batches(self) -> int:
+        """Those of them that go backward one by one; 1 if the first gradient came when there were several."""
+        return 1 if self._is_joint else self.forwards
 
     def take_batch(self, tensors: Sequence[Tensor]) -> None:
         """Look at the inputs of the first forward."""
@@ -72,6 +77,7 @@ class _Look:
         losses = losses_going_backward()
         if not is_linear(losses) and (facts := facts_of(sample, gradient)) is not None:
             self.found["head"], self.output, self._module = facts, output, module
+            self._is_joint = self.calls[module] > 1
             if len(losses) == 1 and losses[0].device == gradient.device:
                 self.found["loss"] = losses[0].detach().double().reshape(1)
 
@@ -239,7 +245,7 @@ class DataCheck(Plugin):
             if loss is not None and not self._first_loss:
                 self._first_loss = {"step": float(record.step), "went backward": loss.item()}
             if head is not None:
-                self._targets.add(head, seen.forwards, self.context.scaler is not None, seen.output)
+                self._targets.add(head, seen.forwards, seen.micro_batches, self.context.scaler is not None, seen.output)
             if self.chance != known:
                 self._note(chance=self.chance)
         if not self._tallies.is_empty and self._batches.is_repeated:  # one example, or one goal for all of them, is all there is

@@ -48,12 +48,13 @@ class Targets:
         self._of_one_label = 0
         self.chance: dict[str, float] = {}
 
-    def add(self, head: Head, forwards: int, is_scaled: bool, output: Origin) -> None:
+    def add(self, head: Head, forwards: int, micro_batches: int, is_scaled: bool, output: Origin) -> None:
         """One more head.
 
         Args:
             head: from the first of several ``forwards`` of a step.
             forwards: of the step.
+            micro_batches: those of them that go backward one by one.
             is_scaled: gradients are multiplied by a loss scale.
             output: what the output was made by.
         """
@@ -68,7 +69,7 @@ class Targets:
             self._add_labels(head, forwards)
         self._learn_chance(head)
         if head.is_log and not is_scaled:
-            self._judge_scale(head, forwards)
+            self._judge_scale(head, micro_batches)
 
     def _count(self, rule: str, is_so: bool, **evidence: float) -> None:
         if is_so:
@@ -105,18 +106,18 @@ class Targets:
             shares = [count / total for count in self._labels if count]
             self.chance = {"loss": -sum(share * math.log(share) for share in shares), "examples": total}
 
-    def _judge_scale(self, head: Head, forwards: int) -> None:
+    def _judge_scale(self, head: Head, micro_batches: int) -> None:
         is_cold_or_hot = not _COLD < head.temperature < _HOT
         is_sum = head.rows >= _FEW and abs(head.scale / head.rows - 1) < 0.02
-        is_tiny = 0 < head.scale * forwards < _HARDLY
-        is_undivided = forwards > 1 and abs(head.scale - 1) < 1 - _NEARLY
+        is_tiny = 0 < head.scale * micro_batches < _HARDLY
+        is_undivided = micro_batches > 1 and abs(head.scale - 1) < 1 - _NEARLY
         evidence = {}
         if is_cold_or_hot:
             evidence = {"temperature between output and loss": head.temperature}
         elif is_sum or is_tiny:
             evidence = {"times the gradient of the mean": head.scale}
         elif is_undivided:
-            evidence = {"micro-batches that each count as a whole": float(forwards)}
+            evidence = {"micro-batches that each count as a whole": float(micro_batches)}
         if evidence:
             self._tallies.seen("loss-scale", evidence=evidence)
         else:
