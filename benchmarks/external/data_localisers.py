@@ -186,3 +186,13 @@ def descend(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return last(losses)
+
+
+def step_and_log(monitor: Any, optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
+    """The rest of a step that logs its loss last, as many loops do; returns the loss without its graph."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    found = loss.detach()
+    monitor.log_scalar("loss", found)
+    return found

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from ..faults.training import last
 from .case import Case, Watch
-from .data_localisers import batches, digits, houses, reviews, sentences, shapes
+from .data_localisers import batches, digits, houses, reviews, sentences, shapes, step_and_log
 from .data_questions import flowers
 
 
@@ -40,11 +40,7 @@ def timestamps(watch: Watch, seed: int, healed: bool) -> float:
     monitor, losses = watch(model, optimizer), []
     for inputs, targets in batches(x, y, 128, 400):
         loss = F.mse_loss(model(inputs), targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        monitor.log_scalar("loss", loss.detach())
-        losses.append(loss.detach())
+        losses.append(step_and_log(monitor, optimizer, loss))
     return last(losses)
 
 
@@ -167,10 +163,7 @@ def seed_again(watch: Watch, seed: int, healed: bool) -> float:
         text = sentences(32)
         logits = model(text[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        monitor.log_scalar("loss", loss.detach())
+        step_and_log(monitor, optimizer, loss)
     torch.manual_seed(999_999 + seed)
     text = sentences(500)
     with torch.no_grad():
@@ -189,11 +182,7 @@ def constant_column(watch: Watch, seed: int, healed: bool) -> float:
     monitor, losses = watch(model, optimizer), []
     for inputs, targets in batches(x, price, 64, 250):
         loss = F.mse_loss(model(inputs), targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        monitor.log_scalar("loss", loss.detach())
-        losses.append(loss.detach())
+        losses.append(step_and_log(monitor, optimizer, loss))
     return last(losses)
 
 
@@ -221,11 +210,7 @@ def flipped(watch: Watch, seed: int, healed: bool) -> float:
         chosen = torch.rand(len(inputs), 1, 1, 1) < 0.5
         inputs = torch.where(chosen, inputs.flip(2 if healed else 3), inputs)
         loss = F.cross_entropy(model(inputs), targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        monitor.log_scalar("loss", loss.detach())
-        losses.append(loss.detach())
+        losses.append(step_and_log(monitor, optimizer, loss))
     return last(losses)
 
 
@@ -273,10 +258,7 @@ def scores_cut(watch: Watch, seed: int, healed: bool) -> float:
     monitor = watch(model, optimizer)
     for tokens, target in batches(words, labels, 64, 250):
         loss = F.cross_entropy(model(tokens), target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        monitor.log_scalar("loss", loss.detach())
+        step_and_log(monitor, optimizer, loss)
     with torch.no_grad():
         return float((model(words).argmax(1) != liked).float().mean())
 

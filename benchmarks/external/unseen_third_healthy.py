@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ..faults.training import last
 from .case import Case, Watch
-from .data_localisers import batches, digits, sentences, shapes, spirals, topics
+from .data_localisers import batches, digits, sentences, shapes, spirals, step_and_log, topics
 
 
 class LoRALinear(nn.Module):
@@ -47,11 +47,7 @@ def lora(watch: Watch, seed: int, healed: bool) -> float:
     monitor, losses = watch(model, optimizer), []
     for inputs, targets in batches(-x, labels, 64, 300):
         loss = F.cross_entropy(model(inputs), targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        monitor.log_scalar("loss", loss.detach())
-        losses.append(loss.detach())
+        losses.append(step_and_log(monitor, optimizer, loss))
     return last(losses)
 
 
@@ -91,10 +87,7 @@ def mixture_of_experts(watch: Watch, seed: int, healed: bool) -> float:
         output, balance = model(x)
         right = F.cross_entropy(output, y)
         loss = right + 0.02 * balance
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        monitor.log_scalar("loss", loss.detach())
+        step_and_log(monitor, optimizer, loss)
         losses.append(right.detach())
     return last(losses)
 
@@ -135,10 +128,7 @@ def reinforce(watch: Watch, seed: int, healed: bool) -> float:
         gained = torch.stack(returns)
         advantage = (gained - gained.mean(1, keepdim=True)) / (gained.std() + 1e-8)
         loss = -(torch.stack(logs) * advantage).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        monitor.log_scalar("loss", loss.detach())
+        step_and_log(monitor, optimizer, loss)
         distances.append(-rewards[-1].mean())
     return last(distances)
 
@@ -172,10 +162,7 @@ def physics_informed(watch: Watch, seed: int, healed: bool) -> float:
         begin_speed = torch.autograd.grad(begin.sum(), start, create_graph=True)[0]
         residual = change + 0.6 * speed + 4 * place
         loss = 0.1 * residual.square().mean() + 5 * (begin - 1).square().sum() + 0.5 * begin_speed.square().sum()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        monitor.log_scalar("loss", loss.detach())
+        step_and_log(monitor, optimizer, loss)
     time, pace = torch.linspace(0, 3, 100)[:, None], (4 - 0.09) ** 0.5
     exact = torch.exp(-0.3 * time) * (torch.cos(pace * time) + 0.3 / pace * torch.sin(pace * time))
     with torch.no_grad():
@@ -315,10 +302,7 @@ def distillation(watch: Watch, seed: int, healed: bool) -> float:
         logits = student(x)
         divergence = 16 * F.kl_div((logits / 4).log_softmax(1), soft, reduction="batchmean")
         loss = 0.8 * divergence + 0.2 * F.cross_entropy(logits, y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        monitor.log_scalar("loss", loss.detach())
+        step_and_log(monitor, optimizer, loss)
         wrong.append((logits.argmax(1) != y).float().mean())
     return last(wrong)
 
@@ -354,11 +338,7 @@ def recommender(watch: Watch, seed: int, healed: bool) -> float:
         who = torch.randint(users, (256,))
         liked, other = seen[who, torch.randint(40, (256,))], torch.randint(films, (256,))
         loss = -F.logsigmoid(model(who, liked) - model(who, other)).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        monitor.log_scalar("loss", loss.detach())
-        losses.append(loss.detach())
+        losses.append(step_and_log(monitor, optimizer, loss))
     return last(losses)
 
 

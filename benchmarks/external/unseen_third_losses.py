@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from ..faults.training import last
 from .case import Case, Watch
-from .data_localisers import batches, digits, houses, reviews, sentences, shapes, waves
+from .data_localisers import batches, digits, houses, reviews, sentences, shapes, step_and_log, waves
 from .data_questions import figures
 
 
@@ -38,10 +38,7 @@ def broadcast(watch: Watch, seed: int, healed: bool) -> float:
     for inputs, targets in batches(x, y, 64, 250):
         prediction = model(inputs)
         loss = ((prediction - (targets[:, None] if healed else targets)) ** 2).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        monitor.log_scalar("loss", loss.detach())
+        step_and_log(monitor, optimizer, loss)
         errors.append(F.mse_loss(prediction.detach()[:, 0], targets))
     return last(errors)
 
@@ -110,11 +107,7 @@ def relu_at_the_end(watch: Watch, seed: int, healed: bool) -> float:
     for inputs, targets in batches(x, y, 64, 250):
         output = model(inputs)
         loss = F.mse_loss(output if healed else F.relu(output), targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        monitor.log_scalar("loss", loss.detach())
-        losses.append(loss.detach())
+        losses.append(step_and_log(monitor, optimizer, loss))
     return last(losses)
 
 
@@ -144,10 +137,7 @@ def one_output(watch: Watch, seed: int, healed: bool) -> float:
     monitor = watch(model, optimizer)
     for tokens, target in batches(words, liked.float()[:, None], 64, 250):
         loss = criterion(model(tokens), target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        monitor.log_scalar("loss", loss.detach())
+        step_and_log(monitor, optimizer, loss)
     with torch.no_grad():
         return float(((model(words)[:, 0] > 0) != (liked == 1)).float().mean())
 
@@ -182,10 +172,7 @@ def kl_too_heavy(watch: Watch, seed: int, healed: bool) -> float:
         error = (output - batch).square()
         kl = -0.5 * (1 + logvar - mean.square() - logvar.exp()).sum(1).mean()
         loss = (error.sum(1).mean() if healed else error.mean()) + kl
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        monitor.log_scalar("loss", loss.detach())
+        step_and_log(monitor, optimizer, loss)
         errors.append(error.detach().mean())
     return last(errors)
 
@@ -216,11 +203,7 @@ def thresholded(watch: Watch, seed: int, healed: bool) -> float:
         found = chance if healed else (chance > 0.5).float().requires_grad_()
         overlap = (found * mask).sum((1, 2))
         loss = 1 - ((2 * overlap + 1) / (found.sum((1, 2)) + mask.sum((1, 2)) + 1)).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        monitor.log_scalar("loss", loss.detach())
-        losses.append(loss.detach())
+        losses.append(step_and_log(monitor, optimizer, loss))
     return last(losses)
 
 
@@ -249,11 +232,7 @@ def temperature(watch: Watch, seed: int, healed: bool) -> float:
         alike = first @ second.T
         logits = alike / 0.07 if healed else alike * 0.07
         loss = F.cross_entropy(logits, torch.arange(len(x)))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        monitor.log_scalar("loss", loss.detach())
-        losses.append(loss.detach())
+        losses.append(step_and_log(monitor, optimizer, loss))
     return last(losses)
 
 
@@ -288,11 +267,7 @@ def root_of_zero(watch: Watch, seed: int, healed: bool) -> float:
         square = (model(images[left]) - model(images[right])).square().sum(1)
         distance = torch.sqrt(square + 1e-6) if healed else torch.sqrt(square)
         loss = (alike * distance.square() + (1 - alike) * F.relu(2 - distance).square()).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        monitor.log_scalar("loss", loss.detach())
-        losses.append(loss.detach())
+        losses.append(step_and_log(monitor, optimizer, loss))
     return last(losses)
 
 
@@ -360,11 +335,7 @@ def sigmoid_at_the_end(watch: Watch, seed: int, healed: bool) -> float:
     monitor, losses = watch(model, optimizer), []
     for inputs, targets in batches(x, y, 64, 300):
         loss = F.mse_loss(model(inputs), targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        monitor.log_scalar("loss", loss.detach())
-        losses.append(loss.detach())
+        losses.append(step_and_log(monitor, optimizer, loss))
     return last(losses)
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ..faults.training import last
 from .case import Case, Watch
-from .data_localisers import batches, digits, reviews, shapes, topics
+from .data_localisers import batches, digits, reviews, shapes, step_and_log, topics
 from .data_questions import figures, spirals, table
 
 DEPTH = 24
@@ -183,11 +183,7 @@ def mask_inverted(watch: Watch, seed: int, healed: bool) -> float:
     for words, y in batches(texts, liked, 64, 300):
         mask = words == 0 if healed else words != 0
         loss = F.cross_entropy(model(words, mask), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        monitor.log_scalar("loss", loss.detach())
-        losses.append(loss.detach())
+        losses.append(step_and_log(monitor, optimizer, loss))
     return last(losses)
 
 
@@ -224,11 +220,7 @@ def view_for_transpose(watch: Watch, seed: int, healed: bool) -> float:
     monitor, losses = watch(model, optimizer), []
     for x, y in batches(series, kinds, 64, 250):
         loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        monitor.log_scalar("loss", loss.detach())
-        losses.append(loss.detach())
+        losses.append(step_and_log(monitor, optimizer, loss))
     return last(losses)
 
 
@@ -262,11 +254,7 @@ def state_cleared(watch: Watch, seed: int, healed: bool) -> float:
     for _step in range(300):
         signs = torch.randint(8, (64, 7))
         loss = F.cross_entropy(model(signs), signs[:, 0])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        monitor.log_scalar("loss", loss.detach())
-        losses.append(loss.detach())
+        losses.append(step_and_log(monitor, optimizer, loss))
     return last(losses)
 
 
@@ -307,11 +295,7 @@ def no_positions(watch: Watch, seed: int, healed: bool) -> float:
         words[rows, spots[:, 0]], words[rows, spots[:, 1]] = 0, 1
         first = (spots[:, 0] < spots[:, 1]).long()
         loss = F.cross_entropy(model(words), first)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        monitor.log_scalar("loss", loss.detach())
-        losses.append(loss.detach())
+        losses.append(step_and_log(monitor, optimizer, loss))
     return last(losses)
 
 
@@ -346,11 +330,7 @@ def last_is_padding(watch: Watch, seed: int, healed: bool) -> float:
     monitor, losses = watch(model, optimizer), []
     for x, y in batches(words, commands, 64, 250):
         loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        monitor.log_scalar("loss", loss.detach())
-        losses.append(loss.detach())
+        losses.append(step_and_log(monitor, optimizer, loss))
     return last(losses)
 
 
@@ -374,11 +354,7 @@ def encoder_cut_off(watch: Watch, seed: int, healed: bool) -> float:
     for x, y in batches(noisy, clean, 64, 350):
         code = model.encoder(x) if healed else model.encoder(x).detach()
         loss = F.binary_cross_entropy_with_logits(model.decoder(code), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        monitor.log_scalar("loss", loss.detach())
-        losses.append(loss.detach())
+        losses.append(step_and_log(monitor, optimizer, loss))
     return last(losses)
 
 
