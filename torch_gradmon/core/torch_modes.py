@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -92,3 +92,12 @@ def rng_states() -> dict[str, Tensor]:
         if device is not None and (state := accelerator.rng_state(device)) is not None:
             states[str(device)] = state
     return states
+
+
+def set_rng_states(states: Mapping[str, Tensor]) -> None:
+    """Set the states that :func:`rng_states` returned."""
+    for device, state in states.items():
+        if device == "cpu":
+            torch.set_rng_state(state)
+        else:
+            accelerator.set_rng_state(torch.device(device), state)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -113,24 +113,19 @@ def _row(block: Tensor, eps: float) -> Tensor:
 
 def inner_product(a: Tensor, b: Tensor) -> Tensor:
     """Sum of ``a * b`` over all elements, accumulated in float64 block by block: 0-d, on the tensors' device. Does not synchronise."""
+    return _sum_of_blocks(a, b, torch.dot)
+
+
+def sum_of_squared_ratios(a: Tensor, b: Tensor, divisor: float | Tensor, least: float) -> Tensor:
+    """Sum of ``a^2 / max(b / divisor, least)`` over all elements, as in :func:`inner_product`."""
+    return _sum_of_blocks(a, b, lambda x, y: (x.square() / (y / divisor).clamp(min=least)).sum())
+
+
+def _sum_of_blocks(a: Tensor, b: Tensor, of: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     with torch.no_grad():
         left, right = flat_pair(a, b)
         wide = accumulator_dtype(a.device)
         total = torch.zeros((), dtype=wide, device=a.device)
         for start in range(0, left.numel(), _PRODUCT_BLOCK):
-            total += torch.dot(left[start : start + _PRODUCT_BLOCK].to(wide), right[start : start + _PRODUCT_BLOCK].to(wide))
-        return total
-
-
-def sum_of_squared_ratios(a: Tensor, b: Tensor, divisor: float | Tensor, least: float) -> Tensor:
-    """Sum of ``a^2 / max(b / divisor, least)`` over all elements, in float64 block by block: 0-d, on the tensors' device. Does not
-    synchronise.
-    """
-    with torch.no_grad():
-        above, below = flat_pair(a, b)
-        wide = accumulator_dtype(a.device)
-        total = torch.zeros((), dtype=wide, device=a.device)
-        for start in range(0, above.numel(), _PRODUCT_BLOCK):
-            part, other = (flat[start : start + _PRODUCT_BLOCK].to(wide) for flat in (above, below))
-            total += (part.square() / (other / divisor).clamp(min=least)).sum()
+            total += of(left[start : start + _PRODUCT_BLOCK].to(wide), right[start : start + _PRODUCT_BLOCK].to(wide))
         return total

@@ -32,10 +32,11 @@ def _of_tensors(subject: str) -> dict[str, BuiltIn]:
     return found
 
 
-def _of_matrices(subject: str) -> dict[str, BuiltIn]:
+def _of_parameters(subject: str) -> dict[str, BuiltIn]:
     size = f"largest singular value of the {subject} as a matrix, its first dimension by all others"
     rank = f"square of the norm of the {subject} over that of its largest singular value, 1 for rank 1; absent if all elements are zero"
     return {
+        **_of_tensors(subject),
         spectrum.SPECTRAL_NORM: BuiltIn(frozenset(), "1", size, spectrum.spectral_norm),
         spectrum.STABLE_RANK: BuiltIn(frozenset(), "1", rank, spectrum.stable_rank),
     }
@@ -54,12 +55,12 @@ _ATTENTION = (
 )
 #: Built-in metrics by source.
 VIEW_BUILT_INS: dict[str, dict[str, BuiltIn]] = {
-    n.GRADIENT: {**_of_tensors("gradient that the optimizer uses"), **_of_matrices("gradient that the optimizer uses")},
-    n.GRADIENT_BEFORE_CLIP: {**_of_tensors("gradient before clipping"), **_of_matrices("gradient before clipping")},
+    n.GRADIENT: _of_parameters("gradient that the optimizer uses"),
+    n.GRADIENT_BEFORE_CLIP: _of_parameters("gradient before clipping"),
     n.GRADIENT_LOCAL: _of_tensors("gradients of the micro-batches, merged"),
-    n.PARAMETER: {**_of_tensors("parameter"), **_of_matrices("parameter")},
+    n.PARAMETER: _of_parameters("parameter"),
     n.PARAMETER_DIFFERENCE: _of_tensors("difference to the reference parameter"),
-    n.UPDATE: {**_of_tensors("change that the optimizer made"), **_of_matrices("change that the optimizer made"), "ratio": RATIO},
+    n.UPDATE: {**_of_parameters("change that the optimizer made"), "ratio": RATIO},
     n.ACTIVATION: _of_tensors("module's output"),
     n.ACTIVATION_GRADIENT: _of_tensors("gradient of the module's output"),
     n.ACTIVATION_DIFFERENCE: _of_tensors("difference to the output of the reference module"),

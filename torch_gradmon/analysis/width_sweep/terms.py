@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from ...capture.reference.isolated_call import call_isolated
 from ...capture.reference.source import frozen_copy
-from ...core import accelerator
-from ...core.torch_modes import rng_states
+from ...core.torch_modes import rng_states, set_rng_states
 
 _PARAMETRIZATIONS = "parametrizations"  # what torch.nn.utils.parametrize calls them
 _COPYABLE = (
@@ -137,11 +136,7 @@ def _same_shapes(calls: list[_RecordedCall], others: list[_RecordedCall]) -> boo
 def _moved_output(module: nn.Module, call: _RecordedCall) -> Tensor:
     """The module's output for the inputs of a call, with the random numbers of the call."""
     with call_isolated(module):
-        for device, state in call.generators.items():
-            if device == "cpu":
-                torch.set_rng_state(state)
-            else:
-                accelerator.set_rng_state(torch.device(device), state)
+        set_rng_states(call.generators)
         output = _first((module(*mapped(call.args, torch.clone), **mapped(call.kwargs, torch.clone)),))
     assert output is not None, "gave a tensor before"
     return output

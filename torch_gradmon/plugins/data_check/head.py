@@ -173,9 +173,8 @@ def facts_of(sample: Tensor, gradient: Tensor) -> Tensor | None:
     targets = z - g * (every.numel() / 2)  # of a mean square
     outside = targets.clamp(max=0), (targets + 1).clamp(max=0), (targets - 1).clamp(min=0)
     shares = torch.stack([part.square().sum() for part in outside]) / targets.square().sum().clamp(min=1e-300)
-    whole = (
-        torch.linalg.vector_norm(every, dtype=torch.promote_types(every.dtype, torch.float32)).double().square().view(1)
-    )  # of all rows
+    # of all rows
+    whole = torch.linalg.vector_norm(every, dtype=torch.promote_types(every.dtype, torch.float32)).double().square().view(1)
     one = _single(z, g) if z.shape[1] == 1 else _classes(z, g, used)
     # filled on the device: a copy from the host would wait
     count, rows, classes = (sums.new_full((1,), float(number)) for number in (len(every), *z.shape))

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...core import accelerator
 from ...core.keys import SUMMARY, Key
-from ...core.torch_modes import rng_states
+from ...core.torch_modes import rng_states, set_rng_states
 from ...step.active_step import ActiveStep
 from ...step.plugin import Plugin
 from .line_search import CriticalStep, critical_step
@@ -53,7 +52,6 @@ class Headroom(Plugin):
             raise ValueError(f"every has to be 1 at least and evaluations 3, got every={every!r}, evaluations={evaluations!r}")
         self._loss, self._every, self._evaluations = loss, every, evaluations
         self.last: CriticalStep | None = None
-        self._optimizers: Sequence[Optimizer] = ()
         self._before: dict[Tensor, Tensor] = {}
         self._is_due = False
         self._ratio: float | None = None
@@ -63,13 +61,11 @@ class Headroom(Plugin):
         return asked or step % self._every == 0
 
     def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Measure the steps of these optimizers."""
-        self._optimizers = optimizers
+        """Begin anew."""
         self.on_drop()
 
     def on_detach(self) -> None:
         """Hold nothing of the model."""
-        self._optimizers = ()
         self.on_drop()
 
     def on_drop(self) -> None:
@@ -114,7 +110,7 @@ class Headroom(Plugin):
                 wide = torch.promote_types(after.dtype, torch.float32)
                 begin = before[parameter].to(wide)
                 parameter.copy_(begin + multiple * (after.to(wide) - begin))
-            _set_generators(states)
+            set_rng_states(states)
             found = self._loss().detach().float()
             for buffer, value in kept[len(before) :]:
                 buffer.copy_(value)
@@ -126,15 +122,7 @@ class Headroom(Plugin):
             finally:
                 for tensor, value in kept:
                     tensor.copy_(value)
-                _set_generators(states)
-
-
-def _set_generators(states: dict[str, Tensor]) -> None:
-    for device, state in states.items():
-        if device == "cpu":
-            torch.set_rng_state(state)
-        else:
-            accelerator.set_rng_state(torch.device(device), state)
+                set_rng_states(states)
 
 
 def _mean_of_ranks(loss: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ def _ran_out(history: History) -> list[Finding]:
         "",
         {"loss then": loss.since(since).part(0, 0.2).median, "loss at the end": loss.part(0.8, 1).median},
         f"The learning rate fell below a {'thousandth' if share == _SPENT else 'fiftieth'} of its largest value long before the end, "
-        f"and since then the loss hardly falls.",
+        "and since then the loss hardly falls.",
         "Step the schedule less often, once per epoch if it was made for epochs, or let it end higher.",
         60.0,
         severity="warning",
@@ -100,13 +100,12 @@ def _high(history: History, ratios: Matrix) -> list[Finding]:
         return history.finding(
             "learning-rate-high",
             "",
-            {"update / weight": typical, "learning rate": (max(history.rates) or math.nan), "worst loss / first loss": worst},
+            {"update / weight": typical, "learning rate": _largest_rate(history), "worst loss / first loss": worst},
             "The first updates are a large part of the weights themselves, and the loss suffers.",
             "Lower the learning rate, by ten to begin with, until updates are about a thousandth of the weights"
             f"{Precautions.of(history).warm_up_advice}.",
             85.0,
             severity="warning" if worst > _FAR or fails else "info",
-            steps=(history.steps[0], history.steps[-1]),
         )
     return []
 
@@ -120,12 +119,11 @@ def _low(history: History, ratios: Matrix) -> list[Finding]:
         return history.finding(
             "learning-rate-low",
             "",
-            {"update / weight": largest, "learning rate": (max(history.rates) or math.nan)},
+            {"update / weight": largest, "learning rate": _largest_rate(history)},
             "No weight moves by more than a tiny part of itself in a step, and the loss does not fall.",
             f"{'It still rises, which may not be enough: raise' if Precautions.of(history).raises else 'Raise'} the learning rate, "
             "by ten at a time, until updates are about a thousandth of the weights.",
             60.0,
-            steps=(history.steps[0], history.steps[-1]),
         )
     return []
 
@@ -208,3 +206,8 @@ def _low_parts(history: History, ratios: Matrix) -> list[Finding]:
 
 def _group(history: History) -> str:
     return "this parameter's group" if Precautions.of(history).groups > 1 else "this parameter, in a group of its own"
+
+
+def _largest_rate(history: History) -> float:
+    """The largest rate of all steps and groups; NaN if no rate is known."""
+    return max(history.rates) or math.nan

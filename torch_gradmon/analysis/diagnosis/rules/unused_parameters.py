@@ -136,14 +136,17 @@ def _frozen(history: History, norms: Matrix) -> list[Finding]:
     if not ends or len(ends) == len(norms.names):
         return []
     name = min(ends, key=lambda each: (ends[each], each not in history.matrices))
-    finding = _vanished_finding("info", name, norms.steps[ends[name]], norms.steps[-1], norms.column(name).median)
     others = [name, *(other for other in ends if other != name)]
-    cause = f"There was a gradient, and from here on there is none: it was frozen, or nothing uses it any more.{also_in(others)}"
-    return [
-        replace(
-            finding, cause=cause, advice="If it is meant to train, look for requires_grad_(False) on the way, in a test perhaps."
-        )
-    ]
+    return history.finding(
+        "gradient-dropped-to-zero",
+        name,
+        {"median norm before": norms.column(name).median},
+        f"There was a gradient, and from here on there is none: it was frozen, or nothing uses it any more.{also_in(others)}",
+        "If it is meant to train, look for requires_grad_(False) on the way, in a test perhaps.",
+        72.0,
+        severity="info",
+        steps=(norms.steps[ends[name]], norms.steps[-1]),
+    )
 
 
 def _gone_since(norms: torch.Tensor, must_stay: bool = False) -> int | None:
