@@ -169,11 +169,11 @@ def wrong(outcomes: Sequence[Outcome]) -> Iterator[str]:
 
 def table(counted: Mapping[str, Mapping[str, Sequence[int]]]) -> Iterator[str]:
     """Rows of Markdown."""
-    titles = list(counted["all"])
+    titles = [title for title, (_, many) in counted["all"].items() if many]
     yield f"| judge | {' | '.join(titles)} |"
     yield f"| --- |{' ---: |' * len(titles)}"
     for judge, parts in counted.items():
-        cells = (f"{some} of {many}" if many else "" for some, many in parts.values())
+        cells = (f"{some} of {many}" if many else "" for some, many in (parts[title] for title in titles))
         yield f"| {JUDGES.get(judge, judge)} | {' | '.join(cells)} |"
 
 

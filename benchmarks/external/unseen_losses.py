@@ -260,7 +260,7 @@ CASES = [
         "sigmoid-for-percentages/table",
         "localisers",
         "Humbatova et al. (EMSE 2025), https://pmc.ncbi.nlm.nih.gov/articles/PMC12152046, last activation (ACH)",
-        ("saturated-units",),
+        ("targets-out-of-range",),
         percent_through_sigmoid,
         "targets from 10 to 90 behind nn.Sigmoid",
         "targets / 100",

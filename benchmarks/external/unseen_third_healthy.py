@@ -443,7 +443,6 @@ CASES: list[Case] = [
         source="https://place55.com/2023/12/13/implementing-lora-from-scratch/",
         rules=(),
         run=lora,
-        held_back=True,
     ),
     Case(
         name="healthy-mixture-of-experts/spirals",
@@ -451,7 +450,6 @@ CASES: list[Case] = [
         source="https://soveshmohapatra.com/projects/moe-live-code",
         rules=(),
         run=mixture_of_experts,
-        held_back=True,
     ),
     Case(
         name="healthy-reinforce/cart-in-wind",
@@ -459,7 +457,6 @@ CASES: list[Case] = [
         source="https://datascience.stackexchange.com/questions/57114/understanding-reinforce-loss",
         rules=(),
         run=reinforce,
-        held_back=True,
     ),
     Case(
         name="healthy-physics-informed/damped-swing",
@@ -467,7 +464,6 @@ CASES: list[Case] = [
         source="https://allamaprabhuani.github.io/tutorials/05-pinns/",
         rules=(),
         run=physics_informed,
-        held_back=True,
     ),
     Case(
         name="healthy-normalising-flow/moons",
@@ -475,7 +471,6 @@ CASES: list[Case] = [
         source="https://notesoncomputing.com/normalizing-flows/two-moons",
         rules=(),
         run=normalising_flow,
-        held_back=True,
     ),
     Case(
         name="healthy-diffusion/moons",
@@ -483,7 +478,6 @@ CASES: list[Case] = [
         source="https://deeplearning.edutva.com/projects-diffusion",
         rules=(),
         run=diffusion,
-        held_back=True,
     ),
     Case(
         name="healthy-distillation/topics",
@@ -491,7 +485,6 @@ CASES: list[Case] = [
         source="https://gist.github.com/VictorSanh/db90644aae5094654db87f9769c2e5ae",
         rules=(),
         run=distillation,
-        held_back=True,
     ),
     Case(
         name="healthy-sparse-recommender/films",
@@ -499,7 +492,6 @@ CASES: list[Case] = [
         source="https://docs.pytorch.org/docs/stable//generated/torch.optim.SparseAdam.html",
         rules=(),
         run=recommender,
-        held_back=True,
     ),
     Case(
         name="healthy-sharpness-aware/shapes-cnn",
@@ -507,7 +499,6 @@ CASES: list[Case] = [
         source="https://github.com/davda54/sam/issues/8",
         rules=(),
         run=sharpness_aware,
-        held_back=True,
     ),
     Case(
         name="healthy-accumulated-and-clipped/small-gpt",
@@ -515,6 +506,5 @@ CASES: list[Case] = [
         source="https://kader-xai.github.io/mini-courses/transformers/lesson08.html",
         rules=(),
         run=accumulated,
-        held_back=True,
     ),
 ]

@@ -417,7 +417,6 @@ CASES: list[Case] = [
         run=cleared_before_step,
         bug="optimizer.zero_grad() after loss.backward()",
         fix="optimizer.zero_grad() before the forward pass",
-        held_back=True,
     ),
     Case(
         name="clip-behind-the-step/balance-rnn",
@@ -427,7 +426,6 @@ CASES: list[Case] = [
         run=clipped_after_step,
         bug="clip_grad_norm_ after optimizer.step()",
         fix="clip_grad_norm_ before optimizer.step()",
-        held_back=True,
     ),
     Case(
         name="clip-without-unscale/figure-unet",
@@ -437,7 +435,6 @@ CASES: list[Case] = [
         run=clipped_before_unscale,
         bug="clip_grad_norm_ without scaler.unscale_(optimizer)",
         fix="scaler.unscale_(optimizer) before the clip",
-        held_back=True,
     ),
     Case(
         name="validation-leaves-eval-mode/digit-cnn",
@@ -447,7 +444,6 @@ CASES: list[Case] = [
         run=eval_mode_kept,
         bug="no model.train() after the validation",
         fix="model.train() after the validation",
-        held_back=True,
     ),
     Case(
         name="actor-loss-of-stored-actions/ddpg",
@@ -457,7 +453,6 @@ CASES: list[Case] = [
         run=actor_without_its_action,
         bug="actor loss of critic(places, pushed)",
         fix="actor loss of critic(places, actor(places))",
-        held_back=True,
     ),
     Case(
         name="accumulation-longer-than-epoch/flowers",
@@ -467,7 +462,6 @@ CASES: list[Case] = [
         run=accumulation_longer_than_epoch,
         bug="if (index + 1) % accumulate == 0, with fewer batches than accumulate",
         fix="if (index + 1) % accumulate == 0 or index + 1 == len(groups)",
-        held_back=True,
     ),
     Case(
         name="adam-made-anew-each-epoch/houses",
@@ -477,7 +471,6 @@ CASES: list[Case] = [
         run=optimizer_made_each_epoch,
         bug="optimizer = Adam(...) in the loop of the epochs",
         fix="optimizer = Adam(...) once, before the loop",
-        held_back=True,
     ),
     Case(
         name="discriminator-never-cleared/flower-gan",
@@ -487,7 +480,6 @@ CASES: list[Case] = [
         run=discriminator_never_cleared,
         bug="no optimizer_d.zero_grad()",
         fix="optimizer_d.zero_grad() before the discriminator's loss",
-        held_back=True,
     ),
     Case(
         name="new-head-in-no-group/finetuned-digits",
@@ -497,7 +489,6 @@ CASES: list[Case] = [
         run=head_not_in_groups,
         bug="the group of the head is made, but not appended",
         fix="groups.append(head)",
-        held_back=True,
     ),
     Case(
         name="accumulated-loss-not-divided/wave-forecast",
@@ -507,7 +498,6 @@ CASES: list[Case] = [
         run=accumulated_sum,
         bug="loss.backward()",
         fix="(loss / accumulate).backward()",
-        held_back=True,
     ),
     Case(
         name="encoder-under-no-grad/digit-clips",
@@ -517,6 +507,5 @@ CASES: list[Case] = [
         run=frames_without_gradient,
         bug="with torch.no_grad() around the encoder of the frames",
         fix="no torch.no_grad() there",
-        held_back=True,
     ),
 ]

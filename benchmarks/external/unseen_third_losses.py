@@ -348,7 +348,6 @@ CASES: list[Case] = [
         run=broadcast,
         bug="prediction - targets",
         fix="prediction - targets[:, None]",
-        held_back=True,
     ),
     Case(
         name="softmax-before-cross-entropy/sentences-gru",
@@ -358,7 +357,6 @@ CASES: list[Case] = [
         run=softmax_twice,
         bug="Speaker(nn.Softmax(dim=-1))",
         fix="Speaker(nn.Identity())",
-        held_back=True,
     ),
     Case(
         name="relu-after-last-layer/changes-conv1d",
@@ -368,7 +366,6 @@ CASES: list[Case] = [
         run=relu_at_the_end,
         bug="F.relu(output)",
         fix="output",
-        held_back=True,
     ),
     Case(
         name="softmax-loss-of-one-output/reviews-cnn",
@@ -378,7 +375,6 @@ CASES: list[Case] = [
         run=one_output,
         bug="nn.CrossEntropyLoss()",
         fix="nn.BCEWithLogitsLoss()",
-        held_back=True,
     ),
     Case(
         name="divergence-outweighs-pixels/figures-vae",
@@ -389,7 +385,6 @@ CASES: list[Case] = [
         run=kl_too_heavy,
         bug="error.mean() + kl",
         fix="error.sum(1).mean() + kl",
-        held_back=True,
     ),
     Case(
         name="decisions-in-dice-loss/segmentation",
@@ -399,7 +394,6 @@ CASES: list[Case] = [
         run=thresholded,
         bug="found = (chance > 0.5).float().requires_grad_()",
         fix="found = chance",
-        held_back=True,
     ),
     Case(
         name="multiplied-by-temperature/contrastive-digits",
@@ -409,7 +403,6 @@ CASES: list[Case] = [
         run=temperature,
         bug="logits = alike * 0.07",
         fix="logits = alike / 0.07",
-        held_back=True,
     ),
     Case(
         name="root-of-zero-distance/siamese-digits",
@@ -419,7 +412,6 @@ CASES: list[Case] = [
         run=root_of_zero,
         bug="distance = torch.sqrt(square)",
         fix="distance = torch.sqrt(square + 1e-6)",
-        held_back=True,
     ),
     Case(
         name="summed-over-batch/shapes-cnn",
@@ -429,7 +421,6 @@ CASES: list[Case] = [
         run=summed,
         bug='nn.CrossEntropyLoss(reduction="sum")',
         fix='nn.CrossEntropyLoss(reduction="mean")',
-        held_back=True,
     ),
     Case(
         name="sigmoid-after-last-layer/prices",
@@ -439,6 +430,5 @@ CASES: list[Case] = [
         run=sigmoid_at_the_end,
         bug="Squashed(nn.Sigmoid())",
         fix="Squashed(nn.Identity())",
-        held_back=True,
     ),
 ]

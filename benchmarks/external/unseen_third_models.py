@@ -477,7 +477,6 @@ CASES: list[Case] = [
         run=plain_list,
         bug="self.blocks = [Block(32), ...]",
         fix="self.blocks = nn.ModuleList([Block(32), ...])",
-        held_back=True,
     ),
     Case(
         name="head-made-in-forward/shapes-cnn",
@@ -487,7 +486,6 @@ CASES: list[Case] = [
         run=head_in_forward,
         bug="self.head = nn.Linear(h.shape[1], 6) in each forward",
         fix="if self.head is None: self.head = nn.Linear(h.shape[1], 6)",
-        held_back=True,
     ),
     Case(
         name="deep-without-residual/citations",
@@ -497,7 +495,6 @@ CASES: list[Case] = [
         run=deep_graph,
         bug="h = passed",
         fix="h = h + 0.3 * passed",
-        held_back=True,
     ),
     Case(
         name="padding-mask-inverted/reviews-attention",
@@ -507,7 +504,6 @@ CASES: list[Case] = [
         run=mask_inverted,
         bug="mask = words != 0",
         fix="mask = words == 0",
-        held_back=True,
     ),
     Case(
         name="view-for-transpose/motions-lstm",
@@ -517,7 +513,6 @@ CASES: list[Case] = [
         run=view_for_transpose,
         bug="x.reshape(x.shape[1], x.shape[0], -1)",
         fix="x.transpose(0, 1)",
-        held_back=True,
     ),
     Case(
         name="state-cleared-at-each-step/recall-gru-cell",
@@ -527,7 +522,6 @@ CASES: list[Case] = [
         run=state_cleared,
         bug="state = torch.zeros(len(signs), 48) in the loop",
         fix="state = torch.zeros(len(signs), 48) before the loop",
-        held_back=True,
     ),
     Case(
         name="no-positions/word-order-transformer",
@@ -537,7 +531,6 @@ CASES: list[Case] = [
         run=no_positions,
         bug="h = self.embed(words)",
         fix="h = self.embed(words) + self.place",
-        held_back=True,
     ),
     Case(
         name="last-output-is-of-padding/commands-rnn",
@@ -547,7 +540,6 @@ CASES: list[Case] = [
         run=last_is_padding,
         bug="outputs[:, -1]",
         fix="outputs[rows, lengths - 1]",
-        held_back=True,
     ),
     Case(
         name="code-detached/denoising-autoencoder",
@@ -557,7 +549,6 @@ CASES: list[Case] = [
         run=encoder_cut_off,
         bug="code = model.encoder(x).detach()",
         fix="code = model.encoder(x)",
-        held_back=True,
     ),
     Case(
         name="not-back-to-training/digits-cnn",
@@ -568,7 +559,6 @@ CASES: list[Case] = [
         run=left_in_eval,
         bug="model.eval() and no model.train() after it",
         fix="model.train() after the evaluation",
-        held_back=True,
     ),
     Case(
         name="kept-share-as-dropout/topics",
@@ -578,7 +568,6 @@ CASES: list[Case] = [
         run=dropout_for_keep,
         bug="nn.Dropout(0.9)",
         fix="nn.Dropout(0.1)",
-        held_back=True,
     ),
     Case(
         name="weights-of-deviation-one/table",
@@ -588,6 +577,5 @@ CASES: list[Case] = [
         run=normal_weights,
         bug="nn.init.normal_(layer.weight)",
         fix="nn.init.kaiming_normal_(layer.weight)",
-        held_back=True,
     ),
 ]

@@ -275,7 +275,6 @@ CASES: list[Case] = [
         run=standard_normal_weights,
         bug="nn.init.normal_(layer.weight), of deviation one",
         fix="a deviation of (2 / in_features) ** 0.5",
-        held_back=True,
     ),
     Case(
         name="constant-weights/spiral-mlp",
@@ -285,7 +284,6 @@ CASES: list[Case] = [
         run=constant_weights,
         bug="nn.init.constant_(layer.weight, 0.1)",
         fix="the default initialisation",
-        held_back=True,
     ),
     Case(
         name="adam-epsilon-in-half-precision/topics",
@@ -295,7 +293,6 @@ CASES: list[Case] = [
         run=half_with_default_epsilon,
         bug="model.half() with Adam's eps of 1e-8",
         fix="weights in float32",
-        held_back=True,
     ),
     Case(
         name="weights-in-bfloat16/next-word",
@@ -305,7 +302,6 @@ CASES: list[Case] = [
         run=brain_float_weights,
         bug="model.to(torch.bfloat16)",
         fix="weights in float32",
-        held_back=True,
     ),
     Case(
         name="root-of-a-zero-distance/siamese-digits",
@@ -315,7 +311,6 @@ CASES: list[Case] = [
         run=distance_of_equal_pairs,
         bug="torch.sqrt(squared)",
         fix="torch.sqrt(squared + 1e-6)",
-        held_back=True,
     ),
     Case(
         name="row-of-padding-only/review-attention",
@@ -325,7 +320,6 @@ CASES: list[Case] = [
         run=review_of_padding_only,
         bug="key_padding_mask that is True for a whole row",
         fix="padding[:, 0] = False",
-        held_back=True,
     ),
     Case(
         name="division-by-a-degree-of-zero/graph-network",
@@ -335,7 +329,6 @@ CASES: list[Case] = [
         run=nodes_without_neighbours,
         bug="links @ nodes / degrees, where a degree is 0",
         fix="degrees.clamp(min=1)",
-        held_back=True,
     ),
     Case(
         name="arc-cosine-at-one/directions",
@@ -345,7 +338,6 @@ CASES: list[Case] = [
         run=angle_by_arc_cosine,
         bug="torch.acos(cosine.clamp(-1, 1))",
         fix="torch.acos(cosine.clamp(-1 + 1e-5, 1 - 1e-5))",
-        held_back=True,
     ),
     Case(
         name="deep-sigmoids/spirals",
@@ -355,7 +347,6 @@ CASES: list[Case] = [
         run=deep_sigmoids,
         bug="nn.Sigmoid after each hidden layer",
         fix="nn.ReLU",
-        held_back=True,
     ),
     Case(
         name="tanh-of-large-targets/wave-cnn",
@@ -365,6 +356,5 @@ CASES: list[Case] = [
         run=tanh_of_large_targets,
         bug="nn.Tanh as the last layer, for targets above 1",
         fix="no activation behind the last layer",
-        held_back=True,
     ),
 ]

@@ -300,7 +300,6 @@ CASES: list[Case] = [
         run=scheduler_per_batch,
         bug="scheduler.step() in the loop of the batches",
         fix="scheduler.step() once an epoch",
-        held_back=True,
     ),
     Case(
         name="schedule-returns-the-rate/gru-language-model",
@@ -310,7 +309,6 @@ CASES: list[Case] = [
         run=rate_returned_as_factor,
         bug="LambdaLR of rate * (1 - 0.9 * step / steps)",
         fix="LambdaLR of 1 - 0.9 * step / steps",
-        held_back=True,
     ),
     Case(
         name="plateau-mode-max-of-a-loss/houses",
@@ -320,7 +318,6 @@ CASES: list[Case] = [
         run=plateau_of_wrong_sign,
         bug='ReduceLROnPlateau(mode="max") of the loss',
         fix='ReduceLROnPlateau(mode="min")',
-        held_back=True,
     ),
     Case(
         name="warmup-longer-than-training/transformer-language-model",
@@ -330,7 +327,6 @@ CASES: list[Case] = [
         run=warmup_longer_than_training,
         bug="warmup = 20000, for 220 steps",
         fix="warmup = 20",
-        held_back=True,
     ),
     Case(
         name="weight-decay-one-half/digit-cnn",
@@ -340,7 +336,6 @@ CASES: list[Case] = [
         run=decay_of_one_half,
         bug="weight_decay=0.5",
         fix="weight_decay=5e-4",
-        held_back=True,
     ),
     Case(
         name="adam-epsilon-one/wave-autoencoder",
@@ -350,7 +345,6 @@ CASES: list[Case] = [
         run=epsilon_of_one,
         bug="eps=1.0",
         fix="eps=1e-8",
-        held_back=True,
     ),
     Case(
         name="betas-as-one-minus-beta/blobs",
@@ -360,7 +354,6 @@ CASES: list[Case] = [
         run=betas_from_one,
         bug="betas=(0.1, 0.001)",
         fix="betas=(0.9, 0.999)",
-        held_back=True,
     ),
     Case(
         name="checkpoint-brings-back-the-rate/graph-network",
@@ -370,7 +363,6 @@ CASES: list[Case] = [
         run=rate_of_the_checkpoint,
         bug="optimizer.load_state_dict(...) after the new rate was set",
         fix="the rate set again after optimizer.load_state_dict(...)",
-        held_back=True,
     ),
     Case(
         name="adam-with-a-rate-of-descent/shape-cnn",
@@ -380,7 +372,6 @@ CASES: list[Case] = [
         run=rate_of_adam_too_high,
         bug="Adam(lr=0.05)",
         fix="Adam(lr=2e-3)",
-        held_back=True,
     ),
     Case(
         name="clip-far-below-the-gradient/houses",
@@ -390,6 +381,5 @@ CASES: list[Case] = [
         run=clip_far_below_the_gradient,
         bug="clip_grad_norm_(model.parameters(), 0.1)",
         fix="clip_grad_norm_(model.parameters(), 10.0)",
-        held_back=True,
     ),
 ]
