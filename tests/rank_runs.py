@@ -768,6 +768,8 @@ def shardwise(rank: int, wrap: str) -> tuple[dict[str, float], dict[str, float],
     monitor.add_gradient_metric("median", lambda x: x.median())
     for built_in in ("exp_avg_norm", "exp_avg_sq_norm", "grad_momentum_cosine", "out_of_step"):
         monitor.add_optimizer_metric(built_in)
+    for built_in in ("angle", "growth"):
+        monitor.add_update_metric(built_in)
     monitor.attach(optimizer)
     features = 5 if isinstance(model, Net) else 8
     model(batches()[0][..., :features].tensor_split(wrapped.part[1])[wrapped.part[0]]).square().mean().backward()
@@ -784,6 +786,10 @@ def shardwise(rank: int, wrap: str) -> tuple[dict[str, float], dict[str, float],
     }
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
+            old, new = before[name].double(), full(parameter).double()
+            if old.any():
+                expected[f"update/{name}/growth"] = float(new.norm() / old.norm() - 1)
+                expected[f"update/{name}/angle"] = float(2 * torch.asin((old / old.norm() - new / new.norm()).norm() / 2))
             state = optimizer.state[parameter]
             first, second, gradient = (full(x).double() for x in (state["exp_avg"], state["exp_avg_sq"], parameter.grad))
             expected[f"optimizer/{name}/exp_avg_norm"] = float(first.norm())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.statistics.spectrum import spectral_norm, stable_rank
+from torch_gradmon.statistics.spectrum import first_left_vector, participation_ratio, spectral_norm, stable_rank
 
 
 def draw(*shape: int, seed: int = 1) -> Tensor:
@@ -45,6 +45,31 @@ def test_against_all_singular_values(name: str) -> None:
     assert rank is not None
     assert 0.995 <= float(size / values[0]) <= 1 + 1e-6
     assert float(rank) == pytest.approx(float(values.square().sum() / values[0] ** 2), rel=0.01)
+
+
+@pytest.mark.parametrize("name", sorted(MATRICES.keys() - {"a convolution"}))
+def test_the_participation_ratio_against_all_singular_values(name: str) -> None:
+    values = torch.linalg.svdvals(MATRICES[name].double())
+    found = participation_ratio(MATRICES[name])
+    assert float(found) == pytest.approx(
+        float((values / values[0]).square().sum() ** 2 / (values / values[0]).pow(4).sum()), rel=1e-4
+    )
+
+
+def test_features_of_more_dimensions_have_rows_of_the_last() -> None:
+    features = draw(3, 5, 7)
+    assert participation_ratio(features) == participation_ratio(features.reshape(15, 7))
+    assert participation_ratio(torch.zeros(4, 4)) == math.inf
+    assert participation_ratio(torch.ones(4)) is None
+    assert participation_ratio(torch.full((4, 4), math.nan)).isnan()
+
+
+@pytest.mark.parametrize("name", ["one large value", "of rank 3", "one row", "ones", "tiny", "huge", "copies of columns"])
+def test_the_first_vector_reaches_the_largest_singular_value(name: str) -> None:
+    matrix = MATRICES[name].double()
+    found = first_left_vector(MATRICES[name])
+    assert float(found.norm()) == pytest.approx(1, rel=1e-5)
+    assert float((found.double() @ matrix).norm() / torch.linalg.svdvals(matrix)[0]) == pytest.approx(1, rel=1e-3)
 
 
 @pytest.mark.parametrize("seed", range(20))

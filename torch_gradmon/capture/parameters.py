@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,120 +13,12 @@ from torch import Tensor, nn
 from ..core.keys import OPTIMIZER, PARAMETER, PARAMETER_DIFFERENCE, UPDATE, UPDATE_BASE
 from ..core.moments import SQUARES
 from ..statistics.on_device import copies
-from ..statistics.precise import inner_product, sum_of_squared_ratios
-from ..statistics.tensor_access import accumulator_dtype
 from ..step.buffer import StepBuffer
-from ..step.built_ins import BuiltIn
 from ..step.gradient_source import PLAIN_GRADIENTS, GradientSource
 from ..step.parameter_refs import Place
 from ..step.plan import SourcePlan
-from ..step.reduction import cosine
 from .measurer import Measurement, Measurer
-
-State = Mapping[str, Any]
-
-
-class StateNorm:
-    """The norm of the first of these state tensors that the optimizer has."""
-
-    def __init__(self, *names: str) -> None:
-        self._names = names
-
-    def pairs(self, state: State) -> list[tuple[Tensor, Tensor]]:
-        """The tensors whose inner products decide the value; none without such a state."""
-        found = next((state[name] for name in self._names if isinstance(state.get(name), Tensor)), None)
-        return [] if found is None else [(found, found)]
-
-    def value(self, products: Tensor) -> Tensor:
-        """The value from the inner products, in their first dimension."""
-        return products[0].sqrt()
-
-    def __call__(self, state: State) -> Tensor | None:
-        """0-d, or None without such a state."""
-        return _value(self, state)
-
-    def contribution(self, state: State) -> tuple[str, Tensor] | None:
-        """What one rank's part of a tensor contributes, and how contributions merge."""
-        pairs = self.pairs(state)
-        return ("norm", _products(pairs)) if pairs else None
-
-
-class Cosine:
-    """The cosine between the gradient and the momentum."""
-
-    def pairs(self, state: State) -> list[tuple[Tensor, Tensor]]:
-        """The tensors whose inner products decide the value; none without momentum."""
-        gradient = state["grad"]
-        momentum = next((state[name] for name in ("exp_avg", "momentum_buffer") if isinstance(state.get(name), Tensor)), None)
-        if gradient is None or momentum is None or momentum.shape != gradient.shape:
-            return []
-        return [(gradient, momentum), (gradient, gradient), (momentum, momentum)]
-
-    def value(self, products: Tensor) -> Tensor:
-        """The value from the inner products, in their first dimension."""
-        return cosine(*products.unbind())
-
-    def __call__(self, state: State) -> Tensor | None:
-        """0-d, or None without momentum."""
-        return _value(self, state)
-
-    def contribution(self, state: State) -> tuple[str, Tensor] | None:
-        """What one rank's part of a tensor contributes, and how contributions merge."""
-        pairs = self.pairs(state)
-        return ("cosine", _products(pairs)) if pairs else None
-
-
-class OutOfStep:
-    """How far the gradient has left Adam's second moment behind: ``sqrt(mean(g^2 / max(v, eps^2)))``, v with Adam's correction for the
-    first steps. StableAdamW divides its rate by this number where it is above 1; its authors saw that spikes of the loss come one to
-    eight steps after it has risen (Wortsman et al. 2023, arXiv 2304.13013, abstract).
-    """
-
-    def _sums(self, state: State) -> Tensor | None:
-        """The sum over the elements and their number, ``[2]``; None without a second moment of Adam."""
-        gradient, moment, step, group = (state.get(name) for name in ("grad", "exp_avg_sq", "step", "group"))
-        if gradient is None or not isinstance(moment, Tensor) or moment.shape != gradient.shape or gradient.is_complex():
-            return None
-        if not group or step is None or not {"betas", "eps"} <= group.keys():
-            return None
-        if isinstance(step, Tensor):  # on the CPU, unless the optimizer is fused or capturable
-            step = step.to(accumulator_dtype(step.device))
-        corrected = 1 - group["betas"][1] ** step
-        sums = sum_of_squared_ratios(gradient, moment, corrected, group["eps"] ** 2)
-        return torch.stack([sums, sums.new_full((), moment.numel())])
-
-    def __call__(self, state: State) -> Tensor | None:
-        """0-d, or None without a second moment of Adam."""
-        sums = self._sums(state)
-        return None if sums is None else (sums[0] / sums[1]).sqrt()
-
-    def contribution(self, state: State) -> tuple[str, Tensor] | None:
-        """What one rank's part of a tensor contributes, and how contributions merge."""
-        sums = self._sums(state)
-        return None if sums is None else ("rms", sums)
-
-
-def _products(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    return torch.stack([inner_product(a, b) for a, b in pairs])
-
-
-def _value(of: StateNorm | Cosine, state: State) -> Tensor | None:
-    pairs = of.pairs(state)
-    return of.value(_products(pairs)) if pairs else None
-
-
-#: Built-ins of the optimizer's state after the step, which includes this step's gradient. The cosine is MosaicML Composer's
-#: ``cosine/moment_grad``.
-OPTIMIZER_BUILT_INS = {
-    "exp_avg_norm": BuiltIn(frozenset(), "1", "norm of the first moment or momentum", StateNorm("exp_avg", "momentum_buffer")),
-    "exp_avg_sq_norm": BuiltIn(
-        frozenset(), "1", "norm of the second moment of Adam and its kin", StateNorm("exp_avg_sq", "square_avg")
-    ),
-    "grad_momentum_cosine": BuiltIn(frozenset(), "1", "cosine between the gradient and the momentum", Cosine()),
-    "out_of_step": BuiltIn(
-        frozenset(), "1", "root mean square of the gradient over the root of Adam's second moment", OutOfStep()
-    ),
-}
+from .parameter_functions import TurnOf
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
@@ -268,9 +161,7 @@ class ParameterCapture:
         self._measurer.statistics(Measurement(self._buffer, plan, after, second=before, are_parts=True))
         self._measure_base(plan, before)
         for position in plan.functions.keys() & after.keys():
-            wide = torch.promote_types(after[position].dtype, torch.float32)
-            change = after[position].to(wide) - before[position].to(wide)
-            self._measurer.run_functions(Measurement(self._buffer, plan, {position: change}))
+            self._run_functions(plan, position, before[position], after[position])
         states = self._plans[OPTIMIZER]
         if not states.empty:
             owned = {p: whole for p in positions if (whole := self._whole(p, states.names[p])) is not None}
@@ -280,6 +171,19 @@ class ParameterCapture:
                 for p, q in owned.items()
             }
             self._measurer.run_functions(Measurement(self._buffer, states, kept))
+
+    def _run_functions(self, plan: SourcePlan, position: int, before: Tensor, after: Tensor) -> None:
+        """Run the functions of a change, and those of the change beside what was there."""
+        assert self._buffer is not None
+        wide = torch.promote_types(after.dtype, torch.float32)
+        before = before.to(wide)
+        change = after.to(wide) - before
+        beside = tuple(metric for metric in plan.functions[position] if isinstance(metric.function, TurnOf))
+        alone = tuple(metric for metric in plan.functions[position] if metric not in beside)
+        for metrics, value in ((alone, change), (beside, {"param": before, "change": change})):
+            if metrics:
+                part = replace(plan, functions={position: metrics})
+                self._measurer.run_functions(Measurement(self._buffer, part, {position: value}))
 
     def _whole(self, position: int, name: str) -> Tensor | None:
         """The tensor in the optimizer's groups, unless it stands for other parameters too."""

@@ -301,7 +301,8 @@ class ModuleMonitor:
         n.UPDATE,
         """Of the optimizer's change, parameter after minus before: ``update/{param}/{metric}``. Needs :meth:`attach`.
 
-    Further built-in: ``ratio``, the norm of the update over that of the parameter before it, absent for a zero parameter.
+    Further built-in: ``ratio``, the norm of the update over that of the parameter before it, ``angle`` in radians between the parameter
+    before and after, and ``growth`` of its norm; all absent for a zero parameter.
     On the steps that measure it, the parameters of an optimizer are copied while it steps. ``every`` makes these steps rarer, and
     ``update_sample`` of the monitor limits the copy.
     """,

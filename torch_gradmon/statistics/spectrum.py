@@ -1,4 +1,4 @@
-"""The largest singular value of a matrix, and its stable rank, from a few products with vectors."""
+"""The largest singular value and vector of a matrix, its stable rank and participation ratio, from a few products."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from ..core.accelerator import copied_to_device
 from .tensor_access import accumulator_dtype
 
-SPECTRAL_NORM, STABLE_RANK = "spectral_norm", "stable_rank"
+SPECTRAL_NORM, STABLE_RANK, PARTICIPATION_RATIO = "spectral_norm", "stable_rank", "participation_ratio"
 #: Steps of the bidiagonalisation, two products each, and squarings of its small matrix: 2^10 powers leave its largest eigenvalue.
 _STEPS, _SQUARINGS = 16, 10
 #: A vector this many rounding errors long, relative to the longest one, is one.
@@ -43,6 +43,37 @@ def stable_rank(tensor: Tensor) -> Tensor | None:
     return torch.where(whole == 0, torch.inf, whole / largest)
 
 
+@torch.no_grad()
+def participation_ratio(tensor: Tensor) -> Tensor | None:
+    """How many directions the rows of features ``[..., units]`` fill: the square of the sum of squared singular values over the sum of
+    their fourth powers, an effective rank from 1 to the rank: 0-d. None below two dimensions; infinite for zeros: that marks an undefined
+    value on the device.
+
+    It is ``exp(H2)`` of Renyi's entropy of order 2 where Roy and Vetterli (2007, EUSIPCO, definition 1) take Shannon's of the singular
+    values, and needs one product of the features with themselves instead of a decomposition. In float32 for narrower types. Does not
+    synchronise.
+    """
+    if tensor.ndim < 2 or (scaled := _scaled(tensor.flatten(0, -2))) is None:
+        return None
+    rows = scaled[0]
+    gram = rows @ rows.mT if len(rows) < rows.shape[1] else rows.mT @ rows
+    wide = accumulator_dtype(rows.device)
+    whole, squares = gram.diagonal().sum(dtype=wide), gram.square().sum(dtype=wide)
+    return torch.where(squares == 0, torch.inf, whole.square() / squares)
+
+
+@torch.no_grad()
+def first_left_vector(matrix: Tensor) -> Tensor | None:
+    """The left singular vector of the largest singular value, ``[rows]``, of length 1 and either sign. See :func:`spectral_norm`."""
+    if (scaled := _scaled(matrix)) is None:
+        return None
+    lefts, small = _bidiagonal(scaled[0], min(_STEPS, *scaled[0].shape))
+    power, _ = _powers(small)
+    vector = power[:, power.diagonal().argmax()].to(lefts.dtype) @ lefts
+    unit: Tensor = vector / vector.norm().clamp(min=torch.finfo(vector.dtype).tiny)
+    return unit
+
+
 def _scaled(tensor: Tensor) -> tuple[Tensor, Tensor] | None:
     """As a matrix whose largest element is 1, so that squares are in range, and that element; None if it has no spectrum."""
     if tensor.ndim < 2 or not tensor.numel() or tensor.is_complex():
@@ -54,17 +85,24 @@ def _scaled(tensor: Tensor) -> tuple[Tensor, Tensor] | None:
 
 def _largest_square(matrix: Tensor) -> Tensor:
     """The square of the largest singular value."""
-    small = _bidiagonal(matrix, min(_STEPS, *matrix.shape)).to(accumulator_dtype(matrix.device))
+    _, small = _bidiagonal(matrix, min(_STEPS, *matrix.shape))
+    power, square = _powers(small)
+    return (power * square).sum() / power.diagonal().sum().clamp(min=torch.finfo(square.dtype).tiny)
+
+
+def _powers(small: Tensor) -> tuple[Tensor, Tensor]:
+    """A high power of ``small @ small.mT``, in which its first eigenvector alone is left, and that product itself."""
+    small = small.to(accumulator_dtype(small.device))
     square = small @ small.mT
     power, least = square, torch.finfo(small.dtype).tiny
     for _ in range(_SQUARINGS):
         power = power / power.diagonal().sum().clamp(min=least)
         power = power @ power
-    return (power * square).sum() / power.diagonal().sum().clamp(min=least)
+    return power, square
 
 
-def _bidiagonal(matrix: Tensor, steps: int) -> Tensor:
-    """The matrix seen from the vectors that its products with a start give: lower bidiagonal, ``[steps + 1, steps]``."""
+def _bidiagonal(matrix: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """Orthonormal vectors ``[steps + 1, rows]``, and the matrix as seen from them: lower bidiagonal, ``[steps + 1, steps]``."""
     rows, columns = matrix.shape
     lefts, rights = matrix.new_zeros(steps + 1, rows), matrix.new_zeros(steps, columns)
     found = matrix.new_zeros(steps + 1, steps)
@@ -80,7 +118,7 @@ def _bidiagonal(matrix: Tensor, steps: int) -> Tensor:
         for _ in range(2):
             left = left - (lefts[: step + 1] @ left) @ lefts[: step + 1]
         lefts[step + 1], found[step + 1, step], longest = _unit(left, longest)
-    return found
+    return lefts, found
 
 
 def _unit(vector: Tensor, longest: Tensor) -> tuple[Tensor, Tensor, Tensor]:

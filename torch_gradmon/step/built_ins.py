@@ -1,4 +1,4 @@
-"""Built-in metrics of tensors and of attention. Those of the optimizer's state are in :mod:`torch_gradmon.capture.parameters`."""
+"""Built-in metrics of tensors and of attention. Others are in :mod:`torch_gradmon.capture.parameter_functions`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from ..core import keys as n
 from ..core.metric import ForModule
 from ..core.moments import VIEWS, Column
-from ..statistics import histogram, kurtosis, spectrum
+from ..statistics import histogram, kurtosis, logits, spectrum
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,19 @@ def _of_parameters(subject: str) -> dict[str, BuiltIn]:
     }
 
 
+def _of_features(subject: str) -> dict[str, BuiltIn]:
+    directions = f"participation ratio of the {subject}: how many directions its rows fill; mean of the micro-batches"
+    mean, square = (
+        f"mean{what} over the rows of the {subject}" for what in (" of log(sum(exp(x)))", " square of log(sum(exp(x)))")
+    )
+    return {
+        **_of_tensors(subject),
+        spectrum.PARTICIPATION_RATIO: BuiltIn(frozenset(), "1", directions, spectrum.participation_ratio),
+        "logsumexp": BuiltIn(frozenset(), "nats", mean, logits.logsumexp),
+        "logsumexp_square": BuiltIn(frozenset(), "nats^2", square, logits.logsumexp_square),
+    }
+
+
 RATIO = BuiltIn(
     frozenset({Column.SQUARE_SUM}),
     "1",
@@ -61,10 +74,10 @@ VIEW_BUILT_INS: dict[str, dict[str, BuiltIn]] = {
     n.PARAMETER: _of_parameters("parameter"),
     n.PARAMETER_DIFFERENCE: _of_tensors("difference to the reference parameter"),
     n.UPDATE: {**_of_parameters("change that the optimizer made"), "ratio": RATIO},
-    n.ACTIVATION: _of_tensors("module's output"),
+    n.ACTIVATION: _of_features("module's output"),
     n.ACTIVATION_GRADIENT: _of_tensors("gradient of the module's output"),
     n.ACTIVATION_DIFFERENCE: _of_tensors("difference to the output of the reference module"),
-    n.INPUT: _of_tensors("module's input"),
+    n.INPUT: _of_features("module's input"),
     n.INPUT_GRADIENT: _of_tensors("gradient of the module's input"),
     **{
         source: {metric: BuiltIn(frozenset(), unit, words)}

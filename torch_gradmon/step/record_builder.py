@@ -25,6 +25,9 @@ _UNDEFINED = {
     "grad_momentum_cosine": "the gradient or the momentum is zero",
     kurtosis.NAME: "all its elements are equal",
     spectrum.STABLE_RANK: "all its elements are zero",
+    spectrum.PARTICIPATION_RATIO: "all its elements are zero",
+    "angle": "the parameter is zero before the step, or after it",
+    "growth": "the parameter is zero before the step",
 }
 _CLASS_OF_HISTOGRAM = f"{histogram.NAME}."
 

@@ -77,6 +77,21 @@ def cosine(product: Tensor, first: Tensor, second: Tensor) -> Tensor:
     return torch.where(lengths == 0, UNDEFINED, product / lengths)
 
 
+def turn(own: Tensor, product: Tensor, change: Tensor) -> Tensor:
+    """The angle in radians between a vector and its sum with a change, from the inner products of the vector with itself, of both, and of
+    the change with itself: exact for small angles too. Infinite if the vector or the sum is zero: that marks an undefined value.
+    """
+    across = (own * change - product.square()).clamp(min=0).sqrt()
+    along = own + product
+    return torch.where((own == 0) | ((across == 0) & (along == 0)), UNDEFINED, torch.atan2(across, along))
+
+
+def growth(own: Tensor, product: Tensor, change: Tensor) -> Tensor:
+    """How much longer a vector's sum with a change is, relative to the vector, from the same products. Infinite for a zero vector."""
+    relative = (2 * product + change) / own
+    return torch.where(own == 0, UNDEFINED, relative / ((1 + relative).clamp(min=0).sqrt() + 1))
+
+
 def row_of_sums(sums: Tensor) -> Tensor:
     """Up to three sums that add up over ranks, as a row of statistics ``[8]``."""
     row = identity(1, sums.device, sums.dtype)[0]
@@ -114,13 +129,14 @@ def part_from(row: Tensor, reducer: str) -> Tensor:
         return row[Column.SUM].sqrt().reshape(1)
     if reducer == "rms":
         return (row[Column.SUM] / row[Column.SUM + 1]).sqrt().reshape(1)
-    if reducer == "cosine":
-        return cosine(*row[Column.SUM : Column.SUM + 3].unbind()).reshape(1)
+    if reducer in _OF_PRODUCTS:
+        return _OF_PRODUCTS[reducer](*row[Column.SUM : Column.SUM + 3].unbind()).reshape(1)
     if reducer in _EXTREMES:
         return torch.where(row[Column.NONFINITE] > 0, torch.nan, row[_EXTREMES[reducer]]).reshape(1)
     return row[Column.SUM].reshape(1)
 
 
+_OF_PRODUCTS = {"cosine": cosine, "angle": turn, "growth": growth}
 _EXTREMES = {"min": Column.MIN, "max": Column.MAX}
 
 

@@ -1,7 +1,8 @@
-"""Metrics of outputs that depend on the kind of module: dead units and saturated gates."""
+"""Metrics of outputs that depend on the kind of module: dead and dormant units, saturated gates, alignment with the weight."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 
 from ...core.accelerator import keep_for_current_stream
 from ...core.keys import ACTIVATION, Key
-from ...statistics.tensor_access import NARROW, accumulator_dtype, threshold
+from ...statistics.spectrum import first_left_vector
+from ...statistics.tensor_access import NARROW, accumulator_dtype, refusal, threshold
 from ...step.buffer import StepBuffer
 from ...step.built_ins import BuiltIn
 
@@ -18,6 +20,10 @@ from ...step.built_ins import BuiltIn
 WINDOW = 100
 #: Distance from either bound of a sigmoid or tanh within which an output counts as saturated.
 MARGIN = 0.05
+
+#: Share of the mean over the units at or below which a unit is dormant (Sokar et al. 2023, arXiv 2302.12902, definition 3.1, whose code
+#: takes 0.025 and 0.1).
+DORMANT_SHARE = 0.025
 
 _BOUNDS: tuple[tuple[type[nn.Module], float, float], ...] = (
     (nn.Sigmoid, 0.0, 1.0),
@@ -49,21 +55,103 @@ def _share_outside(x: Tensor, low: float, high: float) -> Tensor:
     return ((wide < low + MARGIN) | (wide > high - MARGIN)).to(wide.dtype)
 
 
+class UnitsOf:
+    """Finds the dimension of the units in a module's output.
+
+    Args:
+        module: the first dimension after the batch is meant for convolutions, batch norms, pooling and other modules with outputs of four
+            dimensions or more; else the last.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._has_channels = isinstance(module, _CHANNELS_FIRST)
+        self._is_linear = isinstance(module, nn.Linear)
+        convolves = isinstance(module, nn.modules.conv._ConvNd)
+        self._dim_of_one_sample = len(module.kernel_size) + 1 if convolves else -1
+
+    def dim(self, output: Tensor) -> int:
+        """The dimension; ``output`` has one at least."""
+        if output.dim() == self._dim_of_one_sample:
+            return 0
+        channels = self._has_channels or (output.dim() >= 4 and not self._is_linear)
+        return 1 if channels and output.dim() >= 3 else output.dim() - 1
+
+
+class _DormantUnits:
+    """The dormant units of one module's output.
+
+    Args:
+        module: see :class:`UnitsOf`.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._units_of, self._units = UnitsOf(module), 1
+
+    def __call__(self, output: Tensor) -> Tensor | None:
+        """The sum of |x| of each unit: ``[units]``."""
+        if not output.dim() or output.layout != torch.strided:
+            return None
+        dim = self._units_of.dim(output)
+        self._units = output.shape[dim]
+        wide = output.abs().to(accumulator_dtype(output.device))
+        return wide.movedim(dim, 0).reshape(self._units, -1).sum(dim=1)
+
+    def aggregation(self, sums: Tensor) -> Tensor:
+        """The share of units whose mean |x| is :data:`DORMANT_SHARE` of the mean over the units or less, from the sums of all
+        micro-batches, one after the other.
+        """
+        whole = sums.reshape(-1, self._units).sum(dim=0)
+        return (whole <= DORMANT_SHARE * whole.mean()).to(whole.dtype).mean()
+
+
+class _Dormant:
+    def bind(self, module: Any) -> Callable[[Tensor], Tensor | None] | str:
+        return _DormantUnits(module)
+
+
+class _SignDiversity:
+    def bind(self, module: Any) -> Callable[[Tensor], Tensor | None] | str:
+        if not isinstance(module, nn.Linear):
+            return "its module is no Linear, whose output shows on which side of a singular vector an input lies"
+        reference = weakref.ref(module)
+
+        def sides(output: Tensor) -> Tensor | None:
+            """For each row, whether it lies on the one side of the first singular vector (1) or on the other (0)."""
+            alive = reference()
+            # the attribute could be a parametrization that runs
+            weight = None if alive is None else alive._parameters.get("weight")
+            if (
+                alive is None
+                or weight is None
+                or not output.dim()
+                or refusal(weight) is not None
+                or (vector := first_left_vector(weight)) is None
+            ):
+                return None
+            bias = alive._parameters.get("bias")
+            wide = output.to(vector.dtype) if bias is None else output.to(vector.dtype) - bias.to(vector.dtype)
+            return (wide @ vector > 0).to(vector.dtype)
+
+        return sides
+
+
+def rarer_side(sides: Tensor) -> Tensor:
+    """The share of the rarer value of zeros and ones."""
+    share = sides.mean()
+    return torch.minimum(share, 1 - share)
+
+
 class DeadUnits:
     """Counts, for one module's output, the consecutive monitored steps in which each unit was silent.
 
     Args:
-        module: determines the dimension of units: the first after the batch for convolutions, batch norms, pooling and other modules with
-            outputs of four dimensions or more; else the last.
+        module: see :class:`UnitsOf`.
 
     Memory: five bytes per unit.
     """
 
     def __init__(self, module: Any) -> None:
-        self._module_has_channels = isinstance(module, _CHANNELS_FIRST)
-        self._module_is_linear = isinstance(module, nn.Linear)
-        convolves = isinstance(module, nn.modules.conv._ConvNd)
-        self._dim_of_one_sample = len(module.kernel_size) + 1 if convolves else -1
+        self._units_of = UnitsOf(module)
         self._alive: Tensor | None = None
         self._silent: Tensor | None = None
         self.steps = 0
@@ -74,10 +162,7 @@ class DeadUnits:
             return
         if output.layout != torch.strided:
             output = output.to_dense()
-        channels = self._module_has_channels or (output.dim() >= 4 and not self._module_is_linear)
-        units = 1 if channels and output.dim() >= 3 else output.dim() - 1
-        if output.dim() == self._dim_of_one_sample:
-            units = 0
+        units = self._units_of.dim(output)
         others = [dim for dim in range(output.dim()) if dim != units]
         magnitude = output.detach().abs()
         magnitude = magnitude.float() if magnitude.dtype in NARROW else magnitude
@@ -140,7 +225,6 @@ class _Dead:
         return "it is measured for outputs of modules only"
 
 
-SATURATION = _Saturation()
 DEAD = _Dead()
 #: Built-in metrics of outputs, in addition to the views of statistics.
 ACTIVATION_BUILT_INS = {
@@ -148,6 +232,19 @@ ACTIVATION_BUILT_INS = {
         frozenset(), "share", f"share of units with |output| <= eps for every sample of the last {WINDOW} monitored steps", DEAD
     ),
     "saturation": BuiltIn(
-        frozenset(), "share", f"share of the outputs of a sigmoid or tanh that are within {MARGIN} of either bound", SATURATION
+        frozenset(), "share", f"share of the outputs of a sigmoid or tanh that are within {MARGIN} of either bound", _Saturation()
+    ),
+    "dormant": BuiltIn(
+        frozenset(),
+        "share",
+        f"share of units whose mean |output| is {DORMANT_SHARE} of the mean over units or less",
+        _Dormant(),
+    ),
+    "sign_diversity": BuiltIn(
+        frozenset(),
+        "share",
+        "share of the inputs of a Linear that lie on the rarer side of its weight's first singular vector, 0.5 at most",
+        _SignDiversity(),
+        rarer_side,
     ),
 }

@@ -1,0 +1,165 @@
+"""Metrics of the optimizer's state, and of updates beside their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..statistics.precise import inner_product, sum_of_squared_ratios
+from ..statistics.tensor_access import accumulator_dtype
+from ..step.built_ins import BuiltIn
+from ..step.reduction import cosine, growth, turn
+
+State = Mapping[str, Any]
+
+
+class StateNorm:
+    """The norm of the first of these state tensors that the optimizer has."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+
+    def pairs(self, state: State) -> list[tuple[Tensor, Tensor]]:
+        """The tensors whose inner products decide the value; none without such a state."""
+        found = next((state[name] for name in self._names if isinstance(state.get(name), Tensor)), None)
+        return [] if found is None else [(found, found)]
+
+    def value(self, products: Tensor) -> Tensor:
+        """The value from the inner products, in their first dimension."""
+        return products[0].sqrt()
+
+    def __call__(self, state: State) -> Tensor | None:
+        """0-d, or None without such a state."""
+        return _value(self, state)
+
+    def contribution(self, state: State) -> tuple[str, Tensor] | None:
+        """What one rank's part of a tensor contributes, and how contributions merge."""
+        pairs = self.pairs(state)
+        return ("norm", _products(pairs)) if pairs else None
+
+
+class Cosine:
+    """The cosine between the gradient and the momentum."""
+
+    def pairs(self, state: State) -> list[tuple[Tensor, Tensor]]:
+        """The tensors whose inner products decide the value; none without momentum."""
+        gradient = state["grad"]
+        momentum = next((state[name] for name in ("exp_avg", "momentum_buffer") if isinstance(state.get(name), Tensor)), None)
+        if gradient is None or momentum is None or momentum.shape != gradient.shape:
+            return []
+        return [(gradient, momentum), (gradient, gradient), (momentum, momentum)]
+
+    def value(self, products: Tensor) -> Tensor:
+        """The value from the inner products, in their first dimension."""
+        return cosine(*products.unbind())
+
+    def __call__(self, state: State) -> Tensor | None:
+        """0-d, or None without momentum."""
+        return _value(self, state)
+
+    def contribution(self, state: State) -> tuple[str, Tensor] | None:
+        """What one rank's part of a tensor contributes, and how contributions merge."""
+        pairs = self.pairs(state)
+        return ("cosine", _products(pairs)) if pairs else None
+
+
+class TurnOf:
+    """What a change does to the direction or length of a parameter, from their inner products.
+
+    Args:
+        reducer: how ranks merge the products.
+        function: of the parameter's product with itself, with its change, and of the change with itself.
+    """
+
+    def __init__(self, reducer: str, function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        self._reducer, self._function = reducer, function
+
+    def pairs(self, state: State) -> list[tuple[Tensor, Tensor]]:
+        """The tensors whose inner products decide the value."""
+        before, change = state["param"], state["change"]
+        return [(before, before), (before, change), (change, change)]
+
+    def value(self, products: Tensor) -> Tensor:
+        """The value from the inner products, in their first dimension."""
+        return self._function(*products.unbind())
+
+    def __call__(self, state: State) -> Tensor | None:
+        """0-d."""
+        return _value(self, state)
+
+    def contribution(self, state: State) -> tuple[str, Tensor]:
+        """What one rank's part of a tensor contributes, and how contributions merge."""
+        return self._reducer, _products(self.pairs(state))
+
+
+class OutOfStep:
+    """How far the gradient has left Adam's second moment behind: ``sqrt(mean(g^2 / max(v, eps^2)))``, v with Adam's correction for the
+    first steps. StableAdamW divides its rate by this number where it is above 1; its authors saw that spikes of the loss come one to
+    eight steps after it has risen (Wortsman et al. 2023, arXiv 2304.13013, abstract).
+    """
+
+    def _sums(self, state: State) -> Tensor | None:
+        """The sum over the elements and their number, ``[2]``; None without a second moment of Adam."""
+        gradient, moment, step, group = (state.get(name) for name in ("grad", "exp_avg_sq", "step", "group"))
+        if gradient is None or not isinstance(moment, Tensor) or moment.shape != gradient.shape or gradient.is_complex():
+            return None
+        if not group or step is None or not {"betas", "eps"} <= group.keys():
+            return None
+        if isinstance(step, Tensor):  # on the CPU, unless the optimizer is fused or capturable
+            step = step.to(accumulator_dtype(step.device))
+        corrected = 1 - group["betas"][1] ** step
+        sums = sum_of_squared_ratios(gradient, moment, corrected, group["eps"] ** 2)
+        return torch.stack([sums, sums.new_full((), moment.numel())])
+
+    def __call__(self, state: State) -> Tensor | None:
+        """0-d, or None without a second moment of Adam."""
+        sums = self._sums(state)
+        return None if sums is None else (sums[0] / sums[1]).sqrt()
+
+    def contribution(self, state: State) -> tuple[str, Tensor] | None:
+        """What one rank's part of a tensor contributes, and how contributions merge."""
+        sums = self._sums(state)
+        return None if sums is None else ("rms", sums)
+
+
+def _products(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    return torch.stack([inner_product(a, b) for a, b in pairs])
+
+
+def _value(of: StateNorm | Cosine | TurnOf, state: State) -> Tensor | None:
+    pairs = of.pairs(state)
+    return of.value(_products(pairs)) if pairs else None
+
+
+#: Built-ins of the optimizer's state after the step, which includes this step's gradient. The cosine is MosaicML Composer's
+#: ``cosine/moment_grad``.
+OPTIMIZER_BUILT_INS = {
+    "exp_avg_norm": BuiltIn(frozenset(), "1", "norm of the first moment or momentum", StateNorm("exp_avg", "momentum_buffer")),
+    "exp_avg_sq_norm": BuiltIn(
+        frozenset(), "1", "norm of the second moment of Adam and its kin", StateNorm("exp_avg_sq", "square_avg")
+    ),
+    "grad_momentum_cosine": BuiltIn(frozenset(), "1", "cosine between the gradient and the momentum", Cosine()),
+    "out_of_step": BuiltIn(
+        frozenset(), "1", "root mean square of the gradient over the root of Adam's second moment", OutOfStep()
+    ),
+}
+
+
+#: Built-ins of the change beside the parameter before it.
+UPDATE_BUILT_INS = {
+    "angle": BuiltIn(
+        frozenset(),
+        "rad",
+        "angle between the parameter before and after the step; absent for a zero parameter",
+        TurnOf("angle", turn),
+    ),
+    "growth": BuiltIn(
+        frozenset(),
+        "1",
+        "relative growth of the parameter's norm in the step; absent for a zero parameter",
+        TurnOf("growth", growth),
+    ),
+}
