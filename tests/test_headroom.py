@@ -191,6 +191,27 @@ def test_no_more_forwards_than_are_allowed() -> None:
     assert not any(calls)
 
 
+def test_one_step_is_measured_when_it_is_asked_for() -> None:
+    torch.manual_seed(0)
+    model, x = model_of("plain"), torch.randn(32, 6)
+    optimizer = adam(model.parameters())
+    headroom = gradmon.Headroom(lambda: plain(model, x, x[:, :3].argmax(1)), every=None)
+    monitor = gradmon.watch(model, optimizer, plugins=[headroom], every=1000)
+    measured = []
+    for step in range(60):
+        if step == 41:
+            headroom.ask()
+            assert monitor.is_step_monitored(41)
+            assert not monitor.is_step_monitored(42)
+        optimizer.zero_grad()
+        plain(model, x, x[:, :3].argmax(1)).backward()
+        optimizer.step()
+        if KEY in monitor.get_step_metrics():
+            measured.append(step)
+    assert measured == [41]
+    monitor.detach()
+
+
 @pytest.mark.parametrize("options", [{"every": 0}, {"evaluations": 2}, {"loss": 3.0}])
 def test_bad_arguments(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=str(next(iter(options.values())))):

@@ -33,7 +33,7 @@ class Headroom(Plugin):
 
     Args:
         loss: computes the loss of the current batch as the loop does, with its autocast; called without gradients, right after the step.
-        every: measured on steps divisible by it.
+        every: measured on steps divisible by it; None for only those that :meth:`ask` asks for.
         evaluations: the most forwards of one search, 3 at least; 8 find the critical rate to a fifth or so.
 
     Attributes:
@@ -45,20 +45,33 @@ class Headroom(Plugin):
 
     name = "headroom"
 
-    def __init__(self, loss: Callable[[], Tensor], every: int = 50, evaluations: int = 8) -> None:
+    def __init__(self, loss: Callable[[], Tensor], every: int | None = 50, evaluations: int = 8) -> None:
         if not callable(loss):
             raise ValueError(f"loss has to be a function that computes the loss of the current batch, got {loss!r}")
-        if every < 1 or evaluations < 3:
+        if (every is not None and every < 1) or evaluations < 3:
             raise ValueError(f"every has to be 1 at least and evaluations 3, got every={every!r}, evaluations={evaluations!r}")
         self._loss, self._every, self._evaluations = loss, every, evaluations
         self.last: CriticalStep | None = None
         self._before: dict[Tensor, Tensor] = {}
-        self._is_due = False
+        self._is_asked = self._is_due = False
         self._ratio: float | None = None
+
+    def ask(self) -> None:
+        """Measure the next step as well. With several ranks, all have to ask before the same step."""
+        self._is_asked = True
+        if hasattr(self, "context"):
+            self.context.ask_cadence_again()
+
+    def foretells(self, step: int, asked: bool, ahead: int | None) -> bool:
+        """Whether ``step`` is monitored, ``ahead`` steps from now."""
+        return asked or (self._is_asked and ahead == 0) or self._is_regular(step)
 
     def wants(self, step: int, asked: bool) -> bool:
         """The steps that it measures in are monitored."""
-        return asked or step % self._every == 0
+        return asked or self._is_asked or self._is_regular(step)
+
+    def _is_regular(self, step: int) -> bool:
+        return self._every is not None and step % self._every == 0
 
     def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Begin anew."""
@@ -75,7 +88,7 @@ class Headroom(Plugin):
     def on_step_open(self, step: ActiveStep) -> None:
         """Decide whether this step is measured."""
         self._before, self._ratio = {}, None
-        self._is_due = step.number % self._every == 0
+        self._is_due = self._is_asked or self._is_regular(step.number)
 
     def on_optimizer_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         """Copy what the step will change."""
@@ -87,6 +100,7 @@ class Headroom(Plugin):
         """Search along the step that was taken."""
         before, self._before, self._is_due = self._before, {}, False
         if before and applied:
+            self._is_asked = False
             guess = self.last.size if self.last is not None else 1.0
             with self._restoring(before) as loss_after:
                 self.last = critical_step(loss_after, guess, self._evaluations)
