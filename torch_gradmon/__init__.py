@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .monitor.watch import watch
     from .plugins.clipping.adagc import AdaGC
     from .plugins.clipping.zclip import ZClip
+    from .plugins.foresight.plugin import Foresight
     from .plugins.headroom.plugin import Headroom
     from .plugins.replica_check.replay import Replay
     from .plugins.spike_policy.policy import Counts, Rollback, RolledBack, Skip
@@ -35,6 +36,7 @@ __all__ = [
     "Diagnosis",
     "Difference",
     "Finding",
+    "Foresight",
     "GradientSource",
     "GradmonWarning",
     "Headroom",
@@ -69,6 +71,7 @@ _HOMES = {
     "Diagnosis": "analysis.diagnosis",
     "Difference": "analysis.comparison.difference",
     "Finding": "analysis.diagnosis",
+    "Foresight": "plugins.foresight.plugin",
     "GradientSource": "step.gradient_source",
     "GradmonWarning": "core.errors",
     "Headroom": "plugins.headroom.plugin",

@@ -3,7 +3,7 @@
 # ruff: noqa: D102 (the protocol has the docstrings)
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -30,6 +30,11 @@ class MonitorContext:
     @property
     def module(self) -> nn.Module | None:
         return self._lifecycle.planning.planner.module
+
+    @property
+    def matrices(self) -> Set[str]:
+        inventory = self._lifecycle.planning.planner.inventory
+        return frozenset() if inventory is None else inventory.matrices.keys()
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -37,6 +37,10 @@ class PluginContext(Protocol):
     @property
     def module(self) -> nn.Module | None:
         """The watched model, while it lives."""
+
+    @property
+    def matrices(self) -> Set[str]:
+        """Names of the watched parameters of two or more dimensions, as in keys."""
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:

@@ -12,6 +12,7 @@ from .rules.attention import check_attention
 from .rules.certain import check_certain
 from .rules.clipping import check_clipping
 from .rules.depth import check_depth
+from .rules.foresight import check_foresight
 from .rules.latent import check_latent
 from .rules.learning_rate import check_learning_rate
 from .rules.loop import check_loop
@@ -40,6 +41,7 @@ RULES: dict[str, Rule] = {
     "attention": check_attention,
     "weights": check_weights,
     "latent": check_latent,
+    "foresight": check_foresight,
     "loss": check_loss,
     "spikes": check_spikes,
 }

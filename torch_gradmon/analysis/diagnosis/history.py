@@ -85,7 +85,9 @@ class History:
         liked = [] if loss is None or len(run.steps) <= most else sorted(run.series(loss.name))
         chosen = subsample_steps(run.steps, by_size(events), most, liked)
         facts = [
-            LoopFinding.of_dict(fact) for source in ("audit", "replicas", "setup", "data") for fact in run.meta.get(source, [])
+            LoopFinding.of_dict(fact)
+            for source in ("audit", "replicas", "setup", "data", "foresight")
+            for fact in run.meta.get(source, [])
         ]
         records = (_record(run, step) for step in chosen)
         place = shlex.quote(str(run.path))

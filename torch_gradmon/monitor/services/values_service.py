@@ -134,7 +134,8 @@ class ValuesService:
         if self.runtime.fence.inert:
             return Diagnosis((), None, _DISABLED)
         pipeline, model = self.runtime.pipeline, self.runtime.factory.model
-        audits = {name: self.runtime.plugin(name) for name in ("loop_audit", "replica_check", "setup_check", "data_check")}
+        names = ("loop_audit", "replica_check", "setup_check", "data_check", "foresight")
+        audits = {name: self.runtime.plugin(name) for name in names}
         facts = [fact for plugin in audits.values() if plugin is not None for fact in plugin.facts()]
         data, setup = audits["data_check"], audits["setup_check"]
         place, recent = pipeline.directory.path, pipeline.history.recent()

@@ -1,0 +1,34 @@
+"""Signs of a divergence that came before the loss showed it."""
+
+from __future__ import annotations
+
+from ....core.loop_findings import LoopFinding
+from ..findings import Finding
+from ..history import History
+
+RULE = "about-to-diverge"
+#: Steps without a sign after which it counts as over, unless the loss has risen since.
+_OVER = 100
+
+
+def check_foresight(history: History) -> list[Finding]:
+    """By the signs that the plugin has seen."""
+    return [found for fact in history.facts if fact.rule == RULE for found in _finding(history, fact)]
+
+
+def _finding(history: History, fact: LoopFinding) -> list[Finding]:
+    lies_ahead = history.records[-1].step - fact.last <= _OVER
+    has_come = history.learning.is_worse or history.learning.state == "rises"
+    leads = fact.where[0] if fact.where else ""
+    others = f", then {', '.join(fact.where[1:4])}" if len(fact.where) > 1 else ""
+    when = "has risen since" if has_come else "is still normal" if lies_ahead else "has stayed normal since"
+    return history.finding(
+        RULE,
+        leads,
+        {"signs": float(fact.count), **fact.evidence},
+        f"Weights or outputs have grown as they had not before, {leads} first{others}; the loss {when}.",
+        "Lower the learning rate by half, clip gradients to their usual norm, or look at what has changed in the data.",
+        75.0,
+        severity="warning" if lies_ahead or has_come else "info",
+        steps=(fact.first, fact.last),
+    )

@@ -1,0 +1,1 @@
+"""Signs of a divergence before the loss shows it."""

@@ -1,0 +1,175 @@
+"""The plugin that says that a divergence may be near."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ...core import keys as n
+from ...core.keys import Key
+from ...core.loop_findings import LoopFinding
+from ...core.moments import VIEWS, Column
+from ...core.records import StepRecord
+from ...step.plugin import Plugin
+from .growth import AcceleratedGrowth, Growth, RecordHigh
+from .trend import steps_until
+
+#: Logarithms of the growth from which on it speaks: of a weight beyond what it grew before, and of the output. Chosen on the families of
+#: ``benchmarks/foresight/families.py``, whose sound trainings reach 0.04 and 0.23.
+WEIGHTS, OUTPUTS = math.log(1.05), math.log(1.35)
+#: Steps of a training, and after the warm-up of its learning rate, in which weights have to grow.
+_BEGIN, _AFTER_WARM_UP = 150, 100
+#: The finding is written to the run directory with each tenth sign, and at the end.
+_WRITTEN = 10
+RULE = "about-to-diverge"
+ADVICE = "Lower the learning rate by half, clip gradients to their usual norm, or look at what has changed in the data"
+#: Logit of attention from which on its softmax has one winner: Kimi K2 clips there (2025, arXiv 2507.20534, section 2.1).
+CRITICAL_LOGIT = 100.0
+_HEADROOM, _LOGITS = Key(n.SUMMARY, "", "lr_over_critical"), n.ATTENTION_SOURCES["max_logit"]
+
+
+class Foresight(Plugin):
+    """Warns that a training is about to diverge while its loss is still normal, and names the layer that leads.
+
+    Two signs, each over 20 steps against the 120 before: the norm of a weight grows by 5 % more than it did in any 20 of these, while in
+    sound training growth only becomes slower; or the root mean square of the model's output, the median of five measurements, is a third
+    above its highest. How often and how early they come, beside the signs of other tools, is measured in ``make bench-foresight``; see
+    ``docs/guide/foresight.md``. Silent in the first 150 steps, and until 100 steps after the learning rate has stopped rising for the
+    first time.
+
+    The warning becomes the finding ``about-to-diverge`` of :meth:`ModuleMonitor.diagnose`, and mentions what :class:`Headroom` has
+    measured. It adds the norms of parameters and the root mean square of the output, on steps divisible by ``every``, and does not wait
+    for the device.
+
+    Args:
+        every: measured on steps divisible by it, 10 at most.
+
+    Attributes:
+        signs: steps in which one was there, with the tensor that leads; the last thousand.
+
+    Raises:
+        ValueError: ``every`` is out of range.
+    """
+
+    name = "foresight"
+
+    def __init__(self, every: int = 5) -> None:
+        if not 1 <= every <= 10:
+            raise ValueError(f"every has to be from 1 to 10, since growth is that over 20 steps; got {every!r}")
+        self._every = every
+        self._warm_up = _WarmUp()
+        self._weights, self._outputs = AcceleratedGrowth(), RecordHigh()
+        self._headroom: deque[tuple[int, float]] = deque(maxlen=8)
+        self._logits: deque[tuple[int, float]] = deque(maxlen=8)
+        self._first: int | None = None
+        self._facts: list[LoopFinding] = []
+        self.signs: deque[tuple[int, str]] = deque(maxlen=1000)
+
+    def facts(self) -> list[LoopFinding]:
+        """What was found so far: the last one."""
+        return self._facts
+
+    def wants(self, step: int, asked: bool) -> bool:
+        """The steps that it measures in are monitored."""
+        return asked or step % self._every == 0
+
+    def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Ask for what it needs."""
+        output = self.context.make_metric(n.ACTIVATION, "rms", self._every)
+        whole = re.compile(re.escape(n.ROOT))
+        self.context.set_overlay(
+            self.name, [self.context.make_metric(n.PARAMETER, "norm", self._every), replace(output, pattern=whole)]
+        )
+        self.context.request_replan()
+
+    def on_record(self, record: StepRecord) -> None:
+        """Look at the step."""
+        if self._first is None:
+            self._first = record.step
+        self._warm_up.update(record.step, max(record.context.get("lr") or [0.0]))
+        if (value := record.values.get(_HEADROOM)) is not None:
+            self._headroom.append((record.step, value))
+        logits = [value for key, value in record.values.items() if key.source == _LOGITS and key.metric == "max"]
+        if logits:
+            self._logits.append((record.step, max(logits)))
+        if record.step % self._every or not record.applied:
+            return
+        weights = self._grown(record, n.PARAMETER, "norm", self._weights)
+        outputs = self._grown(record, n.ACTIVATION, "rms", self._outputs)
+        begin = max(self._first + _BEGIN, self._warm_up.end + _AFTER_WARM_UP)
+        if record.step < begin:
+            return
+        if weights is not None and weights.excess > WEIGHTS:
+            self._say(record.step, weights, "growth in 20 steps", "most in the 120 steps before")
+        elif outputs is not None and outputs.excess > OUTPUTS:
+            self._say(record.step, outputs, "growth over its highest in the 120 steps before")
+
+    def _say(self, step: int, growth: Growth, now: str, before: str = "") -> None:
+        self.signs.append((step, growth.name))
+        if not self._facts:
+            evidence = {
+                now: math.expm1(growth.now),
+                **({before: math.expm1(growth.before)} if before else {}),
+                **self._forecast(),
+            }
+            self._facts = [LoopFinding(RULE, step, step, 0, (), evidence)]
+            words = ", ".join(f"{name} {value:.3g}" for name, value in evidence.items())
+            self.context.warn("foresight", f"step {step}: a divergence may be near: {growth.name} leads ({words}). {ADVICE}")
+        known = self._facts[0]
+        where = tuple(dict.fromkeys((*known.where, growth.name)))
+        self._facts = [replace(known, last=step, count=known.count + 1, where=where)]
+        if known.count % _WRITTEN == 0:
+            self._write()
+
+    def _write(self) -> None:
+        self.context.annotate_run(foresight=[fact.to_dict() for fact in self._facts])
+
+    def on_leave(self, last: int | None) -> None:
+        """Write what was found to the run directory."""
+        if self._facts:
+            self._write()
+
+    def _forecast(self) -> dict[str, float]:
+        """What the head-room and the logits of attention were, and when they reach the level at which trainings break."""
+        found: dict[str, float] = {}
+        for name, series, level in (
+            ("learning rate over the critical one", self._headroom, 1.0),
+            ("largest logit of attention", self._logits, CRITICAL_LOGIT),
+        ):
+            if series:
+                found[name] = statistics.median(value for _, value in series)
+                if (left := steps_until([step for step, _ in series], [value for _, value in series], level)) is not None:
+                    found[f"{level:g} in about"] = left
+        return found
+
+    def _grown(self, record: StepRecord, source: str, metric: str, watch: AcceleratedGrowth | RecordHigh) -> Growth | None:
+        table = record.tables.get(source)
+        if table is None or not table.has(metric):
+            return None
+        counts, matrices = table.rows[:, Column.COUNT].tolist(), self.context.matrices
+        places = [
+            place
+            for place, name in enumerate(table.names)
+            if (name in matrices if source == n.PARAMETER else name.startswith(n.ROOT) and counts[place] > 1)
+        ]
+        return watch.update(record.step, [table.names[p] for p in places], VIEWS[metric].compute(table.rows[places]).log())
+
+
+class _WarmUp:
+    """Finds the step at which the learning rate stops rising for the first time: attribute ``end``."""
+
+    def __init__(self) -> None:
+        self.end, self._rate, self._is_over = 0, -math.inf, False
+
+    def update(self, step: int, rate: float) -> None:
+        """Take the largest rate of a step."""
+        if not self._is_over:
+            self._is_over = rate <= self._rate
+            self.end, self._rate = step, rate
