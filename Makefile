@@ -29,7 +29,7 @@ torchtitan_tests := tests/test_integration_torchtune.py
 # tests of numbers and of unchanged training
 NUMBERS := tests/test_oracle.py tests/test_no_change.py tests/test_statistics.py
 
-.PHONY: demo test announce test-all test-gpu bench-gpu test-torch test-eager test-compiled test-wheel test-integrations lint bench bench-spikes bench-faults bench-external bench-widths bench-reports images docs gallery browser clean
+.PHONY: demo test announce test-all test-gpu bench-gpu test-torch test-eager test-compiled test-wheel test-integrations lint bench bench-spikes bench-faults bench-external bench-foresight bench-widths bench-reports images docs gallery browser clean
 
 demo: $(DEMO)/.ready
 	$(DEMO)/bin/gradmon demo
@@ -143,6 +143,10 @@ bench-faults: $(VENV)/.ready
 # the same on trainings that other people broke, and on sound ones
 bench-external: $(VENV)/.ready
 	$(VENV)/bin/python -m benchmarks.external.judging
+
+# how early signals come before a divergence, and how often in vain
+bench-foresight: $(VENV)/.ready
+	$(VENV)/bin/python -m benchmarks.foresight.judging
 
 # size of reports, and time to open them
 bench-reports: $(VENV)/.ready browser

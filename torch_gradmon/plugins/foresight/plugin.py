@@ -1,4 +1,4 @@
-"""The plugin that says that a divergence may be near."""
+"""The plugin that warns of a divergence before the loss shows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a growing number reaches a level, if it goes on as it does."""
+"""When a growing number reaches a level, if its trend lasts."""
 
 from __future__ import annotations
 
