@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,9 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from tests.ranks import on_ranks
+from torch_gradmon.analysis.plots import charts
+from torch_gradmon.analysis.plots.panel_set import PanelSet
+from torch_gradmon.analysis.plots.sources import ValueSource
 from torch_gradmon.plugins.headroom.line_search import critical_step
 
 KEY = "gradmon/lr_over_critical"
@@ -54,6 +58,7 @@ def train(
     watched: bool = True,
     steps: int = 21,
     loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None,
+    run_dir: Path | None = None,
     **options: Any,
 ) -> tuple[nn.Module, gradmon.Headroom, list[float | None], Tensor]:
     """The values of each step, and the state of the generator."""
@@ -61,7 +66,7 @@ def train(
     model, x, y = model_of(kind), torch.empty(0), torch.empty(0)
     optimizer, values = make(model.parameters()), list[float | None]()
     headroom = gradmon.Headroom(lambda: (loss_of or plain)(model, x, y), **{"every": 10, **options})
-    monitor = gradmon.watch(model, optimizer, plugins=[headroom]) if watched else None
+    monitor = gradmon.watch(model, optimizer, plugins=[headroom], run_dir=run_dir) if watched else None
     for _ in range(steps):
         x = torch.randn(32, 6)
         y = x[:, :3].argmax(1)
@@ -210,6 +215,14 @@ def test_one_step_is_measured_when_it_is_asked_for() -> None:
             measured.append(step)
     assert measured == [41]
     monitor.detach()
+
+
+def test_the_picture_has_the_critical_rate(tmp_path: Path) -> None:
+    train(adam, run_dir=tmp_path)
+    chart = charts.norm(PanelSet(ValueSource.of_run(gradmon.load_run(tmp_path))))
+    drawn = next(subplot for subplot in chart.subplots if subplot.title == "learning rate / critical")
+    assert list(drawn.guides.values()) == [1.0]
+    assert drawn.lines[0].series.steps == (0, 10, 20)
 
 
 @pytest.mark.parametrize("options", [{"every": 0}, {"evaluations": 2}, {"loss": 3.0}])

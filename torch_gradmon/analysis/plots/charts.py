@@ -56,7 +56,7 @@ def heatmap(
 
 
 def norm(panels: PanelSet) -> LineChart:
-    """The loss, the norm of all gradients before and after clipping with the bound, and the share of clipped steps."""
+    """The loss, the norm of all gradients before and after clipping with the bound, the share of clipped steps, and the head-room."""
     before, after, loss = panels.line("grad_norm"), panels.line("grad_norm_clipped"), panels.loss()
     share, limit = panels.line("clipped_share"), panels.line("clip_limit")
     if not len(before) and not len(loss):
@@ -69,10 +69,12 @@ def norm(panels: PanelSet) -> LineChart:
     norms += lines(("limit of the adaptive clip", limit, colours.GREEN), is_thin=True)
     bound = None if len(limit) else clip_bound(before, after)
     shares = lines(("share of clipped steps", share, colours.PURPLE))
+    headroom = lines(("learning rate over the critical one", panels.line("lr_over_critical"), colours.BLUE))
     subplots = (
         Subplot("loss", lines(("loss", loss, colours.GREY)), is_wide(loss)),
         Subplot("gradient norm", norms, guides={} if bound is None else {"bound": bound}, height=2.0),
         Subplot("clipped share", shares, False, limits=(0.0, 1.05), height=0.7),
+        Subplot("learning rate / critical", headroom, guides={"the step would raise the loss of its batch:": 1.0}),
     )
     return LineChart("loss and gradient norm", tuple(subplot for subplot in subplots if subplot.lines), _marks(panels))
 
