@@ -104,6 +104,7 @@ class Family:
         prepare: changes the models of both.
         held_out: no threshold was chosen on it.
         faulty_options: options that only the model, data or loss of the diverging training gets, over those of both.
+        is_pure: whether the loss may be computed again; otherwise the critical learning rate is not measured.
     """
 
     name: str
@@ -116,6 +117,7 @@ class Family:
     prepare: Callable[[nn.Module], None] | None = None
     held_out: bool = False
     faulty_options: dict[str, Any] = field(default_factory=dict)
+    is_pure: bool = True
 
     def task(self, seed: int, sound: bool = False) -> Task:
         """Model, data and loss of the diverging training, or of the sound one."""

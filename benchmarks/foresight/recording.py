@@ -71,7 +71,7 @@ def record(family: Family, seed: int, sound: bool, steps: int = STEPS) -> Record
     foresight, recorder = gradmon.Foresight(EVERY), _Recorder()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        plugins = [headroom, foresight, recorder]
+        plugins = [*([headroom] if family.is_pure else []), foresight, recorder]
         monitor = gradmon.watch(task.model, optimizer, preset="cheap", plugins=plugins, check_data=False)
         _add_signals(monitor, task.model)
         for step in range(steps):
