@@ -250,7 +250,7 @@ def main() -> None:
             "counts": counted,
             "wrong": faults,
             "out of sight": {case.name: case.out_of_sight for case in CASES if case.out_of_sight},
-            "outcomes": [asdict(outcome) for outcome in outcomes],
+            "outcomes": [asdict(o) for o in outcomes if o.is_refused or o.alarms or (o.rules and not o.named())],
         }
         RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         write_section("external", markdown(result))
