@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.utils.hooks import RemovableHandle
 
 #: Containers within containers that are looked into.
 _DEPTH = 2
@@ -72,27 +71,33 @@ def _tensors_in(path: str, value: Any, registered: Collection[int], depth: int) 
 
 
 class MadeInForward:
-    """Looks for layers that a forward makes: parameters that are registered while it runs, by modules that the model does not have yet."""
+    """Looks for layers that a forward makes: parameters that are registered while it runs, by modules that the model does not have yet.
+    The hook on all modules is taken away with this object, if a forward that raises is the last one.
+    """
 
     def __init__(self) -> None:
-        self._handle: RemovableHandle | None = None
-        self._made = self._in_turn = 0
+        self._remove: weakref.finalize[Any, MadeInForward] | None = None
+        self._made: list[int] = []
+        self._in_turn = 0
 
     def begin(self, module: nn.Module) -> None:
         """A forward of ``module`` begins."""
         self.end()
-        known = {id(each) for each in module.modules()}
+        known, made = {id(each) for each in module.modules()}, self._made
 
         def registered(owner: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-            self._made += parameter is not None and parameter.requires_grad and id(owner) not in known
+            if parameter is not None and parameter.requires_grad and id(owner) not in known:
+                made.append(id(parameter))
 
-        self._handle = register_module_parameter_registration_hook(registered)
+        self._remove = weakref.finalize(self, register_module_parameter_registration_hook(registered).remove)
+        self._remove.atexit = False
 
     def end(self) -> float:
         """The forward is over. How many it made, if the last ones all made some; else 0."""
-        if self._handle is None:
+        if self._remove is None:
             return 0.0
-        self._handle.remove()
-        self._handle, made, self._made = None, self._made, 0
+        self._remove()
+        self._remove, made = None, len(self._made)
+        self._made.clear()
         self._in_turn = self._in_turn + 1 if made else 0
         return float(made) if self._in_turn >= _IN_TURN else 0.0
