@@ -135,10 +135,41 @@ def test_dormant_units(activation: Callable[[], nn.Module]) -> None:
         model[0].bias[10:20] -= torch.linspace(0, 6, 10)
     batches = [draw(5, 6), draw(11, 6, seed=2)]
     found, _ = outputs_of(model, "dormant", batches, "^1$")
-    sizes = model[1](model[0](torch.cat(batches))).detach().double().abs().mean(0)
-    expected = float((sizes <= 0.025 * sizes.mean()).double().mean())
-    assert found == {"activation/1/dormant": pytest.approx(expected)}
-    assert expected >= 0.25
+    sizes = [model[1](model[0](batch)).detach().double().abs().mean(0) for batch in batches]
+    shares = [float((size <= 0.025 * size.mean()).double().mean()) for size in sizes]
+    assert found == {"activation/1/dormant": pytest.approx(sum(shares) / 2)}
+    assert min(shares) >= 0.25
+
+
+def test_outputs_of_different_widths_have_units_of_their_own() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act, self.one, self.two = nn.ReLU(), nn.Linear(4, 64), nn.Linear(64, 40)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(self.two(self.act(self.one(x) - torch.arange(64).ge(48) * 99.0)))
+
+    torch.manual_seed(0)
+    model = Twice()
+    found, _ = outputs_of(model, "dormant", [draw(20, 4)], "^act$")
+    first = model.act(model.one(draw(20, 4)) - torch.arange(64).ge(48) * 99.0)
+    second = model.act(model.two(first))
+    shares = [float((s <= 0.025 * s.mean()).double().mean()) for s in (first.double().mean(0), second.double().mean(0))]
+    assert found["activation/act/dormant"] == pytest.approx(sum(shares) / 2)
+
+
+def test_what_is_not_finite_is_no_share() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU())
+    batch = draw(4, 6)
+    batch[1] = math.nan
+    for metric in ("dormant", "singular_side"):
+        found, _ = outputs_of(model, metric, [batch], "^0$")
+        assert math.isnan(found[f"activation/0/{metric}"])
+    nn.init.zeros_(model[0].weight)
+    found, missing = outputs_of(model, "singular_side", [draw(4, 6)], "^0$")
+    assert not found
+    assert missing["activation/0/singular_side"] == "the weight is zero"
 
 
 def test_units_of_a_convolution_are_its_channels() -> None:
@@ -157,27 +188,29 @@ def test_inputs_on_one_side_of_the_first_singular_vector() -> None:
         layer.weight += 3 * draw(24, 1) @ draw(1, 16, seed=3)
     model = nn.Sequential(layer, nn.ReLU(), nn.Linear(24, 2))
     batches = [draw(7, 16), draw(30, 16, seed=2)]
-    found, missing = outputs_of(model, "sign_diversity", batches, "^[01]$")
-    first = torch.linalg.svd(layer.weight.detach().double()).Vh[0]
+    found, missing = outputs_of(model, "singular_side", batches, "^[01]$")
+    left, _, right = torch.linalg.svd(layer.weight.detach().double())
+    first = right[0] * left[left[:, 0].abs().argmax(), 0].sign()
     share = float((torch.cat(batches).double() @ first > 0).double().mean())
-    assert found == {"activation/0/sign_diversity": pytest.approx(min(share, 1 - share))}
-    assert "no Linear" in missing["activation/1/sign_diversity"]
-    one_sided = [first.float() + 0.1 * draw(20, 16)]
-    assert outputs_of(model, "sign_diversity", one_sided, "^0$")[0]["activation/0/sign_diversity"] == 0
+    assert found == {"activation/0/singular_side": pytest.approx(share)}
+    assert "no Linear" in missing["activation/1/singular_side"]
+    for side in (0, 1):
+        one_sided = [(2 * side - 1) * first.float() + 0.1 * draw(20, 16)]
+        assert outputs_of(model, "singular_side", one_sided, "^0$")[0]["activation/0/singular_side"] == side
 
 
 def test_a_parametrized_weight_is_left_alone() -> None:
     model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), nn.Linear(6, 2))
-    found, missing = outputs_of(model, "sign_diversity", [draw(4, 6)], "^0$")
+    found, missing = outputs_of(model, "singular_side", [draw(4, 6)], "^0$")
     assert not found
-    assert "activation/0/sign_diversity" in missing
+    assert "activation/0/singular_side" in missing
 
 
 def test_no_metric_holds_a_layer_alive() -> None:
     model = nn.Sequential(nn.Linear(6, 6))
     reference = weakref.ref(model[0])
     monitor = gradmon.ModuleMonitor(model)
-    monitor.add_activation_metric("sign_diversity")
+    monitor.add_activation_metric("singular_side")
     monitor.add_activation_metric("dormant")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor.attach(optimizer)
@@ -213,3 +246,11 @@ def test_the_participation_ratio_of_features() -> None:
     assert found["activation/1/participation_ratio"] == pytest.approx(sum(ratios) / 2, rel=1e-5)
     found, _ = outputs_of(model, "participation_ratio", batches[:1], "^2$", of="input")
     assert found["input/2/participation_ratio"] == pytest.approx(ratios[0], rel=1e-5)
+
+
+def test_the_units_of_a_convolution_are_its_channels_there_too() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.Flatten(), nn.Linear(8 * 16, 2))
+    batch = draw(4, 1, 6, 6)
+    values = torch.linalg.svdvals(model[0](batch).detach().double().movedim(1, -1).flatten(0, -2)).square()
+    found, _ = outputs_of(model, "participation_ratio", [batch], "^0$")
+    assert found["activation/0/participation_ratio"] == pytest.approx(float(values.sum() ** 2 / values.square().sum()), rel=1e-5)

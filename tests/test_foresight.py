@@ -15,7 +15,10 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from tests.ranks import on_ranks
+from torch_gradmon.analysis.diagnosis.rules.foresight import _has_risen
+from torch_gradmon.analysis.diagnosis.series import Series
 from torch_gradmon.plugins.foresight.growth import AcceleratedGrowth, Growth, RecordHigh
+from torch_gradmon.plugins.foresight.plugin import _WarmUp
 from torch_gradmon.plugins.foresight.trend import steps_until
 
 STEPS, CHANGE = 320, 200
@@ -68,9 +71,18 @@ def test_a_record_high_by_its_definition(every: int) -> None:
 def test_a_tensor_that_is_new_begins_a_new_past() -> None:
     watch = AcceleratedGrowth(over=2, past=4)
     for step in range(10):
-        assert (watch.update(step, ("a",), torch.zeros(1)) is not None) == (step >= 4)
+        assert (watch.update(step, ("a",), torch.full((1,), 0.1 * step)) is not None) == (step >= 4)
     assert watch.update(10, ("a", "b"), torch.zeros(2)) is None
     assert watch.update(3, ("a", "b"), torch.zeros(2)) is None  # the run went back
+
+
+def test_what_rested_is_left_out() -> None:
+    watch = AcceleratedGrowth(over=2, past=4)
+    for step in range(30):
+        moving, unfrozen = 0.01 * step, 0.0 if step < 15 else 0.5 * (step - 14)
+        found = watch.update(step, ("moving", "unfrozen"), torch.tensor([moving, unfrozen], dtype=torch.float64))
+        assert found is None or found.name == "moving" or step > 20
+        assert found is None or found.excess < 1e-9
 
 
 def test_what_is_not_finite_is_no_growth() -> None:
@@ -99,7 +111,7 @@ def train(
     steps: int = STEPS,
     watched: bool = True,
     every: int = 5,
-    extra: tuple[Any, ...] = (),
+    add: Callable[[gradmon.ModuleMonitor], None] = lambda monitor: None,
     **options: Any,
 ) -> tuple[nn.Module, gradmon.Foresight, gradmon.ModuleMonitor | None, list[float]]:
     """A small classifier under SGD, whose learning rate and inputs can change on the way."""
@@ -108,7 +120,9 @@ def train(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     foresight, losses = gradmon.Foresight(every), list[float]()
-    monitor = gradmon.watch(model, optimizer, plugins=[foresight, *extra], **options) if watched else None
+    monitor = gradmon.watch(model, optimizer, plugins=[foresight], **options) if watched else None
+    if monitor is not None:
+        add(monitor)
     generator = torch.Generator().manual_seed(1)
     for step in range(steps):
         x = torch.randn(64, 8, generator=generator)
@@ -221,6 +235,67 @@ def test_head_room_is_part_of_what_it_says() -> None:
             optimizer.step()
         monitor.get_step_metrics()
     monitor.detach()
+
+
+@pytest.mark.parametrize("by_stairs", [False, True])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_warm_up_ends_when_no_rate_is_new_for_a_hundred_steps(by_stairs: bool, groups: int) -> None:
+    warm_up = _WarmUp()
+    over = []
+    for step in range(500):
+        rate = min(step // 50 * 50 if by_stairs else step, 200) / 200
+        warm_up.update(step, [1.0, rate][2 - groups :] if groups == 2 else [rate])
+        over.append(warm_up.is_over)
+    assert over.index(True) == 300
+
+
+def test_a_metric_of_the_script_with_the_same_name_leaves_it_the_rest() -> None:
+    def add(monitor: gradmon.ModuleMonitor) -> None:
+        monitor.add_parameter_metric("norm", metric_regex="^4", every=50)
+        monitor.add_activation_metric("rms", metric_regex="^0$")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert train(rising, add=add)[1].signs == train(rising)[1].signs
+
+
+def test_attaching_again_begins_a_new_past() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 4), torch.randn(64, 8)
+    optimizer, foresight = torch.optim.SGD(model.parameters(), lr=0.05), gradmon.Foresight()
+    for factor in (1.0, 50.0):
+        monitor = gradmon.watch(model, optimizer, plugins=[foresight])
+        with torch.no_grad():
+            model.weight *= factor
+        for _ in range(170):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), x[:, :4].argmax(1)).backward()
+            optimizer.step()
+        monitor.get_step_metrics()
+        monitor.detach()
+    assert not foresight.signs
+
+
+def test_a_rewind_forgets_signs_of_the_other_branch() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, foresight, _, _ = train(rising)
+    assert foresight.facts()
+    foresight.context = type("Context", (), {"annotate_run": staticmethod(lambda **facts: None)})()  # type: ignore[assignment]
+    kept = foresight.state_dict()
+    foresight.on_rewind(100)
+    assert foresight.facts() == []
+    foresight.load_state_dict(kept)
+    assert foresight.state_dict() == kept
+
+
+@pytest.mark.parametrize("shift", [0.0, -5.0, 1000.0])
+def test_the_loss_has_risen_by_its_own_normal(shift: float) -> None:
+    noise = torch.randn(300, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 0.02
+    for rise in (0.0, 1.0):
+        values = [shift + 0.5 + float(noise[step]) + rise * (step > 250) for step in range(300)]
+        assert _has_risen(Series.of(enumerate(values)), 240) == (rise > 0)
+    assert not _has_risen(Series(), 240)
 
 
 @pytest.mark.parametrize("every", [0, 11, -1])

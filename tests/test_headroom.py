@@ -217,6 +217,29 @@ def test_one_step_is_measured_when_it_is_asked_for() -> None:
     monitor.detach()
 
 
+def test_what_is_asked_for_in_a_step_with_a_closure_is_not_asked_for_for_ever() -> None:
+    torch.manual_seed(0)
+    model, x = model_of("plain"), torch.randn(32, 6)
+    optimizer = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=2)
+    headroom = gradmon.Headroom(lambda: plain(model, x, x[:, :3].argmax(1)), every=None)
+    monitor = gradmon.watch(model, optimizer, plugins=[headroom], every=1000)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = plain(model, x, x[:, :3].argmax(1))
+        loss.backward()
+        return loss
+
+    monitored = []
+    for step in range(20):
+        if step == 5:
+            headroom.ask()
+        monitored.append(monitor.is_step_monitored(step))
+        optimizer.step(closure)
+    assert [step for step, is_so in enumerate(monitored) if is_so] == [0, 5]
+    monitor.detach()
+
+
 def test_the_picture_has_the_critical_rate(tmp_path: Path) -> None:
     train(adam, run_dir=tmp_path)
     chart = charts.norm(PanelSet(ValueSource.of_run(gradmon.load_run(tmp_path))))

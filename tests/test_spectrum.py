@@ -59,7 +59,7 @@ def test_the_participation_ratio_against_all_singular_values(name: str) -> None:
 def test_features_of_more_dimensions_have_rows_of_the_last() -> None:
     features = draw(3, 5, 7)
     assert participation_ratio(features) == participation_ratio(features.reshape(15, 7))
-    assert participation_ratio(torch.zeros(4, 4)) == math.inf
+    assert participation_ratio(torch.zeros(4, 4)) == 0
     assert participation_ratio(torch.ones(4)) is None
     assert participation_ratio(torch.full((4, 4), math.nan)).isnan()
 

@@ -107,5 +107,5 @@ def _add_signals(monitor: Any, model: nn.Module) -> None:
     if linear:
         these = "|".join(f"^{name}$" for name in linear)
         monitor.add_activation_metric("logsumexp_square", metric_regex=f"^{linear[-1]}$", every=EVERY)
-        for metric in ("participation_ratio", "sign_diversity"):
+        for metric in ("participation_ratio", "singular_side"):
             monitor.add_activation_metric(metric, metric_regex=these, every=EVERY)

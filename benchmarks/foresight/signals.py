@@ -62,9 +62,11 @@ def _whole(name: str) -> Callable[[StepRecord], _Values | None]:
     return read
 
 
-def _keys(source: str, metric: str, falls: bool = False) -> Callable[[StepRecord], _Values | None]:
+def _keys(source: str, metric: str, falls: bool = False, rarer: bool = False) -> Callable[[StepRecord], _Values | None]:
     def read(record: StepRecord) -> _Values | None:
         found = {key.name: value for key, value in record.values.items() if key.source == source and key.metric == metric}
+        if rarer:  # of two shares, the one that vanishes
+            return _logs({name: min(value, 1 - value) for name, value in found.items()}, falls=True)
         return _logs(found, falls)
 
     return read
@@ -112,7 +114,12 @@ SIGNALS = (
     Signal(
         "stable rank, fall faster than before", _keys(n.PARAMETER, "stable_rank", True), AcceleratedGrowth, "arXiv 2602.01734"
     ),
-    Signal("sign diversity below its lowest", _keys(n.ACTIVATION, "sign_diversity", True), RecordHigh, "arXiv 2510.04202"),
+    Signal(
+        "inputs on one side of a singular vector",
+        _keys(n.ACTIVATION, "singular_side", rarer=True),
+        RecordHigh,
+        "arXiv 2510.04202",
+    ),
     Signal("participation ratio below its lowest", _keys(n.ACTIVATION, "participation_ratio", True), RecordHigh),
     Signal("largest logit of attention above its highest", _keys(_LOGITS, "max"), RecordHigh, "arXiv 2507.20534"),
     Signal("entropy of attention below its lowest", _keys(_ENTROPY, "min", True), RecordHigh, "arXiv 2303.06296"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,23 @@ from ..step.parameter_refs import Place
 from ..step.plan import SourcePlan
 from .measurer import Measurement, Measurer
 from .parameter_functions import TurnOf
+
+#: Elements of the updates that functions get at once, unless one tensor has more.
+_TOGETHER = 2**22
+
+
+def _together(positions: Sequence[int], tensors: Mapping[int, Tensor]) -> Iterator[list[int]]:
+    """The positions in groups of few elements, or of one tensor."""
+    group: list[int] = []
+    count = 0
+    for position in positions:
+        if group and count + tensors[position].numel() > _TOGETHER:
+            yield group
+            group, count = [], 0
+        group.append(position)
+        count += tensors[position].numel()
+    if group:
+        yield group
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
@@ -160,8 +177,7 @@ class ParameterCapture:
         plan = self._plans[UPDATE]
         self._measurer.statistics(Measurement(self._buffer, plan, after, second=before, are_parts=True))
         self._measure_base(plan, before)
-        for position in plan.functions.keys() & after.keys():
-            self._run_functions(plan, position, before[position], after[position])
+        self._run_functions(plan, before, after)
         states = self._plans[OPTIMIZER]
         if not states.empty:
             owned = {p: whole for p in positions if (whole := self._whole(p, states.names[p])) is not None}
@@ -172,18 +188,28 @@ class ParameterCapture:
             }
             self._measurer.run_functions(Measurement(self._buffer, states, kept))
 
-    def _run_functions(self, plan: SourcePlan, position: int, before: Tensor, after: Tensor) -> None:
-        """Run the functions of a change, and those of the change beside what was there."""
+    def _run_functions(self, plan: SourcePlan, before: Mapping[int, Tensor], after: Mapping[int, Tensor]) -> None:
+        """Run the functions of changes, and those of changes beside what was there, a few tensors at a time: the changes are copies."""
         assert self._buffer is not None
-        wide = torch.promote_types(after.dtype, torch.float32)
-        before = before.to(wide)
-        change = after.to(wide) - before
-        beside = tuple(metric for metric in plan.functions[position] if isinstance(metric.function, TurnOf))
-        alone = tuple(metric for metric in plan.functions[position] if metric not in beside)
-        for metrics, value in ((alone, change), (beside, {"param": before, "change": change})):
-            if metrics:
-                part = replace(plan, functions={position: metrics})
-                self._measurer.run_functions(Measurement(self._buffer, part, {position: value}))
+        elsewhere = {p: metrics for p, metrics in plan.functions.items() if p not in after}
+        if elsewhere:  # they get the reason
+            self._measurer.run_functions(Measurement(self._buffer, replace(plan, functions=elsewhere), {}))
+        for positions in _together([position for position in plan.functions if position in after], after):
+            alone: dict[int, Any] = {}
+            beside: dict[int, Any] = {}
+            for position in positions:
+                wide = torch.promote_types(after[position].dtype, torch.float32)
+                base = before[position].to(wide)
+                alone[position] = after[position].to(wide) - base
+                beside[position] = {"param": base, "change": alone[position]}
+            for values, takes_both in ((alone, False), (beside, True)):
+                functions = {
+                    p: kept
+                    for p in positions
+                    if (kept := tuple(m for m in plan.functions[p] if isinstance(m.function, TurnOf) == takes_both))
+                }
+                if functions:
+                    self._measurer.run_functions(Measurement(self._buffer, replace(plan, functions=functions), values))
 
     def _whole(self, position: int, name: str) -> Tensor | None:
         """The tensor in the optimizer's groups, unless it stands for other parameters too."""

@@ -19,9 +19,7 @@ class ForModule(Protocol):
     """A metric's function that depends on the module whose output it gets."""
 
     def bind(self, module: Any) -> Callable[..., Any] | str:
-        """The function for ``module`` (None if only its name is known), or the reason why there is none. Its attribute ``aggregation``, if
-        it has one, takes the place of the metric's.
-        """
+        """The function for ``module`` (None if only its name is known), or the reason why there is none."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..capture.coordinate_check.terms import RCC_BUILT_INS
 from ..capture.measurer import Measurer
-from ..capture.modules.unit_metrics import ACTIVATION_BUILT_INS
+from ..capture.modules.unit_metrics import ACTIVATION_BUILT_INS, INPUT_BUILT_INS
 from ..capture.parameter_functions import OPTIMIZER_BUILT_INS, UPDATE_BUILT_INS
 from ..core import keys as n
 from ..core import validation as check
@@ -172,7 +172,8 @@ def _replica_check(
 def _planner(config: MonitorConfig, model: nn.Module | None) -> Planner:
     outputs = {**VIEW_BUILT_INS[n.ACTIVATION], **ACTIVATION_BUILT_INS}
     updates = {**VIEW_BUILT_INS[n.UPDATE], **UPDATE_BUILT_INS}
-    own = {n.ACTIVATION: outputs, n.UPDATE: updates, n.OPTIMIZER: OPTIMIZER_BUILT_INS}
+    inputs = {**VIEW_BUILT_INS[n.INPUT], **INPUT_BUILT_INS}
+    own = {n.ACTIVATION: outputs, n.INPUT: inputs, n.UPDATE: updates, n.OPTIMIZER: OPTIMIZER_BUILT_INS}
     registry = Registry({**VIEW_BUILT_INS, **RCC_BUILT_INS, **own})
     excluded = compiled("excluded_modules_regex", config.excluded_modules_regex)
     distinct = compiled("rank_distinct_regex", config.rank_distinct_regex)

@@ -46,8 +46,7 @@ def stable_rank(tensor: Tensor) -> Tensor | None:
 @torch.no_grad()
 def participation_ratio(tensor: Tensor) -> Tensor | None:
     """How many directions the rows of features ``[..., units]`` fill: the square of the sum of squared singular values over the sum of
-    their fourth powers, an effective rank from 1 to the rank: 0-d. None below two dimensions; infinite for zeros: that marks an undefined
-    value on the device.
+    their fourth powers, an effective rank from 1 to the rank, 0 for zeros: 0-d. None below two dimensions.
 
     It is ``exp(H2)`` of Renyi's entropy of order 2 where Roy and Vetterli (2007, EUSIPCO, definition 1) take Shannon's of the singular
     values, and needs one product of the features with themselves instead of a decomposition. In float32 for narrower types. Does not
@@ -59,19 +58,23 @@ def participation_ratio(tensor: Tensor) -> Tensor | None:
     gram = rows @ rows.mT if len(rows) < rows.shape[1] else rows.mT @ rows
     wide = accumulator_dtype(rows.device)
     whole, squares = gram.diagonal().sum(dtype=wide), gram.square().sum(dtype=wide)
-    return torch.where(squares == 0, torch.inf, whole.square() / squares)
+    return torch.where(squares == 0, 0.0, whole.square() / squares)
 
 
 @torch.no_grad()
 def first_left_vector(matrix: Tensor) -> Tensor | None:
-    """The left singular vector of the largest singular value, ``[rows]``, of length 1 and either sign. See :func:`spectral_norm`."""
+    """The left singular vector of the largest singular value, ``[rows]``, of length 1, its largest element positive; zeros for zeros.
+
+    See :func:`spectral_norm` for its accuracy: where singular values lie close together, as at the first step of most models, it is a
+    mixture of the vectors of the largest ones.
+    """
     if (scaled := _scaled(matrix)) is None:
         return None
     lefts, small = _bidiagonal(scaled[0], min(_STEPS, *scaled[0].shape))
     power, _ = _powers(small)
     vector = power[:, power.diagonal().argmax()].to(lefts.dtype) @ lefts
     unit: Tensor = vector / vector.norm().clamp(min=torch.finfo(vector.dtype).tiny)
-    return unit
+    return unit * unit[unit.abs().argmax()].sign()
 
 
 def _scaled(tensor: Tensor) -> tuple[Tensor, Tensor] | None:

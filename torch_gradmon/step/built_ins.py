@@ -9,7 +9,7 @@ from typing import Any
 from ..core import keys as n
 from ..core.metric import ForModule
 from ..core.moments import VIEWS, Column
-from ..statistics import histogram, kurtosis, logits, spectrum
+from ..statistics import attention, histogram, kurtosis, spectrum
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,13 @@ def _of_parameters(subject: str) -> dict[str, BuiltIn]:
 
 
 def _of_features(subject: str) -> dict[str, BuiltIn]:
-    directions = f"participation ratio of the {subject}: how many directions its rows fill; mean of the micro-batches"
     mean, square = (
         f"mean{what} over the rows of the {subject}" for what in (" of log(sum(exp(x)))", " square of log(sum(exp(x)))")
     )
     return {
         **_of_tensors(subject),
-        spectrum.PARTICIPATION_RATIO: BuiltIn(frozenset(), "1", directions, spectrum.participation_ratio),
-        "logsumexp": BuiltIn(frozenset(), "nats", mean, logits.logsumexp),
-        "logsumexp_square": BuiltIn(frozenset(), "nats^2", square, logits.logsumexp_square),
+        "logsumexp": BuiltIn(frozenset(), "nats", mean, attention.logsumexp),
+        "logsumexp_square": BuiltIn(frozenset(), "nats^2", square, attention.logsumexp_square),
     }
 
 

@@ -25,9 +25,11 @@ _UNDEFINED = {
     "grad_momentum_cosine": "the gradient or the momentum is zero",
     kurtosis.NAME: "all its elements are equal",
     spectrum.STABLE_RANK: "all its elements are zero",
-    spectrum.PARTICIPATION_RATIO: "all its elements are zero",
-    "angle": "the parameter is zero before the step, or after it",
-    "growth": "the parameter is zero before the step",
+}
+_UNDEFINED_OF = {
+    (n.UPDATE, "angle"): "the parameter is zero before the step, or after it",
+    (n.UPDATE, "growth"): "the parameter is zero before the step",
+    (n.ACTIVATION, "singular_side"): "the weight is zero",
 }
 _CLASS_OF_HISTOGRAM = f"{histogram.NAME}."
 
@@ -57,8 +59,9 @@ def assemble(
         custom = {key: value for key, value in custom.items() if key.source != n.UPDATE}
     if not facts.applied:
         absent[n.UPDATE, ""] = absent[n.OPTIMIZER, ""] = "the step was not applied"
-    undefined = [key for key, value in custom.items() if key.metric in _UNDEFINED and value == n.UNDEFINED]
-    absent.update({(key.source, f"{key.name}/{key.metric}"): _UNDEFINED[key.metric] for key in undefined})
+    marked = (key for key, value in custom.items() if value == n.UNDEFINED)
+    undefined = {key: why for key in marked if (why := _UNDEFINED.get(key.metric) or _UNDEFINED_OF.get((key.source, key.metric)))}
+    absent.update({(key.source, f"{key.name}/{key.metric}"): why for key, why in undefined.items()})
     custom = _without_empty_classes(custom, absent)
     # a sum over a part of the model must not be taken for one over the whole
     whole = {source: table for source, table in tables.items() if source not in facts.refused}

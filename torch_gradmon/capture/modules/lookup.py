@@ -141,8 +141,7 @@ def _asked(metrics: Iterable[Metric], module: nn.Module | None, split: bool, col
             if isinstance(bound, str):
                 reasons[metric.name] = bound
             else:
-                merge = getattr(bound, "aggregation", metric.aggregation)
-                functions.append(replace(metric, function=bound, aggregation=merge))
+                functions.append(replace(metric, function=bound))
         else:
             functions.append(metric)
     return RequestedMetrics(columns if views else frozenset(), tuple(views), tuple(functions), dead, split, reasons)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ...core.accelerator import keep_for_current_stream
-from ...core.keys import ACTIVATION, Key
-from ...statistics.spectrum import first_left_vector
+from ...core.keys import ACTIVATION, UNDEFINED, Key
+from ...statistics.spectrum import PARTICIPATION_RATIO, first_left_vector, participation_ratio
 from ...statistics.tensor_access import NARROW, accumulator_dtype, refusal, threshold
 from ...step.buffer import StepBuffer
 from ...step.built_ins import BuiltIn
@@ -77,39 +77,30 @@ class UnitsOf:
         return 1 if channels and output.dim() >= 3 else output.dim() - 1
 
 
-class _DormantUnits:
-    """The dormant units of one module's output.
-
-    Args:
-        module: see :class:`UnitsOf`.
-    """
-
-    def __init__(self, module: Any) -> None:
-        self._units_of, self._units = UnitsOf(module), 1
-
-    def __call__(self, output: Tensor) -> Tensor | None:
-        """The sum of |x| of each unit: ``[units]``."""
-        if not output.dim() or output.layout != torch.strided:
-            return None
-        dim = self._units_of.dim(output)
-        self._units = output.shape[dim]
-        wide = output.abs().to(accumulator_dtype(output.device))
-        return wide.movedim(dim, 0).reshape(self._units, -1).sum(dim=1)
-
-    def aggregation(self, sums: Tensor) -> Tensor:
-        """The share of units whose mean |x| is :data:`DORMANT_SHARE` of the mean over the units or less, from the sums of all
-        micro-batches, one after the other.
-        """
-        whole = sums.reshape(-1, self._units).sum(dim=0)
-        return (whole <= DORMANT_SHARE * whole.mean()).to(whole.dtype).mean()
-
-
 class _Dormant:
     def bind(self, module: Any) -> Callable[[Tensor], Tensor | None] | str:
-        return _DormantUnits(module)
+        units_of = UnitsOf(module)
+
+        def share(output: Tensor) -> Tensor | None:
+            """Of the units whose mean |x| is :data:`DORMANT_SHARE` of the mean over the units or less; NaN with what is not finite."""
+            if not output.dim() or output.layout != torch.strided:
+                return None
+            dim = units_of.dim(output)
+            others = [other for other in range(output.dim()) if other != dim]
+            wide = accumulator_dtype(output.device)
+            sums = torch.linalg.vector_norm(output, 1, dim=others, dtype=wide) if others else output.abs().to(wide)
+            return torch.where(sums.isfinite().all(), (sums <= DORMANT_SHARE * sums.mean()).to(wide).mean(), torch.nan)
+
+        return share
 
 
-class _SignDiversity:
+class _Participation:
+    def bind(self, module: Any) -> Callable[[Tensor], Tensor | None] | str:
+        units_of = UnitsOf(module)
+        return lambda x: participation_ratio(x.movedim(units_of.dim(x), -1)) if x.dim() else None
+
+
+class _SingularSide:
     def bind(self, module: Any) -> Callable[[Tensor], Tensor | None] | str:
         if not isinstance(module, nn.Linear):
             return "its module is no Linear, whose output shows on which side of a singular vector an input lies"
@@ -120,25 +111,17 @@ class _SignDiversity:
             alive = reference()
             # the attribute could be a parametrization that runs
             weight = None if alive is None else alive._parameters.get("weight")
-            if (
-                alive is None
-                or weight is None
-                or not output.dim()
-                or refusal(weight) is not None
-                or (vector := first_left_vector(weight)) is None
-            ):
+            if alive is None or weight is None or not output.dim() or refusal(weight) is not None:
+                return None
+            if (vector := first_left_vector(weight)) is None:
                 return None
             bias = alive._parameters.get("bias")
             wide = output.to(vector.dtype) if bias is None else output.to(vector.dtype) - bias.to(vector.dtype)
-            return (wide @ vector > 0).to(vector.dtype)
+            along = wide @ vector
+            found = torch.where(along.isnan(), torch.nan, (along > 0).to(vector.dtype))
+            return torch.where(vector.any(), found, UNDEFINED)
 
         return sides
-
-
-def rarer_side(sides: Tensor) -> Tensor:
-    """The share of the rarer value of zeros and ones."""
-    share = sides.mean()
-    return torch.minimum(share, 1 - share)
 
 
 class DeadUnits:
@@ -226,6 +209,15 @@ class _Dead:
 
 
 DEAD = _Dead()
+#: Built-in metrics of inputs, and of outputs too.
+INPUT_BUILT_INS = {
+    PARTICIPATION_RATIO: BuiltIn(
+        frozenset(),
+        "1",
+        "participation ratio: how many directions the rows of units fill; mean of the micro-batches",
+        _Participation(),
+    )
+}
 #: Built-in metrics of outputs, in addition to the views of statistics.
 ACTIVATION_BUILT_INS = {
     "dead": BuiltIn(
@@ -237,14 +229,14 @@ ACTIVATION_BUILT_INS = {
     "dormant": BuiltIn(
         frozenset(),
         "share",
-        f"share of units whose mean |output| is {DORMANT_SHARE} of the mean over units or less",
+        f"share of units whose mean |output| is {DORMANT_SHARE} of the mean over units or less; mean of the micro-batches",
         _Dormant(),
     ),
-    "sign_diversity": BuiltIn(
+    "singular_side": BuiltIn(
         frozenset(),
         "share",
-        "share of the inputs of a Linear that lie on the rarer side of its weight's first singular vector, 0.5 at most",
-        _SignDiversity(),
-        rarer_side,
+        "share of the inputs of a Linear on one side of the first singular vector of its weight: 0 or 1 if all lie on one side",
+        _SingularSide(),
     ),
+    **INPUT_BUILT_INS,
 }

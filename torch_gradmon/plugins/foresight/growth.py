@@ -61,6 +61,7 @@ class _Window:
 
 class AcceleratedGrowth:
     """Compares the growth over the last steps with the growth over as many steps before: in sound training it only becomes slower.
+    What has rested for as long in its past, as a frozen weight does, is left out.
 
     Args:
         over: the steps of one growth.
@@ -79,7 +80,12 @@ class AcceleratedGrowth:
             return None
         rate = logs - first
         self._rates.add(step, names, rate)
-        return _furthest(names, rate, self._rates.between(step - self._over - self._past, step - self._over))
+        past = self._rates.between(step - self._over - self._past, step - self._over)
+        if not past:
+            return None
+        rates = torch.stack(past)
+        rate = torch.where((rates == 0).any(dim=0), -torch.inf, rate)
+        return _furthest(names, rate, rates.amax(dim=0).clamp(min=0))
 
 
 class RecordHigh:
@@ -106,13 +112,12 @@ class RecordHigh:
         past = self._medians.between(step - self._gap - self._past, step - self._gap)
         if not past:
             return None
-        return _furthest(names, middle - torch.stack(past).amax(dim=0), [torch.zeros_like(middle)])
+        return _furthest(names, middle - torch.stack(past).amax(dim=0), torch.zeros_like(middle))
 
 
-def _furthest(names: Sequence[str], now: Tensor, past: Sequence[Tensor]) -> Growth | None:
-    if not past or not len(now):
+def _furthest(names: Sequence[str], now: Tensor, before: Tensor) -> Growth | None:
+    if not len(now):
         return None
-    before = torch.stack(list(past)).amax(dim=0).clamp(min=0)
     excess = now - before
     place = int(excess.nan_to_num(-torch.inf, -torch.inf, -torch.inf).argmax())
     found = Growth(names[place], float(now[place]), float(before[place]))

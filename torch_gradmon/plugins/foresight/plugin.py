@@ -8,6 +8,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -26,6 +27,10 @@ from .trend import steps_until
 WEIGHTS, OUTPUTS = math.log(1.05), math.log(1.35)
 #: Steps of a training, and after the warm-up of its learning rate, in which weights have to grow.
 _BEGIN, _AFTER_WARM_UP = 150, 100
+#: Elements in a step that an output has at least; fewer are a loss, or noise.
+_ELEMENTS = 64
+#: Steps without a sign after which the next one is a new finding.
+_OVER = 1000
 #: The finding is written to the run directory with each tenth sign, and at the end.
 _WRITTEN = 10
 RULE = "about-to-diverge"
@@ -38,15 +43,15 @@ _HEADROOM, _LOGITS = Key(n.SUMMARY, "", "lr_over_critical"), n.ATTENTION_SOURCES
 class Foresight(Plugin):
     """Warns that a training is about to diverge while its loss is still normal, and names the layer that leads.
 
-    Two signs, each over 20 steps against the 120 before: the norm of a weight grows by 5 % more than it did in any 20 of these, while in
-    sound training growth only becomes slower; or the root mean square of the model's output, the median of five measurements, is a third
-    above its highest. How often and how early they come, beside the signs of other tools, is measured in ``make bench-foresight``; see
-    ``docs/guide/foresight.md``. Silent in the first 150 steps, and until 100 steps after the learning rate has stopped rising for the
-    first time.
+    Two signs, each over 20 steps against the 120 before: the growth of a weight's norm exceeds the largest one in these by five
+    percentage points, while in sound training growth only becomes slower; or the root mean square of the model's output, the median of
+    five measurements, is a third above its highest. How often and how early they come, beside other signals, is measured by
+    ``make bench-foresight``; see ``docs/guide/foresight.md``. Silent in the first 150 steps, after a resumption too, and until no learning
+    rate has been higher than ever before for 100 steps.
 
     The warning becomes the finding ``about-to-diverge`` of :meth:`ModuleMonitor.diagnose`, and mentions what :class:`Headroom` has
-    measured. It adds the norms of parameters and the root mean square of the output, on steps divisible by ``every``, and does not wait
-    for the device.
+    measured. It adds the norms of parameters and the root mean square of the output, on steps divisible by ``every``, which are monitored
+    for it, and does not wait for the device.
 
     Args:
         every: measured on steps divisible by it, 10 at most.
@@ -64,13 +69,17 @@ class Foresight(Plugin):
         if not 1 <= every <= 10:
             raise ValueError(f"every has to be from 1 to 10, since growth is that over 20 steps; got {every!r}")
         self._every = every
-        self._warm_up = _WarmUp()
-        self._weights, self._outputs = AcceleratedGrowth(), RecordHigh()
-        self._headroom: deque[tuple[int, float]] = deque(maxlen=8)
-        self._logits: deque[tuple[int, float]] = deque(maxlen=8)
-        self._first: int | None = None
         self._facts: list[LoopFinding] = []
         self.signs: deque[tuple[int, str]] = deque(maxlen=1000)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Know nothing of the past."""
+        self._warm_up, self._first = _WarmUp(), -1
+        self._weights = AcceleratedGrowth()
+        self._outputs: dict[str, RecordHigh] = {}
+        self._headroom: deque[tuple[int, float]] = deque(maxlen=8)
+        self._logits: deque[tuple[int, float]] = deque(maxlen=8)
 
     def facts(self) -> list[LoopFinding]:
         """What was found so far: the last one."""
@@ -81,19 +90,34 @@ class Foresight(Plugin):
         return asked or step % self._every == 0
 
     def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Ask for what it needs."""
-        output = self.context.make_metric(n.ACTIVATION, "rms", self._every)
+        """Begin anew, and ask for what it needs."""
+        self._begin()
         whole = re.compile(re.escape(n.ROOT))
-        self.context.set_overlay(
-            self.name, [self.context.make_metric(n.PARAMETER, "norm", self._every), replace(output, pattern=whole)]
-        )
+        # two views of the same sum, since one that the script has for some tensors is not measured for the others
+        weights = [self.context.make_metric(n.PARAMETER, name, self._every) for name in ("norm", "rms")]
+        outputs = [replace(self.context.make_metric(n.ACTIVATION, name, self._every), pattern=whole) for name in ("rms", "norm")]
+        self.context.set_overlay(self.name, [*weights, *outputs])
         self.context.request_replan()
+
+    def on_rewind(self, step: int) -> None:
+        """Forget what belongs to later steps."""
+        self._begin()
+        self._facts = [fact for fact in self._facts if fact.last < step]
+        self._write()
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """What was found."""
+        return [fact.to_dict() for fact in self._facts]
+
+    def load_state_dict(self, state: list[dict[str, Any]]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        self._facts = [LoopFinding.of_dict(fact) for fact in state]
 
     def on_record(self, record: StepRecord) -> None:
         """Look at the step."""
-        if self._first is None:
+        if self._first < 0:
             self._first = record.step
-        self._warm_up.update(record.step, max(record.context.get("lr") or [0.0]))
+        self._warm_up.update(record.step, record.context.get("lr") or [])
         if (value := record.values.get(_HEADROOM)) is not None:
             self._headroom.append((record.step, value))
         logits = [value for key, value in record.values.items() if key.source == _LOGITS and key.metric == "max"]
@@ -101,10 +125,9 @@ class Foresight(Plugin):
             self._logits.append((record.step, max(logits)))
         if record.step % self._every or not record.applied:
             return
-        weights = self._grown(record, n.PARAMETER, "norm", self._weights)
-        outputs = self._grown(record, n.ACTIVATION, "rms", self._outputs)
-        begin = max(self._first + _BEGIN, self._warm_up.end + _AFTER_WARM_UP)
-        if record.step < begin:
+        weights = self._grown_weight(record)
+        outputs = self._grown_output(record)
+        if record.step < self._first + _BEGIN or not self._warm_up.is_over:
             return
         if weights is not None and weights.excess > WEIGHTS:
             self._say(record.step, weights, "growth in 20 steps", "most in the 120 steps before")
@@ -113,7 +136,7 @@ class Foresight(Plugin):
 
     def _say(self, step: int, growth: Growth, now: str, before: str = "") -> None:
         self.signs.append((step, growth.name))
-        if not self._facts:
+        if not self._facts or step - self._facts[0].last > _OVER:  # one of long ago was another one
             evidence = {
                 now: math.expm1(growth.now),
                 **({before: math.expm1(growth.before)} if before else {}),
@@ -149,27 +172,45 @@ class Foresight(Plugin):
                     found[f"{level:g} in about"] = left
         return found
 
-    def _grown(self, record: StepRecord, source: str, metric: str, watch: AcceleratedGrowth | RecordHigh) -> Growth | None:
-        table = record.tables.get(source)
-        if table is None or not table.has(metric):
+    def _grown_weight(self, record: StepRecord) -> Growth | None:
+        table = record.tables.get(n.PARAMETER)
+        if table is None or not table.has("norm"):
             return None
-        counts, matrices = table.rows[:, Column.COUNT].tolist(), self.context.matrices
-        places = [
-            place
+        matrices = self.context.matrices
+        places = [place for place, name in enumerate(table.names) if name in matrices]
+        logs = VIEWS["norm"].compute(table.rows[places]).log()
+        return self._weights.update(record.step, [table.names[place] for place in places], logs)
+
+    def _grown_output(self, record: StepRecord) -> Growth | None:
+        """The output that has grown most; each has a past of its own, since some come in some steps only."""
+        table = record.tables.get(n.ACTIVATION)
+        if table is None or not table.has("rms"):
+            return None
+        counts, logs = table.rows[:, Column.COUNT].tolist(), VIEWS["rms"].compute(table.rows).log()
+        found = [
+            self._outputs.setdefault(name, RecordHigh()).update(record.step, (name,), logs[place : place + 1])
             for place, name in enumerate(table.names)
-            if (name in matrices if source == n.PARAMETER else name.startswith(n.ROOT) and counts[place] > 1)
+            if n.ROOT in name and counts[place] >= _ELEMENTS and not name.endswith(".loss")
         ]
-        return watch.update(record.step, [table.names[p] for p in places], VIEWS[metric].compute(table.rows[places]).log())
+        return max((growth for growth in found if growth is not None), key=lambda growth: growth.excess, default=None)
 
 
 class _WarmUp:
-    """Finds the step at which the learning rate stops rising for the first time: attribute ``end``."""
+    """Finds the end of the warm-up: for :data:`_AFTER_WARM_UP` steps no learning rate has been higher than ever before.
+
+    Attributes:
+        is_over: whether it has ended.
+    """
 
     def __init__(self) -> None:
-        self.end, self._rate, self._is_over = 0, -math.inf, False
+        self.is_over, self._risen = False, 0
+        self._highest: list[float] = []
 
-    def update(self, step: int, rate: float) -> None:
-        """Take the largest rate of a step."""
-        if not self._is_over:
-            self._is_over = rate <= self._rate
-            self.end, self._rate = step, rate
+    def update(self, step: int, rates: Sequence[float]) -> None:
+        """Take the rates of all groups."""
+        if self.is_over:
+            return
+        if len(rates) != len(self._highest) or any(rate > most for rate, most in zip(rates, self._highest, strict=True)):
+            same = self._highest if len(rates) == len(self._highest) else rates
+            self._highest, self._risen = [max(pair) for pair in zip(rates, same, strict=True)], step
+        self.is_over = step - self._risen >= _AFTER_WARM_UP

@@ -53,11 +53,13 @@ class Headroom(Plugin):
         self._loss, self._every, self._evaluations = loss, every, evaluations
         self.last: CriticalStep | None = None
         self._before: dict[Tensor, Tensor] = {}
-        self._is_asked = self._is_due = False
+        self._is_asked = self._was_asked = self._is_due = False
         self._ratio: float | None = None
 
     def ask(self) -> None:
-        """Measure the next step as well. With several ranks, all have to ask before the same step."""
+        """Measure the step that opens next as well; a step with a closure, or one that is skipped, has no value. With several
+        ranks, all have to ask before the same step.
+        """
         self._is_asked = True
         if hasattr(self, "context"):
             self.context.ask_cadence_again()
@@ -84,11 +86,13 @@ class Headroom(Plugin):
     def on_drop(self) -> None:
         """Nothing was stepped."""
         self._before, self._is_due = {}, False
+        self._is_asked, self._was_asked = self._is_asked or self._was_asked, False
 
     def on_step_open(self, step: ActiveStep) -> None:
         """Decide whether this step is measured."""
         self._before, self._ratio = {}, None
         self._is_due = self._is_asked or self._is_regular(step.number)
+        self._is_asked, self._was_asked = False, self._is_asked
 
     def on_optimizer_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         """Copy what the step will change."""
@@ -98,9 +102,8 @@ class Headroom(Plugin):
 
     def after_attempt(self, step: ActiveStep, applied: bool) -> None:
         """Search along the step that was taken."""
-        before, self._before, self._is_due = self._before, {}, False
+        before, self._before, self._is_due, self._was_asked = self._before, {}, False, False
         if before and applied:
-            self._is_asked = False
             guess = self.last.size if self.last is not None else 1.0
             with self._restoring(before) as loss_after:
                 self.last = critical_step(loss_after, guess, self._evaluations)

@@ -90,7 +90,6 @@ class MadeInForward:
                 made.append(id(parameter))
 
         self._remove = weakref.finalize(self, register_module_parameter_registration_hook(registered).remove)
-        self._remove.atexit = False
 
     def end(self) -> float:
         """The forward is over. How many it made, if the last ones all made some; else 0."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from ....core.loop_findings import LoopFinding
 from ..findings import Finding
 from ..history import History
-from ..series import Series
+from ..series import Series, lower_median
 
 RULE = "about-to-diverge"
 #: Steps without a sign after which it counts as over, unless the loss has risen since.
 _OVER = 100
-#: The loss has risen where its last twentieth lies a quarter above its lowest tenth.
-_ABOVE = 1.25
+#: Losses that show what is normal.
+_FEWEST = 20
 
 
 def check_foresight(history: History) -> list[Finding]:
@@ -22,7 +22,7 @@ def check_foresight(history: History) -> list[Finding]:
 def _finding(history: History, fact: LoopFinding) -> list[Finding]:
     lies_ahead = history.records[-1].step - fact.last <= _OVER
     loss = history.loss.finite
-    has_come = history.learning.is_worse or history.learning.state == "rises" or loss.part(0.95, 1).median > _ABOVE * _best(loss)
+    has_come = _has_risen(loss, fact.first)
     leads = fact.where[0] if fact.where else ""
     others = f", then {', '.join(fact.where[1:4])}" if len(fact.where) > 1 else ""
     when = "has risen since" if has_come else "is still normal" if lies_ahead else "has stayed normal since"
@@ -39,6 +39,11 @@ def _finding(history: History, fact: LoopFinding) -> list[Finding]:
     )
 
 
-def _best(loss: Series) -> float:
-    """The lowest median of a tenth of the run."""
-    return min(loss.part(tenth / 10, (tenth + 1) / 10).median for tenth in range(10))
+def _has_risen(loss: Series, first: int) -> bool:
+    """Whether its last twentieth lies above what was normal before the first sign: the median and six deviations."""
+    before = Series.of(pair for pair in zip(loss.steps, loss.values, strict=True) if pair[0] < first)
+    if len(before) < _FEWEST:
+        return False
+    normal = before.part(1 - _FEWEST / len(before), 1)
+    deviation = lower_median(abs(value - normal.median) for value in normal.values)
+    return loss.part(0.95, 1).median > normal.median + 6 * 1.4826 * deviation
