@@ -19,6 +19,8 @@ from ..series import Series, lower_median
 #: A spike is grave from this many times the usual, if it is as far above all but this share of the other steps, and above the
 #: median of this many later steps. A value that returns often is usual, and one that stays is a new level.
 _GRAVE, _RARE, _AFTER = 10.0, 0.2, 20
+#: A share of the largest spike's size that others reach where spikes are a habit; never of one this many times the usual.
+_NEARLY, _HUGE = 0.25, 100.0
 #: It is also this many times that of the first steps: norms jump where the loss is near zero.
 _ABOVE = 2.0
 #: A layer with a larger share of the squared norm is alone in it.
@@ -89,7 +91,7 @@ def _rate_jump(history: History, step: int) -> str:
 
 def _severity(history: History, spike: Episode, made: SpikeCause) -> Severity:
     event = spike.worst
-    if size(event) < _GRAVE or not _applied(history, event.step):
+    if size(event) < _GRAVE or not _applied(history, event.step) or _recurs(history, spike):
         return "info"
     values = _values(history, event.signal)
     others = sorted(value for step, value in zip(values.steps, values.values, strict=True) if step not in spike.steps)
@@ -100,6 +102,12 @@ def _severity(history: History, spike: Episode, made: SpikeCause) -> Severity:
             return "info"
     # a clip scales a loud batch to the usual norm; if one layer alone is loud, it leaves nothing of the others
     return "info" if made.is_common and _bounded(history, spike) is not None else "warning"
+
+
+def _recurs(history: History, spike: Episode) -> bool:
+    """Whether spikes of this size are a habit of the loss: two more are nearly as large, and none is huge."""
+    like_it = [other for other in history.spikes if other != spike and size(other.worst) > _NEARLY * size(spike.worst)]
+    return size(spike.worst) < _HUGE and len(like_it) > 1
 
 
 def _values(history: History, signal: str) -> Series:
