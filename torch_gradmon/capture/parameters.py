@@ -177,7 +177,8 @@ class ParameterCapture:
         plan = self._plans[UPDATE]
         self._measurer.statistics(Measurement(self._buffer, plan, after, second=before, are_parts=True))
         self._measure_base(plan, before)
-        self._run_functions(plan, before, after)
+        if plan.functions:
+            self._run_functions(plan, before, after)
         states = self._plans[OPTIMIZER]
         if not states.empty:
             owned = {p: whole for p in positions if (whole := self._whole(p, states.names[p])) is not None}

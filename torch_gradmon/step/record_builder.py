@@ -59,8 +59,11 @@ def assemble(
         custom = {key: value for key, value in custom.items() if key.source != n.UPDATE}
     if not facts.applied:
         absent[n.UPDATE, ""] = absent[n.OPTIMIZER, ""] = "the step was not applied"
-    marked = (key for key, value in custom.items() if value == n.UNDEFINED)
-    undefined = {key: why for key in marked if (why := _UNDEFINED.get(key.metric) or _UNDEFINED_OF.get((key.source, key.metric)))}
+    undefined = {
+        key: why
+        for key, value in custom.items()
+        if value == n.UNDEFINED and (why := _UNDEFINED.get(key.metric) or _UNDEFINED_OF.get((key.source, key.metric)))
+    }
     absent.update({(key.source, f"{key.name}/{key.metric}"): why for key, why in undefined.items()})
     custom = _without_empty_classes(custom, absent)
     # a sum over a part of the model must not be taken for one over the whole
