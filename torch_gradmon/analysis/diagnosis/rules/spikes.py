@@ -23,6 +23,8 @@ _GRAVE, _RARE, _AFTER = 10.0, 0.2, 20
 _NEARLY, _HUGE = 0.25, 100.0
 #: It is also this many times that of the first steps: norms jump where the loss is near zero.
 _ABOVE = 2.0
+#: What is usual is nothing below this share of the first values; any batch with a loss is far above it.
+_NOTHING = 1e-9
 #: A layer with a larger share of the squared norm is alone in it.
 _ALONE = 0.9
 #: What the first losses fell to before a spike, if something was learnt.
@@ -94,6 +96,8 @@ def _severity(history: History, spike: Episode, made: SpikeCause) -> Severity:
     if size(event) < _GRAVE or not _applied(history, event.step) or _recurs(history, spike):
         return "info"
     values = _values(history, event.signal)
+    if event.usual is not None and event.usual < _NOTHING * values.part(0, 0.1).median:  # the loss is at zero
+        return "info"
     others = sorted(value for step, value in zip(values.steps, values.values, strict=True) if step not in spike.steps)
     if others:
         after = values.since(spike.last + 1).values[:_AFTER]
