@@ -77,7 +77,7 @@ def row(recordings: Sequence[Recording], name: str, bound: float) -> dict[str, A
     """How a signal does on these trainings."""
     diverging = [each for each in recordings if not each.sound and each.onset is not None and each.onset >= BEGIN + EARLY]
     sound = [each for each in recordings if each.sound and each.onset is None]
-    steps = warned(recordings_of(recordings, sound=False), name, bound)
+    steps = warned(diverging, name, bound)
     leads = {f"{each.family} seed {each.seed}": lead(each, steps[f"{each.family} seed {each.seed}"]) for each in diverging}
     known = sorted(value for value in leads.values() if value is not None)
     alarms = {key: episodes(value) for key, value in warned(sound, name, bound).items()}
@@ -93,11 +93,6 @@ def row(recordings: Sequence[Recording], name: str, bound: float) -> dict[str, A
         "missed": sorted(key for key, value in leads.items() if value is None or value < EARLY),
         "in vain": sorted(key for key, value in alarms.items() if value),
     }
-
-
-def recordings_of(recordings: Iterable[Recording], sound: bool) -> list[Recording]:
-    """The sound ones or the others."""
-    return [each for each in recordings if each.sound == sound]
 
 
 def judge(recordings: Sequence[Recording]) -> dict[str, dict[str, dict[str, Any]]]:

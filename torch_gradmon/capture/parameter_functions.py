@@ -16,83 +16,71 @@ from ..step.reduction import cosine, growth, turn
 State = Mapping[str, Any]
 
 
-class StateNorm:
-    """The norm of the first of these state tensors that the optimizer has."""
-
-    def __init__(self, *names: str) -> None:
-        self._names = names
-
-    def pairs(self, state: State) -> list[tuple[Tensor, Tensor]]:
-        """The tensors whose inner products decide the value; none without such a state."""
-        found = next((state[name] for name in self._names if isinstance(state.get(name), Tensor)), None)
-        return [] if found is None else [(found, found)]
-
-    def value(self, products: Tensor) -> Tensor:
-        """The value from the inner products, in their first dimension."""
-        return products[0].sqrt()
-
-    def __call__(self, state: State) -> Tensor | None:
-        """0-d, or None without such a state."""
-        return _value(self, state)
-
-    def contribution(self, state: State) -> tuple[str, Tensor] | None:
-        """What one rank's part of a tensor contributes, and how contributions merge."""
-        pairs = self.pairs(state)
-        return ("norm", _products(pairs)) if pairs else None
-
-
-class Cosine:
-    """The cosine between the gradient and the momentum."""
-
-    def pairs(self, state: State) -> list[tuple[Tensor, Tensor]]:
-        """The tensors whose inner products decide the value; none without momentum."""
-        gradient = state["grad"]
-        momentum = next((state[name] for name in ("exp_avg", "momentum_buffer") if isinstance(state.get(name), Tensor)), None)
-        if gradient is None or momentum is None or momentum.shape != gradient.shape:
-            return []
-        return [(gradient, momentum), (gradient, gradient), (momentum, momentum)]
-
-    def value(self, products: Tensor) -> Tensor:
-        """The value from the inner products, in their first dimension."""
-        return cosine(*products.unbind())
-
-    def __call__(self, state: State) -> Tensor | None:
-        """0-d, or None without momentum."""
-        return _value(self, state)
-
-    def contribution(self, state: State) -> tuple[str, Tensor] | None:
-        """What one rank's part of a tensor contributes, and how contributions merge."""
-        pairs = self.pairs(state)
-        return ("cosine", _products(pairs)) if pairs else None
-
-
-class TurnOf:
-    """What a change does to the direction or length of a parameter, from their inner products.
+class OfProducts:
+    """A value that follows from inner products, which add up over ranks.
 
     Args:
         reducer: how ranks merge the products.
-        function: of the parameter's product with itself, with its change, and of the change with itself.
+        function: of the products, in the order of :meth:`pairs`.
     """
 
-    def __init__(self, reducer: str, function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, reducer: str, function: Callable[..., Tensor]) -> None:
         self._reducer, self._function = reducer, function
 
     def pairs(self, state: State) -> list[tuple[Tensor, Tensor]]:
-        """The tensors whose inner products decide the value."""
-        before, change = state["param"], state["change"]
-        return [(before, before), (before, change), (change, change)]
+        """The tensors whose inner products decide the value; none where there is no value."""
+        raise NotImplementedError
 
     def value(self, products: Tensor) -> Tensor:
         """The value from the inner products, in their first dimension."""
         return self._function(*products.unbind())
 
     def __call__(self, state: State) -> Tensor | None:
-        """0-d."""
-        return _value(self, state)
+        """0-d, or None where there is no value."""
+        pairs = self.pairs(state)
+        return self.value(_products(pairs)) if pairs else None
 
-    def contribution(self, state: State) -> tuple[str, Tensor]:
+    def contribution(self, state: State) -> tuple[str, Tensor] | None:
         """What one rank's part of a tensor contributes, and how contributions merge."""
-        return self._reducer, _products(self.pairs(state))
+        pairs = self.pairs(state)
+        return (self._reducer, _products(pairs)) if pairs else None
+
+
+class StateNorm(OfProducts):
+    """The norm of the first of these state tensors that the optimizer has."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__("norm", torch.sqrt)
+        self._names = names
+
+    def pairs(self, state: State) -> list[tuple[Tensor, Tensor]]:
+        """None without such a state."""
+        found = next((state[name] for name in self._names if isinstance(state.get(name), Tensor)), None)
+        return [] if found is None else [(found, found)]
+
+
+class Cosine(OfProducts):
+    """The cosine between the gradient and the momentum."""
+
+    def __init__(self) -> None:
+        super().__init__("cosine", cosine)
+
+    def pairs(self, state: State) -> list[tuple[Tensor, Tensor]]:
+        """None without momentum."""
+        gradient = state["grad"]
+        momentum = next((state[name] for name in ("exp_avg", "momentum_buffer") if isinstance(state.get(name), Tensor)), None)
+        if gradient is None or momentum is None or momentum.shape != gradient.shape:
+            return []
+        return [(gradient, momentum), (gradient, gradient), (momentum, momentum)]
+
+
+class TurnOf(OfProducts):
+    """What a change does to the direction or length of a parameter."""
+
+    def pairs(self, state: State) -> list[tuple[Tensor, Tensor]]:
+        """The parameter with itself, with its change, and the change with itself."""
+        before, change = state["param"], state["change"]
+        return [(before, before), (before, change), (change, change)]
 
 
 class OutOfStep:
@@ -127,11 +115,6 @@ class OutOfStep:
 
 def _products(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     return torch.stack([inner_product(a, b) for a, b in pairs])
-
-
-def _value(of: StateNorm | Cosine | TurnOf, state: State) -> Tensor | None:
-    pairs = of.pairs(state)
-    return of.value(_products(pairs)) if pairs else None
 
 
 #: Built-ins of the optimizer's state after the step, which includes this step's gradient. The cosine is MosaicML Composer's

@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+#: The rule of signs of a divergence that the loss does not show yet, and what to do.
+ABOUT_TO_DIVERGE = "about-to-diverge"
+DIVERGENCE_ADVICE = "Lower the learning rate by half, clip gradients to their usual norm, or look at what has changed in the data"
+
 
 @dataclass(frozen=True)
 class LoopFinding:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ...core import keys as n
 from ...core.keys import Key
-from ...core.loop_findings import LoopFinding
+from ...core.loop_findings import ABOUT_TO_DIVERGE, DIVERGENCE_ADVICE, LoopFinding
 from ...core.moments import VIEWS, Column
 from ...core.records import StepRecord
 from ...step.plugin import Plugin
@@ -33,8 +33,6 @@ _ELEMENTS = 64
 _OVER = 1000
 #: The finding is written to the run directory with each tenth sign, and at the end.
 _WRITTEN = 10
-RULE = "about-to-diverge"
-ADVICE = "Lower the learning rate by half, clip gradients to their usual norm, or look at what has changed in the data"
 #: Logit of attention from which on its softmax has one winner: Kimi K2 clips there (2025, arXiv 2507.20534, section 2.1).
 CRITICAL_LOGIT = 100.0
 _HEADROOM, _LOGITS = Key(n.SUMMARY, "", "lr_over_critical"), n.ATTENTION_SOURCES["max_logit"]
@@ -71,9 +69,9 @@ class Foresight(Plugin):
         self._every = every
         self._facts: list[LoopFinding] = []
         self.signs: deque[tuple[int, str]] = deque(maxlen=1000)
-        self._begin()
+        self._forget()
 
-    def _begin(self) -> None:
+    def _forget(self) -> None:
         """Know nothing of the past."""
         self._warm_up, self._first = _WarmUp(), -1
         self._weights = AcceleratedGrowth()
@@ -91,7 +89,7 @@ class Foresight(Plugin):
 
     def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Begin anew, and ask for what it needs."""
-        self._begin()
+        self._forget()
         whole = re.compile(re.escape(n.ROOT))
         # two views of the same sum, since one that the script has for some tensors is not measured for the others
         weights = [self.context.make_metric(n.PARAMETER, name, self._every) for name in ("norm", "rms")]
@@ -101,7 +99,7 @@ class Foresight(Plugin):
 
     def on_rewind(self, step: int) -> None:
         """Forget what belongs to later steps."""
-        self._begin()
+        self._forget()
         self._facts = [fact for fact in self._facts if fact.last < step]
         self._write()
 
@@ -142,9 +140,11 @@ class Foresight(Plugin):
                 **({before: math.expm1(growth.before)} if before else {}),
                 **self._forecast(),
             }
-            self._facts = [LoopFinding(RULE, step, step, 0, (), evidence)]
+            self._facts = [LoopFinding(ABOUT_TO_DIVERGE, step, step, 0, (), evidence)]
             words = ", ".join(f"{name} {value:.3g}" for name, value in evidence.items())
-            self.context.warn("foresight", f"step {step}: a divergence may be near: {growth.name} leads ({words}). {ADVICE}")
+            self.context.warn(
+                "foresight", f"step {step}: a divergence may be near: {growth.name} leads ({words}). {DIVERGENCE_ADVICE}"
+            )
         known = self._facts[0]
         where = tuple(dict.fromkeys((*known.where, growth.name)))
         self._facts = [replace(known, last=step, count=known.count + 1, where=where)]

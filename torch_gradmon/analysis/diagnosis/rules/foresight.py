@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ....core.loop_findings import LoopFinding
+from ....core.loop_findings import ABOUT_TO_DIVERGE, DIVERGENCE_ADVICE, LoopFinding
 from ..findings import Finding
 from ..history import History
-from ..series import Series, lower_median
+from ..learning import spread
+from ..series import Series
 
-RULE = "about-to-diverge"
 #: Steps without a sign after which it counts as over, unless the loss has risen since.
 _OVER = 100
 #: Losses that show what is normal.
@@ -16,7 +16,7 @@ _FEWEST = 20
 
 def check_foresight(history: History) -> list[Finding]:
     """By the signs that the plugin has seen."""
-    return [found for fact in history.facts if fact.rule == RULE for found in _finding(history, fact)]
+    return [found for fact in history.facts if fact.rule == ABOUT_TO_DIVERGE for found in _finding(history, fact)]
 
 
 def _finding(history: History, fact: LoopFinding) -> list[Finding]:
@@ -28,11 +28,11 @@ def _finding(history: History, fact: LoopFinding) -> list[Finding]:
     when = "has risen since" if has_come else "is still normal" if lies_ahead else "has stayed normal since"
     what = f"the loss {when}" if len(loss) else "no loss is logged"
     return history.finding(
-        RULE,
+        ABOUT_TO_DIVERGE,
         leads,
         {"signs": float(fact.count), **fact.evidence},
         f"Weights or outputs have grown as they had not before, {leads} first{others}; {what}.",
-        "Lower the learning rate by half, clip gradients to their usual norm, or look at what has changed in the data.",
+        f"{DIVERGENCE_ADVICE}.",
         75.0,
         severity="warning" if lies_ahead or has_come else "info",
         steps=(fact.first, fact.last),
@@ -45,5 +45,4 @@ def _has_risen(loss: Series, first: int) -> bool:
     if len(before) < _FEWEST:
         return False
     normal = before.part(1 - _FEWEST / len(before), 1)
-    deviation = lower_median(abs(value - normal.median) for value in normal.values)
-    return loss.part(0.95, 1).median > normal.median + 6 * 1.4826 * deviation
+    return loss.part(0.95, 1).median > normal.median + 6 * spread(normal)
