@@ -170,6 +170,19 @@ def test_a_model_that_begins_far_too_loud(size: float, first: float, found: bool
     assert [finding.where for finding in check_depth(run)] == ["head"] * found
 
 
+@pytest.mark.parametrize(("factor", "severity"), [(0.9, "info"), (0.99, "warning")])
+def test_loud_outputs_that_are_gone_at_once_are_information(factor: float, severity: str) -> None:
+    run = history(
+        loss=lambda step: 14.0 * factor**step + 1.0,
+        gradient_before_clip=dict.fromkeys(LAYERS, 1e-3),
+        parameter=dict.fromkeys(LAYERS, 0.1),
+        activation={"0": 1.0, "head": 12.0, "[root module]": 12.0},
+        steps=400,
+    )
+    run.chance["loss"] = 2.9
+    assert _rules(check_depth(run)) == [(severity, "initialisation-scale")]
+
+
 def test_without_the_shapes_nothing_is_said_of_depth() -> None:
     with pytest.raises(NotMeasured):
         check_depth(history(matrices={}))
@@ -331,6 +344,18 @@ def test_dead_units_by_their_outputs(
 ) -> None:
     run = history(loss=loss, activation={"1": {"rms": 0.1, "zeros": zeros}}, kinds={"1": kind})
     assert _rules(check_units(run)) == expected
+
+
+@pytest.mark.parametrize(("zeros", "below", "severity"), [(1.0, 0.0, "warning"), (0.99, 0.0, "info"), (1.0, 0.1, "info")])
+def test_a_layer_of_which_no_unit_fires_matters_where_it_keeps_all_gradients(zeros: float, below: float, severity: str) -> None:
+    run = history(
+        loss=falls,
+        activation={"1": {"rms": 0.1, "zeros": zeros}},
+        kinds={"1": "ReLU"},
+        parameter={"0.weight": 0.1, "2.weight": 0.1},
+        gradient_before_clip={"0.weight": below, "2.weight": 0.1},
+    )
+    assert _rules(check_units(run)) == [(severity, "dead-units")]
 
 
 @pytest.mark.parametrize(("weight", "bias", "found"), [(0.8, 0.8, True), (0.8, 0.0, False), (0.3, 0.9, False), (1.0, 1.0, False)])

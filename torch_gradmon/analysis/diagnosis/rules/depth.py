@@ -35,6 +35,8 @@ _DROWNED, _PLAIN = 30.0, 3.0
 _PLAIN_SQUARE = 100.0
 #: Outputs of the whole model with this root mean square are loud if the loss then fell by this factor; logits begin at about 1.
 _LOUD, _CAME_DOWN = 8.0, 5.0
+#: A loss that is down at the best constant answer within this number of steps has lost nothing that matters.
+_AT_ONCE = 20
 #: Standard deviation times sqrt(fan in): 1 in Glorot and Bengio (2010), 1.41 in He et al. (2015), 0.55 and more in GPT-2.
 _GAIN_HIGH, _GAIN_LOW = 3.0, 0.03
 #: The smallest fan in whose weights show their scale.
@@ -105,9 +107,14 @@ def _loud(history: History) -> list[Finding]:
         "The first outputs of the model are far too large, and the loss has to fall from there first.",
         "Draw the last layer, or the embedding that it is tied to, with a standard deviation of 0.02 or 1 / sqrt(its width).",
         85.5,
-        severity="warning" if _begins_high(history) else None,
+        severity="warning" if _begins_high(history) and not _is_down_at_once(history) else None,
         steps=(history.steps[0], history.steps[0]),
     )
+
+
+def _is_down_at_once(history: History) -> bool:
+    loss, chance = history.loss.finite, history.chance.get("loss", 0.0)
+    return any(value < chance for value in loss.values[:_AT_ONCE])
 
 
 def _begins_high(history: History) -> bool:

@@ -12,6 +12,8 @@ from ..history import History
 
 #: Share of a layer's units that are dead, by gradients and by activations.
 _DEAD, _SILENT = 0.5, 0.85
+#: A layer of which no unit fires matters, however the loss falls, if it keeps all gradients from this share of the elements.
+_CUT_OFF = 0.1
 #: Below this largest element, a gradient has rows of zeros for other reasons.
 _CLEAR = 1e-5
 #: Mean square of tanh, or of a sigmoid rescaled to its range; 0.8 if outputs are within 0.1 of the ends.
@@ -59,8 +61,17 @@ def _dead(history: History) -> list[Finding]:
         f"Most units of this layer are zero for all inputs; no gradient reaches them, so they stay so.{also_in(worst)}",
         "Start biases at 0, use LeakyReLU or GELU, or lower the learning rate.",
         76.0,
+        severity="warning" if found[worst[0]] == 1 and _cut_off(history) > _CUT_OFF else None,
         steps=(history.steps[len(history.steps) // 2], history.steps[-1]),
     )
+
+
+def _cut_off(history: History) -> float:
+    """The share of all elements whose gradients are exactly 0 in the second half of the run; 0 if it is all of them."""
+    norms, sizes = history.gradients("norm"), history.sizes(n.PARAMETER)
+    largest = {} if norms is None else norms.part(0.5, 1).largest()
+    share = sum(sizes.get(name, 0) for name, norm in largest.items() if norm == 0) / max(sum(sizes.values()), 1)
+    return share if share < 1 else 0.0
 
 
 def saturated(history: History) -> dict[str, float]:
