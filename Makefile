@@ -147,6 +147,7 @@ bench-external: $(VENV)/.ready
 # how early signals come before a divergence, and how often in vain
 bench-foresight: $(VENV)/.ready
 	$(VENV)/bin/python -m benchmarks.foresight.judging
+	$(VENV)/bin/python -m benchmarks.foresight.cost
 
 # size of reports, and time to open them
 bench-reports: $(VENV)/.ready browser

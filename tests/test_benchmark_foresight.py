@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.foresight import cost
 from benchmarks.foresight.families import FAMILIES, sound_rate
 from benchmarks.foresight.judging import FORESIGHT, lead, row, threshold
 from benchmarks.foresight.onset import onset
 from benchmarks.foresight.recording import Recording, record
 from benchmarks.foresight.signals import SIGNALS, Level, episodes
+from benchmarks.models import Sizes
 
 NAME = SIGNALS[0].name
 
@@ -102,3 +104,13 @@ def test_a_recording_has_every_signal_and_the_signs() -> None:
     }
     assert found.signs
     assert found.scores[NAME][-1][0] == 255
+
+
+def test_each_set_of_signals_is_measured_where_its_cost_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "GPT_10M", Sizes(vocabulary=32, context=16, width=16, heads=2, blocks=2))
+    monkeypatch.setattr(cost, "_LENGTH", 16)
+    alone, *others = cost.measure(rounds=2, threads=torch.get_num_threads())
+    assert [row["name"] for row in others if not row["values"] > alone["values"]] == ["`Foresight`"]  # adds no key
+    assert all(math.isfinite(row["pct"]["median"]) for row in (alone, *others))
+    text = cost.markdown({"rows": [alone], "rounds": 2, "threads": 1, "date": "today", "machine": cost.machine()})
+    assert f"| {alone['name']} | {alone['steps']['median']:.2f} [" in text
