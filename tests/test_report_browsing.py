@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ pytestmark = [pytest.mark.extra, pytest.mark.skipif(not available(), reason="the
 STEPS, SPIKE, LAYER = 60, 45, "layers.5.weight"
 WIDTHS = (1280, 420)
 #: What the buttons of a chart say, in their order.
-BUTTONS = ["Zoom", "Pan", "Reset axes", "Download plot as a PNG"]
+BUTTONS = ["Zoom", "Pan", "Reset axes", "Download plot as a PNG", "Download as SVG"]
 CHARTS = ("heat", "norm", "depth", "update", "layers")
 
 
@@ -169,7 +170,9 @@ def test_every_button_of_every_chart_is_ours_and_stays_in_the_page(page: Page, t
     assert page.all(".modebar-btn--logo, [class*=cloud], [class*=dialog]") == []
     assert page.js("return [...document.links].every((link) => link.protocol === 'file:')")
     assert page.all("form, iframe, script[src], link[rel=stylesheet]") == []
-    wait_for(lambda: len(list(tmp_path.glob("*.png"))) == len(CHARTS))
+    for ending in ("png", "svg"):
+        wait_for(lambda ending=ending: len(list(tmp_path.glob(f"*.{ending}"))) == len(CHARTS))
+    assert all(ElementTree.parse(drawing).getroot().tag.endswith("}svg") for drawing in tmp_path.glob("*.svg"))
     assert {path.stem.rpartition("-")[2] for path in tmp_path.glob("*.png")} == set(CHARTS)
     assert (page.driver.current_url, len(page.driver.window_handles)) == (address, 1)
     page.assert_silent()
@@ -238,6 +241,21 @@ def test_a_finding_leads_to_its_cell(page: Page, width: int) -> None:
     assert page.js("return document.activeElement.id") == "h-heat"
     runs = [run.text for run in page.all(".finding .run")]
     assert [side.text for side in page.all("#sides [aria-checked=true]")] == runs[-1:]
+    page.assert_silent()
+
+
+def test_the_address_names_the_place_that_is_looked_at_and_leads_there_again(page: Page) -> None:
+    page.resize(WIDTHS[0])
+    page.js("document.querySelector('#views button').click()")
+    page.click_cell(20, 7)
+    address = page.js("return location.hash")
+    assert sorted(address.removeprefix("#").split("&"))[0] == "layer=layers.3.bias"
+    page.click_cell(30, 2)
+    assert page.framed != [("layers.3.bias", 20)]
+    page.js("location.hash = arguments[0]", address)
+    wait_for(lambda: page.framed == [("layers.3.bias", 20)])
+    page.js("location.hash = 'layer=layers.5&step=nonsense&view=none'")  # what is not there is not looked for
+    wait_for(lambda: [name for name, _ in page.framed] == ["layers.5.weight", "layers.5.bias"])
     page.assert_silent()
 
 

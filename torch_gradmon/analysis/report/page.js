@@ -1,6 +1,6 @@
 "use strict";
 (() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
+  let data = JSON.parse(document.getElementById("data").textContent);
   const $ = (id) => document.getElementById(id);
   const make = (tag, text, className) => {
     const element = document.createElement(tag);
@@ -12,7 +12,7 @@
   const short = (name) => escaped(name.length <= 34 ? name : `${name.slice(0, 16)}\u2026${name.slice(-17)}`);
   const drawn = new Set();
   const ROW = 17, ABOVE = 34, BELOW = 14;  // pixels of a row of the map, and around all of them
-  const names = Object.keys(data.views);
+  let names = Object.keys(data.views);
   const sides = Object.keys(data.sides);  // of two runs: how far they are apart, and each of them
   const runs = sides.filter((key) => key !== "apart");
 
@@ -40,10 +40,15 @@
     return painted;
   };
   // all buttons that a chart has: what plotly adds besides, such as one that uploads the chart, is none of ours
-  const BUTTONS = ["zoom2d", "pan2d", "resetScale2d", "toImage"];
+  const named = (id) => `${data.title} ${id}`.replace(/[^\w.-]+/g, "-");
+  const SVG = {
+    name: "svg", title: "Download as SVG", icon: { width: 24, height: 24, path: "M4 3h11l5 5v13H4z M14 3v6h6 M8 14l4 4 4-4 M12 10v8" },
+    click: (chart) => Plotly.downloadImage(chart, { format: "svg", filename: named(chart.id), width: chart.clientWidth, height: chart.clientHeight }),
+  };
+  const BUTTONS = ["zoom2d", "pan2d", "resetScale2d", "toImage", SVG];
   const settings = (id) => ({
     responsive: true, displaylogo: false, displayModeBar: true, modeBarButtons: [BUTTONS], showSendToCloud: false, plotlyServerURL: "", displayNotifier: false,
-    toImageButtonOptions: { filename: `${data.title} ${id}`.replace(/[^\w.-]+/g, "-") },
+    toImageButtonOptions: { filename: named(id) },
   });
   const figures = {};
   const show = (id, traces, layout) => {
@@ -98,11 +103,11 @@
     ]);
     const words = counts.filter(([count]) => count).map(([count, level]) => `${count} ${level}${count > 1 && level !== "info" ? "s" : ""}`);
     $("count").textContent = words.length ? `(${words.join(", ")})` : "";
+    $("findings").replaceChildren(...data.findings.map(finding));
     if (!data.findings.length) $("findings").append(make("li", "Nothing was found.", "healthy"));
-    $("findings").append(...data.findings.map(finding));
     for (const [id, lines] of [["unseen", data.unseen], ["events", data.events]]) {
       $(id).hidden = !lines.length;
-      $(id).querySelector("ul").append(...lines.map((line) => make("li", line)));
+      $(id).querySelector("ul").replaceChildren(...lines.map((line) => make("li", line)));
     }
     if (data.events.length) $("events").querySelector("summary").textContent = data.against ? "Spikes of both" : `Spikes: ${data.spikes}`;
   };
@@ -221,7 +226,7 @@
       });
     }
     const layout = {
-      height: heightOf(rows), margin: { l: 60, r: 10, b: BELOW }, hovermode: "closest", shapes: rows.flatMap(frame),
+      uirevision: `${current} ${side} ${rows.length}`, height: heightOf(rows), margin: { l: 60, r: 10, b: BELOW }, hovermode: "closest", shapes: rows.flatMap(frame),
       annotations: [{ text: "step", xref: "paper", yref: "paper", x: 0, y: 1, xanchor: "right", yanchor: "bottom", xshift: -16, yshift: 13, showarrow: false }],
       xaxis: { ticklabelstandoff: 6, side: "top", showgrid: false, zeroline: false, range: [view.edges[0], view.edges.at(-1)] },
       yaxis: { showgrid: false, zeroline: false, tickvals: places, ticktext: rows.map(label), range: [rows.length - 0.5, -0.5], automargin: true },
@@ -315,6 +320,7 @@
     const { top, height } = $("heat").getBoundingClientRect();
     const below = top + ABOVE + ((row + 0.5) * (height - ABOVE - BELOW)) / rows.length - 0.9 * innerHeight;
     if (below > 0) scrollBy(0, below + 0.4 * innerHeight);
+    remember();
   };
   // the block that holds what was asked for, where there is room for its layers
   const open = () => {
@@ -346,6 +352,7 @@
   const aimAt = (at) => {
     aim = data.views[current].first[at];
     choose(at);
+    remember();
   };
   const select = (name) => {
     current = name;
@@ -413,25 +420,29 @@
   };
   const radios = (group, titles, chosen) => {
     const keys = Object.keys(titles);
-    for (const key of keys) {
+    $(group).replaceChildren(...keys.map((key) => {
       const button = make("button", titles[key]);
       button.type = "button";
       button.dataset.key = key;
       button.setAttribute("role", "radio");
       button.addEventListener("click", () => chosen(key));
-      $(group).append(button);
-    }
-    $(group).addEventListener("keydown", (event) => {
+      return button;
+    }));
+    $(group).onkeydown = (event) => {
       const move = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
       if (!move) return;
       event.preventDefault();
       const next = keys[(keys.indexOf(document.activeElement.dataset.key) + move + keys.length) % keys.length];
       chosen(next);
       [...$(group).children].find((button) => button.dataset.key === next).focus();
-    });
+    };
   };
+  const offerViews = () => radios("views", Object.fromEntries(names.map((name) => [name, data.views[name].sides[runs[0]].title])), (name) => {
+    select(name);
+    remember();
+  });
   const chooser = () => {
-    radios("views", Object.fromEntries(names.map((name) => [name, data.views[name].sides[runs[0]].title])), select);
+    offerViews();
     if (sides.length > 1) {
       radios("sides", data.sides, turn);
       check("sides", side);
@@ -445,11 +456,13 @@
 
   // --- the table
 
+  let by = -1, falls = true;
   const table = () => {
-    const { columns, rows } = data.layers;
-    let by = -1, falls = true;
+    const { columns } = data.layers;
+    $("table").tHead.replaceChildren();
     const head = $("table").tHead.insertRow();
     const draw = () => {
+      const { rows } = data.layers;
       const wanted = $("search").value.trim().toLowerCase();
       const found = rows.filter((row) => row[0].toLowerCase().includes(wanted));
       if (by >= 0) {
@@ -478,17 +491,13 @@
       cell.append(button);
       head.append(cell);
     });
-    $("search").addEventListener("input", draw);
+    $("search").oninput = draw;
     draw();
   };
 
   // --- all together; what is further down is drawn when it comes into sight
 
-  const later = (id, section, draw) => {
-    if (!draw) {
-      $(section).hidden = true;
-      return;
-    }
+  const later = (section, draw) => {
     const seen = new IntersectionObserver((entries) => {
       if (entries.some((entry) => entry.isIntersecting)) {
         seen.disconnect();
@@ -497,32 +506,75 @@
     }, { rootMargin: "300px" });
     seen.observe($(section));
   };
-  const fixed = (id) => (data.figures[id] ? () => show(id, data.figures[id].data, data.figures[id].layout) : null);
+  const FIXED = ["norm", "update", "layers"];
+  const fixed = (id) => () => data.figures[id] && show(id, data.figures[id].data, data.figures[id].layout);
+  const hide = () => {
+    $("s-heat").hidden = $("s-depth").hidden = !names.length;
+    $("s-table").hidden = !data.layers.rows.length;
+    for (const id of FIXED) $(`s-${id}`).hidden = !data.figures[id];
+  };
 
   $("theme").addEventListener("click", () => setTheme(isDark() ? "light" : "dark"));
   root.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
   $("theme").textContent = isDark() ? "light" : "dark";
-  $("s-heat").hidden = !names.length;
-  $("s-table").hidden = !data.layers.rows.length;
+  hide();
   tell();
   table();
   document.body.dataset.told = "true";
 
+  // the place that the address names, such as #view=update&layer=blocks.1&step=300, or else what is most worth a look
+  const recall = () => {
+    const asked = new URLSearchParams(location.hash.slice(1));
+    const told = data.against ? undefined : data.findings.find(({ where }) => where) ?? data.findings[0];
+    const step = Number.parseInt(asked.get("step"), 10);
+    aim = Number.isFinite(step) ? step : (data.against ? data.marks[0] : told?.first) ?? data.views[current].last.at(-1);
+    picked = asked.get("layer") || (asked.has("step") ? null : told?.where || null);
+    if (names.includes(asked.get("view"))) current = asked.get("view");
+  };
+  const remember = () => {
+    const asked = new URLSearchParams({ view: current, ...(picked ? { layer: picked } : {}), step: data.views[current].first[column] });
+    history.replaceState(null, "", `#${asked}`);
+  };
   const figuresOf = () => {
+    current = names[0];
     if (names.length) {
       chooser();
-      const told = data.against ? undefined : data.findings.find(({ where }) => where) ?? data.findings[0];
-      aim = (data.against ? data.marks[0] : told?.first) ?? data.views[current].last.at(-1);
-      picked = told?.where || null;
+      recall();
       select(current);
+      if (location.hash) open();
       $("depth").style.minHeight = `${$("heat").clientHeight}px`;  // so that what is drawn later moves nothing that is in sight
     }
     for (const [id, { layout }] of Object.entries(data.figures)) $(id).style.minHeight = `${layout.height}px`;
-    later("norm", "s-norm", fixed("norm"));
-    later("depth", "s-depth", names.length ? depth : null);
-    later("update", "s-update", fixed("update"));
-    later("layers", "s-layers", fixed("layers"));
+    later("s-depth", () => names.length && depth());
+    for (const id of FIXED) later(`s-${id}`, fixed(id));
+    addEventListener("hashchange", () => {
+      if (!names.length) return;
+      recall();
+      select(current);
+    });
   };
+  // the same run some steps later: what was chosen stays, and who looks at the last step goes along
+  const update = (fresh) => {
+    const atEnd = drawn.has("heat") && column === data.views[current].first.length - 1;
+    data = fresh;
+    names = Object.keys(data.views);
+    $("facts").replaceChildren(...data.facts.map(([name, text]) => {
+      const fact = make("div");
+      fact.append(make("dt", name), make("dd", text));
+      return fact;
+    }));
+    hide();
+    tell();
+    table();
+    if (!document.body.dataset.ready || !names.length) return;
+    if (!names.includes(current)) current = names[0];
+    if (!drawn.has("heat")) chooser();
+    offerViews();
+    if (atEnd || !drawn.has("heat")) aim = data.views[current].last.at(-1);
+    select(current);
+    for (const id of FIXED) if (drawn.has(id)) fixed(id)();
+  };
+  window.gradmon = { update };
   // plotly is the larger part of the page, which is why it is packed, and takes most of the time to open it: words come before pictures
   const unpacked = async (id) => {
     const raw = Uint8Array.from(atob($(id).textContent), (letter) => letter.charCodeAt(0));
