@@ -33,6 +33,9 @@ OPTIONS: dict[str, tuple[str, str, str]] = {
     "--status": (FLAG, "detail", "tell, and change nothing"),
     "--reset": (FLAG, "detail", "back to what the script asks for"),
     "--preset": ("cheap standard full", "detail", "what is measured"),
+    "--host": ("ADDRESS", "serve", "to listen at"),
+    "--port": ("PORT", "serve", "to listen at"),
+    "--token": ("TEXT", "serve", "that requests need"),
     "--run-dir": ("DIR", "demo", "where a run is kept"),
     "--seed": ("N", "demo", "a seed"),
     "--seeds": ("N", "coordcheck", "how many seeds"),
@@ -94,6 +97,7 @@ def test_every_argument_that_is_a_run_is_called_so() -> None:
     assert positional == {
         **{name: ["RUN"] for name in ("diagnose", "export", "summary", "detail", "watch", "why")},
         "report": ["RUN", "OTHER"],
+        "serve": ["DIRECTORY"],
         "diff": ["A", "B"],
         "coordcheck": ["MODULE:FUNCTION"],
         "demo": [],

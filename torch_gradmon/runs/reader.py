@@ -184,6 +184,10 @@ class RunReader:
         """
         return self._series.values(key, self.keys)
 
+    def stored(self, key: Key) -> dict[int, float]:
+        """Value by step of one of :attr:`scalars`, in a few milliseconds; empty if there is none."""
+        return self._series.stored(key)
+
     def keys(self) -> list[str]:
         """Every key that :meth:`series` accepts: whole-model and logged values, then tensors in model order."""
         return self._series.keys(self.in_model_order)

@@ -38,14 +38,15 @@ class SeriesReader:
         """
         wanted = parse_key(key)
         # a logged value may have a name that looks like a key
-        found = self._scalars(wanted) or self._scalars(Key("", key, ""))
+        found = self.stored(wanted) or self.stored(Key("", key, ""))
         if wanted.metric in VIEWS:  # a value stored in some steps may follow from statistics in others
             found = dict(sorted({**self._from_statistics(wanted), **found}.items()))
         if not found:
             raise KeyError(f"the run has no values for {key!r}{nearest(key, keys())}")
         return found
 
-    def _scalars(self, key: Key) -> dict[int, float]:
+    def stored(self, key: Key) -> dict[int, float]:
+        """Value by step of a key that is no built-in metric of a tensor; empty if there is none."""
         rows = self._db.execute(
             "SELECT segment, step, value FROM scalars JOIN keys ON key = id "
             "WHERE source = ? AND name = ? AND metric = ? ORDER BY step",

@@ -94,6 +94,7 @@ class Window:
         self._keys = keys
         self._row = {step: row for row, step in enumerate(self.steps)}
         self._scalars: list[tuple[int, int, float | str]] = []
+        self._of_step: dict[int, dict[Key, float]] = {step: {} for step in self.steps}
         self._packed: dict[str, dict[int, tuple[TableLayout, bytes]]] = {}
 
     def take_facts(self, rows: Iterable[tuple[int, float, int, str, str]]) -> None:
@@ -103,7 +104,9 @@ class Window:
 
     def take_scalars(self, rows: Iterable[tuple[int, int, float | str]]) -> None:
         """Add stored rows of step, id of the key, and value."""
-        self._scalars += rows
+        for step, key, value in rows:
+            self._scalars.append((step, key, value))
+            self._of_step[step][self._keys[key]] = float(value)
 
     def take_rows(self, rows: Iterable[tuple[int, str, TableLayout, bytes]]) -> None:
         """Add stored rows of step, source, layout and packed statistics; all rows of a step at once."""
@@ -117,7 +120,7 @@ class Window:
 
     def scalars(self, step: int) -> dict[Key, float]:
         """The stored values of one step."""
-        return {self._keys[key]: float(value) for known, key, value in self._scalars if known == step}
+        return self._of_step.get(step, {})
 
     def table(self, source: str, step: int) -> StatsTable | None:
         """The statistics of a source in one step, or None."""

@@ -16,6 +16,7 @@ from ...core.loss_keys import loss_among
 from ...core.moments import Column
 from ...core.records import Severity, SpikeEvent, StatsTable, StepRecord
 from ...core.subsampling import subsample_steps
+from ...runs.window import Window
 from ...spikes.episodes import Episode, by_size, episodes
 from ...spikes.suspect_history import GradientNormHistory
 from ...spikes.suspects import ParameterAttribution
@@ -28,6 +29,8 @@ from .series import Matrix, Series
 MOST = 400
 #: By how much the logged loss may differ from the one that goes backward, the first of several where a closure is called again.
 _AGREES = 0.4
+#: Where plugins keep what they found in the facts about a run.
+_FINDINGS = ("audit", "replicas", "setup", "data", "foresight")
 #: The noise of a loss that rests, relative to it.
 _QUIET = 0.01
 #: The outputs that can be the loss of a model that computes its own.
@@ -84,12 +87,9 @@ class History:
         loss = loss_among(map(parse_key, run.keys()))
         liked = [] if loss is None or len(run.steps) <= most else sorted(run.series(loss.name))
         chosen = subsample_steps(run.steps, by_size(events), most, liked)
-        facts = [
-            LoopFinding.of_dict(fact)
-            for source in ("audit", "replicas", "setup", "data", "foresight")
-            for fact in run.meta.get(source, [])
-        ]
-        records = (_record(run, step) for step in chosen)
+        facts = loop_findings(run.meta)
+        window = run.window(chosen)
+        records = [_record(window, step) for step in window.steps]
         place = shlex.quote(str(run.path))
         known = run.meta.get("matrices"), run.meta.get("kinds"), place, run.steps, run.suspects
         of_setup = (
@@ -255,6 +255,11 @@ class History:
         return found
 
 
+def loop_findings(meta: Mapping[str, Any]) -> list[LoopFinding]:
+    """What the training found itself, from the facts about a run."""
+    return [LoopFinding.of_dict(fact) for source in _FINDINGS for fact in meta.get(source, [])]
+
+
 def _returned_loss(history: History) -> Series:
     """The only number that the model returns."""
     outputs = history.matrix(n.ACTIVATION, "mean")
@@ -271,8 +276,7 @@ def _is_nonfinite(parameters: StatsTable | None) -> bool:
     return parameters is not None and bool(parameters.rows[:, Column.NONFINITE].any())
 
 
-def _record(run: Run, step: int) -> StepRecord:
-    context = dict(run.context(step))
-    tables = {source: table for source in n.TENSOR_SOURCES if (table := run.table(source, step)) is not None}
-    values = {parse_key(key): value for key, value in run.metrics(step).items()}
-    return StepRecord(step, context.pop("time"), context.pop("applied"), values, tables, context)
+def _record(window: Window, step: int) -> StepRecord:
+    context = {name: value for name, value in window.facts[step].items() if name != "events"}
+    tables = {source: table for source in n.TENSOR_SOURCES if (table := window.table(source, step)) is not None}
+    return StepRecord(step, context.pop("time"), context.pop("applied"), window.scalars(step), tables, context)

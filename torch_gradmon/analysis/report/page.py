@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -124,8 +125,8 @@ def _written(data: dict[str, Any], target: Path) -> Path:
     return target
 
 
-def html(data: dict[str, Any]) -> str:
-    """The whole page."""
+def html(data: dict[str, Any], live: LivePage | None = None) -> str:
+    """The whole page; ``live`` if a server shows it."""
     here = files(__package__)
     environment = Environment(
         loader=PackageLoader("torch_gradmon", "analysis/report"),
@@ -142,8 +143,24 @@ def html(data: dict[str, Any]) -> str:
         style=here.joinpath("page.css").read_text(encoding="utf-8"),
         script=here.joinpath("page.js").read_text(encoding="utf-8"),
         plotly=_plotly(),
-        data=_embedded(data),
+        data=embedded(data),
+        live=live,
     )
+
+
+@dataclass(frozen=True)
+class LivePage:
+    """What the page of a server has in addition.
+
+    Attributes:
+        run: the run that it follows, by its name on the server; empty if it follows none.
+        script: that follows it.
+        version: of the run that the page shows.
+    """
+
+    run: str
+    script: str
+    version: str = ""
 
 
 @functools.cache
@@ -152,7 +169,11 @@ def _plotly() -> str:
     return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
 
 
-def _embedded(data: Any) -> str:
+def embedded(data: Any) -> str:
     """JSON that cannot end its script element, whatever names it contains."""
-    text = json.dumps(data, cls=PlotlyJSONEncoder, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    return as_json(data).replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def as_json(data: Any) -> str:
+    """The data of a page as JSON."""
+    return json.dumps(data, cls=PlotlyJSONEncoder, separators=(",", ":"), allow_nan=False)

@@ -43,9 +43,9 @@ class Foresight(Plugin):
 
     Two signs, each over 20 steps against the 120 before: the growth of a weight's norm exceeds the largest one in these by five
     percentage points, while in sound training growth only becomes slower; or the root mean square of the model's output, the median of
-    five measurements, is a third above its highest. How often and how early they come, beside other signals, is measured by
-    ``make bench-foresight``; see ``docs/guide/foresight.md``. Silent in the first 150 steps, after a resumption too, and until no learning
-    rate has been higher than ever before for 100 steps.
+    five measurements, is a third above its highest. Measured by ``make bench-foresight``: ten steps early in five of six divergences of
+    the kinds that the thresholds were chosen on, and in one of four of other kinds; see ``docs/guide/foresight.md``. Silent in the first
+    150 steps, after a resumption too, and until no learning rate has been higher than ever before for 100 steps.
 
     The warning becomes the finding ``about-to-diverge`` of :meth:`ModuleMonitor.diagnose`, and mentions what :class:`Headroom` has
     measured. It adds the norms of parameters and the root mean square of the output, on steps divisible by ``every``, which are monitored

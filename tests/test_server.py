@@ -1,0 +1,321 @@
+"""The server of runs: who may read, what is found, and what streams."""
+
+from __future__ import annotations
+
+import gzip
+import http.client
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import pytest
+
+from tests.live_training import LAYER, train
+from torch_gradmon.analysis.diagnosis.diagnose import diagnose
+from torch_gradmon.analysis.many_runs.card import differing, run_card
+from torch_gradmon.analysis.many_runs.find import find_runs
+from torch_gradmon.analysis.run import load_run
+
+for package in ("plotly", "jinja2"):
+    pytest.importorskip(package)
+from torch_gradmon.server import streams  # noqa: E402
+from torch_gradmon.server.access import Access, is_local  # noqa: E402
+from torch_gradmon.server.board import Board, version  # noqa: E402
+from torch_gradmon.server.serve import Server  # noqa: E402
+
+pytestmark = pytest.mark.extra
+ODD = "<b>&'\" ü"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("runs")
+    train(place / "first", 60, spike=40)
+    train(place / "sweep" / ODD, 30, lr=1e-2)
+    (place / "no run").mkdir()
+    return place
+
+
+@contextmanager
+def serving(root: Path, **options: Any) -> Iterator[Server]:
+    with Server(root, port=0, **options) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+
+
+def get(server: Server, path: str, method: str = "GET", **headers: str) -> tuple[int, bytes, Any]:
+    place = urlsplit(server.address)
+    connection = http.client.HTTPConnection(str(place.hostname), place.port or 0, timeout=30)
+    connection.request(method, path, headers=headers)
+    answer = connection.getresponse()
+    found = answer.status, answer.read(), answer.headers
+    connection.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(root: Path) -> Iterator[Server]:
+    with serving(root) as found:
+        yield found
+
+
+# --- rows of runs ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_card_has_what_the_run_has(root: Path) -> None:
+    card = run_card(root / "first")
+    with closing(load_run(root / "first")) as run:
+        losses = list(run.series("loss").values())
+        assert (card.steps, card.step, card.first_loss) == (60, 59, losses[0])
+        assert card.loss == sorted(losses[57:])[1]
+        assert card.cost is not None
+        assert card.seconds == run.context(59)["time"] - run.context(0)["time"]
+    assert (card.state, card.spikes, card.spike_step, card.not_applied) == ("ended", 1, 40, 0)
+    assert LAYER in card.worst_spike
+    assert card.losses[0] == (0, pytest.approx(losses[0], rel=1e-3))
+    assert len(run_card(root / "first", points=10).losses) == 11
+    assert not card.is_diagnosed
+    assert [rule for _, rule, _ in run_card(root / "first", diagnosis=diagnose(root / "first")).findings] == ["spike"]
+    assert json.dumps(card.to_dict(), allow_nan=False)
+
+
+def test_settings_are_those_of_the_optimizer_and_only_some_differ(root: Path) -> None:
+    cards = [run_card(path) for path in find_runs(root).values()]
+    assert differing(cards) == ["lr"]
+    assert [card.settings["lr"] for card in cards] == ["0.002", "0.01"]
+    assert cards[0].settings["optimizer"] == "AdamW"
+    assert cards[0].settings["parameters"] == f"{4 * 72 + 9:,}"
+
+
+def test_runs_are_found_below_a_directory_but_not_behind_links(root: Path, tmp_path: Path) -> None:
+    assert list(find_runs(root)) == ["first", f"sweep/{ODD}"]
+    assert list(find_runs(root / "first")) == ["first"]
+    (tmp_path / "link").symlink_to(root, target_is_directory=True)
+    assert find_runs(tmp_path) == {}
+    with pytest.raises(FileNotFoundError, match="no directory"):
+        find_runs(tmp_path / "none")
+
+
+# --- who may read -----------------------------------------------------------------------------------------------------------------
+
+
+def test_pages_and_data(server: Server, root: Path) -> None:
+    status, page, headers = get(server, "/")
+    assert (status, headers["Content-Type"], headers["X-Content-Type-Options"]) == (200, "text/html; charset=utf-8", "nosniff")
+    assert b"<table" in page
+    cards = json.loads(get(server, "/runs.json")[1])
+    assert {card["name"] for card in cards} == {"first", f"sweep/{ODD}"}
+    status, packed, headers = get(server, "/run?name=first", **{"Accept-Encoding": "gzip"})
+    assert (status, headers["Content-Encoding"]) == (200, "gzip")
+    assert b'data-run="first"' in gzip.decompress(packed)
+    content = json.loads(get(server, "/content.json?run=first")[1])
+    assert content["marks"] == [40]
+    both = get(server, f"/both?first=first&second={quote(f'sweep/{ODD}')}")
+    assert both[0] == 200
+    assert b"Where they diverge" in both[1]
+    assert get(server, "/both?first=first&second=first")[0] == 400
+
+
+def test_names_are_escaped(server: Server) -> None:
+    page = get(server, f"/run?name={quote(f'sweep/{ODD}')}")[1].decode()
+    assert ODD not in page
+    assert "<b>&" not in page
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/run",
+        "/run?name=",
+        "/run?name=..%2Ffirst",
+        "/run?name=%2Fetc%2Fpasswd",
+        "/run?name=no%20run",
+        "/content.json?run=../../etc/passwd",
+        "/events?run=none",
+        "/both?first=first&second=../first",
+        "/../../etc/passwd",
+        "/%2e%2e/%2e%2e/etc/passwd",
+        "//etc/passwd",
+        "/first/gradmon.sqlite",
+        "/static/page.js",
+    ],
+)
+def test_nothing_but_the_runs_that_were_found_can_be_read(server: Server, path: str) -> None:
+    status, body, _ = get(server, path)
+    assert status == 404
+    assert len(body) < 100
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_nothing_can_be_changed(server: Server, method: str) -> None:
+    assert get(server, "/", method)[0] == 501
+
+
+def test_a_page_of_another_site_whose_name_leads_here_reads_nothing(server: Server) -> None:
+    for host, status in (
+        ("evil.example", 403),
+        ("evil.example:80", 403),
+        ("localhost:1", 200),
+        ("127.0.0.1", 200),
+        ("[::1]:9", 200),
+    ):
+        assert get(server, "/", Host=host)[0] == status, host
+
+
+def test_addresses_of_this_machine() -> None:
+    assert all(is_local(name) for name in ("localhost", "127.0.0.1", "127.3.2.1", "::1", "[::1]"))
+    assert not any(is_local(name) for name in ("0.0.0.0", "::", "192.168.0.1", "example.org", "", "localhost.example.org"))
+    assert Access("127.0.0.1").token is None
+    first, second = (Access("0.0.0.0").token for _ in range(2))
+    assert first != second
+    assert len(first or "") >= 32
+    assert Access("0.0.0.0", "").token  # an empty one would be none
+
+
+def test_elsewhere_a_token_is_needed_and_kept_in_a_cookie(root: Path) -> None:
+    with serving(root, token="secret") as server:
+        assert server.address.endswith("/?token=secret")
+        for path in ("/", "/runs.json", "/events", "/run?name=first", "/?token=", "/?token=other"):
+            status, body, headers = get(server, path)
+            assert status == 401, path
+            assert b"secret" not in body
+            assert "Set-Cookie" not in headers
+        status, _, headers = get(server, "/?token=secret")
+        assert status == 200
+        assert "HttpOnly; SameSite=Strict" in headers["Set-Cookie"]
+        cookie = headers["Set-Cookie"].partition(";")[0]
+        assert get(server, "/runs.json", Cookie=cookie)[0] == 200
+        assert get(server, "/runs.json", Cookie="gradmon_token=other")[0] == 401
+        assert get(server, "/runs.json", Cookie=";;=\x01")[0] == 401
+
+
+# --- what streams -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_sends_what_changes_and_only_that(root: Path, tmp_path: Path) -> None:
+    place = tmp_path / "runs"
+    shutil.copytree(root / "first", place / "a")
+    board = Board(place)
+    events = streams.of_all(board, look=0.01)
+    kind, data = next(events)
+    assert kind == "cards"
+    assert [card["name"] for card in data["cards"]] == ["a"]
+    shutil.copytree(root / "first", place / "b")
+    names = []
+    while "b" not in names:
+        names += [card["name"] for card in next(events)[1]["cards"]]
+    assert set(names) == {"a", "b"}  # a once more: with its diagnosis
+    shutil.rmtree(place / "b")
+    gone: list[str] = []
+    while not gone:
+        gone += next(events)[1]["gone"]
+    assert gone == ["b"]
+    board.close()
+
+
+def test_a_diagnosis_comes_into_the_row(root: Path) -> None:
+    board = Board(root / "first")
+    for event, data in streams.of_all(board, look=0.01):
+        if event and data["cards"][0]["is_diagnosed"]:
+            break
+    assert data["cards"][0]["findings"][0][:2] == ["warning", "spike"]
+    board.close()
+
+
+def test_the_stream_of_a_run_ends_with_the_run(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "first", tmp_path / "a")
+    board = Board(tmp_path)
+    events = streams.of_run(board, "a", look=0.01)
+    kind, data = next(events)
+    assert (kind, data["card"]["step"], data["version"]) == ("card", 59, version(tmp_path / "a"))
+    shutil.rmtree(tmp_path / "a")
+    shutil.copytree(next(iter(find_runs(root / "sweep").values())), tmp_path / "a")  # another run in the same place
+    assert next(events) == ("replaced", {})
+    assert list(events) == []
+    board.close()
+
+
+def test_events_are_as_a_browser_reads_them(server: Server) -> None:
+    with urllib.request.urlopen(f"{server.address}events?run=first", timeout=30) as answer:
+        assert answer.headers["Content-Type"] == "text/event-stream"
+        assert answer.readline() == b"event: card\n"
+        assert json.loads(answer.readline().removeprefix(b"data: "))["card"]["name"] == "first"
+    assert list(streams.written(iter([streams.SIGN, ("a", {"b": 1})]), json.dumps)) == [
+        b": alive\n\n",
+        b'event: a\ndata: {"b": 1}\n\n',
+    ]
+
+
+def test_a_run_without_a_step_has_a_page_that_waits(root: Path, tmp_path: Path) -> None:
+    import torch
+    from torch import nn
+
+    import torch_gradmon as gradmon
+
+    model = nn.Linear(2, 2)
+    gradmon.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), run_dir=tmp_path / "a").detach()
+    with serving(tmp_path) as server:
+        assert b"No step was recorded so far" in get(server, "/run?name=a")[1]
+        assert json.loads(get(server, "/runs.json")[1])[0]["state"] in ("empty", "ended")
+        assert get(server, "/content.json?run=a")[0] == 404
+
+
+def test_a_file_that_is_no_run_is_left_out(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "gradmon.sqlite").write_text("no database, but long enough to be read as one" * 100)
+    with serving(tmp_path) as server:
+        assert json.loads(get(server, "/runs.json")[1]) == []
+        assert get(server, "/run?name=a")[0] == 503
+
+
+def test_the_server_ends_with_its_streams_open(root: Path) -> None:
+    with serving(root) as server:
+        answer = urllib.request.urlopen(f"{server.address}events", timeout=30)
+        answer.readline()
+    answer.close()
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(server.address, timeout=5)
+
+
+def test_the_command(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from torch_gradmon.cli.main import main
+
+    assert main(["serve", str(tmp_path / "none")]) == 2
+    with serving(root) as server:
+        assert main(["serve", str(root), "--port", str(server.server_address[1])]) == 2
+    assert "--port 0 takes a free port" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["serve", str(root), "--port", "70000"])
+
+
+def test_the_command_serves_until_ctrl_c(root: Path) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        "from torch_gradmon.cli.main import main; raise SystemExit(main())",
+        "serve",
+        str(root),
+        "--port",
+        "0",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().removeprefix("open in a browser: ").strip()
+        with urllib.request.urlopen(f"{address}runs.json", timeout=30) as answer:
+            assert len(json.load(answer)) == 2
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")

@@ -1,0 +1,209 @@
+"""A run in one row of a table: whether it is alive, its loss, spikes, findings, settings and cost."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ...core import keys as n
+from ...core.keys import Key
+from ...core.loop_findings import LoopFinding
+from ...core.loss_keys import loss_among
+from ...runs.liveness import RunStatus, run_status
+from ...spikes.episodes import episodes, largest
+from ..diagnosis.findings import Diagnosis
+from ..diagnosis.history import loop_findings
+from ..diagnosis.series import Series, lower_median
+from ..run import Run, load_run
+
+State = Literal["running", "silent", "ended", "empty", "unknown"]
+#: Share of the last losses, and of the last steps' cost, that stands for now.
+_NOW = 0.05
+#: Settings of an optimizer that are about how it computes, not what.
+_INTERNAL = frozenset({"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", "initial_lr", "maximize"})
+
+
+@dataclass(frozen=True)
+class RunCard:
+    """A run in one row.
+
+    Attributes:
+        name: as it is shown.
+        state: ``running``, or ``silent`` if its last step is older than five usual intervals and a minute; ``ended`` if its monitor was
+            detached; ``empty`` without a step; ``unknown`` if a single step says nothing of the interval.
+        status: the same as a sentence.
+        step: the last one; None without any.
+        steps: how many were recorded.
+        age: seconds since the last one.
+        began: when the first one ended, in seconds since the epoch; None without any.
+        seconds: from the first step to the last one.
+        loss: the median of the last twentieth; None if none was logged, NaN or infinite if the last one is.
+        first_loss: the first one.
+        losses: step and loss, thinned out, for a small chart.
+        spikes: number of spikes.
+        worst_spike: the largest one as a sentence; empty without any.
+        spike_step: its step.
+        not_applied: number of steps that the optimizer did not apply.
+        headroom: learning rate over the critical one, the last that was measured.
+        cost: median share of the time that monitoring took lately, in percent.
+        findings: severity, rule and place, ranked, if the run was diagnosed; else what was found while it trained, without a severity.
+        is_diagnosed: which of both.
+        settings: model, optimizer, learning rate and the like, as text.
+    """
+
+    name: str
+    state: State
+    status: str
+    step: int | None
+    steps: int
+    age: float
+    began: float | None
+    seconds: float
+    loss: float | None
+    first_loss: float | None
+    losses: Sequence[tuple[int, float]]
+    spikes: int
+    worst_spike: str
+    spike_step: int | None
+    not_applied: int
+    headroom: float | None
+    cost: float | None
+    findings: Sequence[tuple[str, str, str]]
+    is_diagnosed: bool
+    settings: Mapping[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: numbers that are not finite are strings."""
+        plain = {name: _plain(value) for name, value in vars(self).items()}
+        return {**plain, "losses": [[step, _plain(loss)] for step, loss in self.losses], "settings": dict(self.settings)}
+
+
+def run_card(
+    path: str | os.PathLike[str], name: str | None = None, diagnosis: Diagnosis | None = None, points: int = 120
+) -> RunCard:
+    """Read the row of a run, in about ten milliseconds.
+
+    Args:
+        path: the run directory.
+        name: of the run; by default its path.
+        diagnosis: of the run, if it is known.
+        points: the most losses of the small chart.
+
+    Raises:
+        FileNotFoundError: there is no run in it.
+        ValueError: its file is not one of this package.
+    """
+    status = run_status(path)
+    with closing(load_run(path)) as run:
+        steps = run.steps
+        loss = _series(run, loss_among(run.scalars))
+        times = [float(run.context(step)["time"]) for step in (steps[:1] + steps[-1:])]
+        spikes = episodes(run.events, steps)
+        worst = next(iter(largest(spikes, 1)), None)
+        found = [] if diagnosis is not None else loop_findings(run.meta)
+        return RunCard(
+            name=os.fspath(path) if name is None else name,
+            state=_state(status),
+            status=str(status),
+            step=status.step,
+            steps=len(steps),
+            age=status.age,
+            began=times[0] if times else None,
+            seconds=times[-1] - times[0] if times else 0.0,
+            loss=_now(loss),
+            first_loss=loss.values[0] if len(loss) else None,
+            losses=_thinned(loss, points),
+            spikes=len(spikes),
+            worst_spike="" if worst is None else str(worst),
+            spike_step=None if worst is None else worst.worst.step,
+            not_applied=int(max(_series(run, _whole("steps_not_applied")).values, default=0.0)),
+            headroom=next(reversed(_series(run, _whole("lr_over_critical")).values), None),
+            cost=_cost(_series(run, _whole("overhead_pct"))),
+            findings=[_named(finding) for finding in found] if diagnosis is None else _ranked(diagnosis),
+            is_diagnosed=diagnosis is not None,
+            settings=settings(run.meta),
+        )
+
+
+def settings(meta: Mapping[str, Any]) -> dict[str, str]:
+    """What a run was made with, as text: values of several parameter groups stand one after the other."""
+    groups = meta.get("optimizers") or ()
+    found: dict[str, list[str]] = {"model": [str(meta.get("model", ""))], "optimizer": [group["optimizer"] for group in groups]}
+    for group in groups:
+        known = group["settings"]
+        for name, value in known.items():
+            if name not in _INTERNAL:
+                found.setdefault(name, []).append(_text(known.get("initial_lr", value) if name == "lr" else value))
+    if "parameters" in meta:
+        found["parameters"] = [f"{sum(_size(each) for each in meta['parameters'].values()):,}"]
+    for name in ("preset", "every", "torch"):
+        found[name] = [str(meta.get(name, ""))]
+    return {name: " | ".join(dict.fromkeys(values)) for name, values in found.items() if any(values)}
+
+
+def differing(cards: Sequence[RunCard]) -> list[str]:
+    """The settings that are not the same in all runs."""
+    names = dict.fromkeys(name for card in cards for name in card.settings)
+    return [name for name in names if len({card.settings.get(name) for card in cards}) > 1]
+
+
+def _state(status: RunStatus) -> State:
+    if status.has_ended:
+        return "ended"
+    if status.step is None:
+        return "empty"
+    return {True: "running", False: "silent", None: "unknown"}[status.looks_alive]  # type: ignore[return-value]
+
+
+def _size(parameter: Mapping[str, Any]) -> int:
+    return math.prod(parameter["shape"])
+
+
+def _whole(metric: str) -> Key:
+    return Key(n.SUMMARY, "", metric)
+
+
+def _series(run: Run, key: Key | None) -> Series:
+    return Series() if key is None else Series.of(run.stored(key).items())
+
+
+def _now(loss: Series) -> float | None:
+    if not len(loss):
+        return None
+    return loss.finite.part(1 - _NOW, 1).median if math.isfinite(loss.values[-1]) else loss.values[-1]
+
+
+def _cost(overhead: Series) -> float | None:
+    values = overhead.finite.part(0.5, 1).values
+    return lower_median(values) if values else None
+
+
+def _thinned(series: Series, points: int) -> list[tuple[int, float]]:
+    """Evenly chosen values with both ends; NaN and infinities are kept where they are."""
+    every = max(1, math.ceil(len(series) / points))
+    places = sorted({*range(0, len(series), every), *range(max(len(series) - 1, 0), len(series))})
+    return [(series.steps[place], float(f"{series.values[place]:.4g}")) for place in places]
+
+
+def _named(finding: LoopFinding) -> tuple[str, str, str]:
+    return "", finding.rule, finding.where[0] if finding.where else ""
+
+
+def _ranked(diagnosis: Diagnosis) -> list[tuple[str, str, str]]:
+    return [(finding.severity, finding.rule, finding.where) for finding in diagnosis.findings]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_text, value))
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return [list(each) if isinstance(each, tuple) else each for each in value] if isinstance(value, list) else value

@@ -1,0 +1,33 @@
+"""The runs below a directory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ...runs.file import FILE_NAME
+
+#: Directories below each other that are looked into.
+_DEPTH = 4
+
+
+def find_runs(root: str | os.PathLike[str]) -> dict[str, Path]:
+    """The run directories in and below ``root``, at most four levels deep, by their path from there, sorted.
+
+    Links to directories are not followed, so that nothing outside is shown. If ``root`` is a run itself, its name is that of the directory.
+
+    Raises:
+        FileNotFoundError: there is no such directory.
+    """
+    top = Path(root)
+    if not top.is_dir():
+        raise FileNotFoundError(f"there is no directory {os.fspath(root)!r}")
+    found = {}
+    for place, directories, files in os.walk(top):
+        below = Path(place).relative_to(top)
+        if len(below.parts) >= _DEPTH:
+            directories.clear()
+        directories[:] = sorted(name for name in directories if not name.startswith("."))
+        if FILE_NAME in files:
+            found[below.as_posix() if below.parts else top.resolve().name] = Path(place)
+    return dict(sorted(found.items()))

@@ -1,0 +1,55 @@
+"""Who may read: requests of this machine, or with the token."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import secrets
+from collections.abc import Mapping
+from http.cookies import CookieError, SimpleCookie
+
+COOKIE = "gradmon_token"
+
+
+def is_local(host: str) -> bool:
+    """Whether an address to bind to, or the one in a request, is of this machine alone."""
+    name = host.strip("[]")
+    try:
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+class Access:
+    """Decides about requests.
+
+    Args:
+        host: the address that the server is bound to.
+        token: that requests need; by default none on this machine, and a new one for any other address.
+
+    Attributes:
+        token: that requests need, or None.
+    """
+
+    def __init__(self, host: str, token: str | None = None) -> None:
+        self._is_local = is_local(host)
+        self.token = token if token or self._is_local else secrets.token_urlsafe(24)
+
+    def names_this_machine(self, host: str) -> bool:
+        """Whether the ``Host`` of a request is allowed: on this machine only its own names, so that no page of another site that
+        has its name resolved to this machine can read.
+        """
+        name = host.rpartition(":")[0] if host.count(":") == 1 or "]:" in host else host
+        return not self._is_local or is_local(name)
+
+    def has_token(self, query: Mapping[str, list[str]], cookies: str) -> bool:
+        """Whether the token is in the address or in the cookie."""
+        if self.token is None:
+            return True
+        given = query.get("token", [])[:1]
+        try:
+            morsel = SimpleCookie(cookies).get(COOKIE)
+        except CookieError:
+            morsel = None
+        given += [] if morsel is None else [morsel.value]
+        return any(hmac.compare_digest(each.encode(), self.token.encode()) for each in given)

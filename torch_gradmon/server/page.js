@@ -1,0 +1,56 @@
+"use strict";
+// follows a run: its state at once, its charts as often as this browser and the server manage without effort
+(() => {
+  const run = document.body.dataset.run;
+  if (!run) return;
+  const make = (tag, text, className) => {
+    const element = document.createElement(tag);
+    element.textContent = text;  // never HTML: names come from somebody's model
+    if (className) element.className = className;
+    return element;
+  };
+  const LEAST = 1000, SHARE = 2;  // milliseconds between two requests, and how many times as long as the last one took
+  let wanted = null, shown = document.body.dataset.version, isBusy = false, known = null;
+
+  let state = null;
+  const describe = (card) => {
+    state = card.state;
+    const words = [make("span", card.state, "state"), ` ${card.status}`];
+    if (card.loss !== null) words.push(`, loss ${typeof card.loss === "number" ? card.loss.toPrecision(4) : card.loss}`);
+    if (card.worst_spike) {
+      const isNew = known !== null && card.spikes > known;
+      const link = make("a", `${card.spikes} spike${card.spikes > 1 ? "s" : ""}`, isNew ? "new" : "");
+      link.href = `#step=${card.spike_step}`;
+      words.push(", ", link, `, the largest: ${card.worst_spike}`);
+    }
+    document.getElementById("live").replaceChildren(...words);
+    known = known ?? card.spikes;
+  };
+  const refresh = async () => {
+    if (isBusy || wanted === shown) return;
+    isBusy = true;
+    const asked = wanted, begin = performance.now();
+    try {
+      const answer = await fetch(`content.json?run=${encodeURIComponent(run)}`);
+      if (!answer.ok) throw new Error(`${answer.status} ${answer.statusText}`);
+      window.gradmon.update(await answer.json());
+      shown = asked;
+    } catch (error) {
+      console.warn(`torch_gradmon: ${error}`);  // the next step asks again
+    }
+    setTimeout(() => { isBusy = false; refresh(); }, state === "ended" ? 0 : Math.max(LEAST, SHARE * (performance.now() - begin)));
+  };
+  const events = new EventSource(`events?run=${encodeURIComponent(run)}`);
+  events.addEventListener("card", (event) => {
+    const { version, card } = JSON.parse(event.data);
+    describe(card);
+    if (!window.gradmon) {  // the page that waits for the first step
+      if (card.step !== null) location.reload();
+      return;
+    }
+    wanted = version;
+    refresh();
+  });
+  events.addEventListener("replaced", () => location.reload());
+  events.addEventListener("error", () => document.getElementById("live").replaceChildren(make("span", "the server does not answer; this page shows what it had", "state")));
+})();
