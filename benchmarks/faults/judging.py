@@ -33,7 +33,7 @@ UNSEEN = (*UNSEEN_FAULTS, *UNSEEN_HEALTHY)
 ZOO = (*FAULTS, *HEALTHY)
 #: A fault counts as named where its rule is among this number of first findings.
 FIRST = 2
-#: A finding that says more of the same fault than the rule that is expected: a referee of its own accepted the second pair, for inputs
+#: A finding that knows more of the same fault than the rule that is expected: a referee of its own accepted the second pair, for inputs
 #: that are two hundred times too large.
 NARROWER = {"loss-plateau": "loss-at-chance", "saturated-units": "inputs-not-normalised"}
 

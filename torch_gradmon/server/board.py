@@ -15,9 +15,9 @@ from ..analysis.many_runs.card import RunCard, run_card
 from ..analysis.many_runs.find import find_runs
 from ..runs.file import file_in
 
-#: Seconds between two looks for new runs, and seconds for which the thread goes on after a page has asked for something.
+#: Seconds between two looks for new runs, and seconds after the last request in which the thread still works.
 _LOOK, _ASKED = 2.0, 10.0
-#: A diagnosis of a run that still goes on takes at most this share of the time.
+#: A diagnosis of a run that is still written takes at most this share of the time.
 _SHARE = 0.05
 #: Seconds after which a row is read again although its file is the same: a run that has become silent does not write.
 _AGES = 5.0
@@ -98,7 +98,7 @@ class Board:
         return card
 
     def _ask(self) -> None:
-        """Let the thread diagnose what has changed, as long as somebody looks."""
+        """Let the thread diagnose what has changed, as long as a page is open."""
         with self._lock:
             self._asked = time.monotonic()
             if self._thread is None and not self._closed:

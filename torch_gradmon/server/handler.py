@@ -1,4 +1,4 @@
-"""Answers requests: pages, their data, and streams of what is new. Nothing can be changed through it."""
+"""Answers requests: pages, their data, and streams of new steps. Nothing can be changed through it."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from ..history import History
 
 #: Share of a layer's units that are dead, by gradients and by activations.
 _DEAD, _SILENT = 0.5, 0.85
-#: A layer of which no unit fires matters, however the loss falls, if it keeps all gradients from this share of the elements.
+#: A layer without a unit that fires matters, however the loss falls, if it keeps all gradients from this share of the elements.
 _CUT_OFF = 0.1
 #: Below this largest element, a gradient has rows of zeros for other reasons.
 _CLEAR = 1e-5
