@@ -168,6 +168,7 @@ images: $(VENV)/.ready browser
 	$(VENV)/bin/python -m benchmarks.width_sweep
 	$(VENV)/bin/python examples/article_study.py --image images/article_study.svg
 	$(VENV)/bin/python -m tests.browser
+	$(VENV)/bin/python -m tests.test_server_pages images
 	$(VENV)/bin/jupyter nbconvert --to notebook --execute --inplace examples/first_look.ipynb
 
 # Debian's Chromium where it can be installed; without one the browser tests are skipped

@@ -258,7 +258,22 @@ def test_the_console_command_that_pages_name_is_installed_by_us() -> None:
     assert scripts is not None
     ours = dict(re.findall(r'^(\S+) = "(\S+)"$', scripts[1], re.M))
     for place, words in [(f"{page}:{line}", words) for page in PAGES for line, words in _commands(page)]:
-        known = {"make", "git", "cd", "pip", "python", "python3", "uv", "pytest", "ruff", "mypy", "export", "torchrun", *ours}
+        known = {
+            "make",
+            "git",
+            "cd",
+            "pip",
+            "python",
+            "python3",
+            "uv",
+            "pytest",
+            "ruff",
+            "mypy",
+            "export",
+            "torchrun",
+            "ssh",
+            *ours,
+        }
         program = next((word for word in words if "=" not in word), "export")
         assert program in known, f"{place}: what is {program}?"
     for target in ours.values():

@@ -85,6 +85,7 @@ def test_a_card_has_what_the_run_has(root: Path) -> None:
         assert card.seconds == run.context(59)["time"] - run.context(0)["time"]
     assert (card.state, card.spikes, card.spike_step, card.not_applied) == ("ended", 1, 40, 0)
     assert LAYER in card.worst_spike
+    assert card.spike_where == LAYER
     assert card.losses[0] == (0, pytest.approx(losses[0], rel=1e-3))
     assert len(run_card(root / "first", points=10).losses) == 11
     assert not card.is_diagnosed

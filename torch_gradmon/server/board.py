@@ -55,7 +55,7 @@ class Board:
 
     def path(self, name: str) -> Path | None:
         """The directory of a run that was found; None for any other name."""
-        return self._runs().get(name)
+        return self._runs().get(name) or self._runs(look=0.0).get(name)  # it may be new
 
     def card(self, name: str) -> RunCard | None:
         """The row of a run; None if there is none of that name that can be read."""
@@ -77,9 +77,9 @@ class Board:
         if self._thread is not None:
             self._thread.join()
 
-    def _runs(self) -> dict[str, Path]:
+    def _runs(self, look: float = _LOOK) -> dict[str, Path]:
         with self._lock:
-            if time.monotonic() - self._looked > _LOOK:
+            if time.monotonic() - self._looked > look:
                 with contextlib.suppress(OSError):
                     self._paths = find_runs(self._root)
                 self._looked = time.monotonic()

@@ -82,7 +82,7 @@
   };
   const spikes = (card) => {
     if (!card.spikes) return "";
-    const link = make("a", `${card.spikes}: ${card.worst_spike}`);
+    const link = make("a", `${card.spikes}: step ${card.spike_step}${card.spike_where ? `, ${card.spike_where}` : ""}`);
     link.title = card.worst_spike;
     link.href = address(card.name, `#step=${card.spike_step}`);
     return link;
@@ -100,7 +100,7 @@
     ["head-room used", (card) => number(card.headroom, 2), (card) => card.headroom, "number"],
     ["cost", (card) => (card.cost === null ? "" : `${number(card.cost, 2)} %`), (card) => card.cost, "number"],
     ...differing().map((name) => [name, (card) => card.settings[name] ?? "", (card) => quantity(card.settings[name]), "number"]),
-  ];
+  ].filter(([title, shown]) => title === "findings" || [...cards.values()].some((card) => shown(card) !== ""));
   // settings are text: numbers among them are sorted as numbers
   const quantity = (text) => {
     const value = Number((text ?? "").replaceAll(",", ""));
@@ -203,7 +203,7 @@
     const keys = [...groups.keys()].sort((a, b) => { const [x, y] = [quantity(a), quantity(b)]; return typeof x === "number" && typeof y === "number" ? x - y : String(a).localeCompare(String(b)); });
     $("losses").replaceChildren(...keys.map((key) => {
       const figure = make("figure"), some = groups.get(key);
-      const chart = drawing("svg", { viewBox: `-6 -8 ${width + 12} ${height + 30}`, role: "img", "aria-label": `losses of ${some.map((card) => card.name).join(", ")}` });
+      const chart = drawing("svg", { viewBox: `-6 -18 ${width + 12} ${height + 40}`, role: "img", "aria-label": `losses of ${some.map((card) => card.name).join(", ")}` });
       some.forEach((card, place) => {
         const link = drawing("a", { href: address(card.name) });
         const path = drawing("path", { d: line(card.losses, width, height, bounds, isLog), stroke: COLOURS[place % COLOURS.length] });
@@ -213,7 +213,7 @@
         link.append(path);
         chart.append(link);
       });
-      for (const [text, x, y, anchor] of [[number(bounds[3]), 0, 4, "start"], [number(bounds[2]), 0, height, "start"], [`step ${bounds[1]}`, width, height + 16, "end"]]) {
+      for (const [text, x, y, anchor] of [[number(bounds[3]), 0, -6, "start"], [number(bounds[2]), 0, height + 16, "start"], [`step ${bounds[1]}`, width, height + 16, "end"]]) {
         const label = drawing("text", { x, y, "text-anchor": anchor });
         label.textContent = text;
         chart.append(label);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from ..run import Run, load_run
 State = Literal["running", "silent", "ended", "empty", "unknown"]
 #: Share of the last losses, and of the last steps' cost, that stands for now.
 _NOW = 0.05
+#: What follows the name of a layer, or of several, in the words of a spike.
+_SIZES = re.compile(r" \(|, ")
 #: Settings of an optimizer that are about how it computes, not what.
 _INTERNAL = frozenset({"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", "initial_lr", "maximize"})
 
@@ -47,6 +50,7 @@ class RunCard:
         spikes: number of spikes.
         worst_spike: the largest one as a sentence; empty without any.
         spike_step: its step.
+        spike_where: the layer that moved most, or what the layers did together; empty if it is unknown.
         not_applied: number of steps that the optimizer did not apply.
         headroom: learning rate over the critical one, the last that was measured.
         cost: median share of the time that monitoring took lately, in percent.
@@ -69,6 +73,7 @@ class RunCard:
     spikes: int
     worst_spike: str
     spike_step: int | None
+    spike_where: str
     not_applied: int
     headroom: float | None
     cost: float | None
@@ -120,6 +125,7 @@ def run_card(
             spikes=len(spikes),
             worst_spike="" if worst is None else str(worst),
             spike_step=None if worst is None else worst.worst.step,
+            spike_where="" if worst is None else _SIZES.split(worst.worst.where)[0],
             not_applied=int(max(_series(run, _whole("steps_not_applied")).values, default=0.0)),
             headroom=next(reversed(_series(run, _whole("lr_over_critical")).values), None),
             cost=_cost(_series(run, _whole("overhead_pct"))),

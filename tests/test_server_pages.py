@@ -1,0 +1,192 @@
+"""The pages of the server in a browser, while a training in another process writes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.browser import available, wait_for
+from tests.live_training import LAYER, train
+
+for package in ("plotly", "jinja2"):
+    pytest.importorskip(package)
+from torch_gradmon.server.serve import Server  # noqa: E402
+
+pytestmark = [pytest.mark.extra, pytest.mark.skipif(not available(), reason="there is no Chromium")]
+
+ROOT = Path(__file__).parent.parent
+RATES = (1e-3, 3e-3, 1e-2)
+ODD = "<img src=x onerror=alert(1)>"
+SIZES = ((1280, 800), (390, 844))
+
+
+class Browser:
+    """A window on a server."""
+
+    def __init__(self, driver: Any, server: Server) -> None:
+        self.driver, self.address = driver, server.address
+
+    def open(self, path: str = "", width: int = 1280, height: int = 800) -> None:
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        self.driver.get_log("browser")
+        self.driver.get(self.address + path)
+        wait_for(lambda: self.js("return document.body.dataset.ready"))
+
+    def js(self, script: str, *arguments: Any) -> Any:
+        return self.driver.execute_script(script, *arguments)
+
+    def texts(self, selector: str) -> list[str]:
+        return [
+            str(text) for text in self.js("return [...document.querySelectorAll(arguments[0])].map((e) => e.innerText)", selector)
+        ]
+
+    def press(self, *keys: str) -> None:
+        from selenium.webdriver.common.action_chains import ActionChains
+
+        ActionChains(self.driver).send_keys(*keys).perform()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("runs")
+    for rate in RATES:
+        train(place / "sweep" / f"lr-{rate:g}", 40, lr=rate)
+    train(place / ODD, 60, spike=40)
+    return place
+
+
+@pytest.fixture
+def page(root: Path, driver: Any) -> Iterator[Browser]:
+    with Server(root, port=0) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        yield Browser(driver, server)
+        driver.get("about:blank")
+        server.shutdown()
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_the_list_of_runs(page: Browser, width: int, height: int) -> None:
+    page.open("", width, height)
+    assert set(page.texts("#runs tbody a[href^='run?name=']:not([href*='#'])")) == {
+        ODD,
+        *(f"sweep/lr-{rate:g}" for rate in RATES),
+    }
+    wait_for(lambda: any("spike" in text for text in page.texts("#runs .level.warning")))  # diagnosed in the background
+    assert any(f"{LAYER}" in text for text in page.texts("#runs td.note a"))
+    assert page.texts("#losses figcaption") == [f"lr {rate:g}" for rate in (1e-3, 2e-3, 3e-3, 1e-2)]
+    assert page.js("return document.documentElement.scrollWidth <= innerWidth")
+    assert page.js("return document.querySelectorAll('img').length") == 0
+    assert page.driver.get_log("browser") == []
+
+
+def test_runs_are_searched_sorted_marked_and_compared_with_keys(page: Browser) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    page.open()
+    page.press("/")
+    page.press("sweep")
+    wait_for(lambda: len(page.texts("#runs tbody tr")) == len(RATES))
+    assert page.texts("#count") == ["(3 of 4)"]
+    page.js("[...document.querySelectorAll('#runs thead button')].find((button) => button.textContent === 'lr').click()")
+    names = "return [...document.querySelectorAll('#runs tbody tr')].map((row) => row.dataset.run)"
+    assert page.js(names) == [f"sweep/lr-{rate:g}" for rate in RATES]
+    page.js("[...document.querySelectorAll('#runs thead button')].find((button) => button.textContent === 'lr').click()")
+    assert page.js(names) == [f"sweep/lr-{rate:g}" for rate in reversed(RATES)]
+    assert page.texts("th[aria-sort=descending]") == ["lr"]
+    page.press(Keys.ARROW_DOWN)
+    page.press(Keys.SPACE)
+    page.press(Keys.ARROW_DOWN)
+    page.press(Keys.SPACE)
+    assert page.js("return document.querySelectorAll('#runs input:checked').length") == 2
+    page.press("c")
+    wait_for(lambda: "both?first=" in page.driver.current_url and page.js("return document.body.dataset.ready"))
+    assert page.texts("h1") == ["sweep/lr-0.01 and sweep/lr-0.003"]
+
+
+def test_a_spike_is_on_the_page_as_soon_as_it_is_written(page: Browser, root: Path) -> None:
+    command = [sys.executable, "-m", "tests.live_training", str(root / "now"), "240", "120", "0.02"]
+    with subprocess.Popen(command, cwd=ROOT) as training:
+        page.open()
+        wait_for(lambda: "now" in page.texts("#runs tbody a"))
+        page.open("run?name=now")
+        assert page.texts("#live .state") in (["running"], ["unknown"])
+        first = page.js("return document.getElementById('facts').innerText")
+        link = wait_for(lambda: [text for text in page.texts("#live") if "spike" in text])
+        assert "step 120: grad_norm" in link[0]
+        assert LAYER in link[0]
+        page.js("document.querySelector('#live a').click()")
+        # the charts follow, up to the last step, without a reload
+        wait_for(lambda: "0 to 239" in page.js("return document.getElementById('facts').innerText"))
+        assert page.js("return document.getElementById('facts').innerText") != first
+        assert page.js("return performance.getEntriesByType('navigation').length") == 1
+        assert page.js("return document.getElementById('heat').data.at(-1).x") == [120]
+        wait_for(lambda: page.texts("#live .state") == ["ended"])
+        assert training.wait(60) == 0
+    assert page.driver.get_log("browser") == []
+
+
+def test_a_page_that_is_open_before_the_first_step_shows_it(page: Browser, root: Path) -> None:
+    import torch
+    from torch import nn
+
+    import torch_gradmon as gradmon
+
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = gradmon.watch(model, optimizer, run_dir=root / "later")
+    page.driver.get(f"{page.address}run?name=later")
+    wait_for(lambda: "empty" in "".join(page.texts("#live")))
+    for _ in range(3):
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    monitor.get_step_metrics()
+    wait_for(lambda: page.js("return document.body.dataset.ready"))
+    assert "0 to 2" in page.js("return document.getElementById('facts').innerText")
+    monitor.detach()
+
+
+def test_a_page_outlives_its_server(root: Path, driver: Any) -> None:
+    with Server(root, port=0) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        page = Browser(driver, server)
+        page.open()
+        server.shutdown()
+    wait_for(lambda: page.texts("#live") == ["the server does not answer; this page shows what it had"])
+    assert len(page.texts("#runs tbody tr")) >= len(RATES) + 1
+
+
+if __name__ == "__main__":
+    # pictures of the pages at both sizes, while a training writes: python -m tests.test_server_pages images
+    import os
+    import tempfile
+
+    from tests.browser import browser
+
+    target = Path(sys.argv[1]).absolute()
+    with tempfile.TemporaryDirectory() as folder, browser() as driver:
+        runs = Path(folder) / "runs"
+        for rate in (3e-4, *RATES, 1e-1):
+            train(runs / "sweep" / f"lr-{rate:g}", 150, 100 if rate == RATES[-1] else None, lr=rate)
+        command = [sys.executable, "-m", "tests.live_training", str(runs / "now"), "4000", "300", "0.02"]
+        os.chdir(folder)  # so that no path of this machine is in the picture
+        with Server("runs", port=0) as server, subprocess.Popen(command, cwd=ROOT) as training:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            page = Browser(driver, server)
+            for path, name in (("", "serve"), ("run?name=now", "serve-run")):
+                time.sleep(10)
+                for width, height in SIZES:
+                    page.open(path, width, height)
+                    time.sleep(4)
+                    driver.save_screenshot(str(target / f"{name}-{width}.png"))
+            training.terminate()
+            driver.get("about:blank")
+            server.shutdown()
