@@ -19,7 +19,7 @@ FLAG = ""
 #: Every option of every command: what it takes (nothing for a flag), the commands that have it, and what it means in all of them.
 OPTIONS: dict[str, tuple[str, str, str]] = {
     "--to": ("FILE", "coordcheck demo diff export report", "where the command writes its file"),
-    "--json": (FLAG, "coordcheck diagnose diff doctor summary", "JSON on stdout, for a program"),
+    "--json": (FLAG, "compare coordcheck diagnose diff doctor status summary", "JSON on stdout, for a program"),
     "--first": ("STEP", "detail diff export", "number of the first step"),
     "--last": ("STEP", "diff export", "number of the last step"),
     "--step": ("STEP", "why", "number of a step"),
@@ -33,6 +33,7 @@ OPTIONS: dict[str, tuple[str, str, str]] = {
     "--status": (FLAG, "detail", "tell, and change nothing"),
     "--reset": (FLAG, "detail", "back to what the script asks for"),
     "--preset": ("cheap standard full", "detail", "what is measured"),
+    "--diagnose": (FLAG, "compare", "with all rules"),
     "--host": ("ADDRESS", "serve", "to listen at"),
     "--port": ("PORT", "serve", "to listen at"),
     "--token": ("TEXT", "serve", "that requests need"),
@@ -43,7 +44,7 @@ OPTIONS: dict[str, tuple[str, str, str]] = {
     "--all": (FLAG, "summary", "leave nothing out"),
     "--depth": ("N", "summary", "parts of names that make a group"),
     "--filter": ("REGEX", "summary", "parameters, by name"),
-    "--sort": ("COLUMN", "summary", "order of rows"),
+    "--sort": ("COLUMN", "compare summary", "order of rows"),
     "--only": ("REGEX", "diff", "keys that are compared"),
     "--ignore": ("REGEX", "diff", "keys that are not"),
     "--rename": ("REGEX=NEW", "diff", "modules of A, as they are in B"),
@@ -95,9 +96,10 @@ def test_each_option_means_one_thing_wherever_it_is() -> None:
 def test_every_argument_that_is_a_run_is_called_so() -> None:
     positional = {name: [a.metavar for a in _of(name) if not a.option_strings] for name in NAMES}
     assert positional == {
-        **{name: ["RUN"] for name in ("diagnose", "export", "summary", "detail", "watch", "why")},
+        **{name: ["RUN"] for name in ("diagnose", "export", "status", "summary", "detail", "watch", "why")},
         "report": ["RUN", "OTHER"],
         "serve": ["DIRECTORY"],
+        "compare": ["DIRECTORY"],
         "diff": ["A", "B"],
         "coordcheck": ["MODULE:FUNCTION"],
         "demo": [],

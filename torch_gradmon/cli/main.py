@@ -18,7 +18,8 @@ from .commands.common import Command, UsageError, example_lines
 #: The commands, as ``gradmon --help`` groups them; each is a module of its name, see :class:`CommandModule`.
 _GROUPS = {
     "see what it is, and whether all of it is there": ("demo", "doctor"),
-    "look at a run, which may still go on": ("report", "summary", "watch", "serve", "diagnose", "why", "diff", "export"),
+    "look at a run, which may still go on": ("report", "summary", "status", "watch", "diagnose", "why", "export"),
+    "look at several": ("serve", "compare", "diff"),
     "change what a running training measures": ("detail",),
     "check a model before it is trained": ("coordcheck",),
 }

@@ -1,0 +1,119 @@
+"""Many runs in one table, and how one of them is."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sqlite3
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.live_training import LAYER, train
+from torch_gradmon.analysis.many_runs.card import run_card
+from torch_gradmon.cli.main import main
+
+RATES = (1e-3, 1e-2)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("runs")
+    for rate in RATES:
+        train(place / f"lr-{rate:g}", 80, lr=rate)
+    train(place / "deep" / "spiked", 60, spike=40)
+    return place
+
+
+def output(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    assert main(list(words)) == code
+    return capsys.readouterr().out
+
+
+def test_compare_as_json(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(output(capsys, "compare", str(root), "--json"))
+    assert found["differ"] == ["lr"]
+    losses = [run["loss"] for run in found["runs"]]
+    assert losses == sorted(losses)
+    assert {run["name"] for run in found["runs"]} == {"lr-0.001", "lr-0.01", "deep/spiked"}
+    assert not any(run["is_diagnosed"] for run in found["runs"])
+    started = json.loads(output(capsys, "compare", str(root), "--json", "--sort", "started", "--diagnose"))["runs"]
+    assert [run["name"] for run in started] == ["lr-0.001", "lr-0.01", "deep/spiked"]
+    assert started[2]["findings"][0][:2] == ["warning", "spike"]
+    some = json.loads(output(capsys, "compare", str(root / "lr-0.01"), str(root / "deep"), "--json", "--sort", "name"))["runs"]
+    assert [run["name"] for run in some] == [str(root / "deep" / "spiked"), str(root / "lr-0.01")]
+
+
+@pytest.mark.extra
+def test_compare_as_a_table(root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    lines = output(capsys, "compare", str(root), "--sort", "name").splitlines()
+    assert lines[0].split() == ["run", "state", "step", "loss", "spikes", "cost", "lr"]
+    assert lines[1].startswith("deep/spiked")
+    assert f"1: step 40 {LAYER}" in lines[1]
+    assert [line.split()[0] for line in lines[1:]] == ["deep/spiked", "lr-0.001", "lr-0.01"]
+    assert "spike in 4.weight" in output(capsys, "compare", str(root), "--diagnose")
+    monkeypatch.setenv("COLUMNS", "40")
+    assert max(map(len, output(capsys, "compare", str(root)).splitlines())) <= 40
+
+
+def test_compare_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", str(tmp_path), "--json"]) == 2
+    assert "there is no run in" in capsys.readouterr().err
+    assert main(["compare", str(tmp_path / "none"), "--json"]) == 2
+    assert "there is no directory" in capsys.readouterr().err
+
+
+def test_a_run_that_diverged_is_last(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("lr-0.001", "lr-0.01"):
+        shutil.copytree(root / name, tmp_path / name)
+    spoil(
+        tmp_path / "lr-0.01",
+        "UPDATE scalars SET value = 'nan' WHERE key = (SELECT id FROM keys WHERE name = 'loss') AND step = 79",
+    )
+    runs = json.loads(output(capsys, "compare", str(tmp_path), "--json"))["runs"]
+    assert [(run["name"], run["loss"] == "nan") for run in runs] == [("lr-0.001", False), ("lr-0.01", True)]
+    assert math.isnan(run_card(tmp_path / "lr-0.01").loss or 0.0)
+
+
+def spoil(path: Path, statement: str) -> None:
+    database = sqlite3.connect(path / "gradmon.sqlite")
+    with database:
+        database.execute(statement)
+    database.close()
+
+
+def test_status(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(root / "deep" / "spiked")
+    found = json.loads(output(capsys, "status", path, "--json", code=1))
+    assert (found["state"], found["healthy"], found["step"], found["spikes"]) == ("ended", False, 59, 1)
+    assert found["worst_spike"]["where"] == LAYER
+    assert found["next"]["command"] == f"gradmon why {path} --step 40"
+    assert found["next"]["rule"] == found["findings"][0]["rule"] == "spike"
+    assert found["next"]["action"] == found["findings"][0]["advice"]
+    text = output(capsys, "status", path, code=1).splitlines()
+    assert text[0].startswith(f"{path}: step 59 was recorded")
+    assert text[-1].startswith(" " * 10) or text[-1].startswith("next")
+    assert any(line.startswith("warning   spike in 4.weight: ") for line in text)
+
+
+def test_status_of_a_healthy_run_that_goes_silent(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(root / "lr-0.01", path)
+    found = json.loads(output(capsys, "status", str(path), "--json"))
+    assert (found["healthy"], found["next"]["action"], found["next"]["rule"]) == (True, "Nothing.", None)
+    spoil(path, "DELETE FROM meta WHERE name = 'tune'")
+    spoil(path, f"UPDATE steps SET time = time + {time.time()} - (SELECT max(time) FROM steps)")
+    found = json.loads(output(capsys, "status", str(path), "--json"))
+    assert (found["state"], found["next"]["action"]) == ("running", "Let it train.")
+    spoil(path, "UPDATE steps SET time = time - 10000")
+    found = json.loads(output(capsys, "status", str(path), "--json", code=1))
+    assert (found["state"], found["healthy"]) == ("silent", False)
+    assert found["next"]["action"].startswith("Look at the process")
+
+
+def test_status_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(tmp_path)]) == 2
+    assert "there is no run" in capsys.readouterr().err

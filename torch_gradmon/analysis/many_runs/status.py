@@ -1,0 +1,79 @@
+"""How a run is, and what to do next."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from ...core.formatting import significant
+from ..diagnosis.findings import Diagnosis, Finding
+from .card import RunCard
+
+#: States in which nothing is wrong with the process.
+_FINE = ("running", "ended", "unknown")
+_NUMBERS = ("step", "steps", "age", "seconds", "loss", "first_loss", "spikes", "not_applied", "headroom", "cost")
+_WIDTH, _INDENT, _MOST = 100, 10, 3
+
+
+def next_action(card: RunCard, diagnosis: Diagnosis) -> str:
+    """What to do next, as a sentence."""
+    if card.state == "silent":
+        return "Look at the process: its last step is long ago, and its monitor was not detached."
+    if card.state == "empty":
+        return "Wait for the first step."
+    grave = _grave(diagnosis)
+    if grave is not None:
+        return grave.advice
+    return "Let it train." if card.state != "ended" else "Nothing."
+
+
+def status_dict(card: RunCard, diagnosis: Diagnosis) -> dict[str, Any]:
+    """For JSON.
+
+    ``next`` has the action, and the finding that it is for, if any, with the command that shows more of it.
+    """
+    grave, rest = _grave(diagnosis), card.to_dict()
+    worst = {"step": card.spike_step, "where": card.spike_where, "text": card.worst_spike}
+    return {
+        "run": card.name,
+        "state": card.state,
+        "status": card.status,
+        "healthy": card.state in _FINE and diagnosis.healthy,
+        **{name: rest[name] for name in _NUMBERS},
+        "worst_spike": worst if card.spikes else None,
+        "findings": [finding.to_dict() for finding in diagnosis.findings],
+        "next": {
+            "action": next_action(card, diagnosis),
+            "rule": None if grave is None else grave.rule,
+            "where": None if grave is None else grave.where,
+            "command": f"gradmon diagnose {card.name}"
+            if card.spike_step is None
+            else f"gradmon why {card.name} --step {card.spike_step}",
+        },
+        "settings": dict(card.settings),
+    }
+
+
+def status_text(card: RunCard, diagnosis: Diagnosis) -> Iterator[str]:
+    """The same in a few lines."""
+    yield f"{card.name}: {card.status}"
+    lines = []
+    if card.loss is not None:
+        lines.append(("loss", f"{significant(card.loss)}, at first {significant(card.first_loss)}"))
+    if card.headroom is not None:
+        lines.append(("head-room", f"{card.headroom:.0%} of the critical learning rate is used"))
+    if card.spikes:
+        lines.append(("spikes", f"{card.spikes}, the largest: {card.worst_spike}"))
+    for finding in diagnosis.findings[:_MOST]:
+        where = f" in {finding.where}" if finding.where else ""
+        lines.append((finding.severity, f"{finding.rule}{where}: {finding.cause}"))
+    if (rest := len(diagnosis.findings) - _MOST) > 0:
+        lines.append(("", f"and {rest} more: gradmon diagnose {card.name}"))
+    lines.append(("next", next_action(card, diagnosis)))
+    for title, text in lines:
+        yield from textwrap.wrap(f"{title:<{_INDENT}}{text}", _WIDTH, subsequent_indent=" " * _INDENT, break_on_hyphens=False)
+
+
+def _grave(diagnosis: Diagnosis) -> Finding | None:
+    return next((finding for finding in diagnosis.findings if finding.severity != "info"), None)

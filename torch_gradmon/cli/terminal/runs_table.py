@@ -1,0 +1,65 @@
+"""The drawing of ``gradmon compare``. Needs rich."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ...analysis.many_runs.card import RunCard, differing
+from ...core.formatting import number, printable
+
+#: Settings in which the runs differ that have a column; the others are in the JSON and on the page of gradmon serve.
+_MOST = 4
+#: Width that names keep, and columns of words.
+_NAME, _WORDS = 24, ("state", "findings", "spikes")
+#: Terminals with room for the cost.
+_WIDE = 100
+_STYLES = {"running": "green", "silent": "bold red", "unknown": "yellow"}
+_LEVELS = {"error": "bold red", "warning": "yellow"}
+
+
+def show(console: Console, cards: Sequence[RunCard]) -> None:
+    """Print a row for each run. Columns without a value in any run are left out."""
+    some = differing(cards)
+    columns: dict[str, Callable[[RunCard], Text]] = {
+        "state": lambda card: Text(card.state, style=_STYLES.get(card.state, "")),
+        "step": lambda card: Text("" if card.step is None else str(card.step)),
+        "loss": lambda card: Text("" if card.loss is None else number(card.loss)),
+        "findings": _findings,
+        "spikes": _spikes,
+        "head-room used": lambda card: Text("" if card.headroom is None else number(card.headroom)),
+        "cost": lambda card: Text("" if card.cost is None else f"{card.cost:.2g} %"),
+        **{name: _setting(name) for name in some[:_MOST]},
+    }
+    cells = {title: [cell(card) for card in cards] for title, cell in columns.items()}
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    names = [printable(card.name) for card in cards]
+    table.add_column("run", overflow="fold", min_width=min(max(map(len, names)), _NAME))
+    shown = [title for title, texts in cells.items() if any(texts) and (title != "cost" or console.width >= _WIDE)]
+    for title in shown:
+        table.add_column(title, justify="left" if title in _WORDS else "right", overflow="fold")
+    for place in range(len(cards)):
+        table.add_row(Text(names[place]), *(cells[title][place] for title in shown))
+    console.print(table)
+    if len(some) > _MOST:
+        console.print(Text(f"They also differ in {', '.join(some[_MOST:])}.", style="dim"))
+
+
+def _setting(name: str) -> Callable[[RunCard], Text]:
+    return lambda card: Text(printable(card.settings.get(name, "")))
+
+
+def _findings(card: RunCard) -> Text:
+    found = [(level, rule, where) for level, rule, where in card.findings if level != "info"]
+    if not found:
+        return Text("none" if card.is_diagnosed else "")
+    level, rule, where = found[0]
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    return Text.assemble((rule, _LEVELS.get(level, "")), printable(f" in {where}" if where else ""), more)
+
+
+def _spikes(card: RunCard) -> Text:
+    return Text(f"{card.spikes}: step {card.spike_step} {printable(card.spike_where)}".rstrip() if card.spikes else "")
