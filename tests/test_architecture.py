@@ -65,6 +65,8 @@ ALSO = {
     "statistics.triton_kernels": {"triton"},
     "cli.terminal.console": {"rich"},
     "cli.terminal.live_view": {"rich"},
+    "cli.terminal.runs_table": {"rich"},
+    "server.pages": {"jinja2"},
     "cli.terminal.summary_view": {"rich"},
     "cli.terminal.live_loop": {"rich"},
     "cli.commands.coordcheck": {"rich"},

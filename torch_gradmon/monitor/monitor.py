@@ -878,6 +878,25 @@ class ModuleMonitor:
         """
         OutputsService(self._runtime).add_sink(sink, keys, every, deferred, thread, on_all_ranks)
 
+    def add_alert(self, target: str | Callable[[Any], object], on: Iterable[str] = ("spike", "finding")) -> None:
+        """Call a webhook or a function about spikes and findings, from a thread of its own: training never waits for it, and never stops.
+
+        A webhook gets JSON with ``kind``, ``text``, ``run``, ``step``, ``what`` (the signal or rule) and ``where``; one of Slack the text
+        alone. A function gets the same as a :class:`torch_gradmon.sinks.Alert`. A failed call is repeated four times, after 1, 2, 4 and 8
+        seconds, then counted as lost in :meth:`complaints`. A signal calls once a minute at most, a finding once. Findings are those that
+        the training makes itself; all rules are applied by :meth:`diagnose`. At the end ten seconds are given to what is under way.
+
+        Args:
+            target: the address of a webhook, or a function.
+            on: ``"spike"``, ``"finding"``, or both.
+
+        Raises:
+            TypeError: ``target`` is neither.
+            ValueError: the address is not one of http or https, or ``on`` is unknown. A training that stalls cannot call: ``"stalled"``
+                comes from outside, by ``gradmon serve --alert``.
+        """
+        OutputsService(self._runtime).add_alert(target, on)
+
     def remove_sink(self, sink: Any) -> None:
         """Send waiting rows to ``sink``, close it and remove it.
 

@@ -20,7 +20,7 @@ _LOOK, _ASKED = 2.0, 10.0
 #: A diagnosis of a run that is still written takes at most this share of the time.
 _SHARE = 0.05
 #: Seconds after which a row is read again although its file is the same: a run that has become silent does not write.
-_AGES = 5.0
+_AGES = 2.0
 
 
 def version(path: Path) -> str:

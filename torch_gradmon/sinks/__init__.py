@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from ..core.lazy_import import importing
 
 if TYPE_CHECKING:
+    from .alerts import Alert
     from .filtered_sink import FilteredSink
     from .jsonl import JsonlSink
     from .mlflow import MlflowSink
@@ -12,10 +13,11 @@ if TYPE_CHECKING:
     from .trackio import TrackioSink
     from .wandb import WandbSink
 
-__all__ = ["FilteredSink", "JsonlSink", "MlflowSink", "TensorBoardSink", "TrackioSink", "WandbSink"]
+__all__ = ["Alert", "FilteredSink", "JsonlSink", "MlflowSink", "TensorBoardSink", "TrackioSink", "WandbSink"]
 
 #: The modules of these names.
 _HOMES = {
+    "Alert": "alerts",
     "FilteredSink": "filtered_sink",
     "JsonlSink": "jsonl",
     "MlflowSink": "mlflow",

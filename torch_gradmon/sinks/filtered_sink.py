@@ -101,6 +101,11 @@ class FilteredSink:
         return type(self.sink).__module__.startswith(__package__ or " ")
 
     @property
+    def takes_values(self) -> bool:
+        """Whether the sink looks at values; one that does not costs no dict."""
+        return bool(getattr(self.sink, "takes_values", True))
+
+    @property
     def dropped(self) -> bool:
         """Whether the sink was given up."""
         return self._delivery.dropped

@@ -42,6 +42,7 @@ class RunCard:
         step: the last one; None without any.
         steps: how many were recorded.
         age: seconds since the last one.
+        usual: usual seconds between two; None if unknown.
         began: when the first one ended, in seconds since the epoch; None without any.
         seconds: from the first step to the last one.
         loss: the median of the last twentieth; None if none was logged, NaN or infinite if the last one is.
@@ -65,6 +66,7 @@ class RunCard:
     step: int | None
     steps: int
     age: float
+    usual: float | None
     began: float | None
     seconds: float
     loss: float | None
@@ -117,6 +119,7 @@ def run_card(
             step=status.step,
             steps=len(steps),
             age=status.age,
+            usual=status.usual,
             began=times[0] if times else None,
             seconds=times[-1] - times[0] if times else 0.0,
             loss=_now(loss),

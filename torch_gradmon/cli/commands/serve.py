@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from typing import TYPE_CHECKING
 
 from .common import Command, UsageError, argument, requires_extra, value
+
+if TYPE_CHECKING:
+    from ...server.alarms import Alarms
+    from ...server.board import Board
 
 _PORT = 8642
 
@@ -26,16 +31,27 @@ COMMAND = Command(
         ("gradmon serve runs", "all runs, on this machine"),
         ("gradmon serve runs/first --port 0", "one run, at any free port"),
         ("gradmon serve runs --host 0.0.0.0", "for other machines, with a token in the address"),
+        ("gradmon serve runs --alert https://example.org/hook", "call a webhook about stalled runs, spikes and findings"),
     ),
     (
         argument("root", metavar="DIRECTORY", help="a directory with runs in it, or a run"),
         value("--port", "PORT", "of the page, 0 for any free one", type=_port, default=_PORT),
         value("--host", "ADDRESS", "to listen at", default="127.0.0.1"),
+        value("--alert", "URL", "a webhook that is called about runs that stall, new spikes and findings"),
         value("--token", "TEXT", "that the address has to contain (default: none on this machine, a new one elsewhere)"),
     ),
     "Only this machine can read by default. At another address everybody with the token can, and nothing is encrypted: a tunnel such as "
     "ssh -L 8642:localhost:8642 HOST is better.",
 )
+
+
+def _alarms(board: Board, url: str) -> Alarms:
+    from ...server.alarms import Alarms
+
+    try:
+        return Alarms(board, url)
+    except ValueError as error:
+        raise UsageError(f"--alert {url}: {error}") from error
 
 
 def run(options: argparse.Namespace) -> int:
@@ -53,7 +69,11 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(
             f"cannot listen at {options.host}:{options.port}: {error.strerror or error}; --port 0 takes a free port"
         ) from error
-    with server, contextlib.suppress(KeyboardInterrupt):
+    with server, contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
+        if options.alert is not None:
+            alarms = _alarms(server.board, options.alert)
+            alarms.start()
+            stack.callback(alarms.close)
         print(f"open in a browser: {server.address}\nCtrl-C ends it", flush=True)
         server.serve_forever(poll_interval=0.2)
     return 0

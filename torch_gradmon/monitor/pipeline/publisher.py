@@ -88,7 +88,7 @@ class Publisher:
             return
         record, self._waiting = self._waiting, None
         receivers = self._receivers()
-        values = self.shown(record) if receivers else {}
+        values = self.shown(record) if any(sink.takes_values for sink in receivers) else {}
         texts = [(event, str(event)) for event in record.events] if receivers else []
         first: Warning | None = None
         for sink in receivers:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from ...core.errors import display
+from ...core.loop_findings import LoopFinding
 from ...spikes.detector import SpikeDetector
 from ..runtime import Runtime, at_exit
 from .queries import Queries
@@ -41,6 +43,14 @@ class OutputsService:
                 before_finish(partial(at_exit, weakref.ref(self.runtime)))
             pipeline.publisher.add(filtered)
 
+    def add_alert(self, target: str | Callable[[Any], object], on: Iterable[str]) -> None:
+        """Call ``target`` about spikes and findings."""
+        from ...sinks.alerts import AlertSink
+
+        place = self.runtime.pipeline.directory.path
+        sink = AlertSink(target, on, "" if place is None else str(place), partial(_findings, weakref.ref(self.runtime)))
+        self.add_sink(sink, None, 1, deferred=True, thread=False, on_all_ranks=False)
+
     def remove_sink(self, sink: Any) -> None:
         """Send waiting rows to ``sink``, and close it."""
         Queries(self.runtime).settle_now()
@@ -58,3 +68,8 @@ class OutputsService:
             raise TypeError(f"expected a SpikeDetector, got {display(detector)}; a rule goes into one: SpikeDetector(rule)")
         self.runtime.pipeline.detection.add(detector)
         self.runtime.planner.changed()
+
+
+def _findings(runtime: Callable[[], Runtime | None]) -> list[LoopFinding]:
+    """What the plugins of a runtime have found, while it lives."""
+    return [] if (alive := runtime()) is None else Queries(alive).findings()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...core.fence import fenced
+from ...core.loop_findings import LoopFinding
 from ...core.records import StepRecord
 from ...core.torch_modes import outside_dispatch_modes
 from ...plugins.spike_policy.policy import Counts
@@ -16,6 +17,8 @@ _UNATTACHED = (
     "monitor.detach(), then monitor.attach() with the optimizer whose step() the loop calls"
 )
 _CAPTURED = "the loop was captured into a graph, whose replays call no hooks; call optimizer.step() outside of the graph"
+#: Plugins that find something while the training runs.
+_FINDERS = ("loop_audit", "replica_check", "setup_check", "data_check", "foresight")
 
 
 class Queries:
@@ -41,6 +44,11 @@ class Queries:
             return is_open or is_known or cadence.foretells(step, None)
         ahead = step - clock.next_step if clock.step is None else (step - clock.step - 1) // clock.stride
         return cadence.foretells(step, ahead)
+
+    def findings(self) -> list[LoopFinding]:
+        """What the plugins have found so far."""
+        plugins = (self._runtime.plugin(name) for name in _FINDERS)
+        return [finding for plugin in plugins if plugin is not None for finding in plugin.facts()]
 
     @property
     def is_listening(self) -> bool:

@@ -134,10 +134,8 @@ class ValuesService:
         if self.runtime.fence.inert:
             return Diagnosis((), None, _DISABLED)
         pipeline, model = self.runtime.pipeline, self.runtime.factory.model
-        names = ("loop_audit", "replica_check", "setup_check", "data_check", "foresight")
-        audits = {name: self.runtime.plugin(name) for name in names}
-        facts = [fact for plugin in audits.values() if plugin is not None for fact in plugin.facts()]
-        data, setup = audits["data_check"], audits["setup_check"]
+        facts = Queries(self.runtime).findings()
+        data, setup = self.runtime.plugin("data_check"), self.runtime.plugin("setup_check")
         place, recent = pipeline.directory.path, pipeline.history.recent()
         history = History(
             pipeline.history.sample.records(),

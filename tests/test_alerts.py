@@ -1,0 +1,303 @@
+"""Alerts: to webhooks that take, fail, hang and refuse, and never in the way of the training."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+import sqlite3
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torch_gradmon as gradmon
+from tests.live_training import LAYER, train
+from tests.receivers import receiver
+from torch_gradmon.analysis.many_runs.card import run_card
+from torch_gradmon.core.loop_findings import LoopFinding
+from torch_gradmon.core.records import SpikeEvent
+from torch_gradmon.server.alarms import Alarms, has_stalled
+from torch_gradmon.server.board import Board
+from torch_gradmon.sinks import alerts
+from torch_gradmon.sinks.alerts import Alert, AlertSink, Messenger, post
+
+
+def until(found: Any, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not found():
+        assert time.monotonic() < end, "nothing came"
+        time.sleep(0.01)
+
+
+def trained(*targets: Any, steps: int = 60, **options: Any) -> list[Tensor]:
+    """Parameters after a training in which one batch is bad; ``targets`` are alerted."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    monitor = gradmon.watch(model, optimizer, on_spike=None, **options)
+    for target in targets:
+        monitor.add_alert(target)
+    for step in range(steps):
+        x = torch.randn(32, 8) * (1000 if step == 40 else 1)
+        optimizer.zero_grad()
+        (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+    monitor.detach()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_a_spike_calls_a_webhook(tmp_path: Path) -> None:
+    with receiver() as hook:
+        trained(hook.address, run_dir=tmp_path / "run")
+        until(lambda: hook.got)
+    (alert,) = (each for each in hook.got if each["kind"] == "spike")
+    assert (alert["run"], alert["step"], alert["what"]) == (str(tmp_path / "run"), 40, "grad_norm")
+    assert alert["text"].startswith(f"{tmp_path / 'run'}: step 40: grad_norm = ")
+
+
+def test_a_spike_calls_a_function_in_a_thread_of_its_own() -> None:
+    got: list[tuple[Alert, str]] = []
+    trained(lambda alert: got.append((alert, threading.current_thread().name)))
+    assert [(alert.kind, alert.step, name) for alert, name in got if alert.kind == "spike"] == [
+        ("spike", 40, "torch_gradmon alerts")
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:torch_gradmon")
+def test_a_finding_calls_once() -> None:
+    got: list[Alert] = []
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    monitor = gradmon.watch(model, optimizer)
+    monitor.add_alert(got.append, on="finding")
+    for _ in range(60):  # gradients are never cleared
+        model(torch.randn(32, 8)).square().mean().backward()
+        optimizer.step()
+    monitor.detach()
+    assert [(alert.kind, alert.what) for alert in got] == [("finding", "missing-zero-grad")]
+    assert got[0].text.startswith(f"missing-zero-grad in bias, first in step {got[0].step}. Gradients are not cleared")
+    assert got[0].text.endswith("before the first backward pass.")
+
+
+def test_training_is_the_same_with_alerts_that_fail_hang_and_refuse() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        refused = f"http://127.0.0.1:{free.getsockname()[1]}/"
+
+    def fails(alert: Alert) -> None:
+        raise ValueError("nobody is there")
+
+    plain = trained()
+    with receiver(failures=1000) as broken, receiver(hangs=True) as hanging:
+        begin = time.perf_counter()
+        found = trained(broken.address, hanging.address, refused, fails)
+        assert hanging.requests <= 1
+        hanging.release.set()
+    assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+    assert time.perf_counter() - begin < 60  # ten seconds at the end for each at most
+
+
+def test_the_training_thread_never_waits_for_a_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that can wait is called on it between the first step and the end: no socket is opened, no thread joined."""
+    here, waits = threading.current_thread(), list[str]()
+    opened, joined = socket.socket.connect, threading.Thread.join
+
+    def connect(self: socket.socket, address: Any) -> None:
+        if threading.current_thread() is here:
+            waits.append("connect")
+        opened(self, address)
+
+    def join(self: threading.Thread, timeout: float | None = None) -> None:
+        if threading.current_thread() is here:
+            waits.append("join")
+        joined(self, timeout)
+
+    with receiver(hangs=True) as hanging:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        monitor = gradmon.watch(model, optimizer, on_spike=None)
+        monitor.add_alert(hanging.address)
+        monkeypatch.setattr(socket.socket, "connect", connect)
+        monkeypatch.setattr(threading.Thread, "join", join)
+        for step in range(60):
+            optimizer.zero_grad()
+            (model(torch.randn(16, 4)) * (1e4 if step == 40 else 1)).square().mean().backward()
+            optimizer.step()
+        until(lambda: hanging.requests)
+        assert waits == []
+        hanging.release.set()
+        monitor.detach()
+
+
+def test_a_receiver_that_comes_back_gets_what_it_missed() -> None:
+    with receiver(failures=3) as hook:
+        messenger = Messenger(hook.address, pause=0.01)
+        messenger.send(Alert("spike", "a"))
+        until(lambda: hook.got)
+        messenger.close()
+    assert (hook.requests, [alert["text"] for alert in hook.got], messenger.lost) == (4, ["a"], 0)
+
+
+def test_what_is_given_up_is_counted() -> None:
+    with receiver(failures=1000) as hook:
+        messenger = Messenger(hook.address, pause=0.01)
+        messenger.send(Alert("spike", "a"))
+        until(lambda: messenger.lost)
+        messenger.close()
+    assert (hook.requests, messenger.lost) == (alerts.ATTEMPTS, 1)
+    blocked = threading.Event()
+    messenger = Messenger(lambda alert: blocked.wait(20))
+    for _ in range(120):
+        messenger.send(Alert("spike", "a"))
+    assert messenger.lost >= 19  # a hundred wait, and one is under way
+    blocked.set()
+    messenger.close()
+
+
+def test_the_end_of_the_training_waits_no_longer_than_it_should(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[float | None] = []
+    with receiver(hangs=True) as hook:
+        messenger = Messenger(hook.address)
+        messenger.send(Alert("spike", "a"))
+        until(lambda: hook.requests)
+        monkeypatch.setattr(threading.Thread, "join", lambda self, timeout=None: joined.append(timeout))
+        messenger.close()
+        assert joined == [10.0]
+
+
+def test_slack_gets_the_text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    bodies: list[Any] = []
+
+    class Answer:
+        def __enter__(self) -> None: ...
+        def __exit__(self, *error: object) -> None: ...
+
+    def urlopen(request: urllib.request.Request, timeout: float) -> Answer:
+        assert isinstance(request.data, bytes)
+        bodies.append(json.loads(request.data))
+        return Answer()
+
+    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+    for url in ("https://hooks.slack.com/services/a", "https://notslack.com/a"):
+        post(url, Alert("spike", "words", step=3))
+    assert bodies[0] == {"text": "words"}
+    assert bodies[1] == {"kind": "spike", "text": "words", "run": "", "step": 3, "what": "", "where": ""}
+
+
+def test_a_signal_calls_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    got: list[Alert] = []
+    now = [0.0]
+    monkeypatch.setattr(alerts.time, "monotonic", lambda: now[0])
+    sink = AlertSink(got.append, run="r")
+    for step, seconds in enumerate((0.0, 1.0, 30.0, 61.0)):
+        now[0] = seconds
+        sink.log_spike(SpikeEvent(step, "grad_norm", 1.0, 9.0, 5.0, "large", where="a.weight (9 times)"), f"step {step}")
+    sink.log_spike(SpikeEvent(4, "loss", 1.0, 9.0, 5.0, "large"), "step 4")
+    sink.close()
+    assert [alert.text for alert in got] == ["r: step 0", "r: step 3 (and 2 more before)", "r: step 4"]
+    assert [alert.where for alert in got] == ["a.weight", "a.weight", ""]
+
+
+def test_findings_come_once_for_each_rule() -> None:
+    got: list[Alert] = []
+    found: list[LoopFinding] = []
+    sink = AlertSink(got.append, on=["finding"], findings=lambda: found)
+    sink.log({}, 0)
+    found.append(LoopFinding("unheard-of", 3, 3, 1, ("a", "b")))
+    for step in (1, 2):
+        sink.log({}, step)
+    sink.log_spike(SpikeEvent(4, "loss", 1.0, 9.0, 5.0, "large"), "step 4")
+    sink.close()
+    assert [(alert.text, alert.what, alert.where, alert.step) for alert in got] == [
+        ("unheard-of in a, first in step 3", "unheard-of", "a", 3)
+    ]
+
+
+def test_wrong_targets_are_refused_before_anything_changes() -> None:
+    model = nn.Linear(2, 2)
+    monitor = gradmon.watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=r"'ftp://example\.org/'"):
+        monitor.add_alert("ftp://example.org/")
+    with pytest.raises(ValueError, match="'hook'"):
+        monitor.add_alert("hook")
+    with pytest.raises(TypeError, match="webhook or to a function"):
+        monitor.add_alert(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="gradmon serve DIRECTORY --alert URL"):
+        monitor.add_alert(print, on="stalled")
+    with pytest.raises(ValueError, match="'spikes'"):
+        monitor.add_alert(print, on="spikes")
+    with pytest.raises(ValueError, match=r"got \(\)"):
+        monitor.add_alert(print, on=())
+
+
+# --- from outside ------------------------------------------------------------------------------------------------------------------
+
+
+def aged(path: Path, seconds: float) -> None:
+    """A run that is not ended, whose last step is so old."""
+    database = sqlite3.connect(path / "gradmon.sqlite")
+    with database:
+        database.execute("DELETE FROM meta WHERE name = 'tune'")
+        database.execute(f"UPDATE steps SET time = time + {time.time() - seconds} - (SELECT max(time) FROM steps)")
+    database.close()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("alarms") / "run"
+    train(path, 60, spike=40)
+    return path
+
+
+def test_a_run_has_stalled_after_ten_usual_intervals(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "a")
+    assert not has_stalled(run_card(run))  # ended
+    for seconds, expected in ((5.0, False), (15.0, True)):  # steps of milliseconds: at least ten seconds
+        aged(tmp_path / "a", seconds)
+        assert has_stalled(run_card(tmp_path / "a")) is expected
+    database = sqlite3.connect(tmp_path / "a" / "gradmon.sqlite")
+    with database:
+        database.execute("UPDATE steps SET time = step * 4.0")  # a step every four seconds
+    database.close()
+    for seconds, expected in ((30.0, False), (45.0, True)):
+        aged(tmp_path / "a", seconds)
+        assert has_stalled(run_card(tmp_path / "a")) is expected
+
+
+def test_alarms_report_what_is_new_and_each_stall_once(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "a")
+    aged(tmp_path / "a", 1.0)
+    with receiver() as hook:
+        board = Board(tmp_path)
+        alarms = Alarms(board, hook.address)
+        alarms.start()
+        shutil.copytree(run, tmp_path / "b")  # a run with a spike appears
+        aged(tmp_path / "a", 100.0)
+        until(lambda: len({alert["kind"] for alert in hook.got}) == 2)
+        time.sleep(2.5)  # two more looks
+        alarms.close()
+        board.close()
+    assert sorted((alert["kind"], alert["run"], alert["step"]) for alert in hook.got) == [
+        ("spike", "b", 40),
+        ("stalled", "a", 59),
+    ]
+    stalled = next(alert for alert in hook.got if alert["kind"] == "stalled")
+    assert re.match(r"a: no step for 10\d s since step 59, where one is due every \d", stalled["text"])
+    assert next(alert for alert in hook.got if alert["kind"] == "spike")["where"] == LAYER
+
+
+@pytest.mark.extra
+def test_the_command_refuses_a_wrong_address(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from torch_gradmon.cli.main import main
+
+    assert main(["serve", str(run), "--port", "0", "--alert", "nowhere"]) == 2
+    assert "--alert nowhere: an alert goes to an address" in capsys.readouterr().err

@@ -1,0 +1,225 @@
+"""Alerts that call: spikes and findings to a webhook or a function, from a thread of their own."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from ..core.errors import display
+from ..core.loop_findings import LoopFinding
+from ..core.loop_mistakes import MISTAKES
+from ..core.process import HomeProcess
+from ..core.rank_faults import RANK_FAULTS
+from ..core.records import SpikeEvent
+from ..core.setup_mistakes import SETUP_MISTAKES
+
+Kind = Literal["spike", "finding", "stalled"]
+#: Seconds that a receiver has to answer, the attempts, and the seconds before the second one, which double with each.
+TIMEOUT, ATTEMPTS, PAUSE = 5.0, 5, 1.0
+#: Alerts that may wait, and seconds that the end of the training waits for them.
+_WAITING, _LAST = 100, 10.0
+#: Seconds between two alerts about the same signal.
+QUIET = 60.0
+_MISTAKES = {**MISTAKES, **RANK_FAULTS, **SETUP_MISTAKES}
+#: Hosts whose webhooks take a text and nothing else.
+_TEXT_ONLY = ("slack.com",)
+
+
+@dataclass(frozen=True)
+class Alert:
+    """What a receiver gets.
+
+    Attributes:
+        kind: of the alert.
+        text: for people.
+        run: the run directory, or what the alert was asked to name; may be empty.
+        step: of the spike, of the first occurrence, or the last one; None if there is none.
+        what: the signal, or the rule.
+        where: the layer, if it is known.
+    """
+
+    kind: Kind
+    text: str
+    run: str = ""
+    step: int | None = None
+    what: str = ""
+    where: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def post(url: str, alert: Alert, timeout: float = TIMEOUT) -> None:
+    """Send an alert to a webhook as JSON; Slack gets the text alone.
+
+    Raises:
+        OSError: it cannot be reached, or has answered with an error.
+    """
+    host = urlsplit(url).hostname or ""
+    is_text = any(host == known or host.endswith(f".{known}") for known in _TEXT_ONLY)
+    body = {"text": alert.text} if is_text else alert.to_dict()
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=timeout):  # raises for an answer of 400 and above
+        pass
+
+
+class Messenger:
+    """Calls a receiver in a thread of its own, again and again where it fails. Never waits, never raises.
+
+    Args:
+        target: the address of a webhook, or a function of an :class:`Alert`.
+        pause: seconds before the second attempt.
+
+    Attributes:
+        lost: alerts that were given up.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: the address is not one of http or https.
+    """
+
+    def __init__(self, target: str | Callable[[Alert], object], pause: float = PAUSE) -> None:
+        if isinstance(target, str):
+            parts = urlsplit(target)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError(
+                    f"an alert goes to an address such as 'https://example.org/hook', or to a function; got {target!r}"
+                )
+        elif not callable(target):
+            raise TypeError(f"an alert goes to the address of a webhook or to a function, got {display(target)}")
+        self._target, self._pause, self.lost = target, pause, 0
+        self._queue: queue.Queue[Alert | None] = queue.Queue(_WAITING)
+        self._thread: threading.Thread | None = None
+        self._ending, self._process = threading.Event(), HomeProcess()
+
+    def send(self, alert: Alert) -> None:
+        """Queue an alert; it is lost if a hundred wait already."""
+        if self._process.is_forked:
+            return
+        if self._thread is None or not self._thread.is_alive():
+            self._ending.clear()
+            self._thread = threading.Thread(target=self._work, name="torch_gradmon alerts", daemon=True)
+            self._thread.start()
+        try:
+            self._queue.put_nowait(alert)
+        except queue.Full:
+            self.lost += 1
+
+    def close(self, seconds: float = _LAST) -> None:
+        """Give what waits one last chance, for so long at most."""
+        thread, self._thread = self._thread, None
+        if thread is None or self._process.is_forked or thread is threading.current_thread():
+            return
+        self._ending.set()  # no more pauses
+        try:
+            self._queue.put_nowait(None)
+        except queue.Full:
+            pass
+        thread.join(seconds)
+
+    def _work(self) -> None:
+        while (alert := self._queue.get()) is not None:
+            self._deliver(alert)
+            if self._ending.is_set() and self._queue.empty():
+                return
+
+    def _deliver(self, alert: Alert) -> None:
+        for attempt in range(ATTEMPTS):
+            try:
+                if isinstance(self._target, str):
+                    post(self._target, alert)
+                else:
+                    self._target(alert)
+            except (Exception, SystemExit):  # a receiver that is down must not end anything
+                if self._ending.is_set() or attempt == ATTEMPTS - 1:
+                    break
+                self._ending.wait(self._pause * 2**attempt)
+            else:
+                return
+        self.lost += 1
+
+
+class AlertSink:
+    """Sends alerts about spikes, at most one a minute for each signal, and about findings, each rule once. Values are ignored.
+
+    Findings are those that the training itself makes: mistakes of the loop, of the setup and of the data, differences between ranks, and
+    signs of a divergence. See :meth:`ModuleMonitor.add_alert`.
+
+    Args:
+        target: the address of a webhook, or a function of an :class:`Alert`.
+        on: what is sent: ``"spike"``, ``"finding"``.
+        run: named in the alerts.
+        findings: what was found so far.
+
+    Raises:
+        TypeError, ValueError: ``target`` or ``on`` is wrong.
+    """
+
+    takes_values = False
+
+    def __init__(
+        self,
+        target: str | Callable[[Alert], object],
+        on: Iterable[str] = ("spike", "finding"),
+        run: str = "",
+        findings: Callable[[], Sequence[LoopFinding]] = list,
+    ) -> None:
+        chosen = {on} if isinstance(on, str) else set(on)
+        if "stalled" in chosen:
+            raise ValueError(
+                "a training that stalls cannot call: 'stalled' comes from outside, by 'gradmon serve DIRECTORY --alert URL' on this machine"
+            )
+        if not chosen or chosen - {"spike", "finding"}:
+            raise ValueError(f"on= takes 'spike', 'finding' or both, got {on!r}")
+        self._on, self._run, self._findings = chosen, run, findings
+        self._messenger = Messenger(target)
+        self._last: dict[str, float] = {}
+        self._withheld: dict[str, int] = {}
+        self._known: set[str] = set()
+
+    @property
+    def lost(self) -> int:
+        """Alerts that were given up."""
+        return self._messenger.lost
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Look for new findings."""
+        if "finding" not in self._on:
+            return
+        for finding in self._findings():
+            if finding.rule not in self._known:
+                self._known.add(finding.rule)
+                where = finding.where[0] if finding.where else ""
+                known = _MISTAKES.get(finding.rule)
+                meaning = "" if known is None else f". {known.cause}. {known.advice}."
+                text = f"{finding.rule}{f' in {where}' if where else ''}, first in step {finding.first}{meaning}"
+                self._messenger.send(Alert("finding", self._named(text), self._run, finding.first, finding.rule, where))
+
+    def log_spike(self, event: SpikeEvent, text: str) -> None:
+        """Send it, unless the last one of its signal is less than a minute old."""
+        if "spike" not in self._on:
+            return
+        now = time.monotonic()
+        if now - self._last.get(event.signal, -QUIET) < QUIET:
+            self._withheld[event.signal] = self._withheld.get(event.signal, 0) + 1
+            return
+        self._last[event.signal] = now
+        if withheld := self._withheld.pop(event.signal, 0):
+            text = f"{text} (and {withheld} more before)"
+        where = event.where.partition(" (")[0]
+        self._messenger.send(Alert("spike", self._named(text), self._run, event.step, event.signal, where))
+
+    def _named(self, text: str) -> str:
+        return f"{self._run}: {text}" if self._run else text
+
+    def close(self) -> None:
+        """Wait for what is under way, for ten seconds at most."""
+        self._messenger.close()
