@@ -343,7 +343,7 @@ def test_the_reference_has_every_public_name_and_no_private_module() -> None:
     assert public <= described
     modules = {name.rpartition(".")[0] for name in described}
     trainers = {f"torch_gradmon.integrations.{name}" for name in ("lightning", "transformers", "ignite", "accelerate")}
-    assert modules == {*_PUBLIC, *trainers, "torch_gradmon.analysis.width_sweep"}
+    assert modules == {*_PUBLIC, *trainers, "torch_gradmon.analysis.width_sweep", "torch_gradmon.sinks"}
 
 
 def test_the_gallery_has_a_page_for_every_rule_and_for_families_of_healthy_runs() -> None:

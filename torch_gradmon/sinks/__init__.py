@@ -9,11 +9,23 @@ if TYPE_CHECKING:
     from .filtered_sink import FilteredSink
     from .jsonl import JsonlSink
     from .mlflow import MlflowSink
+    from .opentelemetry import OpenTelemetrySink
+    from .prometheus import PrometheusSink
     from .tensorboard import TensorBoardSink
     from .trackio import TrackioSink
     from .wandb import WandbSink
 
-__all__ = ["Alert", "FilteredSink", "JsonlSink", "MlflowSink", "TensorBoardSink", "TrackioSink", "WandbSink"]
+__all__ = [
+    "Alert",
+    "FilteredSink",
+    "JsonlSink",
+    "MlflowSink",
+    "OpenTelemetrySink",
+    "PrometheusSink",
+    "TensorBoardSink",
+    "TrackioSink",
+    "WandbSink",
+]
 
 #: The modules of these names.
 _HOMES = {
@@ -21,6 +33,8 @@ _HOMES = {
     "FilteredSink": "filtered_sink",
     "JsonlSink": "jsonl",
     "MlflowSink": "mlflow",
+    "OpenTelemetrySink": "opentelemetry",
+    "PrometheusSink": "prometheus",
     "TensorBoardSink": "tensorboard",
     "TrackioSink": "trackio",
     "WandbSink": "wandb",
