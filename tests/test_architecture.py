@@ -41,6 +41,9 @@ OPTIONAL = {
         "ignite",
         "transformers",
         "accelerate",
+        "mcp",
+        "prometheus_client",
+        "opentelemetry",
     ),
     *("plotly", "jinja2", "pandas", "pyarrow", "matplotlib", "scipy"),
 }
@@ -67,6 +70,7 @@ ALSO = {
     "cli.terminal.live_view": {"rich"},
     "cli.terminal.runs_table": {"rich"},
     "server.pages": {"jinja2"},
+    "server.agents": {"mcp"},
     "cli.terminal.summary_view": {"rich"},
     "cli.terminal.live_loop": {"rich"},
     "cli.commands.coordcheck": {"rich"},

@@ -100,6 +100,7 @@ def test_every_argument_that_is_a_run_is_called_so() -> None:
         **{name: ["RUN"] for name in ("diagnose", "export", "status", "summary", "detail", "watch", "why")},
         "report": ["RUN", "OTHER"],
         "serve": ["DIRECTORY"],
+        "mcp": ["DIRECTORY"],
         "compare": ["DIRECTORY"],
         "diff": ["A", "B"],
         "coordcheck": ["MODULE:FUNCTION"],

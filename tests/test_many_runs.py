@@ -74,7 +74,7 @@ def test_a_run_that_diverged_is_last(root: Path, tmp_path: Path, capsys: pytest.
         "UPDATE scalars SET value = 'nan' WHERE key = (SELECT id FROM keys WHERE name = 'loss') AND step = 79",
     )
     runs = json.loads(output(capsys, "compare", str(tmp_path), "--json"))["runs"]
-    assert [(run["name"], run["loss"] == "nan") for run in runs] == [("lr-0.001", False), ("lr-0.01", True)]
+    assert [(run["name"], run["loss"] == "NaN") for run in runs] == [("lr-0.001", False), ("lr-0.01", True)]
     assert math.isnan(run_card(tmp_path / "lr-0.01").loss or 0.0)
 
 

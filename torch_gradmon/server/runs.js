@@ -107,7 +107,7 @@
     return text && Number.isFinite(value) ? value : text ?? null;
   };
   const compare = (a, b) => {
-    const isOdd = (value) => value === null || (typeof value === "string" && ["nan", "inf", "-inf"].includes(value));
+    const isOdd = (value) => value === null || (typeof value === "string" && ["NaN", "Infinity", "-Infinity"].includes(value));
     if (isOdd(a) || isOdd(b)) return isOdd(a) - isOdd(b);
     const order = typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b));
     return falls ? -order : order;

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ...core import keys as n
+from ...core.json_numbers import strict
 from ...core.keys import Key
 from ...core.loop_findings import LoopFinding
 from ...core.loss_keys import loss_among
@@ -85,8 +86,8 @@ class RunCard:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: numbers that are not finite are strings."""
-        plain = {name: _plain(value) for name, value in vars(self).items()}
-        return {**plain, "losses": [[step, _plain(loss)] for step, loss in self.losses], "settings": dict(self.settings)}
+        found: dict[str, Any] = strict(vars(self))
+        return found
 
 
 def run_card(
@@ -210,9 +211,3 @@ def _text(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(_text, value))
     return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return [list(each) if isinstance(each, tuple) else each for each in value] if isinstance(value, list) else value
