@@ -101,6 +101,7 @@ def test_every_argument_that_is_a_run_is_called_so() -> None:
         "report": ["RUN", "OTHER"],
         "serve": ["DIRECTORY"],
         "mcp": ["DIRECTORY"],
+        "schema": ["COMMAND"],
         "compare": ["DIRECTORY"],
         "diff": ["A", "B"],
         "coordcheck": ["MODULE:FUNCTION"],

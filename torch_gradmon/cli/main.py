@@ -19,7 +19,8 @@ from .commands.common import Command, UsageError, example_lines
 _GROUPS = {
     "see what it is, and whether all of it is there": ("demo", "doctor"),
     "look at a run, which may still go on": ("report", "summary", "status", "watch", "diagnose", "why", "export"),
-    "look at several": ("serve", "compare", "diff", "mcp"),
+    "look at several": ("serve", "compare", "diff"),
+    "give runs to programs and agents": ("schema", "mcp"),
     "change what a running training measures": ("detail",),
     "check a model before it is trained": ("coordcheck",),
 }

@@ -1,0 +1,106 @@
+"""What commands print with ``--json`` is as their schemas have it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.live_training import train
+from torch_gradmon.cli.commands.schema import NAMES
+from torch_gradmon.cli.main import _commands, main
+
+jsonschema = pytest.importorskip("jsonschema")
+pytestmark = pytest.mark.extra
+
+MODEL = """
+import torch
+from torch import nn
+
+def make(width):
+    return nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 2))
+
+def batch(seed):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(8, 4, generator=g), torch.randint(2, (8,), generator=g)
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("runs")
+    train(place / "spiked", 60, spike=40)
+    train(place / "wild", 40, lr=10.0)
+    return place
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    main(list(words))
+    return json.loads(capsys.readouterr().out)
+
+
+def schema(capsys: pytest.CaptureFixture[str], name: str) -> Any:
+    found = printed(capsys, "schema", name)
+    jsonschema.Draft202012Validator.check_schema(found)
+    return found
+
+
+def _calls(runs: Path) -> dict[str, list[list[str]]]:
+    spiked, wild = str(runs / "spiked"), str(runs / "wild")
+    return {
+        "compare": [[str(runs)], [str(runs), "--diagnose"]],
+        "diagnose": [[spiked], [wild]],
+        "diff": [[spiked, wild], [spiked, spiked]],
+        "doctor": [[]],
+        "status": [[spiked], [wild]],
+        "summary": [[spiked], [wild, "--all"]],
+    }
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "coordcheck"])
+def test_what_is_printed_is_as_the_schema_has_it(runs: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    wanted = schema(capsys, name)
+    for words in _calls(runs)[name]:
+        found = printed(capsys, name, *words, "--json")
+        jsonschema.validate(found, wanted, jsonschema.Draft202012Validator)
+        assert set(found) == set(wanted["properties"]), words  # nothing that it does not name
+
+
+def test_the_check_of_widths_prints_what_its_schema_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    words = [
+        f"{tmp_path / 'model.py'}:make",
+        "--data",
+        f"{tmp_path / 'model.py'}:batch",
+        "--widths",
+        "8",
+        "16",
+        "32",
+        "--seeds",
+        "2",
+    ]
+    found = printed(capsys, "coordcheck", *words, "--json")
+    wanted = schema(capsys, "coordcheck")
+    jsonschema.validate(found, wanted, jsonschema.Draft202012Validator)
+    assert set(found) == set(wanted["properties"])
+
+
+def test_every_command_with_json_has_a_schema() -> None:
+    with_json = {
+        name
+        for name, module in _commands().items()
+        for each in module.COMMAND.arguments
+        for one in ([each] if hasattr(each, "names") else each)
+        if "--json" in one.names
+    }
+    assert with_json == set(NAMES)
+
+
+def test_a_schema_refuses_what_is_wrong(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wanted, found = schema(capsys, "status"), printed(capsys, "status", str(runs / "spiked"), "--json")
+    for name, value in (("state", "asleep"), ("loss", math.nan.__repr__()), ("step", "59"), ("findings", [{}])):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({**found, name: value}, wanted, jsonschema.Draft202012Validator)
