@@ -6,6 +6,7 @@ from ..core.lazy_import import importing
 
 if TYPE_CHECKING:
     from .alerts import Alert
+    from .dashboards import tensorboard_layout, wandb_workspace
     from .filtered_sink import FilteredSink
     from .jsonl import JsonlSink
     from .mlflow import MlflowSink
@@ -25,6 +26,8 @@ __all__ = [
     "TensorBoardSink",
     "TrackioSink",
     "WandbSink",
+    "tensorboard_layout",
+    "wandb_workspace",
 ]
 
 #: The modules of these names.
@@ -38,6 +41,8 @@ _HOMES = {
     "TensorBoardSink": "tensorboard",
     "TrackioSink": "trackio",
     "WandbSink": "wandb",
+    "tensorboard_layout": "dashboards",
+    "wandb_workspace": "dashboards",
 }
 
 if not TYPE_CHECKING:
