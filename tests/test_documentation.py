@@ -46,6 +46,7 @@ _OPTIONAL = {
     "ignite",
     "transformers",
     "accelerate",
+    "mcp",
     "plotly",
     "matplotlib",
     "pandas",

@@ -58,6 +58,7 @@ class FilteredSink:
 
     Attributes:
         given: the object that the sink was made from.
+        takes_values: it looks at values; one that does not costs no dict.
         is_on_all_ranks: it gets values also on ranks that do not report.
 
     Raises:
@@ -85,6 +86,7 @@ class FilteredSink:
         self.deferred = deferred
         self.given = sink
         self.is_on_all_ranks = False
+        self.takes_values = bool(getattr(sink, "takes_values", True))
         self._log = sender(self.sink)
         self._complaints = complaints
         self._delivery = (ThreadedDelivery if thread else Delivery)(name_of(self.sink), complaints, kept)
@@ -99,11 +101,6 @@ class FilteredSink:
     def is_of_package(self) -> bool:
         """Whether the sink is a class of this package, which holds nothing of the training."""
         return type(self.sink).__module__.startswith(__package__ or " ")
-
-    @property
-    def takes_values(self) -> bool:
-        """Whether the sink looks at values; one that does not costs no dict."""
-        return bool(getattr(self.sink, "takes_values", True))
 
     @property
     def dropped(self) -> bool:

@@ -88,11 +88,13 @@ class Publisher:
             return
         record, self._waiting = self._waiting, None
         receivers = self._receivers()
-        values = self.shown(record) if any(sink.takes_values for sink in receivers) else {}
+        values: dict[str, float] = {}
         texts = [(event, str(event)) for event in record.events] if receivers else []
         first: Warning | None = None
         for sink in receivers:
             try:
+                if not values and sink.takes_values:
+                    values = self.shown(record)
                 sink.send(values, record.step)
                 for event, text in texts:
                     sink.send_spike(event, text)
