@@ -16,13 +16,14 @@ class Receiver(ThreadingHTTPServer):
     Args:
         failures: how many requests it answers with an error before it takes one.
         hangs: whether it answers none before it is released.
+        moved: whether it sends all to another address.
     """
 
     daemon_threads = True
 
-    def __init__(self, failures: int = 0, hangs: bool = False) -> None:
+    def __init__(self, failures: int = 0, hangs: bool = False, moved: bool = False) -> None:
         self.got: list[dict[str, Any]] = []
-        self.requests, self.failures = 0, failures
+        self.requests, self.failures, self.moved = 0, failures, moved
         self.release = threading.Event()
         if not hangs:
             self.release.set()
@@ -43,6 +44,12 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.requests += 1
         self.server.release.wait(60)
+        if self.server.moved:
+            self.send_response(302)
+            self.send_header("Location", self.server.address)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
         if self.server.requests <= self.server.failures:
             self.send_error(500)
             return

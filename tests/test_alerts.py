@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import io
 import json
 import re
 import shutil
@@ -10,6 +12,8 @@ import sqlite3
 import threading
 import time
 import urllib.request
+import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +25,11 @@ import torch_gradmon as gradmon
 from tests.live_training import LAYER, train
 from tests.receivers import receiver
 from torch_gradmon.analysis.many_runs.card import run_card
+from torch_gradmon.analysis.many_runs.status import has_stalled
 from torch_gradmon.core.loop_findings import LoopFinding
 from torch_gradmon.core.records import SpikeEvent
-from torch_gradmon.server.alarms import Alarms, has_stalled
+from torch_gradmon.server import alarms as alarms_module
+from torch_gradmon.server.alarms import Alarms, RunAlarms
 from torch_gradmon.server.board import Board
 from torch_gradmon.sinks import alerts
 from torch_gradmon.sinks.alerts import Alert, AlertSink, Messenger, post
@@ -177,16 +183,12 @@ def test_the_end_of_the_training_waits_no_longer_than_it_should(monkeypatch: pyt
 def test_slack_gets_the_text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     bodies: list[Any] = []
 
-    class Answer:
-        def __enter__(self) -> None: ...
-        def __exit__(self, *error: object) -> None: ...
-
-    def urlopen(request: urllib.request.Request, timeout: float) -> Answer:
+    def opened(self: urllib.request.OpenerDirector, request: urllib.request.Request, timeout: float) -> io.BytesIO:
         assert isinstance(request.data, bytes)
         bodies.append(json.loads(request.data))
-        return Answer()
+        return io.BytesIO()
 
-    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+    monkeypatch.setattr(urllib.request.OpenerDirector, "open", opened)
     for url in ("https://hooks.slack.com/services/a", "https://notslack.com/a"):
         post(url, Alert("spike", "words", step=3))
     assert bodies[0] == {"text": "words"}
@@ -247,7 +249,8 @@ def aged(path: Path, seconds: float) -> None:
     database = sqlite3.connect(path / "gradmon.sqlite")
     with database:
         database.execute("DELETE FROM meta WHERE name = 'tune'")
-        database.execute(f"UPDATE steps SET time = time + {time.time() - seconds} - (SELECT max(time) FROM steps)")
+        shift = f"{time.time() - seconds} - (SELECT max(time) FROM steps WHERE step > 0)"
+        database.execute(f"UPDATE steps SET time = time + {shift} WHERE step > 0")  # it began when it began
     database.close()
 
 
@@ -261,14 +264,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_has_stalled_after_ten_usual_intervals(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "a")
     assert not has_stalled(run_card(run))  # ended
-    for seconds, expected in ((5.0, False), (15.0, True)):  # steps of milliseconds: at least ten seconds
+    for seconds, expected in ((45.0, False), (75.0, True)):  # steps of milliseconds: at least a minute
         aged(tmp_path / "a", seconds)
         assert has_stalled(run_card(tmp_path / "a")) is expected
     database = sqlite3.connect(tmp_path / "a" / "gradmon.sqlite")
     with database:
-        database.execute("UPDATE steps SET time = step * 4.0")  # a step every four seconds
+        database.execute("UPDATE steps SET time = step * 10.0")  # a step every ten seconds
     database.close()
-    for seconds, expected in ((30.0, False), (45.0, True)):
+    for seconds, expected in ((80.0, False), (130.0, True)):
         aged(tmp_path / "a", seconds)
         assert has_stalled(run_card(tmp_path / "a")) is expected
 
@@ -293,6 +296,84 @@ def test_alarms_report_what_is_new_and_each_stall_once(run: Path, tmp_path: Path
     stalled = next(alert for alert in hook.got if alert["kind"] == "stalled")
     assert re.match(r"a: no step for 10\d s since step 59, where one is due every \d", stalled["text"])
     assert next(alert for alert in hook.got if alert["kind"] == "spike")["where"] == LAYER
+
+
+def test_what_was_there_before_is_no_alert(run: Path) -> None:
+    card = run_card(run)
+    old = replace(card, state="silent", usual=1.0, age=1e6, findings=[], is_diagnosed=False)
+    alarms = RunAlarms(old)
+    found = [("warning", "dead-units", "0")]
+    assert list(alarms.new(old)) == []
+    assert list(alarms.new(replace(old, findings=found, is_diagnosed=True))) == []  # its first diagnosis
+    more = [*found, ("warning", "loss-plateau", "")]
+    assert [alert.what for alert in alarms.new(replace(old, findings=more, is_diagnosed=True))] == ["loss-plateau"]
+    assert [alert.kind for alert in alarms.new(replace(old, step=100, findings=more, is_diagnosed=True))] == ["stalled"]
+
+
+def test_a_new_spike_is_named_itself_and_calls_once_a_minute(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(alarms_module.time, "monotonic", lambda: now[0])
+    card = run_card(run)
+    alarms = RunAlarms(card)
+    later = replace(card, spikes=2, last_spike="step 58: small", last_spike_step=58, last_spike_where="2.weight")
+    assert [(alert.step, alert.where) for alert in alarms.new(later)] == [(58, "2.weight")]
+    now[0] += 30
+    assert list(alarms.new(replace(later, spikes=4))) == []
+    now[0] += 31
+    (alert,) = alarms.new(replace(later, spikes=5, last_spike="step 80: large"))
+    assert alert.text.endswith("step 80: large (and 2 more before)")
+
+
+def test_another_run_in_the_same_directory_is_new(run: Path) -> None:
+    card = run_card(run)
+    alarms = RunAlarms(card)
+    assert list(alarms.new(card)) == []
+    assert [alert.kind for alert in alarms.new(replace(card, began=(card.began or 0.0) + 5))] == ["spike"]
+
+
+def test_a_webhook_that_has_moved_is_an_error() -> None:
+    with receiver(moved=True) as hook:
+        messenger = Messenger(hook.address, pause=0.001)
+        messenger.send(Alert("spike", "a"))
+        until(lambda: messenger.lost)
+        messenger.close()
+    assert (hook.requests, hook.got) == (alerts.ATTEMPTS, [])
+
+
+def test_a_messenger_works_again_while_an_old_call_hangs() -> None:
+    release, got = threading.Event(), list[str]()
+
+    def target(alert: Alert) -> None:
+        if alert.text == "first":
+            release.wait(60)
+        got.append(alert.text)
+
+    messenger = Messenger(target)
+    messenger.send(Alert("spike", "first"))
+    messenger.close(seconds=0.05)
+    messenger.send(Alert("spike", "second"))
+    until(lambda: got == ["second"])
+    release.set()
+    until(lambda: got == ["second", "first"])
+    messenger.close()
+
+
+def test_a_method_of_the_script_does_not_keep_the_model_alive() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.model = nn.Linear(2, 2)
+            optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            self.monitor = gradmon.watch(self.model, optimizer)
+            self.monitor.add_alert(self.note)
+
+        def note(self, alert: Alert) -> None: ...
+
+    trainer = Trainer()
+    alive = weakref.ref(trainer.model)
+    trainer.monitor.detach()
+    del trainer
+    gc.collect()
+    assert alive() is None
 
 
 @pytest.mark.extra

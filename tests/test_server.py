@@ -7,9 +7,11 @@ import http.client
 import json
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -28,10 +30,11 @@ from torch_gradmon.analysis.run import load_run
 
 for package in ("plotly", "jinja2"):
     pytest.importorskip(package)
-from torch_gradmon.server import streams  # noqa: E402
+from torch_gradmon.server import streams, watched_run  # noqa: E402
 from torch_gradmon.server.access import Access, is_local  # noqa: E402
-from torch_gradmon.server.board import Board, version  # noqa: E402
+from torch_gradmon.server.board import Board  # noqa: E402
 from torch_gradmon.server.serve import Server  # noqa: E402
+from torch_gradmon.server.watched_run import WatchedRun, version  # noqa: E402
 
 pytestmark = pytest.mark.extra
 ODD = "<b>&'\" ü"
@@ -199,7 +202,7 @@ def test_elsewhere_a_token_is_needed_and_kept_in_a_cookie(root: Path) -> None:
         assert "HttpOnly; SameSite=Strict" in headers["Set-Cookie"]
         cookie = headers["Set-Cookie"].partition(";")[0]
         assert get(server, "/runs.json", Cookie=cookie)[0] == 200
-        assert get(server, "/runs.json", Cookie="gradmon_token=other")[0] == 401
+        assert get(server, "/runs.json", Cookie=f"{cookie.partition('=')[0]}=other")[0] == 401
         assert get(server, "/runs.json", Cookie=";;=\x01")[0] == 401
 
 
@@ -274,12 +277,78 @@ def test_a_run_without_a_step_has_a_page_that_waits(root: Path, tmp_path: Path) 
         assert get(server, "/content.json?run=a")[0] == 404
 
 
-def test_a_file_that_is_no_run_is_left_out(root: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_no_run_is_left_out(root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "gradmon.sqlite").write_text("no database, but long enough to be read as one" * 100)
     with serving(tmp_path) as server:
         assert json.loads(get(server, "/runs.json")[1]) == []
         assert get(server, "/run?name=a")[0] == 503
+        get(server, "/runs.json")
+    assert [record.message.partition(":")[2].partition(":")[0] for record in caplog.records] == [
+        " the run a cannot be read and is left out"
+    ]  # once
+
+
+def test_a_run_of_a_later_version_hides_no_other(root: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        shutil.copytree(root / "first", tmp_path / name)
+    database = sqlite3.connect(tmp_path / "a" / "gradmon.sqlite")
+    with database:
+        database.execute("INSERT OR REPLACE INTO meta VALUES ('setup', '[{}]')")  # findings without what we know of them
+    database.close()
+    with serving(tmp_path) as server:
+        assert [run["name"] for run in json.loads(get(server, "/runs.json")[1])] == ["b"]
+
+
+def test_a_run_in_the_place_of_another_has_findings_of_its_own(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "first", tmp_path / "a")
+    run = WatchedRun("a", tmp_path / "a")
+    run.diagnose()
+    until(lambda: (card := run.card()) is not None and card.is_diagnosed)
+    shutil.rmtree(tmp_path / "a")
+    assert run.card() is None
+    shutil.copytree(next(iter(find_runs(root / "sweep").values())), tmp_path / "a")
+    card = run.card()
+    assert card is not None
+    assert not card.is_diagnosed
+
+
+def test_a_row_is_read_by_one_thread_at_a_time(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, release = list[int](), threading.Event()
+
+    def slow(*args: Any) -> Any:
+        reads.append(1)
+        release.wait(20)
+        return run_card(*args)
+
+    run = WatchedRun("a", root / "first")
+    first = run.card()
+    monkeypatch.setattr(watched_run, "run_card", slow)
+    monkeypatch.setattr(watched_run, "version", lambda path: "another")
+    until(lambda: time.monotonic() > run._due)
+    threads = [threading.Thread(target=run.card) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    until(lambda: len(reads) == 1)
+    assert run.card() is first  # the old one, without waiting
+    release.set()
+    for thread in threads:
+        thread.join()
+    assert len(reads) == 1
+
+
+def until(found: Any, seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not found():
+        assert time.monotonic() < end, "nothing came"
+        time.sleep(0.01)
+
+
+def test_tokens_that_cannot_stand_in_an_address_are_refused(root: Path) -> None:
+    for token in ("my secret", "a;b", "\u00e4", "\u03a9"):
+        with pytest.raises(ValueError, match="letters, digits"):
+            Access("127.0.0.1", token)
+    assert Access("127.0.0.1", "a").has_token({}, 'prefs={"dark": true}; gradmon_token_1=a', "gradmon_token_1")
 
 
 def test_the_server_ends_with_its_streams_open(root: Path) -> None:

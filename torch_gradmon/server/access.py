@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import re
 import secrets
 from collections.abc import Mapping
-from http.cookies import CookieError, SimpleCookie
 
-COOKIE = "gradmon_token"
+#: Characters of a token, which stands in addresses and cookies.
+_TOKEN = re.compile(r"[A-Za-z0-9_.~-]+")
 
 
 def is_local(host: str) -> bool:
@@ -29,9 +30,14 @@ class Access:
 
     Attributes:
         token: that requests need, or None.
+
+    Raises:
+        ValueError: the token cannot stand in an address.
     """
 
     def __init__(self, host: str, token: str | None = None) -> None:
+        if token and not _TOKEN.fullmatch(token):
+            raise ValueError(f"a token has letters, digits and the signs _ . ~ - only, got {token!r}")
         self._is_local = is_local(host)
         self.token = token if token or self._is_local else secrets.token_urlsafe(24)
 
@@ -42,14 +48,12 @@ class Access:
         name = host.rpartition(":")[0] if host.count(":") == 1 or "]:" in host else host
         return not self._is_local or is_local(name)
 
-    def has_token(self, query: Mapping[str, list[str]], cookies: str) -> bool:
-        """Whether the token is in the address or in the cookie."""
+    def has_token(self, query: Mapping[str, list[str]], cookies: str, cookie: str) -> bool:
+        """Whether the token is in the address, or in the cookie of this name."""
         if self.token is None:
             return True
         given = query.get("token", [])[:1]
-        try:
-            morsel = SimpleCookie(cookies).get(COOKIE)
-        except CookieError:
-            morsel = None
-        given += [] if morsel is None else [morsel.value]
+        # by hand: a cookie of another program that is none by the standard would hide ours from http.cookies
+        pairs = (pair.strip().partition("=") for pair in cookies.split(";"))
+        given += [value for name, _, value in pairs if name == cookie]
         return any(hmac.compare_digest(each.encode(), self.token.encode()) for each in given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sqlite3
@@ -89,8 +90,11 @@ class RunTools:
 
     def list_runs(self) -> list[dict[str, Any]]:
         """All runs: name, state (running, silent, ended), last step, loss, spikes, findings that the training made itself, settings."""
-        cards = [run_card(path, name, points=2).to_dict() for name, path in find_runs(self._root).items()]
-        return [{key: value for key, value in card.items() if key not in ("losses", "is_diagnosed")} for card in cards]
+        found = []
+        for name, path in find_runs(self._root).items():
+            with contextlib.suppress(OSError, ValueError, sqlite3.Error):  # it is being made or removed
+                found.append(run_card(path, name, points=2).to_dict())
+        return [{key: value for key, value in card.items() if key not in ("losses", "is_diagnosed")} for card in found]
 
     def status(self, run: str) -> dict[str, Any]:
         """How a run is: alive, loss, spikes, ranked findings with cause and advice, settings, and the next action."""

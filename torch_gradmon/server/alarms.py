@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 from ..analysis.many_runs.card import RunCard
+from ..analysis.many_runs.status import has_stalled
 from ..runs.liveness import duration
 from ..sinks.alerts import Alert, Messenger
 from .board import Board
 
-#: A run has stalled if its last step is older than this number of usual intervals, and than this number of seconds.
-TIMES, LEAST = 10.0, 10.0
-#: Seconds between two looks.
-_LOOK = 1.0
+#: Seconds between two looks, and between two alerts about spikes of one run.
+_LOOK, _QUIET = 1.0, 60.0
 
 
 class RunAlarms:
@@ -24,26 +24,46 @@ class RunAlarms:
     """
 
     def __init__(self, before: RunCard | None = None) -> None:
-        self._stalled_at: int | None = None
+        self._began: float | None = None if before is None else before.began
+        self._stalled_at = before.step if before is not None and has_stalled(before) else None
         self._spikes = 0 if before is None else before.spikes
+        self._last = -_QUIET
         self._rules = set() if before is None else {rule for _, rule, _ in before.findings}
+        #: What the first diagnosis of a run finds is old, if the run is.
+        self._is_old = before is not None and not before.is_diagnosed
 
     def new(self, card: RunCard) -> Iterator[Alert]:
         """The alerts that its row calls for."""
+        if self._began is not None and card.began != self._began:  # another run in the same directory
+            self._stalled_at, self._spikes, self._rules, self._is_old = None, 0, set(), False
+        self._began = card.began
+        yield from self._stalls(card)
+        yield from self._new_spikes(card)
+        fresh = [each for each in card.findings if each[1] not in self._rules and each[0] != "info" and each[1] != "spike"]
+        self._rules |= {rule for _, rule, _ in fresh}
+        if self._is_old and card.is_diagnosed:
+            self._is_old = False
+            return
+        for severity, rule, where in fresh:
+            text = f"{card.name}: {severity or 'found'} {rule}{f' in {where}' if where else ''}"
+            yield Alert("finding", text, card.name, card.step, rule, where)
+
+    def _stalls(self, card: RunCard) -> Iterator[Alert]:
         if card.step != self._stalled_at and has_stalled(card):
             self._stalled_at = card.step
             often = "" if card.usual is None else f", where one is due every {duration(card.usual)}"
             text = f"{card.name}: no step for {duration(card.age)} since step {card.step}{often}"
             yield Alert("stalled", text, card.name, card.step)
-        if card.spikes > self._spikes:
-            text = f"{card.name}: {card.spikes - self._spikes} new; the largest spike: {card.worst_spike}"
-            yield Alert("spike", text, card.name, card.spike_step, "", card.spike_where)
+
+    def _new_spikes(self, card: RunCard) -> Iterator[Alert]:
+        count, now = card.spikes - self._spikes, time.monotonic()
+        if count > 0 and now - self._last >= _QUIET:
+            self._last = now
+            text = f"{card.name}: {card.last_spike}{f' (and {count - 1} more before)' if count > 1 else ''}"
+            yield Alert("spike", text, card.name, card.last_spike_step, "", card.last_spike_where)
+        elif count > 0:
+            return  # with the next one
         self._spikes = card.spikes
-        for severity, rule, where in card.findings:
-            if rule not in self._rules and severity != "info" and rule != "spike":
-                self._rules.add(rule)
-                text = f"{card.name}: {severity or 'found'} {rule}{f' in {where}' if where else ''}"
-                yield Alert("finding", text, card.name, card.step, rule, where)
 
 
 class Alarms:
@@ -74,11 +94,9 @@ class Alarms:
 
     def _work(self) -> None:
         while not self._end.wait(_LOOK):
-            for card in self._board.cards():
+            cards = self._board.cards()
+            for card in cards:
                 for alert in self._runs.setdefault(card.name, RunAlarms()).new(card):
                     self._messenger.send(alert)
-
-
-def has_stalled(card: RunCard) -> bool:
-    """Whether no step has come for ten times the usual, of a run that has not ended."""
-    return card.state not in ("ended", "empty") and card.usual is not None and card.age > max(TIMES * card.usual, LEAST)
+            names = {card.name for card in cards}
+            self._runs = {name: run for name, run in self._runs.items() if name in names}

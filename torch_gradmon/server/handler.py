@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
-import sqlite3
 from collections.abc import Callable, Iterator, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
@@ -15,7 +14,6 @@ from urllib.parse import parse_qs, urlsplit
 
 from ..analysis.report.page import as_json
 from . import pages, streams
-from .access import COOKIE
 
 if TYPE_CHECKING:
     from .serve import Server
@@ -49,6 +47,8 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version = "gradmon"
     sys_version = ""
+    #: Seconds that a connection may be idle, and that a page may not read.
+    timeout = 60
     _query: Mapping[str, list[str]]
 
     def do_GET(self) -> None:
@@ -59,12 +59,7 @@ class Handler(BaseHTTPRequestHandler):
             self._refuse(refusal.status, str(refusal))
         except (ConnectionError, TimeoutError):  # the page was closed
             self.close_connection = True
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            sqlite3.Error,
-        ) as error:  # a run that is removed, or another kind of file, just now
+        except Exception as error:  # a run that is removed, or another kind of file, just now
             with contextlib.suppress(OSError):
                 self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, " ".join(str(error).split()))
 
@@ -80,7 +75,7 @@ class Handler(BaseHTTPRequestHandler):
         access = self._gradmon.access
         if not access.names_this_machine(self.headers.get("Host", "")):
             raise _Refused(HTTPStatus.FORBIDDEN, "this server is called localhost or 127.0.0.1")
-        if not access.has_token(self._query, self.headers.get("Cookie", "")):
+        if not access.has_token(self._query, self.headers.get("Cookie", ""), self._gradmon.cookie):
             raise _Refused(HTTPStatus.UNAUTHORIZED, "open the address that gradmon serve has printed: it holds the token")
         routes: dict[str, Callable[[], None]] = {
             "/": lambda: self._send(pages.all_runs(self._gradmon.root), _HTML),
@@ -150,7 +145,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         token = self._gradmon.access.token
         if token is not None and "token" in self._query:
-            self.send_header("Set-Cookie", f"{COOKIE}={token}; HttpOnly; SameSite=Strict; Path=/")
+            self.send_header("Set-Cookie", f"{self._gradmon.cookie}={token}; HttpOnly; SameSite=Strict; Path=/")
         self.end_headers()
 
     def _refuse(self, status: HTTPStatus, why: str) -> None:

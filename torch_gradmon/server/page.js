@@ -10,7 +10,7 @@
     return element;
   };
   const LEAST = 1000, SHARE = 2;  // milliseconds between two requests, and how many times as long as the last one took
-  let wanted = null, shown = document.body.dataset.version, isBusy = false, known = null;
+  let wanted = null, shown = document.body.dataset.version, isBusy = false, known = null, failures = 0;
 
   let state = null;
   const describe = (card) => {
@@ -35,22 +35,26 @@
       if (!answer.ok) throw new Error(`${answer.status} ${answer.statusText}`);
       window.gradmon.update(await answer.json());
       shown = asked;
+      failures = 0;
     } catch (error) {
+      failures += 1;
       console.warn(`torch_gradmon: ${error}`);  // the next step asks again
     }
-    setTimeout(() => { isBusy = false; refresh(); }, state === "ended" ? 0 : Math.max(LEAST, SHARE * (performance.now() - begin)));
+    const pause = Math.max(LEAST, SHARE * (performance.now() - begin)) * 2 ** Math.min(failures, 5);
+    setTimeout(() => { isBusy = false; refresh(); }, state === "ended" && !failures ? 0 : pause);
   };
-  const events = new EventSource(`events?run=${encodeURIComponent(run)}`);
-  events.addEventListener("card", (event) => {
-    const { version, card } = JSON.parse(event.data);
-    describe(card);
-    if (!window.gradmon) {  // the page that waits for the first step
-      if (card.step !== null) location.reload();
-      return;
-    }
-    wanted = version;
-    refresh();
-  });
-  events.addEventListener("replaced", () => location.reload());
-  events.addEventListener("error", () => document.getElementById("live").replaceChildren(make("span", "the server does not answer; this page shows what it had", "state")));
+  const words = (text) => document.getElementById("live").replaceChildren(make("span", text, "state"));
+  listen(`events?run=${encodeURIComponent(run)}`, {
+    card: ({ version, card }) => {
+      describe(card);
+      if (!window.gradmon) {  // the page that waits for the first step
+        if (card.step !== null) location.reload();
+        return;
+      }
+      wanted = version;
+      refresh();
+    },
+    gone: () => words("the run is gone; this page shows what it had"),
+    replaced: () => location.reload(),
+  }, () => words("the server does not answer; this page shows what it had"));
 })();

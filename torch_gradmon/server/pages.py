@@ -16,11 +16,15 @@ from ..analysis.report import comparison_content
 from ..analysis.report.content import content
 from ..analysis.report.page import LivePage, html
 from ..analysis.run import load_run
-from .board import version
+from .watched_run import version
 
 
 def _text(name: str) -> str:
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _script(name: str) -> str:
+    return _text("listen.js") + _text(name)
 
 
 def _style() -> str:
@@ -36,7 +40,7 @@ def _template(name: str) -> Any:
 
 def all_runs(root: str | os.PathLike[str]) -> str:
     """The list of all runs."""
-    return str(_template("runs.html.j2").render(root=os.fspath(root), style=_style(), script=_text("runs.js")))
+    return str(_template("runs.html.j2").render(root=os.fspath(root), style=_style(), script=_script("runs.js")))
 
 
 def content_of(path: Path, name: str) -> dict[str, Any] | None:
@@ -50,8 +54,8 @@ def one_run(path: Path, name: str) -> str:
     shown = version(path)  # before it is read: what is written in between comes with the next version
     found = content_of(path, name)
     if found is None:
-        return str(_template("waiting.html.j2").render(name=name, style=_style(), script=_text("page.js")))
-    return html(found, LivePage(name, _text("page.js"), shown))
+        return str(_template("waiting.html.j2").render(name=name, style=_style(), script=_script("page.js")))
+    return html(found, LivePage(name, _script("page.js"), shown))
 
 
 def two_runs(paths: tuple[Path, Path], names: tuple[str, str]) -> str:
@@ -60,4 +64,4 @@ def two_runs(paths: tuple[Path, Path], names: tuple[str, str]) -> str:
     with closing(load_run(paths[0])) as first, closing(load_run(paths[1])) as second:
         title = f"{names[0]} and {names[1]}"
         found = comparison_content.content((first, second), names, difference, renamer(None), title, lambda: None)
-    return html(found, LivePage("", _text("page.js")))
+    return html(found, LivePage("", _script("page.js")))

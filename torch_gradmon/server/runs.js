@@ -248,14 +248,31 @@
   $("both").addEventListener("click", both);
   $("search").addEventListener("input", draw);
   $("by").addEventListener("change", draw);
-  const events = new EventSource("events");
-  events.addEventListener("cards", (event) => {
-    const { cards: changed, gone } = JSON.parse(event.data);
-    for (const card of changed) cards.set(card.name, card);
-    for (const name of gone) { cards.delete(name); marked.delete(name); }
-    $("live").textContent = "";
-    draw();
-    document.body.dataset.ready = "true";
-  });
-  events.addEventListener("error", () => { $("live").textContent = "the server does not answer; this page shows what it had"; });
+  // drawn once a second at most, and not while a button of the mouse is down or a list is open: what is under it would be replaced
+  let isDue = false, isHeld = false, last = 0;
+  const drawSoon = () => {
+    if (isHeld || document.activeElement === $("by")) { isDue = true; return; }
+    const wait = Math.max(0, last + 1000 - performance.now());
+    if (isDue && wait) return;
+    isDue = true;
+    setTimeout(() => {
+      if (!isDue || isHeld || document.activeElement === $("by")) return;
+      [isDue, last] = [false, performance.now()];
+      draw();
+      document.body.dataset.ready = "true";
+    }, wait);
+  };
+  addEventListener("pointerdown", () => { isHeld = true; });
+  for (const kind of ["pointerup", "pointercancel"]) addEventListener(kind, () => { isHeld = false; if (isDue) setTimeout(() => { isDue = false; drawSoon(); }); });
+  $("by").addEventListener("blur", () => { if (isDue) { isDue = false; drawSoon(); } });
+  listen("events", {
+    cards: ({ cards: changed, gone, all }) => {
+      if (all) cards.clear();  // a new stream: what was known may be gone
+      for (const card of changed) cards.set(card.name, card);
+      for (const name of gone) cards.delete(name);
+      for (const name of [...marked]) if (!cards.has(name)) marked.delete(name);
+      $("live").textContent = "";
+      drawSoon();
+    },
+  }, () => { $("live").textContent = "the server does not answer; this page shows what it had"; });
 })();

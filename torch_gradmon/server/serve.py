@@ -32,6 +32,7 @@ class Server(ThreadingHTTPServer):
 
     Raises:
         FileNotFoundError: there is no such directory.
+        ValueError: the token cannot stand in an address.
         OSError: the port is taken.
     """
 
@@ -43,6 +44,11 @@ class Server(ThreadingHTTPServer):
         if ":" in host:
             self.address_family = socket.AF_INET6
         super().__init__((host, port), Handler)
+
+    @property
+    def cookie(self) -> str:
+        """The name of the cookie with the token; cookies do not differ by port."""
+        return f"gradmon_token_{self.server_address[1]}"
 
     @property
     def address(self) -> str:

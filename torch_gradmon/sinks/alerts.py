@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import threading
@@ -67,8 +68,40 @@ def post(url: str, alert: Alert, timeout: float = TIMEOUT) -> None:
     is_text = any(host == known or host.endswith(f".{known}") for known in _TEXT_ONLY)
     body = {"text": alert.text} if is_text else alert.to_dict()
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=timeout):  # raises for an answer of 400 and above
+    with urllib.request.build_opener(_NoRedirect).open(request, timeout=timeout):  # raises for an answer of 300 and above
         pass
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A webhook that has moved is an error: urllib would follow with a GET, which has no body."""
+
+    def redirect_request(self, *args: Any, **options: Any) -> None:
+        """None makes the answer an HTTPError."""
+
+
+class _Outbox:
+    """A thread and what waits for it.
+
+    Args:
+        deliver: called in the thread with each alert, and an event that is set when there is no more time.
+    """
+
+    def __init__(self, deliver: Callable[[Alert, threading.Event], None]) -> None:
+        self.queue: queue.Queue[Alert | None] = queue.Queue(_WAITING)
+        self.ending = threading.Event()
+        self.thread = threading.Thread(
+            target=self._work, args=(deliver, self.queue, self.ending), name="torch_gradmon alerts", daemon=True
+        )
+        self.thread.start()
+
+    @staticmethod
+    def _work(
+        deliver: Callable[[Alert, threading.Event], None], waiting: queue.Queue[Alert | None], ending: threading.Event
+    ) -> None:
+        while (alert := waiting.get()) is not None:
+            deliver(alert, ending)
+            if ending.is_set() and waiting.empty():
+                return
 
 
 class Messenger:
@@ -96,42 +129,31 @@ class Messenger:
         elif not callable(target):
             raise TypeError(f"an alert goes to the address of a webhook or to a function, got {display(target)}")
         self._target, self._pause, self.lost = target, pause, 0
-        self._queue: queue.Queue[Alert | None] = queue.Queue(_WAITING)
-        self._thread: threading.Thread | None = None
-        self._ending, self._process = threading.Event(), HomeProcess()
+        self._process = HomeProcess()
+        self._outbox: _Outbox | None = None
 
     def send(self, alert: Alert) -> None:
         """Queue an alert; it is lost if a hundred wait already."""
         if self._process.is_forked:
             return
-        if self._thread is None or not self._thread.is_alive():
-            self._ending.clear()
-            self._thread = threading.Thread(target=self._work, name="torch_gradmon alerts", daemon=True)
-            self._thread.start()
         try:
-            self._queue.put_nowait(alert)
-        except queue.Full:
+            if self._outbox is None or not self._outbox.thread.is_alive():
+                self._outbox = _Outbox(self._deliver)  # one whose thread is blocked keeps its queue
+            self._outbox.queue.put_nowait(alert)
+        except (queue.Full, RuntimeError):  # a thread cannot begin while the interpreter ends
             self.lost += 1
 
     def close(self, seconds: float = _LAST) -> None:
         """Give what waits one last chance, for so long at most."""
-        thread, self._thread = self._thread, None
-        if thread is None or self._process.is_forked or thread is threading.current_thread():
+        outbox, self._outbox = self._outbox, None
+        if outbox is None or self._process.is_forked or outbox.thread is threading.current_thread():
             return
-        self._ending.set()  # no more pauses
-        try:
-            self._queue.put_nowait(None)
-        except queue.Full:
-            pass
-        thread.join(seconds)
+        outbox.ending.set()  # no more pauses
+        with contextlib.suppress(queue.Full):
+            outbox.queue.put_nowait(None)
+        outbox.thread.join(seconds)
 
-    def _work(self) -> None:
-        while (alert := self._queue.get()) is not None:
-            self._deliver(alert)
-            if self._ending.is_set() and self._queue.empty():
-                return
-
-    def _deliver(self, alert: Alert) -> None:
+    def _deliver(self, alert: Alert, ending: threading.Event) -> None:
         for attempt in range(ATTEMPTS):
             try:
                 if isinstance(self._target, str):
@@ -139,9 +161,9 @@ class Messenger:
                 else:
                     self._target(alert)
             except (Exception, SystemExit):  # a receiver that is down must not end anything
-                if self._ending.is_set() or attempt == ATTEMPTS - 1:
+                if ending.is_set() or attempt == ATTEMPTS - 1:
                     break
-                self._ending.wait(self._pause * 2**attempt)
+                ending.wait(self._pause * 2**attempt)
             else:
                 return
         self.lost += 1
@@ -164,6 +186,8 @@ class AlertSink:
     """
 
     takes_values = False
+    #: A function of the script may hold its model, so the monitor holds the sink no longer than any other.
+    is_of_script = True
 
     def __init__(
         self,

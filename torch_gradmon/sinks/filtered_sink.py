@@ -100,7 +100,7 @@ class FilteredSink:
     @property
     def is_of_package(self) -> bool:
         """Whether the sink is a class of this package, which holds nothing of the training."""
-        return type(self.sink).__module__.startswith(__package__ or " ")
+        return type(self.sink).__module__.startswith(__package__ or " ") and not getattr(self.sink, "is_of_script", False)
 
     @property
     def dropped(self) -> bool:

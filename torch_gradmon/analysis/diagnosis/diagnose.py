@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import closing
 
 from ..run import load_run
 from .findings import Diagnosis, Finding, NotMeasured
@@ -76,4 +77,5 @@ def diagnose(path: str | os.PathLike[str]) -> Diagnosis:
         FileNotFoundError: there is no run in it.
         ValueError: its file is not one of ours.
     """
-    return diagnose_history(History.of_run(load_run(path)))
+    with closing(load_run(path)) as run:
+        return diagnose_history(History.of_run(run))

@@ -53,6 +53,7 @@ class RunCard:
         worst_spike: the largest one as a sentence; empty without any.
         spike_step: its step.
         spike_where: the layer that moved most, or what the layers did together; empty if it is unknown.
+        last_spike, last_spike_step, last_spike_where: the same of the last spike.
         not_applied: number of steps that the optimizer did not apply.
         headroom: learning rate over the critical one, the last that was measured.
         cost: median share of the time that monitoring took lately, in percent.
@@ -77,6 +78,9 @@ class RunCard:
     worst_spike: str
     spike_step: int | None
     spike_where: str
+    last_spike: str
+    last_spike_step: int | None
+    last_spike_where: str
     not_applied: int
     headroom: float | None
     cost: float | None
@@ -111,7 +115,7 @@ def run_card(
         loss = _series(run, loss_among(run.scalars))
         times = [float(run.context(step)["time"]) for step in (steps[:1] + steps[-1:])]
         spikes = episodes(run.events, steps)
-        worst = next(iter(largest(spikes, 1)), None)
+        worst, last = next(iter(largest(spikes, 1)), None), spikes[-1] if spikes else None
         found = [] if diagnosis is not None else loop_findings(run.meta)
         return RunCard(
             name=os.fspath(path) if name is None else name,
@@ -130,6 +134,9 @@ def run_card(
             worst_spike="" if worst is None else str(worst),
             spike_step=None if worst is None else worst.worst.step,
             spike_where="" if worst is None else _SIZES.split(worst.worst.where)[0],
+            last_spike="" if last is None else str(last),
+            last_spike_step=None if last is None else last.worst.step,
+            last_spike_where="" if last is None else _SIZES.split(last.worst.where)[0],
             not_applied=int(max(_series(run, _whole("steps_not_applied")).values, default=0.0)),
             headroom=next(reversed(_series(run, _whole("lr_over_critical")).values), None),
             cost=_cost(_series(run, _whole("overhead_pct"))),

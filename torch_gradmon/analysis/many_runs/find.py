@@ -14,7 +14,8 @@ _DEPTH = 4
 def find_runs(root: str | os.PathLike[str]) -> dict[str, Path]:
     """The run directories in and below ``root``, at most four levels deep, by their path from there, sorted.
 
-    Links to directories are not followed, so that nothing outside is shown. If ``root`` is a run itself, its name is that of the directory.
+    Names that are no printable text are left out. Links to directories are not followed, so that nothing outside is shown. If ``root`` is a
+    run itself, its name is that of the directory.
 
     Raises:
         FileNotFoundError: there is no such directory.
@@ -29,5 +30,7 @@ def find_runs(root: str | os.PathLike[str]) -> dict[str, Path]:
             directories.clear()
         directories[:] = sorted(name for name in directories if not name.startswith("."))
         if FILE_NAME in files:
-            found[below.as_posix() if below.parts else top.resolve().name] = Path(place)
+            name = below.as_posix() if below.parts else top.resolve().name
+            if name.isprintable():  # else it is no text, which JSON and addresses could not have
+                found[name] = Path(place)
     return dict(sorted(found.items()))

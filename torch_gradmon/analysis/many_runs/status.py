@@ -13,12 +13,21 @@ from .card import RunCard
 #: States in which nothing is wrong with the process.
 _FINE = ("running", "ended", "unknown")
 _NUMBERS = ("step", "steps", "age", "seconds", "loss", "first_loss", "spikes", "not_applied", "headroom", "cost")
+#: A run has stalled after this number of usual intervals, and of seconds; and after these seconds if it has one step only.
+_TIMES, _LEAST, _LONELY = 10.0, 60.0, 600.0
 _WIDTH, _INDENT, _MOST = 100, 10, 3
+
+
+def has_stalled(card: RunCard) -> bool:
+    """Whether no step has come for ten times the usual and a minute, or for ten minutes after the only one, of a run that has not ended."""
+    if card.state in ("ended", "empty"):
+        return False
+    return card.age > (_LONELY if card.usual is None else max(_TIMES * card.usual, _LEAST))
 
 
 def next_action(card: RunCard, diagnosis: Diagnosis) -> str:
     """What to do next, as a sentence."""
-    if card.state == "silent":
+    if card.state == "silent" or has_stalled(card):
         return "Look at the process: its last step is long ago, and its monitor was not detached."
     if card.state == "empty":
         return "Wait for the first step."
@@ -39,7 +48,7 @@ def status_dict(card: RunCard, diagnosis: Diagnosis) -> dict[str, Any]:
         "run": card.name,
         "state": card.state,
         "status": card.status,
-        "healthy": card.state in _FINE and diagnosis.healthy,
+        "healthy": card.state in _FINE and not has_stalled(card) and diagnosis.healthy,
         **{name: rest[name] for name in _NUMBERS},
         "worst_spike": worst if card.spikes else None,
         "findings": [finding.to_dict() for finding in diagnosis.findings],

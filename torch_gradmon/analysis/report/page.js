@@ -548,7 +548,8 @@
     later("s-depth", () => names.length && depth());
     for (const id of FIXED) later(`s-${id}`, fixed(id));
     addEventListener("hashchange", () => {
-      if (!names.length) return;
+      const asked = new URLSearchParams(location.hash.slice(1));
+      if (!names.length || !["view", "layer", "step"].some((name) => asked.has(name))) return;  // a link within the page
       recall();
       select(current);
     });

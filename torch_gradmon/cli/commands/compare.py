@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import sqlite3
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,8 +68,10 @@ def _cards(places: Sequence[str], diagnosed: bool) -> Iterator[RunCard]:
     if not paths:
         raise UsageError(f"there is no run in {' or '.join(map(repr, places))}")
     for name, path in paths.items():
-        with contextlib.suppress(FileNotFoundError, sqlite3.Error):  # removed just now
+        try:
             yield run_card(path, name, diagnose(path) if diagnosed else None)
+        except (OSError, ValueError, sqlite3.Error) as error:  # it is being made or removed, or belongs to somebody else
+            print(f"gradmon: {name} is left out: {' '.join(str(error).split())}", file=sys.stderr)
 
 
 def _paths(places: Sequence[str]) -> Iterator[tuple[str, Path]]:

@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)  # the training next to it has use for the others
     try:
         server = Server(options.root, options.host, options.port, options.token)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, ValueError) as error:
         raise UsageError(str(error)) from error
     except OSError as error:
         raise UsageError(

@@ -1,0 +1,24 @@
+"use strict";
+// a stream of the server while the page is in sight: a browser has six connections for all of its pages together, so hidden ones give theirs back
+const listen = (address, handlers, onLost) => {
+  let events = null, again = null;
+  const open = () => {
+    clearTimeout(again);
+    events = new EventSource(address);
+    for (const [kind, handle] of Object.entries(handlers)) events.addEventListener(kind, (event) => handle(JSON.parse(event.data)));
+    events.addEventListener("error", () => {
+      onLost();
+      if (events?.readyState === EventSource.CLOSED) again = setTimeout(open, 3000);  // it does not try again by itself after an error
+    });
+  };
+  const close = () => {
+    clearTimeout(again);
+    events?.close();
+    events = null;
+  };
+  document.addEventListener("visibilitychange", () => {
+    if (document.hidden) close();
+    else if (events === null) open();
+  });
+  if (!document.hidden) open();
+};

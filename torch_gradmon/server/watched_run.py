@@ -1,0 +1,109 @@
+"""One run as the server knows it: its row and its diagnosis."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+
+from ..analysis.diagnosis.diagnose import diagnose
+from ..analysis.diagnosis.findings import Diagnosis
+from ..analysis.many_runs.card import RunCard, run_card
+from ..core.errors import error_text
+from ..runs.file import file_in
+
+_LOG = logging.getLogger(__name__)
+#: Shares of the time that reading the row of a run, and its diagnosis, may take while it is written: both take longer as a run grows, and
+#: while a run is read, SQLite cannot begin its log anew.
+_OF_ROWS, _OF_DIAGNOSES = 0.1, 0.05
+#: Seconds after which a row is read again although its file is the same: a run that has become silent does not write.
+_AGES = 5.0
+
+
+def version(path: Path) -> str:
+    """Changes with each write to the run in ``path``, and with another run in its place; empty if there is none."""
+    file = file_in(path)
+    found: list[int] = []
+    for each in (file, Path(f"{file}-wal")):
+        with contextlib.suppress(OSError):
+            status = os.stat(each)
+            found += [status.st_ino, status.st_size, status.st_mtime_ns]
+    return "-".join(map(str, found))
+
+
+class WatchedRun:
+    """Reads a run where its file has changed, one thread at a time. Safe to use from several threads, and raises nothing.
+
+    Args:
+        name: of the run.
+        path: its directory.
+    """
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.name, self.path = name, path
+        self._reading = threading.Lock()
+        self._card: RunCard | None = None
+        self._read_at, self._due = 0.0, 0.0
+        self._shown = "", ""  # versions of the file and of the diagnosis that the row has
+        self._diagnosis: tuple[str, float | None, Diagnosis] | None = None  # of a version, and of a run that began then
+        self._diagnosis_due = 0.0
+        self._complained = False
+
+    def card(self) -> RunCard | None:
+        """The row; an older one while another thread reads, or where the last look took long. None if the run cannot be read."""
+        if not self._reading.acquire(blocking=self._card is None):
+            return self._card
+        try:
+            return self._look()
+        finally:
+            self._reading.release()
+
+    def _look(self) -> RunCard | None:
+        begin, current = time.monotonic(), version(self.path)
+        shown = current, "" if self._diagnosis is None else self._diagnosis[0]
+        if not current:
+            self._card = None
+        elif self._card is None or (begin >= self._due and (shown != self._shown or self._has_aged(begin))):
+            self._card = self._row()
+            self._shown, self._read_at = shown, time.monotonic()
+            self._due = self._read_at + (self._read_at - begin) / _OF_ROWS
+        return self._card
+
+    def _has_aged(self, now: float) -> bool:
+        return self._card is not None and self._card.state != "ended" and now - self._read_at > _AGES
+
+    def _row(self) -> RunCard | None:
+        try:
+            diagnosed = self._diagnosis
+            card = run_card(self.path, self.name, None if diagnosed is None else diagnosed[2])
+            if diagnosed is not None and diagnosed[1] != card.began:  # of another run in the same directory
+                self._diagnosis = None
+                card = run_card(self.path, self.name)
+            return card
+        except Exception as error:  # it may be made, or removed, just now; or a later version wrote it
+            self._complain(error)
+            return None
+
+    def diagnose(self) -> None:
+        """Apply the rules, if the run has changed and enough time has passed since the last time."""
+        begin, current, card = time.monotonic(), version(self.path), self.card()
+        if card is None or begin < self._diagnosis_due or (self._diagnosis is not None and self._diagnosis[0] == current):
+            return
+        try:
+            found = diagnose(self.path)
+        except Exception as error:
+            self._complain(error)
+            return
+        finally:
+            end = time.monotonic()
+            self._diagnosis_due = end + (end - begin) / _OF_DIAGNOSES
+        self._diagnosis = current, card.began, found
+
+    def _complain(self, error: Exception) -> None:
+        """Once, unless the run is gone."""
+        if not self._complained and version(self.path):
+            self._complained = True
+            _LOG.warning("gradmon: the run %s cannot be read and is left out: %s", self.name, error_text(error))
