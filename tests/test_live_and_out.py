@@ -65,7 +65,7 @@ def test_training_is_the_same_with_the_server_alerts_and_both_sinks(tmp_path: Pa
                 for address in (
                     f"{server.address}runs.json",
                     f"{server.address}run?name=run",
-                    f"http://127.0.0.1:{prometheus.port}/",
+                    f"http://127.0.0.1:{prometheus.port}/metrics",
                 ):
                     with urllib.request.urlopen(address, timeout=60) as answer:
                         pages.append(answer.read())
@@ -79,6 +79,6 @@ def test_training_is_the_same_with_the_server_alerts_and_both_sinks(tmp_path: Pa
     assert len(found) == len(plain)
     assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
     assert b'data-run="run"' in pages[1]
-    assert b"gradmon_grad_norm" in pages[-1]
+    assert b"gradmon_model_grad_norm" in pages[-1]
     assert [alert["step"] for alert in hook.got if alert["kind"] == "spike"] == [40]
     assert broken.requests >= 1

@@ -66,7 +66,7 @@ def check(found: Mapping[tuple[str, str], float], values: Mapping[str, float], s
         if key == "train/loss":
             place = (f"gradmon{separator}logged", "train/loss")
         elif source == "gradmon":
-            place = (f"gradmon{separator}{rest}", "")
+            place = (f"gradmon{separator}model{separator}{rest}", "")
         else:
             place = (f"gradmon{separator}{source}{separator}{metric}", name)
         assert found[place] == pytest.approx(value, nan_ok=True), key
@@ -103,17 +103,38 @@ def test_a_scrape_has_the_values_of_the_last_step() -> None:
 def test_the_sink_serves_itself_until_it_is_closed() -> None:
     pytest.importorskip("prometheus_client")
     sink = PrometheusSink(0)
-    address = f"http://127.0.0.1:{sink.port}/metrics"
-    assert ("gradmon_step", "") not in scraped(address)
+    assert sink.port is None
     sink.log({"gradmon/grad_norm": math.nan, 'gradient/a"b\\c\nd/norm': math.inf, "loss": 2.0}, step=3)
+    address = f"http://127.0.0.1:{sink.port}/metrics"
     found = scraped(address)
-    assert math.isnan(found["gradmon_grad_norm", ""])
+    assert math.isnan(found["gradmon_model_grad_norm", ""])
     assert found["gradmon_gradient_norm", 'a"b\\c\nd'] == math.inf
     assert (found["gradmon_step", ""], found["gradmon_logged", "loss"]) == (3, 2.0)
     sink.close()
     sink.close()
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(address, timeout=5)
+    sink.log({"gradmon/grad_norm": 1.0}, step=4)  # attached again
+    assert scraped(f"http://127.0.0.1:{sink.port}/metrics")["gradmon_step", ""] == 4
+    sink.close()
+
+
+def test_keys_of_another_style_and_names_that_clash() -> None:
+    found = families(
+        {"mon/gradient_norm/fc.weight": 1.0, "mon/gradmon/grad_norm": 2.0, "mon/x": 3.0}, "_", "metric_first", "mon/"
+    )
+    assert {name: of_label for name, (_, of_label) in found.items()} == {
+        "gradmon_gradient_norm": {"fc.weight": 1.0},
+        "gradmon_model_grad_norm": {"": 2.0},
+        "gradmon_logged": {"x": 3.0},
+    }
+    clashing = families({"gradient/a/abs<1": 1.0, "gradient/a/abs>1": 2.0, "gradmon/update_norm": 3.0, "update/a/norm": 4.0}, "_")
+    assert {name: of_label for name, (_, of_label) in clashing.items()} == {
+        "gradmon_gradient_abs_1": {"a": 1.0},
+        "gradmon_gradient_abs_1_2": {"a": 2.0},
+        "gradmon_model_update_norm": {"": 3.0},
+        "gradmon_update_norm": {"a": 4.0},
+    }
 
 
 def test_what_prometheus_cannot_have_is_refused() -> None:
@@ -130,9 +151,10 @@ def test_what_prometheus_cannot_have_is_refused() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
+        sink = PrometheusSink(taken.getsockname()[1])  # as on a rank that gets no values
         with pytest.raises(OSError, match="in use"):
-            PrometheusSink(taken.getsockname()[1], registry=(other := CollectorRegistry()))
-        PrometheusSink(None, registry=other)  # nothing was left in it
+            sink.log({"gradmon/grad_norm": 1.0}, step=0)
+        sink.close()
 
 
 def collected(reader: Any) -> dict[tuple[str, str], float]:
@@ -182,14 +204,12 @@ def test_gauges_follow_the_keys_of_each_step() -> None:
     found = collected(reader)
     assert found["gradmon.update.norm", "b"] == 4.0
     assert ("gradmon.update.norm", "a") not in found
-    assert ("gradmon.grad_norm", "") not in found
+    assert ("gradmon.model.grad_norm", "") not in found
 
 
 def test_families_have_the_meaning_of_the_registry() -> None:
-    found = {
-        family.name("_"): family
-        for family in families({"gradmon/overhead_pct": 1.0, "update/a/ratio": 2.0, "gradient/a/mine": 3.0})
-    }
-    assert found["gradmon_overhead_pct"].unit == "%"
+    named = families({"gradmon/overhead_pct": 1.0, "update/a/ratio": 2.0, "gradient/a/mine": 3.0}, "_")
+    found = {name: family for name, (family, _) in named.items()}
+    assert found["gradmon_model_overhead_pct"].unit == "%"
     assert found["gradmon_update_ratio"].help.startswith("norm of the update over the norm of the parameter")
     assert found["gradmon_gradient_mine"].help == "mine of gradient"

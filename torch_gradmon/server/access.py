@@ -8,7 +8,7 @@ import re
 import secrets
 from collections.abc import Mapping
 
-#: Characters of a token, which stands in addresses and cookies.
+#: Characters of a token, which is part of addresses and cookies.
 _TOKEN = re.compile(r"[A-Za-z0-9_.~-]+")
 
 
@@ -32,7 +32,7 @@ class Access:
         token: that requests need, or None.
 
     Raises:
-        ValueError: the token cannot stand in an address.
+        ValueError: the token has signs that an address cannot have.
     """
 
     def __init__(self, host: str, token: str | None = None) -> None:

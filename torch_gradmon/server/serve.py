@@ -32,7 +32,7 @@ class Server(ThreadingHTTPServer):
 
     Raises:
         FileNotFoundError: there is no such directory.
-        ValueError: the token cannot stand in an address.
+        ValueError: the token has signs that an address cannot have.
         OSError: the port is taken.
     """
 

@@ -18,25 +18,29 @@ class PrometheusSink:
     """Shows the last step's values to a Prometheus server.
 
     A value such as ``gradient/0.weight/norm`` is ``gradmon_gradient_norm{tensor="0.weight"}``, one of the whole model
-    ``gradmon_grad_norm``, a logged one ``gradmon_logged{key="loss"}``. In addition there are ``gradmon_step``,
+    ``gradmon_model_grad_norm``, a logged one ``gradmon_logged{key="loss"}``. In addition there are ``gradmon_step``,
     ``gradmon_last_step_timestamp_seconds``, which shows a training that stalls, and the counter ``gradmon_spikes_total`` by signal. Values
     become metrics when they are scraped, in the thread that serves them; a step costs a reference.
 
     Args:
-        port: of a new HTTP server, closed by :meth:`close`; 0 for any free one. None for none, where something else serves the registry.
+        port: of a new HTTP server, which begins with the first values and ends with :meth:`close`; 0 for any free one. None for none, where
+            something else serves the registry.
         address: it listens at.
         registry: by default one of its own if ``port`` is given, else the registry of the process, which several sinks cannot share.
+        key_style, prefix: those of the monitor, if it has others than the default.
 
     Attributes:
-        port: the real one; None without a server.
+        port: the real one; None while there is no server.
 
     Raises:
         ImportError: prometheus_client is not installed.
-        OSError: the port is taken.
-        ValueError: the registry has these metrics already.
+        ValueError: the port is none, or the registry has these metrics already. A port that is taken is a failure of the sink with the
+            first values: of many ranks only those that report need one.
     """
 
-    def __init__(self, port: int | None = 9400, address: str = "127.0.0.1", registry: Any = None) -> None:
+    def __init__(
+        self, port: int | None = 9400, address: str = "127.0.0.1", registry: Any = None, key_style: str = "seed", prefix: str = ""
+    ) -> None:
         require("prometheus_client", self)
         if port is not None and (not isinstance(port, int) or isinstance(port, bool) or not 0 <= port < 65536):
             raise ValueError(f"port= takes a number from 0 to 65535, or None for no server, got {display(port)}")
@@ -45,18 +49,32 @@ class PrometheusSink:
         self._registry = registry or (self._client.REGISTRY if port is None else self._client.CollectorRegistry())
         self._last: tuple[int, float, Mapping[str, float]] | None = None
         self._spikes: Counter[str] = Counter()
-        self._registry.register(self)
+        self._keys, self._asked, self._address = (key_style, prefix), port, address
         self._server: Any = None
-        if port is not None:
-            try:
-                self._server, _ = self._client.start_http_server(port, address, self._registry)
-            except OSError:
-                self._registry.unregister(self)
-                raise
-        self.port = None if self._server is None else int(self._server.server_port)
+        self._is_registered = False
+        self.port: int | None = None
+        if port is None:
+            self._register()
+
+    def _register(self) -> None:
+        if not self._is_registered:
+            self._registry.register(self)
+            self._is_registered = True
+
+    def _serve(self) -> None:
+        """Begin, for the first time or again after :meth:`close`."""
+        self._register()
+        if self._server is None and self._asked is not None:
+            self._server, _ = self._client.start_http_server(self._asked, self._address, self._registry)
+            self.port = int(self._server.server_port)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Keep the values until the next ones come."""
+        """Keep the values until the next ones come.
+
+        Raises:
+            OSError: the port is taken.
+        """
+        self._serve()
         self._last = step, time.time(), values
 
     def log_spike(self, event: SpikeEvent, text: str) -> None:
@@ -80,19 +98,18 @@ class PrometheusSink:
         yield self._core.GaugeMetricFamily(
             "gradmon_last_step_timestamp_seconds", "when its values came, in Unix time", value=when
         )
-        for family, of_label in families(values).items():
-            gauge = self._core.GaugeMetricFamily(family.name("_"), family.help, labels=[family.label] if family.label else [])
+        for name, (family, of_label) in families(values, "_", *self._keys).items():
+            gauge = self._core.GaugeMetricFamily(name, family.help, labels=[family.label] if family.label else [])
             for label, value in of_label.items():
                 gauge.add_metric([label] if family.label else [], value)
             yield gauge
 
     def close(self) -> None:
         """End the server, and leave the registry."""
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
-            self._server = None
-        try:
+        server, self._server, self.port = self._server, None, None
+        if server is not None:
+            server.shutdown()
+            server.server_close()
+        if self._is_registered:
             self._registry.unregister(self)
-        except KeyError:  # it is closed already
-            pass
+            self._is_registered = False

@@ -70,7 +70,7 @@ def _cards(places: Sequence[str], diagnosed: bool) -> Iterator[RunCard]:
     for name, path in paths.items():
         try:
             yield run_card(path, name, diagnose(path) if diagnosed else None)
-        except (OSError, ValueError, sqlite3.Error) as error:  # it is being made or removed, or belongs to somebody else
+        except (OSError, ValueError, sqlite3.Error) as error:  # it is being made or removed, or belongs to another user
             print(f"gradmon: {name} is left out: {' '.join(str(error).split())}", file=sys.stderr)
 
 
