@@ -203,10 +203,18 @@ def test_a_signal_calls_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     for step, seconds in enumerate((0.0, 1.0, 30.0, 61.0)):
         now[0] = seconds
         sink.log_spike(SpikeEvent(step, "grad_norm", 1.0, 9.0, 5.0, "large", where="a.weight (9 times)"), f"step {step}")
-    sink.log_spike(SpikeEvent(4, "loss", 1.0, 9.0, 5.0, "large"), "step 4")
-    sink.close()
-    assert [alert.text for alert in got] == ["r: step 0", "r: step 3 (and 2 more before)", "r: step 4"]
-    assert [alert.where for alert in got] == ["a.weight", "a.weight", ""]
+    for step in (4, 5, 6):
+        sink.log_spike(
+            SpikeEvent(step, "loss", 1.0, 9.0, 5.0, "large", where="all 3 layers rose together (9 times)"), f"step {step}"
+        )
+    sink.close()  # the last one that was withheld comes at the end
+    assert [alert.text for alert in got] == [
+        "r: step 0",
+        "r: step 3 (and 2 more before)",
+        "r: step 4",
+        "r: step 6 (and 1 more before)",
+    ]
+    assert [alert.where for alert in got] == ["a.weight", "a.weight", "", ""]
 
 
 def test_findings_come_once_for_each_rule() -> None:

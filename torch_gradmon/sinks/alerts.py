@@ -206,7 +206,7 @@ class AlertSink:
         self._on, self._run, self._findings = chosen, run, findings
         self._messenger = Messenger(target)
         self._last: dict[str, float] = {}
-        self._withheld: dict[str, int] = {}
+        self._withheld: dict[str, tuple[int, SpikeEvent, str]] = {}
         self._known: set[str] = set()
 
     @property
@@ -233,17 +233,25 @@ class AlertSink:
             return
         now = time.monotonic()
         if now - self._last.get(event.signal, -QUIET) < QUIET:
-            self._withheld[event.signal] = self._withheld.get(event.signal, 0) + 1
+            count = self._withheld[event.signal][0] if event.signal in self._withheld else 0
+            self._withheld[event.signal] = count + 1, event, text
             return
         self._last[event.signal] = now
-        if withheld := self._withheld.pop(event.signal, 0):
-            text = f"{text} (and {withheld} more before)"
-        where = event.where.partition(" (")[0]
+        self._send_spike(event, text, self._withheld.pop(event.signal, (0,))[0])
+
+    def _send_spike(self, event: SpikeEvent, text: str, before: int) -> None:
+        if before:
+            text = f"{text} (and {before} more before)"
+        layer, size, _ = event.where.partition(" (")  # where several rose together there is none
+        where = layer if size and " " not in layer else ""
         self._messenger.send(Alert("spike", self._named(text), self._run, event.step, event.signal, where))
 
     def _named(self, text: str) -> str:
         return f"{self._run}: {text}" if self._run else text
 
     def close(self) -> None:
-        """Wait for what is under way, for ten seconds at most."""
+        """Send the last spike of each signal that was withheld, and wait for what is under way, for ten seconds at most."""
+        for count, event, text in self._withheld.values():
+            self._send_spike(event, text, count - 1)
+        self._withheld.clear()
         self._messenger.close()

@@ -47,7 +47,8 @@ class PrometheusSink:
         self._client = import_module("prometheus_client")
         self._core = import_module("prometheus_client.core")
         self._registry = registry or (self._client.REGISTRY if port is None else self._client.CollectorRegistry())
-        self._last: tuple[int, float, Mapping[str, float]] | None = None
+        self._last: tuple[int, float] | None = None
+        self._held: dict[str, float] = {}
         self._spikes: Counter[str] = Counter()
         self._keys, self._asked, self._address = (key_style, prefix), port, address
         self._server: Any = None
@@ -69,13 +70,14 @@ class PrometheusSink:
             self.port = int(self._server.server_port)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Keep the values until the next ones come.
+        """Keep the values until the next ones come, which for some is every tenth step.
 
         Raises:
             OSError: the port is taken.
         """
         self._serve()
-        self._last = step, time.time(), values
+        self._held.update(values)
+        self._last = step, time.time()
 
     def log_spike(self, event: SpikeEvent, text: str) -> None:
         """Count it."""
@@ -93,7 +95,8 @@ class PrometheusSink:
         yield spikes
         if (last := self._last) is None:
             return
-        step, when, values = last
+        step, when = last
+        values = self._held.copy()
         yield self._core.GaugeMetricFamily("gradmon_step", "the last monitored step", value=step)
         yield self._core.GaugeMetricFamily(
             "gradmon_last_step_timestamp_seconds", "when its values came, in Unix time", value=when

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -167,9 +166,9 @@ class Foresight(Plugin):
             ("largest logit of attention", self._logits, CRITICAL_LOGIT),
         ):
             if series:
-                found[name] = statistics.median(value for _, value in series)
+                found[f"{name} in step {series[-1][0]}"] = series[-1][1]
                 if (left := steps_until([step for step, _ in series], [value for _, value in series], level)) is not None:
-                    found[f"{level:g} in about"] = left
+                    found[f"steps from there to {level:g} by its trend"] = left
         return found
 
     def _grown_weight(self, record: StepRecord) -> Growth | None:
