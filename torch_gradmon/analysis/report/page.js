@@ -43,7 +43,18 @@
   const named = (id) => `${data.title} ${id}`.replace(/[^\w.-]+/g, "-");
   const SVG = {
     name: "svg", title: "Download as SVG", icon: { width: 24, height: 24, path: "M4 3h11l5 5v13H4z M14 3v6h6 M8 14l4 4 4-4 M12 10v8" },
-    click: (chart) => Plotly.downloadImage(chart, { format: "svg", filename: named(chart.id), width: chart.clientWidth, height: chart.clientHeight }),
+    click: (chart) => {
+      const options = { format: "svg", filename: named(chart.id), width: chart.clientWidth, height: chart.clientHeight };
+      const save = async (attempts) => {
+        try {
+          await Plotly.downloadImage(chart, options);
+        } catch (error) {
+          if (!attempts) throw error;
+          setTimeout(save, 250, attempts - 1);  // plotly takes one picture at a time
+        }
+      };
+      save(40);
+    },
   };
   const BUTTONS = ["zoom2d", "pan2d", "resetScale2d", "toImage", SVG];
   const settings = (id) => ({
