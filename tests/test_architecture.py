@@ -69,7 +69,6 @@ ALSO = {
     "cli.terminal.console": {"rich"},
     "cli.terminal.live_view": {"rich"},
     "cli.terminal.runs_table": {"rich"},
-    "server.pages": {"jinja2"},
     "server.agents": {"mcp"},
     "cli.terminal.summary_view": {"rich"},
     "cli.terminal.live_loop": {"rich"},

@@ -135,6 +135,15 @@ def also_in(names: Sequence[str], most: int = 3) -> str:
     return f" Also in {listed(names[1:], most)}." if len(names) > 1 else ""
 
 
+def placed(what: str, where: str) -> str:
+    """A finding with its layer, if it is of one.
+
+    >>> placed("spike", "fc.weight"), placed("loss-plateau", "")
+    ('spike in fc.weight', 'loss-plateau')
+    """
+    return f"{what} in {where}" if where else what
+
+
 def printable(text: str) -> str:
     """``text`` on one line, without characters that would control a terminal.
 

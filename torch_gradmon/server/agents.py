@@ -23,6 +23,7 @@ from ..analysis.many_runs.status import next_action, status_dict
 from ..analysis.run import load_run
 from ..analysis.spike_report.text import explain
 from ..core.errors import nearest
+from ..core.formatting import placed
 from ..core.json_numbers import strict
 
 #: The most points of a series, and keys, that one answer has.
@@ -111,10 +112,7 @@ class RunTools:
         """What to change, the most important first, each with its reason."""
         path = self._path(run)
         diagnosis = diagnose(path)
-        lines = [
-            f"{finding.rule}{f' in {finding.where}' if finding.where else ''}: {finding.advice} Reason: {finding.cause}"
-            for finding in diagnosis.findings
-        ]
+        lines = [f"{placed(each.rule, each.where)}: {each.advice} Reason: {each.cause}" for each in diagnosis.findings]
         return lines or [next_action(run_card(path, run, diagnosis), diagnosis)]
 
     def why(self, run: str, step: int | None = None) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 from ..analysis.many_runs.card import RunCard
 from ..analysis.many_runs.status import has_stalled
+from ..core.formatting import placed
 from ..runs.liveness import duration
 from ..sinks.alerts import Alert, Messenger
 from .board import Board
@@ -45,7 +46,7 @@ class RunAlarms:
             self._is_old = False
             return
         for severity, rule, where in fresh:
-            text = f"{card.name}: {severity or 'found'} {rule}{f' in {where}' if where else ''}"
+            text = f"{card.name}: {severity or 'found'} {placed(rule, where)}"
             yield Alert("finding", text, card.name, card.step, rule, where)
 
     def _stalls(self, card: RunCard) -> Iterator[Alert]:

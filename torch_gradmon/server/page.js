@@ -3,12 +3,6 @@
 (() => {
   const run = document.body.dataset.run;
   if (!run) return;
-  const make = (tag, text, className) => {
-    const element = document.createElement(tag);
-    element.textContent = text;  // never HTML: names come from somebody's model
-    if (className) element.className = className;
-    return element;
-  };
   const LEAST = 1000, SHARE = 2;  // milliseconds between two requests, and how many times as long as the last one took
   let wanted = null, shown = document.body.dataset.version, isBusy = false, known = null, failures = 0;
 

@@ -8,13 +8,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from ..analysis.comparison.diff import diff
 from ..analysis.comparison.rules import renamer
 from ..analysis.report import comparison_content
 from ..analysis.report.content import content
-from ..analysis.report.page import LivePage, html
+from ..analysis.report.page import LivePage, html, template
 from ..analysis.run import load_run
 from .watched_run import version
 
@@ -24,23 +22,16 @@ def _text(name: str) -> str:
 
 
 def _script(name: str) -> str:
-    return _text("listen.js") + _text(name)
+    return _text("common.js") + _text(name)
 
 
 def _style() -> str:
     return files("torch_gradmon.analysis.report").joinpath("page.css").read_text(encoding="utf-8") + _text("runs.css")
 
 
-def _template(name: str) -> Any:
-    loader = PackageLoader("torch_gradmon", "server")
-    return Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    ).get_template(name)
-
-
 def all_runs(root: str | os.PathLike[str]) -> str:
     """The list of all runs."""
-    return str(_template("runs.html.j2").render(root=os.fspath(root), style=_style(), script=_script("runs.js")))
+    return template("server", "runs.html.j2").render(root=os.fspath(root), style=_style(), script=_script("runs.js"))
 
 
 def content_of(path: Path, name: str) -> dict[str, Any] | None:
@@ -54,7 +45,7 @@ def one_run(path: Path, name: str) -> str:
     shown = version(path)  # before it is read: what is written in between comes with the next version
     found = content_of(path, name)
     if found is None:
-        return str(_template("waiting.html.j2").render(name=name, style=_style(), script=_script("page.js")))
+        return template("server", "waiting.html.j2").render(name=name, style=_style(), script=_script("page.js"))
     return html(found, LivePage(name, _script("page.js"), shown))
 
 

@@ -1,12 +1,6 @@
 "use strict";
 (() => {
   const $ = (id) => document.getElementById(id);
-  const make = (tag, text, className) => {
-    const element = document.createElement(tag);
-    if (text !== undefined) element.textContent = text;  // never HTML: names come from somebody's disk
-    if (className) element.className = className;
-    return element;
-  };
   const drawing = (tag, attributes) => {
     const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
     for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from ..core.errors import display
+from ..core.formatting import placed
 from ..core.loop_findings import LoopFinding
 from ..core.loop_mistakes import MISTAKES
 from ..core.process import HomeProcess
@@ -224,7 +225,7 @@ class AlertSink:
                 where = finding.where[0] if finding.where else ""
                 known = _MISTAKES.get(finding.rule)
                 meaning = "" if known is None else f". {known.cause}. {known.advice}."
-                text = f"{finding.rule}{f' in {where}' if where else ''}, first in step {finding.first}{meaning}"
+                text = f"{placed(finding.rule, where)}, first in step {finding.first}{meaning}"
                 self._messenger.send(Alert("finding", self._named(text), self._run, finding.first, finding.rule, where))
 
     def log_spike(self, event: SpikeEvent, text: str) -> None:

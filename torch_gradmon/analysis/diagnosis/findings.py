@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ...core.formatting import listed, step_range
+from ...core.formatting import listed, placed, step_range
 from ...core.records import Severity
 from .causes import CONSEQUENCES
 
@@ -137,7 +137,7 @@ class Diagnosis:
             hidden.subtract(each.rule for each in (finding, *consequences))
             lines.append(finding.text(width))
             if consequences:
-                names = [f"{each.rule}{f' in {each.where}' if each.where else ''}" for each in consequences]
+                names = [placed(each.rule, each.where) for each in consequences]
                 lines.append(_indented(f"Possible consequences: {listed(names, 2 * _MOST_OF_RULE)}.", width, 11))
         rest = [f"{count} more of {rule}" for rule, count in hidden.items() if count]
         return [*lines, *([f"{'':8}and {', '.join(rest)}"] if rest else [])]

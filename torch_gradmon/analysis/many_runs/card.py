@@ -16,7 +16,7 @@ from ...core.keys import Key
 from ...core.loop_findings import LoopFinding
 from ...core.loss_keys import loss_among
 from ...runs.liveness import RunStatus, run_status
-from ...spikes.episodes import episodes, largest
+from ...spikes.episodes import Episode, episodes, largest
 from ..diagnosis.findings import Diagnosis
 from ..diagnosis.history import loop_findings
 from ..diagnosis.series import Series, lower_median
@@ -131,12 +131,8 @@ def run_card(
             first_loss=loss.values[0] if len(loss) else None,
             losses=_thinned(loss, points),
             spikes=len(spikes),
-            worst_spike="" if worst is None else str(worst),
-            spike_step=None if worst is None else worst.worst.step,
-            spike_where="" if worst is None else _SIZES.split(worst.worst.where)[0],
-            last_spike="" if last is None else str(last),
-            last_spike_step=None if last is None else last.worst.step,
-            last_spike_where="" if last is None else _SIZES.split(last.worst.where)[0],
+            **_described(worst, "worst_spike", "spike"),
+            **_described(last, "last_spike", "last_spike"),
             not_applied=int(max(_series(run, _whole("steps_not_applied")).values, default=0.0)),
             headroom=next(reversed(_series(run, _whole("lr_over_critical")).values), None),
             cost=_cost(_series(run, _whole("overhead_pct"))),
@@ -174,6 +170,13 @@ def _state(status: RunStatus) -> State:
     if status.step is None:
         return "empty"
     return {True: "running", False: "silent", None: "unknown"}[status.looks_alive]  # type: ignore[return-value]
+
+
+def _described(spike: Episode | None, sentence: str, place: str) -> dict[str, Any]:
+    """A spike as fields of the row: a sentence, its step, and where it was."""
+    if spike is None:
+        return {sentence: "", f"{place}_step": None, f"{place}_where": ""}
+    return {sentence: str(spike), f"{place}_step": spike.worst.step, f"{place}_where": _SIZES.split(spike.worst.where)[0]}
 
 
 def _size(parameter: Mapping[str, Any]) -> int:

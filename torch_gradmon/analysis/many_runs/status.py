@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from ...core.formatting import significant
+from ...core.formatting import placed, significant
 from ..diagnosis.findings import Diagnosis, Finding
 from .card import RunCard
 
@@ -75,8 +75,7 @@ def status_text(card: RunCard, diagnosis: Diagnosis) -> Iterator[str]:
     if card.spikes:
         lines.append(("spikes", f"{card.spikes}, the largest: {card.worst_spike}"))
     for finding in diagnosis.findings[:_MOST]:
-        where = f" in {finding.where}" if finding.where else ""
-        lines.append((finding.severity, f"{finding.rule}{where}: {finding.cause}"))
+        lines.append((finding.severity, f"{placed(finding.rule, finding.where)}: {finding.cause}"))
     if (rest := len(diagnosis.findings) - _MOST) > 0:
         lines.append(("", f"and {rest} more: gradmon diagnose {card.name}"))
     lines.append(("next", next_action(card, diagnosis)))

@@ -4,7 +4,7 @@
   const $ = (id) => document.getElementById(id);
   const make = (tag, text, className) => {
     const element = document.createElement(tag);
-    if (text !== undefined) element.textContent = text;  // never HTML: names come from somebody's model
+    if (text !== undefined) element.textContent = text;  // never HTML: names come from a user's model
     if (className) element.className = className;
     return element;
   };

@@ -14,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from plotly.offline import get_plotlyjs
 from plotly.utils import PlotlyJSONEncoder
 
@@ -128,14 +128,7 @@ def _written(data: dict[str, Any], target: Path) -> Path:
 def html(data: dict[str, Any], live: LivePage | None = None) -> str:
     """The whole page; ``live`` if a server shows it."""
     here = files(__package__)
-    environment = Environment(
-        loader=PackageLoader("torch_gradmon", "analysis/report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("page.html.j2").render(
+    return template("analysis/report", "page.html.j2").render(
         title=data["title"],
         facts=data["facts"],
         against=data["against"],
@@ -161,6 +154,13 @@ class LivePage:
     run: str
     script: str
     version: str = ""
+
+
+def template(folder: str, name: str) -> Template:
+    """A page in a folder of the package; names in it are escaped."""
+    loader = PackageLoader("torch_gradmon", folder)
+    options: dict[str, Any] = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    return Environment(loader=loader, **options).get_template(name)
 
 
 @functools.cache

@@ -6,13 +6,12 @@ import argparse
 import contextlib
 from typing import TYPE_CHECKING
 
+from ...server import PORT
 from .common import Command, UsageError, argument, requires_extra, value
 
 if TYPE_CHECKING:
     from ...server.alarms import Alarms
     from ...server.board import Board
-
-_PORT = 8642
 
 
 def _port(text: str) -> int:
@@ -35,7 +34,7 @@ COMMAND = Command(
     ),
     (
         argument("root", metavar="DIRECTORY", help="a directory with runs in it, or a run"),
-        value("--port", "PORT", "of the page, 0 for any free one", type=_port, default=_PORT),
+        value("--port", "PORT", "of the page, 0 for any free one", type=_port, default=PORT),
         value("--host", "ADDRESS", "to listen at", default="127.0.0.1"),
         value("--alert", "URL", "a webhook that is called about runs that stall, new spikes and findings"),
         value("--token", "TEXT", "that the address has to contain (default: none on this machine, a new one elsewhere)"),

@@ -1,4 +1,10 @@
 "use strict";
+const make = (tag, text, className) => {
+  const element = document.createElement(tag);
+  if (text !== undefined) element.textContent = text;  // never HTML: names come from a user's model and disk
+  if (className) element.className = className;
+  return element;
+};
 // a stream of the server while the page is in sight: a browser has six connections for all of its pages together, so hidden ones give theirs back
 const listen = (address, handlers, onLost) => {
   let events = null, again = null;
