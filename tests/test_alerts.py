@@ -30,7 +30,7 @@ from torch_gradmon.core.loop_findings import LoopFinding
 from torch_gradmon.core.records import SpikeEvent
 from torch_gradmon.server import alarms as alarms_module
 from torch_gradmon.server.alarms import Alarms, RunAlarms
-from torch_gradmon.server.board import Board
+from torch_gradmon.server.board import RunBoard
 from torch_gradmon.sinks import alerts
 from torch_gradmon.sinks.alerts import Alert, AlertSink, Messenger, post
 
@@ -288,7 +288,7 @@ def test_alarms_report_what_is_new_and_each_stall_once(run: Path, tmp_path: Path
     shutil.copytree(run, tmp_path / "a")
     aged(tmp_path / "a", 1.0)
     with receiver() as hook:
-        board = Board(tmp_path)
+        board = RunBoard(tmp_path)
         alarms = Alarms(board, hook.address)
         alarms.start()
         shutil.copytree(run, tmp_path / "b")  # a run with a spike appears

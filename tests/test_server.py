@@ -32,7 +32,7 @@ for package in ("plotly", "jinja2"):
     pytest.importorskip(package)
 from torch_gradmon.server import streams, watched_run  # noqa: E402
 from torch_gradmon.server.access import Access, is_local  # noqa: E402
-from torch_gradmon.server.board import Board  # noqa: E402
+from torch_gradmon.server.board import RunBoard  # noqa: E402
 from torch_gradmon.server.serve import Server  # noqa: E402
 from torch_gradmon.server.watched_run import WatchedRun, version  # noqa: E402
 
@@ -212,7 +212,7 @@ def test_elsewhere_a_token_is_needed_and_kept_in_a_cookie(root: Path) -> None:
 def test_a_stream_sends_what_changes_and_only_that(root: Path, tmp_path: Path) -> None:
     place = tmp_path / "runs"
     shutil.copytree(root / "first", place / "a")
-    board = Board(place)
+    board = RunBoard(place)
     events = streams.of_all(board, look=0.01)
     kind, data = next(events)
     assert kind == "cards"
@@ -231,7 +231,7 @@ def test_a_stream_sends_what_changes_and_only_that(root: Path, tmp_path: Path) -
 
 
 def test_a_diagnosis_comes_into_the_row(root: Path) -> None:
-    board = Board(root / "first")
+    board = RunBoard(root / "first")
     for event, data in streams.of_all(board, look=0.01):
         if event and data["cards"][0]["is_diagnosed"]:
             break
@@ -241,7 +241,7 @@ def test_a_diagnosis_comes_into_the_row(root: Path) -> None:
 
 def test_the_stream_of_a_run_ends_with_the_run(root: Path, tmp_path: Path) -> None:
     shutil.copytree(root / "first", tmp_path / "a")
-    board = Board(tmp_path)
+    board = RunBoard(tmp_path)
     events = streams.of_run(board, "a", look=0.01)
     kind, data = next(events)
     assert (kind, data["card"]["step"], data["version"]) == ("card", 59, version(tmp_path / "a"))

@@ -11,7 +11,7 @@ from ..analysis.many_runs.status import has_stalled
 from ..core.formatting import placed
 from ..runs.liveness import duration
 from ..sinks.alerts import Alert, Messenger
-from .board import Board
+from .board import RunBoard
 
 #: Seconds between two looks, and between two alerts about spikes of one run.
 _LOOK, _QUIET = 1.0, 60.0
@@ -75,7 +75,7 @@ class Alarms:
         target: see :meth:`ModuleMonitor.add_alert`.
     """
 
-    def __init__(self, board: Board, target: str | Callable[[Alert], object]) -> None:
+    def __init__(self, board: RunBoard, target: str | Callable[[Alert], object]) -> None:
         self._board, self._messenger = board, Messenger(target)
         self._runs: dict[str, RunAlarms] = {}
         self._end = threading.Event()

@@ -18,7 +18,7 @@ _LOOK, _ASKED = 2.0, 10.0
 _SHARE = 0.1
 
 
-class Board:
+class RunBoard:
     """The runs below a directory. Safe to use from several threads.
 
     Args:

@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, quote, urlsplit
 from ..analysis.report.page import as_json
 from . import PORT, pages, streams
 from .access import Access
-from .board import Board
+from .board import RunBoard
 
 _HTML, _JSON = "text/html; charset=utf-8", "application/json"
 #: Smaller answers are not worth packing.
@@ -182,7 +182,7 @@ class Server(ThreadingHTTPServer):
     allow_reuse_address = True
 
     def __init__(self, root: str | os.PathLike[str], host: str = "127.0.0.1", port: int = PORT, token: str | None = None) -> None:
-        self.root, self.board, self.access, self.is_closing = root, Board(root), Access(host, token), False
+        self.root, self.board, self.access, self.is_closing = root, RunBoard(root), Access(host, token), False
         if ":" in host:
             self.address_family = socket.AF_INET6
         super().__init__((host, port), _Handler)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..analysis.many_runs.card import RunCard
-from .board import Board
+from .board import RunBoard
 from .watched_run import version
 
 #: Seconds between two looks at a file, and after which a row is sent again: its age has changed, and sending it shows whether the page is
@@ -18,7 +18,7 @@ SIGN = ("", None)
 Event = tuple[str, Any]
 
 
-def of_run(board: Board, name: str, look: float = LOOK) -> Iterator[Event]:
+def of_run(board: RunBoard, name: str, look: float = LOOK) -> Iterator[Event]:
     """The row of a run whenever it changes, until another run takes its place."""
     path = board.path(name)
     known: Any = None
@@ -38,7 +38,7 @@ def of_run(board: Board, name: str, look: float = LOOK) -> Iterator[Event]:
             time.sleep(look)
 
 
-def of_all(board: Board, look: float = LOOK) -> Iterator[Event]:
+def of_all(board: RunBoard, look: float = LOOK) -> Iterator[Event]:
     """The rows that have changed, and the names of runs that are gone; at first all of them, which is marked."""
     known: dict[str, Any] = {}
     sent: float | None = None

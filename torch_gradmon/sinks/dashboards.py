@@ -17,7 +17,7 @@ _FIRST = ("grad_norm", "grad_norm_clipped", "update_ratio", "lr_over_critical", 
 _TRAINING, _WHOLE = "training", "whole model"
 
 
-class Panel(NamedTuple):
+class TrackerPanel(NamedTuple):
     """One chart.
 
     Attributes:
@@ -33,7 +33,7 @@ class Panel(NamedTuple):
     keys: tuple[str, ...]
 
 
-def panels(keys: Iterable[str]) -> list[Panel]:
+def panels(keys: Iterable[str]) -> list[TrackerPanel]:
     """The charts for these keys: losses and the most important whole-model values first, then the others, then a chart for each metric of
     each source with a line for each tensor. Logged values that are no loss are left out.
 
@@ -47,7 +47,7 @@ def panels(keys: Iterable[str]) -> list[Panel]:
             found.setdefault(place, []).append(text)
     if not found:
         raise ValueError(f"there is no value of a monitor among {display([text for text, _ in known])}")
-    return [Panel(section, title, _pattern(section, title, some), tuple(some)) for (section, title), some in found.items()]
+    return [TrackerPanel(section, title, _pattern(section, title, some), tuple(some)) for (section, title), some in found.items()]
 
 
 def _place(key: Key) -> tuple[bool, int]:
@@ -113,10 +113,10 @@ def wandb_workspace(entity: str, project: str, keys: Iterable[str], name: str = 
     return workspaces.Workspace(entity=entity, project=project, name=name, sections=made)
 
 
-def _lines(panel: Panel) -> Iterator[str]:
+def _lines(panel: TrackerPanel) -> Iterator[str]:
     if panel.section in (_TRAINING, _WHOLE):
         yield from panel.keys
 
 
-def _regex(panel: Panel) -> str | None:
+def _regex(panel: TrackerPanel) -> str | None:
     return None if panel.section in (_TRAINING, _WHOLE) else panel.pattern

@@ -11,7 +11,7 @@ from .common import Command, UsageError, argument, requires_extra, value
 
 if TYPE_CHECKING:
     from ...server.alarms import Alarms
-    from ...server.board import Board
+    from ...server.board import RunBoard
 
 
 def _port(text: str) -> int:
@@ -44,7 +44,7 @@ COMMAND = Command(
 )
 
 
-def _alarms(board: Board, url: str) -> Alarms:
+def _alarms(board: RunBoard, url: str) -> Alarms:
     from ...server.alarms import Alarms
 
     try:
