@@ -26,7 +26,7 @@ from torch_gradmon.core import torch_modes
 from torch_gradmon.core.errors import GradmonWarning
 from torch_gradmon.statistics import dispatch
 
-from . import capture_programs
+from . import capture_programs, cuda_programs
 from .device_loop import STEPS, WARM_UP, Loop, apart
 from .places import Place
 
@@ -251,7 +251,7 @@ def capturable(place: Place) -> dict[str, Any]:
 
 
 #: Programs that run alone, since they may end in an error, or that do not run on every device.
-OTHERS = capture_programs.PROGRAMS | {each.__name__: each for each in (side_stream_race, side_backward)}
+OTHERS = capture_programs.PROGRAMS | cuda_programs.PROGRAMS | {each.__name__: each for each in (side_stream_race, side_backward)}
 
 
 def run(place: Place, name: str) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class TinyGPT(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.place(torch.arange(tokens.shape[1]))
+        x = self.embed(tokens) + self.place(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=self.recompute == "reentrant") if self.recompute else block(x)
         return self.head(self.norm(x))

@@ -122,25 +122,26 @@ def train(
     compile: bool = False,
     steps: int = 12,
     monitored: Watch | None = None,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Train and return everything that training left: parameters, buffers, gradients, optimizer, scaler, RNG and losses.
 
     With a scaler its scale grows after two steps, and the loss of the fourth is infinite, so that this step is refused.
     """
     ground = BY_NAME[family]
-    inner = model = ground.model()
+    inner = model = ground.model().to(device)
     if recompute:
         inner.recompute = recompute  # type: ignore[assignment]
     if compile:
         torch._dynamo.reset()
         model = torch.compile(inner, backend="aot_eager")  # type: ignore[assignment]
     optimizer = OPTIMIZERS[optimizer_name]([p for p in inner.parameters() if p.requires_grad])
-    grad_scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2) if scaler else None
+    grad_scaler = torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=2) if scaler else None
     torch.manual_seed(99)
     monitor = None if monitored is None else monitored(model, optimizer, grad_scaler)
     losses: list[Tensor] = []
     step_function = _by_closure if optimizer_name == "lbfgs" else _plainly
-    batches = ground.batches(steps * micro_batches)
+    batches = [tuple(tensor.to(device) for tensor in batch) for batch in ground.batches(steps * micro_batches)]
     for step in range(steps):
         wanted = batches[step * micro_batches : (step + 1) * micro_batches]
         spoil = float("inf") if scaler and step == 3 else 1.0
@@ -153,7 +154,7 @@ def train(
         "gradients": {name: parameter.grad for name, parameter in inner.named_parameters()},
         "optimizer": optimizer.state_dict(),
         "scaler": grad_scaler.state_dict() if grad_scaler else None,
-        "rng": torch.get_rng_state(),
+        "rng": torch.cat([torch.get_rng_state(), *([torch.cuda.get_rng_state()] if device == "cuda" else [])]),
         "losses": losses,
     }
 
@@ -202,7 +203,7 @@ def _by_closure(
 ) -> None:
     def closure() -> Tensor:
         optimizer.zero_grad()
-        total = torch.zeros(())
+        total = torch.zeros((), device=batches[0][0].device)
         for batch in batches:
             loss = ground.loss(model, batch) / len(batches)
             loss.backward()

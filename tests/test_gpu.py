@@ -20,7 +20,7 @@ from torch.utils import backend_registration
 
 import torch_gradmon as gradmon
 
-from . import forked
+from . import cuda_programs, forked
 from .device_loop import STEPS
 from .device_programs import PROGRAMS, run
 from .places import Place
@@ -152,6 +152,15 @@ class TestOnAGpu:
         done = in_process("cuda", name, TORCH_CUDA_SANITIZER="1")
         assert RACE not in done.stderr
         assert results(done)[name]["worst"] < 1e-6
+
+    @pytest.mark.parametrize("name", cuda_programs.PROGRAMS)
+    def test_a_compiled_or_a_wrapped_model_trains_as_without_a_monitor(self, name: str) -> None:
+        found = results(in_process("cuda", name, CUBLAS_WORKSPACE_CONFIG=":4096:8"))[name]
+        assert found["repeats"] == []  # without a monitor: else nothing could be said of one
+        assert found["changed"] == []
+        assert found["steps"] == cuda_programs.STEPS
+        assert found["worst"] < 1e-5
+        assert {"gradient", "parameter", "update", "activation"} <= set(found["kinds"])
 
     # torch's own, of gradients that its graphs bring on their stream
     @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning")

@@ -26,7 +26,7 @@ SLOW = [pytest.param(setting, marks=pytest.mark.slow) for setting in ALL if sett
 
 
 def _random(tensor: Tensor, *_: Any) -> Tensor:
-    return torch.rand(()) + tensor.numel()
+    return torch.rand((), device=tensor.device) + tensor.numel()
 
 
 def heaviest(directory: Path) -> loops.Watch:
@@ -71,6 +71,22 @@ def test_training_is_the_same_bit_for_bit(setting: loops.Setting, tmp_path: Path
     watched = loops.train(**dict(setting.parts()), steps=steps, monitored=heaviest(tmp_path))
     assert loops.differences(plain, watched) == []
     assert (tmp_path / "log.jsonl").read_text().count("\n") == steps  # so the monitor was awake
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning")  # torch's own, of what it cannot repeat
+@pytest.mark.parametrize("setting", CHOSEN, ids=str)
+def test_training_on_a_gpu_is_the_same_bit_for_bit(setting: loops.Setting, tmp_path: Path) -> None:
+    steps = SCALED_STEPS if setting.scaler else STEPS
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        plain, again = (loops.train(**dict(setting.parts()), steps=steps, device="cuda") for _ in range(2))
+        watched = loops.train(**dict(setting.parts()), steps=steps, device="cuda", monitored=heaviest(tmp_path))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert loops.differences(plain, again) == []  # without a monitor: else nothing could be said of one
+    assert loops.differences(plain, watched) == []
+    assert (tmp_path / "log.jsonl").read_text().count("\n") == steps
 
 
 def test_the_chosen_settings_hold_every_pair_of_choices_that_can_be_had() -> None:
