@@ -75,7 +75,8 @@ def test_training_is_the_same_bit_for_bit(setting: loops.Setting, tmp_path: Path
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning")  # torch's own, of what it cannot repeat
-@pytest.mark.parametrize("setting", CHOSEN, ids=str)
+# on a GPU a scaler refuses gradients in bfloat16
+@pytest.mark.parametrize("setting", [each for each in CHOSEN if not (each.scaler and each.family == "bf16")], ids=str)
 def test_training_on_a_gpu_is_the_same_bit_for_bit(setting: loops.Setting, tmp_path: Path) -> None:
     steps = SCALED_STEPS if setting.scaler else STEPS
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -181,6 +181,9 @@ def frozen_copy(
                 raise ValueError(f"{name} is {reason}")
         with torch.no_grad():  # else tensors of TorchScript are results of an operation; gradients are not copied
             frozen = copy.deepcopy(module)
+            for part in frozen.modules():
+                if isinstance(part, nn.RNNBase):
+                    part.flatten_parameters()  # the weights of a copy lie apart, of which cuDNN warns at each call
         for parameter in frozen.parameters():
             parameter.requires_grad_(False)
         for part, twin in zip(module.modules(), frozen.modules(), strict=False):
