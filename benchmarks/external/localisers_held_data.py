@@ -86,7 +86,7 @@ def root_at_zero(watch: Watch, seed: int, healed: bool) -> float:
     net = Twins(1e-6 if healed else 0.0)
     adam = torch.optim.Adam(net.parameters(), lr=2e-3)
     losses, monitor = [], watch(net, adam)
-    for step in range(250):
+    for step in range(600):
         one, other = torch.randint(3000, (2, 64))
         other[0] = one[0] if step % 40 == 30 else other[0]
         same = (labels[one] == labels[other]).float()

@@ -183,7 +183,7 @@ def frozen_copy(
             frozen = copy.deepcopy(module)
             for part in frozen.modules():
                 if isinstance(part, nn.RNNBase):
-                    part.flatten_parameters()  # the weights of a copy lie apart, of which cuDNN warns at each call
+                    part.flatten_parameters()  # where the weights of a copy lie apart, cuDNN warns at each call
         for parameter in frozen.parameters():
             parameter.requires_grad_(False)
         for part, twin in zip(module.modules(), frozen.modules(), strict=False):

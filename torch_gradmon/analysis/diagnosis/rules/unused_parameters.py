@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -52,10 +53,14 @@ def _never(history: History, norms: Matrix) -> list[Finding]:
     missed = [name for name, steps in measured.items() if steps >= _FEWEST and not seen.get(name)]
     if len(missed) == len(measured):
         return _all_zero(history, norms)
-    sizes = history.sizes(n.PARAMETER)
-    share = sum(sizes[name] for name in missed) / max(sum(sizes.values()), 1)
     if not missed:
         return []
+    taken_out = [name for name in missed if _is_taken_out(name, norms, seen)]
+    if taken_out == missed:
+        return _taken_out(history, norms, taken_out)
+    missed = [name for name in missed if name not in taken_out]
+    sizes = history.sizes(n.PARAMETER)
+    share = sum(sizes[name] for name in missed) / max(sum(sizes.values()), 1)
     missed.sort(key=lambda name: name not in history.matrices)
     matters = (share > _SHARE or history.learning.is_stuck) and not _is_routed(missed[0], norms)
     return history.finding(
@@ -67,6 +72,27 @@ def _never(history: History, norms: Matrix) -> list[Finding]:
         "not be trained.",
         75.0,
         severity="warning" if matters else "info",
+        steps=(norms.steps[0], norms.steps[-1]),
+    )
+
+
+def _is_taken_out(name: str, norms: Matrix, seen: Mapping[str, float]) -> bool:
+    """Whether it is a bias whose gradients are there, and exactly 0, in a layer whose weight has gradients."""
+    layer, _, kind = name.rpartition(".")
+    has_gradients = name in norms.names and bool(norms.of(norms.steps, [name]).values.isfinite().any())
+    return kind == "bias" and has_gradients and bool(seen.get(f"{layer}.weight"))
+
+
+def _taken_out(history: History, norms: Matrix, names: list[str]) -> list[Finding]:
+    return history.finding(
+        "no-gradient",
+        names[0],
+        {"biases with a gradient of exactly 0": float(len(names))},
+        "The gradient of this bias is exactly 0 in every step, while the weight of its layer has one: what follows takes the bias out "
+        f"again, as the difference of two outputs of the layer does.{also_in(names)}",
+        "Nothing has to be done. bias=False would give the same model.",
+        20.0,
+        severity="info",
         steps=(norms.steps[0], norms.steps[-1]),
     )
 
