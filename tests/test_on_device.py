@@ -10,11 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from torch_gradmon.capture.modules import device_rows
+from torch_gradmon.core.errors import WarningLog
 from torch_gradmon.core.moments import ALL_COLUMNS, ALWAYS, Column
 from torch_gradmon.statistics import on_device
 from torch_gradmon.statistics.on_device import DeviceStatistics, copies
 from torch_gradmon.statistics.precise import inner_product, measure_precisely
 from torch_gradmon.statistics.request import Batch, Request
+from torch_gradmon.step.buffer import StepBuffer
 
 _SHAPES = [(), (1,), (0,), (5,), (1024,), (1025,), (33, 40), (7, 3, 2), (5000,), (2048, 2)]
 _DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.complex64, torch.bool]
@@ -99,3 +102,44 @@ def test_copies_have_memory_of_their_own() -> None:
     found = copies(tensors)
     assert all(map(torch.equal, found, tensors))
     assert not {tensor.data_ptr() for tensor in found if tensor.numel()} & {tensor.data_ptr() for tensor in tensors}
+
+
+class _Counted:
+    """Statistics that count what is measured at once; with a kernel of their own, or without."""
+
+    def __init__(self, has_kernel: bool) -> None:
+        self._has_kernel, self._statistics = has_kernel, DeviceStatistics()
+        self.calls: list[int] = []
+
+    def has_kernel(self, device: torch.device) -> bool:
+        return self._has_kernel
+
+    def measure(self, tensors: list[Tensor], columns: frozenset[Column]) -> Tensor:
+        self.calls.append(len(tensors))
+        return self._statistics.rows(Batch.read(tensors, None), Request(columns))
+
+
+def test_copies_wait_until_they_fill_a_part_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_rows, "spare_memory", lambda device: 4000)
+    monkeypatch.setattr(device_rows, "CAPACITY", 100)
+    counted, buffer = _Counted(has_kernel=True), StepBuffer(0, WarningLog())
+    rows = device_rows.DeviceRows(counted, buffer, WarningLog())  # type: ignore[arg-type]
+    tensors = [torch.full((200,), float(number)) for number in range(12)]  # 800 bytes each
+    for number, tensor in enumerate(tensors):
+        assert rows.measure("activation", f"layer.{number}", ALL_COLUMNS, tensor, None)
+        tensor.zero_()  # as a later part of the model does that works in place
+    assert not rows.measure("activation", "head", ALL_COLUMNS, torch.ones(251), None)  # more than a fourth
+    assert counted.calls == [5, 5]
+    rows.flush()
+    assert counted.calls == [5, 5, 2]
+    found = buffer.merged_rows_of_calls()
+    assert [row[Column.MAX].item() for row in found.values()] == list(range(12))
+
+
+def test_without_a_kernel_few_copies_wait() -> None:
+    counted, buffer = _Counted(has_kernel=False), StepBuffer(0, WarningLog())
+    rows = device_rows.DeviceRows(counted, buffer, WarningLog())  # type: ignore[arg-type]
+    assert not rows.measure("activation", "head", ALL_COLUMNS, torch.ones(2**20 + 1), None)
+    for number in range(5):
+        assert rows.measure("activation", f"layer.{number}", ALL_COLUMNS, torch.ones(2**20), None)
+    assert counted.calls == [4]

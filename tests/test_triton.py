@@ -477,6 +477,41 @@ def synchronising_is_an_error() -> Any:
     torch.cuda.set_sync_debug_mode("default")
 
 
+def test_inner_products(no_fallback: None) -> None:
+    torch.manual_seed(0)
+    shapes = [(3,), (1,), (40, 41), (0,), (CHUNK,), (3 * CHUNK + 7,), (64, 33)]
+    for dtype in HAVE_DENORMALS:
+        first = [random(*shape, dtype=dtype) for shape in shapes]
+        second = [first[0], *(random(*shape, dtype=dtype) for shape in shapes[1:])]
+        first[-1], second[-1] = first[-1].t(), second[-1].t()  # not contiguous, and both alike
+        found = triton.TritonStatistics().inner_products(first, second)
+        assert found.dtype == torch.float64
+        expected = torch.stack([(a.double() * b.double()).sum() for a, b in zip(first, second, strict=True)])
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert triton.TritonStatistics().inner_products([random(5)], [torch.full((5,), NAN, device=DEVICE)]).isnan().all()
+
+
+def test_inner_products_of_pairs_that_the_kernels_do_not_accept() -> None:
+    torch.manual_seed(0)
+    first = [random(40, 41), random(5), random(7, 3), random(9)]
+    second = [random(41, 40).t(), random(5), random(7, 3, dtype=torch.float64), random(9)]
+    found = triton.TritonStatistics().inner_products(first, second)
+    expected = torch.stack([(a.double() * b.double()).sum() for a, b in zip(first, second, strict=True)])
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    found = triton.TritonStatistics().inner_products(first[:1], second[:1])
+    torch.testing.assert_close(found, expected[:1], rtol=1e-12, atol=1e-12)
+
+
+def test_inner_products_go_on_with_stock_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    statistics = Statistics(WarningLog())
+    monkeypatch.setattr(statistics, "_of", {DEVICE: TritonStatistics()})
+    monkeypatch.setattr(triton, "supports", lambda *_: 1 / 0)
+    with pytest.warns(GradmonWarning, match="TritonStatistics failed and is off"):
+        found = statistics.inner_products([random(5).fill_(2)], [random(5).fill_(3)])
+    assert found.tolist() == [30.0]
+    assert statistics.inner_products([random(5).fill_(2)], [random(5).fill_(4)]).tolist() == [40.0]
+
+
 @pytest.mark.gpu
 def test_the_device_is_not_waited_for(synchronising_is_an_error: Callable[[], None]) -> None:
     statistics = TritonStatistics()

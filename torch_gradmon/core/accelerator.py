@@ -16,6 +16,8 @@ from .compat import accelerator_kind
 #: Kinds of devices whose first request for pinned memory failed, and those for which one was met.
 _UNPINNED: set[str] = set()
 _PINNED: set[str] = set()
+#: Bytes that work on a device may take for a moment, and the part of its memory.
+_SPARE, _PART = 256 << 20, 128
 #: Backends of process groups for memory of the host, which may take that of some devices too.
 _OF_HOSTS = ("gloo", "mpi")
 
@@ -66,6 +68,16 @@ def described() -> Iterator[tuple[str, str, bool]]:
         device = torch.device(kind.type, number)
         product = getattr(functions, "get_device_name", lambda _: kind.type)(number)
         yield str(device), product, has_triton_kernels(device)
+
+
+@lru_cache(maxsize=64)
+def spare_memory(device: torch.device) -> int:
+    """Bytes of the device that may be taken for a moment, to save launches: 256 MB, and a 128th of all; 0 if the device does not tell."""
+    try:
+        properties = getattr(functions_of(device), "get_device_properties", lambda _: None)(device)
+    except (AssertionError, RuntimeError):  # not in this build of torch
+        properties = None
+    return min(_SPARE, getattr(properties, "total_memory", 0) // _PART)
 
 
 @lru_cache(maxsize=64)

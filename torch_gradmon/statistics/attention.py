@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..core.accelerator import spare_memory
 from ..core.moments import WIDTH, Column, from_columns, identity
 from ..core.torch_modes import no_autocast
 from .tensor_access import accumulator_dtype
 
-#: Largest number of logits in a block, 16 MB in float32; a query with more keys is a block of its own.
+#: Largest number of logits in a block, 16 MB in float32, or as many as fill the spare memory of an accelerator; a query with more keys is a
+#: block of its own.
 LOGITS_PER_BLOCK = 2**22
 #: The results of :func:`attention_rows`, in the order of their computation.
 QUANTITIES = ("attention_entropy", "attention_entropy_normalized", "attention_max_logit", "attention_first_key")
@@ -119,9 +121,10 @@ def attention_rows(
     Works in float32, or in float64 if an input is, with autocast off. Half-precision products are then exact; those of float32 follow
     ``torch.set_float32_matmul_precision``, as the call itself does. Does not synchronise the device.
 
-    Peak memory: two blocks of :data:`LOGITS_PER_BLOCK` logits, 32 MB in float32 and twice that in float64; up to one and a half more for a
-    mask, less if it broadcasts. Queries and keys of a block's heads are copied if they need casting or are not contiguous, each at most one
-    block or the keys of one head. Each query of a head takes 24 bytes meanwhile, and up to 80 at the end.
+    Peak memory: two blocks of :data:`LOGITS_PER_BLOCK` logits, 32 MB in float32 and twice that in float64; on an accelerator that tells the
+    size of its memory a 128th of it, at most 256 MB; up to one and a half more for a mask, less if it broadcasts. Queries and keys of a
+    block's heads are copied if they need casting or are not contiguous, each at most one block or the keys of one head. Each query of a
+    head takes 24 bytes meanwhile, and up to 80 at the end.
 
     Args:
         query: ``[..., heads, L, E]``, any floating dtype.
@@ -151,9 +154,10 @@ def _per_query(call: _AttentionCall) -> tuple[Tensor, Tensor]:
     if not values.numel() or not keys:
         return values, visible
     # a block is also bounded by the float32 copies of its queries and of the keys of its heads
-    rows = LOGITS_PER_BLOCK // max(keys, size)
+    most = max(LOGITS_PER_BLOCK, spare_memory(call.query.device) // (2 * call.dtype.itemsize))
+    rows = most // max(keys, size)
     parts = list(_boxes((groups, length), rows))
-    heads = list(_boxes(call.key.shape[:-2], min(rows // _volume(parts[0]), LOGITS_PER_BLOCK // (keys * size))))
+    heads = list(_boxes(call.key.shape[:-2], min(rows // _volume(parts[0]), most // (keys * size))))
     # allocated once: on CPU, new memory costs as much time as the arithmetic
     first, second = (values.new_empty(_volume(heads[0]) * _volume(parts[0]) * keys) for _ in range(2))
     for head in heads:

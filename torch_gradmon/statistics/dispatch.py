@@ -61,9 +61,17 @@ class Statistics:
             return backend.row_of(tensor, columns, self.eps, inverse_scale)
 
     def inner_products(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
-        """See :meth:`EagerStatistics.inner_products`."""
+        """See :meth:`Backend.inner_products`."""
+        backend = self._backend(first[0].device)
         with self._lock:
-            return self._eager.inner_products(first, second)
+            try:
+                return backend.inner_products(first, second)
+            except Exception as error:
+                if backend is self._eager:
+                    raise
+                products = self._eager.inner_products(first, second)
+                self._give_up(first[0].device, error)
+                return products
 
     def has_kernel(self, device: torch.device) -> bool:
         """Whether a kernel of its own measures tensors on ``device``, in a few launches however many they are."""
@@ -85,8 +93,7 @@ class Statistics:
         """Rows ``[len(tensors), 8]`` of tensors on one device, on that device. See :meth:`Backend.measure`."""
         if not tensors:
             return identity(0)
-        kind, backend = tensors[0].device.type, self._backend(tensors[0].device)
-        request = Request(columns, self.eps, inverse_scale)
+        backend, request = self._backend(tensors[0].device), Request(columns, self.eps, inverse_scale)
         with self._lock:
             try:
                 return backend.rows(tensors, request, minus)
@@ -94,7 +101,10 @@ class Statistics:
                 if backend is self._eager:
                     raise
                 rows = self._eager.rows(tensors, request, minus)
-                self._of[kind] = self._eager  # only once this worked: else the tensors are the cause
-                name = type(backend).__name__
-                self._complaints.add(f"backend:{kind}", f"{name} failed and is off: statistics are slower now, not wrong", error)
+                self._give_up(tensors[0].device, error)
                 return rows
+
+    def _give_up(self, device: torch.device, error: Exception) -> None:
+        """Use stock operations from now on. They have worked where the backend failed: else the tensors are the cause."""
+        name, self._of[device.type] = type(self._of[device.type]).__name__, self._eager
+        self._complaints.add(f"backend:{device.type}", f"{name} failed and is off: statistics are slower now, not wrong", error)

@@ -69,7 +69,7 @@ class EagerStatistics(Backend):
             return self._measure(batch, request, device)
 
     def inner_products(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
-        """Sum of ``a * b`` of each pair of tensors of one shape, all on one device: ``[n]``, in float64 if the device has it."""
+        """See :meth:`Backend.inner_products`."""
         with torch.no_grad():
             if not first[0].is_cpu:
                 return self._on_device.inner_products(first, second)

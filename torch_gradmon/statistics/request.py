@@ -109,6 +109,15 @@ class Backend:
         """
         raise NotImplementedError
 
+    def inner_products(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
+        """The sum of ``a * b`` of each pair of tensors of one shape, all on one device: ``[n]``, in float64 if the device has it. Does not
+        synchronise.
+
+        Raises:
+            NotMeasurable: one of them has no readable local values.
+        """
+        raise NotImplementedError
+
 
 @dataclass
 class Batch:

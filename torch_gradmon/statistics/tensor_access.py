@@ -79,7 +79,7 @@ def dtypes_of(tensors: Iterable[Tensor]) -> frozenset[torch.dtype]:
 
 def refusal(tensor: Tensor) -> str | None:
     """Why ``tensor`` cannot be measured, or None."""
-    if is_plain(tensor):
+    if type(tensor) in PLAIN and not (tensor.is_nested or tensor.is_meta or is_functorch_wrapped(tensor)):
         return None
     if is_functorch_wrapped(tensor):
         return "inside a torch.func transform"

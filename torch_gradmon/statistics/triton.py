@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from itertools import accumulate
@@ -30,7 +30,7 @@ from ..core.moments import WIDTH
 from .eager import EagerStatistics
 from .request import Backend, Request
 from .tensor_access import PLAIN, is_functorch_wrapped, threshold
-from .triton_kernels import INTERPRETED, merged_rows, rows_of_chunks
+from .triton_kernels import INTERPRETED, merged_rows, merged_sums, products_of_chunks, rows_of_chunks
 
 #: Elements per program of the first kernel: 64 to 256 kB; ten million elements still give 306 programs.
 CHUNK = 1 << 15
@@ -40,8 +40,8 @@ _GROUPS = 512
 _LANES = 128
 #: The kernels' codes of dtypes.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
-#: Cached tables; a list of tensors has two.
-_CACHED = 32
+#: Cached tables of a few kilobytes; a list of tensors has two, and one for each place in memory.
+_CACHED = 512
 
 
 class TritonStatistics(Backend):
@@ -76,9 +76,12 @@ class TritonStatistics(Backend):
             return rows
         rest = sorted(set(range(len(tensors))) - set(taken))
         less = None if minus is None else [minus[i] for i in rest]
-        others = self._others.rows([tensors[i] for i in rest], request, less)
+        return self._in_order(taken, rows, rest, self._others.rows([tensors[i] for i in rest], request, less))
+
+    def _in_order(self, taken: list[int], rows: Tensor, rest: list[int], others: Tensor) -> Tensor:
+        """``rows`` at the places ``taken``, and ``others`` at the ``rest``."""
         with _on(rows.device):
-            places = tuple(sorted(range(len(tensors)), key=(taken + rest).__getitem__))
+            places = tuple(sorted(range(len(taken) + len(rest)), key=(taken + rest).__getitem__))
             (order,) = self._tables_of(_numbers, places, rows.device)
             return torch.cat([rows, others]).index_select(0, order)
 
@@ -87,14 +90,9 @@ class TritonStatistics(Backend):
     ) -> Tensor:
         """Rows of tensors that the kernels accept; either all have a partner or none."""
         device = tensors[0].device
-        kinds = {dtype: (kind, _threshold_bits(eps, dtype)) for dtype, kind in _KINDS.items()}
-        sizes = tuple(number for x in tensors for number in (x.numel(), *kinds[x.dtype]))
-        where = tuple(
-            at for x, m in zip(tensors, partners, strict=True) for at in (x.data_ptr(), m.data_ptr() if m is not None else 0)
-        )
+        limits = {dtype: _threshold_bits(eps, dtype) for dtype in _KINDS}
         with _on(device):
-            entries, owners = self._tables_of(_chunks, sizes, device)
-            (addresses,) = self._tables_of(_numbers, where, device)
+            entries, owners, addresses = self._tables(tensors, partners, limits)
             parts = torch.empty(len(owners), WIDTH, dtype=torch.float64, device=device)
             rows = torch.empty(len(tensors), WIDTH, dtype=torch.float64, device=device)
             rows_of_chunks[(len(parts),)](
@@ -112,6 +110,45 @@ class TritonStatistics(Backend):
             )
             merged_rows[(len(rows),)](rows, entries, parts, LANES=_LANES, num_warps=4, enable_fp_fusion=True)
         return rows
+
+    def inner_products(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
+        """See :meth:`Backend.inner_products`. Two kernel launches serve all pairs that :func:`supports` accepts."""
+        taken = [i for i, (a, b) in enumerate(zip(first, second, strict=True)) if supports(a, b, first[0].device)]
+        if not taken:
+            return self._others.inner_products(first, second)
+        sums = self._sums([first[i] for i in taken], [second[i] for i in taken])
+        if len(taken) == len(first):
+            return sums
+        rest = sorted(set(range(len(first))) - set(taken))
+        others = self._others.inner_products([first[i] for i in rest], [second[i] for i in rest])
+        return self._in_order(taken, sums, rest, others)
+
+    def _sums(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
+        """The inner products of pairs that the kernels accept."""
+        device = first[0].device
+        with _on(device):
+            entries, owners, addresses = self._tables(first, second, dict.fromkeys(_KINDS, 0))
+            parts = torch.empty(len(owners), dtype=torch.float64, device=device)
+            sums = torch.empty(len(first), dtype=torch.float64, device=device)
+            products_of_chunks[(len(parts),)](
+                parts, entries, owners, addresses, SIZE=CHUNK, GROUPS=_GROUPS, num_warps=4, enable_fp_fusion=True
+            )
+            merged_sums[(len(sums),)](sums, entries, parts, LANES=_LANES, num_warps=4, enable_fp_fusion=True)
+        return sums
+
+    def _tables(
+        self, tensors: Sequence[Tensor], partners: Sequence[Tensor | None], limits: Mapping[torch.dtype, int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The tables of :func:`_chunks`, with the near-zero thresholds ``limits``, and the addresses of tensors and partners."""
+        device = tensors[0].device
+        kinds = {dtype: (kind, limits[dtype]) for dtype, kind in _KINDS.items()}
+        sizes = tuple(number for x in tensors for number in (x.numel(), *kinds[x.dtype]))
+        where = tuple(
+            at for x, m in zip(tensors, partners, strict=True) for at in (x.data_ptr(), m.data_ptr() if m is not None else 0)
+        )
+        entries, owners = self._tables_of(_chunks, sizes, device)
+        (addresses,) = self._tables_of(_numbers, where, device)
+        return entries, owners, addresses
 
     def _tables_of(self, make: _Maker, numbers: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
         """``make(numbers, device)``, cached for calls with the same numbers on the same stream.

@@ -166,5 +166,67 @@ def merged_rows(out: tl.tensor, entries: tl.tensor, parts: tl.tensor, LANES: tl.
     tl.store(out + owner * _WIDTH + column, tl.where(column < _MIN, tl.sum(merged, axis=0), extreme))
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _product_of_chunk(
+    out: tl.tensor,
+    address: tl.tensor,
+    other: tl.tensor,
+    start: tl.tensor,
+    length: tl.tensor,
+    STORED: tl.constexpr,
+    GROUPS: tl.constexpr,
+) -> None:
+    """Write the sum of the products of ``length`` elements, ``start`` elements after ``address`` and ``other``, to ``out``."""
+    ITEM: tl.constexpr = STORED.primitive_bitwidth // 8
+    COLUMNS: tl.constexpr = 4
+    source = (address + start * ITEM).to(tl.pointer_type(STORED))
+    partner = (other + start * ITEM).to(tl.pointer_type(STORED))
+    group = tl.arange(0, GROUPS)[:, None]
+    column = tl.arange(0, COLUMNS)[None, :]
+    sums = tl.zeros([GROUPS], tl.float64)
+    for first in range(0, length, GROUPS * COLUMNS):
+        index = first + column * GROUPS + group
+        inside = index < length
+        x = tl.load(source + index, mask=inside, other=0).to(tl.float64)
+        sums += tl.sum(x * tl.load(partner + index, mask=inside, other=0).to(tl.float64), axis=1)
+    tl.store(out, tl.sum(sums))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def products_of_chunks(
+    out: tl.tensor, entries: tl.tensor, owners: tl.tensor, addresses: tl.tensor, SIZE: tl.constexpr, GROUPS: tl.constexpr
+) -> None:
+    """One program per chunk of a pair of tensors: find it in the tables and write the sum of its products."""
+    chunk = tl.program_id(0).to(tl.int64)
+    owner = tl.load(owners + chunk)
+    entry = entries + owner * _ENTRY
+    start = (chunk - tl.load(entry + 3)) * SIZE
+    length = tl.minimum(tl.load(entry) - start, SIZE).to(tl.int32)
+    kind = tl.load(entry + 1)
+    address = tl.load(addresses + owner * 2)
+    other = tl.load(addresses + owner * 2 + 1)
+    if kind == 0:
+        _product_of_chunk(out + chunk, address, other, start, length, tl.float32, GROUPS)
+    elif kind == 1:
+        _product_of_chunk(out + chunk, address, other, start, length, tl.bfloat16, GROUPS)
+    elif kind == 2:
+        _product_of_chunk(out + chunk, address, other, start, length, tl.float16, GROUPS)
+    else:
+        _product_of_chunk(out + chunk, address, other, start, length, tl.float64, GROUPS)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def merged_sums(out: tl.tensor, entries: tl.tensor, parts: tl.tensor, LANES: tl.constexpr) -> None:
+    """One program per tensor: add the sums of its chunks."""
+    owner = tl.program_id(0).to(tl.int64)
+    first = tl.load(entries + owner * _ENTRY + 3)
+    chunks = tl.load(entries + owner * _ENTRY + 4).to(tl.int32)
+    lane = tl.arange(0, LANES)
+    merged = tl.zeros([LANES], tl.float64)
+    for start in range(0, chunks, LANES):
+        merged += tl.load(parts + first + start + lane, mask=start + lane < chunks, other=0)
+    tl.store(out + owner, tl.sum(merged))
+
+
 #: Whether the kernels run on the CPU, in Triton's interpreter.
 INTERPRETED = not isinstance(merged_rows, triton.JITFunction)

@@ -1,4 +1,4 @@
-"""Rows of small tensors on accelerators, which are copied in one launch each and measured all at once."""
+"""Rows of tensors on accelerators, which are copied in one launch each and measured many at once."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.accelerator import current_stream, on_stream
+from ...core.accelerator import current_stream, on_stream, spare_memory
 from ...core.errors import WarningLog
 from ...core.moments import Column
 from ...statistics.dispatch import Statistics
 from ...step.buffer import StepBuffer
 from ..measurer import unscaled
 
-#: Elements of the largest tensor that is copied: a larger one keeps a device busy for longer than its launches take.
-LARGEST = 1 << 20
-#: Elements of all copies that wait on one stream, which bounds their memory: 16 MB of float32.
-CAPACITY = 1 << 22
+#: Bytes of the largest tensor that is copied for stock operations: a larger one keeps a device busy for longer than its launches take.
+LARGEST = 4 << 20
+#: Bytes of all copies that wait for them on one stream.
+CAPACITY = 16 << 20
+#: For a kernel of ours, which takes half a millisecond of the host for one tensor or for a hundred (seen on an H200), copies may take all
+#: spare memory, and a single one this part of it.
+_FOURTH = 4
 
 
 @dataclass
@@ -26,7 +29,7 @@ class _Waiting:
     """Copies that were made on one stream, with what was asked of them."""
 
     stream: Any
-    elements: int = 0
+    nbytes: int = 0
     copies: list[Tensor] = field(default_factory=list)
     paths: list[tuple[str, str]] = field(default_factory=list)
     columns: frozenset[Column] = frozenset()
@@ -36,11 +39,11 @@ class _Waiting:
         self.copies.append(copy)
         self.paths.append(place)
         self.columns |= columns
-        self.elements += copy.numel()
+        self.nbytes += copy.nbytes
 
 
 class DeviceRows:
-    """Copies of small tensors until :meth:`flush`.
+    """Copies of tensors until :meth:`flush`, or until they fill the memory that they may take.
 
     Args:
         statistics: measures.
@@ -56,14 +59,16 @@ class DeviceRows:
     def measure(self, source: str, path: str, columns: frozenset[Column], tensor: Tensor, inverse_scale: Tensor | None) -> bool:
         """Copy a dense tensor of an accelerator, times ``inverse_scale``, to be measured with others. Returns whether it was."""
         device = tensor.device
-        if tensor.numel() > LARGEST or tensor.layout is not torch.strided or tensor.is_complex():
-            return False
+        largest, capacity = LARGEST, CAPACITY
         if self._statistics.has_kernel(device):
+            capacity = max(CAPACITY, spare_memory(device))
+            largest = capacity // _FOURTH
+        if tensor.nbytes > largest or tensor.layout is not torch.strided or tensor.is_complex():
             return False
         stream = current_stream(device)
         place = device, getattr(stream, "stream_id", None)
         waiting = self._waiting.setdefault(place, _Waiting(stream))
-        if waiting.elements + tensor.numel() > CAPACITY:
+        if waiting.nbytes + tensor.nbytes > capacity:
             self._flush(self._waiting.pop(place), device)
             waiting = self._waiting.setdefault(place, _Waiting(stream))
         self._buffer.expect_row(source, path)

@@ -185,7 +185,7 @@ class ModuleValues:
                 self._measure_others(source, item, inverse_scale)
 
     def _measured_together(self, source: str, item: _Item, inverse_scale: Tensor | None) -> bool:
-        """Whether the tensor is small, on an accelerator, and will be measured with others."""
+        """Whether the tensor is on an accelerator, not too large, and will be measured with others."""
         if item.tensor.is_cpu:
             return False
         if self._device_rows is None:
