@@ -147,10 +147,12 @@ class Measurer:
         groups: dict[tuple[Metric, torch.device], tuple[list[int], list[list[tuple[Tensor, Tensor]]]]] = {}
         done: set[tuple[int, str]] = set()
         for position in due:
+            state: Any = None
             for metric in plan.functions[position]:
                 if not hasattr(metric.function, "pairs"):
                     continue
-                state = _each_tensor(wanted.tensors[position], lambda t: self.ranks.own_part(t, spread=False))
+                if state is None:
+                    state = _each_tensor(wanted.tensors[position], lambda t: self.ranks.own_part(t, spread=False))
                 pairs = metric.function.pairs(state)  # type: ignore[union-attr]
                 if not pairs:
                     wanted.buffer.absent[plan.source, f"{plan.names[position]}/{metric.name}"] = _NO_STATE

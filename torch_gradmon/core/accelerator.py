@@ -72,7 +72,7 @@ def described() -> Iterator[tuple[str, str, bool]]:
 
 @lru_cache(maxsize=64)
 def spare_memory(device: torch.device) -> int:
-    """Bytes of the device that may be taken for a moment, to save launches: 256 MB, and a 128th of all; 0 if the device does not tell."""
+    """Bytes of the device that may be taken for a moment, to save launches: 256 MB, and a 128th of all; 0 if that is unknown."""
     try:
         properties = getattr(functions_of(device), "get_device_properties", lambda _: None)(device)
     except (AssertionError, RuntimeError):  # not in this build of torch

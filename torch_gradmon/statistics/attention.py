@@ -121,8 +121,8 @@ def attention_rows(
     Works in float32, or in float64 if an input is, with autocast off. Half-precision products are then exact; those of float32 follow
     ``torch.set_float32_matmul_precision``, as the call itself does. Does not synchronise the device.
 
-    Peak memory: two blocks of :data:`LOGITS_PER_BLOCK` logits, 32 MB in float32 and twice that in float64; on an accelerator that tells the
-    size of its memory a 128th of it, at most 256 MB; up to one and a half more for a mask, less if it broadcasts. Queries and keys of a
+    Peak memory: two blocks of :data:`LOGITS_PER_BLOCK` logits, 32 MB in float32 and twice that in float64; on an accelerator whose
+    memory is known a 128th of it, at most 256 MB; up to one and a half more for a mask, less if it broadcasts. Queries and keys of a
     block's heads are copied if they need casting or are not contiguous, each at most one block or the keys of one head. Each query of a
     head takes 24 bytes meanwhile, and up to 80 at the end.
 

@@ -202,8 +202,8 @@ class DeviceStatistics:
             of = request.unscaled(of)
         elif not of.is_floating_point():
             of = of.to(wide)
-        elif of.dtype in _HALVES and (minus or request.near_zero):
-            of = of.float()  # a difference and a limit are exact enough there
+        elif of.dtype.itemsize == 1 or (of.dtype in _HALVES and (minus or request.near_zero)):
+            of = of.float()  # a difference and a limit are exact enough there; few operations of a GPU take a dtype of 8 bits
         if minus:
             other = _filled(table, layout, minus)
             of = of - (other.to(of.dtype) if other.dtype is torch.bool else other)
