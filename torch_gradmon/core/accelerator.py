@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .compat import accelerator_kind
 
@@ -178,6 +179,15 @@ def copied_to_device(source: Tensor, device: torch.device) -> Tensor:
     pinned = _pinned(source, device)
     # the caching allocator does not use pinned memory again before it was read
     return source.to(device) if pinned is None else pinned.copy_(source).to(device, non_blocking=True)
+
+
+def copied_module(module: nn.Module) -> nn.Module:
+    """A deep copy. The weights of its recurrent layers lie in one piece, as those of any on a GPU do: else cuDNN warns at each call."""
+    copied = copy.deepcopy(module)
+    for part in copied.modules():
+        if isinstance(part, nn.RNNBase):
+            part.flatten_parameters()
+    return copied
 
 
 def _host_memory(like: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from ...core.accelerator import copied_module
 from ...core.errors import GradmonWarning, SpikeError, WarningLog
 from ...core.keys import canonical_names
 from ...core.torch_modes import outside_dispatch_modes
@@ -180,10 +180,7 @@ def frozen_copy(
             if reason is not None:
                 raise ValueError(f"{name} is {reason}")
         with torch.no_grad():  # else tensors of TorchScript are results of an operation; gradients are not copied
-            frozen = copy.deepcopy(module)
-            for part in frozen.modules():
-                if isinstance(part, nn.RNNBase):
-                    part.flatten_parameters()  # where the weights of a copy lie apart, cuDNN warns at each call
+            frozen = copied_module(module)
         for parameter in frozen.parameters():
             parameter.requires_grad_(False)
         for part, twin in zip(module.modules(), frozen.modules(), strict=False):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -147,7 +146,7 @@ def _verdict(passes: list[tuple[float, _Found]]) -> tuple[str, tuple[int, ...]]:
 def _pass(outer: nn.Module, inner: nn.Module, compute: Callable[[nn.Module], Tensor]) -> tuple[float, _Found]:
     """The loss, and the fingerprints of the loss and of each gradient that exists."""
     try:
-        model = copy.deepcopy(inner)
+        model = accelerator.copied_module(inner)
     except Exception as error:
         raise TypeError(
             f"replay_step() runs on a copy of the model, which cannot be made ({type(error).__name__}: {error}); call it between two steps"
