@@ -34,7 +34,7 @@ OPTIONS: dict[str, tuple[str, str, str]] = {
     "--reset": (FLAG, "detail", "back to what the script asks for"),
     "--preset": ("cheap standard full", "detail", "what is measured"),
     "--diagnose": (FLAG, "compare", "with all rules"),
-    "--alert": ("URL", "serve", "a webhook"),
+    "--alert": ("URL", "serve watch", "a webhook"),
     "--host": ("ADDRESS", "serve", "to listen at"),
     "--port": ("PORT", "serve", "to listen at"),
     "--token": ("TEXT", "serve", "that requests need"),

@@ -457,6 +457,8 @@ def test_once_prints_one_picture(trained: Path, capsys: pytest.CaptureFixture[st
         (["watch", "{none}", "--once"], "there is no run in"),
         (["watch", "{none}"], "needs a terminal"),
         (["watch", "{run}"], "needs a terminal that it can draw on; --once"),
+        (["watch", "{run}", "--once", "--alert", "http://localhost/"], "leave one of them out"),
+        (["watch", "{run}", "--alert", "localhost"], "--alert localhost: "),
         (["watch", "{run}", "--interval", "0"], "'0' is not a number of seconds"),
         (["watch", "{run}", "--interval", "nan"], "'nan' is not a number of seconds"),
         (["watch", "{run}", "--steps", "-3"], "not a positive whole number"),

@@ -8,9 +8,12 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...analysis.run import Run, load_run
+
+if TYPE_CHECKING:
+    from ...server.board import RunBoard
 
 #: Command lines, each with its purpose, the most useful first.
 Examples = Sequence[tuple[str, str]]
@@ -142,6 +145,26 @@ def output(path: str, endings: Sequence[str]) -> Path:
 def print_written(path: Path, to_stderr: bool = False) -> None:
     """Print the path and size of a written file; ``to_stderr`` if the standard output is for a program."""
     print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)", file=sys.stderr if to_stderr else sys.stdout)
+
+
+@contextlib.contextmanager
+def alarms(board: RunBoard, url: str) -> Iterator[None]:
+    """Call the webhook at ``url`` about the runs of ``board`` within the block.
+
+    Raises:
+        UsageError: it is no address of a webhook.
+    """
+    from ...server.alarms import Alarms
+
+    try:
+        found = Alarms(board, url)
+    except ValueError as error:
+        raise UsageError(f"--alert {url}: {error}") from error
+    found.start()
+    try:
+        yield
+    finally:
+        found.close()
 
 
 @contextlib.contextmanager

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from typing import TYPE_CHECKING
 
 from ...server import PORT
-from .common import Command, UsageError, argument, requires_extra, value
-
-if TYPE_CHECKING:
-    from ...server.alarms import Alarms
-    from ...server.board import RunBoard
+from .common import Command, UsageError, alarms, argument, requires_extra, value
 
 
 def _port(text: str) -> int:
@@ -44,15 +39,6 @@ COMMAND = Command(
 )
 
 
-def _alarms(board: RunBoard, url: str) -> Alarms:
-    from ...server.alarms import Alarms
-
-    try:
-        return Alarms(board, url)
-    except ValueError as error:
-        raise UsageError(f"--alert {url}: {error}") from error
-
-
 def run(options: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
     with requires_extra("serving", "report", "plotly", "jinja2"):
@@ -70,9 +56,7 @@ def run(options: argparse.Namespace) -> int:
         ) from error
     with server, contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
         if options.alert is not None:
-            alarms = _alarms(server.board, options.alert)
-            alarms.start()
-            stack.callback(alarms.close)
+            stack.enter_context(alarms(server.board, options.alert))
         print(f"open in a browser: {server.address}\nCtrl-C ends it", flush=True)
         server.serve_forever(poll_interval=0.2)
     return 0

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
 from ..terminal.run_follower import RunFollower
-from .common import RUN, Command, UsageError, flag, open_run, positive, requires_extra, value
+from .common import RUN, Command, UsageError, alarms, flag, open_run, positive, requires_extra, value
 
 
 def _seconds(text: str) -> float:
@@ -30,6 +33,7 @@ COMMAND = Command(
         ("gradmon watch runs/next --wait", "also before the run has begun"),
         ("gradmon watch runs/first --steps 5000 --interval 5", "more steps, and less often"),
         ("gradmon watch runs/first --once", "one picture of its current state"),
+        ("gradmon watch runs/first --alert https://example.org/hook", "call a webhook about it, also without a terminal"),
     ),
     (
         RUN,
@@ -37,6 +41,7 @@ COMMAND = Command(
         value("--steps", "N", "only the last N steps", type=positive, default=600),
         flag("--wait", "wait for a run that has not begun yet"),
         flag("--once", "print one picture and end"),
+        value("--alert", "URL", "a webhook that is called when the run stalls, and about new spikes and findings"),
     ),
     "Sparklines show the largest value of the steps in a column, on a logarithmic scale; ! is NaN or infinite.",
 )
@@ -48,12 +53,20 @@ def run(options: argparse.Namespace) -> int:
         from ..terminal import live_loop
         from ..terminal.console import QuietConsole
     console = QuietConsole()
-    if not options.once and (not console.is_terminal or console.is_dumb_terminal):
+    can_draw = console.is_terminal and not console.is_dumb_terminal
+    if options.once and options.alert is not None:
+        raise UsageError("--once ends before there can be anything to call --alert about; leave one of them out")
+    if not (can_draw or options.once or options.alert is not None):
         raise UsageError("watch needs a terminal that it can draw on; --once prints one picture anywhere")
     if not options.wait:
         with open_run(options.run):  # otherwise it would wait for a misspelled path
             pass
-    with contextlib.closing(RunFollower(options.run, options.steps)) as follower:
+    with contextlib.ExitStack() as stack:
+        if options.alert is not None:
+            stack.enter_context(_alarms(options))
+            if not can_draw:
+                return _sleep(options.run)
+        follower = stack.enter_context(contextlib.closing(RunFollower(options.run, options.steps)))
         follower.refresh()
         if not options.once:
             live_loop.watch(console, follower, options.interval)
@@ -61,4 +74,23 @@ def run(options: argparse.Namespace) -> int:
         if options.wait:
             live_loop.wait(follower, options.interval)
         live_loop.print_frame(console, follower)
+    return 0
+
+
+@contextlib.contextmanager
+def _alarms(options: argparse.Namespace) -> Iterator[None]:
+    from ...server.board import RunBoard
+
+    while options.wait and not Path(options.run).is_dir():
+        time.sleep(options.interval)
+    with contextlib.closing(RunBoard(options.run)) as board, alarms(board, options.alert):
+        yield
+
+
+def _sleep(run: str) -> int:
+    """Until Ctrl-C, where nothing can be drawn."""
+    print(f"watching {run}; Ctrl-C ends it", flush=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            time.sleep(1.0)
     return 0
