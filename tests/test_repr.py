@@ -68,6 +68,7 @@ def test_a_monitor_that_is_printed_shows_what_trains(tmp_path: Path) -> None:
     assert str(monitor) == repr(monitor)
     run = gradmon.load_run(tmp_path / "first")
     assert list(map(str, run.trained_parts)) == lines
+    assert run.model_text == "ModuleDict, 44 elements in 8 tensors, float32; 4 Linear"
 
 
 def test_one_without_a_model_is_printed_in_one_line() -> None:

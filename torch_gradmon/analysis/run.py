@@ -10,7 +10,7 @@ from typing import Any
 from ..core import keys as n
 from ..core.errors import display
 from ..core.progress import ProgressBar
-from ..core.trained_parts import TrainedPart, trained_parts
+from ..core.trained_parts import TrainedPart, model_text, trained_parts
 from ..runs.export import files
 from ..runs.export.tables import TABLES, chosen_steps, frame_of, table_of
 from ..runs.reader import RunReader
@@ -44,6 +44,12 @@ class Run(RunReader):
             tables = {source: self.table(source, number) for source in (n.GRADIENT_BEFORE_CLIP, n.GRADIENT)}
             gradients.add(number, {source: table for source, table in tables.items() if table is not None})
         return gradients.suspects(step)
+
+    @property
+    def model_text(self) -> str:
+        """The model in one line: its class, elements, dtypes, and the kinds of modules that it has most of."""
+        meta = self.meta
+        return model_text(meta.get("model", "unknown"), meta.get("parameters", {}), meta.get("kinds", {}))
 
     @property
     def trained_parts(self) -> list[TrainedPart]:

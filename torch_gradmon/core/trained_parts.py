@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .formatting import listed, percent
-from .keys import block_of
+from .keys import ROOT, block_of
 
-#: Blocks that are named.
-_NAMED = 3
+#: Blocks, and kinds of modules, that are named.
+_NAMED, _KINDS = 3, 6
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,25 @@ class TrainedPart:
         where = f": {listed(self.blocks, _NAMED)}" if self.blocks else ""
         tensors = "1 tensor" if self.tensors == 1 else f"{self.tensors} tensors"
         return f"{self.what}{settings}, {tensors} of {self.elements:,} elements ({percent(self.share)}){where}"
+
+
+def model_text(model: str, parameters: Mapping[str, Mapping[str, Any]], kinds: Mapping[str, str]) -> str:
+    """A model in one line.
+
+    Args:
+        model: its class.
+        parameters: all of them, by name, with their ``"shape"`` and ``"dtype"``.
+        kinds: the classes of its modules, by name.
+
+    >>> model_text("Sequential", {"0.weight": {"shape": [2, 3], "dtype": "torch.float32"}}, {"[root module]": "Sequential", "0": "Linear"})
+    'Sequential, 6 elements in 1 tensor, float32; 1 Linear'
+    """
+    elements = sum(math.prod(about["shape"]) for about in parameters.values())
+    dtypes = dict.fromkeys(str(about["dtype"]).removeprefix("torch.") for about in parameters.values())
+    tensors = "1 tensor" if len(parameters) == 1 else f"{len(parameters):,} tensors"
+    parts = Counter(kind for name, kind in kinds.items() if name != ROOT).most_common()
+    of = f"; {listed((f'{count:,} {kind}' for kind, count in parts), _KINDS)}" if parts else ""
+    return f"{', '.join([model, f'{elements:,} elements in {tensors}', *dtypes])}{of}"
 
 
 def trained_parts(

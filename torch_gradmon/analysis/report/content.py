@@ -105,6 +105,7 @@ def facts(run: Run, panels: PanelSet) -> list[list[str]]:
         found.append(["loss", _loss_text(loss)])
     if len(rates := panels.rates()):
         found.append(["learning rate", f"{min(rates.values):.3g} to {max(rates.values):.3g}"])
+    found.append(["model", run.model_text])
     found += [["trains" if not number else "", str(part)] for number, part in enumerate(run.trained_parts)]
     found.append(["spikes", counted(episodes(panels.events, steps))])
     if count := len(panels.not_applied):

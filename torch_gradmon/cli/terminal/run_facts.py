@@ -34,6 +34,7 @@ class RunSummary:
         rows: parameters or blocks.
         spikes: the largest ones, in order.
         spiked: all of them.
+        model: the model in one line.
         parts: what trained when the optimizers were attached.
     """
 
@@ -45,6 +46,7 @@ class RunSummary:
     rows: Sequence[LayerRow]
     spikes: Sequence[SpikeSummary]
     spiked: Sequence[Episode]
+    model: str
     parts: Sequence[TrainedPart]
 
     def to_dict(self) -> dict[str, Any]:
@@ -60,6 +62,7 @@ class RunSummary:
             },
             "time": None if not found.steps else {"first": found.began, "last": found.ended},
             "lr": None if found.rates is None else dict(zip(("smallest", "largest", "last"), found.rates, strict=True)),
+            "model": self.model,
             "trains": [asdict(part) for part in self.parts],
             "not_applied": found.not_applied,
             "skipped": found.skipped,
@@ -116,6 +119,7 @@ def summarize(
         rows if sort is None else layer_table.sort_rows(rows, sort),
         [SpikeSummary.of(run, spike) for spike in largest(spiked, len(spiked) if everything else _SPIKES)],
         spiked,
+        run.model_text,
         run.trained_parts,
     )
 

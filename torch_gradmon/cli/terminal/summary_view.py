@@ -89,6 +89,7 @@ def _facts(summary: RunSummary) -> Table:
     if overview.rates is not None:
         low, high, now = overview.rates
         table.add_row("lr", f"{now:.3g}" if low == high else f"{low:.3g} to {high:.3g}, {now:.3g} at the end")
+    table.add_row("model", printable(summary.model))
     for place, part in enumerate(summary.parts):
         table.add_row("" if place else "trains", printable(str(part)))
     if len(summary.segments) > 1:
