@@ -280,8 +280,8 @@ def test_what_rose_up_to_a_layer_began_there() -> None:
     made = spike_cause(suspects, 39)
     assert made.layer == suspects[0].name == "1.bias"
     assert made.words == (
-        "4 of 6 parameters rose together, by 891 to 1,089 times their usual norms, and none nearer to the loss than 1.bias, "
-        "so it began there"
+        "1.bias, where it began: 4 of 6 parameters rose together, by 891 to 1,089 times their usual norms, and none of the others is "
+        "nearer to the loss"
     )
     unlike = {**rose, "0.weight": 10.0, "0.bias": 30_000.0, "1.weight": 10.0}
     for other in ({**rose, "2.bias": 20.0}, {**rose, "0.bias": 1.0}, unlike):

@@ -212,8 +212,15 @@
         label.textContent = text;
         chart.append(label);
       }
+      const names = make("p", undefined, "names");
+      if (some.length > 1) some.slice(0, COLOURS.length).forEach((card, place) => {
+        const name = make("a", card.name);
+        [name.href, name.style.color] = [address(card.name), COLOURS[place]];
+        names.append(name, " ");
+      });
+      if (some.length > COLOURS.length) names.append(`and ${some.length - COLOURS.length} more`);
       const title = chosenBy === "run" || !key ? key : `${chosenBy} ${key}`;
-      figure.append(make("figcaption", some.length > 1 ? `${title}${title ? ": " : ""}${some.length} runs` : title || some[0].name), chart);
+      figure.append(make("figcaption", some.length > 1 ? `${title}${title ? ": " : ""}${some.length} runs` : title || some[0].name), chart, names);
       return figure;
     }));
   };
