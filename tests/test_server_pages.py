@@ -154,6 +154,26 @@ def test_a_page_that_is_open_before_the_first_step_shows_it(page: Browser, root:
     monitor.detach()
 
 
+def test_tabs_out_of_sight_leave_connections_to_others(page: Browser, root: Path) -> None:
+    """A browser has six connections for all tabs of a server, and each page in sight listens on one."""
+    first = page.driver.current_window_handle
+    page.open()
+    others = []
+    try:
+        for _ in range(7):
+            page.driver.switch_to.new_window("tab")
+            others.append(page.driver.current_window_handle)
+            page.open()  # which is ready as soon as its stream has brought the rows
+        train(root / "while-away", 5)
+        page.driver.switch_to.window(first)
+        wait_for(lambda: "while-away" in page.texts("#runs tbody a"))
+    finally:
+        for tab in others:
+            page.driver.switch_to.window(tab)
+            page.driver.close()
+        page.driver.switch_to.window(first)
+
+
 def test_a_page_outlives_its_server(root: Path, driver: Any) -> None:
     with Server(root, port=0) as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
