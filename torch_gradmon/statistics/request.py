@@ -158,7 +158,7 @@ class Batch:
                     if implied:
                         zeros[index] = implied
         wide = [False] * len(values)
-        if not dtypes_of(values) <= NARROW:
+        if not (dtypes_of(values) if plain is None else plain.dtypes) <= NARROW:
             wide = [tensor.dtype not in NARROW for tensor in values]
         if others is not None:
             wide = [one or other.dtype not in NARROW for one, other in zip(wide, others, strict=True)]
