@@ -44,8 +44,8 @@ def spike_cause(suspects: Sequence[ParameterAttribution], step: int, loss: float
     moved = [suspect for suspect in suspects if suspect.since is not None]
     factors = [suspect.factor for suspect in moved if suspect.factor is not None]
     if factors and begins_at(suspects) is not None:
-        risen = _together(factors, len(suspects), "parameters")
-        words = f"{moved[0].name}, where it began: {risen}, and none of the others is nearer to the loss"
+        did = _together(factors, len(suspects), "parameters")
+        words = f"{moved[0].name}, where it began: {did}, and none of the others is nearer to the loss"
         return SpikeCause(moved[0].name, f"is where it began ({_times(moved[0])})", words)
     risen, count = _risen(suspects)
     if risen:

@@ -96,7 +96,7 @@ class EagerStatistics(Backend):
             groups[torch.float32, ROW] = []  # the common case, without a loop over many small tensors
         else:
             for index, size in enumerate(sizes):
-                wide = _is_wide(batch, index)
+                wide = batch.wide[index] or size <= TINY
                 row = TINY if size <= TINY else ROW if size <= (SMALL_WIDE if wide else SMALL) else 0
                 groups.setdefault((torch.float64 if wide else torch.float32, row), []).append(index)
         if len(groups) == 1:
