@@ -138,13 +138,13 @@ class Measurer:
                         wanted.buffer.share(Key(plan.source, plan.names[position], metric.name), "sum")
 
     def _products(self, wanted: Measurement, due: Sequence[int]) -> set[tuple[int, str]]:
-        """Store the values of metrics that follow from inner products, all of one metric and device at once.
+        """Store the values of metrics that follow from inner products, all on one device at once.
 
         Returns:
             The positions and metrics that were; the caller calls others one by one, such as those of a tensor that cannot be read.
         """
         plan = wanted.plan
-        groups: dict[tuple[Metric, torch.device], tuple[list[int], list[list[tuple[Tensor, Tensor]]]]] = {}
+        groups: dict[torch.device, dict[Metric, tuple[list[int], list[list[tuple[Tensor, Tensor]]]]]] = {}
         done: set[tuple[int, str]] = set()
         for position in due:
             state: Any = None
@@ -158,18 +158,25 @@ class Measurer:
                     wanted.buffer.absent[plan.source, f"{plan.names[position]}/{metric.name}"] = _NO_STATE
                     done.add((position, metric.name))
                 elif _are_readable_together(pairs):
-                    positions, found = groups.setdefault((metric, pairs[0][0].device), ([], []))
+                    positions, found = groups.setdefault(pairs[0][0].device, {}).setdefault(metric, ([], []))
                     positions.append(position)
                     found.append(pairs)
-        for (metric, _), (positions, found) in groups.items():
-            sides = [list(zip(*column, strict=True)) for column in zip(*found, strict=True)]
+        for of_device in groups.values():
+            together = [pair for _, found in of_device.values() for column in zip(*found, strict=True) for pair in column]
             try:
-                products = torch.stack([self.built_in.inner_products(first, second) for first, second in sides])
-                values = metric.function.value(products)  # type: ignore[union-attr]
+                products = self.built_in.inner_products(*zip(*together, strict=True))
+                sizes = [len(found) * len(found[0]) for _, found in of_device.values()]
+                values = [
+                    metric.function.value(own.view(-1, len(positions)))  # type: ignore[union-attr]
+                    for (metric, (positions, _)), own in zip(of_device.items(), torch.split(products, sizes), strict=True)
+                ]
             except Exception:  # whose tensor it was is found out where they are called one by one
                 continue
-            wanted.buffer.put_values([Key(plan.source, plan.names[position], metric.name) for position in positions], values)
-            done.update((position, metric.name) for position in positions)
+            for (metric, (positions, _)), of_metric in zip(of_device.items(), values, strict=True):
+                wanted.buffer.put_values(
+                    [Key(plan.source, plan.names[position], metric.name) for position in positions], of_metric
+                )
+                done.update((position, metric.name) for position in positions)
         return done
 
     def _shardwise(self, wanted: Measurement, position: int) -> None:
