@@ -143,6 +143,7 @@ bench-faults: $(VENV)/.ready
 # the same on trainings that other people broke, and on sound ones
 bench-external: $(VENV)/.ready
 	$(VENV)/bin/python -m benchmarks.external.judging
+	$(VENV)/bin/python -m benchmarks.external.repairing
 
 # how early signals come before a divergence, and how often in vain
 bench-foresight: $(VENV)/.ready
