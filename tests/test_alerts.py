@@ -287,6 +287,22 @@ def test_a_run_has_stalled_after_ten_usual_intervals(run: Path, tmp_path: Path) 
         assert has_stalled(run_card(tmp_path / "a")) is expected
 
 
+def test_pauses_that_a_run_makes_are_no_stalls(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "a")
+    aged(tmp_path / "a", 1.0)
+    database = sqlite3.connect(tmp_path / "a" / "gradmon.sqlite")
+    cases = (((30,), 200.0, True), ((30, 50), 200.0, False), ((30, 50), 550.0, False), ((30, 50), 700.0, True))
+    for evaluations, age, expected in cases:
+        with database:  # a step each second, and five minutes before some of them
+            database.execute("UPDATE steps SET time = step")
+            for step in evaluations:
+                database.execute("UPDATE steps SET time = time + 300 WHERE step >= ?", (step,))
+            database.execute(f"UPDATE steps SET time = time + {time.time() - age} - (SELECT max(time) FROM steps)")
+        card = run_card(tmp_path / "a")
+        assert (has_stalled(card), card.state == "silent") == (expected, expected)
+    database.close()
+
+
 def test_alarms_report_what_is_new_and_each_stall_once(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "a")
     aged(tmp_path / "a", 1.0)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sqlite3
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 from .file import open_to_read
 
-#: A run looks alive if its last record is younger than this, in seconds, or than this multiple of the usual interval.
-_FRESH, _TIMES = 60.0, 5.0
+#: A run looks alive if its last record is younger than this, in seconds, or than this multiple of the usual interval, or of the pauses that
+#: it makes, for evaluations for instance.
+_FRESH, _TIMES, PAUSES = 60.0, 5.0, 2.0
+#: Number of last records among which pauses are looked for.
+_RECENT = 5000
 #: Number of last records that give the usual interval.
 _LOOKED_AT = 20
 
@@ -27,12 +31,15 @@ class RunStatus:
         step: of its last record; None without any.
         age: seconds since that record, by this machine's clock.
         usual: usual seconds between two records, from the last ones and the cadence; None if unknown.
+        pause: the second-longest time between two of the last 5,000 records, so that a single interruption is none; 0 with fewer than
+            three records, and for a run that has ended or has a record from the last minute.
     """
 
     meta: Mapping[str, Any]
     step: int | None = None
     age: float = 0.0
     usual: float | None = None
+    pause: float = 0.0
 
     @property
     def has_ended(self) -> bool:
@@ -46,7 +53,7 @@ class RunStatus:
             return False
         if self.step is None or (self.usual is None and self.age > _FRESH):
             return None
-        return self.age <= max(_FRESH, _TIMES * (self.usual or 0.0))
+        return self.age <= max(_FRESH, _TIMES * (self.usual or 0.0), PAUSES * self.pause)
 
     def __str__(self) -> str:
         if self.step is None:
@@ -64,7 +71,7 @@ class RunStatus:
 
 
 def run_status(path: str | os.PathLike[str]) -> RunStatus:
-    """Read the liveness of the run in ``path``. Takes a millisecond, however long the run is.
+    """Read the liveness of the run in ``path``. Takes a millisecond, or some if the last record is old, however long the run is.
 
     Raises:
         FileNotFoundError: there is no run in it.
@@ -73,9 +80,18 @@ def run_status(path: str | os.PathLike[str]) -> RunStatus:
     db, meta = open_to_read(path)
     with contextlib.closing(db):
         last = db.execute(f"SELECT step, time FROM steps ORDER BY segment DESC, step DESC LIMIT {_LOOKED_AT}").fetchall()
-    if not last:
-        return RunStatus(meta)
-    return RunStatus(meta, last[0][0], max(0.0, time.time() - last[0][1]), _usual(meta, last))
+        if not last:
+            return RunStatus(meta)
+        status = RunStatus(meta, last[0][0], max(0.0, time.time() - last[0][1]), _usual(meta, last))
+        return status if status.has_ended or status.age <= _FRESH else replace(status, pause=_pause(db))
+
+
+def _pause(db: sqlite3.Connection) -> float:
+    gaps = db.execute(
+        "SELECT time - lag(time) OVER (ORDER BY segment, step) AS gap FROM "
+        f"(SELECT segment, step, time FROM steps ORDER BY segment DESC, step DESC LIMIT {_RECENT}) ORDER BY gap DESC LIMIT 2"
+    ).fetchall()
+    return float(gaps[-1][0] or 0.0)
 
 
 def _usual(meta: Mapping[str, Any], last: Sequence[tuple[int, float]]) -> float | None:

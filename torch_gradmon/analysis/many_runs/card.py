@@ -44,6 +44,7 @@ class RunCard:
         steps: how many were recorded.
         age: seconds since the last one.
         usual: usual seconds between two; None if unknown.
+        pause: the second-longest time between two, see :class:`.liveness.RunStatus`.
         began: when the first one ended, in seconds since the epoch; None without any.
         seconds: from the first step to the last one.
         loss: the median of the last twentieth; None if none was logged, NaN or infinite if the last one is.
@@ -69,6 +70,7 @@ class RunCard:
     steps: int
     age: float
     usual: float | None
+    pause: float
     began: float | None
     seconds: float
     loss: float | None
@@ -125,6 +127,7 @@ def run_card(
             steps=len(steps),
             age=status.age,
             usual=status.usual,
+            pause=status.pause,
             began=times[0] if times else None,
             seconds=times[-1] - times[0] if times else 0.0,
             loss=_now(loss),

@@ -7,22 +7,26 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...core.formatting import placed, significant
+from ...runs.liveness import PAUSES
 from ..diagnosis.findings import Diagnosis, Finding
 from .card import RunCard
 
 #: States in which nothing is wrong with the process.
 _FINE = ("running", "ended", "unknown")
 _NUMBERS = ("step", "steps", "age", "seconds", "loss", "first_loss", "spikes", "not_applied", "headroom", "cost")
-#: A run has stalled after this number of usual intervals, and of seconds; and after these seconds if it has one step only.
+#: A run has stalled after this number of usual intervals, and of seconds, and after :data:`.liveness.PAUSES` of the pauses that it makes;
+#: and after these seconds if it has one step only.
 _TIMES, _LEAST, _LONELY = 10.0, 60.0, 600.0
 _WIDTH, _INDENT, _MOST = 100, 10, 3
 
 
 def has_stalled(card: RunCard) -> bool:
-    """Whether no step has come for ten times the usual and a minute, or for ten minutes after the only one, of a run that has not ended."""
+    """Whether no step has come for ten times the usual, a minute and twice the pauses that the run makes, or for ten minutes after the only
+    one, of a run that has not ended.
+    """
     if card.state in ("ended", "empty"):
         return False
-    return card.age > (_LONELY if card.usual is None else max(_TIMES * card.usual, _LEAST))
+    return card.age > (_LONELY if card.usual is None else max(_TIMES * card.usual, _LEAST, PAUSES * card.pause))
 
 
 def next_action(card: RunCard, diagnosis: Diagnosis) -> str:
