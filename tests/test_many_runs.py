@@ -117,3 +117,10 @@ def test_status_of_a_healthy_run_that_goes_silent(root: Path, tmp_path: Path, ca
 def test_status_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", str(tmp_path)]) == 2
     assert "there is no run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["status", "diagnose", "why"])
+def test_a_directory_of_runs_is_told_from_a_run(command: str, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, str(root)]) == 2
+    below = ", ".join(str(root / name) for name in ("deep/spiked", "lr-0.001", "lr-0.01"))
+    assert f"there is no run in {str(root)!r} itself; below it: {below}\n" in capsys.readouterr().err

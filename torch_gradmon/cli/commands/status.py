@@ -10,7 +10,7 @@ from ...analysis.diagnosis.diagnose import diagnose
 from ...analysis.many_runs.card import run_card
 from ...analysis.many_runs.status import status_dict, status_text
 from ...core.formatting import printable
-from .common import JSON, RUN, Command, UsageError
+from .common import JSON, RUN, Command, UsageError, no_run
 
 COMMAND = Command(
     "status",
@@ -31,7 +31,9 @@ def run(options: argparse.Namespace) -> int:
     try:
         diagnosis = diagnose(options.run)
         card = run_card(options.run, options.run, diagnosis)
-    except (FileNotFoundError, ValueError, sqlite3.Error) as error:
+    except FileNotFoundError as error:
+        raise no_run(options.run, error) from error
+    except (ValueError, sqlite3.Error) as error:
         raise UsageError(str(error)) from error
     found = status_dict(card, diagnosis)
     if options.json:
