@@ -207,6 +207,9 @@ def test_steps_in_the_table_are_whole_and_a_loss_that_is_nan_is_told(tmp_path: P
     at = data["layers"]["columns"].index("in step")
     assert [row[at] for row in data["layers"]["rows"]] == [1_234_567] * 2
     assert dict(data["facts"])["loss"].endswith(", not finite since step 1234590")
+    names = [name for name, _ in data["facts"]]
+    assert "" not in names
+    assert len({*names}) == len(names)
 
 
 # --- the command -------------------------------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def _facts(runs: tuple[Run, Run], pair: RunPair) -> list[list[str]]:
     found = [["runs", " | ".join(pair.titles)]]
     for name in dict.fromkeys((*first, *second)):
         values = dict.fromkeys((first.get(name, "none"), second.get(name, "none")))
-        found.append([name, " | ".join(values)])
+        found.append([name, "\n| ".join(values) if any("\n" in value for value in values) else " | ".join(values)])
     return found
 
 

@@ -104,9 +104,11 @@ def facts(run: Run, panels: PanelSet) -> list[list[str]]:
     if len(loss := panels.loss()):
         found.append(["loss", _loss_text(loss)])
     if len(rates := panels.rates()):
-        found.append(["learning rate", f"{min(rates.values):.3g} to {max(rates.values):.3g}"])
+        low, high = f"{min(rates.values):.3g}", f"{max(rates.values):.3g}"
+        found.append(["learning rate", low if low == high else f"{low} to {high}"])
     found.append(["model", run.model_text])
-    found += [["trains" if not number else "", str(part)] for number, part in enumerate(run.trained_parts)]
+    if parts := run.trained_parts:
+        found.append(["trains", "\n".join(map(str, parts))])
     found.append(["spikes", counted(episodes(panels.events, steps))])
     if count := len(panels.not_applied):
         found.append(["not applied", f"{count:,} steps"])
