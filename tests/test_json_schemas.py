@@ -57,6 +57,7 @@ def _calls(runs: Path) -> dict[str, list[list[str]]]:
         "doctor": [[]],
         "status": [[spiked], [wild]],
         "summary": [[spiked], [wild, "--all"]],
+        "why": [[spiked], [spiked, "--step", "3"]],
     }
 
 

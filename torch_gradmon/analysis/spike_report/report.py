@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
 from ...core.formatting import times
+from ...core.json_numbers import strict
 from ...core.keys import SUMMARY, parse_key
 from ...core.loss_keys import loss_in
 from ...core.records import SpikeEvent
@@ -95,6 +96,24 @@ class SpikeReport:
             [other for other in spikes if other is not spike],
             _loss(source, step),
         )
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: the step, what spiked in it, its cause, and the values around it."""
+        cause = spike_cause(self.suspects, self.step, self.loss)
+        spike = self.episode
+        found = {
+            "step": self.step,
+            "spikes": [asdict(event) for event in self.events],
+            "spike": None if spike is None else {"first": spike.first, "last": spike.last, "worst": spike.worst.step},
+            "cause": asdict(cause),
+            "loss": self.loss,
+            "steps": list(self.around),
+            "values": {name: list(values) for name, values in (*self.signals, *self.facts)},
+            "parameters": [{**asdict(suspect), "factor": suspect.factor} for suspect in self.suspects],
+            "recovery": list(self.recovery),
+            "others": [{"first": other.first, "last": other.last, "worst": other.worst.step} for other in self.others],
+        }
+        return strict(found)  # type: ignore[no-any-return]
 
 
 def _loss(source: StepSource, step: int) -> float | None:

@@ -9,7 +9,7 @@ from .common import Command, argument
 
 _SCHEMAS = files("torch_gradmon.cli").joinpath("schemas")
 #: The commands with ``--json``.
-NAMES = ("compare", "coordcheck", "diagnose", "diff", "doctor", "status", "summary")
+NAMES = ("compare", "coordcheck", "diagnose", "diff", "doctor", "status", "summary", "why")
 
 COMMAND = Command(
     "schema",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 
+from ...analysis.spike_report.report import SpikeReport
 from ...analysis.spike_report.text import explain
-from .common import RUN, Command, UsageError, open_run, value
+from .common import JSON, RUN, Command, UsageError, open_run, value
 
 COMMAND = Command(
     "why",
@@ -14,8 +16,9 @@ COMMAND = Command(
     (
         ("gradmon why runs/first", "explain the largest spike"),
         ("gradmon why runs/first --step 300", "explain that step"),
+        ("gradmon why runs/first --json", "the same for a program"),
     ),
-    (RUN, value("--step", "STEP", "the step to explain (default: the worst step of the largest spike)", type=int)),
+    (RUN, value("--step", "STEP", "the step to explain (default: the worst step of the largest spike)", type=int), JSON),
 )
 
 
@@ -23,7 +26,10 @@ def run(options: argparse.Namespace) -> int:
     """Print the report."""
     with open_run(options.run) as source:
         try:
-            print(explain(source, options.step))
+            if options.json:
+                print(json.dumps(SpikeReport.of(source, options.step).to_dict(), indent=1, allow_nan=False))
+            else:
+                print(explain(source, options.step))
         except ValueError as error:
             raise UsageError(str(error)) from error
     return 0
