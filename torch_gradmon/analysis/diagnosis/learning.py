@@ -31,6 +31,8 @@ _NO_SLOWER, _AWAY, _FAR_AWAY = 0.8, 10.0, 1e4
 _THIRD, _LATER = 1 / 3, 0.3
 #: Losses before they are compared with chance; the share of it that counts as learnt, and where another fault has to be.
 _LONG, _LEARNT, _NEAR = 50, 0.03, 1.2
+#: A loss below this share of chance has been learnt, however soon. One that begins above this share began with nothing learnt.
+_KNOWN, _UNKNOWN = 0.1, 0.9
 #: After as many losses a fall that stays as near to chance is far too little.
 _VERY_LONG = 200
 #: A fall of the ranks by this many standard deviations happens by chance in one of twenty cases: the loss may well fall.
@@ -48,7 +50,7 @@ class Learning:
         first: median loss at the beginning; NaN if unknown.
         last: median of the last fifth.
         has_fallen: whether it fell by a third at least, also from its first value if that is below the first few, or is negative, or ends
-            below chance by a third.
+            far below chance; a third below it is far if it began there.
         is_stuck: whether it neither has fallen nor still falls. False if that is unknown, and for a resumed run whose loss was flat all the
             time: there may be nothing left to learn.
         is_at_chance: whether it ends where the loss of the best constant answer lies, and does not fall in the second half of a short run.
@@ -88,7 +90,7 @@ def learning(loss: Series, is_resumed: bool = False, chance: float = 0.0) -> Lea
         return Learning("unknown")
     from_ = min(first, finite.values[0])
     has_fallen = state == "falls" and not 0 < from_ * (1 - _THIRD) < last
-    has_fallen |= state != "rises" and last < (1 - _THIRD) * chance  # from chance, however soon
+    has_fallen |= state != "rises" and last < (_KNOWN if finite.values[0] < _UNKNOWN * chance else 1 - _THIRD) * chance
     is_at_rest = is_resumed and state == "flat"
     is_at_chance = _is_at_chance(finite, chance)
     has_fallen &= not is_at_chance  # from far above it, perhaps

@@ -55,10 +55,8 @@ def _never(history: History, norms: Matrix) -> list[Finding]:
         return _all_zero(history, norms)
     if not missed:
         return []
-    taken_out = [name for name in missed if _is_taken_out(name, norms, seen)]
-    if taken_out == missed:
-        return _taken_out(history, norms, taken_out)
-    missed = [name for name in missed if name not in taken_out]
+    if all(_is_taken_out(name, norms, seen) for name in missed) and not (history.learning.is_stuck or history.learning.is_worse):
+        return _taken_out(history, norms, missed)
     sizes = history.sizes(n.PARAMETER)
     share = sum(sizes[name] for name in missed) / max(sum(sizes.values()), 1)
     missed.sort(key=lambda name: name not in history.matrices)
@@ -78,9 +76,9 @@ def _never(history: History, norms: Matrix) -> list[Finding]:
 
 def _is_taken_out(name: str, norms: Matrix, seen: Mapping[str, float]) -> bool:
     """Whether it is a bias whose gradients are there, and exactly 0, in a layer whose weight has gradients."""
-    layer, _, kind = name.rpartition(".")
+    layer, kind = name[: -len("bias")], name.rpartition(".")[2]
     has_gradients = name in norms.names and bool(norms.of(norms.steps, [name]).values.isfinite().any())
-    return kind == "bias" and has_gradients and bool(seen.get(f"{layer}.weight"))
+    return kind == "bias" and has_gradients and bool(seen.get(f"{layer}weight"))
 
 
 def _taken_out(history: History, norms: Matrix, names: list[str]) -> list[Finding]:
@@ -90,7 +88,7 @@ def _taken_out(history: History, norms: Matrix, names: list[str]) -> list[Findin
         {"biases with a gradient of exactly 0": float(len(names))},
         "The gradient of this bias is exactly 0 in every step, while the weight of its layer has one: what follows takes the bias out "
         f"again, as the difference of two outputs of the layer does.{also_in(names)}",
-        "Nothing has to be done. bias=False would give the same model.",
+        "Nothing has to be done, and bias=False would give the same model; unless a backward() of your own returns zeros.",
         20.0,
         severity="info",
         steps=(norms.steps[0], norms.steps[-1]),
