@@ -418,11 +418,11 @@ def test_gradmon_watch_calls_without_a_terminal_too(run: Path, tmp_path: Path) -
         command = [sys.executable, "-c", program, "watch", str(tmp_path / "a"), "--wait", "--alert", hook.address]
         watching = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
-            time.sleep(0.5)
+            assert watching.stdout is not None
+            assert watching.stdout.readline() == f"waiting for {tmp_path / 'a'}; Ctrl-C ends it\n"
             shutil.copytree(run, tmp_path / "b")
             aged(tmp_path / "b", 1.0)
             (tmp_path / "b").rename(tmp_path / "a")  # a run that appears later
-            assert watching.stdout is not None
             assert watching.stdout.readline() == f"watching {tmp_path / 'a'}; Ctrl-C ends it\n"
             aged(tmp_path / "a", 100.0)
             until(lambda: any(alert["kind"] == "stalled" for alert in hook.got))

@@ -139,7 +139,8 @@ def test_copies_wait_until_they_fill_a_part_of_the_memory(monkeypatch: pytest.Mo
 def test_without_a_kernel_few_copies_wait() -> None:
     counted, buffer = _Counted(has_kernel=False), StepBuffer(0, WarningLog())
     rows = device_rows.DeviceRows(counted, buffer, WarningLog())  # type: ignore[arg-type]
-    assert not rows.measure("activation", "head", ALL_COLUMNS, torch.ones(2**20 + 1), None)
+    for refused in (torch.ones(2**20 + 1), torch.eye(3).to_sparse(), torch.ones(3, dtype=torch.complex64)):
+        assert not rows.measure("activation", "head", ALL_COLUMNS, refused, None)
     for number in range(5):
         assert rows.measure("activation", f"layer.{number}", ALL_COLUMNS, torch.ones(2**20), None)
     assert counted.calls == [4]

@@ -41,6 +41,56 @@ def test_a_repaired_model_trains(name: str) -> None:
     assert {each for each, is_so in shown.items() if is_so} == {name} & shown.keys()
 
 
+def _repaired(name: str, model: nn.Module, **settings: float) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), **{"lr": 1.0, **settings})
+    REPAIRS[name](model, [optimizer])
+    return optimizer
+
+
+def test_clipping_takes_gradients_of_any_size() -> None:
+    model = nn.Linear(4, 1, bias=False)
+    optimizer = _repaired("clipping at 1", model)
+    for gradient, norm in ((30.0, 1.0), (0.0, 0.0)):
+        before = model.weight.detach().clone()
+        model.weight.grad = torch.full((1, 4), gradient)
+        optimizer.step()
+        assert (model.weight - before).norm().item() == pytest.approx(norm, abs=1e-5)
+
+
+def test_spoiled_steps_are_left_out() -> None:
+    model = nn.Linear(4, 1)
+    optimizer, before = _repaired("spoiled steps left out", model), nn.Linear(4, 1)
+    before.load_state_dict(model.state_dict())
+    model.weight.grad, model.bias.grad = torch.full((1, 4), torch.nan), torch.ones(1)
+    optimizer.step()
+    assert torch.equal(model.bias, before.bias)
+    model.weight.grad, model.bias.grad = torch.ones(1, 4), torch.ones(1)
+    optimizer.step()
+    assert not torch.equal(model.bias, before.bias)
+
+
+def test_inputs_are_normalised() -> None:
+    seen = []
+    model = nn.Sequential(nn.Linear(4, 2))
+    _repaired("normalised inputs", model)
+    model[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    model(100 + 50 * torch.randn(64, 4))
+    assert seen[0].mean().item() == pytest.approx(0, abs=1e-4)
+    assert seen[0].std().item() == pytest.approx(1, abs=1e-3)
+
+
+def test_what_a_model_was_built_with_is_made_usual() -> None:
+    model = _model().eval()
+    nn.init.constant_(model[0].weight, 7.0)
+    model[1].momentum = 0.0
+    for name in ("the usual initialisation", "the usual batch norm", "train mode"):
+        _repaired(name, model)
+    model(torch.randn(6, 4))
+    assert model[0].weight.abs().max() <= 0.5
+    assert model[1].momentum == 0.1
+    assert model.training
+
+
 def test_rules_and_repairs_exist() -> None:
     assert OF_RULE.keys() <= {rule for case in CASES for rule in case.rules}
     assert {repair for repairs in OF_RULE.values() for repair in repairs} <= REPAIRS.keys()

@@ -30,10 +30,11 @@ def _raise_rate(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -
 
 
 def _clip(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def clip(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
+
     for optimizer in optimizers:
-        optimizer.register_step_pre_hook(
-            lambda this, *_: nn.utils.clip_grad_norm_([p for group in this.param_groups for p in group["params"]], 1.0) and None
-        )
+        optimizer.register_step_pre_hook(clip)
 
 
 def _leave_out_spoiled_steps(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:

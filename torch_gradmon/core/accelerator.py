@@ -121,6 +121,7 @@ def forget_devices() -> None:
     """Another accelerator is registered: look at all again."""
     capture_check.cache_clear()
     has_float64.cache_clear()
+    spare_memory.cache_clear()
 
 
 # --- streams ---------------------------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ class TrainedPart:
 
 
 def model_text(model: str, parameters: Mapping[str, Mapping[str, Any]], kinds: Mapping[str, str]) -> str:
-    """A model in one line.
+    """A model in one line; its class alone where nothing is known of its parameters.
 
     Args:
         model: its class.
@@ -53,8 +53,10 @@ def model_text(model: str, parameters: Mapping[str, Mapping[str, Any]], kinds: M
     >>> model_text("Sequential", {"0.weight": {"shape": [2, 3], "dtype": "torch.float32"}}, {"[root module]": "Sequential", "0": "Linear"})
     'Sequential, 6 elements in 1 tensor, float32; 1 Linear'
     """
+    if not parameters:
+        return model
     elements = sum(math.prod(about["shape"]) for about in parameters.values())
-    dtypes = dict.fromkeys(str(about["dtype"]).removeprefix("torch.") for about in parameters.values())
+    dtypes = dict.fromkeys(str(about["dtype"]).removeprefix("torch.") for about in parameters.values() if "dtype" in about)
     tensors = "1 tensor" if len(parameters) == 1 else f"{len(parameters):,} tensors"
     parts = Counter(kind for name, kind in kinds.items() if name != ROOT).most_common()
     of = f"; {listed((f'{count:,} {kind}' for kind, count in parts), _KINDS)}" if parts else ""

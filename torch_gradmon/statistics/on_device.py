@@ -53,7 +53,7 @@ class _Table:
     Attributes:
         pieces: what is in it.
         counts: number of elements of each row.
-        padding: ``[rows, RUN]``, whether there is no element; None if all rows are full.
+        is_full: all rows are.
         zeros, highest, lowest: columns of rows without elements.
     """
 
@@ -65,10 +65,14 @@ class _Table:
             length = piece.stop - piece.start
             counts += [RUN] * (length // RUN) + [length % RUN] * (length % RUN > 0)
         self.counts = copied_to_device(torch.tensor(counts, dtype=wide, device="cpu"), device)
-        is_full = all(count == RUN for count in counts)
-        self.padding = None if is_full else torch.arange(RUN, device=device) >= self.counts.unsqueeze(1)
+        self.is_full = all(count == RUN for count in counts)
         self.zeros = torch.zeros_like(self.counts)
         self.highest, self.lowest = self.zeros + torch.inf, self.zeros - torch.inf
+
+    @functools.cached_property
+    def padding(self) -> Tensor:
+        """``[rows, RUN]``, whether there is no element: a byte for each, so only made where extremes are asked for."""
+        return torch.arange(RUN, device=self.counts.device) >= self.counts.unsqueeze(1)
 
 
 class _Layout:
@@ -224,7 +228,7 @@ class DeviceStatistics:
         columns[Column.NONFINITE] = torch.linalg.vector_norm(of - of, 0, dim=1, dtype=wide)
         columns[Column.MIN], columns[Column.MAX] = table.highest, table.lowest
         if request.extremes:
-            known = of if table.padding is None else of.masked_fill(table.padding, torch.nan)
+            known = of if table.is_full else of.masked_fill(table.padding, torch.nan)
             inf = torch.inf
             columns[Column.MIN] = known.nan_to_num(nan=inf, posinf=inf, neginf=inf).amin(dim=1).to(wide)
             columns[Column.MAX] = known.nan_to_num(nan=-inf, posinf=-inf, neginf=-inf).amax(dim=1).to(wide)

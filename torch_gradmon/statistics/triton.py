@@ -40,15 +40,17 @@ _GROUPS = 512
 _LANES = 128
 #: The kernels' codes of dtypes.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
-#: Cached tables of a few kilobytes; a list of tensors has two, and one for each place in memory.
-_CACHED = 512
+#: The largest number of numbers in all cached tables, and the smallest number of tables; a list of tensors has two, and one more for each
+#: place in memory where it was.
+_CACHED, _FEWEST = 20_000, 4
 
 
 class TritonStatistics(Backend):
     """Measures lists of tensors with two kernels. Caches tables on the device, never a tensor. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._cached: OrderedDict[tuple[object, ...], tuple[Tensor, ...]] = OrderedDict()
+        self._cached: OrderedDict[tuple[_Maker, tuple[int, ...], torch.device, int], tuple[Tensor, ...]] = OrderedDict()
+        self._size = 0
         self._others = EagerStatistics()  # for tensors that the kernels do not accept
 
     def __reduce__(self) -> tuple[type[TritonStatistics], tuple[()]]:
@@ -162,10 +164,14 @@ class TritonStatistics(Backend):
                 return make(numbers, device)
             stream = torch.cuda.current_stream(device).cuda_stream
         key = (make, numbers, device, stream)
-        tables = self._cached.pop(key, None) or make(numbers, device)
+        tables = self._cached.pop(key, None)
+        if tables is None:
+            tables = make(numbers, device)
+            self._size += len(numbers)
+            while self._size > _CACHED and len(self._cached) >= _FEWEST:
+                (_, dropped, *_), _ = self._cached.popitem(last=False)
+                self._size -= len(dropped)
         self._cached[key] = tables  # least recently used first
-        if len(self._cached) > _CACHED:
-            self._cached.popitem(last=False)
         return tables
 
 

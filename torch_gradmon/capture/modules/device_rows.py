@@ -59,11 +59,13 @@ class DeviceRows:
     def measure(self, source: str, path: str, columns: frozenset[Column], tensor: Tensor, inverse_scale: Tensor | None) -> bool:
         """Copy a dense tensor of an accelerator, times ``inverse_scale``, to be measured with others. Returns whether it was."""
         device = tensor.device
+        if tensor.layout is not torch.strided or tensor.is_complex():
+            return False
         largest, capacity = LARGEST, CAPACITY
         if self._statistics.has_kernel(device):
             capacity = max(CAPACITY, spare_memory(device))
             largest = capacity // _FOURTH
-        if tensor.nbytes > largest or tensor.layout is not torch.strided or tensor.is_complex():
+        if tensor.nbytes > largest:
             return False
         stream = current_stream(device)
         place = device, getattr(stream, "stream_id", None)

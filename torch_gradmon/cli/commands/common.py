@@ -150,19 +150,26 @@ def print_written(path: Path, to_stderr: bool = False) -> None:
     print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)", file=sys.stderr if to_stderr else sys.stdout)
 
 
-@contextlib.contextmanager
-def alarms(board: RunBoard, url: str) -> Iterator[None]:
-    """Call the webhook at ``url`` about the runs of ``board`` within the block.
+def check_alert(url: str) -> None:
+    """Look at the address of a webhook.
 
     Raises:
-        UsageError: it is no address of a webhook.
+        UsageError: it is none.
     """
-    from ...server.alarms import Alarms
+    from ...sinks.alerts import Messenger
 
     try:
-        found = Alarms(board, url)
+        Messenger(url)
     except ValueError as error:
         raise UsageError(f"--alert {url}: {error}") from error
+
+
+@contextlib.contextmanager
+def alarms(board: RunBoard, url: str) -> Iterator[None]:
+    """Call the webhook at ``url``, which :func:`check_alert` has seen, about the runs of ``board`` within the block."""
+    from ...server.alarms import Alarms
+
+    found = Alarms(board, url)
     found.start()
     try:
         yield

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 
 from ...server import PORT
-from .common import Command, UsageError, alarms, argument, requires_extra, value
+from .common import Command, UsageError, alarms, argument, check_alert, requires_extra, value
 
 
 def _port(text: str) -> int:
@@ -41,6 +41,8 @@ COMMAND = Command(
 
 def run(options: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
+    if options.alert is not None:
+        check_alert(options.alert)
     with requires_extra("serving", "report", "plotly", "jinja2"):
         from ...server.serve import Server
     import torch

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..terminal.run_follower import RunFollower
-from .common import RUN, Command, UsageError, alarms, flag, open_run, positive, requires_extra, value
+from .common import RUN, Command, UsageError, alarms, check_alert, flag, open_run, positive, requires_extra, value
 
 
 def _seconds(text: str) -> float:
@@ -54,8 +54,10 @@ def run(options: argparse.Namespace) -> int:
         from ..terminal.console import QuietConsole
     console = QuietConsole()
     can_draw = console.is_terminal and not console.is_dumb_terminal
-    if options.once and options.alert is not None:
-        raise UsageError("--once ends before there can be anything to call --alert about; leave one of them out")
+    if options.alert is not None:
+        check_alert(options.alert)
+        if options.once:
+            raise UsageError("--once ends before there can be anything to call --alert about; leave one of them out")
     if not (can_draw or options.once or options.alert is not None):
         raise UsageError("watch needs a terminal that it can draw on; --once prints one picture anywhere")
     if not options.wait:
@@ -63,9 +65,12 @@ def run(options: argparse.Namespace) -> int:
             pass
     with contextlib.ExitStack() as stack:
         if options.alert is not None:
-            stack.enter_context(_alarms(options))
-            if not can_draw:
-                return _sleep(options.run)
+            try:
+                stack.enter_context(_alarms(options))
+                while not can_draw:
+                    time.sleep(1.0)
+            except KeyboardInterrupt:
+                return 0
         follower = stack.enter_context(contextlib.closing(RunFollower(options.run, options.steps)))
         follower.refresh()
         if not options.once:
@@ -81,16 +86,10 @@ def run(options: argparse.Namespace) -> int:
 def _alarms(options: argparse.Namespace) -> Iterator[None]:
     from ...server.board import RunBoard
 
-    while options.wait and not Path(options.run).is_dir():
-        time.sleep(options.interval)
+    if not Path(options.run).is_dir():
+        print(f"waiting for {options.run}; Ctrl-C ends it", flush=True)
+        while not Path(options.run).is_dir():
+            time.sleep(options.interval)
     with contextlib.closing(RunBoard(options.run)) as board, alarms(board, options.alert):
+        print(f"watching {options.run}; Ctrl-C ends it", flush=True)
         yield
-
-
-def _sleep(run: str) -> int:
-    """Until Ctrl-C, where nothing can be drawn."""
-    print(f"watching {run}; Ctrl-C ends it", flush=True)
-    with contextlib.suppress(KeyboardInterrupt):
-        while True:
-            time.sleep(1.0)
-    return 0
