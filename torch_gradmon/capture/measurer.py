@@ -22,6 +22,7 @@ from ..statistics.tensor_access import as_plain, refusal
 from ..step.buffer import StepBuffer
 from ..step.plan import SourcePlan
 from ..step.ranks import Ranks
+from .product_groups import ProductGroups
 
 _SPREAD = (
     "its elements are sharded over ranks, so no rank can compute a function of all of them; shardwise=True declares that "
@@ -143,8 +144,7 @@ class Measurer:
         Returns:
             The positions and metrics that were; the caller calls others one by one, such as those of a tensor that cannot be read.
         """
-        plan = wanted.plan
-        groups: dict[torch.device, dict[Metric, tuple[list[int], list[list[tuple[Tensor, Tensor]]]]]] = {}
+        plan, groups = wanted.plan, ProductGroups()
         done: set[tuple[int, str]] = set()
         for position in due:
             state: Any = None
@@ -154,29 +154,14 @@ class Measurer:
                 if state is None:
                     state = _each_tensor(wanted.tensors[position], lambda t: self.ranks.own_part(t, spread=False))
                 pairs = metric.function.pairs(state)  # type: ignore[union-attr]
-                if not pairs:
+                if pairs:
+                    groups.add(metric, position, pairs)
+                else:
                     wanted.buffer.absent[plan.source, f"{plan.names[position]}/{metric.name}"] = _NO_STATE
                     done.add((position, metric.name))
-                elif _are_readable_together(pairs):
-                    positions, found = groups.setdefault(pairs[0][0].device, {}).setdefault(metric, ([], []))
-                    positions.append(position)
-                    found.append(pairs)
-        for of_device in groups.values():
-            together = [pair for _, found in of_device.values() for column in zip(*found, strict=True) for pair in column]
-            try:
-                products = self.built_in.inner_products(*zip(*together, strict=True))
-                sizes = [len(found) * len(found[0]) for _, found in of_device.values()]
-                values = [
-                    metric.function.value(own.view(-1, len(positions)))  # type: ignore[union-attr]
-                    for (metric, (positions, _)), own in zip(of_device.items(), torch.split(products, sizes), strict=True)
-                ]
-            except Exception:  # whose tensor it was is found out where they are called one by one
-                continue
-            for (metric, (positions, _)), of_metric in zip(of_device.items(), values, strict=True):
-                wanted.buffer.put_values(
-                    [Key(plan.source, plan.names[position], metric.name) for position in positions], of_metric
-                )
-                done.update((position, metric.name) for position in positions)
+        for metric, positions, values in groups.values(self.built_in.inner_products):
+            wanted.buffer.put_values([Key(plan.source, plan.names[position], metric.name) for position in positions], values)
+            done.update((position, metric.name) for position in positions)
         return done
 
     def _shardwise(self, wanted: Measurement, position: int) -> None:
@@ -255,11 +240,6 @@ class Measurer:
 def unscaled(tensor: Tensor, inverse_scale: Tensor) -> Tensor:
     """``tensor`` times ``inverse_scale``, in float32 or wider, since a narrow dtype cannot hold every inverse scale."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * inverse_scale.to(tensor.device)
-
-
-def _are_readable_together(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    tensors = [tensor for pair in pairs for tensor in pair]
-    return len({tensor.device for tensor in tensors}) == 1 and not any(map(refusal, tensors))
 
 
 def _tensors_in(values: Sequence[Any]) -> list[Tensor]:
