@@ -22,7 +22,7 @@ from ..statistics.tensor_access import as_plain, refusal
 from ..step.buffer import StepBuffer
 from ..step.plan import SourcePlan
 from ..step.ranks import Ranks
-from .product_groups import ProductGroups
+from .parameter_functions import ProductGroups
 
 _SPREAD = (
     "its elements are sharded over ranks, so no rank can compute a function of all of them; shardwise=True declares that "
