@@ -318,7 +318,7 @@ def test_a_row_is_read_by_one_thread_at_a_time(root: Path, monkeypatch: pytest.M
 
     def slow(*args: Any) -> Any:
         reads.append(1)
-        release.wait(20)
+        release.wait(120)
         return run_card(*args)
 
     run = WatchedRun("a", root / "first")
@@ -335,6 +335,21 @@ def test_a_row_is_read_by_one_thread_at_a_time(root: Path, monkeypatch: pytest.M
     for thread in threads:
         thread.join()
     assert len(reads) == 1
+
+
+def test_a_board_that_is_closed_while_its_thread_wakes_up_ends(root: Path) -> None:
+    class ClosedMeanwhile(threading.Event):
+        def clear(self) -> None:
+            board._closed = True
+            self.set()
+            super().clear()
+
+    board = RunBoard(root)
+    board._worker, board._asked = ClosedMeanwhile(), time.monotonic() - 60  # no request for a while: it would wait for one
+    thread = threading.Thread(target=board._work, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def until(found: Any, seconds: float = 30.0) -> None:

@@ -95,8 +95,10 @@ class RunBoard:
         self._worker.set()
 
     def _work(self) -> None:
-        while not self._closed:
+        while True:
             self._worker.clear()
+            if self._closed:  # looked at after clear(), which may have undone the set() of close()
+                return
             for run in list(self._runs.values()):
                 if self._closed or time.monotonic() - self._asked > _ASKED:
                     break
