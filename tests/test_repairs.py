@@ -1,12 +1,14 @@
-"""The scripted mechanic of the benchmark: its repairs, and how its trainings are counted."""
+"""The outside judge's results, and the scripted mechanic: its repairs, and how its trainings are counted."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks.external import CASES
+from benchmarks.external import CASES, judging
 from benchmarks.external.repairing import Outcome, summary
 from benchmarks.external.repairs import OF_RULE, REPAIRS, guided
 
@@ -117,3 +119,23 @@ def test_trainings_are_counted() -> None:
     assert found["with the diagnosis, and the line"] == {"cases": 3, "mended": 3, "soon": 3, "trainings": (1 + 2 + 1) / 3}
     assert found["in any order"]["soon"] == pytest.approx(5 / len(names) + 1)
     assert found["in any order"]["trainings"] == pytest.approx(((len(names) + 1) / 2 + len(names) + 1) / 3)
+
+
+def test_results_of_other_seeds_are_added() -> None:
+    def result(seed: int, named: int) -> dict[str, Any]:
+        counts = {"all": {"named": [named, 10], "false alarms": [0, 5]}}
+        return {
+            "machine": {"cores": 2},
+            "seeds": [seed],
+            "trainings": 15,
+            "counts": counts,
+            "wrong": [str(seed)],
+            "outcomes": [seed],
+            "date": "today",
+        }
+
+    found = judging.merged(result(1, 9), result(0, 7))
+    assert (found["seeds"], found["trainings"], found["counts"]["all"]["named"]) == ([0, 1], 30, [16, 20])
+    assert (found["wrong"], found["outcomes"]) == (["1", "0"], [1, 0])
+    with pytest.raises(ValueError, match="do not go together"):
+        judging.merged(result(1, 9), result(1, 9))

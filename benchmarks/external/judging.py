@@ -177,6 +177,28 @@ def table(counted: Mapping[str, Mapping[str, Sequence[int]]]) -> Iterator[str]:
         yield f"| {JUDGES.get(judge, judge)} | {' | '.join(cells)} |"
 
 
+def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Two results with other seeds as one.
+
+    Raises:
+        ValueError: they share a seed, or were taken by other machines.
+    """
+    if set(one["seeds"]) & set(other["seeds"]) or one["machine"] != other["machine"]:
+        raise ValueError(f"results with seeds {one['seeds']} and {other['seeds']} do not go together, or their machines differ")
+    counted = {
+        judge: {title: [a + b for a, b in zip(pair, other["counts"][judge][title], strict=True)] for title, pair in parts.items()}
+        for judge, parts in one["counts"].items()
+    }
+    return {
+        **other,
+        "seeds": sorted([*one["seeds"], *other["seeds"]]),
+        "trainings": one["trainings"] + other["trainings"],
+        "counts": counted,
+        "wrong": [*one["wrong"], *other["wrong"]],
+        "outcomes": [*one["outcomes"], *other["outcomes"]],
+    }
+
+
 def _cases(outcomes: Iterable[Outcome]) -> str:
     """The names of their cases, with seeds."""
     seeds: dict[str, list[str]] = {}
@@ -221,6 +243,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.external.judging", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="only those whose name, judge or rule contains one of these")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--add", action="store_true", help="to the stored result, which has other seeds")
     parser.add_argument("--open", action="store_true", help="only those that rules may be tuned on")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     arguments = parser.parse_args()
@@ -252,6 +275,8 @@ def main() -> None:
             "out of sight": {case.name: case.out_of_sight for case in CASES if case.out_of_sight},
             "outcomes": [asdict(o) for o in outcomes if o.is_refused or o.alarms or (o.rules and not o.named())],
         }
+        if arguments.add:
+            result = merged(json.loads(RESULTS.read_text(encoding="utf-8")), result)
         RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         write_section("external", markdown(result))
 
