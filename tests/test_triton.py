@@ -553,9 +553,8 @@ def test_a_cuda_graph_measures_anew_with_each_replay_whatever_runs_between() -> 
     for _ in range(3):
         for x in tensors:
             x.copy_(random(len(x), dtype=x.dtype))
-        for size in range(
-            1, triton._CACHED // 5 + 100
-        ):  # of five numbers each: pushes every table out of the cache, and its memory goes to others
+        # of five numbers each: they push every table out of the cache, and its memory goes to others
+        for size in range(1, triton._CACHED // 5 + 100):
             statistics.measure([random(size)])
         graph.replay()
         check(rows, [*tensors, *(x * 2 for x in tensors)])
