@@ -106,9 +106,14 @@ class Outcome:
         return refused + [rule for found in self.found for severity, rule in found if severity != "info"]
 
 
+def case_of(name: str) -> Case:
+    """The case of that name."""
+    return next(each for each in CASES if each.name == name)
+
+
 def judged(name: str, seed: int, twin: bool) -> Outcome:
     """Run one training under monitors, and diagnose the runs that they wrote."""
-    case = next(each for each in CASES if each.name == name)
+    case = case_of(name)
     with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         watch, refused = Watch(directory), tuple[str, ...]()

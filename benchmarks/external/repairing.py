@@ -33,7 +33,7 @@ from ..faults.judging import describe
 from ..machine import machine
 from ..report import write_section
 from . import CASES
-from .judging import judged
+from .judging import case_of, judged
 from .repairs import REPAIRS, Repair, guided
 
 RESULTS = Path(__file__).parent.parent / "results" / "repairs.json"
@@ -89,7 +89,7 @@ class Outcome:
 
 def _ends_at(name: str, repair: Repair | None, healed: bool = False) -> float:
     """The mean loss of the last steps; infinite where the repaired training cannot run."""
-    case = next(each for each in CASES if each.name == name)
+    case = case_of(name)
     with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         try:
@@ -112,7 +112,7 @@ def tried(name: str) -> Outcome:
         mending = tuple(label for label, repair in REPAIRS.items() if _ends_at(name, repair) <= enough)
     finally:
         del os.environ["GRADMON_DISABLE"]
-    case = next(each for each in CASES if each.name == name)
+    case = case_of(name)
     names_fault = next((place for place, rule in enumerate(rules) if rule in case.rules), None)
     return Outcome(name, broken, healed, rules, names_fault, mending)
 
