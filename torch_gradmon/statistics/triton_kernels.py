@@ -113,6 +113,18 @@ def _row_of_chunk(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _chunk_in_tables(
+    chunk: tl.tensor, entries: tl.tensor, owners: tl.tensor, addresses: tl.tensor, SIZE: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """The tensor that ``chunk`` belongs to, its dtype, the chunk's first element and their number, the addresses of tensor and partner."""
+    owner = tl.load(owners + chunk)
+    entry = entries + owner * _ENTRY
+    start = (chunk - tl.load(entry + 3)) * SIZE
+    length = tl.minimum(tl.load(entry) - start, SIZE).to(tl.int32)
+    return owner, tl.load(entry + 1), start, length, tl.load(addresses + owner * 2), tl.load(addresses + owner * 2 + 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def rows_of_chunks(
     out: tl.tensor,
     entries: tl.tensor,
@@ -124,16 +136,10 @@ def rows_of_chunks(
     SIZE: tl.constexpr,
     GROUPS: tl.constexpr,
 ) -> None:
-    """One program per chunk: find it in the tables and write its row."""
+    """One program per chunk: write its row."""
     chunk = tl.program_id(0).to(tl.int64)
-    owner = tl.load(owners + chunk)
-    entry = entries + owner * _ENTRY
-    start = (chunk - tl.load(entry + 3)) * SIZE
-    length = tl.minimum(tl.load(entry) - start, SIZE).to(tl.int32)
-    kind = tl.load(entry + 1)
-    near = tl.load(entry + 2).to(tl.float64, bitcast=True)
-    address = tl.load(addresses + owner * 2)
-    other = tl.load(addresses + owner * 2 + 1)
+    owner, kind, start, length, address, other = _chunk_in_tables(chunk, entries, owners, addresses, SIZE)
+    near = tl.load(entries + owner * _ENTRY + 2).to(tl.float64, bitcast=True)
     out += chunk * _WIDTH
     if kind == 0:
         _row_of_chunk(out, address, other, start, length, near, scale, tl.float32, tl.float32, SCALED, MINUS, GROUPS)
@@ -196,15 +202,9 @@ def _product_of_chunk(
 def products_of_chunks(
     out: tl.tensor, entries: tl.tensor, owners: tl.tensor, addresses: tl.tensor, SIZE: tl.constexpr, GROUPS: tl.constexpr
 ) -> None:
-    """One program per chunk of a pair of tensors: find it in the tables and write the sum of its products."""
+    """One program per chunk of a pair of tensors: write the sum of its products."""
     chunk = tl.program_id(0).to(tl.int64)
-    owner = tl.load(owners + chunk)
-    entry = entries + owner * _ENTRY
-    start = (chunk - tl.load(entry + 3)) * SIZE
-    length = tl.minimum(tl.load(entry) - start, SIZE).to(tl.int32)
-    kind = tl.load(entry + 1)
-    address = tl.load(addresses + owner * 2)
-    other = tl.load(addresses + owner * 2 + 1)
+    _, kind, start, length, address, other = _chunk_in_tables(chunk, entries, owners, addresses, SIZE)
     if kind == 0:
         _product_of_chunk(out + chunk, address, other, start, length, tl.float32, GROUPS)
     elif kind == 1:
