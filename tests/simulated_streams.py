@@ -101,7 +101,7 @@ def layouts() -> Any:
             statistics.rows(Batch.read([torch.ones(5, device=AT)], None), Request())
 
     right = races_of(measured)
-    with without(on_device, "current_stream", lambda device: None):
+    with without(on_device, "stream_number", lambda device: None):
         wrong = races_of(measured)
     return {"right": right, "with one layout": wrong}
 

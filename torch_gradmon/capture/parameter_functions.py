@@ -128,11 +128,14 @@ class ProductGroups:
 
     def add(self, metric: Metric, position: int, pairs: Sequence[_Pair]) -> None:
         """The pairs of a parameter, as many for each of a metric. Those that cannot be read, or lie on several devices, are left out."""
-        tensors = [tensor for pair in pairs for tensor in pair]
-        if len({tensor.device for tensor in tensors}) == 1 and not any(map(refusal, tensors)):
-            positions, found = self._groups.setdefault(tensors[0].device, {}).setdefault(metric, ([], []))
-            positions.append(position)
-            found.append(pairs)
+        device = pairs[0][0].device
+        for pair in pairs:
+            for tensor in pair if pair[0] is not pair[1] else pair[:1]:
+                if tensor.device != device or refusal(tensor) is not None:
+                    return
+        positions, found = self._groups.setdefault(device, {}).setdefault(metric, ([], []))
+        positions.append(position)
+        found.append(pairs)
 
     def values(
         self, inner_products: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]

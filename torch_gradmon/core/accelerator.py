@@ -19,6 +19,8 @@ _UNPINNED: set[str] = set()
 _PINNED: set[str] = set()
 #: Bytes that work on a device may take for a moment, and the part of its memory.
 _SPARE, _PART = 256 << 20, 128
+#: The address of the current stream by the number of its device; private, and absent in builds without CUDA.
+_RAW_STREAM: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 #: Backends of process groups for memory of the host, which may take that of some devices too.
 _OF_HOSTS = ("gloo", "mpi")
 
@@ -133,6 +135,16 @@ def current_stream(device: torch.device) -> Any:
         return getattr(functions_of(device), "current_stream", lambda _: None)(device)
     except (AssertionError, RuntimeError):  # not in this build of torch: a fake tensor
         return None
+
+
+def stream_number(device: torch.device) -> int | None:
+    """The number of the current stream of ``device``; None if it has no streams. On CUDA far cheaper than :func:`current_stream`."""
+    if device.type == "cuda" and _RAW_STREAM is not None:
+        try:
+            return int(_RAW_STREAM(device.index))
+        except (AssertionError, RuntimeError):  # a fake tensor
+            return None
+    return getattr(current_stream(device), "stream_id", None)
 
 
 def keep_for_current_stream(tensor: Tensor) -> None:

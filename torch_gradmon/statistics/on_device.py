@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core.accelerator import copied_to_device, current_stream
+from ..core.accelerator import copied_to_device, stream_number
 from ..core.moments import Column, identity
 from ..core.torch_modes import outside_dispatch_modes
 from .request import Batch, Request
@@ -187,7 +187,7 @@ class DeviceStatistics:
     def _layout(self, values: Sequence[Tensor]) -> _Layout:
         sizes, dtypes, device = [value.numel() for value in values], [value.dtype for value in values], values[0].device
         # its constants were written on one stream, which others need not wait for
-        key = (device, getattr(current_stream(device), "stream_id", None), *sizes, *dtypes)
+        key = (device, stream_number(device), *sizes, *dtypes)
         if key not in self._layouts:
             with outside_dispatch_modes(), torch.inference_mode(False):
                 self._layouts[key] = len(sizes), _Layout(sizes, dtypes, device)

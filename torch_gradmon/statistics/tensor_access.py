@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from operator import attrgetter
+from operator import attrgetter, eq
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,9 @@ REAL = NARROW | {torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16
 LANES = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 #: Types whose memory holds the elements unchanged; nn.Buffer makes plain tensors.
 PLAIN = frozenset({Tensor, nn.Parameter})
-_DTYPE, _IS_CPU, _LAYOUT, _IS_NESTED = map(attrgetter, ("dtype", "is_cpu", "layout", "is_nested"))
+_DTYPE, _IS_CPU, _LAYOUT, _IS_NESTED, _DEVICE, _SHAPE = map(
+    attrgetter, ("dtype", "is_cpu", "layout", "is_nested", "device", "shape")
+)
 _STRIDED = frozenset({torch.strided})
 is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
@@ -75,6 +77,25 @@ def as_plain(tensors: Sequence[Tensor]) -> PlainTensors | None:
 def dtypes_of(tensors: Iterable[Tensor]) -> frozenset[torch.dtype]:
     """The dtypes of ``tensors``."""
     return tensors.dtypes if isinstance(tensors, PlainTensors) else frozenset(map(_DTYPE, tensors))
+
+
+def are_dense_on(tensors: Sequence[Tensor], device: torch.device) -> bool:
+    """Whether all are ordinary contiguous tensors on ``device`` with memory of their own, found without one call for each."""
+    return (
+        PLAIN.issuperset(map(type, tensors))
+        and {device}.issuperset(map(_DEVICE, tensors))
+        and _STRIDED.issuperset(map(_LAYOUT, tensors))
+        and not any(map(_IS_NESTED, tensors))
+        and not any(map(is_functorch_wrapped, tensors))
+        and not any(map(Tensor.is_neg, tensors))
+        and all(map(Tensor.data_ptr, tensors))
+        and all(map(Tensor.is_contiguous, tensors))
+    )
+
+
+def are_alike(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+    """Whether each tensor has the shape and dtype of the one at its place in ``second``, found without one call for each."""
+    return all(map(eq, map(_DTYPE, first), map(_DTYPE, second))) and all(map(eq, map(_SHAPE, first), map(_SHAPE, second)))
 
 
 def refusal(tensor: Tensor) -> str | None:

@@ -19,17 +19,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain, repeat
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from ..core.accelerator import copied_to_device
+from ..core.accelerator import copied_to_device, stream_number
 from ..core.moments import WIDTH
 from .eager import EagerStatistics
 from .request import Backend, Request
-from .tensor_access import PLAIN, is_functorch_wrapped, threshold
+from .tensor_access import PLAIN, are_alike, dtypes_of, are_dense_on, is_functorch_wrapped, threshold
 from .triton_kernels import INTERPRETED, merged_rows, merged_sums, products_of_chunks, rows_of_chunks
 
 #: Elements per program of the first kernel: 64 to 256 kB; ten million elements still give 306 programs.
@@ -40,6 +40,8 @@ _GROUPS = 512
 _LANES = 128
 #: The kernels' codes of dtypes.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+#: Where the kernels run; torch calls GPUs of AMD by the same name.
+_KIND_OF_DEVICE = "cpu" if INTERPRETED else "cuda"
 #: The largest number of numbers in all cached tables, and the smallest number of tables; a list of tensors has two, and one more for each
 #: place in memory where it was.
 _CACHED, _FEWEST = 20_000, 4
@@ -49,7 +51,7 @@ class TritonStatistics(Backend):
     """Measures lists of tensors with two kernels. Caches tables on the device, never a tensor. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._cached: OrderedDict[tuple[_Maker, tuple[int, ...], torch.device, int], tuple[Tensor, ...]] = OrderedDict()
+        self._cached: OrderedDict[tuple[_Maker, tuple[int, ...], torch.device, int | None], tuple[Tensor, ...]] = OrderedDict()
         self._size = 0
         self._others = EagerStatistics()  # for tensors that the kernels do not accept
 
@@ -68,9 +70,9 @@ class TritonStatistics(Backend):
         """
         scale = request.inverse_scale
         partners: Sequence[Tensor | None] = [None] * len(tensors) if minus is None else minus
-        taken: list[int] = []
+        taken: Sequence[int] = []
         if tensors and (scale is None or _readable(scale, tensors[0].device)):
-            taken = [i for i, x in enumerate(tensors) if supports(x, partners[i], tensors[0].device)]
+            taken = _supported(tensors, partners)
         if not taken:
             return self._others.rows(tensors, request, minus)
         rows = self._rows([tensors[i] for i in taken], [partners[i] for i in taken], request.eps, scale)
@@ -80,10 +82,10 @@ class TritonStatistics(Backend):
         less = None if minus is None else [minus[i] for i in rest]
         return self._in_order(taken, rows, rest, self._others.rows([tensors[i] for i in rest], request, less))
 
-    def _in_order(self, taken: list[int], rows: Tensor, rest: list[int], others: Tensor) -> Tensor:
+    def _in_order(self, taken: Sequence[int], rows: Tensor, rest: list[int], others: Tensor) -> Tensor:
         """``rows`` at the places ``taken``, and ``others`` at the ``rest``."""
         with _on(rows.device):
-            places = tuple(sorted(range(len(taken) + len(rest)), key=(taken + rest).__getitem__))
+            places = tuple(sorted(range(len(taken) + len(rest)), key=[*taken, *rest].__getitem__))
             (order,) = self._tables_of(_numbers, places, rows.device)
             return torch.cat([rows, others]).index_select(0, order)
 
@@ -115,7 +117,7 @@ class TritonStatistics(Backend):
 
     def inner_products(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
         """See :meth:`Backend.inner_products`. Two kernel launches serve all pairs that :func:`supports` accepts."""
-        taken = [i for i, (a, b) in enumerate(zip(first, second, strict=True)) if supports(a, b, first[0].device)]
+        taken = _supported(first, second)
         if not taken:
             return self._others.inner_products(first, second)
         sums = self._sums([first[i] for i in taken], [second[i] for i in taken])
@@ -145,9 +147,8 @@ class TritonStatistics(Backend):
         device = tensors[0].device
         kinds = {dtype: (kind, limits[dtype]) for dtype, kind in _KINDS.items()}
         sizes = tuple(number for x in tensors for number in (x.numel(), *kinds[x.dtype]))
-        where = tuple(
-            at for x, m in zip(tensors, partners, strict=True) for at in (x.data_ptr(), m.data_ptr() if m is not None else 0)
-        )
+        others = repeat(0) if partners[0] is None else map(Tensor.data_ptr, cast(Sequence[Tensor], partners))
+        where = tuple(chain.from_iterable(zip(map(Tensor.data_ptr, tensors), others, strict=False)))
         entries, owners = self._tables_of(_chunks, sizes, device)
         (addresses,) = self._tables_of(_numbers, where, device)
         return entries, owners, addresses
@@ -158,12 +159,9 @@ class TritonStatistics(Backend):
         A cached table is read on one stream only, so it can be dropped without waiting. A graph under capture gets its own tables, which
         its replays copy anew.
         """
-        stream = 0
-        if device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():
-                return make(numbers, device)
-            stream = torch.cuda.current_stream(device).cuda_stream
-        key = (make, numbers, device, stream)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return make(numbers, device)
+        key = (make, numbers, device, stream_number(device))
         tables = self._cached.pop(key, None)
         if tables is None:
             tables = make(numbers, device)
@@ -176,6 +174,16 @@ class TritonStatistics(Backend):
 
 
 _Maker = Callable[[tuple[int, ...], torch.device], tuple[Tensor, ...]]
+
+
+def _supported(tensors: Sequence[Tensor], partners: Sequence[Tensor | None]) -> Sequence[int]:
+    """The places of the tensors that :func:`supports` accepts, on the device of the first; either all have a partner or none."""
+    device = tensors[0].device
+    if device.type == _KIND_OF_DEVICE and _KINDS.keys() >= dtypes_of(tensors) and are_dense_on(tensors, device):
+        others = cast(Sequence[Tensor], partners)
+        if partners[0] is None or (are_dense_on(others, device) and are_alike(tensors, others)):
+            return range(len(tensors))
+    return [i for i, (x, other) in enumerate(zip(tensors, partners, strict=True)) if supports(x, other, device)]
 
 
 def supports(tensor: Tensor, minus: Tensor | None = None, device: torch.device | None = None) -> bool:
@@ -199,7 +207,7 @@ def _readable(tensor: Tensor, device: torch.device) -> bool:
     """Whether a kernel can read the elements at their address: in memory on ``device``, unchanged."""
     return (
         type(tensor) in PLAIN
-        and (tensor.is_cpu if INTERPRETED else tensor.is_cuda)
+        and device.type == _KIND_OF_DEVICE
         and tensor.device == device
         and tensor.layout is torch.strided
         and not tensor.is_nested

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.accelerator import current_stream, keep_for_current_stream
+from ..core.accelerator import current_stream, keep_for_current_stream, stream_number
 
 
 class StreamJoin:
@@ -22,20 +22,21 @@ class StreamJoin:
 
     def note(self, device: torch.device) -> None:
         """A value was computed on the current stream of ``device``."""
-        stream = current_stream(device)
-        if stream is not None:
-            self._streams[device, stream.stream_id] = stream
+        number = stream_number(device)
+        if number is not None and (device, number) not in self._streams:
+            self._streams[device, number] = current_stream(device)
 
     def join(self, values: Callable[[], Iterable[Tensor]]) -> None:
         """Let the current streams wait for all others, and keep the memory of ``values`` until the current ones have read it."""
         streams, self._streams = self._streams, {}
-        here = {device: current_stream(device) for device, _ in streams}
-        others = [(device, stream) for (device, number), stream in streams.items() if here[device].stream_id != number]
+        here = {device: stream_number(device) for device, _ in streams}
+        others = [(device, stream) for (device, number), stream in streams.items() if here[device] != number]
         for device, stream in others:
-            here[device].wait_stream(stream)
+            current_stream(device).wait_stream(stream)
         elsewhere = {device for device, _ in others}
         if elsewhere:
             for value in values():
                 if value.device in elsewhere:
                     keep_for_current_stream(value)  # else the next tensor of its own stream may get this memory early
-        self._streams = {(device, stream.stream_id): stream for device, stream in here.items()}
+        for device in here:
+            self.note(device)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.accelerator import current_stream, on_stream, spare_memory
+from ...core.accelerator import current_stream, on_stream, spare_memory, stream_number
 from ...core.errors import WarningLog
 from ...core.moments import Column
 from ...statistics.dispatch import Statistics
@@ -67,12 +67,12 @@ class DeviceRows:
             largest = capacity // _FOURTH
         if tensor.nbytes > largest:
             return False
-        stream = current_stream(device)
-        place = device, getattr(stream, "stream_id", None)
-        waiting = self._waiting.setdefault(place, _Waiting(stream))
-        if waiting.nbytes + tensor.nbytes > capacity:
+        place = device, stream_number(device)
+        if (waiting := self._waiting.get(place)) is not None and waiting.nbytes + tensor.nbytes > capacity:
             self._flush(self._waiting.pop(place), device)
-            waiting = self._waiting.setdefault(place, _Waiting(stream))
+            waiting = None
+        if waiting is None:
+            waiting = self._waiting[place] = _Waiting(current_stream(device))
         self._buffer.expect_row(source, path)
         waiting.add(tensor.clone() if inverse_scale is None else unscaled(tensor, inverse_scale), (source, path), columns)
         return True
@@ -88,9 +88,14 @@ class DeviceRows:
         try:
             with on_stream(waiting.stream, device):
                 rows = self._statistics.measure(waiting.copies, waiting.columns)
+                found: dict[str, tuple[list[str], list[Tensor]]] = {}
                 for place, row in zip(waiting.paths, rows.unbind(), strict=True):
                     if place not in self._failed:
-                        self._buffer.merge_rows(place[0], [place[1]], [row], waiting.columns)
+                        names, own = found.setdefault(place[0], ([], []))
+                        names.append(place[1])
+                        own.append(row)
+                for source, (names, own) in found.items():
+                    self._buffer.merge_rows(source, names, own, waiting.columns)
         except Exception as error:  # a part of the micro-batches must not be taken for all
             self._complaints.add("activations", f"the activations of {len(paths)} calls could not be measured", error)
             for source, path in paths:
