@@ -91,55 +91,66 @@ class StatView:
 
     Attributes:
         columns: those that it needs.
-        compute: rows ``[n, 8]`` on the host to values ``[n]``.
+        of: the columns of rows on the host, each ``[n]``, to values ``[n]``.
         needs: ``""``, ``"elements"`` or ``"finite elements"``; without them the value is undefined and its key absent.
         unit: of the value, for axes.
         documentation: one line.
     """
 
     columns: frozenset[Column]
-    compute: Callable[[Tensor], Tensor]
+    of: Callable[[Sequence[Tensor]], Tensor]
     needs: str
     unit: str
     documentation: str
 
+    def compute(self, rows: Tensor) -> Tensor:
+        """The values ``[n]`` of rows ``[n, 8]`` on the host."""
+        return self.of(rows.unbind(1))
+
     def defined(self, rows: Tensor) -> Tensor:
         """Which rows ``[n, 8]`` have this value: bool ``[n]``."""
-        if self.needs == "elements":
-            return rows[:, Column.COUNT] > 0
-        if self.needs == "finite elements":
-            return rows[:, Column.COUNT] > rows[:, Column.NONFINITE]
-        return torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+        return have(self.needs, rows.unbind(1))
 
 
-def _mean(rows: Tensor) -> Tensor:
-    return rows[:, Column.SUM] / rows[:, Column.COUNT]
+def have(needs: str, columns: Sequence[Tensor]) -> Tensor:
+    """Which rows, given by their columns, have what a view ``needs``: bool ``[n]``."""
+    if needs == "elements":
+        return columns[Column.COUNT] > 0
+    if needs == "finite elements":
+        return columns[Column.COUNT] > columns[Column.NONFINITE]
+    return torch.ones_like(columns[Column.COUNT], dtype=torch.bool)
 
 
-def _std(rows: Tensor) -> Tensor:
+def _mean(columns: Sequence[Tensor]) -> Tensor:
+    return columns[Column.SUM] / columns[Column.COUNT]
+
+
+def _std(columns: Sequence[Tensor]) -> Tensor:
     # E[x^2] - E[x]^2 is accurate enough with float64 sums: the error is about 3e-8 of rms, and 1e-7 is allowed
-    variance = rows[:, Column.SQUARE_SUM] / rows[:, Column.COUNT] - _mean(rows).square()
-    return torch.where(variance < 0, torch.zeros_like(variance), variance).sqrt()
+    variance = columns[Column.SQUARE_SUM] / columns[Column.COUNT] - _mean(columns).square()
+    return variance.clamp_(min=0).sqrt()
 
 
-def _finite_count(rows: Tensor) -> Tensor:
-    return rows[:, Column.COUNT] - rows[:, Column.NONFINITE]
+def _finite_count(columns: Sequence[Tensor]) -> Tensor:
+    return columns[Column.COUNT] - columns[Column.NONFINITE]
 
 
-def _view(columns: Iterable[Column], needs: str, unit: str, documentation: str, compute: Callable[[Tensor], Tensor]) -> StatView:
-    return StatView(frozenset(columns), compute, needs, unit, documentation)
+def _view(
+    columns: Iterable[Column], needs: str, unit: str, documentation: str, of: Callable[[Sequence[Tensor]], Tensor]
+) -> StatView:
+    return StatView(frozenset(columns), of, needs, unit, documentation)
 
 
 _C = Column
 #: All built-in metrics of a tensor. A complex tensor counts as twice as many real numbers.
 VIEWS: dict[str, StatView] = {
-    "norm": _view([_C.SQUARE_SUM], "", "1", "L2 norm", lambda r: r[:, _C.SQUARE_SUM].sqrt()),
+    "norm": _view([_C.SQUARE_SUM], "", "1", "L2 norm", lambda c: c[_C.SQUARE_SUM].sqrt()),
     "rms": _view(
         [_C.COUNT, _C.SQUARE_SUM],
         "elements",
         "1",
         "root of the mean square",
-        lambda r: (r[:, _C.SQUARE_SUM] / r[:, _C.COUNT]).sqrt(),
+        lambda c: (c[_C.SQUARE_SUM] / c[_C.COUNT]).sqrt(),
     ),
     "mean": _view([_C.COUNT, _C.SUM], "elements", "1", "mean", _mean),
     "std": _view([_C.COUNT, _C.SUM, _C.SQUARE_SUM], "elements", "1", "population standard deviation", _std),
@@ -148,18 +159,18 @@ VIEWS: dict[str, StatView] = {
         "finite elements",
         "1",
         "largest |x| of the finite elements",
-        lambda r: torch.maximum(r[:, _C.MAX].abs(), r[:, _C.MIN].abs()),
+        lambda c: torch.maximum(c[_C.MAX].abs(), c[_C.MIN].abs()),
     ),
-    "min_value": _view([_C.COUNT, _C.NONFINITE, _C.MIN], "finite elements", "1", "smallest finite x", lambda r: r[:, _C.MIN]),
-    "max_value": _view([_C.COUNT, _C.NONFINITE, _C.MAX], "finite elements", "1", "largest finite x", lambda r: r[:, _C.MAX]),
-    "l1": _view([_C.ABS_SUM], "", "1", "sum of |x|", lambda r: r[:, _C.ABS_SUM]),
+    "min_value": _view([_C.COUNT, _C.NONFINITE, _C.MIN], "finite elements", "1", "smallest finite x", lambda c: c[_C.MIN]),
+    "max_value": _view([_C.COUNT, _C.NONFINITE, _C.MAX], "finite elements", "1", "largest finite x", lambda c: c[_C.MAX]),
+    "l1": _view([_C.ABS_SUM], "", "1", "sum of |x|", lambda c: c[_C.ABS_SUM]),
     "sparsity": _view(
         [_C.COUNT, _C.NONFINITE, _C.NEAR_ZERO],
         "finite elements",
         "share",
         "share of the finite elements with |x| <= eps",
-        lambda r: r[:, _C.NEAR_ZERO] / _finite_count(r),
+        lambda c: c[_C.NEAR_ZERO] / _finite_count(c),
     ),
-    "zeros": _view([_C.NEAR_ZERO], "", "count", "number of elements with |x| <= eps", lambda r: r[:, _C.NEAR_ZERO]),
-    "nonfinite": _view([_C.NONFINITE], "", "count", "number of NaN and infinite elements", lambda r: r[:, _C.NONFINITE]),
+    "zeros": _view([_C.NEAR_ZERO], "", "count", "number of elements with |x| <= eps", lambda c: c[_C.NEAR_ZERO]),
+    "nonfinite": _view([_C.NONFINITE], "", "count", "number of NaN and infinite elements", lambda c: c[_C.NONFINITE]),
 }

@@ -51,9 +51,17 @@ typedef double Doubles __attribute__((vector_size(8 * WIDTH)));
 // Vectors whose lanes are summed, in float32 if that will do, before they go on in float64: rounding loses at most
 // RUN / 2^25 = 4.8e-7 of the magnitudes. Sums in float64 alone gain as well by being cut in two.
 constexpr int64_t RUN = 16;
-// Bytes: memory is asked for what comes a page later. The processor's own prefetcher stops at the end of each page, without which one
-// thread reads a quarter faster (Xeon with AVX-512, from 2 to 16 kB alike). Nothing is read, so it may be past the end.
-constexpr int64_t AHEAD = 1 << 12;
+// Bytes: memory is asked for what comes a page later, since an Intel processor's own prefetcher stops at the end of each page: one thread
+// reads a quarter faster (Xeon with AVX-512, from 2 to 16 kB alike). One of AMD reads a tenth slower with it (EPYC with AVX-512), so there
+// memory is asked for what is read next anyway. Nothing is read, so it may be past the end.
+int64_t bytes_ahead() {
+#if defined(__SSE__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_is("amd")) return 0;
+#endif
+    return 1 << 12;
+}
+const int64_t AHEAD = bytes_ahead();
 // Elements: 256 kB of float32. Chunks are what threads share out.
 constexpr int64_t CHUNK = 1 << 16;
 // Elements for which another thread pays: it starts within 20 us, and reads so many in 50 or more.
@@ -137,13 +145,13 @@ void look_at(const void* address, const void* other, int64_t length, Change chan
     Floats smallest[PARTS], largest[PARTS];
     std::fill(smallest, smallest + PARTS, Floats{} + std::numeric_limits<float>::infinity());
     std::fill(largest, largest + PARTS, Floats{} - std::numeric_limits<float>::infinity());
-    const int64_t whole = length / LANES * LANES;
+    const int64_t whole = length / LANES * LANES, ahead = AHEAD / static_cast<int64_t>(sizeof *values);
     for (int64_t start = 0; start < whole; start += RUN * LANES) {
         typename Sums<WIDE>::Vector sum[PARTS] = {}, abs_sum[PARTS] = {}, square_sum[PARTS] = {};
         const int64_t end = std::min(whole, start + RUN * LANES);
         for (int64_t i = start; i < end; i += LANES) {
-            __builtin_prefetch(values + i + AHEAD / sizeof *values);
-            if (CHANGED && change.minus) __builtin_prefetch(minus + i + AHEAD / sizeof *minus);
+            __builtin_prefetch(values + i + ahead);
+            if (CHANGED && change.minus) __builtin_prefetch(minus + i + ahead);
             for (int part = 0; part < PARTS; ++part) {
                 const Floats x = read<Kind, CHANGED>(values, minus, i + part * WIDTH, change);
                 const Floats m = magnitude(x);

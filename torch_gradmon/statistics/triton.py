@@ -29,7 +29,7 @@ from ..core.accelerator import copied_to_device, stream_number
 from ..core.moments import WIDTH
 from .eager import EagerStatistics
 from .request import Backend, Request
-from .tensor_access import PLAIN, are_alike, dtypes_of, are_dense_on, is_functorch_wrapped, threshold
+from .tensor_access import PLAIN, are_alike, are_dense_on, dtypes_of, is_functorch_wrapped, threshold
 from .triton_kernels import INTERPRETED, merged_rows, merged_sums, products_of_chunks, rows_of_chunks
 
 #: Elements per program of the first kernel: 64 to 256 kB; ten million elements still give 306 programs.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from torch import Tensor, nn
 
@@ -21,9 +22,9 @@ class ModelShape:
 
     def __init__(self, modules: Sequence[nn.Module], refs: ParameterRefs) -> None:
         self._refs, places = refs, refs.places.keys()
-        self._slots = [
-            (weakref.ref(m), {k: v for k, v in _slots(m) if (id(m), k) not in places}, _identities(m)) for m in modules
-        ]
+        self._modules = [weakref.ref(module) for module in modules]
+        self._slots = [{k: v for k, v in _slots(m) if (id(m), k) not in places} for m in modules]
+        self._known = _identities(modules)
         # during a pass, plain parameters replace sharded ones that a parent module keeps elsewhere
         self._replaced_in_pass = {
             (id(m), name): parameter.shape
@@ -37,12 +38,14 @@ class ModelShape:
         """False once a parameter or module was added, removed or replaced, or a parameter was frozen or thawed."""
         if not self._refs.is_current():
             return False
-        for reference, slots, known in self._slots:
-            module = reference()
-            if module is None:
+        modules: list[nn.Module] = []
+        for reference in self._modules:
+            if (module := reference()) is None:
                 return False
-            if known == _identities(module):
-                continue  # as nearly always, and without a call for each parameter
+            modules.append(module)
+        if self._known == _identities(modules):
+            return True  # as nearly always, and without a call for each module or parameter
+        for module, slots in zip(modules, self._slots, strict=True):
             sharded = self._sharded_names.get(id(module), ())
             if len(module._parameters) + len(module._modules) != len(slots) + len(sharded):
                 return False
@@ -63,11 +66,16 @@ class ModelShape:
         return parameter is not None and not is_dtensor(parameter) and parameter.shape == shape
 
 
-def _identities(module: nn.Module) -> tuple[list[object], ...]:
-    children, parameters = module._modules, module._parameters
-    values = parameters.values()
-    thawed: list[object] = [value is not None and value.requires_grad for value in values]
-    return [*children.keys()], [*map(id, children.values())], [*parameters.keys()], [*map(id, values)], thawed
+def _identities(modules: Sequence[nn.Module]) -> tuple[list[object], ...]:
+    """Names and identities of the children and parameters of all ``modules``, how many each has, and which parameters are trained."""
+    children, parameters = [module._modules for module in modules], [module._parameters for module in modules]
+    values = [*chain.from_iterable(own.values() for own in parameters)]
+    return (
+        [*map(len, children), *map(len, parameters)],
+        [*chain(*children, *parameters)],
+        [*map(id, chain.from_iterable(own.values() for own in children)), *map(id, values)],
+        [value is not None and value.requires_grad for value in values],
+    )
 
 
 def _slots(module: nn.Module) -> Iterator[tuple[str, object]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..core.keys import Key
 from ..core.metric import Metric
-from ..core.moments import VIEWS, Column, StatView
+from ..core.moments import VIEWS, Column, StatView, have
 from ..core.records import StatsTable
 from ..core.step_values import Block
 
@@ -71,14 +71,21 @@ class SourcePlan:
         found, keys = self._found(table.names)
         if not found:
             return (), ()
-        rows = [table.rows if places is None else table.rows[places] for _, _, places in found]
+        columns = table.rows.unbind(1)
+        there: dict[str, Tensor] = {}
         values: list[Tensor] = []
         defined: list[Tensor] = []
-        for (metric, wanted, _), of in zip(found, rows, strict=True):
-            ratio = metric.name == "ratio"
-            value, there = _ratios(of, base, [key.name for key in wanted]) if ratio else _evaluated(VIEWS[metric.name], of)
+        for metric, wanted, places in found:
+            if metric.name == "ratio":
+                value, exists = _ratios(table.rows if places is None else table.rows[places], base, [key.name for key in wanted])
+            else:
+                view = VIEWS[metric.name]
+                of, known = (columns, there) if places is None else (table.rows[places].unbind(1), {})
+                if view.needs not in known:
+                    known[view.needs] = have(view.needs, of)
+                value, exists = view.of(of), known[view.needs]
             values.append(value)
-            defined.append(there)
+            defined.append(exists)
         numbers, exist = torch.cat(values).tolist(), torch.cat(defined)
         if exist.all():
             return keys, numbers
@@ -100,12 +107,7 @@ class SourcePlan:
 
 def evaluate_view(view: StatView, rows: Tensor) -> tuple[list[bool], list[float]]:
     """For each row ``[n, 8]`` whether the value exists, and the value."""
-    values, defined = _evaluated(view, rows)
-    return defined.tolist(), values.tolist()
-
-
-def _evaluated(view: StatView, rows: Tensor) -> tuple[Tensor, Tensor]:
-    return view.compute(rows), view.defined(rows)
+    return view.defined(rows).tolist(), view.compute(rows).tolist()
 
 
 def _ratios(rows: Tensor, base: StatsTable | None, found: list[str]) -> tuple[Tensor, Tensor]:
