@@ -5,11 +5,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from operator import attrgetter, methodcaller
 
 from torch import Tensor, nn
 
 from .parameter_refs import ParameterRefs
 from .ranks import is_dtensor, is_sharded
+
+_CHILDREN, _PARAMETERS = attrgetter("_modules"), attrgetter("_parameters")
+_KEYS, _VALUES = methodcaller("keys"), methodcaller("values")
 
 
 class ModelShape:
@@ -68,12 +72,12 @@ class ModelShape:
 
 def _identities(modules: Sequence[nn.Module]) -> tuple[list[object], ...]:
     """Names and identities of the children and parameters of all ``modules``, how many each has, and which parameters are trained."""
-    children, parameters = [module._modules for module in modules], [module._parameters for module in modules]
-    values = [*chain.from_iterable(own.values() for own in parameters)]
+    children, parameters = [*map(_CHILDREN, modules)], [*map(_PARAMETERS, modules)]
+    values = [*chain.from_iterable(map(_VALUES, parameters))]
     return (
         [*map(len, children), *map(len, parameters)],
-        [*chain(*children, *parameters)],
-        [*map(id, chain.from_iterable(own.values() for own in children)), *map(id, values)],
+        [*chain.from_iterable(map(_KEYS, [*children, *parameters]))],
+        [*map(id, chain.from_iterable(map(_VALUES, children))), *map(id, values)],
         [value is not None and value.requires_grad for value in values],
     )
 
