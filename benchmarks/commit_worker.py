@@ -92,9 +92,9 @@ class Worker:
             self._stack.callback(gradmon.watch(model, optimizer, every=10**9).detach)
             self._idle = model, optimizer
             for _ in range(IDLE_FIRST):
+                optimizer.zero_grad()
                 model().backward()
                 optimizer.step()
-                optimizer.zero_grad()
         model, optimizer = self._idle
         before = [hook for _, hook in model._forward_pre_hooks.items()]
         around = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
