@@ -12,6 +12,7 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon.core import accelerator, compat
+from torch_gradmon.step import stream_join
 
 
 class _Functions(SimpleNamespace):
@@ -94,3 +95,53 @@ def test_memory_that_cannot_be_pinned_for_the_moment_is_asked_for_again(monkeypa
     monkeypatch.setattr(accelerator, "_UNPINNED", set())
     found = [accelerator._pinned(torch.ones(3), torch.device("cuda")) is not None for _ in range(3)]
     assert found == [True, False, True]
+
+
+class TestNumberOfTheStream:
+    """A build for CUDA knows it without an object."""
+
+    def test_the_usual_one_is_0_and_any_other_is_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        numbers = {0: 0, 1: 94_000}
+        monkeypatch.setattr(accelerator, "_RAW_STREAM", numbers.__getitem__)
+        assert [accelerator.stream_number(torch.device("cuda", index)) for index in numbers] == [0, 94_000]
+
+    def test_there_is_none_where_torch_raises(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def raises(index: int) -> int:
+            raise RuntimeError("no driver")
+
+        monkeypatch.setattr(accelerator, "_RAW_STREAM", raises)
+        assert accelerator.stream_number(torch.device("cuda", 0)) is None
+
+    def test_other_devices_are_asked_for_the_stream(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(accelerator, "_RAW_STREAM", lambda index: 1 / 0)
+        monkeypatch.setattr(accelerator, "current_stream", lambda device: SimpleNamespace(stream_id=7))
+        assert accelerator.stream_number(torch.device("xpu", 0)) == 7
+        assert accelerator.stream_number(torch.device("cuda")) == 7  # no index: the current device's
+
+
+def test_a_value_on_the_stream_of_number_0_is_awaited_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    awaited: list[object] = []
+    streams = {
+        0: SimpleNamespace(name="usual", wait_stream=awaited.append),
+        5: SimpleNamespace(name="side", wait_stream=awaited.append),
+    }
+    now = [0]
+    monkeypatch.setattr(stream_join, "stream_number", lambda device: now[0])
+    monkeypatch.setattr(stream_join, "current_stream", lambda device: streams[now[0]])
+    join, device = stream_join.StreamJoin(), torch.device("cuda", 0)
+    join.note(device)
+    now[0] = 5
+    join.join(list)
+    assert awaited == [streams[0]]
+    join.join(list)  # the values are where the current stream has them now
+    assert awaited == [streams[0]]
+
+
+def test_a_device_whose_stream_is_not_known_is_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    number = [0]
+    monkeypatch.setattr(stream_join, "stream_number", lambda device: number[0])
+    monkeypatch.setattr(stream_join, "current_stream", lambda device: None)
+    join = stream_join.StreamJoin()
+    join.note(torch.device("cuda", 0))
+    number[0] = 5
+    join.join(list)

@@ -387,15 +387,12 @@ def test_the_command(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_the_command_serves_until_ctrl_c(root: Path) -> None:
-    command = [
-        sys.executable,
-        "-c",
-        "from torch_gradmon.cli.main import main; raise SystemExit(main())",
-        "serve",
-        str(root),
-        "--port",
-        "0",
-    ]
+    # a shell has SIGINT ignored by what it starts in the background, and so would the command's process
+    start = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from torch_gradmon.cli.main import main; raise SystemExit(main())"
+    )
+    command = [sys.executable, "-c", start, "serve", str(root), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         address = process.stdout.readline().removeprefix("open in a browser: ").strip()

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import pickle
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -441,30 +437,6 @@ def test_a_copy_starts_anew(duplicate: Callable[[TritonStatistics], TritonStatis
     other = duplicate(statistics)
     assert not other._cached
     check(other.measure([x]), [x])
-
-
-_COMPILE = """
-import triton
-from triton.backends.compiler import GPUTarget
-from torch_gradmon.statistics.triton_kernels import rows_of_chunks as kernel
-from torch_gradmon.statistics.triton import _GROUPS, CHUNK
-types = {"parts": "*fp64", "entries": "*i64", "owners": "*i32", "addresses": "*i64", "scale": "*fp32"}
-constants = dict(SCALED=True, MINUS=True, SIZE=CHUNK, GROUPS=_GROUPS)
-signature = dict(zip(kernel.arg_names, types.values())) | dict.fromkeys(constants, "constexpr")
-source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants)
-compiled = triton.compile(source, target=GPUTarget("cuda", 80, 32), options={"enable_fp_fusion": True})
-assert compiled.asm["cubin"]
-print(compiled.asm["ptx"])
-"""
-
-
-def test_the_kernel_compiles_for_a_gpu_and_reads_16_bytes_at_once(tmp_path: Path) -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    done = subprocess.run([sys.executable, "-c", _COMPILE], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    # for each dtype, four loads of either side of the difference; float64 has pairs
-    assert sum(done.stdout.count(f"ld.global.{kind}") for kind in ("v4.b32", "v2.b64")) >= 4 * 4 * 2
 
 
 # --- on a device -------------------------------------------------------------------------------------------------------------

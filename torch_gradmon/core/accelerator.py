@@ -139,7 +139,7 @@ def current_stream(device: torch.device) -> Any:
 
 def stream_number(device: torch.device) -> int | None:
     """The number of the current stream of ``device``; None if it has no streams. On CUDA far cheaper than :func:`current_stream`."""
-    if device.type == "cuda" and _RAW_STREAM is not None:
+    if device.type == "cuda" and device.index is not None and _RAW_STREAM is not None:
         try:
             return int(_RAW_STREAM(device.index))
         except (AssertionError, RuntimeError):  # a fake tensor

@@ -79,8 +79,8 @@ def dtypes_of(tensors: Iterable[Tensor]) -> frozenset[torch.dtype]:
     return tensors.dtypes if isinstance(tensors, PlainTensors) else frozenset(map(_DTYPE, tensors))
 
 
-def are_dense_on(tensors: Sequence[Tensor], device: torch.device) -> bool:
-    """Whether all are ordinary contiguous tensors on ``device`` with memory of their own, found without one call for each."""
+def are_unchanged_on(tensors: Sequence[Tensor], device: torch.device) -> bool:
+    """Whether all are ordinary strided tensors on ``device`` that show their memory as it is, found without one call for each."""
     return (
         PLAIN.issuperset(map(type, tensors))
         and {device}.issuperset(map(_DEVICE, tensors))
@@ -88,14 +88,16 @@ def are_dense_on(tensors: Sequence[Tensor], device: torch.device) -> bool:
         and not any(map(_IS_NESTED, tensors))
         and not any(map(is_functorch_wrapped, tensors))
         and not any(map(Tensor.is_neg, tensors))
-        and all(map(Tensor.data_ptr, tensors))
-        and all(map(Tensor.is_contiguous, tensors))
     )
 
 
 def are_alike(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
     """Whether each tensor has the shape and dtype of the one at its place in ``second``, found without one call for each."""
-    return all(map(eq, map(_DTYPE, first), map(_DTYPE, second))) and all(map(eq, map(_SHAPE, first), map(_SHAPE, second)))
+    return (
+        len(first) == len(second)
+        and all(map(eq, map(_DTYPE, first), map(_DTYPE, second)))
+        and all(map(eq, map(_SHAPE, first), map(_SHAPE, second)))
+    )
 
 
 def refusal(tensor: Tensor) -> str | None:

@@ -29,7 +29,7 @@ from ..core.accelerator import copied_to_device, stream_number
 from ..core.moments import WIDTH
 from .eager import EagerStatistics
 from .request import Backend, Request
-from .tensor_access import PLAIN, are_alike, are_dense_on, dtypes_of, is_functorch_wrapped, threshold
+from .tensor_access import PLAIN, are_alike, are_unchanged_on, dtypes_of, is_functorch_wrapped, threshold
 from .triton_kernels import INTERPRETED, merged_rows, merged_sums, products_of_chunks, rows_of_chunks
 
 #: Elements per program of the first kernel: 64 to 256 kB; ten million elements still give 306 programs.
@@ -179,10 +179,14 @@ _Maker = Callable[[tuple[int, ...], torch.device], tuple[Tensor, ...]]
 def _supported(tensors: Sequence[Tensor], partners: Sequence[Tensor | None]) -> Sequence[int]:
     """The places of the tensors that :func:`supports` accepts, on the device of the first; either all have a partner or none."""
     device = tensors[0].device
-    if device.type == _KIND_OF_DEVICE and _KINDS.keys() >= dtypes_of(tensors) and are_dense_on(tensors, device):
-        others = cast(Sequence[Tensor], partners)
-        if partners[0] is None or (are_dense_on(others, device) and are_alike(tensors, others)):
+    pair = [tensors] if partners[0] is None else [tensors, cast(Sequence[Tensor], partners)]
+    is_kind = device.type == _KIND_OF_DEVICE and _KINDS.keys() >= dtypes_of(tensors)
+    if is_kind and all(are_unchanged_on(each, device) for each in pair) and (len(pair) == 1 or are_alike(*pair)):
+        checks = [(has, each) for each in pair for has in (Tensor.is_contiguous, Tensor.data_ptr)]
+        if all(all(map(has, each)) for has, each in checks):
             return range(len(tensors))
+        usual = map(all, zip(*(map(has, each) for has, each in checks), strict=True))
+        return [i for i, is_usual in enumerate(usual) if is_usual or _fits(tensors[i], partners[i])]
     return [i for i, (x, other) in enumerate(zip(tensors, partners, strict=True)) if supports(x, other, device)]
 
 
@@ -194,12 +198,18 @@ def supports(tensor: Tensor, minus: Tensor | None = None, device: torch.device |
     device = tensor.device if device is None else device
     if tensor.dtype not in _KINDS or not _readable(tensor, device):
         return False
+    if minus is not None and (minus.dtype != tensor.dtype or minus.shape != tensor.shape or not _readable(minus, device)):
+        return False
+    return _fits(tensor, minus)
+
+
+def _fits(tensor: Tensor, minus: Tensor | None) -> bool:
+    """Whether the kernels accept the layout of ``tensor``, and that of ``minus``, which has its shape; all else about them is right."""
+    if not all(_has_memory(x) for x in (tensor, minus) if x is not None):
+        return False
     contiguous = tensor.is_contiguous()
-    if minus is not None:
-        if minus.dtype != tensor.dtype or minus.shape != tensor.shape or not _readable(minus, device):
-            return False
-        if not (contiguous and minus.is_contiguous()) and minus.stride() != tensor.stride():
-            return False
+    if minus is not None and not (contiguous and minus.is_contiguous()) and minus.stride() != tensor.stride():
+        return False
     return contiguous or _has_no_gaps(tensor)
 
 
@@ -213,8 +223,12 @@ def _readable(tensor: Tensor, device: torch.device) -> bool:
         and not tensor.is_nested
         and not is_functorch_wrapped(tensor)
         and not tensor.is_neg()
-        and (tensor.data_ptr() != 0 or tensor.numel() == 0)
+        and _has_memory(tensor)
     )
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.data_ptr() != 0 or tensor.numel() == 0
 
 
 def _has_no_gaps(tensor: Tensor) -> bool:

@@ -24,13 +24,16 @@ def _row_of_chunk(
     near: tl.tensor,
     scale: tl.tensor,
     STORED: tl.constexpr,
+    ITEM: tl.constexpr,
     WIDE: tl.constexpr,
     SCALED: tl.constexpr,
     MINUS: tl.constexpr,
     GROUPS: tl.constexpr,
 ) -> None:
-    """Write the row of ``length`` elements, ``start`` elements after ``address``, less those after ``other``, to ``out``."""
-    ITEM: tl.constexpr = STORED.primitive_bitwidth // 8
+    """Write the row of ``length`` elements of ``ITEM`` bytes, ``start`` elements after ``address``, less those after ``other``, to ``out``.
+
+    Triton before 3.4 does not find the size by a dtype.
+    """
     GROUP: tl.constexpr = 16 // ITEM
     BLOCK: tl.constexpr = GROUPS * GROUP
     COLUMNS: tl.constexpr = 2
@@ -98,7 +101,7 @@ def _row_of_chunk(
         abs_sums += tl.sum(tl.abs(wide), axis=1)
         square_sums += tl.sum(wide * wide, axis=1)
         nears += tl.sum((finite & (tl.abs(x) <= near.to(WIDE))).to(tl.int32), axis=1)
-        nonfinites += tl.sum((inside & ~finite).to(tl.int32), axis=1)
+        nonfinites += tl.sum(inside.to(tl.int32) - finite.to(tl.int32), axis=1)
         smallest = tl.minimum(smallest, tl.min(tl.where(finite, x, _INF), axis=1))
         largest = tl.maximum(largest, tl.max(tl.where(finite, x, -_INF), axis=1))
 
@@ -142,13 +145,13 @@ def rows_of_chunks(
     near = tl.load(entries + owner * _ENTRY + 2).to(tl.float64, bitcast=True)
     out += chunk * _WIDTH
     if kind == 0:
-        _row_of_chunk(out, address, other, start, length, near, scale, tl.float32, tl.float32, SCALED, MINUS, GROUPS)
+        _row_of_chunk(out, address, other, start, length, near, scale, tl.float32, 4, tl.float32, SCALED, MINUS, GROUPS)
     elif kind == 1:
-        _row_of_chunk(out, address, other, start, length, near, scale, tl.bfloat16, tl.float32, SCALED, MINUS, GROUPS)
+        _row_of_chunk(out, address, other, start, length, near, scale, tl.bfloat16, 2, tl.float32, SCALED, MINUS, GROUPS)
     elif kind == 2:
-        _row_of_chunk(out, address, other, start, length, near, scale, tl.float16, tl.float32, SCALED, MINUS, GROUPS)
+        _row_of_chunk(out, address, other, start, length, near, scale, tl.float16, 2, tl.float32, SCALED, MINUS, GROUPS)
     else:
-        _row_of_chunk(out, address, other, start, length, near, scale, tl.float64, tl.float64, SCALED, MINUS, GROUPS)
+        _row_of_chunk(out, address, other, start, length, near, scale, tl.float64, 8, tl.float64, SCALED, MINUS, GROUPS)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -180,10 +183,10 @@ def _product_of_chunk(
     start: tl.tensor,
     length: tl.tensor,
     STORED: tl.constexpr,
+    ITEM: tl.constexpr,
     GROUPS: tl.constexpr,
 ) -> None:
     """Write the sum of the products of ``length`` elements, ``start`` elements after ``address`` and ``other``, to ``out``."""
-    ITEM: tl.constexpr = STORED.primitive_bitwidth // 8
     COLUMNS: tl.constexpr = 4
     source = (address + start * ITEM).to(tl.pointer_type(STORED))
     partner = (other + start * ITEM).to(tl.pointer_type(STORED))
@@ -206,13 +209,13 @@ def products_of_chunks(
     chunk = tl.program_id(0).to(tl.int64)
     _, kind, start, length, address, other = _chunk_in_tables(chunk, entries, owners, addresses, SIZE)
     if kind == 0:
-        _product_of_chunk(out + chunk, address, other, start, length, tl.float32, GROUPS)
+        _product_of_chunk(out + chunk, address, other, start, length, tl.float32, 4, GROUPS)
     elif kind == 1:
-        _product_of_chunk(out + chunk, address, other, start, length, tl.bfloat16, GROUPS)
+        _product_of_chunk(out + chunk, address, other, start, length, tl.bfloat16, 2, GROUPS)
     elif kind == 2:
-        _product_of_chunk(out + chunk, address, other, start, length, tl.float16, GROUPS)
+        _product_of_chunk(out + chunk, address, other, start, length, tl.float16, 2, GROUPS)
     else:
-        _product_of_chunk(out + chunk, address, other, start, length, tl.float64, GROUPS)
+        _product_of_chunk(out + chunk, address, other, start, length, tl.float64, 8, GROUPS)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -23,8 +23,8 @@ class StreamJoin:
     def note(self, device: torch.device) -> None:
         """A value was computed on the current stream of ``device``."""
         number = stream_number(device)
-        if number is not None and (device, number) not in self._streams:
-            self._streams[device, number] = current_stream(device)
+        if number is not None and (device, number) not in self._streams and (stream := current_stream(device)) is not None:
+            self._streams[device, number] = stream
 
     def join(self, values: Callable[[], Iterable[Tensor]]) -> None:
         """Let the current streams wait for all others, and keep the memory of ``values`` until the current ones have read it."""
