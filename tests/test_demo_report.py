@@ -36,7 +36,7 @@ def page(told: str) -> Path:
 
 
 def test_the_demo_says_what_it_spoils_and_ends_with_the_path_of_its_report(told: str, page: Path) -> None:
-    assert f"in step {SPOILED} one batch is spoiled on purpose" in told
+    assert f"fault  on purpose: in step {SPOILED} one layer's gradient is 1,000 times too large" in told
     assert page.is_file()
     first = re.search(r"^(?:ERROR|WARNING|INFO) .*$", told[told.index("\nDiagnosis") :], re.M)
     assert first is not None

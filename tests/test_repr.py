@@ -73,3 +73,13 @@ def test_a_monitor_that_is_printed_shows_what_trains(tmp_path: Path) -> None:
 
 def test_one_without_a_model_is_printed_in_one_line() -> None:
     assert str(gradmon.ModuleMonitor()) == repr(gradmon.ModuleMonitor())
+
+
+def test_a_run_shows_the_learning_rate_that_a_schedule_multiplies(tmp_path: Path) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 100)
+    monitor = gradmon.watch(model, optimizer, preset="cheap", run_dir=tmp_path / "first", on_spike=None)
+    assert "SGD, group 0, lr 0.005," in str(monitor)  # as it is now
+    monitor.detach()
+    assert str(gradmon.load_run(tmp_path / "first").trained_parts[0]).startswith("SGD, group 0, lr 0.5,")

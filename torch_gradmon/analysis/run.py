@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,10 @@ def load_run(path: str | os.PathLike[str]) -> Run:
         ValueError: its file is not one of ours.
     """
     return Run(path)
+
+
+def _before_schedules(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**settings, "lr": settings["initial_lr"]} if settings.get("initial_lr") is not None else settings
 
 
 class Run(RunReader):
@@ -53,11 +57,13 @@ class Run(RunReader):
 
     @property
     def trained_parts(self) -> list[TrainedPart]:
-        """What trained when optimizers were attached last: each of their groups, frozen parameters, and those in no optimizer."""
+        """What trained when optimizers were attached last: each of their groups, frozen parameters, and those in no optimizer.
+
+        A learning rate with a schedule is the one that the schedule multiplies, not that of a first step of a warm-up.
+        """
         meta = self.meta
-        if "optimizers" not in meta:
-            return []
-        return list(trained_parts(meta.get("parameters", {}), meta["optimizers"], meta.get("frozen", ())))
+        groups = [{**group, "settings": _before_schedules(group["settings"])} for group in meta.get("optimizers", ())]
+        return list(trained_parts(meta.get("parameters", {}), groups, meta.get("frozen", ()))) if "optimizers" in meta else []
 
     def plot(self, kind: str = "heatmap", engine: str = "plotly", **options: Any) -> Any:
         """A figure of the run; see :meth:`ModuleMonitor.plot <torch_gradmon.ModuleMonitor.plot>`."""

@@ -126,11 +126,12 @@ def demo(
     console = Console(highlight=False)
     console.print(
         f"text   Python's help pages: {len(text):,} characters, {characters} different, sha256 {_digest(text)}\n"
-        f"model  {sizes.blocks} blocks, {sum(p.numel() for p in model.parameters()):,} parameters\n"
+        f"model  {sizes.blocks} blocks, {sum(p.numel() for p in model.parameters()):,} parameters"
     )
     spoiled = spoiled_in(steps, sizes)
     if spoiled is not None:
-        console.print(f"       in step {spoiled[0]} one batch is spoiled on purpose: find out where it hurts\n")
+        console.print(f"fault  on purpose: in step {spoiled[0]} one layer's gradient is {FACTOR:,.0f} times too large")
+    console.print()
     with _plain_warnings(replaces=run_dir == Path(RUN_DIR)):
         monitor = train(model, data, sizes, steps, run_dir, seed)
     result = _result(monitor, model, steps, run_dir, spoiled)
