@@ -135,7 +135,7 @@ class Tallies:
 
     def _warn(self, rule: str, key: object, tally: Tally) -> None:
         mistake = self._mistakes[rule]
-        of = f", {tally.where[0]}" if tally.where else ""
+        of = f", {tally.where[0]}" if any(tally.where[:1]) else ""  # the root module has no name
         if mistake.warns_for_each:
             of += "".join(f", {name} {value:g}" for name, value in tally.evidence.items())
         seen = f"seen {tally.count} times by step {tally.last}{of}" if tally.count > 1 else f"seen in step {tally.last}{of}"
