@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..core import keys as n
 from ..core.errors import display
 from ..core.progress import ProgressBar
-from ..core.trained_parts import TrainedPart, model_text, trained_parts
+from ..core.trained_parts import TrainedPart, before_schedule, model_text, trained_parts
 from ..runs.export import files
 from ..runs.export.tables import TABLES, chosen_steps, frame_of, table_of
 from ..runs.reader import RunReader
@@ -27,10 +27,6 @@ def load_run(path: str | os.PathLike[str]) -> Run:
         ValueError: its file is not one of ours.
     """
     return Run(path)
-
-
-def _before_schedules(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {**settings, "lr": settings["initial_lr"]} if settings.get("initial_lr") is not None else settings
 
 
 class Run(RunReader):
@@ -59,11 +55,13 @@ class Run(RunReader):
     def trained_parts(self) -> list[TrainedPart]:
         """What trained when optimizers were attached last: each of their groups, frozen parameters, and those in no optimizer.
 
-        A learning rate with a schedule is the one that the schedule multiplies, not that of a first step of a warm-up.
+        Learning rates are those before a schedule.
         """
         meta = self.meta
-        groups = [{**group, "settings": _before_schedules(group["settings"])} for group in meta.get("optimizers", ())]
-        return list(trained_parts(meta.get("parameters", {}), groups, meta.get("frozen", ()))) if "optimizers" in meta else []
+        if "optimizers" not in meta:
+            return []
+        groups = [{**group, "settings": before_schedule(group["settings"])} for group in meta["optimizers"]]
+        return list(trained_parts(meta.get("parameters", {}), groups, meta.get("frozen", ())))
 
     def plot(self, kind: str = "heatmap", engine: str = "plotly", **options: Any) -> Any:
         """A figure of the run; see :meth:`ModuleMonitor.plot <torch_gradmon.ModuleMonitor.plot>`."""

@@ -63,6 +63,11 @@ def model_text(model: str, parameters: Mapping[str, Mapping[str, Any]], kinds: M
     return f"{', '.join([model, f'{elements:,} elements in {tensors}', *dtypes])}{of}"
 
 
+def before_schedule(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of a group with the learning rate that a schedule multiplies, not that of a first step of a warm-up."""
+    return {**settings, "lr": settings["initial_lr"]} if settings.get("initial_lr") is not None else settings
+
+
 def trained_parts(
     parameters: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], frozen: Collection[str]
 ) -> Iterator[TrainedPart]:

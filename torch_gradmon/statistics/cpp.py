@@ -24,13 +24,13 @@ from . import kernel_build
 from .eager import EagerStatistics
 from .precise import measure_precisely, needs_precise_pass
 from .request import Batch, Request
-from .tensor_access import dtypes_of, is_plain, threshold
+from .tensor_access import are_alike, dtypes_of, is_plain, threshold
 
 #: The kernel's codes of dtypes.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 #: Some compilers do not know the processor.
 _OPTIONS = (("-march=native",), ())
-_DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
+_DTYPE = attrgetter("dtype")
 _Row = ctypes.c_double * WIDTH
 _Entry = ctypes.c_int64 * 4
 #: count, entries, scale or None, limit, threads, rows; how many rows are not finite
@@ -124,7 +124,7 @@ def _are_readable(tensors: Sequence[Tensor], others: Sequence[Tensor] | None) ->
     """
     if others is not None and not _are_readable(others, None):
         return False
-    if others is not None and any([*map(of, tensors)] != [*map(of, others)] for of in (_DTYPE, _SHAPE)):
+    if others is not None and not are_alike(tensors, others):
         return False
     in_order = (
         _KINDS.keys() >= dtypes_of(tensors) and all(map(Tensor.is_contiguous, tensors)) and not any(map(Tensor.is_neg, tensors))

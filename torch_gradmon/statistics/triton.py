@@ -71,7 +71,7 @@ class TritonStatistics(Backend):
         scale = request.inverse_scale
         partners: Sequence[Tensor | None] = [None] * len(tensors) if minus is None else minus
         taken: Sequence[int] = []
-        if tensors and (scale is None or _readable(scale, tensors[0].device)):
+        if tensors and (scale is None or (_readable(scale, tensors[0].device) and _has_memory(scale))):
             taken = _supported(tensors, partners)
         if not taken:
             return self._others.rows(tensors, request, minus)
@@ -214,7 +214,7 @@ def _fits(tensor: Tensor, minus: Tensor | None) -> bool:
 
 
 def _readable(tensor: Tensor, device: torch.device) -> bool:
-    """Whether a kernel can read the elements at their address: in memory on ``device``, unchanged."""
+    """Whether what is at the address of a tensor, if it has memory, are its elements, unchanged and on ``device``."""
     return (
         type(tensor) in PLAIN
         and device.type == _KIND_OF_DEVICE
@@ -223,7 +223,6 @@ def _readable(tensor: Tensor, device: torch.device) -> bool:
         and not tensor.is_nested
         and not is_functorch_wrapped(tensor)
         and not tensor.is_neg()
-        and _has_memory(tensor)
     )
 
 

@@ -15,6 +15,7 @@ from ...core.json_numbers import strict
 from ...core.keys import Key
 from ...core.loop_findings import LoopFinding
 from ...core.loss_keys import loss_among
+from ...core.trained_parts import before_schedule
 from ...runs.liveness import RunStatus, run_status
 from ...spikes.episodes import Episode, episodes, largest
 from ..diagnosis.findings import Diagnosis
@@ -150,10 +151,9 @@ def settings(meta: Mapping[str, Any]) -> dict[str, str]:
     groups = meta.get("optimizers") or ()
     found: dict[str, list[str]] = {"model": [str(meta.get("model", ""))], "optimizer": [group["optimizer"] for group in groups]}
     for group in groups:
-        known = group["settings"]
-        for name, value in known.items():
+        for name, value in before_schedule(group["settings"]).items():
             if name not in _INTERNAL:
-                found.setdefault(name, []).append(_text(known.get("initial_lr", value) if name == "lr" else value))
+                found.setdefault(name, []).append(_text(value))
     if "parameters" in meta:
         found["parameters"] = [f"{sum(_size(each) for each in meta['parameters'].values()):,}"]
     for name in ("preset", "every", "torch"):
