@@ -105,7 +105,7 @@ class ParameterCapture:
         there = {position: parameter for position, parameter in found.items() if parameter is not None}
         if self._source is not PLAIN_GRADIENTS:
             return {position: self._source.value(parameter).detach() for position, parameter in there.items()}
-        return {position: parameter.detach() for position, parameter in there.items()}
+        return there
 
     def _parts(self, positions: Iterable[int]) -> Mapping[int, Tensor]:
         """The part of each parameter that this rank counts."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from torch import Tensor
@@ -63,6 +64,16 @@ class StatsTable:
     def has(self, metric: str) -> bool:
         """Whether the measured columns suffice for a built-in metric."""
         return metric in VIEWS and VIEWS[metric].columns <= self.columns | ALWAYS
+
+    @cached_property
+    def sums(self) -> list[float]:
+        """Each column's sum over all tensors; that of an extreme has no meaning."""
+        return self.rows.sum(0).tolist()  # type: ignore[no-any-return]
+
+    @cached_property
+    def largest(self) -> list[float]:
+        """Each column's largest value of any tensor, of which there must be one; NaN if there is a NaN."""
+        return self.rows.amax(0).tolist()  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)

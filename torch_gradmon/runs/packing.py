@@ -7,8 +7,11 @@ of raw sums it would lose the spread.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from array import array
+from collections.abc import Mapping
+from functools import cache
 
 import torch
 
@@ -31,28 +34,45 @@ def _stored(columns: frozenset[Column], counted: bool) -> list[Column]:
     return sorted((columns | ALWAYS) - ({Column.COUNT} if counted else set()))
 
 
-def pack(table: StatsTable, counted: bool) -> bytes:
-    """``table`` as little-endian float32, tensor after tensor, measured columns in the order of :class:`Column`.
+def pack(tables: Mapping[str, tuple[StatsTable, bool]]) -> dict[str, bytes]:
+    """Each table, with its rows, as little-endian float32, tensor after tensor, measured columns in the order of :class:`Column`.
 
-    ``counted``: leave out the counts, which are stored with the layout.
+    All tables are packed together, since each operation on small tensors costs the same. Each comes with whether to leave out its counts,
+    which are then stored with the layout.
     """
-    rows, columns = table.rows, _stored(table.columns, counted)
-    count = rows[:, Column.COUNT]
-    per_element = rows.clone()
-    per_element[:, Column.SUM] = rows[:, Column.SUM] / count
-    per_element[:, Column.ABS_SUM] = rows[:, Column.ABS_SUM] / count
-    mean_square = rows[:, Column.SQUARE_SUM] / count
-    if Column.SUM in table.columns:
-        variance = (mean_square - per_element[:, Column.SUM].square()).clamp(min=0)
-        # if the spread is not finite, store the mean square, which keeps NaN and infinity apart
-        per_element[:, Column.SQUARE_SUM] = torch.where(mean_square.isfinite(), variance, mean_square).sqrt()
-    else:
-        per_element[:, Column.SQUARE_SUM] = mean_square.sqrt()
-    per_element = torch.where(count.unsqueeze(1) > 0, per_element, 0.0)
-    packed = array("f", per_element[:, columns].to(torch.float32).flatten().tolist())
+    if not tables:
+        return {}
+    rows = torch.cat([table.rows for table, _ in tables.values()])
+    columns = rows.unbind(1)
+    count, mean, magnitude, square = (columns[column] for column in (Column.COUNT, Column.SUM, Column.ABS_SUM, Column.SQUARE_SUM))
+    for total in (mean, magnitude, square):
+        total.div_(count)
+    # a sum that was not measured is 0, which makes this the rms; if the spread is not finite, store the mean square, which keeps NaN and
+    # infinity apart
+    variance = (square - mean.square()).clamp_(min=0)
+    square.copy_(torch.where(square.isfinite(), variance, square).sqrt_())
+    rows.masked_fill_((count <= 0).unsqueeze(1), 0.0)
+    packed, blobs, start = rows.to(torch.float32), dict[str, bytes](), 0
+    for source, (table, counted) in tables.items():
+        end = start + len(table.names)
+        blobs[source] = _bytes_of(packed[start:end].index_select(1, _places(frozenset(table.columns), counted)))
+        start = end
+    return blobs
+
+
+@cache
+def _places(columns: frozenset[Column], counted: bool) -> torch.Tensor:
+    """The columns that are stored, as an index."""
+    return torch.tensor(_stored(columns, counted), device="cpu")
+
+
+def _bytes_of(numbers: torch.Tensor) -> bytes:
+    """float32 in order, little-endian."""
     if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
+        found = array("f", numbers.flatten().tolist())
+        found.byteswap()
+        return found.tobytes()
+    return ctypes.string_at(numbers.data_ptr(), 4 * numbers.numel()) if numbers.numel() else b""
 
 
 def unpack_steps(data: bytes, steps: int, tensors: int, columns: frozenset[Column], counts: bytes) -> torch.Tensor:

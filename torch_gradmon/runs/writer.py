@@ -163,10 +163,15 @@ class RunWriter:
                 "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?, ?)",
                 (*where, record.time, record.applied, json.dumps(record.context, default=str, skipkeys=True), events),
             )
-        for source, table in tables.items():
-            counts = fixed_counts(source, table)
-            data = (*where, self._layout(source, table, counts), b"" if table.same_as else pack(table, bool(counts)))
-            self._db.execute("INSERT OR REPLACE INTO rows VALUES (?, ?, ?, ?)", data)
+        counts = {source: fixed_counts(source, table) for source, table in tables.items()}
+        blobs = pack({source: (table, bool(counts[source])) for source, table in tables.items() if not table.same_as})
+        self._db.executemany(
+            "INSERT OR REPLACE INTO rows VALUES (?, ?, ?, ?)",
+            [
+                (*where, self._layout(source, table, counts[source]), blobs.get(source, b""))
+                for source, table in tables.items()
+            ],
+        )
         if record.events:
             states = [(*where, device, bytes(state.tolist())) for device, state in record.rng.items()]
             self._db.executemany("INSERT OR REPLACE INTO rng VALUES (?, ?, ?, ?)", states)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 from ..core.moments import VIEWS, Column, merge_by_group
@@ -18,12 +19,13 @@ def gradient_values(before: StatsTable, wanted: Collection[str] = ()) -> dict[st
         before: statistics of the gradients before clipping, of all parameters.
         wanted: names in :data:`DISTRIBUTION` to compute as well.
     """
-    values = {"grad_norm": norm_of(before), "grad_nonfinite": before.rows[:, Column.NONFINITE].sum().item()}
-    finite = VIEWS["max"].defined(before.rows)
-    if VIEWS["max"].columns <= before.columns and bool(finite.any()):
-        values["grad_max"] = VIEWS["max"].compute(before.rows[finite]).max().item()
+    values = {"grad_norm": norm_of(before), "grad_nonfinite": before.sums[Column.NONFINITE]}
+    if VIEWS["max"].columns <= before.columns:
+        largest = max(before.largest[Column.MAX], -before.rows[:, Column.MIN].amin().item())
+        if largest >= 0:  # else it is that of no element
+            values["grad_max"] = abs(largest)  # 0 for -0
     if 0 < values["grad_norm"] < float("inf"):
-        values["grad_top_share"] = before.rows[:, Column.SQUARE_SUM].max().item() / values["grad_norm"] ** 2
+        values["grad_top_share"] = before.largest[Column.SQUARE_SUM] / values["grad_norm"] ** 2
     if not DISTRIBUTION.keys().isdisjoint(wanted):
         values |= _distribution(before, wanted)
     return values
@@ -42,4 +44,4 @@ def _distribution(table: StatsTable, wanted: Collection[str]) -> dict[str, float
 
 def norm_of(table: StatsTable) -> float:
     """The L2 norm of all elements."""
-    return float(table.rows[:, Column.SQUARE_SUM].sum().sqrt())
+    return math.sqrt(table.sums[Column.SQUARE_SUM])

@@ -134,4 +134,4 @@ class PendingStep:
 
 
 def _is_spoiled(table: StatsTable | None) -> bool:
-    return table is not None and bool(table.rows[:, Column.NONFINITE].any())
+    return table is not None and table.sums[Column.NONFINITE] > 0

@@ -86,10 +86,10 @@ class SourcePlan:
                 value, exists = view.of(of), known[view.needs]
             values.append(value)
             defined.append(exists)
-        numbers, exist = torch.cat(values).tolist(), torch.cat(defined)
-        if exist.all():
+        numbers = (values[0] if len(values) == 1 else torch.cat(values)).tolist()
+        if all(exists.all() for exists in set(defined)):  # views with the same needs share one tensor
             return keys, numbers
-        chosen = exist.tolist()
+        chosen = torch.cat(defined).tolist()
         return tuple(compress(keys, chosen)), list(compress(numbers, chosen))
 
     def _found(self, names: tuple[str, ...]) -> tuple[_Found, tuple[Key, ...]]:

@@ -209,14 +209,14 @@ def _shared(after: StatsTable, before: StatsTable) -> StatsTable:
     """``after``, or the rows of ``before`` if both have the same values: a run directory stores those once."""
     if not _WITNESSES <= after.columns <= before.columns:
         return after
-    rows, columns = before.rows, sorted(after.columns)
+    rows = before.rows
     if before.names != after.names:
         place = {name: row for row, name in enumerate(before.names)}
         if not place.keys() >= set(after.names):
             return after
         rows = rows[[place[name] for name in after.names]]
-    return (
-        StatsTable(after.names, rows, before.columns, GRADIENT_BEFORE_CLIP)
-        if rows[:, columns].equal(after.rows[:, columns])
-        else after
-    )
+    there, here = rows, after.rows
+    if before.columns != after.columns:
+        columns = sorted(after.columns)
+        there, here = rows[:, columns], after.rows[:, columns]
+    return StatsTable(after.names, rows, before.columns, GRADIENT_BEFORE_CLIP) if there.equal(here) else after

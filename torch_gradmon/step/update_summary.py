@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Set
 
 import torch
@@ -9,6 +10,8 @@ import torch
 from ..core.moments import Column
 from ..core.records import StatsTable
 from .gradient_summary import norm_of
+
+_TENTHS = torch.tensor([0.1, 0.9], dtype=torch.float64, device="cpu")
 
 
 def update_values(update: StatsTable, base: StatsTable, matrices: Set[str], absent: dict[str, str]) -> dict[str, float]:
@@ -25,14 +28,12 @@ def update_values(update: StatsTable, base: StatsTable, matrices: Set[str], abse
         values["update_ratio"] = values["update_norm"] / norm
     else:
         absent["update_ratio"] = f"the norm of the updated parameters was {norm} before the update"
-    pairs = [
-        (row, other)
-        for name, row, other in zip(update.names, update.rows[:, Column.SQUARE_SUM], base.rows[:, Column.SQUARE_SUM], strict=True)
-        if name in matrices and other > 0
+    changed, there = (table.rows[:, Column.SQUARE_SUM].tolist() for table in (update, base))
+    ratios = [
+        math.sqrt(new / old) for name, new, old in zip(update.names, changed, there, strict=True) if name in matrices and old > 0
     ]
-    if pairs:
-        changed, there = (torch.stack(side) for side in zip(*pairs, strict=True))
-        low, high = torch.quantile((changed / there).sqrt(), torch.tensor([0.1, 0.9], dtype=torch.float64, device="cpu")).tolist()
+    if ratios:
+        low, high = torch.quantile(torch.tensor(ratios, dtype=torch.float64, device="cpu"), _TENTHS).tolist()
         values["update_ratio_p10"], values["update_ratio_p90"] = low, high
     else:
         reason = "no updated parameter of two or more dimensions has a norm above zero"
