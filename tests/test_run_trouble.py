@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import shutil
 import signal
 import sqlite3
 import subprocess
+import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
@@ -160,6 +162,74 @@ def test_a_run_that_has_ended_can_be_read_where_nothing_can_be_written(tmp_path:
         assert run.steps == [0, 1, 2, 3]
         assert list(run.series("gradmon/grad_norm")) == [0, 1, 2, 3]
         assert run_status(medium).step == 3
+
+
+_STRANGER = """
+    import os, sys, torch_gradmon
+    from torch_gradmon.runs.liveness import run_status
+    if os.getuid() == 0:
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+    try:
+        print(len(torch_gradmon.load_run(sys.argv[1]).series("gradmon/grad_norm")), run_status(sys.argv[1]).step)
+    except ValueError as error:
+        print(error)
+"""
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A directory that other users can enter, which those of pytest are not."""
+    path = Path(tempfile.mkdtemp())
+    path.chmod(0o755)
+    yield path
+    for each in (path, *path.iterdir()):
+        each.chmod(0o755)
+    shutil.rmtree(path)
+
+
+def _kept_from(directory: Path) -> str:
+    """What a user sees there who may not write."""
+    for each in directory.iterdir():
+        each.chmod(0o444)
+    directory.chmod(0o555)
+    return forked.run(textwrap.dedent(_STRANGER), directory, cwd="/").stdout.strip()
+
+
+def test_a_run_of_another_user_can_be_read(place: Path) -> None:
+    _, monitor = _run_with_trouble(place / "run", "none", steps=4)
+    (place / "live").mkdir()
+    for file in ("gradmon.sqlite", "gradmon.sqlite-wal", "gradmon.sqlite-shm"):
+        shutil.copy(place / "run" / file, place / "live")
+    monitor.detach()
+    assert _kept_from(place / "live") == "4 3"
+    (place / "run" / "gradmon.sqlite-wal").touch()  # as a reader may have left it behind
+    assert _kept_from(place / "run") == "4 3"
+    assert not (place / "run" / "gradmon.sqlite-shm").exists()
+
+
+def test_what_cannot_be_read_without_writing_is_called_so(place: Path) -> None:
+    _, monitor = _run_with_trouble(place / "run", "none", steps=4)
+    (place / "copy").mkdir()
+    for file in ("gradmon.sqlite", "gradmon.sqlite-wal"):
+        shutil.copy(place / "run" / file, place / "copy")
+    monitor.detach()
+    assert "create files beside that of a run that has not ended or was killed" in _kept_from(place / "copy")
+    (place / "run" / "gradmon.sqlite").chmod(0)
+    assert forked.run(textwrap.dedent(_STRANGER), place / "run", cwd="/").stdout.strip().endswith("this user has no permission")
+
+
+def test_a_reader_leaves_no_files_behind(tmp_path: Path) -> None:
+    _, monitor = _run_with_trouble(tmp_path, "none", steps=4)
+    live = load_run(tmp_path)
+    assert live.steps == [0, 1, 2, 3]
+    monitor.detach()
+    assert run_status(tmp_path).step == 3
+    del live
+    assert load_run(tmp_path).steps == [0, 1, 2, 3]
+    gc.collect()
+    assert [file.name for file in tmp_path.iterdir()] == ["gradmon.sqlite"]
 
 
 def test_a_file_that_is_locked_is_not_called_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

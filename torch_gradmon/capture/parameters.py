@@ -100,12 +100,12 @@ class ParameterCapture:
         """End the step and release everything it held."""
         self._buffer, self._before = None, {}
 
-    def _live(self, positions: Iterable[int]) -> dict[int, Tensor]:
+    def _live(self, positions: Iterable[int]) -> Mapping[int, Tensor]:
         found = {position: self._parameters[position]() for position in positions}
         there = {position: parameter for position, parameter in found.items() if parameter is not None}
-        if self._source is not PLAIN_GRADIENTS:
-            return {position: self._source.value(parameter).detach() for position, parameter in there.items()}
-        return there
+        if self._source is PLAIN_GRADIENTS:
+            return there  # functions get detached ones
+        return {position: self._source.value(parameter).detach() for position, parameter in there.items()}
 
     def _parts(self, positions: Iterable[int]) -> Mapping[int, Tensor]:
         """The part of each parameter that this rank counts."""

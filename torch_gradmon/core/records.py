@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal
 
 from torch import Tensor
@@ -46,6 +46,12 @@ class SpikeEvent:
         return f"step {self.step}: " + "; ".join(filter(None, (self.reason, self.where, self.action)))
 
 
+@cache
+def views_of(columns: frozenset[Column]) -> frozenset[str]:
+    """The built-in metrics for which these measured columns suffice."""
+    return frozenset(metric for metric, view in VIEWS.items() if view.columns <= columns | ALWAYS)
+
+
 @dataclass(frozen=True)
 class StatsTable:
     """Statistics of one source in one step: ``rows`` is float64 ``[len(names), 8]`` on the host.
@@ -63,17 +69,17 @@ class StatsTable:
 
     def has(self, metric: str) -> bool:
         """Whether the measured columns suffice for a built-in metric."""
-        return metric in VIEWS and VIEWS[metric].columns <= self.columns | ALWAYS
+        return metric in views_of(self.columns)
 
     @cached_property
     def sums(self) -> list[float]:
         """Each column's sum over all tensors; that of an extreme has no meaning."""
-        return self.rows.sum(0).tolist()  # type: ignore[no-any-return]
+        return self.rows.sum(0).tolist()
 
     @cached_property
     def largest(self) -> list[float]:
-        """Each column's largest value of any tensor, of which there must be one; NaN if there is a NaN."""
-        return self.rows.amax(0).tolist()  # type: ignore[no-any-return]
+        """The largest value in each column, NaN where there is a NaN; there must be a tensor."""
+        return self.rows.amax(0).tolist()
 
 
 @dataclass(frozen=True)
@@ -108,12 +114,11 @@ class StepRecord:
 
     def stored_values(self, among: Mapping[Key, float] | None = None) -> dict[Key, float]:
         """Those of the values, or of those ``among`` them, that do not follow from the tables."""
-        names = {source: frozenset(table.names) for source, table in self.tables.items()}
-        possible = {(source, metric) for source, table in self.tables.items() for metric in VIEWS if table.has(metric)}
+        follow = {source: (views_of(table.columns), frozenset(table.names)) for source, table in self.tables.items()}
         return {
             key: value
             for key, value in (self.values if among is None else among).items()
-            if (key.source, key.metric) not in possible or key.name not in names[key.source] or key in self.logged
+            if (of := follow.get(key.source)) is None or key.metric not in of[0] or key.name not in of[1] or key in self.logged
         }
 
     @property

@@ -29,6 +29,12 @@ CREATE TABLE IF NOT EXISTS rng (segment INTEGER, step INTEGER, device TEXT, stat
 CREATE TABLE IF NOT EXISTS scalars (
     segment INTEGER, step INTEGER, key INTEGER, value, PRIMARY KEY (segment, step, key)) WITHOUT ROWID;
 """
+#: What SQLite reports where it cannot create the files that it keeps beside a database.
+_BARRED = "unable to open", "readonly database"
+_UNREADABLE = (
+    "{!r} could not be read: SQLite has to create files beside that of a run that has not ended or was killed, and {!r} is not writable; "
+    "copy the directory to a writable place"
+)
 
 
 def file_in(path: str | os.PathLike[str]) -> Path:
@@ -38,7 +44,7 @@ def file_in(path: str | os.PathLike[str]) -> Path:
 
 
 def open_to_read(path: str | os.PathLike[str]) -> tuple[sqlite3.Connection, dict[str, Any]]:
-    """The file of the run in ``path``, and the facts about the run.
+    """The file of the run in ``path``, and the facts about the run. It may be of another user, or on a read-only medium.
 
     Raises:
         FileNotFoundError: there is no run in it.
@@ -47,16 +53,19 @@ def open_to_read(path: str | os.PathLike[str]) -> tuple[sqlite3.Connection, dict
     file = file_in(path)
     if not file.is_file():
         raise FileNotFoundError(f"there is no run in {str(path)!r}: {str(file)!r} does not exist")
+    if not os.access(file, os.R_OK):
+        raise ValueError(f"{str(file)!r} could not be read: this user has no permission")
+    log = Path(f"{file}-wal")
+    is_written = log.exists() and log.stat().st_size > 0  # else the run has ended, and no process writes to it now
+    is_writable = os.access(file, os.W_OK) and os.access(file.parent, os.W_OK)
     try:
-        try:
-            return _connected(file, "mode=ro")
-        except sqlite3.OperationalError as error:
-            # on a read-only medium SQLite cannot create the files that it keeps next to a database in WAL mode
-            if "unable to open" not in str(error) or Path(f"{file}-wal").exists():
-                raise
-            return _connected(file, "mode=ro&immutable=1")
+        # Beside a database in WAL mode SQLite keeps other files: a connection that may write removes them at its end, and one that may not
+        # cannot create them, or would leave some that the owner of the run cannot use.
+        return _connected(file, "mode=rw" if is_written or is_writable else "mode=ro&immutable=1")
     except sqlite3.DatabaseError as error:
-        what = "could not be read" if "lock" in str(error) or "unable to open" in str(error) else "is not a run of torch_gradmon"
+        if any(sign in str(error) for sign in _BARRED):
+            raise ValueError(_UNREADABLE.format(str(file), os.fspath(file.parent))) from error
+        what = "could not be read" if "lock" in str(error) else "is not a run of torch_gradmon"
         raise ValueError(f"{str(file)!r} {what}: {error}") from error
 
 
@@ -71,6 +80,7 @@ class Connection(sqlite3.Connection):
 def _connected(file: Path, how: str) -> tuple[sqlite3.Connection, dict[str, Any]]:
     db = sqlite3.connect(f"{file.resolve().as_uri()}?{how}", uri=True, factory=Connection)
     try:
+        db.execute("PRAGMA query_only=1")
         return db, stored_meta(db)
     except sqlite3.Error:
         db.close()

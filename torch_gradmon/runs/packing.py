@@ -12,6 +12,7 @@ import sys
 from array import array
 from collections.abc import Mapping
 from functools import cache
+from itertools import accumulate
 
 import torch
 
@@ -43,25 +44,28 @@ def pack(tables: Mapping[str, tuple[StatsTable, bool]]) -> dict[str, bytes]:
     if not tables:
         return {}
     rows = torch.cat([table.rows for table, _ in tables.values()])
+    ends = [*accumulate(len(table.names) for table, _ in tables.values())]
+    places = {source: slice(end - len(table.names), end) for (source, (table, _)), end in zip(tables.items(), ends, strict=True)}
+    for source, (table, _) in tables.items():
+        if Column.SUM not in table.columns:
+            rows[places[source], Column.SUM] = 0.0  # which makes the spread the rms
     columns = rows.unbind(1)
     count, mean, magnitude, square = (columns[column] for column in (Column.COUNT, Column.SUM, Column.ABS_SUM, Column.SQUARE_SUM))
     for total in (mean, magnitude, square):
         total.div_(count)
-    # a sum that was not measured is 0, which makes this the rms; if the spread is not finite, store the mean square, which keeps NaN and
-    # infinity apart
+    # if the spread is not finite, store the mean square, which keeps NaN and infinity apart
     variance = (square - mean.square()).clamp_(min=0)
     square.copy_(torch.where(square.isfinite(), variance, square).sqrt_())
     rows.masked_fill_((count <= 0).unsqueeze(1), 0.0)
-    packed, blobs, start = rows.to(torch.float32), dict[str, bytes](), 0
-    for source, (table, counted) in tables.items():
-        end = start + len(table.names)
-        blobs[source] = _bytes_of(packed[start:end].index_select(1, _places(frozenset(table.columns), counted)))
-        start = end
-    return blobs
+    packed = rows.to(torch.float32)
+    return {
+        source: _bytes_of(packed[places[source]].index_select(1, _index(table.columns, counted)))
+        for source, (table, counted) in tables.items()
+    }
 
 
 @cache
-def _places(columns: frozenset[Column], counted: bool) -> torch.Tensor:
+def _index(columns: frozenset[Column], counted: bool) -> torch.Tensor:
     """The columns that are stored, as an index."""
     return torch.tensor(_stored(columns, counted), device="cpu")
 

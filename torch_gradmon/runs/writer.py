@@ -167,10 +167,7 @@ class RunWriter:
         blobs = pack({source: (table, bool(counts[source])) for source, table in tables.items() if not table.same_as})
         self._db.executemany(
             "INSERT OR REPLACE INTO rows VALUES (?, ?, ?, ?)",
-            [
-                (*where, self._layout(source, table, counts[source]), blobs.get(source, b""))
-                for source, table in tables.items()
-            ],
+            [(*where, self._layout(source, table, counts[source]), blobs.get(source, b"")) for source, table in tables.items()],
         )
         if record.events:
             states = [(*where, device, bytes(state.tolist())) for device, state in record.rng.items()]
