@@ -65,11 +65,12 @@ def train(
     every: int = 1,
     log: Mapping[str, Callable[[int], float]] | None = None,
     tag: Callable[[int], object] | None = None,
+    **settings: Any,
 ) -> Path:
     """A training in which ``change`` may do something."""
     torch.manual_seed(seed)
     model = Net(blocks)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **settings)
     monitor = gradmon.watch(model, optimizer, preset=preset, run_dir=path, on_spike=None, every=every)
     data = torch.Generator().manual_seed(7)
     for step in range(steps):
@@ -288,6 +289,22 @@ def test_rounding_is_told_from_more(base: Path, tmp_path: Path) -> None:
 
 
 # --- what only one has -------------------------------------------------------------------------------------------------------------
+
+
+def test_settings_of_optimizers_that_differ_are_the_cause(base: Path, tmp_path: Path) -> None:
+    decayed = diff(base, train(tmp_path / "decayed", weight_decay=0.01001))
+    assert decayed.settings == {"weight_decay": ("0.01", "0.01001")}
+    assert decayed.onset is not None
+    assert decayed.onset.relative < 2e-6
+    assert decayed.interpretation.endswith("The optimizers differ in weight_decay, which may be the cause.")
+    assert "settings that differ: weight_decay 0.01 and 0.01001" in str(decayed)
+    shorter = diff(base, train(tmp_path / "shorter", betas=(0.8, 0.99), foreach=False))
+    assert shorter.settings == {"betas": ("0.9, 0.999", "0.8, 0.99"), "foreach": ("", "False")}
+    assert json.loads(shorter.to_json())["settings"]["betas"] == ["0.9, 0.999", "0.8, 0.99"]
+    assert "The optimizers differ in betas, foreach, which" in shorter.interpretation
+    data = diff(base, train(tmp_path / "data", _data, weight_decay=0.02), ignore=["^parameter", "param_norm", "^update"])
+    assert "settings that differ: weight_decay" in str(data)
+    assert diff(base, base).settings == {}
 
 
 def test_common_steps_are_compared_and_the_others_told(base: Path, tmp_path: Path) -> None:

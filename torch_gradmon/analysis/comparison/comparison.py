@@ -147,13 +147,15 @@ class Comparison:
         share = next(iter(by_item.values()))[0].share
         return found, interpret_noise(found[0].stage, found[0].key, share)
 
-    def onset(self, step: int, steps: Sequence[int]) -> tuple[Divergence, str]:
-        """The value that differs first in the first step with a difference, and what that points to."""
+    def onset(self, step: int, steps: Sequence[int], settings: Sequence[str]) -> tuple[Divergence, str]:
+        """The value that differs first in the first step with a difference, and what that points to; ``settings``: those of optimizers
+        that differ.
+        """
         cell = self._cells(step, lambda sheet: sheet.differs)[0]
         found, row = cell.divergence(step), bisect_left(steps, step)
         before = steps[row - 1] if row else None
         is_finite = math.isfinite(found.a) and math.isfinite(found.b)
-        return found, interpret(found.stage, found.key, step, before, self.stages(step), found.relative, is_finite)
+        return found, interpret(found.stage, found.key, step, before, self.stages(step), found.relative, is_finite, settings)
 
     def _cells(self, step: int, chosen: Callable[[SheetComparison], Tensor]) -> list[Cell]:
         """The chosen values of a step, in the order of computation."""

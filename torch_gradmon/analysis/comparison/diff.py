@@ -14,6 +14,7 @@ from ...core.keys import format_key
 from ...core.progress import ProgressBar
 from ...runs.window import between, single_threaded
 from ..run import Run, load_run
+from ..run_settings import optimizer_settings, settings_that_differ
 from .comparison import Comparison
 from .difference import Difference
 from .rules import Patterns, Rules
@@ -94,10 +95,12 @@ def _diff(
     before = [between(run.steps, None, common[-1]) for run in (left, right)]
     rules = replace(rules, with_memory=before[0] == before[1])
     comparison = Comparison(left, right, rules)
+    settings = settings_that_differ(left.meta, right.meta)
+    of_optimizers = [name for name in settings if name in optimizer_settings(left.meta) | optimizer_settings(right.meta)]
     with ProgressBar(len(common), "diff", "step", progress) as bar:
         scan = comparison.scan(common, bar.advance)
     began, last = scan.onset, scan.steps[-1]
-    onset, meaning = (None, "") if began is None else comparison.onset(began, scan.steps)
+    onset, meaning = (None, "") if began is None else comparison.onset(began, scan.steps, of_optimizers)
     if onset is not None:
         missing, comes_first = comparison.missing(onset, scan.gaps)
         because = "The differences follow from that, or have the same cause."
@@ -115,6 +118,7 @@ def _diff(
         growth={} if began is None else comparison.growth(_growth_steps(common, began, last)),
         unmatched=find_unmatched(left, right, rules, steps, scan.gaps),
         not_compared=() if rules.only else tuple(format_key(key) for key in left.scalars if rules.leaves_out(key)),
+        settings=settings,
         tags={} if began is None else _tags(left, right, began),
         strict=strict,
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
 
 from ...core import keys as n
+from ...core.formatting import listed
 from ...core.keys import parse_key
 
 #: The largest difference that rounding in float32, and sums of it, can cause.
@@ -51,7 +52,14 @@ class _Onset(NamedTuple):
 
 
 def interpret(
-    stage: str, key: str, step: int, before: int | None, compared: Container[str], relative: float, is_finite: bool
+    stage: str,
+    key: str,
+    step: int,
+    before: int | None,
+    compared: Container[str],
+    relative: float,
+    is_finite: bool,
+    settings: Sequence[str],
 ) -> str:
     """What it means that a value is the first to differ.
 
@@ -60,10 +68,13 @@ def interpret(
         key, step, before, compared: see :class:`_Onset`.
         relative: relative difference of the values.
         is_finite: whether both values are finite.
+        settings: of optimizers that differ.
     """
     text = _PLACES[stage](_Onset(key, step, before, compared))
     if not is_finite:
         return f"{text} Not all of the values are finite."
+    if settings and stage in _OF_STEP:
+        return f"{text} The optimizers differ in {listed(settings, 3)}, which may be the cause."
     if stage in ("settings", "other values"):
         return text
     if relative > _ROUNDING:
@@ -163,4 +174,6 @@ _PLACES: dict[str, Callable[[_Onset], str]] = {
     "updates": _optimizer,
     "other values": _others,
 }
+#: Stages that follow from the optimizer's step, or from the one before.
+_OF_STEP = frozenset({"parameters", "settings", "optimizer state", "updates"})
 _SHORT = {"gradients for the optimizer": "gradients"}

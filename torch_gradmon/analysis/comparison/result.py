@@ -87,6 +87,7 @@ class ComparisonResult:
         growth: by key of a whole-model value, the difference in some steps from the onset on.
         unmatched: what only the first run has, and what only the second.
         not_compared: values left out: those of clocks, and, if the runs have different steps, those that follow from earlier steps.
+        settings: by name, what the first and the second run were made with and do not share, as text.
         tags: tags of the onset's step that differ.
         strict: whether unmatched values count as a divergence.
     """
@@ -102,6 +103,7 @@ class ComparisonResult:
     growth: Mapping[str, Mapping[int, float]]
     unmatched: tuple[Unmatched, Unmatched]
     not_compared: tuple[str, ...] = ()
+    settings: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     tags: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     strict: bool = False
 
@@ -134,6 +136,7 @@ class ComparisonResult:
                 for own in self.unmatched
             ],
             "not_compared": list(self.not_compared),
+            "settings": {name: list(values) for name, values in self.settings.items()},
             "tags": {name: list(values) for name, values in self.tags.items()},
         }
         return {name: strict(value) for name, value in found.items()}

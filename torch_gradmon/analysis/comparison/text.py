@@ -25,7 +25,13 @@ def to_text(result: ComparisonResult) -> str:
 
 def opening(result: ComparisonResult) -> Iterator[str]:
     """The sentences on whether and where the runs diverge, and what that points to."""
-    return _equal(result) if result.first is None else _divergent(result)
+    yield from _equal(result) if result.first is None else _divergent(result)
+    if result.settings:
+        both = (
+            f"{name} {cut_start(own, 30) or 'none'} and {cut_start(other, 30) or 'none'}"
+            for name, (own, other) in result.settings.items()
+        )
+        yield f"settings that differ: {'; '.join(both)}"
 
 
 def _wrapped(lines: Iterator[str]) -> Iterator[str]:

@@ -15,21 +15,19 @@ from ...core.json_numbers import strict
 from ...core.keys import Key
 from ...core.loop_findings import LoopFinding
 from ...core.loss_keys import loss_among
-from ...core.trained_parts import before_schedule
 from ...runs.liveness import RunStatus, run_status
 from ...spikes.episodes import Episode, episodes, largest
 from ..diagnosis.findings import Diagnosis
 from ..diagnosis.history import loop_findings
 from ..diagnosis.series import Series, lower_median
 from ..run import Run, load_run
+from ..run_settings import settings_of
 
 State = Literal["running", "silent", "ended", "empty", "unknown"]
 #: Share of the last losses, and of the last steps' cost, that stands for now.
 _NOW = 0.05
 #: What follows the name of a layer, or of several, in the words of a spike.
 _SIZES = re.compile(r" \(|, ")
-#: Settings of an optimizer that are about how it computes, not what.
-_INTERNAL = frozenset({"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", "initial_lr", "maximize"})
 
 
 @dataclass(frozen=True)
@@ -142,23 +140,8 @@ def run_card(
             cost=_cost(_series(run, _whole("overhead_pct"))),
             findings=[_named(finding) for finding in found] if diagnosis is None else _ranked(diagnosis),
             is_diagnosed=diagnosis is not None,
-            settings=settings(run.meta),
+            settings=settings_of(run.meta),
         )
-
-
-def settings(meta: Mapping[str, Any]) -> dict[str, str]:
-    """What a run was made with, as text: values of several parameter groups stand one after the other."""
-    groups = meta.get("optimizers") or ()
-    found: dict[str, list[str]] = {"model": [str(meta.get("model", ""))], "optimizer": [group["optimizer"] for group in groups]}
-    for group in groups:
-        for name, value in before_schedule(group["settings"]).items():
-            if name not in _INTERNAL:
-                found.setdefault(name, []).append(_text(value))
-    if "parameters" in meta:
-        found["parameters"] = [f"{sum(_size(each) for each in meta['parameters'].values()):,}"]
-    for name in ("preset", "every", "torch"):
-        found[name] = [str(meta.get(name, ""))]
-    return {name: " | ".join(dict.fromkeys(values)) for name, values in found.items() if any(values)}
 
 
 def differing(cards: Sequence[RunCard]) -> list[str]:
@@ -180,10 +163,6 @@ def _described(spike: Episode | None, sentence: str, place: str) -> dict[str, An
     if spike is None:
         return {sentence: "", f"{place}_step": None, f"{place}_where": ""}
     return {sentence: str(spike), f"{place}_step": spike.worst.step, f"{place}_where": _SIZES.split(spike.worst.where)[0]}
-
-
-def _size(parameter: Mapping[str, Any]) -> int:
-    return math.prod(parameter["shape"])
 
 
 def _whole(metric: str) -> Key:
@@ -218,9 +197,3 @@ def _named(finding: LoopFinding) -> tuple[str, str, str]:
 
 def _ranked(diagnosis: Diagnosis) -> list[tuple[str, str, str]]:
     return [(finding.severity, finding.rule, finding.where) for finding in diagnosis.findings]
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(_text, value))
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
