@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -489,6 +490,40 @@ def leaves(step: int) -> float:
 )
 def test_rates_by_updates_and_loss_together(ratio: float, loss: Callable[[int], float], expected: list[tuple[str, str]]) -> None:
     assert _rules(check_learning_rate(history(loss=loss, **_updates(ratio)))) == expected
+
+
+def _raised(to: float, until: int = 100) -> Callable[[int], Mapping[str, Any]]:
+    return lambda step: {"lr": [1e-4, 1e-3 * (to if 40 <= step < until else 1.0)]}
+
+
+def _spoilt(step: int) -> float:
+    return 0.5 + 0.01 * (step % 3) if step < 40 else 1.4 + 0.01 * (step % 3)
+
+
+@pytest.mark.parametrize(
+    ("to", "until", "loss", "found"),
+    [
+        (100.0, 100, _spoilt, True),
+        (100.0, 100, lambda step: math.nan if step > 45 else _spoilt(0) + 0.01 * (step % 3), True),
+        (100.0, 100, lambda step: _spoilt(step) if step < 70 else 0.4, False),  # it came down again
+        (100.0, 100, falls, False),
+        (4.0, 100, _spoilt, False),
+        (100.0, 50, _spoilt, False),  # and so did the rate
+    ],
+)
+def test_a_rate_that_leaps_for_good_and_spoils_the_loss(to: float, until: int, loss: Callable[[int], float], found: bool) -> None:
+    leapt = check_learning_rate(history(loss=loss, context=_raised(to, until), **_updates(1e-3)))
+    assert [(finding.rule, finding.severity) for finding in leapt] == ([("learning-rate-high", "warning")] if found else [])
+    if found:
+        assert leapt[0].steps == (40, 99)
+        assert leapt[0].evidence["learning rate before"] == 1e-3
+        assert leapt[0].evidence["from then on"] == pytest.approx(1e-3 * to)
+        assert leapt[0].cause.startswith("The learning rate of group 1 rose to 100 times what it was in step 40 and stayed")
+
+
+def test_a_restart_of_a_schedule_is_no_leap() -> None:
+    cycles = history(loss=_spoilt, context=lambda step: {"lr": [1e-5 + 1e-2 * (1 - step % 40 / 40)]}, **_updates(1e-3))
+    assert check_learning_rate(cycles) == []
 
 
 @pytest.mark.parametrize(("first", "later", "found"), [(0.5, 0.05, True), (0.05, 0.5, False)])

@@ -43,7 +43,7 @@ CONSEQUENCES: Mapping[str, frozenset[str]] = {
     | _UNITS
     | _ATTENTION
     | _DEPTH
-    | {"update-ratio-high", "gradient-dropped-to-zero", "always-clipped"},
+    | {"update-ratio-high", "gradient-dropped-to-zero", "always-clipped", "spike"},
     "exploding-gradients": _DISORDER | _ATTENTION | {"always-clipped"},
     "weight-growth": _STANDSTILL | _UNITS | _ATTENTION | {"loss-divergence"},
     "never-clipped": _DISORDER | _UNITS,

@@ -1,22 +1,24 @@
 """Learning rates, judged by the size of updates relative to the weights, and by the loss.
 
 A rate is too high if, at the beginning, the updates of half of all matrices are a fifth or more of the weights and the loss either rises or
-does not fall. It is too low if no matrix ever moves by more than a fifty-thousandth in a step and the loss does not fall. About a
-thousandth works for most models (Karpathy, "A recipe for training neural networks", 2019), but small models learn well with a hundredth, so
-the loss has to confirm it.
+does not fall; or if it leaps during the training, and the loss is worse from then on. It is too low if no matrix ever moves by more than
+a fifty-thousandth in a step and the loss does not fall. About a thousandth works for most models (Karpathy, "A recipe for training neural
+networks", 2019), but small models learn well with a hundredth, so the loss has to confirm it.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import accumulate
 
 from ....core import keys as n
 from ....core.formatting import also_in, times
 from ..findings import Finding, NotMeasured
 from ..history import History
-from ..learning import trend
+from ..learning import rank_shift, trend
 from ..precautions import Precautions
-from ..series import Matrix, lower_median
+from ..series import Matrix, Series, lower_median
 
 #: The update over the weights, per step.
 _HIGH, _LOW = 0.2, 2e-5
@@ -33,6 +35,10 @@ _MANY_TIMES = 2.0
 _BEHIND = 1e3
 #: and only if its learning rate, not its gradient, makes it slow.
 _OWN_RATE = 1e-2
+#: A rate leaps if it becomes this many times the largest one before, in at least this many steps,
+_LEAP, _WINDOW = 5.0, 20
+#: and spoils the loss if that is then this many times what it was, by this many standard deviations of its ranks.
+_WORSE, _RANKS = 1.25, 3.0
 #: The largest early loss over the first one if the loss rises, and if it rises far; the fewest losses looked at.
 _LEFT, _FAR, _FIRST = 1.5, 3.0, 5
 #: A learning rate below this share of its largest value moves nothing; it is too early if that holds for this share of the run.
@@ -43,15 +49,68 @@ _LITTLE_LEFT, _LITTLE = 0.02, 0.05
 
 def check_learning_rate(history: History) -> list[Finding]:
     """The whole model first; a part is named if the rest is fine."""
-    ran_out, ratios = _ran_out(history), history.ratio(n.UPDATE, n.PARAMETER)
+    by_itself, ratios = _leapt(history) or _ran_out(history), history.ratio(n.UPDATE, n.PARAMETER)
     if ratios is None:
-        if ran_out:
-            return ran_out
+        if by_itself:
+            return by_itself
         raise NotMeasured("updates were not measured: attach the optimizer, and use the preset standard or full")
     names = [name for name in ratios.names if name in history.matrices] or list(ratios.names)
     ratios = ratios.of(ratios.steps, names)
-    whole = _high(history, ratios) or ran_out or _low(history, ratios)
+    whole = _high(history, ratios) or by_itself or _low(history, ratios)
     return [*whole, *_high_parts(history, ratios, is_alone=not whole), *_low_parts(history, ratios)]
+
+
+def _leapt(history: History) -> list[Finding]:
+    """A rate that rises from one step to the next far above all that it was before, stays there, and spoils the loss."""
+    rates = [record.context.get("lr") or [0.0] for record in history.records]
+    groups = list(zip(*rates, strict=True)) if len(set(map(len, rates))) == 1 else [history.rates]
+    found = [(at, number, rate) for number, rate in enumerate(groups) if (at := _leap(rate)) is not None]
+    if not found or history.learning.state == "unknown":
+        return []
+    at, number, rate = min(found)
+    step, loss = history.steps[at], history.loss
+    earlier, after = loss.finite, loss.since(step)
+    until = len(earlier) - len(earlier.since(step))
+    before = Series(earlier.steps[:until][-_WINDOW:], earlier.values[:until][-_WINDOW:])
+    if len(before) < _FIRST or not _is_spoiled(before, after):
+        return []
+    of = f" of group {number}" if len(groups) > 1 and len(found) < len(groups) else ""
+    return history.finding(
+        "learning-rate-high",
+        "",
+        {
+            "learning rate before": rate[at - 1],
+            "from then on": rate[at],
+            "loss before": before.median,
+            "at the end": after.finite.part(0.8, 1).median if after.finite else math.nan,
+        },
+        f"The learning rate{of} rose to {times(rate[at] / rate[at - 1])} what it was in step {step} and stayed there, and the loss is "
+        "worse since then.",
+        "See what sets the rate in that step, such as a schedule, a resumed checkpoint or a rate in other units; otherwise raise it in "
+        "small steps.",
+        88.0,
+        severity="info" if history.need_not_fall else "warning",
+        steps=(step, history.steps[-1]),
+    )
+
+
+def _leap(rates: Sequence[float]) -> int | None:
+    """The place from which a rate is this many times any earlier one, for good."""
+    highest = list(accumulate(rates, max))
+    places = [at for at in range(_WINDOW, len(rates)) if rates[at] > _LEAP * highest[at - 1] > 0]
+    at = places[-1] if places else None
+    stays = at is not None and min(rates[at : at + _WINDOW]) > _LEAP * highest[at - 1]
+    return at if stays else None
+
+
+def _is_spoiled(before: Series, after: Series) -> bool:
+    """Whether the loss is no longer finite, or is higher at once and at the end."""
+    soon, end = Series(after.steps[:_WINDOW], after.values[:_WINDOW]), after.finite.part(0.8, 1)
+    if not all(map(math.isfinite, soon.values)):
+        return True
+    return bool(soon) and all(
+        part.median > _WORSE * before.median > 0 and rank_shift(before.values, part.values) > _RANKS for part in (soon, end)
+    )
 
 
 def _ran_out(history: History) -> list[Finding]:
