@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor, load_run
+from torch_gradmon.analysis.many_runs.card import run_card
+from torch_gradmon.core import process
 from torch_gradmon.core.moments import Column
 from torch_gradmon.runs.liveness import run_status
 
@@ -218,6 +220,31 @@ def test_what_cannot_be_read_without_writing_is_called_so(place: Path) -> None:
     assert "create files beside that of a run that has not ended or was killed" in _kept_from(place / "copy")
     (place / "run" / "gradmon.sqlite").chmod(0)
     assert forked.run(textwrap.dedent(_STRANGER), place / "run", cwd="/").stdout.strip().endswith("this user has no permission")
+
+
+def test_a_run_whose_process_is_gone_does_not_look_alive(tmp_path: Path) -> None:
+    with forked.start(textwrap.dedent(_CHILD), tmp_path, 1) as child:
+        while child.stdout.readline().split()[0] != "5":
+            pass
+        alive = run_status(tmp_path)
+        child.kill()
+    assert (alive.looks_alive, alive.is_gone) == (True, False)
+    dead = run_status(tmp_path)
+    assert (dead.looks_alive, dead.is_gone, dead.has_ended) == (False, True, False)
+    assert str(dead).endswith("its process is gone, so it was killed or crashed")
+    assert dead.age < 60
+    assert run_card(tmp_path).state == "silent"
+
+
+def test_only_a_process_of_this_machine_can_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = process.process_facts()
+    assert not process.is_gone(own)
+    assert process.is_gone({**own, "id": 2**22 + 1})  # more than Linux gives
+    assert process.is_gone({**own, "began": "1"})  # its number belongs to another process by now
+    assert not process.is_gone({**own, "id": 2**22 + 1, "where": "another"})
+    assert not process.is_gone({})
+    monkeypatch.setattr("os.name", "nt")
+    assert not process.is_gone({**own, "id": 2**22 + 1})
 
 
 def test_a_reader_leaves_no_files_behind(tmp_path: Path) -> None:

@@ -1,8 +1,14 @@
-"""Forked workers, such as those of a data loader."""
+"""Processes: forked workers, such as those of a data loader, and whether the process of a run still exists."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 
 class HomeProcess:
@@ -15,3 +21,40 @@ class HomeProcess:
     def is_forked(self) -> bool:
         """Whether this is a forked worker."""
         return os.getpid() != self._number
+
+
+def process_facts() -> dict[str, Any]:
+    """What identifies this process, for :func:`is_gone`."""
+    number = os.getpid()
+    return {"id": number, "began": _began(number), "where": _where()}
+
+
+def is_gone(facts: Mapping[str, Any]) -> bool:
+    """Whether a process with these facts certainly no longer exists. One of another machine or container may."""
+    if os.name != "posix" or not facts or facts.get("where") != _where():  # Windows would send a signal
+        return False
+    number = int(facts["id"])
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # it is of another user
+        pass
+    return _began(number) != facts.get("began")  # another process has its number by now, or none but its entry is left
+
+
+def _where() -> str:
+    """This machine since it was started, and the container on it, as far as the system shows: a hash, since runs are given away."""
+    found = [platform.node()]
+    with contextlib.suppress(OSError):
+        found += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+    return hashlib.sha256("\n".join(found).encode()).hexdigest()[:16]
+
+
+def _began(number: int) -> str:
+    """When a process started, in the system's own unit; empty if it has ended, or if the system has no such file."""
+    try:
+        state, *rest = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if state in "ZX" else rest[18]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from ..core.process import is_gone
 from .file import open_to_read
 
 #: A run looks alive if its last record is younger than this, in seconds, or than this multiple of the usual interval, or of the pauses that
@@ -33,6 +34,7 @@ class RunStatus:
         usual: usual seconds between two records, from the last ones and the cadence; None if unknown.
         pause: the second-longest time between two of the last 5,000 records, so that a single interruption is none; 0 with fewer than
             three records, and for a run that has ended or has a record from the last minute.
+        is_gone: its process no longer exists, as can be seen on the same machine.
     """
 
     meta: Mapping[str, Any]
@@ -40,6 +42,7 @@ class RunStatus:
     age: float = 0.0
     usual: float | None = None
     pause: float = 0.0
+    is_gone: bool = False
 
     @property
     def has_ended(self) -> bool:
@@ -48,8 +51,8 @@ class RunStatus:
 
     @property
     def looks_alive(self) -> bool | None:
-        """Whether its last record is as recent as usual; None if unknown."""
-        if self.has_ended:
+        """Whether its process exists and its last record is as recent as usual; None if unknown."""
+        if self.has_ended or self.is_gone:
             return False
         if self.step is None or (self.usual is None and self.age > _FRESH):
             return None
@@ -61,7 +64,7 @@ class RunStatus:
         often = "" if self.usual is None else f" (one is due every {duration(self.usual)})"
         verdict = {
             True: "the run looks alive",
-            False: "the run may be dead",
+            False: "its process is gone, so it was killed or crashed" if self.is_gone else "the run may be dead",
             None: "whether the run is alive cannot be determined",
         }
         return (
@@ -83,7 +86,9 @@ def run_status(path: str | os.PathLike[str]) -> RunStatus:
         if not last:
             return RunStatus(meta)
         status = RunStatus(meta, last[0][0], max(0.0, time.time() - last[0][1]), _usual(meta, last))
-        return status if status.has_ended or status.age <= _FRESH else replace(status, pause=_pause(db))
+        if status.has_ended:
+            return status
+        return replace(status, pause=_pause(db) if status.age > _FRESH else 0.0, is_gone=is_gone(meta.get("process", {})))
 
 
 def _pause(db: sqlite3.Connection) -> float:

@@ -36,8 +36,8 @@ class RunCard:
 
     Attributes:
         name: as it is shown.
-        state: ``running``, or ``silent`` if its last step is older than five usual intervals and a minute; ``ended`` if its monitor was
-            detached; ``empty`` without a step; ``unknown`` if there is only one, which shows no interval.
+        state: ``running``, or ``silent`` if its process is gone, or its last step is older than five usual intervals and a minute;
+            ``ended`` if its monitor was detached; ``empty`` without a step; ``unknown`` if there is only one, which shows no interval.
         status: the same as a sentence.
         step: the last one; None without any.
         steps: how many were recorded.

@@ -32,7 +32,7 @@ def has_stalled(card: RunCard) -> bool:
 def next_action(card: RunCard, diagnosis: Diagnosis) -> str:
     """What to do next, as a sentence."""
     if card.state == "silent" or has_stalled(card):
-        return "Look at the process: its last step is long ago, and its monitor was not detached."
+        return "Look at the process: no step comes any more, and its monitor was not detached."
     if card.state == "empty":
         return "Wait for the first step."
     grave = _grave(diagnosis)

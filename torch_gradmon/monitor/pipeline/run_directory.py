@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import WarningLog
-from ...core.process import HomeProcess
+from ...core.process import HomeProcess, process_facts
 from ...core.records import StepRecord
 from ...sinks.delivery import PATIENCE
 
@@ -43,7 +43,8 @@ class RunDirectory:
         self._writer: RunWriter | None = None
         self._process = HomeProcess()
         self.keep_alive: list[object] = []
-        self._path, self._meta, self._complaints, self._is_muted = path, dict(meta), complaints, is_muted
+        self._path, self._complaints, self._is_muted = path, complaints, is_muted
+        self._meta = {**meta, "process": process_facts()}
         self._name = secrets.token_hex(8)  # under which the directory is claimed
         self._failures = 0
         self._has_claimed = False  # the directory, with its first step
