@@ -92,7 +92,7 @@ def test_a_finding_calls_once() -> None:
         optimizer.step()
     monitor.detach()
     assert [(alert.kind, alert.what) for alert in got] == [("finding", "missing-zero-grad")]
-    assert got[0].text.startswith(f"missing-zero-grad in bias, first in step {got[0].step}. Gradients are not cleared")
+    assert got[0].text.startswith(f"missing-zero-grad, first in step {got[0].step}. Gradients are not cleared")
     assert got[0].text.endswith("before the first backward pass.")
 
 

@@ -70,7 +70,22 @@ def test_gradients_that_nobody_clears_are_a_mistake_on_every_cadence(every: int)
     assert len(told) == 1
     (fact,) = monitor._runtime.plugin("loop_audit").facts()
     assert (fact.rule, fact.first, fact.last, fact.count) == ("missing-zero-grad", 1, STEPS - 1, STEPS - 1)
-    assert fact.where == ("2.bias",)
+    assert fact.where == ()  # all parameters of the only optimizer
+
+
+def test_a_mistake_with_one_of_several_optimizers_shows_one_of_its_parameters() -> None:
+    model = net()
+    forgotten, cleared = torch.optim.SGD(model[0].parameters(), lr=1e-3), torch.optim.SGD(model[2].parameters(), lr=1e-3)
+    monitor = gradmon.watch(model, forgotten, cleared)
+    with pytest.warns(gradmon.GradmonWarning, match="not cleared between two steps"):
+        for _ in range(STEPS):
+            cleared.zero_grad()
+            loss_of(model).backward()
+            forgotten.step()
+            cleared.step()
+    (fact,) = monitor._runtime.plugin("loop_audit").facts()
+    assert (fact.rule, fact.where) == ("missing-zero-grad", ("0.bias",))
+    monitor.detach()
 
 
 def test_gradients_that_are_cleared_by_way_of_data_are_cleared() -> None:

@@ -222,6 +222,29 @@ def test_what_cannot_be_read_without_writing_is_called_so(place: Path) -> None:
     assert forked.run(textwrap.dedent(_STRANGER), place / "run", cwd="/").stdout.strip().endswith("this user has no permission")
 
 
+@pytest.mark.parametrize(
+    ("name", "error", "why"),
+    [
+        ("file/run", NotADirectoryError, "Not a directory"),
+        ("other", sqlite3.DatabaseError, "file is not a database"),
+        ("/proc/run", OSError, "/proc/run"),
+    ],
+)
+def test_a_run_directory_that_cannot_be_written_is_refused_by_name(
+    name: str, error: type[Exception], why: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "gradmon.sqlite").write_text("something else " * 100)
+    path = tmp_path / name
+    model = nn.Linear(2, 2)
+    with pytest.raises(error, match="cannot be written") as raised:
+        gradmon.watch(model, torch.optim.SGD(model.parameters()), run_dir=path)
+    assert str(raised.value).startswith(f"run_dir={str(path)!r} cannot be written: ")
+    assert why in str(raised.value)
+    assert not model._forward_pre_hooks
+
+
 def test_a_run_whose_process_is_gone_does_not_look_alive(tmp_path: Path) -> None:
     with forked.start(textwrap.dedent(_CHILD), tmp_path, 1) as child:
         while child.stdout.readline().split()[0] != "5":

@@ -91,7 +91,7 @@ class Tallies:
     def check(self, rule: str, key: object, is_so: bool, where: str, **evidence: float) -> None:
         """Count the mistake if ``is_so``, and otherwise record that it did not occur."""
         if is_so:
-            self.seen(rule, key, (where,), {name: float(value) for name, value in evidence.items()})
+            self.seen(rule, key, (where,) if where else (), {name: float(value) for name, value in evidence.items()})
         else:
             self.missed(rule, key)
 

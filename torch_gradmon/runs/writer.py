@@ -49,9 +49,12 @@ class RunWriter:
         self.path = Path(path)
         if self.path.exists() and not self.path.is_dir():
             raise NotADirectoryError(f"run_dir={str(path)!r} is a file; give a directory, such as 'runs/first'")
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._db = open_to_write(self.path / FILE_NAME)
+        except (OSError, sqlite3.Error) as error:
+            raise type(error)(f"run_dir={str(path)!r} cannot be written: {error}; give another directory") from error
         self._process = HomeProcess()
-        self._db = open_to_write(self.path / FILE_NAME)
         self._ids: dict[tuple[str, tuple[Any, ...]], int] = {}
         self._writer, self._version = writer, -1
         self._written: StepRecord | None = None  # the last one, as the file has it

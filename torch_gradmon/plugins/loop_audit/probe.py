@@ -100,7 +100,7 @@ class Probe:
     """Observes one parameter's gradient.
 
     Args:
-        name: name of the parameter.
+        name: of the parameter in findings; empty if they need none.
         place: a reference to it.
         parameter: the parameter; it is not held.
 

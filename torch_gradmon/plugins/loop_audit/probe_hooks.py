@@ -35,7 +35,9 @@ class ProbeHooks:
         self, planner: Planner, tallies: Tallies, call: Callable[..., Any], module: nn.Module, optimizers: Sequence[Optimizer]
     ) -> None:
         self._planner, self._tallies, self._call = planner, tallies, call
-        self.optimizers = {id(optimizer): ProbedOptimizer(optimizer, tallies) for optimizer in optimizers}
+        self.optimizers = {
+            id(optimizer): ProbedOptimizer(optimizer, tallies, is_alone=len(optimizers) == 1) for optimizer in optimizers
+        }
         #: those that may have a probe
         self.probed = list(self.optimizers.values())[:_OPTIMIZERS]
         self.exchange = GradientExchange(module, call)

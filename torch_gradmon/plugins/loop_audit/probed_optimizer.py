@@ -26,9 +26,11 @@ class ProbedOptimizer:
     Args:
         optimizer: held weakly.
         tallies: receive the findings.
+        is_alone: no other one is attached, so that no parameter has to show which one a finding is about.
     """
 
-    def __init__(self, optimizer: Optimizer, tallies: Tallies) -> None:
+    def __init__(self, optimizer: Optimizer, tallies: Tallies, is_alone: bool) -> None:
+        self._is_alone = is_alone
         self.key = id(optimizer)  # in the tallies
         self.probe: Probe | None = None
         self.checks, self.scaler = StepChecks(tallies, self.key), ScalerChecks(tallies, self.key)
@@ -62,7 +64,7 @@ class ProbedOptimizer:
             chosen = others[:: max(1, len(others) // (_PLACES - 1))][: _PLACES - 1]
             self.unattached.compare([place, *(inventory.references[each] for each in chosen)])
             if (parameter := place()) is not None:
-                self.probe = Probe(inventory.names[number], place, parameter)
+                self.probe = Probe("" if self._is_alone else inventory.names[number], place, parameter)
 
     def shares_parameters(self, other: ProbedOptimizer) -> bool:
         """Whether both own some parameter."""
