@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import io
 import os
+import re
 import sqlite3
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from importlib import import_module
 from typing import NoReturn, Protocol, cast
 
 from .. import __version__
+from ..core.errors import nearest
 from .commands.common import Command, UsageError, example_lines
 
 #: The commands, as ``gradmon --help`` groups them; each is a module of its name, see :class:`CommandModule`.
@@ -24,6 +26,8 @@ _GROUPS = {
     "change what a running training measures": ("detail",),
     "check a model before it is trained": ("coordcheck",),
 }
+#: What argparse reports about a word that is none of those that it knows.
+_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)$")
 #: Examples of each command in the help of all commands.
 _EXAMPLES = 2
 
@@ -41,10 +45,19 @@ class CommandModule(Protocol):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Prints an error on one line."""
+    """Prints an error on one line, with what was probably meant."""
 
     def error(self, message: str) -> NoReturn:
+        if choice := _CHOICE.search(message):
+            near = nearest(choice[1], [word.strip("' ") for word in choice[2].split(",")])
+            message = f"{message[: choice.start(2) - len(' (choose from ')]}{near}"
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """An error about arguments that this command does not have."""
+        options = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
+        near = nearest(unknown[0], options) if unknown[0].startswith("--") else ""
+        self.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,7 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run_command(arguments: Sequence[str] | None) -> int:
     modules = _commands()
     parser = command_parser(modules)
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        _of_command(parser, options.command).refuse(unknown)
     if options.command is None:
         parser.error("name a command, such as demo")
     try:
@@ -85,7 +100,7 @@ def _commands() -> dict[str, CommandModule]:
     return {name: cast(CommandModule, import_module(f".commands.{name}", __package__)) for name in names}
 
 
-def command_parser(modules: dict[str, CommandModule] | None = None) -> argparse.ArgumentParser:
+def command_parser(modules: dict[str, CommandModule] | None = None) -> _Parser:
     """The parser of the command line; ``modules``: of its commands, if they are imported already."""
     modules = modules or _commands()
     parser = _Parser(
@@ -99,6 +114,13 @@ def command_parser(modules: dict[str, CommandModule] | None = None) -> argparse.
     for module in modules.values():
         module.COMMAND.add_to(subparsers)
     return parser
+
+
+def _of_command(parser: _Parser, command: str | None) -> _Parser:
+    """The parser of a command; that of all commands without one."""
+    groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    found: _Parser = parser if command is None else groups[0].choices[command]
+    return found
 
 
 def _examples(modules: dict[str, CommandModule]) -> Iterator[str]:

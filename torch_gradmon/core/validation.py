@@ -130,6 +130,8 @@ def module(value: object) -> None:
         )
     if isinstance(value, type) and issubclass(value, nn.Module):
         raise TypeError(f"expected a module, got the class {value.__name__}; pass an instance of it")
+    if isinstance(value, torch.optim.Optimizer):
+        raise TypeError(f"expected a torch.nn.Module, got the optimizer {type(value).__name__}: the model comes first")
     if not isinstance(value, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {display(value)}")
 
