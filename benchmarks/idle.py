@@ -6,9 +6,10 @@ import argparse
 import datetime
 import gc
 import json
+import random
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +19,18 @@ import torch_gradmon as gradmon
 from torch_gradmon.plugins.loop_audit.sampling import LOOKED, RESTED, TRUSTED
 
 from .machine import machine
-from .report import RESULTS, with_spread, write_section
+from .report import RESULTS, figure, with_spread, write_section
 from .timing import spread
 
 PARAMETERS = 150
 _WARM_UP = 20
 #: In the first steps the audit covers every step, see torch_gradmon/plugins/loop_audit/sampling.py.
 _FIRST = 250
+#: Loops of each kind.
+INSTANCES = 8
+KINDS: dict[str, dict[str, bool]] = {"bare": {}, "once_hooked": {"once_hooked": True}, "watched": {"watched": True}}
+#: Steps of a loop's turn, and those at its beginning that are not measured.
+TURN, _COLD = 40, 8
 #: Step 0 is monitored, which installs hooks; the measured steps are not.
 _NEVER_AGAIN = 10**9
 
@@ -65,36 +71,65 @@ def armed_hooks(model: nn.Module) -> int:
     return sum(len(p._backward_hooks or ()) + len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
 
 
-def idle(steps: int) -> dict[str, Any]:
-    """Differences within pairs of steps, of a watched loop and a bare one, and for comparison of two bare ones."""
+def idle(steps: int, instances: int = INSTANCES) -> dict[str, Any]:
+    """The Python of a step that is not monitored, and what such a step takes beside a loop without a monitor.
+
+    Where a loop's tensors lie in memory makes it slower or faster than its twin by as much as the monitor does, so there are several
+    loops of each kind, made in a random order. They take turns of some steps, so that each has its code and data in the cache as it would
+    alone.
+    """
     torch.set_num_threads(1)
-    bare, watched, another, hooked = Loop(), Loop(watched=True), Loop(), Loop(once_hooked=True)
-    for _ in range(_WARM_UP):
-        for loop in (bare, watched, another, hooked):
+    order = random.Random(0)
+    kinds = [kind for kind in KINDS for _ in range(instances)]
+    order.shuffle(kinds)
+    loops = [(kind, Loop(**KINDS[kind])) for kind in kinds]
+    watched = next(loop for kind, loop in loops if kind == "watched")
+    for _, loop in loops:
+        for _ in range(_WARM_UP):
             loop.step()
     first, first_hooks = _python(watched, _FIRST)
-    for loop in (bare, watched, another, hooked):
-        for _ in range(TRUSTED - _FIRST):
+    for kind, loop in loops:
+        for _ in range(TRUSTED - (_FIRST if loop is watched else 0) if kind == "watched" else 0):
             loop.step()
     later, later_hooks = _python(watched, steps)
-    result = {
+    medians = _medians(loops, max(1, steps // TURN), order)
+    bare = statistics.median(medians["bare"])
+    found = {kind: spread([value - bare for value in values]) for kind, values in medians.items()}
+    for _, loop in loops:
+        if loop.monitor is not None:
+            loop.monitor.detach()
+    return {
         "machine": machine(),
         "date": datetime.date.today().isoformat(),
         "parameters": PARAMETERS,
         "steps": steps,
+        "instances": instances,
         "first_python_us": spread(first),
         "first_hooks_on_parameters": first_hooks,
         "hooks_on_parameters": later_hooks,
         "python_us": spread(later),
         "mean_python_us": sum(later) / len(later),
-        "difference_us": spread(_differences(bare, watched, steps)),
-        "once_hooked_us": spread(_differences(bare, hooked, steps)),
-        "two_bare_loops_us": spread(_differences(bare, another, steps)),
-        "step_us": spread([bare.step() for _ in range(steps)]),
+        "difference_us": found["watched"],
+        "once_hooked_us": found["once_hooked"],
+        "bare_loops_us": found["bare"],
+        "step_us": spread(medians["bare"]),
     }
-    assert watched.monitor is not None
-    watched.monitor.detach()
-    return result
+
+
+def _medians(loops: Sequence[tuple[str, Loop]], turns: int, order: random.Random) -> dict[str, list[float]]:
+    """Microseconds of the median step of each loop, by its kind."""
+    times: list[list[float]] = [[] for _ in loops]
+    places = [*range(len(loops))]
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(turns):
+            order.shuffle(places)
+            for place in places:
+                times[place] += [loops[place][1].step() for _ in range(TURN)][_COLD:]
+    finally:
+        gc.enable()
+    return {kind: [statistics.median(of) for (its, _), of in zip(loops, times, strict=True) if its == kind] for kind in KINDS}
 
 
 def _python(loop: Loop, steps: int) -> tuple[list[float], int]:
@@ -115,22 +150,6 @@ def _python(loop: Loop, steps: int) -> tuple[list[float], int]:
     return times, statistics.mode(hooks)
 
 
-def _differences(first: Loop, second: Loop, steps: int) -> list[float]:
-    differences = []
-    gc.collect()
-    gc.disable()
-    try:
-        for number in range(steps):
-            if number % 2:
-                later, earlier = second.step(), first.step()
-            else:
-                earlier, later = first.step(), second.step()
-            differences.append(later - earlier)
-    finally:
-        gc.enable()
-    return differences
-
-
 def markdown(result: Mapping[str, Any]) -> str:
     """The section of the documentation."""
     where = result["machine"]
@@ -139,11 +158,12 @@ def markdown(result: Mapping[str, Any]) -> str:
         f"{result['hooks_on_parameters']} hooks on parameters; {result['mean_python_us']:.3g} µs in the mean, since the audit of the "
         f"loop looks at {LOOKED} of {LOOKED + RESTED} steps; in the "
         f"first {TRUSTED} steps, all of them audited, {with_spread(result['first_python_us'])} µs and "
-        f"{result['first_hooks_on_parameters']} hook on a parameter. Beside a loop without a "
+        f"{result['first_hooks_on_parameters']} hook on a parameter. Beside loops without a "
         f"monitor, whose steps take {with_spread(result['step_us'])} µs, such a step takes "
-        f"{with_spread(result['difference_us'])} µs longer; "
-        "a loop without a monitor whose parameters once had a hook, since removed, "
-        f"{with_spread(result['once_hooked_us'])} µs; a second loop without anything {with_spread(result['two_bare_loops_us'])} µs.\n\n"
+        f"{with_spread(result['difference_us'])} µs longer; that of loops without a monitor whose parameters once had a hook, since "
+        f"removed, {with_spread(result['once_hooked_us'])} µs. Loops without anything differ, too: by "
+        f"{figure(result['bare_loops_us']['quartile_1'])} to {figure(result['bare_loops_us']['quartile_3'])} µs from their median "
+        f"({result['instances']} loops of each kind).\n\n"
         f"{where['processor']} ({where['cores']} cores), {where['system']}, Python {where['python']}, torch {where['torch']}; "
         f"{result['date']}. Medians, quartiles in brackets."
     )

@@ -191,7 +191,7 @@ def test_an_idle_step_has_one_hook_on_a_parameter() -> None:
 
 
 def test_what_an_idle_step_costs_is_told_in_a_paragraph() -> None:
-    text = idle_markdown(idle(10))
+    text = idle_markdown(idle(10, instances=2))
     assert "µs of Python, 0 hooks on parameters" in text
     assert "µs and 1 hook on a parameter." in text
 
