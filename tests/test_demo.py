@@ -176,6 +176,7 @@ def test_help_loads_nothing_that_only_the_demo_needs() -> None:
         ([], 2, "name a command"),
         (["dmeo"], 2, "invalid choice: 'dmeo'; did you mean demo?"),
         (["why", "runs/demo", "--stp", "3"], 2, "unrecognized arguments: --stp 3; did you mean --step"),
+        (["--foo", "status", "runs/demo"], 2, "gradmon: error: unrecognized arguments: --foo; known are"),
         (["--foo"], 2, "unrecognized arguments: --foo; known are --help, --version"),
         (["demo", "--steps", "0"], 2, "'0' is not a positive whole number"),
         (["demo", "--steps", "many"], 2, "'many' is not a positive whole number"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -164,6 +165,12 @@ def test_signs_stand_behind_what_they_may_come_of() -> None:
     assert text.index("Possible consequences") < text.index("WARNING no-gradient")
     of_errors = str(Diagnosis.of([findings[0], _finding("loss-plateau", "error")], (0, 9), {}))
     assert "Possible consequences" not in of_errors, "what is graver stands by itself"
+    spikes = [
+        _finding("learning-rate-high", weight=3, step=5),
+        *(replace(_finding("spike"), steps=steps) for steps in ((2, 4), (6, 6))),
+    ]
+    grouped = [(cause.steps, [sign.steps for sign in signs]) for cause, signs in Diagnosis.of(spikes, (0, 9), {}).grouped()]
+    assert grouped == [((5, 9), [(6, 6)]), ((2, 4), [])], "what was over before is no consequence"
 
 
 def test_consequences_are_of_rules_that_there_are() -> None:

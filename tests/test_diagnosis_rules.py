@@ -509,6 +509,8 @@ def _spoilt(step: int) -> float:
         (100.0, 100, falls, False),
         (4.0, 100, _spoilt, False),
         (100.0, 50, _spoilt, False),  # and so did the rate
+        (10.0, 100, lambda step: math.inf if step == 45 else falls(step), False),  # a step that a GradScaler left out
+        (10.0, 100, lambda step: math.nan if step % 15 == 14 else falls(step), False),
     ],
 )
 def test_a_rate_that_leaps_for_good_and_spoils_the_loss(to: float, until: int, loss: Callable[[int], float], found: bool) -> None:
@@ -519,6 +521,30 @@ def test_a_rate_that_leaps_for_good_and_spoils_the_loss(to: float, until: int, l
         assert leapt[0].evidence["learning rate before"] == 1e-3
         assert leapt[0].evidence["from then on"] == pytest.approx(1e-3 * to)
         assert leapt[0].cause.startswith("The learning rate of group 1 rose to 100 times what it was in step 40 and stayed")
+
+
+def test_a_leap_for_a_while_is_called_so() -> None:
+    (leapt,) = check_learning_rate(history(loss=_spoilt, context=_raised(100.0, 70), **_updates(1e-3)))
+    assert "in step 40 and stayed there until step 69, and the loss is worse since then" in leapt.cause
+    (leapt,) = check_learning_rate(
+        history(loss=lambda step: _spoilt(step // 5), every=5, context=_raised_later, **_updates(1e-3))
+    )
+    assert "rose to 100 times what it was between steps 195 and 200 and stayed there, and" in leapt.cause
+
+
+def _raised_later(step: int) -> Mapping[str, Any]:
+    return {"lr": [1e-4 * (100 if step >= 200 else 1)]}
+
+
+def test_a_new_group_is_no_leap() -> None:
+    unfrozen = history(loss=_spoilt, context=lambda step: {"lr": [1e-4, 1e-3][: 1 + (step >= 40)]}, **_updates(1e-3))
+    assert check_learning_rate(unfrozen) == []
+    at_last = history(loss=lambda step: math.inf if step == 99 else falls(step), context=_raised_at_last, **_updates(1e-3))
+    assert check_learning_rate(at_last) == []
+
+
+def _raised_at_last(step: int) -> Mapping[str, Any]:
+    return {"lr": [1e-3 * (100 if step == 99 else 1)]}
 
 
 def test_a_restart_of_a_schedule_is_no_leap() -> None:

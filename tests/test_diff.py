@@ -20,6 +20,7 @@ import torch_gradmon as gradmon
 from torch_gradmon import Difference, ModuleMonitor, Run, diff, load_run
 from torch_gradmon.analysis.comparison.causal_order import STAGES, Order
 from torch_gradmon.analysis.comparison.rules import is_clock
+from torch_gradmon.analysis.run_settings import settings_that_differ
 from torch_gradmon.cli.main import main
 from torch_gradmon.core.keys import Key, parse_key
 from torch_gradmon.core.moments import ALL_COLUMNS
@@ -305,6 +306,20 @@ def test_settings_of_optimizers_that_differ_are_the_cause(base: Path, tmp_path: 
     data = diff(base, train(tmp_path / "data", _data, weight_decay=0.02), ignore=["^parameter", "param_norm", "^update"])
     assert "settings that differ: weight_decay" in str(data)
     assert diff(base, base).settings == {}
+    other = diff(base, train(tmp_path / "other", seed=1, weight_decay=0.02))
+    assert other.onset is not None
+    assert other.onset.key.startswith("parameter/")
+    assert "weight_decay" not in other.interpretation  # they differ before any step
+    assert "settings that differ: weight_decay 0.01 and 0.02" in str(other)
+
+
+def test_settings_are_compared_group_by_group() -> None:
+    def made(*rates: float | None) -> dict[str, Any]:
+        return {"optimizers": [{"optimizer": "SGD", "settings": {} if rate is None else {"lr": rate}} for rate in rates]}
+
+    assert settings_that_differ(made(0.1, 0.2, 0.1), made(0.1, 0.2, 0.2)) == {"lr": ("0.1 | 0.2 | 0.1", "0.1 | 0.2 | 0.2")}
+    assert settings_that_differ(made(0.1, 0.1), made(0.2, 0.2)) == {"lr": ("0.1", "0.2")}
+    assert settings_that_differ(made(None), made(0.2)) == {}  # one was on a device
 
 
 def test_common_steps_are_compared_and_the_others_told(base: Path, tmp_path: Path) -> None:

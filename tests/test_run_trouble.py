@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import random
 import shutil
 import signal
@@ -259,6 +260,18 @@ def test_a_run_whose_process_is_gone_does_not_look_alive(tmp_path: Path) -> None
     assert run_card(tmp_path).state == "silent"
 
 
+def _refused(number: int, signal: int) -> None:
+    raise PermissionError
+
+
+def test_a_run_behind_a_link_is_that_of_its_file(tmp_path: Path) -> None:
+    _, monitor = _run_with_trouble(tmp_path / "run", "none", steps=4)
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link" / "gradmon.sqlite").symlink_to(tmp_path / "run" / "gradmon.sqlite")
+    assert load_run(tmp_path / "link").steps == [0, 1, 2, 3]  # those of a file beside the first one
+    monitor.detach()
+
+
 def test_only_a_process_of_this_machine_can_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     own = process.process_facts()
     assert not process.is_gone(own)
@@ -266,6 +279,11 @@ def test_only_a_process_of_this_machine_can_be_gone(monkeypatch: pytest.MonkeyPa
     assert process.is_gone({**own, "began": "1"})  # its number belongs to another process by now
     assert not process.is_gone({**own, "id": 2**22 + 1, "where": "another"})
     assert not process.is_gone({})
+    for odd in (0, -1, "x", 2**80, None):
+        assert not process.is_gone({**own, "id": odd})
+    with monkeypatch.context() as patch:  # the system hides processes of other users
+        patch.setattr(os, "kill", _refused)
+        assert not process.is_gone({**own, "began": "1"})
     monkeypatch.setattr("os.name", "nt")
     assert not process.is_gone({**own, "id": 2**22 + 1})
 

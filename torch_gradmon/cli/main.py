@@ -56,7 +56,7 @@ class _Parser(argparse.ArgumentParser):
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         """An error about arguments that this command does not have."""
         options = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
-        near = nearest(unknown[0], options) if unknown[0].startswith("--") else ""
+        near = nearest(unknown[0].partition("=")[0], options) if unknown[0].startswith("--") else ""
         self.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
 
 
@@ -80,7 +80,9 @@ def _run_command(arguments: Sequence[str] | None) -> int:
     parser = command_parser(modules)
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
-        _of_command(parser, options.command).refuse(unknown)
+        given = [*(sys.argv[1:] if arguments is None else arguments)]
+        is_early = options.command is None or unknown[0] in given[: given.index(options.command)]
+        _of_command(parser, None if is_early else options.command).refuse(unknown)
     if options.command is None:
         parser.error("name a command, such as demo")
     try:

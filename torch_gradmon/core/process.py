@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import platform
@@ -30,31 +29,37 @@ def process_facts() -> dict[str, Any]:
 
 
 def is_gone(facts: Mapping[str, Any]) -> bool:
-    """Whether a process with these facts certainly no longer exists. One of another machine or container may."""
-    if os.name != "posix" or not facts or facts.get("where") != _where():  # Windows would send a signal
+    """Whether a process with these facts certainly no longer exists. One of another machine, container or user may, and so may any where
+    the system does not show when processes began, as Linux does.
+    """
+    number, began, where = (facts.get(name) for name in ("id", "began", "where"))
+    if os.name != "posix" or not began or not where or where != _where():  # Windows would send a signal
         return False
-    number = int(facts["id"])
+    if not isinstance(number, int) or not 0 < number < 1 << 31:
+        return False
     try:
         os.kill(number, 0)
     except ProcessLookupError:
         return True
-    except OSError:  # it is of another user
-        pass
-    return _began(number) != facts.get("began")  # another process has its number by now, or none but its entry is left
+    except OSError:  # of another user: it exists
+        return False
+    now = _began(number)
+    return now is not None and now != began  # another process has its number by now, or none but its entry is left
 
 
 def _where() -> str:
-    """This machine since it was started, and the container on it, as far as the system shows: a hash, since runs are given away."""
-    found = [platform.node()]
-    with contextlib.suppress(OSError):
-        found += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+    """This machine since it was started, and the container on it: a hash, since runs are given away. Empty if the system shows neither."""
+    try:
+        found = [platform.node(), Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+    except OSError:
+        return ""
     return hashlib.sha256("\n".join(found).encode()).hexdigest()[:16]
 
 
-def _began(number: int) -> str:
-    """When a process started, in the system's own unit; empty if it has ended, or if the system has no such file."""
+def _began(number: int) -> str | None:
+    """When a process started, in the system's own unit; empty if it has ended, None if the system does not show it."""
     try:
         state, *rest = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return ""
+        return None
     return "" if state in "ZX" else rest[18]

@@ -53,20 +53,27 @@ def open_to_read(path: str | os.PathLike[str]) -> tuple[sqlite3.Connection, dict
     file = file_in(path)
     if not file.is_file():
         raise FileNotFoundError(f"there is no run in {str(path)!r}: {str(file)!r} does not exist")
+    real = file.resolve()  # beside which SQLite keeps its other files
     if not os.access(file, os.R_OK):
         raise ValueError(f"{str(file)!r} could not be read: this user has no permission")
-    log = Path(f"{file}-wal")
-    is_written = log.exists() and log.stat().st_size > 0  # else the run has ended, and no process writes to it now
-    is_writable = os.access(file, os.W_OK) and os.access(file.parent, os.W_OK)
+    is_writable = os.access(real, os.W_OK) and os.access(real.parent, os.W_OK)
     try:
         # Beside a database in WAL mode SQLite keeps other files: a connection that may write removes them at its end, and one that may not
         # cannot create them, or would leave some that the owner of the run cannot use.
-        return _connected(file, "mode=rw" if is_written or is_writable else "mode=ro&immutable=1")
+        return _connected(real, "mode=rw" if is_writable or _is_written(real) else "mode=ro&immutable=1")
     except sqlite3.DatabaseError as error:
         if any(sign in str(error) for sign in _BARRED):
             raise ValueError(_UNREADABLE.format(str(file), os.fspath(file.parent))) from error
         what = "could not be read" if "lock" in str(error) else "is not a run of torch_gradmon"
         raise ValueError(f"{str(file)!r} {what}: {error}") from error
+
+
+def _is_written(file: Path) -> bool:
+    """Whether the run has not ended, or was killed: SQLite keeps its last steps in another file."""
+    try:
+        return Path(f"{file}-wal").stat().st_size > 0
+    except FileNotFoundError:
+        return False
 
 
 class Connection(sqlite3.Connection):
@@ -78,7 +85,7 @@ class Connection(sqlite3.Connection):
 
 
 def _connected(file: Path, how: str) -> tuple[sqlite3.Connection, dict[str, Any]]:
-    db = sqlite3.connect(f"{file.resolve().as_uri()}?{how}", uri=True, factory=Connection)
+    db = sqlite3.connect(f"{file.as_uri()}?{how}", uri=True, factory=Connection)
     try:
         db.execute("PRAGMA query_only=1")
         return db, stored_meta(db)

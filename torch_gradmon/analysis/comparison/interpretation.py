@@ -73,7 +73,7 @@ def interpret(
     text = _PLACES[stage](_Onset(key, step, before, compared))
     if not is_finite:
         return f"{text} Not all of the values are finite."
-    if settings and stage in _OF_STEP:
+    if settings and stage in _OF_STEP and (stage != "parameters" or before is not None):
         return f"{text} The optimizers differ in {listed(settings, 3)}, which may be the cause."
     if stage in ("settings", "other values"):
         return text

@@ -108,7 +108,10 @@ class Diagnosis:
             seen[finding.rule] += 1
             if most_of_rule is None or seen[finding.rule] <= most_of_rule:
                 signs = CONSEQUENCES.get(finding.rule, frozenset())
-                consequences = [other for other in left if other.rule in signs and other.severity != "error"]
+                since = finding.steps[0]  # what was over by then has another cause
+                consequences = [
+                    other for other in left if other.rule in signs and other.severity != "error" and other.steps[1] >= since
+                ]
                 left = [other for other in left if other not in consequences]
                 yield finding, consequences
 

@@ -61,30 +61,34 @@ def check_learning_rate(history: History) -> list[Finding]:
 
 
 def _leapt(history: History) -> list[Finding]:
-    """A rate that rises from one step to the next far above all that it was before, stays there, and spoils the loss."""
+    """A rate that rises at once far above all that it was before, stays there for a while, and spoils the loss."""
     rates = [record.context.get("lr") or [0.0] for record in history.records]
-    groups = list(zip(*rates, strict=True)) if len(set(map(len, rates))) == 1 else [history.rates]
-    found = [(at, number, rate) for number, rate in enumerate(groups) if (at := _leap(rate)) is not None]
+    first = next((at for at in reversed(range(len(rates))) if len(rates[at]) != len(rates[-1])), -1) + 1  # with these groups
+    groups = list(zip(*rates[first:], strict=True))
+    found = [(first + leap.start, number, leap) for number, rate in enumerate(groups) if (leap := _leap(rate)) is not None]
     if not found or history.learning.state == "unknown":
         return []
-    at, number, rate = min(found)
-    step, loss = history.steps[at], history.loss
-    earlier, after = loss.finite, loss.since(step)
+    at, number, leap = min(found)
+    rate, (last, step) = groups[number], history.steps[at - 1 : at + 1]
+    earlier, after = history.loss.finite, history.loss.since(step)
     until = len(earlier) - len(earlier.since(step))
     before = Series(earlier.steps[:until][-_WINDOW:], earlier.values[:until][-_WINDOW:])
-    if len(before) < _FIRST or not _is_spoiled(before, after):
+    if min(len(before), len(after)) < _FIRST or not _is_spoiled(before, after):
         return []
     of = f" of group {number}" if len(groups) > 1 and len(found) < len(groups) else ""
+    when = f"in step {step}" if step == last + 1 else f"between steps {last} and {step}"
+    end = history.steps[first + leap.stop - 1]
+    stays = "stayed there" if end == history.steps[-1] else f"stayed there until step {end}"
     return history.finding(
         "learning-rate-high",
         "",
         {
-            "learning rate before": rate[at - 1],
-            "from then on": rate[at],
+            "learning rate before": rate[leap.start - 1],
+            "from then on": rate[leap.start],
             "loss before": before.median,
-            "at the end": after.finite.part(0.8, 1).median if after.finite else math.nan,
+            "at the end": _median(after.part(0.8, 1).values),
         },
-        f"The learning rate{of} rose to {times(rate[at] / rate[at - 1])} what it was in step {step} and stayed there, and the loss is "
+        f"The learning rate{of} rose to {times(rate[leap.start] / rate[leap.start - 1])} what it was {when} and {stays}, and the loss is "
         "worse since then.",
         "See what sets the rate in that step, such as a schedule, a resumed checkpoint or a rate in other units; otherwise raise it in "
         "small steps.",
@@ -94,23 +98,31 @@ def _leapt(history: History) -> list[Finding]:
     )
 
 
-def _leap(rates: Sequence[float]) -> int | None:
-    """The place from which a rate is this many times any earlier one, for good."""
+def _leap(rates: Sequence[float]) -> range | None:
+    """The places, from the last one on from which a rate is far above any earlier one, as long as it is."""
     highest = list(accumulate(rates, max))
-    places = [at for at in range(_WINDOW, len(rates)) if rates[at] > _LEAP * highest[at - 1] > 0]
-    at = places[-1] if places else None
-    stays = at is not None and min(rates[at : at + _WINDOW]) > _LEAP * highest[at - 1]
-    return at if stays else None
+    for at in reversed(range(_WINDOW, len(rates))):
+        if rates[at] > _LEAP * highest[at - 1] > 0:
+            low = (place for place in range(at, len(rates)) if not rates[place] > _LEAP * highest[at - 1])
+            end = next(low, len(rates))
+            return range(at, end) if end == len(rates) or end - at >= _WINDOW else None
+    return None
 
 
 def _is_spoiled(before: Series, after: Series) -> bool:
-    """Whether the loss is no longer finite, or is higher at once and at the end."""
-    soon, end = Series(after.steps[:_WINDOW], after.values[:_WINDOW]), after.finite.part(0.8, 1)
-    if not all(map(math.isfinite, soon.values)):
-        return True
-    return bool(soon) and all(
-        part.median > _WORSE * before.median > 0 and rank_shift(before.values, part.values) > _RANKS for part in (soon, end)
+    """Whether the loss is far above what it was, at once and at the end, or is mostly no longer finite."""
+    return before.median > 0 and all(
+        _median(values) > _WORSE * before.median and rank_shift(before.values, values) > _RANKS
+        for values in (_as_infinite(after.values[:_WINDOW]), _as_infinite(after.part(0.8, 1).values))
     )
+
+
+def _as_infinite(values: Sequence[float]) -> list[float]:
+    return [value if math.isfinite(value) else math.inf for value in values]
+
+
+def _median(values: Sequence[float]) -> float:
+    return lower_median(_as_infinite(values))
 
 
 def _ran_out(history: History) -> list[Finding]:
