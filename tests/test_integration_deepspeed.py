@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +20,19 @@ from .ranks import on_ranks
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _operations() -> None:
+    """DeepSpeed compiles an operation when the first ranks start. On a busy machine that takes longer than ranks may, and a build that
+    was killed leaves a lock behind on which all later ones wait.
+    """
+    place = Path(sys.prefix) / "torch_extensions"
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(place)
+    for lock in place.rglob("lock"):
+        lock.unlink()
+    subprocess.run([sys.executable, "-c", "from deepspeed.comm.torch import build_shm_op; build_shm_op()"], check=True)
+
 
 OFFLOAD = {"zero_force_ds_cpu_optimizer": False, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
 BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}
