@@ -88,8 +88,8 @@ def idle(steps: int, instances: int = INSTANCES) -> dict[str, Any]:
         for _ in range(_WARM_UP):
             loop.step()
     first, first_hooks = _python(watched, _FIRST)
-    for kind, loop in loops:
-        for _ in range(TRUSTED - (_FIRST if loop is watched else 0) if kind == "watched" else 0):
+    for loop in (loop for kind, loop in loops if kind == "watched"):
+        for _ in range(TRUSTED - _FIRST * (loop is watched)):
             loop.step()
     later, later_hooks = _python(watched, steps)
     medians = _medians(loops, max(1, steps // TURN), order)

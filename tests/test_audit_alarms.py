@@ -417,9 +417,8 @@ def test_equal_gradients_are_no_proof_of_a_second_backward_pass(kind: str) -> No
                 (out * torch.rand(out.shape)).sum().backward()
             elif kind == "edge":
                 loss.backward(retain_graph=True)
-                torch.autograd.backward(
-                    [torch.autograd.graph.get_gradient_edge((out - 60).abs().mean())]
-                )  # one alone only from 2.7 on
+                # in a list, since torch takes one alone only from 2.7 on
+                torch.autograd.backward([torch.autograd.graph.get_gradient_edge((out - 60).abs().mean())])
             elif kind == "rows":
                 rows = out.mean(0)
                 rows.backward(torch.tensor([1.0, 0.0]), retain_graph=True)

@@ -27,7 +27,7 @@ _GROUPS = {
     "check a model before it is trained": ("coordcheck",),
 }
 #: What argparse reports about a word that is none of those that it knows.
-_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)$")
+_CHOICE = re.compile(r"(invalid choice: '([^']*)') \(choose from (.*)\)$")
 #: Examples of each command in the help of all commands.
 _EXAMPLES = 2
 
@@ -49,8 +49,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if choice := _CHOICE.search(message):
-            near = nearest(choice[1], [word.strip("' ") for word in choice[2].split(",")])
-            message = f"{message[: choice.start(2) - len(' (choose from ')]}{near}"
+            near = nearest(choice[2], [word.strip("' ") for word in choice[3].split(",")])
+            message = f"{message[: choice.end(1)]}{near}"
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:

@@ -63,7 +63,7 @@ def open_to_read(path: str | os.PathLike[str]) -> tuple[sqlite3.Connection, dict
         return _connected(real, "mode=rw" if is_writable or _is_written(real) else "mode=ro&immutable=1")
     except sqlite3.DatabaseError as error:
         if any(sign in str(error) for sign in _BARRED):
-            raise ValueError(_UNREADABLE.format(str(file), os.fspath(file.parent))) from error
+            raise ValueError(_UNREADABLE.format(str(file), os.fspath(real.parent))) from error
         what = "could not be read" if "lock" in str(error) else "is not a run of torch_gradmon"
         raise ValueError(f"{str(file)!r} {what}: {error}") from error
 

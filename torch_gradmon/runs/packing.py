@@ -12,7 +12,6 @@ import sys
 from array import array
 from collections.abc import Mapping
 from functools import cache
-from itertools import accumulate
 
 import torch
 
@@ -44,11 +43,10 @@ def pack(tables: Mapping[str, tuple[StatsTable, bool]]) -> dict[str, bytes]:
     if not tables:
         return {}
     rows = torch.cat([table.rows for table, _ in tables.values()])
-    ends = [*accumulate(len(table.names) for table, _ in tables.values())]
-    places = {source: slice(end - len(table.names), end) for (source, (table, _)), end in zip(tables.items(), ends, strict=True)}
-    for source, (table, _) in tables.items():
+    sizes = [len(table.names) for table, _ in tables.values()]
+    for part, (table, _) in zip(torch.split(rows, sizes), tables.values(), strict=True):
         if Column.SUM not in table.columns:
-            rows[places[source], Column.SUM] = 0.0  # which makes the spread the rms
+            part[:, Column.SUM] = 0.0  # which makes the spread the rms
     columns = rows.unbind(1)
     count, mean, magnitude, square = (columns[column] for column in (Column.COUNT, Column.SUM, Column.ABS_SUM, Column.SQUARE_SUM))
     for total in (mean, magnitude, square):
@@ -57,10 +55,10 @@ def pack(tables: Mapping[str, tuple[StatsTable, bool]]) -> dict[str, bytes]:
     variance = (square - mean.square()).clamp_(min=0)
     square.copy_(torch.where(square.isfinite(), variance, square).sqrt_())
     rows.masked_fill_((count <= 0).unsqueeze(1), 0.0)
-    packed = rows.to(torch.float32)
+    parts = torch.split(rows.to(torch.float32), sizes)
     return {
-        source: _bytes_of(packed[places[source]].index_select(1, _index(table.columns, counted)))
-        for source, (table, counted) in tables.items()
+        source: _bytes_of(part.index_select(1, _index(table.columns, counted)))
+        for part, (source, (table, counted)) in zip(parts, tables.items(), strict=True)
     }
 
 

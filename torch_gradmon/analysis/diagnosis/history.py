@@ -171,7 +171,12 @@ class History:
     @cached_property
     def rates(self) -> list[float]:
         """The largest learning rate of each step; 0 if it is unknown."""
-        return [max(record.context.get("lr") or [0.0]) for record in self.records]
+        return list(map(max, self.group_rates))
+
+    @cached_property
+    def group_rates(self) -> list[Sequence[float]]:
+        """The learning rates of each step, by parameter group; a single 0 if they are unknown."""
+        return [record.context.get("lr") or [0.0] for record in self.records]
 
     @property
     def rests_at_chance(self) -> bool:

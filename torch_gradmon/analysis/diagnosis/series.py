@@ -52,6 +52,11 @@ class Series:
         first = bisect_left(self.steps, step)
         return Series(self.steps[first:], self.values[first:])
 
+    def before(self, step: int) -> Series:
+        """Up to ``step``, without it."""
+        last = bisect_left(self.steps, step)
+        return Series(self.steps[:last], self.values[:last])
+
     def part(self, first: float, last: float) -> Series:
         """From one share of the series to another: ``part(0.75, 1)`` is its last quarter. At least one value, if it has any."""
         low = min(int(first * len(self)), max(len(self) - 1, 0))

@@ -44,7 +44,7 @@ class RunDirectory:
         self._process = HomeProcess()
         self.keep_alive: list[object] = []
         self._path, self._complaints, self._is_muted = path, complaints, is_muted
-        self._meta = {**meta, "process": process_facts()}
+        self._meta = dict(meta) if path is None else {**meta, "process": process_facts()}
         self._name = secrets.token_hex(8)  # under which the directory is claimed
         self._failures = 0
         self._has_claimed = False  # the directory, with its first step

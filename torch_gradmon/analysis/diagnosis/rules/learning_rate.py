@@ -18,7 +18,7 @@ from ..findings import Finding, NotMeasured
 from ..history import History
 from ..learning import rank_shift, trend
 from ..precautions import Precautions
-from ..series import Matrix, Series, lower_median
+from ..series import Matrix, lower_median
 
 #: The update over the weights, per step.
 _HIGH, _LOW = 0.2, 2e-5
@@ -62,7 +62,7 @@ def check_learning_rate(history: History) -> list[Finding]:
 
 def _leapt(history: History) -> list[Finding]:
     """A rate that rises at once far above all that it was before, stays there for a while, and spoils the loss."""
-    rates = [record.context.get("lr") or [0.0] for record in history.records]
+    rates = history.group_rates
     first = next((at for at in reversed(range(len(rates))) if len(rates[at]) != len(rates[-1])), -1) + 1  # with these groups
     groups = list(zip(*rates[first:], strict=True))
     found = [(first + leap.start, number, leap) for number, rate in enumerate(groups) if (leap := _leap(rate)) is not None]
@@ -70,10 +70,10 @@ def _leapt(history: History) -> list[Finding]:
         return []
     at, number, leap = min(found)
     rate, (last, step) = groups[number], history.steps[at - 1 : at + 1]
-    earlier, after = history.loss.finite, history.loss.since(step)
-    until = len(earlier) - len(earlier.since(step))
-    before = Series(earlier.steps[:until][-_WINDOW:], earlier.values[:until][-_WINDOW:])
-    if min(len(before), len(after)) < _FIRST or not _is_spoiled(before, after):
+    before = history.loss.finite.before(step).values[-_WINDOW:]
+    after = [value if math.isfinite(value) else math.inf for value in history.loss.since(step).values]
+    end_loss = after[int(0.8 * len(after)) :]
+    if min(len(before), len(after)) < _FIRST or not (_is_worse(before, after[:_WINDOW]) and _is_worse(before, end_loss)):
         return []
     of = f" of group {number}" if len(groups) > 1 and len(found) < len(groups) else ""
     when = f"in step {step}" if step == last + 1 else f"between steps {last} and {step}"
@@ -85,8 +85,8 @@ def _leapt(history: History) -> list[Finding]:
         {
             "learning rate before": rate[leap.start - 1],
             "from then on": rate[leap.start],
-            "loss before": before.median,
-            "at the end": _median(after.part(0.8, 1).values),
+            "loss before": lower_median(before),
+            "at the end": lower_median(end_loss),
         },
         f"The learning rate{of} rose to {times(rate[leap.start] / rate[leap.start - 1])} what it was {when} and {stays}, and the loss is "
         "worse since then.",
@@ -109,20 +109,9 @@ def _leap(rates: Sequence[float]) -> range | None:
     return None
 
 
-def _is_spoiled(before: Series, after: Series) -> bool:
-    """Whether the loss is far above what it was, at once and at the end, or is mostly no longer finite."""
-    return before.median > 0 and all(
-        _median(values) > _WORSE * before.median and rank_shift(before.values, values) > _RANKS
-        for values in (_as_infinite(after.values[:_WINDOW]), _as_infinite(after.part(0.8, 1).values))
-    )
-
-
-def _as_infinite(values: Sequence[float]) -> list[float]:
-    return [value if math.isfinite(value) else math.inf for value in values]
-
-
-def _median(values: Sequence[float]) -> float:
-    return lower_median(_as_infinite(values))
+def _is_worse(before: Sequence[float], after: Sequence[float]) -> bool:
+    """Whether losses are far above those before, or mostly no longer finite."""
+    return lower_median(after) > _WORSE * lower_median(before) > 0 and rank_shift(before, after) > _RANKS
 
 
 def _ran_out(history: History) -> list[Finding]:
@@ -153,7 +142,7 @@ def _ran_out(history: History) -> list[Finding]:
 
 def _below(history: History, share: float, least: float) -> int | None:
     """The step from which the rate of each group was below this ``share`` of its largest one, for the ``least`` share of the run."""
-    rates = [record.context.get("lr") or [0.0] for record in history.records]
+    rates = history.group_rates
     if len(set(map(len, rates))) != 1:
         rates = [[max(each)] for each in rates]
     largest = [max(of) for of in zip(*rates, strict=True)]

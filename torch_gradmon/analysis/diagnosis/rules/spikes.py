@@ -65,8 +65,8 @@ def check_spikes(history: History) -> list[Finding]:
 def _undone(history: History, spike: Episode) -> str:
     """A sentence, if the steps after the only grave spike have lost half of the progress before it."""
     loss = history.loss.finite
-    until = len(loss) - len(loss.since(spike.first))
-    before, after = loss.values[:until][-_AFTER:], loss.since(spike.last + 1).values[:_AFTER]
+    earlier = loss.before(spike.first).values
+    until, before, after = len(earlier), earlier[-_AFTER:], loss.since(spike.last + 1).values[:_AFTER]
     if min(len(before), len(after)) < _AFTER or not _applied(history, spike.worst.step):
         return ""
     if sum(size(other.worst) >= _GRAVE for other in history.spikes) != 1 or size(spike.worst) < _GRAVE:
