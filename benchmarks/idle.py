@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.plugins.loop_audit.sampling import LOOKED, RESTED, TRUSTED
+from torch_gradmon.plugins.loop_audit.sampling import LOOKED, MOST_RESTED, RESTED, TRUSTED
 
 from .machine import machine
 from .report import RESULTS, figure, with_spread, write_section
@@ -156,7 +156,7 @@ def markdown(result: Mapping[str, Any]) -> str:
     return (
         f"**A step that is not monitored** ({result['parameters']} parameters): {with_spread(result['python_us'])} µs of Python, "
         f"{result['hooks_on_parameters']} hooks on parameters; {result['mean_python_us']:.3g} µs in the mean, since the audit of the "
-        f"loop looks at {LOOKED} of {LOOKED + RESTED} steps; in the "
+        f"loop looks at {LOOKED} steps between pauses of {RESTED} to {MOST_RESTED}; in the "
         f"first {TRUSTED} steps, all of them audited, {with_spread(result['first_python_us'])} µs and "
         f"{result['first_hooks_on_parameters']} hook on a parameter. Beside loops without a "
         f"monitor, whose steps take {with_spread(result['step_us'])} µs, such a step takes "

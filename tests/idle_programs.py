@@ -391,8 +391,8 @@ def _counting(is_on: bool) -> Iterator[list[int]]:
     counted: list[int] = []
     begin, ended, trusted = IdleStretch.begin, IdleStretch.step_ended, sampling.TRUSTED
 
-    def step_ended(self: IdleStretch, optimizer: torch.optim.Optimizer) -> bool:
-        is_all = ended(self, optimizer)
+    def step_ended(self: IdleStretch, *arguments: Any) -> bool:
+        is_all = ended(self, *arguments)
         counted.extend([self._state.clock.ended or 0] * is_all)
         return is_all
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor
+from torch_gradmon.plugins import Plugin
 
 from . import oracle
 from .families import BY_NAME
@@ -306,6 +307,68 @@ def test_parameters_and_modules_are_hooked_for_monitored_steps_only(options: dic
             assert values["gradmon/grad_norm"] == pytest.approx(before, rel=1e-6)
             assert "activation/0/norm" in values
     assert list(run.monitor.get_all_metrics()) == [0, 3, 6]
+
+
+def test_nothing_of_a_hook_stays_in_a_parameter() -> None:
+    """A removed hook after the accumulation costs each later pass nearly as much as one that is there, and cannot be undone."""
+    run = Run(every=3).attach()
+    hooked: set[str] = set()
+    for step in range(9):
+        run.optimizer.zero_grad()
+        loss = MLP.loss(run.model, BATCHES[step])
+        if step % 3:
+            hooked |= {name for name, p in run.model.named_parameters() if p._backward_hooks is not None}
+        loss.backward()
+        run.optimizer.step()
+        hooked |= {name for name, p in run.model.named_parameters() if p._post_accumulate_grad_hooks is not None}
+    assert len(hooked) == 1  # that of the audit
+
+
+class _CountsPasses(Plugin):
+    name = "counts-passes"
+
+    def __init__(self) -> None:
+        self.ends = 0
+
+    def on_backward_ended(self) -> None:
+        self.ends += 1
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_gradients_that_are_returned_are_no_end_of_a_backward_pass(create_graph: bool) -> None:
+    counts = _CountsPasses()
+    run = Run(plugins=[counts]).attach()
+    weights = list(run.model.parameters())
+    loss = MLP.loss(run.model, BATCHES[0])
+    returned = torch.autograd.grad(loss, weights, create_graph=create_graph, retain_graph=True)
+    torch.autograd.grad(loss, weights[-1:], retain_graph=True)
+    assert counts.ends == 0
+    if create_graph:
+        loss = loss + sum(g.square().sum() for g in returned)
+    loss.backward(inputs=weights[2:], retain_graph=True)
+    assert counts.ends == 1
+    loss.backward(inputs=weights[:2])
+    assert counts.ends == 2
+    before = norm_of(run.model)
+    nn.utils.clip_grad_norm_(weights, before / 2)
+    run.optimizer.step()
+    assert run.monitor.get_step_metrics()["gradmon/grad_norm"] == pytest.approx(before, rel=1e-6)
+
+
+def test_hooks_change_no_gradient_and_keep_none() -> None:
+    """Autograd puts a gradient into a parameter as it is, unless a hook holds on to it."""
+    run, places = Run().attach(), {}
+    for name, parameter in run.model.named_parameters():
+        parameter.register_hook(lambda gradient, name=name: places.update({name: gradient.data_ptr()}))
+    MLP.loss(run.model, BATCHES[0]).backward()
+    taken = {name: p.grad.data_ptr() for name, p in run.model.named_parameters() if p.grad is not None}
+    bare = Run()
+    alone: dict[str, int] = {}
+    for name, parameter in bare.model.named_parameters():
+        parameter.register_hook(lambda gradient, name=name: alone.update({name: gradient.data_ptr()}))
+    MLP.loss(bare.model, BATCHES[0]).backward()
+    without = {name: p.grad.data_ptr() for name, p in bare.model.named_parameters() if p.grad is not None}
+    assert {name: places[name] == taken[name] for name in taken} == {name: alone[name] == without[name] for name in without}
 
 
 @pytest.mark.parametrize("every", [1, 3])

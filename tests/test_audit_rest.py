@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 
@@ -10,31 +11,31 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.plugins.loop_audit.sampling import LOOKED, RESTED, TRUSTED, Rest
+from torch_gradmon.plugins.loop_audit.sampling import LOOKED, MOST_RESTED, RESTED, TRUSTED, Rest
 
 from .test_traced_step import Trace
 
 ROUND = RESTED + LOOKED
 
 
-def test_turns() -> None:
-    rest, turns, on = Rest(), [], []
-    for step in range(TRUSTED + 3 * ROUND):
-        if rest.step_ended(is_clean=True):
-            turns.append(step)
+def test_pauses_become_longer_and_looks_do_not() -> None:
+    rest, on = Rest(), []
+    for _ in range(TRUSTED + 6 * MOST_RESTED):
+        rest.step_ended(is_clean=True)
         on.append(rest.is_on)
-    first = TRUSTED - 1
-    assert turns == [
-        first,
-        first + RESTED,
-        first + ROUND,
-        first + ROUND + RESTED,
-        first + 2 * ROUND,
-        first + 2 * ROUND + RESTED,
-        first + 3 * ROUND,
-    ]
-    assert sum(on[first : first + ROUND]) == RESTED
-    assert not any(on[:first])
+    pauses, looks = (
+        [len([*its]) for is_on, its in itertools.groupby(on[TRUSTED - 1 :]) if is_on is wanted] for wanted in (True, False)
+    )
+    assert not any(on[: TRUSTED - 1])
+    assert pauses[:7] == [48, 96, 192, 384, 768, 768, 768]
+    assert set(looks) == {LOOKED}
+
+
+def test_a_pause_is_shorter_than_three_fifths_of_what_was_clean_before_it() -> None:
+    rest = Rest()
+    for step in range(1, 10_000):
+        if rest.step_ended(is_clean=True) and rest.is_on:
+            assert rest.left < 0.6 * step
 
 
 def test_what_is_seen_ends_it_and_trust_begins_anew() -> None:
@@ -92,7 +93,7 @@ def test_a_sound_loop_has_no_hook_in_three_steps_of_four_and_is_told_nothing(mak
             loop.step()
             found.append(loop.hooks())
     assert set(found) == {0, 1}
-    assert found.count(1) == 2 * LOOKED
+    assert found.count(1) == LOOKED  # the second pause is as long as the rest of two rounds
     assert [finding for finding in loop.monitor.diagnose().findings if finding.severity != "info"] == []
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from . import idle_programs
@@ -37,9 +39,9 @@ def test_programs_have_steps_that_are_only_counted_and_every_kind_of_move() -> N
 def test_a_step_that_is_counted_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     original = idle_programs.IdleStretch.step_ended
 
-    def step_ended(self: idle_programs.IdleStretch, optimizer: idle_programs.torch.optim.Optimizer) -> bool:
+    def step_ended(self: idle_programs.IdleStretch, *arguments: Any) -> bool:
         self._state.clock.attempts += 1
-        return original(self, optimizer)
+        return original(self, *arguments)
 
     monkeypatch.setattr(idle_programs.IdleStretch, "step_ended", step_ended)
     assert any(idle_programs.differences(idle_programs.draw(seed))[0] for seed in range(8))

@@ -101,3 +101,12 @@ def set_rng_states(states: Mapping[str, Tensor]) -> None:
             torch.set_rng_state(state)
         else:
             accelerator.set_rng_state(torch.device(device), state)
+
+
+def is_accumulating() -> bool:
+    """In a hook on the gradient of a leaf: whether the pass accumulates it, and does not return it as ``torch.autograd.grad`` does."""
+    node = torch._C._current_autograd_node()
+    try:
+        return node is None or torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # the engine's answer for a leaf whose gradient is returned
+        return False

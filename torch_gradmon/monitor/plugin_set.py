@@ -23,6 +23,9 @@ class PluginSet:
     Args:
         plugins: in the order in which they are called.
         complaints: where failures are reported.
+
+    Attributes:
+        at_boundaries: those with methods that are called at the beginning or the end of a step.
     """
 
     def __init__(self, plugins: Sequence[Plugin], complaints: WarningLog) -> None:
@@ -30,7 +33,7 @@ class PluginSet:
         self._calls = {hook: self._overridden(hook) for hook in _HOOKS}
         self._stopped: list[Plugin] = []
         at_boundaries = {id(plugin) for hook in _BOUNDARIES for plugin, _ in self._calls[hook]}
-        self._at_boundaries = [plugin for plugin in plugins if id(plugin) in at_boundaries]
+        self.at_boundaries = [plugin for plugin in plugins if id(plugin) in at_boundaries]
         in_all_steps = {id(plugin) for hook in _IN_ALL_STEPS for plugin, _ in self._calls[hook]}
         self._requiring = [p for p in plugins if type(p).requires_gradients is not Plugin.requires_gradients]
         self._in_all_steps = [p for p in plugins if id(p) in in_all_steps or p in self._requiring]
@@ -48,7 +51,7 @@ class PluginSet:
     @property
     def watch_idle_steps(self) -> bool:
         """Whether any plugin watches idle steps at this moment. Cheaper than a call that finds none."""
-        for plugin in self._at_boundaries:  # noqa: SIM110 (asked in every idle step: no generator)
+        for plugin in self.at_boundaries:  # noqa: SIM110 (asked in every idle step: no generator)
             if plugin.watches_idle_steps:
                 return True
         return False

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ...capture.hooks import Handles, Hook
 from ...core.fence import Fence
+from ...core.torch_modes import is_accumulating
 from ...step.parameter_refs import Place
 from ..machine.loop_patterns import StepsInBackward
 from .listener import LoopDriver
@@ -40,6 +41,7 @@ class BackwardHooks:
         self._handles = Handles()
         self._installed: tuple[Sequence[Place], Sequence[tuple[Place, Hook, Hook]]] = (), ()
         self._tensors: list[int | None] = []  # the tensor in each place when hooks were registered
+        self._completing: set[int] = set()  # places with hooks after the accumulation
         self._tasks: set[int] = set()
         self._is_over = False  # the engine reports the end of a backward pass right now
         self._stepped_within: set[int] = set()  # ids of the parameters of optimizers that have stepped within a backward pass
@@ -61,9 +63,16 @@ class BackwardHooks:
             if is_trained(place()):
                 self._handles.on_gradient(place, on_gradient)
                 self._handles.on_accumulate(place, on_accumulate, first)
+        self._completing.clear()
         for position, place in enumerate(places):
-            if is_trained(place()):  # before hooks in which an optimizer steps
-                self._handles.on_accumulate(place, Hook(self._accumulated, position), first)
+            parameter = place()
+            if not is_trained(parameter):
+                continue
+            if type(parameter) is not nn.Parameter or self._may_step_at(parameter):  # FSDP2 calls no hooks on the gradient
+                self._await_accumulation(position, first)
+            else:
+                # cheaper than one after the accumulation, of which a part stays in the tensor for ever
+                self._handles.on_gradient(place, Hook(self._came, position))
         self._tensors = [_tensor_in(place) for place in places]
 
     def uninstall(self) -> None:
@@ -92,20 +101,44 @@ class BackwardHooks:
         self.install(places, local)
         return True
 
+    def _await_accumulation(self, position: int, first: bool) -> None:
+        """Follow the accumulation of this gradient: an optimizer may step right after it, in a hook that has to come later."""
+        if position not in self._completing:
+            self._completing.add(position)
+            self._handles.on_accumulate(self._installed[0][position], Hook(self._accumulated, position), first)
+
+    # called for each parameter in each backward pass: few calls, and no fence where there is nothing to report
+
+    def _came(self, position: int, gradient: Tensor | None) -> None:
+        if not self._in_backward.is_settled or self._in_backward.known:
+            self._fence.run(self._expect_step, position)
+        task = torch._C._current_graph_task_id()
+        if task not in self._tasks:
+            if is_accumulating():
+                self.await_end()
+            else:
+                self._tasks.add(task)
+
+    def _expect_step(self, position: int) -> None:
+        parameter = self._installed[0][position]()
+        if parameter is not None and self._may_step_at(parameter):  # the hook on it came after ours
+            self._await_accumulation(position, first=True)
+
     def _accumulated(self, position: int, parameter: Tensor) -> None:
-        # called for each parameter in each backward pass: few calls, and no fence where there is nothing to report
         if not self._in_backward.is_settled or self._in_backward.known:
             self._fence.run(self._report_complete, position, parameter)
         self.await_end()
 
     def _report_complete(self, position: int, parameter: Tensor) -> None:
         driver = self._driver()
-        if driver is not None and self._concerns(parameter):
+        if driver is not None and self._may_step_at(parameter):
             driver.gradient_complete(position)
 
-    def _concerns(self, parameter: Tensor) -> bool:
+    def _may_step_at(self, parameter: Tensor) -> bool:
         """Whether the optimizer of ``parameter`` may step within the backward pass, before the first step by the hooks on it."""
         within = self._in_backward
+        if within.is_settled and not within.known:
+            return False
         if id(parameter) in self._stepped_within:
             return True
         hooks: dict[int, object] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-import time
+from collections.abc import Sequence
+from threading import get_ident
+from time import perf_counter
 from typing import Any, Protocol
 
 import torch
@@ -12,8 +13,11 @@ from torch.optim import Optimizer
 
 from ...core.accelerator import capture_check
 from ...core.fence import Fence
+from ...step.plugin import Plugin
 from ..machine.step_state import StepState
 
+_has_grad, _running_task = torch.is_grad_enabled, torch._C._current_graph_task_id
+_interpreter, _tracing_state = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 #: The longest time without a look at requests from other processes, in seconds.
 LONGEST = 1.0
 
@@ -22,8 +26,8 @@ class IdleWatchers(Protocol):
     """The plugins."""
 
     @property
-    def watch_idle_steps(self) -> bool:
-        """Whether any plugin watches idle steps at this moment."""
+    def at_boundaries(self) -> Sequence[Plugin]:
+        """Those whose methods are called at the beginning or the end of a step."""
 
     def call(self, hook: str, *args: Any) -> list[Any]:
         """Call a method of each."""
@@ -54,6 +58,7 @@ class IdleStretch:
 
     Attributes:
         left: the number of steps that are left.
+        depth: how many calls of each optimizer's step are running, by its id.
     """
 
     def __init__(self, state: StepState, steps: IdleSteps, plugins: IdleWatchers, fence: Fence) -> None:
@@ -61,12 +66,13 @@ class IdleStretch:
         self.left = self._missed = self._forwards = self._thread = 0
         # calls of the model since the last followed step of an optimizer, and the most between two
         self._followed = self._most = 0
-        self._due = 0.0
-        self._captures = capture_check()
+        self._due = self._spent = 0.0
+        self.depth: dict[int, int] = {}
+        self._captures, self._watchers = capture_check(), plugins.at_boundaries
 
     def begin(self, steps: int) -> None:
         """The next ``steps`` steps are idle."""
-        self.left, self._thread, self._due = steps, threading.get_ident(), time.perf_counter() + LONGEST
+        self.left, self._thread, self._due = steps, get_ident(), perf_counter() + LONGEST
 
     def stop(self) -> None:
         """Follow the loop again; an open step remains open."""
@@ -98,53 +104,56 @@ class IdleStretch:
         """The optimizer has stepped, and the loop is followed."""
         self._most, self._followed = max(self._most, self._followed), 0
 
-    # --- hooks ---------------------------------------------------------------------------------------------------------------
+    # --- hooks: their code and objects have left the cache since the last step, so each call and each name counts -----------------
 
     def forward_began(self, module: nn.Module) -> bool:
         """The model is called. Returns whether that is all, else the loop is followed again."""
-        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+        if not _has_grad() or _running_task() != -1:
             return True  # evaluation, or a recomputation
-        if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None:
+        if _interpreter() is not None or _tracing_state() is not None:
             return True  # a transform, or a trace
-        began, state = time.perf_counter(), self._state
+        began, state = perf_counter(), self._state
         is_usual = self._forwards < self._most  # else another optimizer may step now
-        is_odd = not is_usual or not module.training or threading.get_ident() != self._thread
+        is_odd = not is_usual or not module.training or get_ident() != self._thread
         is_odd = is_odd or (self._captures is not None and self._captures())
-        if is_odd or state.progress.begun or self._plugins.watch_idle_steps:
+        for plugin in self._watchers:
+            is_odd |= plugin.watches_idle_steps
+        if is_odd or state.progress.begun:
             self.stop()
             return False
         if not state.is_open:
-            step = state.clock.next_step
-            state.open(step, is_tentative=False)
-            self._steps.open_idle(step)
+            self._steps.open_idle(state.open_idle())
         self._forwards += 1
-        self._fence.add_time(time.perf_counter() - began)
+        self._spent += perf_counter() - began
         return True
 
-    def step_began(self, optimizer: Optimizer, takes_more: bool) -> bool:
+    def step_began(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """The optimizer is about to step, perhaps with arguments. Returns whether that is all, else the loop is followed again."""
-        state = self._state
-        is_odd = not state.is_open or takes_more or state.progress.begun or getattr(optimizer, "found_inf", None) is not None
+        state, key = self._state, id(optimizer)
+        is_odd = not state.is_open or len(args) > 1 or bool(kwargs or state.progress.begun)
+        is_odd = is_odd or getattr(optimizer, "found_inf", None) is not None
         is_odd = is_odd or (self._captures is not None and self._captures())
-        if is_odd or self._plugins.watch_idle_steps or torch._C._current_graph_task_id() != -1:
+        for plugin in self._watchers:
+            is_odd |= plugin.watches_idle_steps
+        if is_odd or _running_task() != -1:
             self.stop()
             return False
-        state.progress.begun.add(id(optimizer))
+        state.progress.begun.add(key)
+        self.depth[key] = 1
         return True
 
-    def step_ended(self, optimizer: Optimizer) -> bool:
+    def step_ended(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """The optimizer has stepped. Returns whether that is all, else the loop is followed again."""
-        began, state = time.perf_counter(), self._state
-        if not state.is_open or id(optimizer) not in state.progress.begun:
+        began, state, key = perf_counter(), self._state, id(optimizer)
+        if not state.is_open or key not in state.progress.begun:
             self.stop()
             return False
-        state.progress.optimizer_ended(id(optimizer))
-        state.attempt()
-        state.close()
+        state.close_idle(key)
         self._steps.close_idle()
-        self._forwards = 0
+        self.depth[key] = self._forwards = 0
         self._missed += 1
-        ended = time.perf_counter()
+        ended = perf_counter()
         self.left = 0 if ended >= self._due else self.left - 1
-        self._fence.add_time(ended - began)
+        self._fence.add_time(self._spent + ended - began)
+        self._spent = 0.0
         return True

@@ -3,15 +3,39 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
-from ...capture.hooks import Handles, ModuleHook, takes_hooks
+from ...capture.hooks import Handles, ModuleHook, takes_hooks, untraced_by_itself
 from ...core.fence import Fence
 from .idle_stretch import IdleStretch
 from .listener import LoopDriver
 from .optimizer_hooks import OptimizerHooks
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+
+
+class _RootHook(ModuleHook):
+    """Calls ``method`` unless the call of the model is one that is only counted."""
+
+    def __init__(self, method: Callable[..., Any], stretch: IdleStretch) -> None:
+        super().__init__(method)
+        self._stretch = weakref.ref(stretch)
+
+    def __call__(self, *args: Any) -> Any:
+        """Count the call, or call the method."""
+        if torch.compiler.is_compiling():
+            return None
+        stretch = self._stretch()
+        if stretch is not None and stretch.left and not _dispatch_modes() and stretch.forward_began(args[0]):
+            return None
+        return super().__call__(*args)
+
+
+untraced_by_itself(_RootHook.__call__)
 
 
 class ModelHooks:
@@ -29,18 +53,17 @@ class ModelHooks:
         self, driver: LoopDriver, fence: Fence, module: nn.Module, optimizers: OptimizerHooks, stretch: IdleStretch
     ) -> None:
         self._driver, self._fence = weakref.ref(driver), fence
-        self._optimizers, self._stretch = optimizers, stretch
+        self._optimizers = optimizers
         self._handles = Handles()
         if takes_hooks(module):
-            self._handles.of_module(module.register_forward_pre_hook(ModuleHook(self._forward_hook)))
+            self._handles.of_module(module.register_forward_pre_hook(_RootHook(self._forward_hook, stretch)))
 
     def remove(self) -> None:
         """Take the hook away; calling it again does nothing."""
         self._handles.remove()
 
     def _forward_hook(self, module: nn.Module, args: tuple[object, ...]) -> None:
-        if not self._stretch.left or not self._stretch.forward_began(module):
-            self._fence.run(self._root_called, module, True)
+        self._fence.run(self._root_called, module, True)
 
     def root_called(self, module: nn.Module) -> None:
         """The root is called, as another hook on it reports. Idempotent."""

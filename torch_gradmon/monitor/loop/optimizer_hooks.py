@@ -45,12 +45,11 @@ class OptimizerHooks:
         self._driver, self._fence = weakref.ref(driver), fence
         wake = weakref.WeakMethod(stretch.stop)  # else the loss of an optimizer would show only after the stretch
         self._references = [weakref.ref(optimizer, lambda _: (stop := wake()) and stop()) for optimizer in optimizers]
-        self._depth: dict[int, int] = {}
+        self._stretch, self._depth = stretch, stretch.depth
         self.may_skip = self.in_closure = self._is_odd = False
-        self._stretch = stretch
         self.holds = GradientHolds(fence.complaints)
         self.wrappers = WrapperCalls(wrappers, self._wrapper_began, self._wrapper_ended)
-        self.steps = StepHooks(driver, self.alive(), self._before_hook, self._ended_hook)
+        self.steps = StepHooks(driver, self.alive(), self._before_hook, self._ended_hook, stretch)
 
     def allow_skips(self, are_allowed: bool) -> None:
         """Whether steps may be skipped from now on."""
@@ -84,8 +83,7 @@ class OptimizerHooks:
     # --- before the step -----------------------------------------------------------------------------------------------------
 
     def _before_hook(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._stretch.left and self._stretch.step_began(optimizer, len(args) > 1 or bool(kwargs)):
-            self._depth[id(optimizer)] = 1
+        if self._stretch.left and self._stretch.step_began(optimizer, args, kwargs):
             return None
         return self._fence.run(self._step_began, optimizer, args, kwargs)
 
@@ -137,10 +135,7 @@ class OptimizerHooks:
     # --- after the step ------------------------------------------------------------------------------------------------------
 
     def _ended_hook(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._stretch.left and self._stretch.step_ended(optimizer):
-            self._depth[id(optimizer)] = 0
-        else:
-            self._fence.run(self._step_ended, optimizer)
+        self._fence.run(self._step_ended, optimizer)
 
     def _step_ended(self, optimizer: Optimizer) -> None:
         depth = self._depth[id(optimizer)] = max(0, self._depth.get(id(optimizer), 1) - 1)

@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from ...capture.hooks import Handles, untraced_by_itself
+from .idle_stretch import IdleStretch
 
 StepHook = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -36,12 +37,15 @@ class StepHooks:
         optimizers: get the hooks.
         before: may return other arguments for the step.
         after: called with the step's arguments.
+        stretch: idle steps that are only counted.
 
     Attributes:
         is_shielded: a compiler is loaded, and does not trace the hooks.
     """
 
-    def __init__(self, owner: object, optimizers: Iterable[Optimizer], before: StepHook, after: StepHook) -> None:
+    def __init__(
+        self, owner: object, optimizers: Iterable[Optimizer], before: StepHook, after: StepHook, stretch: IdleStretch
+    ) -> None:
         self._handles = Handles()
         self._around_last: dict[int, StepHook] = {}  # the wrapper of the last hook before each optimizer's step
         self._before = before
@@ -49,17 +53,24 @@ class StepHooks:
         self.is_shielded = False
         for optimizer in optimizers:
             # the only strong reference to the owner: a monitor without other references lives as long as its optimizer
-            self._handles.of_optimizer(optimizer.register_step_pre_hook(self._strongly(owner, "called")))
-            self._handles.of_optimizer(optimizer.register_step_post_hook(self._strongly(owner, "after")))
+            self._handles.of_optimizer(
+                optimizer.register_step_pre_hook(self._strongly(owner, "called", stretch, stretch.step_began))
+            )
+            self._handles.of_optimizer(
+                optimizer.register_step_post_hook(self._strongly(owner, "after", stretch, stretch.step_ended))
+            )
             _put_first(optimizer)
         self.shield()
 
-    def _strongly(self, owner: object, name: str) -> StepHook:
-        method, shielded = self._shielded[name], self._shielded
+    def _strongly(self, owner: object, name: str, stretch: IdleStretch, counts: StepHook) -> StepHook:
+        method, shielded, is_after = self._shielded[name], self._shielded, name == "after"
 
         def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if torch.compiler.is_compiling():  # else the shield would cost a tenth of a step that is not monitored
                 return shielded[name](optimizer, args, kwargs)
+            # with others on the step, the last of them may be behind ours, and one that raises prevents the step
+            if stretch.left and (is_after or len(optimizer._optimizer_step_pre_hooks) == 1) and counts(optimizer, args, kwargs):
+                return None
             return method(optimizer, args, kwargs)
 
         untraced_by_itself(hook)

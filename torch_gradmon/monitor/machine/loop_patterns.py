@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 _LEARNING = 100
 
 
-@dataclass
+@dataclass(slots=True)
 class LoopPatterns:
     """Habits of one loop, learned from its steps.
 
@@ -82,7 +82,7 @@ class LoopPatterns:
         self.called_in_training = self.called_in_eval = False
 
 
-@dataclass
+@dataclass(slots=True)
 class StepsInBackward:
     """Which optimizers step within the backward pass, each as soon as the gradients of its parameters are there.
 

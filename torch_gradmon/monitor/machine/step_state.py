@@ -20,7 +20,7 @@ class Phase(Enum):
     ATTEMPTED = "all optimizers have stepped; the scaler's update or the loop ends the step"
 
 
-@dataclass
+@dataclass(slots=True)
 class StepClock:
     """Numbers of steps.
 
@@ -58,7 +58,7 @@ class StepClock:
         self.step = self.ended
 
 
-@dataclass
+@dataclass(slots=True)
 class StepProgress:
     """What has happened in one step. Optimizers are named by any hashable, in the order of their names in ``StepMachine.order``.
 
@@ -133,7 +133,7 @@ class StepProgress:
         return Phase.BACKWARD if self.backwards else Phase.FORWARD
 
 
-@dataclass
+@dataclass(slots=True)
 class StepState:
     """All that the step machine knows.
 
@@ -156,6 +156,7 @@ class StepState:
     is_manual: bool = False
     is_driven: bool = False
     is_paused: bool = False
+    _was_idle: bool = False  # nothing else has happened in the last step, so that its progress can be that of the next one
 
     def follow(self) -> None:
         """Hooks on optimizers drive the steps from now on, in a loop whose habits are not known yet."""
@@ -182,7 +183,7 @@ class StepState:
     def open(self, step: int, is_tentative: bool) -> None:
         """``step`` opens; ``is_tentative``: by a call in evaluation mode."""
         self.clock.open(step)
-        self.is_open, self.in_backward.any_now = True, False
+        self.is_open, self.in_backward.any_now, self._was_idle = True, False, False
         self.progress = StepProgress(self.is_manual, is_tentative, is_tentative)
 
     def close(self) -> None:
@@ -191,6 +192,31 @@ class StepState:
         if self.progress.backwards:
             self.in_backward.is_settled = True
             self.patterns.learn(self.progress.backwards)
+
+    # few objects and no calls: see IdleStretch
+
+    def open_idle(self) -> int:
+        """The next step opens in a plain loop, and nothing is measured in it. Returns its number."""
+        clock, last = self.clock, self.progress
+        step = clock.step = clock.next_step
+        clock.stride, clock.next_step = 1, step + 1
+        self.is_open, self.in_backward.any_now = True, False
+        if self._was_idle:
+            last.done.clear()
+            last.is_attempted = self._was_idle = False
+        else:
+            self.progress = StepProgress()
+        return step
+
+    def close_idle(self, optimizer: Hashable) -> None:
+        """The step, in which the only optimizer has stepped, ends."""
+        progress, clock = self.progress, self.clock
+        progress.begun.clear()
+        progress.done.add(optimizer)
+        progress.is_attempted = True
+        clock.attempts += 1
+        clock.ended = clock.step
+        self.is_open, self._was_idle = False, not progress.backwards
 
     def drop(self) -> bool:
         """The open step is forgotten. Returns whether it was tentative."""

@@ -34,8 +34,9 @@ class StepLifecycle:
         self.planning, self.queue, self.values = planning, queue, values
         self.state, self.hooks, self.fence = planning.state, planning.hooks, planning.fence
         self.captures, self.plugins = planning.captures, planning.cadence.plugins
-        self._closing = StepClosing(planning, queue, values)
+        self._closing, self._tags = StepClosing(planning, queue, values), values.late.tags
         self.active: ActiveStep | None = None
+        self._idle = ActiveStep(-1)  # no plugin sees it, so all steps of a stretch can be the same object
 
     @property
     def has_values(self) -> bool:
@@ -134,12 +135,17 @@ class StepLifecycle:
 
     def open_idle(self, step: int) -> None:
         """Begin ``step``, which is idle and follows an idle one."""
-        self.active = ActiveStep(step)
-        self.values.late.tags.begin(is_kept=False)
+        if self.active is self._idle:
+            self._idle.number = step
+        else:
+            self.active = self._idle = ActiveStep(step)
+        if self._tags.current:
+            self._tags.begin(is_kept=False)
 
     def close_idle(self) -> None:
         """End it."""
-        self.values.late.tags.clear()
+        if self._tags.current:
+            self._tags.clear()
 
     def confirm(self) -> None:
         """The open step trains, although a call in evaluation mode opened it."""

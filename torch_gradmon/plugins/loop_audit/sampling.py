@@ -6,6 +6,8 @@ from __future__ import annotations
 TRUSTED = 300
 #: A trusted loop alternates between skipped and audited steps, with enough audited ones for any mistake to become a fact.
 RESTED, LOOKED = 48, 16
+#: Each pause is twice as long as the one before, and shorter than three fifths of the clean steps until then, up to this many steps.
+MOST_RESTED = 16 * RESTED
 
 
 class Rest:
@@ -17,12 +19,15 @@ class Rest:
 
     def __init__(self) -> None:
         self.is_on = False
-        self._clean = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._clean, self._until, self._length = 0, TRUSTED, RESTED
 
     @property
     def left(self) -> int:
         """The number of steps until the pause ends."""
-        return RESTED - (self._clean - TRUSTED) % (RESTED + LOOKED) if self.is_on else 0
+        return self._until - self._clean if self.is_on else 0
 
     def missed(self, steps: int) -> None:
         """Count ``steps`` steps of the pause, fewer than are left."""
@@ -30,7 +35,15 @@ class Rest:
 
     def step_ended(self, is_clean: bool) -> bool:
         """Count a step, ``is_clean`` if it has no finding. Returns whether a pause begins or ends here."""
-        self._clean = self._clean + 1 if is_clean else 0
-        was, trusted = self.is_on, self._clean - TRUSTED
-        self.is_on = trusted >= 0 and trusted % (RESTED + LOOKED) < RESTED
-        return was != self.is_on
+        was = self.is_on
+        if not is_clean:
+            self.is_on = False
+            self._begin()
+            return was
+        self._clean += 1
+        if self._clean == self._until:
+            self.is_on = not was
+            self._until += self._length if self.is_on else LOOKED
+            if was:
+                self._length = min(2 * self._length, MOST_RESTED)
+        return self.is_on != was
